@@ -1,0 +1,27 @@
+"""Serve large language models on many Ascend NPUs, with graph plans negotiated across ranks.
+
+Public names load lazily: ``import dist_aclgraph`` costs neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dist_aclgraph.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from dist_aclgraph.actors.llm import LLM as LLM
+    from dist_aclgraph.serve.app import app as app
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__", "app"]
+
+_LAZY = {"LLM": "dist_aclgraph.actors.llm", "app": "dist_aclgraph.serve.app"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_LAZY[name]), name)

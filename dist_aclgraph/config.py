@@ -1,0 +1,344 @@
+"""One YAML file becomes one frozen, checked tree: the only reader of YAML and of the environment.
+
+``load_config(path, overrides)`` rejects unknown keys and bad values with the key, the value and what
+is allowed. Overrides are dotted keys: ``{"parallel.tp": 2}``, or ``parallel.tp=2`` on a command line.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+import yaml
+from pydantic import Field, model_validator
+
+from dist_aclgraph.errors import ConfigError
+
+GraphMode = Literal["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
+BudgetModelName = Literal["legacy-0.11", "legacy-0.13", "legacy-0.20", "legacy-last"]
+SUPPORTED_GRAPH_MODES: tuple[GraphMode, ...] = ("NONE", "FULL_DECODE_ONLY")
+
+
+class Section(pydantic.BaseModel):
+    """A part of the configuration: frozen, and closed to unknown keys."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ParallelConfig(Section):
+    """How the model is spread over NPUs."""
+
+    tp: int = Field(
+        1, ge=1, le=1024, description="tensor parallel size: NPUs that share each layer"
+    )
+    dp: int = Field(1, ge=1, le=4096, description="data parallel size: copies of the model")
+    ep: int = Field(1, ge=1, le=4096, description="expert parallel size; 1 for dense models")
+    dcp: int = Field(1, ge=1, le=1024, description="decode context parallel size")
+    pcp: int = Field(1, ge=1, le=1024, description="prefill context parallel size")
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.dp * self.pcp
+
+
+class GraphConfig(Section):
+    """Which graphs are captured, and how many a rank may afford."""
+
+    mode: GraphMode = Field("FULL_DECODE_ONLY", description="NONE runs every step eagerly")
+    sizes: tuple[int, ...] | None = Field(
+        None, description="capture sizes in tokens; null chooses 1, 2, 4, then steps of 8 and 16"
+    )
+    budget_model: BudgetModelName = Field(
+        "legacy-last", description="prices graphs in streams; see `dist-aclgraph plan`"
+    )
+    reserve_streams: int = Field(
+        32, ge=0, le=2048, description="streams of a rank that no graph may take"
+    )
+    scope: Literal["cluster", "group"] = Field(
+        "cluster", description="one plan for all lockstep groups, or one for each"
+    )
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> GraphConfig:
+        if self.sizes is not None and (not self.sizes or min(self.sizes) < 1):
+            raise ValueError("must be a non-empty list of positive token counts")
+        return self
+
+
+class SchedulerConfig(Section):
+    """What one step may hold."""
+
+    max_num_seqs: int = Field(32, ge=1, le=4096, description="requests that run at once")
+    max_num_batched_tokens: int = Field(
+        512, ge=1, le=131072, description="tokens of one step; longer prompts run in chunks"
+    )
+    max_waiting: int = Field(1024, ge=1, description="requests that may wait; more are refused")
+    prefix_cache: bool = Field(True, description="reuse blocks of equal prompt beginnings")
+
+
+class KVConfig(Section):
+    """The paged KV cache."""
+
+    block_size: int = Field(128, ge=16, le=1024, multiple_of=16, description="tokens per block")
+    num_blocks: int | None = Field(
+        None, ge=2, description="blocks per rank; null sizes the cache from free device memory"
+    )
+    memory_fraction: float = Field(
+        0.8, gt=0.0, le=0.98, description="part of free device memory that KV blocks may take"
+    )
+    max_bytes: int = Field(1 << 40, ge=1 << 16, description="most bytes of KV blocks per rank")
+
+
+class SpeculativeConfig(Section):
+    """Multi-token prediction."""
+
+    num_tokens: int = Field(0, ge=0, le=0, description="draft tokens per step; 0 is off")
+
+
+class FaultConfig(Section):
+    """A fault that the emulator injects, for tests."""
+
+    op: str = Field("", description="operator that fails or stalls, e.g. aclnnMm or HcclAllReduce")
+    call: int = Field(1, ge=1, description="at which of its calls")
+    kind: Literal["fail", "stall"] = Field("fail", description="what happens at that call")
+    rank: int | None = Field(None, ge=0, description="on which world rank; null means all")
+    stall_s: float = Field(60.0, gt=0, description="how long a stall lasts")
+
+
+class EmulatorConfig(Section):
+    """The emulated NPU; nothing here matters on hardware."""
+
+    strict: bool = Field(True, description="refuse what the documented operators refuse")
+    streams: int = Field(2048, ge=1, le=65536, description="stream ids of one device")
+    streams_by_rank: dict[int, int] = Field(
+        default_factory=dict, description="stream ids where a world rank differs"
+    )
+    memory_mb: int = Field(4096, ge=16, description="device memory, counted and not reserved")
+    kernels: Literal["compute", "skip"] = Field(
+        "compute", description="skip leaves out arithmetic, to measure host time alone"
+    )
+    accounting: Literal["pinned", "software_sq"] = Field(
+        "pinned", description="how captured graphs take streams, as old or as new drivers do"
+    )
+    soc: str = Field("Ascend910B1", description="name of the chip")
+    wait_s: int = Field(60, ge=1, description="limit of a wait on the device")
+    fault: FaultConfig = FaultConfig()
+
+
+class DeviceConfig(Section):
+    """Which device runs the model."""
+
+    kind: Literal["auto", "npu", "emulated"] = Field(
+        "auto", description="auto takes a real NPU where one answers, else the emulator"
+    )
+    task_queue: Literal[0, 1] = Field(
+        0, description="torch_npu's TASK_QUEUE_ENABLE: 1 dispatches operators from a second thread"
+    )
+    emulator: EmulatorConfig = EmulatorConfig()
+
+
+class ServeConfig(Section):
+    """The HTTP service."""
+
+    host: str = Field("127.0.0.1", description="address to bind; loopback unless you choose else")
+    port: int = Field(8000, ge=1, le=65535, description="port to bind")
+    max_body_bytes: int = Field(4 << 20, ge=1024, description="largest request body")
+    lenient: bool = Field(False, description="ignore unknown request fields instead of a 400")
+    drain_s: float = Field(10.0, ge=0, description="how long a stop waits for running requests")
+
+
+class TimeoutConfig(Section):
+    """How long each phase may take, in seconds; an overrun names rank and phase."""
+
+    place_s: float = Field(60.0, gt=0, description="placing the worker actors")
+    join_s: float = Field(120.0, gt=0, description="opening devices and forming HCCL groups")
+    load_s: float = Field(600.0, gt=0, description="loading weights")
+    negotiate_s: float = Field(60.0, gt=0, description="offers, plan and its confirmation")
+    capture_s: float = Field(120.0, gt=0, description="capturing one bucket")
+    step_s: float = Field(60.0, gt=0, description="one step, from plan to the last answer")
+    stop_s: float = Field(10.0, gt=0, description="an orderly stop, before workers are killed")
+
+
+class Config(Section):
+    """A whole deployment."""
+
+    model: str = Field(description="directory of a Hugging Face checkpoint")
+    served_model_name: str | None = Field(
+        None, description="name in the API; null: the directory's"
+    )
+    dtype: Literal["bfloat16", "float16", "float32"] = Field(
+        "bfloat16", description="type of weights, activations and KV cache"
+    )
+    max_model_len: int | None = Field(
+        None, ge=2, description="longest prompt plus output; null takes the model's"
+    )
+    seed: int = Field(0, ge=0, lt=2**31, description="seeds requests that bring none")
+    parallel: ParallelConfig = ParallelConfig()
+    graph: GraphConfig = GraphConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    kv: KVConfig = KVConfig()
+    speculative: SpeculativeConfig = SpeculativeConfig()
+    device: DeviceConfig = DeviceConfig()
+    serve: ServeConfig = ServeConfig()
+    timeouts: TimeoutConfig = TimeoutConfig()
+    profile: bool = Field(False, description="measure a step's host time by stage")
+
+    @property
+    def name(self) -> str:
+        return self.served_model_name or Path(self.model).name
+
+    @model_validator(mode="after")
+    def _check_supported(self) -> Config:
+        if self.graph.mode not in SUPPORTED_GRAPH_MODES:
+            raise ValueError(
+                f"graph.mode is {self.graph.mode}; this version supports "
+                f"{' and '.join(SUPPORTED_GRAPH_MODES)}"
+            )
+        for key in ("ep", "dcp", "pcp"):
+            size = getattr(self.parallel, key)
+            if size != 1:
+                raise ValueError(
+                    f"parallel.{key} is {size}; the dense models of this version allow 1"
+                )
+        return self
+
+
+def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Read a YAML file, apply dotted overrides, and check the whole.
+
+    A relative ``model`` is taken from the working directory if it exists there, else from the
+    directory that holds the file's folder (``configs/x.yaml`` names ``models/y`` beside it).
+
+    Raises:
+        ConfigError: the file cannot be read, a key is unknown, or a value is not allowed.
+    """
+    path = Path(path)
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ConfigError(f"cannot read the configuration {path}: {e.strerror}") from e
+    except yaml.YAMLError as e:
+        raise ConfigError(f"{path} is not YAML: {e}") from e
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} must hold a mapping of keys, not {type(raw).__name__}")
+    for key, value in (overrides or {}).items():
+        _set(raw, key, value)
+    config = make_config(raw)
+    return config.model_copy(update={"model": _find_model(config.model, path)})
+
+
+def make_config(raw: Mapping[str, Any]) -> Config:
+    """Check a mapping and return the frozen tree.
+
+    Raises:
+        ConfigError: names each bad key, its value and what is allowed.
+    """
+    try:
+        return Config.model_validate(_lists_to_tuples(dict(raw)))
+    except pydantic.ValidationError as e:
+        raise ConfigError("; ".join(_explain(error) for error in e.errors())) from None
+
+
+def parse_overrides(arguments: Iterable[str]) -> dict[str, Any]:
+    """Turn ``key=value`` arguments into overrides; values are read as YAML (``4``, ``[1, 2]``).
+
+    Raises:
+        ConfigError: an argument has no ``=``, or its value is not YAML.
+    """
+    overrides = {}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"{argument!r} is not of the form key=value")
+        try:
+            overrides[key] = yaml.safe_load(value)
+        except yaml.YAMLError as e:
+            raise ConfigError(f"the value of {key} is not YAML: {value!r}") from e
+    return overrides
+
+
+def child_environment(config: Config) -> dict[str, str]:
+    """Environment of worker processes: what torch_npu and Ray read and nothing else may set."""
+    return {
+        "TASK_QUEUE_ENABLE": str(config.device.task_queue),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def prepare_ray_environment() -> None:
+    """Set, before Ray starts, the variables whose defaults surprise: niceness 15, auth, uv."""
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+
+def visible_devices() -> tuple[int, ...] | None:
+    """Physical NPU ids that this process may use, or None where nobody restricted them."""
+    value = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
+    if value is None:
+        return None
+    return tuple(int(part) for part in value.split(",") if part.strip())
+
+
+def _set(raw: dict[str, Any], dotted: str, value: Any) -> None:
+    node = raw
+    *parents, last = dotted.split(".")
+    for parent in parents:
+        child = node.get(parent)
+        if child is None:
+            child = node[parent] = {}
+        if not isinstance(child, dict):
+            raise ConfigError(f"{dotted} cannot be set: {parent} is {child!r}, not a section")
+        node = child
+    node[last] = value
+
+
+def _lists_to_tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _lists_to_tuples(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return tuple(_lists_to_tuples(item) for item in value)
+    return value
+
+
+def _explain(error: Any) -> str:
+    key = ".".join(str(part) for part in error["loc"]) or "configuration"
+    if error["type"] == "extra_forbidden":
+        return f"{key} is not a known key (value {error['input']!r}); {_known_keys(error['loc'])}"
+    if error["type"] == "missing":
+        return f"{key} is missing"
+    message = error["msg"].removeprefix("Value error, ")
+    if key == "configuration" or isinstance(error["input"], dict):
+        return message if key == "configuration" else f"{key}: {message}"
+    return f"{key} is {error['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _known_keys(location: tuple[Any, ...]) -> str:
+    section: Any = Config
+    for part in location[:-1]:
+        section = section.model_fields[part].annotation
+    where = ".".join(str(part) for part in location[:-1]) or "the top level"
+    return f"known in {where}: {', '.join(section.model_fields)}"
+
+
+def _find_model(model: str, config_path: Path) -> str:
+    given = Path(model).expanduser()
+    candidates = (
+        [given]
+        if given.is_absolute()
+        else [
+            Path.cwd() / given,
+            config_path.resolve().parent.parent / given,
+        ]
+    )
+    for candidate in candidates:
+        if candidate.is_dir():
+            return str(candidate.resolve())
+    return str(given)

@@ -1,0 +1,167 @@
+"""The whole exception tree.
+
+DistAclGraphError
+  ConfigError             a key, its value, what is allowed
+  PlacementError          Ray cannot give the NPUs that the configuration asks for
+  WorkerError             a worker actor failed; names rank and phase
+    WorkerStartTimeoutError, WorkerLostError, RankDisagreementError
+  DeviceError             the device or its runtime refused
+    StreamExhaustedError, OutOfDeviceMemoryError, EmulatorBuildError
+  GraphError              planning, capture or replay of graphs
+    CaptureError, ReplayMismatchError, StreamBudgetError
+  KVCacheError            blocks
+    OutOfBlocksError, BlockTableTooShortError
+  ModelError              a checkpoint that cannot be served
+    UnsupportedModelError, MissingTensorError
+  RequestError            what a client may have got wrong (a 4xx)
+    RequestTooLongError, InvalidParameterError, UnknownModelError
+  EngineUnavailableError  the engine cannot take requests now (a 503)
+    EngineDeadError, QueueFullError
+
+Every error survives pickling, because Ray carries it: fields are passed to ``Exception.__init__``.
+"""
+
+from __future__ import annotations
+
+
+class DistAclGraphError(Exception):
+    """Base of all errors that this package raises on purpose."""
+
+
+class ConfigError(DistAclGraphError):
+    """A configuration value is unknown, ill-typed or out of range."""
+
+
+class PlacementError(DistAclGraphError):
+    """The cluster cannot place the workers: too few NPUs, or none answered in time."""
+
+
+class WorkerError(DistAclGraphError):
+    """A worker failed.
+
+    Attributes:
+        rank: world rank of the worker, or -1 where it had none yet.
+        phase: deployment state in which it failed, e.g. ``"LOADING"``.
+    """
+
+    def __init__(self, message: str, rank: int = -1, phase: str = "") -> None:
+        super().__init__(message, rank, phase)
+        self.rank = rank
+        self.phase = phase
+
+    def __str__(self) -> str:
+        where = f"rank {self.rank}" if self.rank >= 0 else "a worker"
+        return f"{where} in {self.phase}: {self.args[0]}" if self.phase else str(self.args[0])
+
+
+class WorkerStartTimeoutError(WorkerError):
+    """A worker did not finish a start-up phase in its time."""
+
+
+class WorkerLostError(WorkerError):
+    """A worker process died or stopped answering."""
+
+
+class RankDisagreementError(WorkerError):
+    """Ranks hold different plans or report different results for the same thing."""
+
+
+class DeviceError(DistAclGraphError):
+    """The NPU or its runtime refused a call."""
+
+
+class StreamExhaustedError(DeviceError):
+    """No stream is left for another graph (207008, 207005, "sq cq")."""
+
+
+class OutOfDeviceMemoryError(DeviceError):
+    """Device memory is exhausted."""
+
+
+class EmulatorBuildError(DeviceError):
+    """The emulated CANN libraries did not build; carries the compiler's words."""
+
+
+class GraphError(DistAclGraphError):
+    """Planning, capture or replay of a graph failed."""
+
+
+class CaptureError(GraphError):
+    """A bucket could not be captured, for another reason than streams or memory."""
+
+
+class ReplayMismatchError(GraphError):
+    """A captured graph was given inputs that it was not captured for."""
+
+
+class StreamBudgetError(GraphError):
+    """Not even the smallest bucket fits; lists offer, cost and shortfall per rank."""
+
+
+class KVCacheError(DistAclGraphError):
+    """A rule of the KV cache was broken."""
+
+
+class OutOfBlocksError(KVCacheError):
+    """The block pool cannot give the blocks that were asked for."""
+
+
+class BlockTableTooShortError(KVCacheError):
+    """A position lies beyond the last block of its request."""
+
+
+class ModelError(DistAclGraphError):
+    """A checkpoint cannot be served."""
+
+
+class UnsupportedModelError(ModelError):
+    """The architecture, or an option of it, is not one that this package implements."""
+
+
+class MissingTensorError(ModelError):
+    """The checkpoint lacks a tensor, or has it in another shape."""
+
+
+class RequestError(DistAclGraphError):
+    """A request that cannot be served as it is.
+
+    Attributes:
+        param: the request field at fault, in OpenAI's spelling, or None.
+    """
+
+    code: str | None = "invalid_value"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message, param)
+        self.param = param
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class InvalidParameterError(RequestError):
+    """A sampling or request parameter is ill-typed or out of range."""
+
+
+class RequestTooLongError(RequestError):
+    """Prompt and requested tokens exceed the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class UnknownModelError(RequestError):
+    """The request names a model that is not served here."""
+
+    code = "model_not_found"
+
+
+class EngineUnavailableError(DistAclGraphError):
+    """The engine cannot take the request now; trying again later may help."""
+
+
+class EngineDeadError(EngineUnavailableError):
+    """The engine has failed; the message holds the first cause."""
+
+
+class QueueFullError(EngineUnavailableError):
+    """Too many requests are waiting."""

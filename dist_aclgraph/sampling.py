@@ -1,0 +1,131 @@
+"""SamplingParams: how the next token is chosen and when a request ends. Validated once, here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dist_aclgraph.errors import InvalidParameterError
+
+GREEDY_EPSILON = 1e-5
+MIN_TEMPERATURE = 0.01
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 4
+MAX_STOP_TOKEN_IDS = 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """Parameters of one request; limits follow the OpenAI API and vLLM's extensions.
+
+    Attributes:
+        max_tokens: most tokens to generate; None means up to the context's end.
+        temperature: [0, 2]; below 1e-5 greedy, and raised to 0.01 where positive but smaller.
+        top_k: keep the k most probable tokens; 0 or -1 keeps all.
+        top_p: (0, 1], keep the smallest set of tokens whose probability reaches top_p.
+        min_p: [0, 1], drop tokens below min_p times the highest probability.
+        presence_penalty, frequency_penalty: [-2, 2], subtracted for tokens generated so far.
+        repetition_penalty: > 0, divides (or multiplies) logits of tokens seen in prompt or output.
+        seed: fixes the random numbers, which depend on (seed, position) alone; None draws one.
+        logprobs: number of alternatives reported per token; None reports nothing.
+        stop: strings that end the text; they are not part of it.
+        stop_token_ids: ids that end the output besides the model's own end tokens.
+        ignore_eos: go on after the model's end token.
+        min_tokens: end tokens are ignored before so many tokens exist.
+    """
+
+    max_tokens: int | None = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    logprobs: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _number("temperature", self.temperature, 0.0, 2.0)
+        _integer("top_k", self.top_k, -1, 2**31 - 1)
+        _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 1e4, low_open=True)
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        object.__setattr__(self, "stop", _strings("stop", self.stop))
+        object.__setattr__(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidParameterError(
+                f"min_tokens is {self.min_tokens}; it must not exceed max_tokens "
+                f"({self.max_tokens})",
+                "min_tokens",
+            )
+        if GREEDY_EPSILON <= self.temperature < MIN_TEMPERATURE:
+            object.__setattr__(self, "temperature", MIN_TEMPERATURE)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_EPSILON
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+
+def _integer(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidParameterError(f"{name} is {value!r}; it must be an integer", name)
+    if not low <= value <= high:
+        raise InvalidParameterError(
+            f"{name} is {value}; it must lie between {low} and {high}", name
+        )
+
+
+def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidParameterError(f"{name} is {value!r}; it must be a number", name)
+    inside = (low < value if low_open else low <= value) and value <= high
+    if not math.isfinite(value) or not inside:
+        bracket = "(" if low_open else "["
+        raise InvalidParameterError(
+            f"{name} is {value}; it must lie in {bracket}{low:g}, {high:g}]", name
+        )
+
+
+def _strings(name: str, value: str | Sequence[str]) -> tuple[str, ...]:
+    strings = (value,) if isinstance(value, str) else tuple(value)
+    if len(strings) > MAX_STOP_STRINGS:
+        raise InvalidParameterError(
+            f"{name} has {len(strings)} strings; at most {MAX_STOP_STRINGS} are allowed", name
+        )
+    if not all(isinstance(s, str) and s for s in strings):
+        raise InvalidParameterError(f"{name} must be non-empty strings", name)
+    return strings
+
+
+def _ids(name: str, value: Sequence[int]) -> tuple[int, ...]:
+    ids = tuple(value)
+    if len(ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidParameterError(
+            f"{name} has {len(ids)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed", name
+        )
+    for token_id in ids:
+        _integer(name, token_id, 0, 2**31 - 1)
+    return ids

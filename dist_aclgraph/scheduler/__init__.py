@@ -1,0 +1,1 @@
+"""Who runs next: requests, the step decision, and the messages that carry it."""

@@ -1,0 +1,120 @@
+"""What crosses between engine and workers: one StepPlan per step, one StepResult back.
+
+Plain MessagePack (msgspec encodes it, any MessagePack library reads it); integer arrays travel as
+little-endian int32 bytes. Only what changed is sent: workers keep the running batch, one *row* per
+running request, chosen by the scheduler from [0, max_num_seqs).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+RunMode = Literal["NONE", "PIECEWISE", "FULL"]
+
+
+def pack_ints(values: list[int] | IntArray) -> bytes:
+    return np.asarray(values, dtype="<i4").tobytes()
+
+
+def unpack_ints(data: bytes, width: int | None = None) -> IntArray:
+    """Return a read-only [n] view of packed integers, or [n, width] where ``width`` is given."""
+    flat = np.frombuffer(data, dtype="<i4")
+    return flat if width is None else flat.reshape(-1, width)
+
+
+class RowSampling(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the sampler must know of one request; see ``SamplingParams`` for meanings."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    logprobs: int = -1  # -1 reports nothing
+    num_prompt_tokens: int = 0  # where the output begins, for penalties
+    suppressed: tuple[int, ...] = ()  # end ids, while fewer than min_tokens exist
+    min_tokens: int = 0
+
+
+class RowStart(msgspec.Struct, frozen=True):
+    """A request that begins (or resumes) at ``row``; whatever the row held before is forgotten."""
+
+    row: int
+    token_ids: bytes  # int32 [num_tokens], prompt and, after preemption, output
+    block_ids: bytes  # int32 [num_blocks], in order
+    sampling: RowSampling
+
+
+class RankBatch(msgspec.Struct, frozen=True):
+    """What the ranks of one data-parallel rank run in this step.
+
+    ``scheduled`` has one record per request of the batch, in batch order; token and output arrays
+    follow that order. ``appended`` and ``blocks`` bring the rows up to date before the step.
+    """
+
+    scheduled: bytes  # int32 [num_reqs, 4]: row, num_computed_tokens, num_scheduled_tokens, sample
+    appended: bytes = b""  # int32 [k, 2]: row, token id sampled in an earlier step
+    blocks: bytes = b""  # int32 [k, 3]: row, index in the block table, block id
+    started: tuple[RowStart, ...] = ()
+
+
+class StepPlan(msgspec.Struct, frozen=True, tag="step"):
+    """One decision for every rank of a lockstep group.
+
+    ``num_tokens`` is the padded token count: the bucket where ``mode`` replays a graph, else the
+    number of live tokens. ``query_len`` is the uniform query length of the batch, 0 if mixed.
+    """
+
+    epoch: int
+    step: int
+    plan_version: int
+    mode: RunMode
+    num_tokens: int
+    query_len: int
+    batches: tuple[RankBatch, ...]  # one per data-parallel rank of the lockstep group
+
+
+class RowLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities at one sampled position: the chosen token first, then the best ones."""
+
+    token_ids: bytes  # int32 [1 + n]
+    logprobs: tuple[float, ...]  # [1 + n]
+    rank: int  # of the chosen token, 1 is the most probable
+
+
+class StepResult(msgspec.Struct, frozen=True, tag="result"):
+    """New tokens of a step, one for each record with ``sample`` set, in batch order.
+
+    Ranks that own no output answer with empty ``token_ids``: that is their acknowledgement.
+    ``timings_us`` holds the worker's host time by stage, where the plan's worker measures it.
+    """
+
+    epoch: int
+    step: int
+    rank: int
+    token_ids: bytes = b""  # int32 [num_sampled]
+    logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_sampled], or empty if nobody asked
+    timings_us: dict[str, float] = {}
+    error: str = ""  # the step failed on this rank; the epoch is over
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Leave the step loop."""
+
+    epoch: int
+
+
+ToWorker = StepPlan | Shutdown
+FromWorker = StepResult
+
+encoder = msgspec.msgpack.Encoder()
+to_worker_decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+from_worker_decoder: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
