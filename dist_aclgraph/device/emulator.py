@@ -1,8 +1,8 @@
 """Build and load the emulated CANN libraries, under which the real torch_npu runs on a CPU.
 
-The libraries come from the C++ sources in ``emulator/``. Loading them is preloading: libtorch_npu.so
-names its CANN libraries by SONAME, and one that is already in the process satisfies it. Knows
-nothing about what the program does with the device.
+The libraries come from the C++ sources in ``emulator/``. Loading them is preloading:
+libtorch_npu.so names its CANN libraries by SONAME, and one that is already in the process satisfies
+it. Knows nothing about what the program does with the device.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ _BEFORE_TORCH = ("ascendcl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_c
 _AFTER_TORCH = ("hccl", "opapi", "nnopbase")
 
 _STAMP = BUILD / "stamp"
-_LOCK = SOURCES / "build" / "lock"
+_LOCK = BUILD / "lock"
 _QUOTED_LINES = 40
 
 Progress = Callable[[int, int, str], None]
@@ -35,7 +35,7 @@ _loaded_settings: dict[str, str] | None = None
 
 
 def is_built() -> bool:
-    """Return whether the libraries exist and belong to the present sources, wheels and processor."""
+    """Return whether libraries exist that belong to the present sources, wheels and processor."""
     try:
         return _STAMP.read_text() == _fingerprint()
     except OSError:
@@ -84,7 +84,7 @@ def load(settings: Mapping[str, str | int | bool]) -> None:
     if "torch_npu" in sys.modules:
         raise DeviceError("torch_npu is imported already: load the emulator before it")
     folder = build()
-    runtime = [_preload(folder, name) for name in _BEFORE_TORCH][0]
+    runtime, *_others = [_preload(folder, name) for name in _BEFORE_TORCH]
     _configure(runtime, wanted)
     # torch would otherwise import torch_npu by itself, before the libraries below are there.
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
