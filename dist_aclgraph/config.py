@@ -79,6 +79,16 @@ class SchedulerConfig(Section):
     max_waiting: int = Field(1024, ge=1, description="requests that may wait; more are refused")
     prefix_cache: bool = Field(True, description="reuse blocks of equal prompt beginnings")
 
+    @model_validator(mode="after")
+    def _check_tokens(self) -> SchedulerConfig:
+        # A step that cannot hold every running request would starve the latest of them.
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs})"
+            )
+        return self
+
 
 class KVConfig(Section):
     """The paged KV cache."""
