@@ -1,8 +1,8 @@
 """The hot path between an engine and its workers: plans out to all, results back from all.
 
-ZeroMQ PUB/SUB for plans and PUSH/PULL for results, MessagePack inside: on one node over a socket file
-in a directory that only this user may enter, across nodes over TCP with CURVE, whose keys travel
-through Ray. Every message carries epoch and step; stale ones are dropped.
+ZeroMQ PUB/SUB for plans and PUSH/PULL for results, MessagePack inside: on one node over a socket
+file in a directory that only this user may enter, across nodes over TCP with CURVE, whose keys
+travel through Ray. Every message carries epoch and step; stale ones are dropped.
 """
 
 from __future__ import annotations
@@ -62,9 +62,7 @@ class StepSender:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         if directory is not None:
-            self.address = ChannelAddress(
-                f"ipc://{directory}/plans", f"ipc://{directory}/results"
-            )
+            self.address = ChannelAddress(f"ipc://{directory}/plans", f"ipc://{directory}/results")
             self._plans.bind(self.address.plans)
             self._results.bind(self.address.results)
             return
@@ -185,5 +183,3 @@ class StepReceiver:
         self._plans.close()
         self._results.close()
         self._context.term()
-
-

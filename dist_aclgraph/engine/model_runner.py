@@ -1,7 +1,7 @@
 """Executes steps on one NPU: fills the buffers, replays or runs eagerly, samples.
 
-Owns the model, the KV cache, the static buffers and the captured graphs of its rank. Carries out the
-plan's decisions; makes none.
+Owns the model, the KV cache, the static buffers and the captured graphs of its rank. Carries out
+the plan's decisions; makes none.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dist_aclgraph.engine.sampler import SamplingRow, sample
 from dist_aclgraph.errors import ReplayMismatchError
 from dist_aclgraph.graph.captured_graph import CapturedGraph, capture
 from dist_aclgraph.graph.decode_buffers import PADDING_KV_LEN, DecodeBuffers
+from dist_aclgraph.graph.plan import CaptureCost
 from dist_aclgraph.graph.task_update import TaskRecorder
 from dist_aclgraph.layers.attention import AttentionMetadata, KVCache, make_causal_mask
 from dist_aclgraph.models.dense import DenseDecoder
@@ -73,6 +74,7 @@ class ModelRunner:
         self._update_stream = torch.npu.Stream()
         self._pool = torch.npu.graph_pool_handle()
         self._graphs: dict[int, CapturedGraph] = {}
+        self.pool_bytes = 0  # what all captures together have added to the pool
         self._query_ends = {0: [0]}
         self._sampled_cpu = npu.pinned((config.scheduler.max_num_seqs,), torch.int32)
         self._sampled_np: IntArray = self._sampled_cpu.numpy()
@@ -100,11 +102,8 @@ class ModelRunner:
         self._decode(num_tokens, self._padded_lens(num_tokens, None), None)
         self._npu.synchronize()
 
-    def capture(self, num_tokens: int) -> dict[str, float]:
-        """Capture one bucket.
-
-        Returns:
-            What it took: ``streams``, ``bytes`` of the pool, ``seconds``.
+    def capture(self, num_tokens: int) -> CaptureCost:
+        """Capture one bucket and return what it took.
 
         Raises:
             StreamExhaustedError, OutOfDeviceMemoryError, CaptureError: nothing is left behind.
@@ -125,11 +124,13 @@ class ModelRunner:
             pool=self._pool,
             addresses=self._buffers.addresses,
         )
-        return {
-            "streams": streams - self._npu.available_streams(),
-            "bytes": torch.npu.memory_reserved() - reserved,
-            "seconds": time.perf_counter() - started_s,
-        }
+        cost = CaptureCost(
+            streams=streams - self._npu.available_streams(),
+            bytes=torch.npu.memory_reserved() - reserved,
+            seconds=time.perf_counter() - started_s,
+        )
+        self.pool_bytes += cost.bytes
+        return cost
 
     def release(self, num_tokens: int) -> None:
         """Undo the capture of one bucket, if there is one."""

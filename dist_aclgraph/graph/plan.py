@@ -76,6 +76,14 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class CaptureCost(msgspec.Struct, frozen=True):
+    """What the capture of one bucket took on one rank; bytes are those that the pool grew by."""
+
+    streams: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+
 class CaptureFailure(msgspec.Struct, frozen=True):
     """One rank's report that it could not capture a bucket."""
 
