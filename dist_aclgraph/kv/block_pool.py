@@ -37,8 +37,6 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_cache = prefix_cache
-        self.hits = 0  # blocks found by match(), and
-        self.lookups = 0  # blocks that it was asked for
         self.clear()
 
     @property
@@ -92,12 +90,10 @@ class BlockPool:
         """Return the cached blocks of the longest known beginning. Takes no reference."""
         block_ids: list[int] = []
         for block_hash in hashes:
-            self.lookups += 1
             block_id = self._by_hash.get(block_hash)
             if block_id is None:
                 break
             block_ids.append(block_id)
-        self.hits += len(block_ids)
         return block_ids
 
     def num_free_without(self, block_ids: Iterable[int]) -> int:
