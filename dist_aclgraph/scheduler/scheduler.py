@@ -11,7 +11,6 @@ from collections.abc import Iterable
 
 from dist_aclgraph.config import SchedulerConfig
 from dist_aclgraph.errors import (
-    ConfigError,
     InvalidParameterError,
     QueueFullError,
     RequestTooLongError,
@@ -42,8 +41,6 @@ class Scheduler:
         default_seed: int = 0,
         epoch: int = 0,
     ) -> None:
-        if config.max_num_batched_tokens < config.max_num_seqs:
-            raise ConfigError("max_num_batched_tokens must be at least max_num_seqs")
         self.config = config
         self.pool = pool
         self.dispatcher = dispatcher
