@@ -92,9 +92,7 @@ def count_turn(rng: random.Random, largest: int = MAX_NUMBER, longest: int = 24)
         else:
             last = rng.randint(0, max(0, largest - length))
             first = last + length - 1
-            prompt = rng.choice(
-                ("Count down from {0} to {1}.", "Count backwards from {0} to {1}.")
-            )
+            prompt = rng.choice(("Count down from {0} to {1}.", "Count backwards from {0} to {1}."))
         numbers = list(range(first, last - 1, -1))
         kind = "count down"
     return Turn(kind, prompt.format(first, last), " ".join(str(n) for n in numbers))

@@ -213,9 +213,7 @@ def answers(model: Qwen3ForCausalLM, batches: Batches, prompts: list[str]) -> li
     """Greedy answers, one prompt at a time."""
     found = []
     for prompt in prompts:
-        ids = batches.encode(
-            f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
-        )
+        ids = batches.encode(f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n")
         out = model.generate(
             torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long),
             max_new_tokens=120, do_sample=False, eos_token_id=[batches.end, batches.end_of_text],
