@@ -7,6 +7,7 @@ command line.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -278,6 +279,9 @@ def child_environment(config: Config) -> dict[str, str]:
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
+        # A lost rank holds its peers for so long; the step's deadline ends them sooner.
+        "HCCL_EXEC_TIMEOUT": str(math.ceil(config.timeouts.step_s)),
+        "HCCL_CONNECT_TIMEOUT": str(math.ceil(max(120.0, config.timeouts.join_s))),
     }
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import ray
@@ -78,7 +80,7 @@ def start(config: Config, on_progress: OnProgress | None = None) -> Deployment:
         emulator.build()
     owns_ray = not ray.is_initialized()
     if owns_ray:
-        _start_local_ray(config.parallel.world_size)
+        _start_local_ray(config.parallel.world_size, is_emulated=is_emulated)
     controller = None
     try:
         actor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)(Controller)
@@ -97,13 +99,24 @@ def start(config: Config, on_progress: OnProgress | None = None) -> Deployment:
     return Deployment(controller, service, owns_ray=owns_ray)
 
 
-def _start_local_ray(num_npus: int) -> None:
+def _start_local_ray(num_npus: int, *, is_emulated: bool) -> None:
     prepare_ray_environment()
-    ray.init(
-        num_cpus=max(4, os.cpu_count() or 1),
-        resources={"NPU": num_npus},
-        object_store_memory=OBJECT_STORE_BYTES,
-        include_dashboard=False,
-        namespace=NAMESPACE,
-        log_to_driver=True,
-    )
+    with _emulated_acl() if is_emulated else nullcontext():
+        ray.init(
+            num_cpus=max(4, os.cpu_count() or 1),
+            resources={"NPU": num_npus} if is_emulated else None,
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            namespace=NAMESPACE,
+        )
+
+
+@contextmanager
+def _emulated_acl() -> Iterator[None]:
+    """Let Ray find the emulator's ``acl`` module while it counts this node's NPUs."""
+    folder = str(emulator.SOURCES / "python")
+    sys.path.append(folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)

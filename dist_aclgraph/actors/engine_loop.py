@@ -31,9 +31,10 @@ from dist_aclgraph.actors.messages import (
 )
 from dist_aclgraph.actors.step_channel import StepSender
 from dist_aclgraph.errors import DistAclGraphError, EngineDeadError, WorkerLostError
+from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.request import Request, RequestOutput
 from dist_aclgraph.scheduler.scheduler import Scheduler
-from dist_aclgraph.scheduler.step import StepPlan, StepResult, pack_ints
+from dist_aclgraph.scheduler.step import StepPlan, StepResult, pack_ints, unpack_ints
 
 IDLE_POLL_MS = 100
 
@@ -212,13 +213,7 @@ class EngineLoop:
         try:
             if self._failure:
                 raise EngineDeadError(self._failure)
-            request = Request.from_submission(
-                submit.request_id,
-                submit.prompt,
-                submit.sampling,
-                max_tokens=submit.max_tokens,
-                stop_token_ids=submit.stop_token_ids,
-            )
+            request = _request(submit)
             self._scheduler.add(request)
         except DistAclGraphError as e:
             delta = RequestDelta(
@@ -286,8 +281,8 @@ class EngineLoop:
             "num_preemptions": scheduler.num_preemptions,
             "prompt_tokens": self._num_tokens["prompt"],
             "generation_tokens": self._num_tokens["generation"],
-            "prefix_cache_queries": pool.lookups,
-            "prefix_cache_hits": pool.hits,
+            "prefix_cache_queries": scheduler.num_admitted_tokens,
+            "prefix_cache_hits": scheduler.num_cached_tokens,
             "steps": self._num_steps,
             "graph": scheduler.dispatcher.report(),
             "pool_bytes": self._report.get("pool_bytes", 0),
@@ -311,3 +306,23 @@ class EngineLoop:
             "metrics": self.metrics(),
             "timings_us": dict(self._timings_us),
         }
+
+
+def _request(submit: Submit) -> Request:
+    sampling = submit.sampling
+    params = SamplingParams(
+        max_tokens=submit.max_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        seed=sampling.seed,
+        logprobs=None if sampling.logprobs < 0 else sampling.logprobs,
+        stop_token_ids=submit.stop_token_ids,
+        ignore_eos=True,
+        min_tokens=sampling.min_tokens,
+    )
+    return Request(submit.request_id, unpack_ints(submit.prompt).tolist(), params)

@@ -56,6 +56,8 @@ class StepSender:
         self._num_workers = num_workers
         self._context = zmq.Context(io_threads=1)
         self._plans = self._context.socket(zmq.XPUB)
+        # Verbose: equal subscriptions of several workers are several messages, so they count.
+        self._plans.setsockopt(zmq.XPUB_VERBOSE, 1)
         self._results = self._context.socket(zmq.PULL)
         sockets = (self._plans, self._results)
         for socket in sockets:

@@ -47,7 +47,7 @@ class CommGroup:
         if self.size == 1:
             return x.unsqueeze(0)
         out = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
-        dist.all_gather_into_tensor(out, x, group=self.handle)
+        dist.all_gather_single(out, x, group=self.handle)
         return out
 
 

@@ -27,7 +27,7 @@ class GraphDispatcher:
         self.plan = plan
         self.replays: Counter[BatchDescriptor] = Counter()
         self.misses: Counter[MissReason] = Counter()
-        self.padded_tokens = 0
+        self.padding: Counter[BatchDescriptor] = Counter()  # padded tokens
         self.live_tokens = 0  # tokens of replayed batches, padding left out
         self._decode = self._table("FULL") if plan.mode in DECODE_MODES else []
         self._any = self._table("PIECEWISE") if plan.mode in PIECEWISE_MODES else []
@@ -53,7 +53,7 @@ class GraphDispatcher:
             assert descriptor is not None
             self.replays[descriptor] += 1
             self.live_tokens += num_tokens
-            self.padded_tokens += descriptor.num_tokens - num_tokens
+            self.padding[descriptor] += descriptor.num_tokens - num_tokens
             return descriptor.mode, descriptor, None
         reason = self._miss(table, is_decode, query_len)
         self.misses[reason] += 1
@@ -64,12 +64,16 @@ class GraphDispatcher:
         by_bucket: Counter[int] = Counter()
         for descriptor, count in self.replays.items():
             by_bucket[descriptor.num_tokens] += count
+        padded: Counter[int] = Counter()
+        for descriptor, count in self.padding.items():
+            padded[descriptor.num_tokens] += count
         return {
             "plan_version": self.plan.version,
             "replays": dict(sorted(by_bucket.items())),
             "misses": dict(sorted(self.misses.items())),
             "live_tokens": self.live_tokens,
-            "padded_tokens": self.padded_tokens,
+            "padded_tokens": padded.total(),
+            "padded_by_bucket": dict(sorted(padded.items())),
         }
 
     def _miss(
