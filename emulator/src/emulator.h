@@ -14,6 +14,8 @@
 
 namespace emu {
 
+using Task = std::function<void()>;
+
 // What a task is. Only kernels may be updated through a task group.
 enum class TaskKind {
   Kernel,
@@ -29,7 +31,7 @@ enum class TaskKind {
 // stream's worker thread, appended to the graph being captured, or (in a task-update section)
 // replaces the body of the next task of the task group.
 EMU_SHARED aclError launch(aclrtStream stream, TaskKind kind, const char *name,
-                           std::function<void()> body);
+                           Task body);
 
 // Sets the text that aclGetRecentErrMsg returns to this thread, and returns `code`.
 EMU_SHARED aclError fail(aclError code, const char *format, ...)

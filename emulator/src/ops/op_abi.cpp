@@ -1,6 +1,4 @@
 // libopapi.so: the objects of the aclnn ABI.
-#include "aten.h"
-
 #include "ops/op_abi.h"
 
 namespace emu {
@@ -65,6 +63,28 @@ static Scalar read_scalar(const void *p, aclDataType dtype) {
   default:
     TORCH_CHECK(false, "scalar of aclDataType ", static_cast<int>(dtype), " is not emulated");
   }
+}
+
+AtenScope::AtenScope() {
+  // Intra-op threads are per thread in ATen. A worker that does not set its own lets OpenMP spin.
+  static thread_local const bool once = [] {
+    at::set_num_threads(settings().threads);
+    return true;
+  }();
+  (void)once;
+}
+
+int refused(const char *op, const std::exception &error) {
+  auto *refusal = dynamic_cast<const Refusal *>(&error);
+  return fail(refusal ? refusal->code : kInvalidArgument, "%s: %s", op, error.what());
+}
+
+int launch_phase(const char *name, aclOpExecutor *executor, aclrtStream stream) {
+  if (!executor)
+    return fail(kNullPointer, "%s: no executor", name);
+  Task task = std::move(executor->task);
+  delete executor;
+  return launch(stream, TaskKind::Kernel, name, std::move(task));
 }
 
 }  // namespace emu

@@ -1,17 +1,18 @@
-// Maps a C++ lambda over at::Tensor and friends to the two-phase aclnn C ABI.
+// Maps a C++ lambda to the two-phase aclnn C ABI. Two forms:
 //
-//   OP(aclnnMm, [](Tensor a, Tensor b, Tensor out, int8_t) { at::mm_out(out, a, b); })
+//   OP(aclnnMul, [](Tensor a, Tensor b, Tensor out) { at::mul_out(out, a, b); })
+//   OP(aclnnMm, [](Tensor a, Tensor b, Tensor out, int8_t) -> Task { check...; return [=] {...}; })
 //
-// exports aclnnMmGetWorkspaceSize(aclTensor*, aclTensor*, aclTensor*, int8_t, uint64_t*,
-// aclOpExecutor**), whose signature is derived from the lambda, and aclnnMm(workspace, size,
-// executor, stream). The first call converts the arguments and keeps them in the executor; the
-// second launches the lambda on the stream.
+// Both export aclnnXGetWorkspaceSize(arguments..., uint64_t *, aclOpExecutor **), whose signature is
+// derived from the lambda, and aclnnX(workspace, size, executor, stream). The first phase converts
+// the arguments; a lambda that returns a Task is run there: it checks its arguments, as the real
+// operator does in this phase, and binds pointers. The second phase launches the task.
 #pragma once
 
 #include "aten.h"
 
 #include "emulator.h"
-
+#include "ops/checks.h"
 
 // CANN declares these types without defining them. The tensor is a view made by from_blob.
 struct aclTensor {
@@ -39,7 +40,7 @@ struct aclScalarList {
   std::vector<at::Scalar> values;
 };
 struct aclOpExecutor {
-  std::function<void()> body;
+  emu::Task task;
 };
 
 namespace emu {
@@ -47,11 +48,13 @@ namespace emu {
 using at::Scalar;
 using at::Tensor;
 using OptTensor = std::optional<Tensor>;
+using OptScalar = std::optional<Scalar>;
 using Tensors = std::vector<Tensor>;
 using Ints = std::vector<int64_t>;
 using OptInts = std::optional<Ints>;
 
-constexpr int kNullPointer = 161001, kInvalidArgument = 161002, kNotEmulated = 161003;
+// Of the aclnn interface (aclnn_base.h), returned by the first phase.
+constexpr int kNullPointer = 161001, kInvalidArgument = 161002;
 
 at::ScalarType scalar_type(aclDataType dtype);
 
@@ -63,7 +66,7 @@ template <class T> struct Argument {
 template <> struct Argument<Tensor> {
   using C = aclTensor *;
   static Tensor convert(C p) {
-    TORCH_CHECK(p, "null aclTensor");
+    refuse_unless(p, "null aclTensor");
     return p->t;
   }
 };
@@ -74,9 +77,13 @@ template <> struct Argument<OptTensor> {
 template <> struct Argument<Scalar> {
   using C = aclScalar *;
   static Scalar convert(C p) {
-    TORCH_CHECK(p, "null aclScalar");
+    refuse_unless(p, "null aclScalar");
     return p->value;
   }
+};
+template <> struct Argument<OptScalar> {
+  using C = aclScalar *;
+  static OptScalar convert(C p) { return p ? OptScalar(p->value) : OptScalar(); }
 };
 template <> struct Argument<Ints> {
   using C = aclIntArray *;
@@ -95,43 +102,44 @@ template <> struct Argument<std::string> {
   static std::string convert(C p) { return p ? p : ""; }
 };
 
-// Intra-op threads are per thread in ATen: each worker sets its own (EMU_NPU_THREADS, default 1).
-inline void limit_worker_threads() {
-  static thread_local const bool once = [] {
-    at::set_num_threads(settings().threads);
-    return true;
-  }();
-  (void)once;
-}
+// ATen inside a task: no autograd, and the worker's own number of threads.
+struct AtenScope {
+  AtenScope();
+  at::NoGradGuard no_grad;
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+};
+
+// With kernels=skip arithmetic does not run; what decides about positions is set to zero instead,
+// so that it stays a valid index.
+inline bool skipping() { return !settings().compute; }
+inline bool skips(const Tensor &out) { return skipping() && out.is_floating_point(); }
+inline Task arithmetic(Task task) { return skipping() ? Task([] {}) : task; }
+
+int refused(const char *op, const std::exception &error);
 
 template <class Function> struct WorkspacePhase;
-template <class... A> struct WorkspacePhase<void (*)(A...)> {
-  template <void (*F)(A...)>
+template <class Result, class... A> struct WorkspacePhase<Result (*)(A...)> {
+  template <Result (*F)(A...), const char *Name>
   static int call(typename Argument<A>::C... a, uint64_t *bytes, aclOpExecutor **executor) {
     try {
       *bytes = 0;
       // Owned copies: torch_npu destroys the aclTensors right after the launch.
       std::tuple<A...> arguments(Argument<A>::convert(a)...);
-      *executor = new aclOpExecutor{[arguments = std::move(arguments)] {
-        limit_worker_threads();
-        at::NoGradGuard no_grad;
-        at::AutoDispatchBelowADInplaceOrView below_autograd;
-        std::apply(F, arguments);
-      }};
+      if constexpr (std::is_same_v<Result, Task>)
+        *executor = new aclOpExecutor{std::apply(F, std::move(arguments))};
+      else
+        *executor = new aclOpExecutor{[arguments = std::move(arguments)] {
+          AtenScope scope;
+          std::apply(F, arguments);
+        }};
       return 0;
     } catch (const std::exception &e) {
-      return fail(kInvalidArgument, "%s", e.what());
+      return refused(Name, e);
     }
   }
 };
 
-inline int launch_phase(const char *name, aclOpExecutor *executor, aclrtStream stream) {
-  if (!executor)
-    return fail(kNullPointer, "%s: no executor", name);
-  auto body = std::move(executor->body);
-  delete executor;
-  return launch(stream, TaskKind::Kernel, name, std::move(body));
-}
+int launch_phase(const char *name, aclOpExecutor *executor, aclrtStream stream);
 
 }  // namespace emu
 
@@ -144,11 +152,12 @@ inline int launch_phase(const char *name, aclOpExecutor *executor, aclrtStream s
 
 #define OP(NAME, ...)                                                                              \
   static constexpr auto emu_body_##NAME = +__VA_ARGS__;                                            \
+  static constexpr char emu_name_##NAME[] = #NAME;                                                 \
   extern "C" {                                                                                     \
   __attribute__((visibility("hidden"), used)) int (*emu_phase1_##NAME)(...) =                      \
       reinterpret_cast<int (*)(...)>(                                                              \
           &emu::WorkspacePhase<std::remove_const_t<decltype(emu_body_##NAME)>>::call<              \
-              emu_body_##NAME>);                                                                   \
+              emu_body_##NAME, emu_name_##NAME>);                                                  \
   }                                                                                                \
   EMU_EXPORT_WORKSPACE_PHASE(NAME##GetWorkspaceSize, NAME)                                         \
   EMU_API int NAME(void *, uint64_t, aclOpExecutor *executor, aclrtStream stream) {                \
