@@ -18,7 +18,9 @@ import tokenizers
 from dist_aclgraph.errors import ConfigError, InvalidParameterError
 
 MAX_RENDERED_CHARS = 4 << 20
-MAX_CHARS_PER_TOKEN = 64  # a text longer than so many characters per context token is refused unread
+MAX_CHARS_PER_TOKEN = (
+    64  # a text longer than so many characters per context token is refused unread
+)
 
 
 class Tokenizer:
@@ -74,9 +76,7 @@ class Tokenizer:
         except UnicodeEncodeError:
             raise InvalidParameterError("the text holds an unpaired surrogate") from None
         try:
-            return list(
-                self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-            )
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
         except BaseException as e:
             raise _translate(e, "tokenize") from e
 
