@@ -6,6 +6,7 @@ engine that stays silent for too long ends all its requests with an error, so th
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import queue
@@ -312,14 +313,11 @@ class EngineClient:
                 )  # fmt: skip
 
     def _wake(self) -> None:
-        try:
+        # A full pipe means that the thread has wake-ups waiting already, a closed one that it left.
+        with contextlib.suppress(OSError):
             self._wake_out.send(b"\0")
-        except (BlockingIOError, OSError):
-            pass  # the thread has wake-ups waiting already, or is gone
 
     def _drain_wake(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):
             while self._wake_in.recv(4096):
                 pass
-        except BlockingIOError:
-            pass
