@@ -91,7 +91,8 @@ class DecoderLayer:
             k = npu.npu_rms_norm(k, self.k_norm, self.eps)[0]
         q = npu.npu_rotary_mul(q, cos, sin)[0]
         k = npu.npu_rotary_mul(k, cos, sin)[0]
-        return q, k, v.reshape(n, a.num_kv_heads, a.head_dim), residual
+        # The cache write takes contiguous rows only.
+        return q, k, v.reshape(n, a.num_kv_heads, a.head_dim).contiguous(), residual
 
     def after_attention(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return the layer's output before its residual sum, and the residual stream."""
