@@ -1,0 +1,1 @@
+"""The command line: run, serve, plan, bench, doctor."""
