@@ -120,7 +120,7 @@ def assert_consistent(scheduler: Scheduler, worker: FakeWorker, max_tokens: int)
     assert len(set(rows)) == len(rows)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(
     arrivals,
     st.integers(1, 5),
