@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.scheduler.step import RunMode
 
@@ -70,6 +71,15 @@ def capture_sizes(
     wanted = stepped_sizes(largest) if requested is None else requested
     sizes = {_round_up(size, unit) for size in wanted}
     return tuple(sorted({size for size in sizes if size < largest} | {largest}))
+
+
+def candidate_sizes(config: Config) -> tuple[int, ...]:
+    """Return the sizes that a configuration would capture if every rank could afford them."""
+    return capture_sizes(
+        config.scheduler.max_num_seqs,
+        query_len=config.speculative.num_tokens + 1,
+        requested=config.graph.sizes,
+    )
 
 
 def pad_to_bucket(num_tokens: int, buckets: Sequence[int]) -> int | None:

@@ -160,7 +160,8 @@ class Scheduler:
         A result of another epoch or step is stale and changes nothing.
 
         Raises:
-            WorkerError: the step failed on a rank, or did not bring one token for each sample.
+            WorkerError: the step failed on a rank, or did not bring one token for each sample;
+                the epoch is over, and ``restart()`` or ``abort_all()`` comes next.
         """
         draft = self._in_flight
         if draft is None or (result.epoch, result.step) != (self.epoch, self.step):

@@ -58,6 +58,10 @@ def test_piecewise_graphs_take_mixed_batches() -> None:
     assert dispatcher.dispatch(9, 2, 0)[2] == "above_largest_bucket"
 
 
+def test_a_graph_of_one_token_per_request_takes_no_other_batch() -> None:
+    assert make_dispatcher(8).dispatch(5, 2, 1)[0] == "NONE"
+
+
 def test_descriptors_come_in_capture_order() -> None:
     dispatcher = make_dispatcher(4, 8, mode="FULL_AND_PIECEWISE")
 

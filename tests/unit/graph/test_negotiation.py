@@ -122,6 +122,11 @@ def test_each_rank_offers_once(ranks: list[int]) -> None:
         negotiate([StreamOffer(rank=r, available=99) for r in ranks], [1], MODEL, WORKLOAD)
 
 
+def test_without_candidate_sizes_there_is_nothing_to_choose() -> None:
+    with pytest.raises(GraphError, match="no candidate sizes"):
+        negotiate([StreamOffer(rank=0, available=99)], [], MODEL, WORKLOAD)
+
+
 def test_offers_and_plans_travel_as_json_and_messagepack() -> None:
     offer = StreamOffer(rank=1, available=70, taken={"default stream": 1}, max_sizes=4)
     plan = negotiate([offer], [1, 2, 8], MODEL, WORKLOAD)
@@ -158,6 +163,18 @@ def test_the_ledger_warns_of_the_term_that_is_ten_percent_off() -> None:
     ]
     assert ledger.predicted_streams == 6
     assert msgspec.json.decode(msgspec.json.encode(ledger), type=Ledger) == ledger
+
+
+def test_the_pool_is_predicted_to_take_what_the_largest_bucket_does() -> None:
+    workload = Workload(num_layers=4, bytes_per_token=100)
+    offer = StreamOffer(rank=0, available=2000, free_bytes=5000)
+    ledger = Ledger.predict(offer, negotiate([offer], [1, 8], MODEL, workload), MODEL, workload)
+
+    ledger.measure("graph pool", 879, "bytes")
+
+    assert ledger.warnings() == []
+    ledger.measure("graph pool", 881, "bytes")
+    assert ledger.warnings() == ["rank 0: graph pool took 881 bytes, predicted 800"]
 
 
 def test_offers_in_random_order_of_many_ranks_give_one_plan() -> None:

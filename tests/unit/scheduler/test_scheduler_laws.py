@@ -77,7 +77,7 @@ arrivals = st.lists(
     ),
     min_size=1,
     max_size=12,
-)
+).map(lambda found: sorted(found, key=lambda arrival: arrival.at_step))
 
 
 def make_scheduler(
@@ -114,11 +114,13 @@ def assert_consistent(scheduler: Scheduler, worker: FakeWorker, max_tokens: int)
         writable.update(request.block_ids[first:])
         assert not any(scheduler.pool.is_stored(block) for block in request.block_ids[first:])
     assert not writable or max(writable.values()) == 1
+    arrived = [int(request.request_id) for request in [*scheduler.running, *scheduler.waiting]]
+    assert arrived == sorted(arrived), "requests are ordered by arrival"
     rows = [request.row for request in scheduler.running]
     assert len(set(rows)) == len(rows)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(
     arrivals,
     st.integers(1, 5),
