@@ -294,6 +294,16 @@ def prepare_ray_environment() -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
+def keep_torch_from_loading_backends() -> None:
+    """Stop torch from importing torch_npu by itself: the emulator's libraries must come first."""
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+
+
+def build_environment() -> dict[str, str]:
+    """Environment of the emulator's build: ours, without an outer make's job server."""
+    return {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS")}
+
+
 def visible_devices() -> tuple[int, ...] | None:
     """Physical NPU ids that this process may use, or None where nobody restricted them."""
     value = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")

@@ -20,15 +20,15 @@ from ray.exceptions import RayError
 from dist_aclgraph.actors.engine import Engine, EngineSettings
 from dist_aclgraph.actors.lockstep_capture import CaptureRecord, capture_plan
 from dist_aclgraph.actors.state import State, advance
-from dist_aclgraph.actors.worker import CacheLimits
 from dist_aclgraph.actors.worker_group import WorkerGroup, fetch, start_group
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError, DistAclGraphError, WorkerError
-from dist_aclgraph.graph.buckets import capture_sizes
+from dist_aclgraph.graph.buckets import candidate_sizes
 from dist_aclgraph.graph.budget import StreamOffer, Workload, make_budget_model
 from dist_aclgraph.graph.ledger import Ledger
 from dist_aclgraph.graph.negotiation import negotiate
 from dist_aclgraph.graph.plan import GraphPlan
+from dist_aclgraph.kv.spec import KVCacheSpec, kv_heads_per_rank
 from dist_aclgraph.model_facts import read_model_facts
 from dist_aclgraph.topology import ParallelLayout
 
@@ -85,6 +85,13 @@ class Controller:
                 f"max_model_len is {self._max_model_len}; the model's context is "
                 f"{self._facts.max_model_len} tokens"
             )
+        self._cache_spec = KVCacheSpec(
+            num_layers=self._facts.num_layers,
+            num_kv_heads=kv_heads_per_rank(self._facts.num_kv_heads, config.parallel.tp),
+            head_size=self._facts.head_size,
+            block_size=config.kv.block_size,
+            dtype=config.dtype,
+        )
         self._state = State.PLACING
         self._progress = Progress(self._state.value)
         self._failure = ""
@@ -183,10 +190,15 @@ class Controller:
     def _negotiate_and_capture(self) -> None:
         self._enter(State.NEGOTIATING)
         config, timeout_s = self._config, self._config.timeouts.negotiate_s
-        candidates = capture_sizes(config.scheduler.max_num_seqs, requested=config.graph.sizes)
+        candidates = candidate_sizes(config)
         for group in self._groups:
-            limits = group.workers.call("cache_limits", "NEGOTIATING", timeout_s)
-            group.num_blocks = self._agree_on_blocks(limits)
+            limits = group.workers.call("free_bytes", "NEGOTIATING", timeout_s)
+            group.num_blocks = self._cache_spec.choose_num_blocks(
+                config.kv,
+                min(limits),
+                max_num_seqs=config.scheduler.max_num_seqs,
+                max_model_len=self._max_model_len,
+            )
             group.workers.call(
                 "make_runner",
                 "NEGOTIATING",
@@ -201,27 +213,6 @@ class Controller:
             scopes = [[group] for group in self._groups]
         for groups in scopes:
             self._plan_groups(groups, candidates)
-
-    def _agree_on_blocks(self, limits: list[CacheLimits]) -> int:
-        """Return the KV blocks of every rank: what the tightest affords, or what can be used."""
-        config = self._config
-        if config.kv.num_blocks is not None:
-            wanted = config.kv.num_blocks
-        else:
-            per_request = -(-self._max_model_len // config.kv.block_size)
-            wanted = config.scheduler.max_num_seqs * per_request + 1  # and the dummy block
-        affordable = min(
-            min(int(limit.free_bytes * config.kv.memory_fraction), config.kv.max_bytes)
-            // limit.bytes_per_block
-            for limit in limits
-        )
-        if affordable < 2 or (config.kv.num_blocks or 0) > affordable:
-            raise ConfigError(
-                f"{config.kv.num_blocks or 2} KV blocks of {limits[0].bytes_per_block} bytes do "
-                f"not fit: the tightest rank has room for {affordable}; lower kv.num_blocks or "
-                "kv.block_size, or raise kv.memory_fraction"
-            )
-        return min(wanted, affordable)
 
     def _plan_groups(self, groups: list[LockstepGroup], candidates: tuple[int, ...]) -> None:
         """Negotiate one plan over ``groups`` and capture it on each."""

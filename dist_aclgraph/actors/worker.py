@@ -19,7 +19,6 @@ from dist_aclgraph.config import Config, visible_devices
 from dist_aclgraph.errors import DistAclGraphError, RankDisagreementError
 from dist_aclgraph.graph.budget import StreamOffer
 from dist_aclgraph.graph.plan import CaptureCause, CaptureCost, GraphPlan
-from dist_aclgraph.kv.spec import KVCacheSpec, kv_heads_per_rank
 from dist_aclgraph.models.spec import read_model_spec
 from dist_aclgraph.scheduler.step import StepResult
 
@@ -41,14 +40,6 @@ class WorkerInfo:
     host: str
     pid: int
     npu_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class CacheLimits:
-    """What a rank's memory allows, for agreement on one number of blocks."""
-
-    bytes_per_block: int
-    free_bytes: int
 
 
 @dataclass(frozen=True)
@@ -143,20 +134,9 @@ class Worker:
     def _note_progress(self, done: int, total: int) -> None:
         self._progress = (done, total)
 
-    def _cache_spec(self) -> KVCacheSpec:
-        spec = self._model.spec
-        return KVCacheSpec(
-            num_layers=spec.num_layers,
-            num_kv_heads=kv_heads_per_rank(spec.num_kv_heads, self._group.size),
-            head_size=spec.head_dim,
-            block_size=self._config.kv.block_size,
-            dtype=self._config.dtype,
-        )
-
-    def cache_limits(self) -> CacheLimits:
-        """Say how many KV blocks this rank could hold, once weights are loaded."""
-        spec = self._cache_spec()
-        return CacheLimits(spec.bytes_per_block, self._npu.memory().free_bytes)
+    def free_bytes(self) -> int:
+        """Return the device memory that is free, once weights are loaded."""
+        return self._npu.memory().free_bytes
 
     def make_runner(self, num_blocks: int, max_len: int, max_decode_tokens: int) -> None:
         """Allocate KV blocks and static buffers, the same number on every rank."""

@@ -45,8 +45,11 @@ def plan_report(config: Config) -> dict[str, Any]:
         dtype=config.dtype,
     )
     free_bytes = _device_bytes(config) - facts.weight_bytes // config.parallel.tp
-    num_blocks = config.kv.num_blocks or spec.blocks_that_fit(
-        max(0, free_bytes), config.kv.memory_fraction, config.kv.max_bytes
+    num_blocks = spec.choose_num_blocks(
+        config.kv,
+        max(0, free_bytes),
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_model_len=config.max_model_len or facts.max_model_len,
     )
     left = max(0, free_bytes - spec.total_bytes(num_blocks))
     offers = [_offer(config, rank, left) for rank in range(layout.world_size)]

@@ -1,21 +1,21 @@
 """Build and load the emulated CANN libraries, under which the real torch_npu runs on a CPU.
 
-The libraries come from the C++ sources in ``emulator/``. Loading them is preloading: libtorch_npu.so
-names its CANN libraries by SONAME, and one that is already in the process satisfies it. Knows
-nothing about what the program does with the device.
+The libraries come from the C++ sources in ``emulator/``. Loading them is preloading:
+libtorch_npu.so names its CANN libraries by SONAME, and one that is already in the process satisfies
+it. Knows nothing about what the program does with the device.
 """
 
 import ctypes
 import fcntl
 import hashlib
 import importlib.metadata
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from dist_aclgraph.config import build_environment, keep_torch_from_loading_backends
 from dist_aclgraph.errors import DeviceError, EmulatorBuildError
 
 SOURCES = Path(__file__).resolve().parents[2] / "emulator"
@@ -35,7 +35,7 @@ _loaded_settings: dict[str, str] | None = None
 
 
 def is_built() -> bool:
-    """Return whether the libraries exist and belong to the present sources, wheels and processor."""
+    """Return whether the libraries exist and belong to these sources, wheels and processor."""
     try:
         return _STAMP.read_text() == _fingerprint()
     except OSError:
@@ -84,10 +84,10 @@ def load(settings: Mapping[str, str | int | bool]) -> None:
     if "torch_npu" in sys.modules:
         raise DeviceError("torch_npu is imported already: load the emulator before it")
     folder = build()
-    runtime = [_preload(folder, name) for name in _BEFORE_TORCH][0]
+    runtime, *_ = [_preload(folder, name) for name in _BEFORE_TORCH]
     _configure(runtime, wanted)
     # torch would otherwise import torch_npu by itself, before the libraries below are there.
-    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    keep_torch_from_loading_backends()
     import torch  # noqa: F401
 
     for name in _AFTER_TORCH:
@@ -145,7 +145,7 @@ def _processor_features() -> str:
 
 def _make(progress: Progress | None) -> None:
     command = ["make", "-C", str(SOURCES), "--no-print-directory", f"PYTHON={sys.executable}"]
-    environment = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS")}
+    environment = build_environment()
     plan = subprocess.run([*command, "-n"], capture_output=True, text=True, env=environment)
     total = sum(line.startswith("echo ") for line in plan.stdout.splitlines())
     process = subprocess.Popen(

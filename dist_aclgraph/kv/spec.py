@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dist_aclgraph.config import KVConfig
 from dist_aclgraph.errors import ConfigError
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -55,6 +56,27 @@ class KVCacheSpec:
     def blocks_for(self, num_tokens: int) -> int:
         """Return the blocks that hold ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size)
+
+    def choose_num_blocks(
+        self, kv: KVConfig, free_bytes: int, *, max_num_seqs: int, max_model_len: int
+    ) -> int:
+        """Return the blocks of every rank: what is asked for, or what can be used and fits.
+
+        Args:
+            free_bytes: of the tightest rank.
+
+        Raises:
+            ConfigError: fewer than two blocks fit, or fewer than ``kv.num_blocks``.
+        """
+        affordable = self.blocks_that_fit(free_bytes, kv.memory_fraction, kv.max_bytes)
+        if kv.num_blocks is None:
+            return min(affordable, max_num_seqs * self.blocks_for(max_model_len) + 1)
+        if kv.num_blocks > affordable:
+            raise ConfigError(
+                f"kv.num_blocks is {kv.num_blocks}; the tightest rank has room for {affordable} "
+                f"blocks of {self.bytes_per_block} bytes: lower it, or raise kv.memory_fraction"
+            )
+        return kv.num_blocks
 
     def blocks_that_fit(self, free_bytes: int, memory_fraction: float, max_bytes: int) -> int:
         """Return how many blocks a rank can hold, the dummy block included.

@@ -33,6 +33,7 @@ LAYERS = {
     "graph.plan": 1,
     "device": 2,
     "comm": 2,
+    "text": 2,
     "layers": 3,
     "models": 3,
     "engine": 4,

@@ -52,11 +52,13 @@ def test_the_report_prices_buckets_for_each_rank(checkpoint: Path) -> None:
 
 def test_kv_blocks_come_from_memory_or_from_the_configuration(checkpoint: Path) -> None:
     # 4 layers x 2 x 128 tokens x 1 head x 64 x 2 bytes
-    by_memory = plan_report(make(checkpoint))["kv"]
+    by_use = plan_report(make(checkpoint))["kv"]
+    by_memory = plan_report(make(checkpoint, kv={"max_bytes": 5_000_000}))["kv"]
     by_number = plan_report(make(checkpoint, kv={"num_blocks": 10}))["kv"]
 
     assert by_memory["bytes_per_block"] == 131072
-    assert by_memory["num_blocks"] == int(((4096 << 20) - 500) * 0.8) // 131072
+    assert by_use["num_blocks"] == 32 * (2048 // 128) + 1  # all requests at full length
+    assert by_memory["num_blocks"] == 5_000_000 // 131072
     assert by_number["bytes"] == 10 * 131072 and by_number["tokens"] == 9 * 128
 
 
