@@ -285,6 +285,16 @@ def child_environment(config: Config) -> dict[str, str]:
     }
 
 
+def disable_backend_autoload() -> None:
+    """Keep torch, before its import, from importing torch_npu by itself."""
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+
+
+def build_environment() -> dict[str, str]:
+    """Environment of a compiler run: ours, without the flags of a make around it."""
+    return {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS")}
+
+
 def prepare_ray_environment() -> None:
     """Set, before Ray starts, the variables whose defaults surprise: niceness 15, auth, uv."""
     os.environ.setdefault("RAY_worker_niceness", "0")

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from dist_aclgraph.config import build_environment, disable_backend_autoload
 from dist_aclgraph.errors import DeviceError, EmulatorBuildError
 
 SOURCES = Path(__file__).resolve().parents[2] / "emulator"
@@ -87,7 +88,7 @@ def load(settings: Mapping[str, str | int | bool]) -> None:
     runtime = [_preload(folder, name) for name in _BEFORE_TORCH][0]
     _configure(runtime, wanted)
     # torch would otherwise import torch_npu by itself, before the libraries below are there.
-    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    disable_backend_autoload()
     import torch  # noqa: F401
 
     for name in _AFTER_TORCH:
@@ -145,7 +146,7 @@ def _processor_features() -> str:
 
 def _make(progress: Progress | None) -> None:
     command = ["make", "-C", str(SOURCES), "--no-print-directory", f"PYTHON={sys.executable}"]
-    environment = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS")}
+    environment = build_environment()
     plan = subprocess.run([*command, "-n"], capture_output=True, text=True, env=environment)
     total = sum(line.startswith("echo ") for line in plan.stdout.splitlines())
     process = subprocess.Popen(

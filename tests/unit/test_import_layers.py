@@ -33,6 +33,7 @@ LAYERS = {
     "graph.plan": 1,
     "device": 2,
     "comm": 2,
+    "text": 2,
     "layers": 3,
     "models": 3,
     "engine": 4,
@@ -107,7 +108,7 @@ def violations(module: Module) -> list[str]:
         elif (
             (top == "torch_npu" and module.top != "device")
             or (top == "ray" and layer < 5)
-            or (top == "torch" and module.top == "serve")
+            or (top == "torch" and module.top in ("serve", "text"))
             or (layer < 2 and top not in PURE | sys.stdlib_module_names)
         ):
             bad.append(target)

@@ -82,4 +82,5 @@ def test_the_report_counts_replays_and_padding() -> None:
         "misses": {},
         "live_tokens": 14,
         "padded_tokens": 3,
+        "padded_by_bucket": {1: 0, 4: 1, 8: 2},
     }
