@@ -285,6 +285,11 @@ def child_environment(config: Config) -> dict[str, str]:
     }
 
 
+def build_environment() -> dict[str, str]:
+    """Environment of a compiler run: ours, without the flags of a make around it."""
+    return {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS")}
+
+
 def prepare_ray_environment() -> None:
     """Set, before Ray starts, the variables whose defaults surprise: niceness 15, auth, uv."""
     os.environ.setdefault("RAY_worker_niceness", "0")
@@ -297,11 +302,6 @@ def prepare_ray_environment() -> None:
 def keep_torch_from_loading_backends() -> None:
     """Stop torch from importing torch_npu by itself: the emulator's libraries must come first."""
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-
-
-def build_environment() -> dict[str, str]:
-    """Environment of the emulator's build: ours, without an outer make's job server."""
-    return {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS")}
 
 
 def visible_devices() -> tuple[int, ...] | None:

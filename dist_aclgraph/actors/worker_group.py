@@ -101,17 +101,19 @@ def fetch(ref: Any, rank: int, phase: str) -> Any:
     try:
         return ray.get(ref)
     except RayActorError as e:
-        raise WorkerLostError(f"the process died: {_first_line(e)}", rank, phase) from None
+        raise WorkerLostError(f"the process died: {_summary(e)}", rank, phase) from None
     except RayTaskError as e:
         cause = e.cause if isinstance(e.cause, Exception) else e
         if isinstance(cause, DistAclGraphError):
             raise cause from None
-        raise WorkerLostError(f"{type(cause).__name__}: {_first_line(cause)}", rank, phase) from e
+        raise WorkerLostError(f"{type(cause).__name__}: {_summary(cause)}", rank, phase) from e
 
 
-def _first_line(error: BaseException) -> str:
+def _summary(error: BaseException) -> str:
+    """The first lines that say something: torch adds C++ frames, Ray the actor's coordinates."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    said = [line for line in lines if not line.startswith(("frame #", "[ERROR]", "ray::"))]
+    return " ".join(said[:3])[:500] or type(error).__name__
 
 
 def start_group(

@@ -12,7 +12,9 @@ from dist_aclgraph import config as config_module
 from dist_aclgraph.config import (
     Config,
     Section,
+    build_environment,
     child_environment,
+    disable_backend_autoload,
     load_config,
     make_config,
     parse_overrides,
@@ -146,6 +148,25 @@ def test_ray_variables_are_set_unless_the_user_did(monkeypatch: pytest.MonkeyPat
 
     assert config_module.os.environ["RAY_worker_niceness"] == "5"
     assert config_module.os.environ["RAY_AUTH_MODE"] == "user"
+
+
+def test_a_compiler_runs_without_the_flags_of_a_make_around_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MAKEFLAGS", "-j2")
+    monkeypatch.setenv("CXX", "g++")
+
+    environment = build_environment()
+
+    assert "MAKEFLAGS" not in environment and environment["CXX"] == "g++"
+
+
+def test_torch_is_kept_from_loading_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")
+
+    disable_backend_autoload()
+
+    assert build_environment()["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "0"
 
 
 def test_visible_devices_are_the_physical_ids(monkeypatch: pytest.MonkeyPatch) -> None:

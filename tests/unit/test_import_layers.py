@@ -108,7 +108,7 @@ def violations(module: Module) -> list[str]:
         elif (
             (top == "torch_npu" and module.top != "device")
             or (top == "ray" and layer < 5)
-            or (top == "torch" and module.top == "serve")
+            or (top == "torch" and module.top in ("serve", "text"))
             or (layer < 2 and top not in PURE | sys.stdlib_module_names)
         ):
             bad.append(target)
