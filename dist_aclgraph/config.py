@@ -299,7 +299,7 @@ def prepare_ray_environment() -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
-def keep_torch_from_loading_backends() -> None:
+def disable_backend_autoload() -> None:
     """Stop torch from importing torch_npu by itself: the emulator's libraries must come first."""
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from dist_aclgraph.config import build_environment, keep_torch_from_loading_backends
+from dist_aclgraph.config import build_environment, disable_backend_autoload
 from dist_aclgraph.errors import DeviceError, EmulatorBuildError
 
 SOURCES = Path(__file__).resolve().parents[2] / "emulator"
@@ -87,7 +87,7 @@ def load(settings: Mapping[str, str | int | bool]) -> None:
     runtime, *_ = [_preload(folder, name) for name in _BEFORE_TORCH]
     _configure(runtime, wanted)
     # torch would otherwise import torch_npu by itself, before the libraries below are there.
-    keep_torch_from_loading_backends()
+    disable_backend_autoload()
     import torch  # noqa: F401
 
     for name in _AFTER_TORCH:
