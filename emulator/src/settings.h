@@ -17,7 +17,9 @@ struct Settings {
   bool compute = true;        // false: launches, graphs and collectives run, arithmetic does not
   int streams = 2048;         // stream ids of one device
   bool software_sq = false;   // graphs take queues when executed instead of ids when captured
-  int hccl_streams_per_domain = 3;
+  // Ids that a communication domain holds, and those that a captured graph takes for each domain it
+  // touches: two beside the main stream is what the field's stream formula counts for each.
+  int hccl_streams_per_domain = 2;
   int threads = 1;            // ATen threads of each worker
   int wait_s = 60;            // limit of a wait on the device
   int hccl_s = 120;           // limit of a wait for another rank

@@ -1,33 +1,12 @@
 // Initialisation, devices, contexts, versions, system options.
-#include "runtime_objects.h"
+#include "runtime/objects.h"
 
 #include <acl/acl.h>
 #include <acl/error_codes/rt_error_codes.h>
 
-#include <cstdarg>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 
 #include <unistd.h>
-
-namespace emu {
-
-static thread_local std::string t_error;
-
-aclError fail(aclError code, const char *format, ...) {
-  char text[1024];
-  va_list args;
-  va_start(args, format);
-  vsnprintf(text, sizeof text, format, args);
-  va_end(args);
-  t_error = std::string("[emulated CANN] ") + text;
-  if (settings().trace)
-    fprintf(stderr, "[emu] error %d: %s\n", code, text);
-  return code;
-}
-
-}  // namespace emu
 
 using namespace emu;
 
@@ -41,15 +20,6 @@ EMU_API aclError aclInit(const char *) {
   return done.exchange(true) ? ACL_ERROR_REPEAT_INITIALIZE : 0;
 }
 EMU_API aclError aclFinalize() { return 0; }
-
-EMU_API const char *aclGetRecentErrMsg() {
-  static thread_local std::string returned;
-  returned.swap(t_error);
-  t_error.clear();
-  return returned.empty() ? nullptr : returned.c_str();
-}
-EMU_API aclError aclrtPeekAtLastError(aclrtLastErrLevel) { return 0; }
-EMU_API aclError aclrtGetLastError(aclrtLastErrLevel) { return 0; }
 
 EMU_API const char *aclrtGetSocName() {
   return settings().soc.c_str();
@@ -115,14 +85,15 @@ EMU_API aclError aclrtSetOpExecuteTimeOutV2(uint64_t, uint64_t *actual) {
 }
 EMU_API aclError aclrtSetOpWaitTimeout(uint32_t) { return 0; }
 
+static std::mutex g_options_mutex;
 static std::map<int, int64_t> g_system_options;
 EMU_API aclError aclrtSetSysParamOpt(aclSysParamOpt option, int64_t value) {
-  Lock lock(g_mutex);
+  Lock lock(g_options_mutex);
   g_system_options[option] = value;
   return 0;
 }
 EMU_API aclError aclrtGetSysParamOpt(aclSysParamOpt option, int64_t *value) {
-  Lock lock(g_mutex);
+  Lock lock(g_options_mutex);
   *value = g_system_options[option];
   return 0;
 }
