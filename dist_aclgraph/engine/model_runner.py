@@ -180,13 +180,11 @@ class ModelRunner:
         query_ends, kv_lens = self._padded_lens(num_tokens, inputs)
         self._watch.lap("inputs")
         graph.replay(
-            self._main_stream,
-            self._update_stream,
-            self._buffers.addresses,
-            query_ends,
-            kv_lens,
+            self._main_stream, self._update_stream, self._buffers.addresses, query_ends, kv_lens
         )
         self._watch.lap("replay")
+        graph.update(self._update_stream)
+        self._watch.lap("update")
         return self._buffers.logits[:n], self._buffers.sampled[:n]
 
     def _run_eagerly(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
