@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import zmq
@@ -38,11 +38,35 @@ from dist_aclgraph.actors.messages import (
     from_engine_decoder,
     row_sampling,
 )
+from dist_aclgraph.config import Config
 from dist_aclgraph.errors import EngineDeadError, InvalidParameterError, QueueFullError
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.step import IntArray, pack_ints
 
 OnDelta = Callable[[RequestDelta], None]
+
+
+class Deployment(Protocol):
+    """What an ingress or an LLM needs of a running deployment."""
+
+    addresses: list[str]
+    token: str
+    max_model_len: int
+
+    def report(self) -> dict[str, Any]:
+        """Return plan, buckets with their counters, eager steps by reason, ranks and memory."""
+        ...
+
+    def check(self) -> None:
+        """Raise EngineDeadError if the deployment does not serve."""
+        ...
+
+    def shut_down(self) -> None:
+        """Stop all that was started."""
+        ...
+
+
+StartDeployment = Callable[[Config], Deployment]
 
 
 @dataclass
