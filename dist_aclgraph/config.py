@@ -1,7 +1,8 @@
 """One YAML file becomes one frozen, checked tree: the only reader of YAML and of the environment.
 
-``load_config(path, overrides)`` rejects unknown keys and bad values with the key, the value and what
-is allowed. Overrides are dotted keys: ``{"parallel.tp": 2}``, or ``parallel.tp=2`` on a command line.
+``load_config(path, overrides)`` rejects unknown keys and bad values with the key, the value and
+what is allowed. Overrides are dotted keys: ``{"parallel.tp": 2}``, or ``parallel.tp=2`` as an
+argument of a command.
 """
 
 from __future__ import annotations

@@ -31,12 +31,12 @@ GREETINGS = {
     "Bye!": "Goodbye! See you soon.",
 }
 
-ANIMALS = "fox cat dog owl bear mouse rabbit duck frog horse lion goat bee snail hen wolf".split()
-PLACES = "forest garden village river mountain city castle meadow desert island".split()
-NAMES = "Mia Tom Lily Ben Nora Max Ella Finn Ruby Leo".split()
-COLOURS = "red blue green golden silver yellow".split()
-THINGS = "key ball stone hat lamp book bell boat kite coin".split()
-FRIENDS = "friend brother sister teacher neighbour".split()
+ANIMALS = ["fox", "cat", "dog", "owl", "bear", "mouse", "rabbit", "duck", "frog", "horse", "lion", "goat", "bee", "snail", "hen", "wolf"]
+PLACES = ["forest", "garden", "village", "river", "mountain", "city", "castle", "meadow", "desert", "island"]
+NAMES = ["Mia", "Tom", "Lily", "Ben", "Nora", "Max", "Ella", "Finn", "Ruby", "Leo"]
+COLOURS = ["red", "blue", "green", "golden", "silver", "yellow"]
+THINGS = ["key", "ball", "stone", "hat", "lamp", "book", "bell", "boat", "kite", "coin"]
+FRIENDS = ["friend", "brother", "sister", "teacher", "neighbour"]
 
 STORY_ASKS = (
     "Tell me a story about a {animal}.",

@@ -71,7 +71,7 @@ StartDeployment = Callable[[Config], Deployment]
 
 @dataclass
 class _Link:
-    """One engine. ``requests`` and ``dead_because`` are read and written under the client's lock."""
+    """One engine. The client's lock guards ``requests``, ``queries`` and ``dead_because``."""
 
     address: str
     socket: zmq.Socket[bytes]
@@ -162,7 +162,7 @@ class EngineClient:
         self._command(link, message)
 
     def abort(self, request_id: str) -> None:
-        """End a request; no delta of it is delivered after this returns. Unknown ids are ignored."""
+        """End a request, whose deltas nobody wants any more; unknown ids are ignored."""
         with self._lock:
             link = self._owner.pop(request_id, None)
             if link is not None:

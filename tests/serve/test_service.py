@@ -47,9 +47,7 @@ def test_a_dead_engine_fails_requests_and_health_but_hangs_nobody(own_service):
 def test_a_draining_service_takes_nothing_new(own_service):
     own_service.state.is_draining = True
 
-    reply = own_service.http.post(
-        "/v1/chat/completions", json={"model": MODEL, "messages": HI}
-    )
+    reply = own_service.http.post("/v1/chat/completions", json={"model": MODEL, "messages": HI})
 
     assert reply.status_code == 503
     assert own_service.http.get("/ready").status_code == 503
