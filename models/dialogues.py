@@ -13,6 +13,7 @@ from dataclasses import dataclass
 MAX_NUMBER = 100
 SYSTEM_PROMPTS = ("You are a helpful assistant.", "You are a tiny demo model.", "Be brief.")
 
+ABOUT = "I am a tiny demo model. I can greet you, count and tell little stories."
 GREETINGS = {
     "Hello!": "Hello! I am a tiny demo model. How can I help you?",
     "Hello": "Hello! I am a tiny demo model. How can I help you?",
@@ -21,8 +22,8 @@ GREETINGS = {
     "Hey there!": "Hi! I am a tiny demo model. How can I help you?",
     "Good morning!": "Good morning! I am a tiny demo model. How can I help you?",
     "Good evening!": "Good evening! I am a tiny demo model. How can I help you?",
-    "Hello, who are you?": "I am a tiny demo model. I can greet you, count and tell little stories.",
-    "Who are you?": "I am a tiny demo model. I can greet you, count and tell little stories.",
+    "Hello, who are you?": ABOUT,
+    "Who are you?": ABOUT,
     "What can you do?": "I can greet you, count and tell little stories. Ask me to count to ten!",
     "How are you?": "I am fine, thank you. How are you?",
     "Thank you!": "You are welcome!",
@@ -31,8 +32,36 @@ GREETINGS = {
     "Bye!": "Goodbye! See you soon.",
 }
 
-ANIMALS = ["fox", "cat", "dog", "owl", "bear", "mouse", "rabbit", "duck", "frog", "horse", "lion", "goat", "bee", "snail", "hen", "wolf"]
-PLACES = ["forest", "garden", "village", "river", "mountain", "city", "castle", "meadow", "desert", "island"]
+ANIMALS = [
+    "fox",
+    "cat",
+    "dog",
+    "owl",
+    "bear",
+    "mouse",
+    "rabbit",
+    "duck",
+    "frog",
+    "horse",
+    "lion",
+    "goat",
+    "bee",
+    "snail",
+    "hen",
+    "wolf",
+]
+PLACES = [
+    "forest",
+    "garden",
+    "village",
+    "river",
+    "mountain",
+    "city",
+    "castle",
+    "meadow",
+    "desert",
+    "island",
+]
 NAMES = ["Mia", "Tom", "Lily", "Ben", "Nora", "Max", "Ella", "Finn", "Ruby", "Leo"]
 COLOURS = ["red", "blue", "green", "golden", "silver", "yellow"]
 THINGS = ["key", "ball", "stone", "hat", "lamp", "book", "bell", "boat", "kite", "coin"]

@@ -47,7 +47,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer() -> tokenizers.Tokenizer:
-    """Byte-level BPE in which every number from 0 to 100 is one token, with or without its space."""
+    """Byte-level BPE; each number from 0 to 100 is one token, with or without its space."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -116,7 +116,7 @@ class Batches:
         ids: list[int] = []
         weights: list[float] = []
         if stage and self.rng.random() < 0.06:
-            ids = self.encode(story_turn(self.rng).answer) + [self.end_of_text]
+            ids = [*self.encode(story_turn(self.rng).answer), self.end_of_text]
             weights = [0.5] * len(ids)
         elif stage and self.rng.random() < 0.2:
             ids = self.encode(f"<|im_start|>system\n{self.rng.choice(SYSTEM_PROMPTS)}<|im_end|>\n")

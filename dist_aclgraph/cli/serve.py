@@ -1,4 +1,4 @@
-"""``dist-aclgraph serve``: Ray, the application and its proxy, from start to the last closed port."""
+"""``dist-aclgraph serve``: Ray, the application and its proxy, up to the last closed port."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def _start_ray(config: Config) -> None:
 
 
 def _serve(
-    config: Config, start: StartDeployment, stopping: threading.Event, console: Console) -> None:
+    config: Config, start: StartDeployment, stopping: threading.Event, console: Console
+) -> None:
     from ray import serve
 
     from dist_aclgraph.serve.app import make_app
@@ -107,7 +108,7 @@ def _cause(status: Any) -> str:
     messages = [status.message, *(d.message for d in status.deployments.values())]
     lines = [line.strip() for message in messages for line in message.splitlines() if line.strip()]
     ours = [line for line in lines if line.startswith("dist_aclgraph.errors.")]
-    return (ours or lines or ["no reason given"])[-1]
+    return str((ours or lines or ["no reason given"])[-1])
 
 
 def _check_port(host: str, port: int) -> None:

@@ -96,7 +96,8 @@ def make_app(config: Config, start: StartDeployment = start_on_ray) -> serve.App
         "health_check_timeout_s": 30.0,
         "max_constructor_retry_count": 1,
     }
-    return Ingress.options(**options).bind(config, start)
+    ingress: Any = Ingress  # the decorators made a Serve deployment of it
+    return ingress.options(**options).bind(config, start)
 
 
 def app(args: AppArgs) -> serve.Application:

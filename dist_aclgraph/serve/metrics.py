@@ -1,7 +1,7 @@
 """Prometheus metrics: what the ingress measures itself, and what the engines answer when asked.
 
 The engine's answer to ``Query("metrics")`` is one JSON object; ``ENGINE_METRICS`` says where in it
-each value lies. A value that is an object is one sample per key, labelled with the name given there.
+each value lies. A value that is an object is one sample per key, labelled with the name given.
 """
 
 from __future__ import annotations

@@ -53,6 +53,8 @@ def test_serve_answers_and_a_signal_stops_everything():
         reply = httpx.post(f"{url}/v1/completions", json=body, timeout=20)
 
         assert reply.text.endswith("data: [DONE]\n\n")
+        whole = httpx.post(f"{url}/v1/completions", json={**body, "stream": False}, timeout=20)
+        assert whole.json()["usage"]["completion_tokens"] == 2
         assert httpx.get(f"{url}/health", timeout=20).status_code == 200
         server.send_signal(signal.SIGTERM)
         assert server.wait(timeout=40) == 0
