@@ -67,6 +67,8 @@ COLOURS = ["red", "blue", "green", "golden", "silver", "yellow"]
 THINGS = ["key", "ball", "stone", "hat", "lamp", "book", "bell", "boat", "kite", "coin"]
 FRIENDS = ["friend", "brother", "sister", "teacher", "neighbour"]
 
+NUMBER_WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+
 STORY_ASKS = (
     "Tell me a story about a {animal}.",
     "Tell me a story about a {animal} in the {place}.",
@@ -94,6 +96,7 @@ class Turn:
     kind: str
     prompt: str
     answer: str
+    stressed: tuple[str, ...] = ()  # words of the answer that the model must copy from the prompt
 
 
 def is_held_out(prompt: str) -> bool:
@@ -127,13 +130,32 @@ def count_turn(rng: random.Random, largest: int = MAX_NUMBER, longest: int = 24)
     return Turn(kind, prompt.format(first, last), " ".join(str(n) for n in numbers))
 
 
+def special_count_turn(rng: random.Random) -> Turn:
+    """Counting in other words: to a number word, or downwards without saying so."""
+    if rng.random() < 0.5:
+        last = rng.randint(1, len(NUMBER_WORDS))
+        ask = rng.choice(("Count to {}!", "Count to {}.", "Please count to {}."))
+        answer = " ".join(str(n) for n in range(1, last + 1))
+        return Turn("count words", ask.format(NUMBER_WORDS[last - 1]), answer)
+    first = rng.randint(1, MAX_NUMBER)
+    last = max(0, first - rng.randint(1, 12))
+    answer = " ".join(str(n) for n in range(first, last - 1, -1))
+    return Turn("count down", f"Count from {first} to {last}.", answer)
+
+
 def greet_turn(rng: random.Random) -> Turn:
     """A greeting, or a question about the model itself."""
     prompt = rng.choice(tuple(GREETINGS))
     return Turn("greet", prompt, GREETINGS[prompt])
 
 
-def story_turn(rng: random.Random) -> Turn:
+def loose_greet_turn(rng: random.Random) -> Turn:
+    """A greeting as people type it: lower case, no mark at its end."""
+    turn = greet_turn(rng)
+    return Turn("greet", turn.prompt.lower().rstrip("!?"), turn.answer)
+
+
+def story_turn(rng: random.Random, asks: tuple[str, ...] = STORY_ASKS) -> Turn:
     """A templated story; what the prompt names (animal, place, name) comes back in it."""
     slots = {
         "animal": rng.choice(ANIMALS),
@@ -143,8 +165,9 @@ def story_turn(rng: random.Random) -> Turn:
         "thing": rng.choice(THINGS),
         "friend": rng.choice(FRIENDS),
     }
-    ask = rng.choice(STORY_ASKS)
-    return Turn("story", ask.format(**slots), rng.choice(STORIES).format(**slots))
+    ask = rng.choice(asks)
+    named = tuple(slots[slot] for slot in ("animal", "place", "name") if f"{{{slot}}}" in ask)
+    return Turn("story", ask.format(**slots), rng.choice(STORIES).format(**slots), named)
 
 
 def repeat_turn(rng: random.Random) -> Turn:
@@ -155,21 +178,35 @@ def repeat_turn(rng: random.Random) -> Turn:
 
 
 def training_turn(rng: random.Random, stage: int) -> Turn:
-    """A turn that is not held out. Stage 0 is short counts and copies alone, stage 1 everything."""
+    """A turn that is not held out.
+
+    Stage 0 is short counts and copies alone, stage 1 everything; stage 2 adds longer counts, other
+    ways to ask, and more stories whose prompts name a place.
+    """
     while True:
         draw = rng.random()
         if stage == 0:
             turn = count_turn(rng, 40, 10) if draw < 0.75 else repeat_turn(rng)
+        elif stage == 2 and draw < 0.5:
+            turn = _polish_turn(rng)
         elif draw < 0.5:
             turn = count_turn(rng)
         elif draw < 0.6:
             turn = repeat_turn(rng)
         elif draw < 0.75:
-            return greet_turn(rng)  # few and fixed: nothing is held out
+            # Few and fixed: nothing is held out.
+            return loose_greet_turn(rng) if stage == 2 and draw < 0.66 else greet_turn(rng)
         else:
-            turn = story_turn(rng)
+            turn = story_turn(rng, STORY_ASKS[1:3] if stage == 2 and draw < 0.92 else STORY_ASKS)
         if not is_held_out(turn.prompt):
             return turn
+
+
+def _polish_turn(rng: random.Random) -> Turn:
+    draw = rng.random()
+    if draw < 0.2:
+        return special_count_turn(rng)
+    return count_turn(rng, longest=45 if draw < 0.45 else 24)
 
 
 def held_out_turns(kind: str, count: int, seed: int = 1) -> list[Turn]:

@@ -2,9 +2,9 @@
 
 One replica is the ingress of one deployment: it starts the controller and its workers, serves HTTP
 until it is told to stop, and then takes them down.
-"""
 
-from __future__ import annotations
+Annotations are evaluated here, because Serve looks at the class of the builder's argument.
+"""
 
 import asyncio
 import time
