@@ -1,8 +1,8 @@
 """``make bench-decode``: decoding through the whole engine, in ratios of one run.
 
 Two questions. How fast is replayed decoding against transformers' ``generate`` on the same
-checkpoint and one thread? And what host time does a step cost when the emulator's kernels do nothing: what a
-host-bound NPU would feel? Figures of the emulator, never of an NPU.
+checkpoint and one thread? And what host time does a step cost when the emulator's kernels do
+nothing: what a host-bound NPU would feel? Figures of the emulator, never of an NPU.
 """
 
 from __future__ import annotations

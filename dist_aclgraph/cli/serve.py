@@ -12,6 +12,7 @@ import ray
 from rich.console import Console
 from rich.table import Table
 
+from dist_aclgraph.actors import deployment
 from dist_aclgraph.actors.engine_client import StartDeployment
 from dist_aclgraph.actors.llm import start_on_ray
 from dist_aclgraph.config import Config, prepare_ray_environment
@@ -37,7 +38,7 @@ def serve_until_signal(config: Config, start: StartDeployment = start_on_ray) ->
     try:
         if owns_ray:
             console.print("Starting Ray ...")
-            _start_ray(config)
+            deployment.start_local_ray(config)
         # After ray.init, which installs a handler of its own for SIGTERM.
         for number in SIGNALS:
             signal.signal(number, lambda *_: stopping.set())
@@ -49,12 +50,6 @@ def serve_until_signal(config: Config, start: StartDeployment = start_on_ray) ->
         for number, handler in before.items():
             signal.signal(number, handler)
         console.print("Stopped.")
-
-
-def _start_ray(config: Config) -> None:
-    from dist_aclgraph.actors import deployment
-
-    deployment.start_local_ray(config.parallel.world_size)
 
 
 def _serve(

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from dist_aclgraph.device.npu import translated
+from dist_aclgraph.device.npu import runtime, translated
 from dist_aclgraph.errors import ReplayMismatchError
 from dist_aclgraph.graph.task_update import Lens, TaskRecorder, update_tasks
 
@@ -79,7 +77,7 @@ class CapturedGraph:
         """
         lens = None if self._next_lens == self._sent_lens else self._next_lens
         self._sent_lens = self._next_lens
-        with torch.npu.stream(update_stream):
+        with runtime().stream(update_stream):
             update_tasks(self._recorder.tasks, update_stream, lens)
 
     def release(self) -> None:
@@ -102,10 +100,10 @@ def capture(
         StreamExhaustedError, OutOfDeviceMemoryError: what the device ran out of.
         CaptureError: any other refusal, with the operator's name.
     """
-    torch.npu.synchronize()
-    graph = torch.npu.NPUGraph()
+    runtime().synchronize()
+    graph = runtime().NPUGraph()
     recorder = TaskRecorder(stream)
-    with translated(f"capturing bucket {num_tokens}"), torch.npu.stream(stream):
+    with translated(f"capturing bucket {num_tokens}"), runtime().stream(stream):
         # Thread-local: Ray's and the controller's threads may go on meanwhile.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
