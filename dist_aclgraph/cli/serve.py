@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
 import socket
+import sys
 import threading
 from typing import Any
 
@@ -18,6 +20,7 @@ from dist_aclgraph.config import Config, prepare_ray_environment
 from dist_aclgraph.errors import ConfigError, EngineUnavailableError
 
 APP_NAME = "dist_aclgraph"
+TABLE_KEYS = ("bucket", "mode", "streams", "bytes")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -125,19 +128,28 @@ def _check_port(host: str, port: int) -> None:
 
 def announce(config: Config, report: dict[str, Any], console: Console) -> None:
     """Print the device, the plan's buckets, and how to ask a first question."""
-    kind = report.get("device", config.device.kind)
-    console.print(f"[bold]{config.name}[/bold] is served on {config.parallel.world_size} NPUs")
-    console.print(f"Device: {kind}", highlight=False)
-    table = Table("bucket", "mode", "streams", "bytes")
-    for bucket in report.get("buckets", []):
-        row = (bucket.get(key, "") for key in ("bucket", "mode", "streams", "bytes"))
-        table.add_row(*(str(value) for value in row))
-    console.print(table)
+    count = config.parallel.world_size
+    device = report.get("device") or "NPU"
+    where = "emulated on this machine's CPU" if report.get("emulated") else "real hardware"
+    console.print(f"{config.name} is served on {count} x {device} ({where})", highlight=False)
+    plan = report.get("plan")
+    if plan:
+        reasons = "; ".join(plan.get("reasons", ()))
+        console.print(f"Graph plan {plan['version']} ({plan['hash'][:12]}): {reasons}")
+        table = Table(*TABLE_KEYS)
+        for bucket in report.get("buckets", []):
+            row = (bucket.get(key, "in the pool") for key in TABLE_KEYS)
+            table.add_row(*(str(value) for value in row))
+        console.print(table)
+        console.print(
+            f"All graphs of an NPU share one pool of {report.get('pool_bytes', 0):,} bytes."
+        )
+    else:
+        console.print("No graphs: every step runs eagerly.")
     url = f"http://{config.serve.host}:{config.serve.port}"
+    message = {"role": "user", "content": "Count from 3 to 9."}
+    body = json.dumps({"model": config.name, "messages": [message]})
     console.print(f"Ready at {url}/v1 -- try:")
-    body = (
-        f'{{"model": "{config.name}", "messages": '
-        '[{"role": "user", "content": "Count from 3 to 9."}]}'
-    )
+    # Not through rich, which would wrap a line that is there to be copied.
     print(f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
-    print(flush=True, end="")
+    sys.stdout.flush()

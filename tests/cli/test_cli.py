@@ -71,7 +71,10 @@ def test_the_announcement_has_device_plan_and_a_curl_line(capsys):
     from dist_aclgraph.cli.serve import announce
 
     report = {
-        "device": "emulated NPU on this CPU",
+        "device": "Ascend910B1",
+        "emulated": True,
+        "plan": {"version": 1, "hash": "abcdef0123456789", "reasons": ["fits"]},
+        "pool_bytes": 1234567,
         "buckets": [{"bucket": 8, "mode": "FULL", "streams": 3, "bytes": 4096}],
     }
     console = Console(width=100)
@@ -79,7 +82,8 @@ def test_the_announcement_has_device_plan_and_a_curl_line(capsys):
     announce(load_config(CONFIG), report, console)
 
     printed = capsys.readouterr().out
-    assert "emulated NPU on this CPU" in printed
+    assert "2 x Ascend910B1 (emulated on this machine's CPU)" in printed
+    assert "1,234,567 bytes" in printed
     assert "4096" in printed
     assert "curl -s http://127.0.0.1:8000/v1/chat/completions" in printed
 
