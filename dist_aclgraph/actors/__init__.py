@@ -1,1 +1,1 @@
-"""Ray actors and what they say to each other: engine, workers, controller, clients."""
+"""Ray actors: who starts, watches and stops whom. Ray is never on the path of a step."""

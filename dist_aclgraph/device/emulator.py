@@ -1,0 +1,170 @@
+"""Build and load the emulated CANN libraries, under which the real torch_npu runs on a CPU.
+
+The libraries come from the C++ sources in ``emulator/``. Loading them is preloading:
+libtorch_npu.so names its CANN libraries by SONAME, and one that is already in the process satisfies
+it. Knows nothing about what the program does with the device.
+"""
+
+import ctypes
+import fcntl
+import hashlib
+import importlib.metadata
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from dist_aclgraph.config import build_environment, disable_backend_autoload
+from dist_aclgraph.errors import DeviceError, EmulatorBuildError
+
+SOURCES = Path(__file__).resolve().parents[2] / "emulator"
+BUILD = SOURCES / "build"
+
+# In this order: torch lies between the two groups, because the second links against libtorch_cpu.
+_BEFORE_TORCH = ("ascendcl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel")
+_AFTER_TORCH = ("hccl", "opapi", "nnopbase")
+
+_STAMP = BUILD / "stamp"
+_LOCK = SOURCES / "build" / "lock"
+_QUOTED_LINES = 40
+
+Progress = Callable[[int, int, str], None]
+
+_loaded_settings: dict[str, str] | None = None
+
+
+def is_built() -> bool:
+    """Return whether the libraries exist and belong to these sources, wheels and processor."""
+    try:
+        return _STAMP.read_text() == _fingerprint()
+    except OSError:
+        return False
+
+
+def build(progress: Progress | None = None) -> Path:
+    """Build the libraries if a source, a wheel or the processor changed, and return their folder.
+
+    Callers of several processes take turns; all but the first find the work done.
+
+    Args:
+        progress: called with (steps done, steps in all, what was done last).
+
+    Raises:
+        EmulatorBuildError: the compiler failed; its last lines are quoted.
+    """
+    if is_built():
+        return BUILD
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with _one_builder():
+        if not is_built():
+            _STAMP.unlink(missing_ok=True)
+            _make(progress)
+            _STAMP.write_text(_fingerprint())
+    return BUILD
+
+
+def load(settings: Mapping[str, str | int | bool]) -> None:
+    """Load the emulated libraries, torch and torch_npu into this process.
+
+    Args:
+        settings: see ``emulator/README.md``; they hold for the life of the process.
+
+    Raises:
+        EmulatorBuildError: as ``build``.
+        DeviceError: a setting is unknown or out of range; torch_npu is loaded already, or the
+            emulator is with other settings.
+    """
+    global _loaded_settings
+    wanted = {key: _as_text(value) for key, value in settings.items()}
+    if _loaded_settings is not None:
+        if wanted != _loaded_settings:
+            raise DeviceError(f"the emulator is loaded with {_loaded_settings}, asked for {wanted}")
+        return
+    if "torch_npu" in sys.modules:
+        raise DeviceError("torch_npu is imported already: load the emulator before it")
+    folder = build()
+    runtime, *_ = [_preload(folder, name) for name in _BEFORE_TORCH]
+    _configure(runtime, wanted)
+    # torch would otherwise import torch_npu by itself, before the libraries below are there.
+    disable_backend_autoload()
+    import torch  # noqa: F401
+
+    for name in _AFTER_TORCH:
+        _preload(folder, name)
+    import torch_npu  # noqa: F401
+
+    _loaded_settings = wanted
+
+
+def _as_text(value: str | int | bool) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def _preload(folder: Path, name: str) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(folder / f"lib{name}.so"), ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise DeviceError(f"cannot load the emulated lib{name}.so: {error}") from error
+
+
+def _configure(runtime: ctypes.CDLL, settings: Mapping[str, str]) -> None:
+    configure = runtime.emulator_configure
+    configure.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+    configure.restype = ctypes.c_char_p
+    for key, value in settings.items():
+        problem = configure(key.encode(), value.encode())
+        if problem:
+            raise DeviceError(f"emulator setting: {problem.decode()}")
+
+
+@contextmanager
+def _one_builder() -> Iterator[None]:
+    with _LOCK.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _fingerprint() -> str:
+    """What the libraries depend on: sources, wheels, interpreter, vector units (-march=native)."""
+    digest = hashlib.sha256()
+    for path in sorted([SOURCES / "Makefile", *SOURCES.glob("src/**/*"), *SOURCES.glob("tools/*")]):
+        if path.is_file():
+            digest.update(str(path.relative_to(SOURCES)).encode())
+            digest.update(path.read_bytes())
+    for wheel in ("torch", "torch_npu"):
+        digest.update(importlib.metadata.version(wheel).encode())
+    digest.update(_processor_features().encode())
+    return digest.hexdigest()
+
+
+def _processor_features() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _make(progress: Progress | None) -> None:
+    command = ["make", "-C", str(SOURCES), "--no-print-directory", f"PYTHON={sys.executable}"]
+    environment = build_environment()
+    plan = subprocess.run([*command, "-n"], capture_output=True, text=True, env=environment)
+    total = sum(line.startswith("echo ") for line in plan.stdout.splitlines())
+    process = subprocess.Popen(
+        [*command, f"-j{min(os.cpu_count() or 1, 8)}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    )
+    assert process.stdout is not None
+    lines: list[str] = []
+    done = 0
+    for line in process.stdout:
+        lines.append(line.rstrip())
+        if line.startswith(("compile ", "link ")):
+            done += 1
+            if progress:
+                progress(done, max(done, total), line.strip())
+    if process.wait():
+        quoted = "\n".join(lines[-_QUOTED_LINES:])
+        raise EmulatorBuildError(f"building the emulator failed ({' '.join(command)}):\n{quoted}")

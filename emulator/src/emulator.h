@@ -1,0 +1,58 @@
+// What the emulated libraries share: launching work, device addresses, errors. Not part of CANN.
+#pragma once
+
+#include <acl/acl_base.h>
+#include <acl/acl_rt.h>
+
+#include "settings.h"
+
+#include <cstdint>
+#include <functional>
+
+#define EMU_SHARED __attribute__((visibility("default")))
+#define EMU_API extern "C" EMU_SHARED
+
+namespace emu {
+
+using Task = std::function<void()>;
+
+// What a task is. Only kernels may be updated through a task group.
+enum class TaskKind {
+  Kernel,
+  Copy,
+  HostCallback,
+  EventRecord,   // edge inside one graph
+  EventWait,     // edge inside one graph
+  ExternalTask,  // external event or value wait/write: ordered against work outside the graph
+  GraphLaunch
+};
+
+// Runs `body` on the device. Depending on the state of the stream the task is queued on the
+// stream's worker thread, appended to the graph being captured, or (in a task-update section)
+// replaces the body of the next task of the task group.
+EMU_SHARED aclError launch(aclrtStream stream, TaskKind kind, const char *name,
+                           Task body);
+
+// Sets the text that aclGetRecentErrMsg returns to this thread, and returns `code`.
+EMU_SHARED aclError fail(aclError code, const char *format, ...)
+    __attribute__((format(printf, 2, 3)));
+
+
+// Device addresses lie in a window that is PROT_NONE for everybody; "kernels" use an alias mapping
+// of the same pages. So host code that dereferences a device pointer crashes, as on the device.
+constexpr int kMaxDevices = 64;
+constexpr uintptr_t kDeviceWindow = 0x200000000000ull;
+constexpr uintptr_t kDeviceWindowBytes = 0x100000000000ull;
+
+inline bool is_device_address(const void *p) {
+  return reinterpret_cast<uintptr_t>(p) - kDeviceWindow < kDeviceWindowBytes;
+}
+
+// The address at which the emulator itself may read and write the memory at `p`.
+template <class T> inline T *accessible(T *p) {
+  if (!is_device_address(p))
+    return p;
+  return reinterpret_cast<T *>(reinterpret_cast<uintptr_t>(p) + kDeviceWindowBytes);
+}
+
+}  // namespace emu

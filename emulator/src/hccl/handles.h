@@ -1,0 +1,20 @@
+// What an HcclComm points to.
+#pragma once
+
+#include "hccl/communicator.h"
+
+#include <third_party/hccl/inc/hccl/hccl.h>
+
+#include <memory>
+
+namespace emu::hccl {
+
+struct Handle {
+  std::shared_ptr<Communicator> communicator;
+};
+
+inline const std::shared_ptr<Communicator> &communicator(HcclComm comm) {
+  return static_cast<Handle *>(comm)->communicator;
+}
+
+}  // namespace emu::hccl

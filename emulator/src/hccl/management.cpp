@@ -1,0 +1,77 @@
+// Creation and destruction of communicators, and what torch_npu asks of one.
+#include "hccl/handles.h"
+#include "hccl/shared_memory.h"
+#include "runtime/services.h"
+
+#include <cstring>
+
+namespace emu::hccl {
+
+static HcclResult open(const std::string &name, uint32_t ranks, uint32_t rank, HcclComm *out) {
+  int device = 0;
+  if (open_domain(&device))
+    return HCCL_E_RUNTIME;
+  try {
+    auto comm = std::make_shared<Communicator>(name, ranks, rank);
+    comm->device = device;
+    set_fault_identity(static_cast<int>(rank));
+    *out = new Handle{comm};
+    return HCCL_SUCCESS;
+  } catch (const std::exception &e) {
+    close_domain(device);
+    fail(1, "%s", e.what());
+    return HCCL_E_TIMEOUT;
+  }
+}
+
+}  // namespace emu::hccl
+
+using namespace emu;
+using namespace emu::hccl;
+
+EMU_API HcclResult HcclGetRootInfo(HcclRootInfo *root) {
+  memset(root, 0, sizeof *root);
+  snprintf(root->internal, sizeof root->internal, "%s", new_root_name().c_str());
+  return HCCL_SUCCESS;
+}
+EMU_API HcclResult HcclCommInitRootInfo(uint32_t ranks, const HcclRootInfo *root, uint32_t rank,
+                                        HcclComm *out) {
+  return emu::hccl::open(root->internal, ranks, rank, out);
+}
+EMU_API HcclResult HcclCommInitRootInfoConfig(uint32_t ranks, const HcclRootInfo *root,
+                                              uint32_t rank, const HcclCommConfig *,
+                                              HcclComm *out) {
+  return emu::hccl::open(root->internal, ranks, rank, out);
+}
+EMU_API HcclResult HcclCreateSubCommConfig(HcclComm *parent, uint32_t ranks, uint32_t *,
+                                           uint64_t id, uint32_t rank, HcclCommConfig *,
+                                           HcclComm *out) {
+  return emu::hccl::open(communicator(*parent)->name + "_" + std::to_string(id), ranks, rank, out);
+}
+// The object lives on while captured graphs or queued tasks name it.
+EMU_API HcclResult HcclCommDestroy(HcclComm comm) {
+  close_domain(communicator(comm)->device);
+  delete static_cast<Handle *>(comm);
+  return HCCL_SUCCESS;
+}
+EMU_API HcclResult HcclGetCommName(HcclComm comm, char *name) {
+  strncpy(name, communicator(comm)->name.c_str(), 127);
+  return HCCL_SUCCESS;
+}
+EMU_API HcclResult HcclGetRankSize(HcclComm comm, uint32_t *ranks) {
+  *ranks = communicator(comm)->ranks;
+  return HCCL_SUCCESS;
+}
+EMU_API HcclResult HcclGetRankId(HcclComm comm, uint32_t *rank) {
+  *rank = communicator(comm)->rank;
+  return HCCL_SUCCESS;
+}
+EMU_API HcclResult HcclSetConfig(HcclConfig, HcclConfigValue) { return HCCL_SUCCESS; }
+EMU_API uint32_t HcclGetCommConfigCapability() { return HCCL_COMM_CONFIG_RESERVED; }
+EMU_API HcclResult HcclGetCommAsyncError(HcclComm, HcclResult *result) {
+  *result = HCCL_SUCCESS;
+  return HCCL_SUCCESS;
+}
+EMU_API const char *HcclGetErrorString(HcclResult) { return "HCCL error"; }
+EMU_API HcclResult HcclGroupStart() { return HCCL_SUCCESS; }
+EMU_API HcclResult HcclGroupEnd() { return HCCL_SUCCESS; }

@@ -1,0 +1,127 @@
+// Fused kernels on plain pointers. Everything is computed in float and rounded once at the end;
+// bfloat16 and float16 are converted on the fly. No ATen here: see KERNEL_FLAGS in the Makefile.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace emu::kernels {
+
+enum class Type { F32, BF16, F16 };
+constexpr size_t bytes_of(Type t) { return t == Type::F32 ? 4 : 2; }
+
+// A pointer into device memory of one of the three types; strides elsewhere are in elements.
+struct Data {
+  void *p = nullptr;
+  Type type = Type::F32;
+};
+
+// ---- convert.cpp
+void load_floats(Data from, int64_t offset, float *to, int64_t count);
+void store_floats(const float *from, Data to, int64_t offset, int64_t count);
+
+// ---- norm.cpp
+struct RmsNorm {
+  Data x, residual;  // residual.p null: plain norm
+  Data gamma, out, sum;
+  float *rstd;  // one per row; may be null
+  int64_t rows, columns;
+  float epsilon;
+};
+void rms_norm(const RmsNorm &n);
+
+struct SwiGlu {
+  Data x, out;
+  int64_t rows, columns;  // of out; x has twice the columns: gate, then up
+};
+void swiglu(const SwiGlu &s);
+
+// ---- rotary.cpp
+struct Rotary {
+  Data x, cos, sin, out;  // out may be x
+  int64_t size[3];        // leading dimensions, outermost first; the last one (dim) is contiguous
+  int64_t x_stride[3], out_stride[3], angle_stride[3];  // angle stride 0: broadcast
+  int64_t dim;
+  int64_t rotated;  // leading part of dim that is rotated (== dim unless partial)
+  bool interleaved;
+};
+void rotary(const Rotary &r);
+
+// ---- matmul.cpp
+// out[m, n] = alpha * a @ b + beta * out; b is [k, n] or, transposed, [n, k] in memory. Rows of a, b
+// and out are contiguous.
+struct MatMul {
+  Data a, b, out;
+  int64_t m, n, k;
+  int64_t a_stride, b_stride, out_stride;
+  bool b_transposed;
+};
+void matmul(const MatMul &mm);
+
+// ---- attention.cpp
+// Keys or values as pages: token t of head h lies at
+//   p + page[t / page_size] * page_stride + (t % page_size) * token_stride + h * head_stride.
+struct Pages {
+  Data data;
+  int64_t page_stride = 0, token_stride = 0, head_stride = 0;
+};
+struct Sequence {
+  int64_t query_start, query_count;  // rows of query, relative to `query`
+  int64_t out_start;
+  int64_t kv_start, kv_count;  // kv_start: first token where the keys are not paged
+  int64_t batch;               // row of the block table, and of a mask with a batch dimension
+};
+enum class Mask { None, LeftUpCausal, RightDownCausal, Band, Explicit };
+struct Attention {
+  Data query, query_rope, out;
+  float *lse = nullptr;                           // [rows, heads] if asked for
+  int64_t query_token_stride, query_head_stride;  // of query
+  int64_t rope_token_stride = 0, rope_head_stride = 0;
+  int64_t out_token_stride, out_head_stride;
+  int64_t lse_token_stride = 0, lse_head_stride = 0;
+  Pages key, value, key_rope;
+  const int32_t *block_table = nullptr;  // null: one page holds all
+  int64_t block_table_stride = 0, page_size = 0, page_count = 0;
+  int64_t heads, kv_heads, dim, value_dim, rope_dim = 0;
+  float scale;
+  Mask mask = Mask::None;
+  int64_t pre_tokens = 0, next_tokens = 0;
+  const uint8_t *mask_data = nullptr;  // Explicit: non-zero is masked out
+  int64_t mask_batch_stride = 0, mask_row_stride = 0;
+  std::vector<Sequence> sequences;
+};
+void attention(const Attention &a);  // throws if the block table names a page that does not exist
+
+// ---- select.cpp
+// First position of the greatest value of each row; a NaN counts as greatest, as in ATen.
+void argmax_rows(Data x, int64_t rows, int64_t columns, int64_t row_stride, void *out,
+                 bool out_is_int32);
+
+// ---- copy.cpp
+// Same element type on both sides, up to five dimensions, any strides (in elements).
+struct StridedCopy {
+  static constexpr int kMaxRank = 6;
+  char *to;
+  const char *from;
+  int64_t element_bytes;
+  int rank;
+  int64_t size[kMaxRank], to_stride[kMaxRank], from_stride[kMaxRank];
+
+  void merge_dimensions();  // call once: fewer, longer inner runs
+  void run() const;
+};
+// Rows of `row_bytes` bytes. Throws if an index lies outside 0..limit-1; `negative_skips` skips them.
+struct IndexedRows {
+  char *to;
+  const char *from;
+  const void *index;
+  bool index_is_int32;
+  int64_t index_stride;  // in elements
+  int64_t count, limit, row_bytes, to_stride_bytes, from_stride_bytes;
+  const char *name;
+};
+void gather_rows(const IndexedRows &g);   // to[i] = from[index[i]]
+void scatter_rows(const IndexedRows &s);  // to[index[i]] = from[i]; index -1 is skipped
+
+}  // namespace emu::kernels

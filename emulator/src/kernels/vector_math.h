@@ -1,0 +1,101 @@
+// Conversions and exp in a form that the compiler vectorises.
+#pragma once
+
+#include "kernels/kernels.h"
+
+#include <bit>
+#include <cmath>
+#include <cstring>
+
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
+
+namespace emu::kernels {
+
+// Sixteen floats; loads and stores need no alignment. Wider than the machine's registers is fine.
+typedef float Floats __attribute__((vector_size(64)));
+constexpr int kLanes = 16;
+
+inline Floats load(const float *p) {
+  Floats v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+inline void store(float *p, Floats v) { memcpy(p, &v, sizeof v); }
+inline Floats splat(float x) { return x - Floats{}; }
+inline float total(Floats v) {
+  typedef float Half __attribute__((vector_size(32)));
+  typedef float Quarter __attribute__((vector_size(16)));
+  Half halves[2];
+  memcpy(halves, &v, sizeof v);
+  Half h = halves[0] + halves[1];
+  Quarter quarters[2];
+  memcpy(quarters, &h, sizeof h);
+  Quarter q = quarters[0] + quarters[1];
+  return (q[0] + q[2]) + (q[1] + q[3]);
+}
+
+inline float bf16_to_float(uint16_t h) { return std::bit_cast<float>(uint32_t(h) << 16); }
+inline uint16_t float_to_bf16(float f) {  // to nearest even
+  uint32_t bits = std::bit_cast<uint32_t>(f);
+  uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return uint16_t(f != f ? 0x7fc0u : rounded);
+}
+
+// About one unit in the last place; NaN stays NaN, below -87.3 gives 0, above 88.7 infinity.
+inline float fast_exp(float x) {
+  constexpr float least = -87.33f, most = 88.72f;
+  float bounded = x < least ? least : x > most ? most : x;
+  float n = std::nearbyint(bounded * 1.44269504088896341f);
+  float r = bounded - n * 0.693359375f;
+  r = r - n * -2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  // Two factors, because 2^n itself may overflow where the product does not.
+  int whole = int(n), half = whole / 2;
+  float y = p * std::bit_cast<float>((half + 127) << 23) *
+            std::bit_cast<float>((whole - half + 127) << 23);
+  return x < least ? 0.0f : x > most ? INFINITY : y;
+}
+
+inline float element(Data d, int64_t i) {
+  if (d.type == Type::F32)
+    return static_cast<const float *>(d.p)[i];
+  if (d.type == Type::BF16)
+    return bf16_to_float(static_cast<const uint16_t *>(d.p)[i]);
+  return static_cast<float>(static_cast<const _Float16 *>(d.p)[i]);
+}
+
+// Row `offset` of `d` as floats: in place for float, else converted into `scratch`.
+inline const float *as_floats(Data d, int64_t offset, int64_t count, float *scratch) {
+  if (d.type == Type::F32)
+    return static_cast<const float *>(d.p) + offset;
+  load_floats(d, offset, scratch, count);
+  return scratch;
+}
+// Where to compute a row of `d`; commit() stores it if it was not computed in place.
+inline float *output_row(Data d, int64_t offset, float *scratch) {
+  return d.type == Type::F32 ? static_cast<float *>(d.p) + offset : scratch;
+}
+inline void commit(Data d, int64_t offset, int64_t count, const float *computed) {
+  if (d.type != Type::F32)
+    store_floats(computed, d, offset, count);
+}
+
+// Grows and stays: one per thread and use.
+struct Scratch {
+  std::vector<float> floats;
+  float *of(int64_t count) {
+    if (static_cast<int64_t>(floats.size()) < count)
+      floats.resize(count);
+    return floats.data();
+  }
+};
+
+}  // namespace emu::kernels

@@ -1,0 +1,49 @@
+// The arguments of FusedInferAttentionScore that the emulator looks at, and their checks.
+#pragma once
+
+#include "ops/bind.h"
+
+namespace emu {
+
+enum class FiaLayout { TND, BNSD, BSND, BSH };
+
+struct FiaArguments {
+  Tensor query;
+  Tensors keys, values;
+  OptTensor mask, block_table, query_rope, key_rope;
+  OptInts query_lengths, kv_lengths;  // TND: cumulative, but kv lengths of pages are not
+  int64_t heads;
+  double scale;
+  int64_t pre_tokens, next_tokens;
+  std::string layout_name;
+  int64_t kv_heads, sparse_mode, inner_precise, block_size;
+  bool wants_lse;
+  Tensor out, lse;
+
+  FiaLayout layout = FiaLayout::TND;
+  bool out_is_bsnd = false;  // layout BNSD_BSND
+
+  const Tensor &key() const { return keys.at(0); }
+  const Tensor &value() const { return values.at(0); }
+  bool paged() const { return block_table.has_value(); }
+  bool tnd() const { return layout == FiaLayout::TND; }
+  bool heads_first_pages() const;
+  int64_t batch() const;
+  int64_t query_rows() const;  // of one sequence; TND: of all
+  int64_t head_dim() const;
+  int64_t value_dim() const;
+
+  // Reads the layout and fills in defaults; throws Refusal.
+  void prepare();
+  // What documents demand; throws Refusal with the code of the operator.
+  void check() const;
+
+private:
+  void check_types() const;
+  void check_heads() const;
+  void check_lengths() const;
+  void check_pages() const;
+  void check_mask() const;
+};
+
+}  // namespace emu

@@ -1,0 +1,212 @@
+// What FusedInferAttentionScore demands. Rules: op-plugin document npu_fused_infer_attention_score,
+// sections named at each check. The document also lists head size 128 or 192 for TND without rope;
+// that is not enforced, because other sizes are in use in the field.
+#include "ops/attention.h"
+
+namespace emu {
+
+// The tiling of the operator refuses with this code.
+constexpr int kTilingRefused = 561002;
+
+template <class Condition, class... Parts>
+static void must(const Condition &condition, const Parts &...parts) {
+  if (!condition)
+    throw Refusal(text(parts...), kTilingRefused);
+}
+template <class Condition, class... Parts>
+static void should(const Condition &condition, const Parts &...parts) {
+  if (settings().strict)
+    must(condition, parts...);
+}
+
+void FiaArguments::prepare() {
+  must(!keys.empty() && !values.empty(), "key and value are missing");
+  must(keys.size() == 1 && values.size() == 1, "a list of keys is not emulated");
+  if (kv_heads == 0)
+    kv_heads = heads;
+  if (layout_name == "TND")
+    layout = FiaLayout::TND;
+  else if (layout_name == "BNSD" || layout_name == "BNSD_BSND")
+    layout = FiaLayout::BNSD;
+  else if (layout_name == "BSND")
+    layout = FiaLayout::BSND;
+  else if (layout_name == "BSH")
+    layout = FiaLayout::BSH;
+  else
+    must(false, "input_layout ", layout_name, " is not emulated");
+  out_is_bsnd = layout_name == "BNSD_BSND";
+  size_t rank = layout == FiaLayout::TND || layout == FiaLayout::BSH ? 3 : 4;
+  must(query.dim() == static_cast<int64_t>(rank), "query of rank ", query.dim(),
+       " does not fit input_layout ", layout_name);
+}
+
+int64_t FiaArguments::batch() const {
+  return tnd() ? (query_lengths ? static_cast<int64_t>(query_lengths->size()) : 0) : query.size(0);
+}
+int64_t FiaArguments::query_rows() const {
+  return tnd() ? query.size(0) : layout == FiaLayout::BNSD ? query.size(2) : query.size(1);
+}
+int64_t FiaArguments::head_dim() const {
+  return layout == FiaLayout::BSH ? query.size(-1) / std::max<int64_t>(heads, 1) : query.size(-1);
+}
+bool FiaArguments::heads_first_pages() const {
+  return key().dim() == 4 && key().size(1) == kv_heads && key().size(2) == block_size;
+}
+int64_t FiaArguments::value_dim() const {
+  bool flat = value().dim() == 3 && (paged() || layout == FiaLayout::BSH);
+  return flat ? value().size(-1) / std::max<int64_t>(kv_heads, 1) : value().size(-1);
+}
+
+// Section "详细参数说明": query, key and value float16 or bfloat16, contiguous. strict=false admits
+// float32 as well.
+void FiaArguments::check_types() const {
+  must(is_kernel_type(query), "query must be float16 or bfloat16, got ", query.scalar_type());
+  should(is_half(query), "query must be float16 or bfloat16, got ", query.scalar_type(),
+         " (float32 only with strict=false)");
+  for (auto &[what, t] : {std::pair{"key", &key()}, {"value", &value()}, {"out", &out}})
+    must(t->scalar_type() == query.scalar_type(), what, " must be ", query.scalar_type(), ", got ",
+         t->scalar_type());
+  for (auto &[what, t] : {std::pair{"query", &query}, {"key", &key()}, {"value", &value()}}) {
+    should(t->is_contiguous(), what, " must be contiguous, got strides ", t->strides());
+    must(t->stride(-1) == 1, what, " must have a contiguous last dimension");
+  }
+  must(query_rope.has_value() == key_rope.has_value(), "query_rope and key_rope go together");
+}
+
+// Section "各轴取值范围速查" and num_key_value_heads.
+void FiaArguments::check_heads() const {
+  must(heads > 0 && kv_heads > 0, "num_heads ", heads, ", num_key_value_heads ", kv_heads);
+  must(heads % kv_heads == 0, "num_heads ", heads, " is not a multiple of num_key_value_heads ",
+       kv_heads);
+  should(heads / kv_heads <= 64, "num_heads / num_key_value_heads is ", heads / kv_heads,
+         ", at most 64");
+  should(heads <= 256 && kv_heads <= 256, "num_heads ", heads, ", at most 256");
+  if (tnd())
+    must(query.size(1) == heads, "query of shape ", query.sizes(), " has not num_heads ", heads);
+  if (layout == FiaLayout::BNSD)
+    must(query.size(1) == heads, "query of shape ", query.sizes(), " has not num_heads ", heads);
+  if (layout == FiaLayout::BSND)
+    must(query.size(2) == heads, "query of shape ", query.sizes(), " has not num_heads ", heads);
+  int64_t dim = head_dim();
+  should(dim <= 512, "head size ", dim, ", at most 512");
+  should(dim % 16 == 0, "head size ", dim, " is not a multiple of 16");
+  if (query_rope) {  // section "MLA约束"
+    should(dim == 512 || dim == 128, "with query_rope the head size must be 512 or 128, got ", dim);
+    should(query_rope->size(-1) == 64, "query_rope must have D 64, got ", query_rope->size(-1));
+  }
+}
+
+// Section "TND布局约束": both lists given, cumulative, at most 4096 sequences; the rows are all of
+// the query. Elsewhere one length for all, or at least one for each sequence.
+void FiaArguments::check_lengths() const {
+  if (!tnd()) {
+    int64_t length = kv_lengths ? static_cast<int64_t>(kv_lengths->size()) : 1;
+    must(length == 1 || length >= batch(), "actual_seq_lengths_kv has ", length, " entries for ",
+         batch(), " sequences");
+    return;
+  }
+  must(query_lengths && !query_lengths->empty(), "actual_seq_lengths must be given with TND");
+  must(kv_lengths && !kv_lengths->empty(), "actual_seq_lengths_kv must be given with TND");
+  const Ints &q = *query_lengths, &kv = *kv_lengths;
+  should(q.size() <= 4096, q.size(), " sequences, at most 4096");
+  must(kv.size() == q.size(), "actual_seq_lengths has ", q.size(),
+       " entries, actual_seq_lengths_kv ", kv.size());
+  for (size_t i = 0; i < q.size(); i++) {
+    must(q[i] >= (i ? q[i - 1] : 0), "actual_seq_lengths must not decrease: ", q);
+    must(kv[i] >= (i && !paged() ? kv[i - 1] : 0), "actual_seq_lengths_kv ", kv,
+         paged() ? " must not be negative" : " must be cumulative");
+  }
+  must(q.back() <= query.size(0), "actual_seq_lengths end at ", q.back(), ", query has ",
+       query.size(0), " rows");
+  should(q.back() == query.size(0), "actual_seq_lengths end at ", q.back(),
+         ", but T (rows of query) is ", query.size(0));
+  if (!paged())
+    must(kv.back() <= key().size(0), "actual_seq_lengths_kv end at ", kv.back(), ", key has ",
+         key().size(0), " rows");
+}
+
+// Section "PageAttention约束": int32 table of rank 2; block size; the layout of the cache.
+void FiaArguments::check_pages() const {
+  if (!paged())
+    return;
+  const Tensor &table = *block_table;
+  must(table.scalar_type() == at::kInt, "block_table must be int32, got ", table.scalar_type());
+  must(table.dim() == 2 && table.stride(1) == 1, "block_table must have rank 2, got shape ",
+       table.sizes());
+  must(kv_lengths && !kv_lengths->empty(), "actual_seq_lengths_kv must be given with a block_table");
+  must(block_size > 0, "block_size must be given with a block_table");
+  if (tnd())  // section "TND布局约束"
+    should(block_size % 16 == 0 && block_size <= 1024, "block_size ", block_size,
+           " must be a multiple of 16 and at most 1024 (TND)");
+  else if (query_rows() > 1)
+    should(block_size % 128 == 0 && block_size <= 512, "block_size ", block_size,
+           " must be 128, 256, 384 or 512 where the query has several rows");
+  else
+    should(block_size % 16 == 0 && block_size <= 512, "block_size ", block_size,
+           " must be a multiple of 16 and at most 512");
+  must(table.size(0) >= batch(), "block_table has ", table.size(0), " rows for ", batch(),
+       " sequences");
+  int64_t longest = *std::max_element(kv_lengths->begin(), kv_lengths->end());
+  must(table.size(1) * block_size >= longest, "block_table has ", table.size(1), " columns of ",
+       block_size, " tokens, actual_seq_lengths_kv has ", longest);
+  must(key().sizes().slice(0, key().dim() - 1) == value().sizes().slice(0, value().dim() - 1),
+       "caches of key ", key().sizes(), " and value ", value().sizes());
+  must(key().dim() == 3 || key().dim() == 4, "a cache of rank ", key().dim(), " is not emulated");
+  int64_t tokens = heads_first_pages() ? key().size(2) : key().size(1);
+  must(tokens == block_size, "the cache ", key().sizes(), " has not block_size ", block_size);
+  int64_t width = key().dim() == 3 ? key().size(2) : kv_heads * key().size(3);
+  must(width == kv_heads * head_dim(), "the cache ", key().sizes(), " has not ", kv_heads,
+       " heads of ", head_dim());
+  // BnBsH: [blocks, block size, heads * D]; BnNBsD, not with BSH and BSND: [blocks, heads, block
+  // size, D]. A cache kept as [blocks, block size, heads, D] is passed as a view of rank 3.
+  should(key().dim() == 3 || heads_first_pages(), "the cache ", key().sizes(),
+         " must be [blocks, block_size, heads * D] or [blocks, heads, block_size, D]");
+  if (layout == FiaLayout::BSH || layout == FiaLayout::BSND)
+    should(key().dim() == 3, "with ", layout_name,
+           " the cache must be [blocks, block_size, heads * D], got ", key().sizes());
+}
+
+// Section "Mask与序列长度参数".
+void FiaArguments::check_mask() const {
+  must(sparse_mode >= 0 && sparse_mode <= 4, "sparse_mode ", sparse_mode, " is not 0 to 4");
+  must(sparse_mode != 1 || mask, "sparse_mode 1 needs an atten_mask");
+  if (sparse_mode >= 2)
+    should(mask, "sparse_mode ", sparse_mode, " needs the 2048 x 2048 atten_mask");
+  if (!mask)
+    return;
+  auto type = mask->scalar_type();
+  must(type == at::kBool || type == at::kChar || type == at::kByte,
+       "atten_mask must be bool, int8 or uint8, got ", type);
+  must(mask->dim() >= 2 && mask->stride(-1) == 1, "atten_mask of shape ", mask->sizes());
+  if (sparse_mode >= 2) {
+    should(mask->size(-1) == 2048 && mask->size(-2) == 2048 && mask->numel() == 2048 * 2048,
+           "with sparse_mode ", sparse_mode, " atten_mask must be 2048 x 2048, got ",
+           mask->sizes());
+    return;
+  }
+  int64_t longest = paged() ? block_table->size(1) * block_size
+                    : tnd() ? key().size(0)
+                            : (layout == FiaLayout::BNSD ? key().size(2) : key().size(1));
+  bool per_batch_row = mask->dim() == 2 && query_rows() == 1 && mask->size(0) == batch();
+  must(mask->size(-1) >= (paged() ? *std::max_element(kv_lengths->begin(), kv_lengths->end())
+                                  : longest) &&
+           (per_batch_row || tnd() || mask->size(-2) >= query_rows()),
+       "atten_mask ", mask->sizes(), " does not cover ", query_rows(), " x ", longest);
+  if (paged())
+    should(mask->size(-1) >= longest, "the last dimension of atten_mask, ", mask->size(-1),
+           ", must be at least block_table columns * block_size, ", longest);
+}
+
+void FiaArguments::check() const {
+  check_types();
+  check_heads();
+  check_lengths();
+  check_pages();
+  check_mask();
+  should(inner_precise >= 0 && inner_precise <= 3, "inner_precise ", inner_precise);
+  if (wants_lse)
+    must(lse.scalar_type() == at::kFloat && lse.numel() == query.numel() / head_dim(),
+         "softmax_lse of shape ", lse.sizes());
+}
+
+}  // namespace emu

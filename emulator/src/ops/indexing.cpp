@@ -1,0 +1,151 @@
+// Reading and writing by index.
+#include "ops/bind.h"
+
+using namespace emu;
+
+// An index of int32 is taken by the device and not by every ATen function.
+static Tensor as_long(const Tensor &index) { return index.to(at::kLong); }
+
+static void check_inside(const Tensor &index, int64_t limit) {
+  if (index.numel() == 0)
+    return;
+  int64_t least = index.min().item<int64_t>(), most = index.max().item<int64_t>();
+  TORCH_CHECK(least >= -limit && most < limit, "index ", least < -limit ? least : most,
+              " lies outside a dimension of ", limit);
+}
+
+static Task select_rows(const char *name, const Tensor &table, const Tensor &index,
+                        const Tensor &out) {
+  refuse_unless(is_index(index), "the index must be int32 or int64, got ", index.scalar_type());
+  refuse_unless(table.scalar_type() == out.scalar_type(), "types of table and output differ");
+  int64_t row = table.dim() > 1 ? table.numel() / std::max<int64_t>(table.size(0), 1) : 1;
+  bool direct = table.is_contiguous() && out.is_contiguous() && index.is_contiguous();
+  if (!direct)
+    return [=] {
+      AtenScope scope;
+      Tensor flat = as_long(index).reshape({-1});
+      out.copy_(at::index_select(table, 0, flat).view(out.sizes()));
+    };
+  int64_t bytes = row * table.element_size();
+  kernels::IndexedRows rows{static_cast<char *>(out.data_ptr()),
+                            static_cast<const char *>(table.data_ptr()),
+                            index.data_ptr(),
+                            index.scalar_type() == at::kInt,
+                            1,
+                            index.numel(),
+                            table.size(0),
+                            bytes,
+                            bytes,
+                            bytes,
+                            name};
+  return [rows] { kernels::gather_rows(rows); };
+}
+
+OP(aclnnEmbedding, [](Tensor weight, Tensor index, Tensor out) -> Task {
+  refuse_unless(weight.dim() == 2, "weight must be a matrix, got ", weight.sizes());
+  return select_rows("aclnnEmbedding", weight, index, out);
+})
+OP(aclnnIndexSelect, [](Tensor a, int64_t dim, Tensor index, Tensor out) -> Task {
+  if (a.dim() > 0 && (dim == 0 || dim == -a.dim()) && is_index(index))
+    return select_rows("aclnnIndexSelect", a, index, out);
+  return [=] {
+    AtenScope scope;
+    out.copy_(at::index_select(a, dim, as_long(index)));
+  };
+})
+OP(aclnnGather, [](Tensor a, int64_t dim, Tensor index, Tensor out) {
+  out.copy_(at::gather(a, dim, as_long(index)));
+})
+OP(aclnnTake, [](Tensor a, Tensor index, Tensor out) { out.copy_(at::take(a, as_long(index))); })
+
+// Undefined entries of the list stand for whole dimensions; booleans for their positions.
+static c10::List<OptTensor> index_list(const Tensor &a, const Tensors &indices) {
+  c10::List<OptTensor> list;
+  int64_t dim = 0;
+  for (const Tensor &index : indices) {
+    bool whole = !index.defined() || (index.numel() == 0 && index.dim() == 1 && a.numel() > 0 &&
+                                      index.data_ptr() == nullptr);
+    if (whole) {
+      list.push_back(std::nullopt);
+      dim++;
+    } else if (index.scalar_type() == at::kBool || index.scalar_type() == at::kByte) {
+      list.push_back(index);
+      dim += index.dim();
+    } else {
+      check_inside(index, a.size(dim++));
+      list.push_back(as_long(index));
+    }
+  }
+  return list;
+}
+OP(aclnnIndex, [](Tensor a, Tensors indices, Tensor out) {
+  out.copy_(at::index(a, index_list(a, indices)));
+})
+OP(aclnnIndexPutImpl, [](Tensor a, Tensors indices, Tensor values, bool accumulate, bool) {
+  a.index_put_(index_list(a, indices), values.to(a.scalar_type()), accumulate);
+})
+OP(aclnnIndexAdd,
+   [](Tensor a, int64_t dim, Tensor index, Tensor source, Scalar alpha, Tensor out) {
+     if (!skips(out))
+       out.copy_(at::index_add(a, dim, as_long(index), source, alpha));
+   })
+OP(aclnnIndexCopy, [](Tensor a, int64_t dim, Tensor index, Tensor source, Tensor out) {
+  out.copy_(at::index_copy(a, dim, as_long(index), source));
+})
+OP(aclnnInplaceIndexCopy, [](Tensor a, int64_t dim, Tensor index, Tensor source) {
+  a.index_copy_(dim, as_long(index), source);
+})
+OP(aclnnInplaceIndexFill, [](Tensor a, int64_t dim, Tensor index, Scalar value) {
+  a.index_fill_(dim, as_long(index), value);
+})
+OP(aclnnScatterNdUpdate, [](Tensor a, Tensor indices, Tensor updates) {
+  c10::List<OptTensor> index;
+  for (const Tensor &column : as_long(indices).unbind(-1))
+    index.push_back(column);
+  a.index_put_(index, updates);
+})
+
+// Reductions of a scatter: 0 none, 1 add, 2 multiply.
+template <class Source>
+static Tensor scattered(const Tensor &a, int64_t dim, const Tensor &index, const Source &source,
+                        int64_t reduction) {
+  if (reduction == 0)
+    return at::scatter(a, dim, as_long(index), source);
+  return at::scatter(a, dim, as_long(index), source, reduction == 1 ? "add" : "multiply");
+}
+OP(aclnnScatter, [](Tensor a, int64_t dim, Tensor index, Tensor source, int64_t reduction,
+                    Tensor out) { out.copy_(scattered(a, dim, index, source, reduction)); })
+OP(aclnnInplaceScatter, [](Tensor a, int64_t dim, Tensor index, Tensor source, int64_t reduction) {
+  a.copy_(scattered(a, dim, index, source, reduction));
+})
+OP(aclnnScatterValue, [](Tensor a, int64_t dim, Tensor index, Scalar value, int64_t reduction,
+                         Tensor out) { out.copy_(scattered(a, dim, index, value, reduction)); })
+OP(aclnnInplaceScatterValue,
+   [](Tensor a, int64_t dim, Tensor index, Scalar value, int64_t reduction) {
+     a.copy_(scattered(a, dim, index, value, reduction));
+   })
+OP(aclnnScatterAdd, [](Tensor a, int64_t dim, Tensor index, Tensor source, Tensor out) {
+  out.copy_(at::scatter_add(a, dim, as_long(index), source));
+})
+OP(aclnnOneHot,
+   [](Tensor a, int64_t depth, Tensor on, Tensor off, int64_t axis, Tensor out) {
+     Tensor positions = at::arange(depth).to(a.scalar_type());
+     Tensor hot = a.unsqueeze(-1).eq(positions);
+     if (axis >= 0 && axis < hot.dim() - 1)
+       hot = hot.movedim(-1, axis);
+     out.copy_(at::where(hot, on.reshape({}), off.reshape({})));
+   })
+OP(aclnnSearchSorted,
+   [](Tensor sorted, Tensor a, bool int32, bool right, OptTensor sorter, Tensor out) {
+     out.copy_(at::searchsorted(sorted, a, int32, right, std::nullopt, sorter));
+   })
+
+// The shape of the result depends on the data: aclGetViewShape reads it back from the aclTensor.
+static void write_with_shape(aclTensor *out, const Tensor &result) {
+  out->t = at::from_blob(out->t.data_ptr(), result.sizes(), out->t.options());
+  out->t.copy_(result);
+}
+OP(aclnnMaskedSelect,
+   [](Tensor a, Tensor mask, aclTensor *out) { write_with_shape(out, at::masked_select(a, mask)); })
+OP(aclnnNonzero, [](Tensor a, aclTensor *out) { write_with_shape(out, at::nonzero(a)); })
+OP(aclnnNonzeroV2, [](Tensor a, aclTensor *out) { write_with_shape(out, at::nonzero(a).t()); })

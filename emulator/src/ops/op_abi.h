@@ -1,0 +1,165 @@
+// Maps a C++ lambda to the two-phase aclnn C ABI. Two forms:
+//
+//   OP(aclnnMul, [](Tensor a, Tensor b, Tensor out) { at::mul_out(out, a, b); })
+//   OP(aclnnMm, [](Tensor a, Tensor b, Tensor out, int8_t) -> Task { check...; return [=] {...}; })
+//
+// Both export aclnnXGetWorkspaceSize(arguments..., uint64_t *, aclOpExecutor **), whose signature is
+// derived from the lambda, and aclnnX(workspace, size, executor, stream). The first phase converts
+// the arguments; a lambda that returns a Task is run there: it checks its arguments, as the real
+// operator does in this phase, and binds pointers. The second phase launches the task.
+#pragma once
+
+#include "aten.h"
+
+#include "emulator.h"
+#include "ops/checks.h"
+
+// CANN declares these types without defining them. The tensor is a view made by from_blob.
+struct aclTensor {
+  at::Tensor t;
+  std::vector<int64_t> storage_shape;
+  int format;
+  aclDataType dtype;
+};
+struct aclScalar {
+  at::Scalar value;
+};
+struct aclIntArray {
+  std::vector<int64_t> values;
+};
+struct aclFloatArray {
+  std::vector<double> values;
+};
+struct aclBoolArray {
+  std::vector<char> values;
+};
+struct aclTensorList {
+  std::vector<at::Tensor> tensors;
+};
+struct aclScalarList {
+  std::vector<at::Scalar> values;
+};
+struct aclOpExecutor {
+  emu::Task task;
+};
+
+namespace emu {
+
+using at::Scalar;
+using at::Tensor;
+using OptTensor = std::optional<Tensor>;
+using OptScalar = std::optional<Scalar>;
+using Tensors = std::vector<Tensor>;
+using Ints = std::vector<int64_t>;
+using OptInts = std::optional<Ints>;
+
+// Of the aclnn interface (aclnn_base.h), returned by the first phase.
+constexpr int kNullPointer = 161001, kInvalidArgument = 161002;
+
+at::ScalarType scalar_type(aclDataType dtype);
+
+// The C type of an argument, and how it becomes the lambda's parameter.
+template <class T> struct Argument {
+  using C = T;
+  static T convert(T v) { return v; }
+};
+template <> struct Argument<Tensor> {
+  using C = aclTensor *;
+  static Tensor convert(C p) {
+    refuse_unless(p, "null aclTensor");
+    return p->t;
+  }
+};
+template <> struct Argument<OptTensor> {
+  using C = aclTensor *;
+  static OptTensor convert(C p) { return p ? OptTensor(p->t) : OptTensor(); }
+};
+template <> struct Argument<Scalar> {
+  using C = aclScalar *;
+  static Scalar convert(C p) {
+    refuse_unless(p, "null aclScalar");
+    return p->value;
+  }
+};
+template <> struct Argument<OptScalar> {
+  using C = aclScalar *;
+  static OptScalar convert(C p) { return p ? OptScalar(p->value) : OptScalar(); }
+};
+template <> struct Argument<Ints> {
+  using C = aclIntArray *;
+  static Ints convert(C p) { return p ? p->values : Ints(); }
+};
+template <> struct Argument<OptInts> {
+  using C = aclIntArray *;
+  static OptInts convert(C p) { return p ? OptInts(p->values) : OptInts(); }
+};
+template <> struct Argument<Tensors> {
+  using C = aclTensorList *;
+  static Tensors convert(C p) { return p ? p->tensors : Tensors(); }
+};
+template <> struct Argument<std::string> {
+  using C = char *;
+  static std::string convert(C p) { return p ? p : ""; }
+};
+
+// ATen inside a task: no autograd, and the worker's own number of threads.
+struct AtenScope {
+  AtenScope();
+  at::NoGradGuard no_grad;
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+};
+
+// With kernels=skip arithmetic does not run; what decides about positions is set to zero instead,
+// so that it stays a valid index.
+inline bool skipping() { return !settings().compute; }
+inline bool skips(const Tensor &out) { return skipping() && out.is_floating_point(); }
+inline Task arithmetic(Task task) { return skipping() ? Task([] {}) : task; }
+
+int refused(const char *op, const std::exception &error);
+
+template <class Function> struct WorkspacePhase;
+template <class Result, class... A> struct WorkspacePhase<Result (*)(A...)> {
+  template <Result (*F)(A...), const char *Name>
+  static int call(typename Argument<A>::C... a, uint64_t *bytes, aclOpExecutor **executor) {
+    try {
+      *bytes = 0;
+      // Owned copies: torch_npu destroys the aclTensors right after the launch.
+      std::tuple<A...> arguments(Argument<A>::convert(a)...);
+      if constexpr (std::is_same_v<Result, Task>)
+        *executor = new aclOpExecutor{std::apply(F, std::move(arguments))};
+      else
+        *executor = new aclOpExecutor{[arguments = std::move(arguments)] {
+          AtenScope scope;
+          std::apply(F, arguments);
+        }};
+      return 0;
+    } catch (const std::exception &e) {
+      return refused(Name, e);
+    }
+  }
+};
+
+int launch_phase(const char *name, aclOpExecutor *executor, aclrtStream stream);
+
+}  // namespace emu
+
+// The exported first phase is a bare jump through a pointer, so that one macro serves every
+// signature without repeating it. `jmp *p(%rip)` is x86-64; other machines need their own form.
+#define EMU_EXPORT_WORKSPACE_PHASE(SYMBOL, NAME)                                                   \
+  extern "C" EMU_SHARED __attribute__((naked)) void SYMBOL() {                                     \
+    asm("jmp *emu_phase1_" #NAME "(%rip)");                                                        \
+  }
+
+#define OP(NAME, ...)                                                                              \
+  static constexpr auto emu_body_##NAME = +__VA_ARGS__;                                            \
+  static constexpr char emu_name_##NAME[] = #NAME;                                                 \
+  extern "C" {                                                                                     \
+  __attribute__((visibility("hidden"), used)) int (*emu_phase1_##NAME)(...) =                      \
+      reinterpret_cast<int (*)(...)>(                                                              \
+          &emu::WorkspacePhase<std::remove_const_t<decltype(emu_body_##NAME)>>::call<              \
+              emu_body_##NAME, emu_name_##NAME>);                                                  \
+  }                                                                                                \
+  EMU_EXPORT_WORKSPACE_PHASE(NAME##GetWorkspaceSize, NAME)                                         \
+  EMU_API int NAME(void *, uint64_t, aclOpExecutor *executor, aclrtStream stream) {                \
+    return emu::launch_phase(#NAME, executor, stream);                                             \
+  }

@@ -1,0 +1,121 @@
+// Sums, means, extrema, softmax.
+#include "ops/bind.h"
+
+using namespace emu;
+
+OP(aclnnReduceSum, [](Tensor a, Ints dims, bool keep, aclDataType dtype, Tensor out) {
+  if (!skips(out))
+    out.copy_(at::sum(a, dims, keep, scalar_type(dtype)));
+})
+OP(aclnnMean, [](Tensor a, Ints dims, bool keep, aclDataType dtype, Tensor out) {
+  if (!skips(out))
+    out.copy_(at::mean(a, dims, keep, scalar_type(dtype)));
+})
+OP(aclnnStd, [](Tensor a, Ints dims, int64_t correction, bool keep, Tensor out) {
+  if (!skips(out))
+    out.copy_(at::std(a, dims, Scalar(correction), keep));
+})
+OP(aclnnProd, [](Tensor a, aclDataType dtype, Tensor out) {
+  if (!skips(out))
+    out.copy_(at::prod(a, scalar_type(dtype)));
+})
+OP(aclnnProdDim, [](Tensor a, int64_t dim, bool keep, aclDataType dtype, Tensor out) {
+  if (!skips(out))
+    out.copy_(at::prod(a, dim, keep, scalar_type(dtype)));
+})
+OP(aclnnAll, [](Tensor a, Ints dims, bool keep, Tensor out) {
+  Tensor b = a.to(at::kBool);
+  out.copy_(dims.empty() ? b.all() : at::all(b, dims, keep));
+})
+OP(aclnnAny, [](Tensor a, Ints dims, bool keep, Tensor out) {
+  Tensor b = a.to(at::kBool);
+  out.copy_(dims.empty() ? b.any() : at::any(b, dims, keep));
+})
+OP(aclnnMax, [](Tensor a, Tensor out) {
+  if (!skips(out))
+    out.copy_(a.max());
+})
+OP(aclnnMin, [](Tensor a, Tensor out) {
+  if (!skips(out))
+    out.copy_(a.min());
+})
+OP(aclnnAmax, [](Tensor a, Ints dims, bool keep, Tensor out) {
+  if (!skips(out))
+    out.copy_(at::amax(a, dims, keep));
+})
+OP(aclnnAmin, [](Tensor a, Ints dims, bool keep, Tensor out) {
+  if (!skips(out))
+    out.copy_(at::amin(a, dims, keep));
+})
+
+using ValuesAndIndices = std::tuple<Tensor, Tensor> (*)(const Tensor &, int64_t, bool);
+template <ValuesAndIndices F>
+static void extremum(const Tensor &a, int64_t dim, bool keep, Tensor values, Tensor indices) {
+  if (skips(values)) {
+    indices.zero_();
+    return;
+  }
+  auto [v, i] = F(a, dim, keep);
+  values.copy_(v);
+  indices.copy_(i);
+}
+OP(aclnnMaxDim, [](Tensor a, int64_t dim, bool keep, Tensor values, Tensor indices) {
+  extremum<at::max>(a, dim, keep, values, indices);
+})
+OP(aclnnMinDim, [](Tensor a, int64_t dim, bool keep, Tensor values, Tensor indices) {
+  extremum<at::min>(a, dim, keep, values, indices);
+})
+
+OP(aclnnArgMax, [](Tensor a, int64_t dim, bool keep, Tensor out) -> Task {
+  if (skips(a))
+    return [out] {
+      AtenScope scope;
+      out.zero_();
+    };
+  bool last = a.dim() > 0 && (dim == -1 || dim == a.dim() - 1);
+  if (last && is_kernel_type(a) && a.is_contiguous() && out.is_contiguous() && is_index(out) &&
+      a.size(-1) > 0) {
+    auto x = data_of(a);
+    int64_t columns = a.size(-1), rows = a.numel() / columns;
+    void *to = out.data_ptr();
+    bool narrow = out.scalar_type() == at::kInt;
+    return [=] { kernels::argmax_rows(x, rows, columns, columns, to, narrow); };
+  }
+  return [=] {
+    AtenScope scope;
+    out.copy_(at::argmax(a, dim, keep));
+  };
+})
+OP(aclnnArgMin, [](Tensor a, int64_t dim, bool keep, Tensor out) {
+  if (skips(a))
+    out.zero_();
+  else
+    out.copy_(at::argmin(a, dim, keep));
+})
+OP(aclnnCumsum, [](Tensor a, int64_t dim, aclDataType dtype, Tensor out) {
+  if (!skips(out))
+    out.copy_(at::cumsum(a, dim, scalar_type(dtype)));
+})
+OP(aclnnLogSumExp, [](Tensor a, Ints dims, bool keep, Tensor out) {
+  if (!skips(out))
+    out.copy_(at::logsumexp(a, dims, keep));
+})
+OP(aclnnNorm, [](Tensor a, Scalar p, Ints dims, bool keep, Tensor out) {
+  if (!skips(out))
+    out.copy_(at::norm(a, p, dims, keep));
+})
+OP(aclnnLinalgVectorNorm,
+   [](Tensor a, Scalar p, Ints dims, bool keep, aclDataType dtype, Tensor out) {
+     if (!skips(out))
+       out.copy_(at::linalg_vector_norm(a, p, dims, keep, scalar_type(dtype)));
+   })
+
+// The input may be narrower than the output (softmax with a dtype): computed in float32.
+OP(aclnnSoftmax, [](Tensor a, int64_t dim, Tensor out) {
+  if (!skips(out))
+    out.copy_(at::softmax(is_half(a) ? a.to(at::kFloat) : a, dim));
+})
+OP(aclnnLogSoftmax, [](Tensor a, int64_t dim, Tensor out) {
+  if (!skips(out))
+    out.copy_(at::log_softmax(is_half(a) ? a.to(at::kFloat) : a, dim));
+})

@@ -1,0 +1,200 @@
+// Events: ordinary, captured (edges of a graph), and external ones.
+#include "runtime/graph.h"
+#include "runtime/objects.h"
+
+#include <acl/acl.h>
+#include <acl/error_codes/rt_error_codes.h>
+
+namespace emu {
+
+constexpr uint32_t kEventsPerDevice = 65536;
+static std::atomic<uint32_t> g_next_event_id{0}, g_live_events{0};
+
+Event::Event(uint32_t flags_) : id(g_next_event_id++), flags(flags_) { g_live_events++; }
+Event::~Event() { g_live_events--; }
+
+std::shared_ptr<Graph> Event::capture() const {
+  auto g = graph.lock();
+  return g && g->capturing ? g : nullptr;
+}
+
+std::string Event::name() const {
+  return "event " + std::to_string(id) +
+         (recorded_on >= 0 ? " (recorded on stream " + std::to_string(recorded_on) + ")"
+                           : " (not recorded yet)");
+}
+
+static std::shared_ptr<Event> event_of(aclrtEvent handle) {
+  return static_cast<Event *>(handle)->self;
+}
+
+static void set_external(Event &e, bool value) {
+  Lock lock(e.mutex);
+  e.external_set = value;
+  if (value) {
+    e.timestamp_ms = now_ms();
+    e.changed.notify_all();
+  }
+}
+static aclError refuse_captured(Graph &graph) {
+  graph.invalid = true;
+  return fail(ACL_ERROR_RT_EVENT_CAPTURED, "the event is captured");
+}
+
+static aclError record_captured(const std::shared_ptr<Event> &e, Stream *s) {
+  e->graph = s->graph;
+  return s->graph->append(s, {TaskKind::EventRecord, "event_record", nullptr}, &e->graph_node);
+}
+
+static void post_record(const std::shared_ptr<Event> &e, Stream *s) {
+  uint64_t generation;
+  {
+    Lock lock(e->mutex);
+    generation = ++e->submitted;
+    e->recorded_on = s->id;
+    e->graph.reset();
+  }
+  s->post("event_record", [e, generation] {
+    Lock lock(e->mutex);
+    e->completed = generation;
+    e->timestamp_ms = now_ms();
+    e->changed.notify_all();
+  });
+}
+
+// The wait pulls a stream that is not captured yet into the capture, as a new lane.
+static aclError wait_captured(const std::shared_ptr<Event> &e, const std::shared_ptr<Graph> &graph,
+                              Stream *s) {
+  if (!s->graph)
+    if (aclError error = graph->add_lane(s))
+      return error;
+  if (s->graph != graph) {
+    graph->invalid = true;
+    return fail(ACL_ERROR_RT_CAPTURE_DEPENDENCY, "the event belongs to another capture");
+  }
+  Node node{TaskKind::EventWait, "event_wait", nullptr};
+  node.waits_for = e->graph_node;
+  return graph->append(s, std::move(node));
+}
+
+static void post_wait(const std::shared_ptr<Event> &e, Stream *s) {
+  uint64_t generation;
+  {
+    Lock lock(e->mutex);
+    generation = e->submitted;
+    if (e->completed >= generation)
+      return;
+  }
+  s->post("event_wait", [e, generation] {
+    Lock lock(e->mutex);
+    wait_or_throw(
+        lock, e->changed, [&] { return e->completed >= generation; }, [&] { return e->name(); });
+  });
+}
+
+}  // namespace emu
+
+using namespace emu;
+
+EMU_API aclError aclrtCreateEventWithFlag(aclrtEvent *out, uint32_t flags) {
+  auto e = std::make_shared<Event>(flags);
+  e->self = e;
+  *out = e.get();
+  return 0;
+}
+EMU_API aclError aclrtCreateEventExWithFlag(aclrtEvent *out, uint32_t flags) {
+  return aclrtCreateEventWithFlag(out, flags);
+}
+EMU_API aclError aclrtCreateEvent(aclrtEvent *out) { return aclrtCreateEventWithFlag(out, 0); }
+EMU_API aclError aclrtDestroyEvent(aclrtEvent event) {
+  auto last = std::move(static_cast<Event *>(event)->self);
+  return 0;  // freed here, or when no task names it any more
+}
+EMU_API aclError aclrtGetEventAvailNum(uint32_t *count) {
+  *count = kEventsPerDevice - g_live_events;
+  return 0;
+}
+
+EMU_API aclError aclrtRecordEvent(aclrtEvent event, aclrtStream handle) {
+  auto e = event_of(event);
+  Stream *s = stream_of(handle);
+  if (e->external()) {
+    e->recorded_on = s->id;
+    return launch(handle, TaskKind::ExternalTask, "event_record_external",
+                  [e] { set_external(*e, true); });
+  }
+  if (s->graph)
+    return record_captured(e, s);
+  if (aclError error = g_failures[s->device].report())
+    return error;
+  post_record(e, s);
+  return 0;
+}
+
+EMU_API aclError aclrtStreamWaitEvent(aclrtStream handle, aclrtEvent event) {
+  auto e = event_of(event);
+  Stream *s = stream_of(handle);
+  if (e->external())
+    return launch(handle, TaskKind::ExternalTask, "event_wait_external", [e] {
+      Lock lock(e->mutex);
+      wait_or_throw(
+          lock, e->changed, [&] { return e->external_set; },
+          [&] { return "external " + e->name(); });
+    });
+  if (auto graph = e->capture())
+    return wait_captured(e, graph, s);
+  if (s->graph) {
+    s->graph->invalid = true;
+    return fail(ACL_ERROR_RT_CAPTURE_DEPENDENCY,
+                "capturing stream %d waits for %s recorded outside the capture", s->id,
+                e->name().c_str());
+  }
+  if (e->submitted)
+    post_wait(e, s);
+  return 0;
+}
+
+EMU_API aclError aclrtResetEvent(aclrtEvent event, aclrtStream handle) {
+  auto e = event_of(event);
+  if (!e->external())
+    return 0;
+  return launch(handle, TaskKind::ExternalTask, "event_reset_external",
+                [e] { set_external(*e, false); });
+}
+
+EMU_API aclError aclrtSynchronizeEvent(aclrtEvent event) {
+  auto e = event_of(event);
+  if (auto graph = e->capture())
+    return refuse_captured(*graph);
+  Lock lock(e->mutex);
+  uint64_t generation = e->submitted;
+  auto done = [&] { return e->external() ? e->external_set : e->completed >= generation; };
+  // A device that fails never completes it: the tasks after the failed one do not run.
+  while (!e->changed.wait_for(lock, std::chrono::milliseconds(20), done))
+    if (aclError error = g_failures[current_device()].report())
+      return error;
+  return 0;
+}
+
+EMU_API aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatus *status) {
+  auto e = event_of(event);
+  if (auto graph = e->capture())
+    return refuse_captured(*graph);
+  Lock lock(e->mutex);
+  *status = e->completed >= e->submitted ? ACL_EVENT_RECORDED_STATUS_COMPLETE
+                                         : ACL_EVENT_RECORDED_STATUS_NOT_READY;
+  return 0;
+}
+EMU_API aclError aclrtQueryEventWaitStatus(aclrtEvent, aclrtEventWaitStatus *status) {
+  *status = ACL_EVENT_WAIT_STATUS_COMPLETE;
+  return 0;
+}
+EMU_API aclError aclrtEventElapsedTime(float *ms, aclrtEvent begin, aclrtEvent end) {
+  *ms = static_cast<float>(static_cast<Event *>(end)->timestamp_ms -
+                           static_cast<Event *>(begin)->timestamp_ms);
+  return 0;
+}
+EMU_API aclError aclrtEventGetTimestamp(aclrtEvent event, uint64_t *us) {
+  *us = static_cast<uint64_t>(static_cast<Event *>(event)->timestamp_ms * 1000);
+  return 0;
+}

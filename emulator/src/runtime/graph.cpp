@@ -1,0 +1,316 @@
+// Capture bookkeeping and replay of graphs.
+#include "runtime/graph.h"
+
+#include "runtime/services.h"
+#include "runtime/stream_budget.h"
+
+#include <acl/error_codes/rt_error_codes.h>
+
+#include <algorithm>
+#include <list>
+#include <stdexcept>
+
+namespace emu {
+
+// A captured stream's queue has 2048 entries, 32 of them reserved; more appends a cascaded stream.
+constexpr long kSqesPerStream = 2016;
+// Entries of a task: a wait on a device word allocates four.
+static long sqes_of(const Node &node) { return node.kind == TaskKind::ExternalTask ? 4 : 1; }
+
+// software_sq: queues of one device, and of one graph.
+constexpr long kQueues = 1024;
+static std::mutex g_queue_mutex;
+static std::list<Graph *> g_bound[kMaxDevices];  // in creation order
+static long g_used_queues[kMaxDevices];
+
+static std::atomic<uint32_t> g_next_graph_id{1};
+
+void Node::run() const {
+  if (!updatable) {
+    if (body)
+      body();
+    return;
+  }
+  std::shared_ptr<const Task> task;
+  {
+    Lock lock(updatable->mutex);
+    task = updatable->task;
+  }
+  (*task)();
+}
+
+Graph::Graph(Stream *origin_, aclmdlRICaptureMode mode_)
+    : id(g_next_graph_id++), device(origin_->device), origin(origin_), mode(mode_),
+      capturing_thread(std::this_thread::get_id()) {}
+
+Graph::~Graph() { release_streams(); }
+
+// ---- capture
+
+aclError Graph::take_streams(long count, aclError code, const char *call) {
+  if (!settings().software_sq && !StreamBudget::of(device).take(StreamBudget::Graphs, count)) {
+    invalid = true;
+    return fail(code, "%s: %s", call, StreamBudget::of(device).shortage().c_str());
+  }
+  streams_ += count;
+  return 0;
+}
+
+aclError Graph::add_lane(Stream *stream) {
+  bool first = lanes.empty();
+  if (aclError e = first ? take_streams(1, ACL_ERROR_RT_NO_STREAM_RESOURCE, "capture begin")
+                         : take_streams(1, ACL_ERROR_RT_RESOURCE_ALLOC_FAIL,
+                                        "create capture stream failed"))
+    return e;
+  lanes.emplace(stream, static_cast<int>(lanes.size()));
+  lane_sqes_.push_back(0);
+  stream->graph = shared_from_this();
+  return 0;
+}
+
+aclError Graph::append(Stream *stream, Node node, int *index) {
+  node.lane = lanes.at(stream);
+  long &sqes = lane_sqes_[node.lane], before = sqes;
+  sqes += sqes_of(node);
+  if (before > 0 && (before - 1) / kSqesPerStream != (sqes - 1) / kSqesPerStream)
+    if (aclError e =
+            take_streams(1, ACL_ERROR_RT_NO_STREAM_RESOURCE, "cascaded stream of a capture"))
+      return e;
+  int at = static_cast<int>(nodes.size());
+  if (stream->group) {
+    stream->group->nodes.push_back(at);
+    node.updatable = std::make_unique<UpdatableBody>();
+    node.updatable->task = std::make_shared<const Task>(std::move(node.body));
+  }
+  nodes.push_back(std::move(node));
+  if (index)
+    *index = at;
+  return 0;
+}
+
+aclError Graph::use_domain(const void *domain) {
+  if (!domains_.insert(domain).second)
+    return 0;
+  return take_streams(settings().hccl_streams_per_domain, ACL_ERROR_RT_RESOURCE_ALLOC_FAIL,
+                      "streams of a communication domain in a capture");
+}
+
+aclError use_domain(aclrtStream stream, const void *domain) {
+  Stream *s = stream_of(stream);
+  return s->graph ? s->graph->use_domain(domain) : 0;
+}
+
+void Graph::end_capture() {
+  auto alive = shared_from_this();
+  for (auto &[stream, lane] : lanes) {
+    stream->graph.reset();
+    stream->group = nullptr;
+  }
+  capturing = false;
+}
+
+// True if some forked stream was not joined: its last node is not a record that another lane waits
+// for.
+bool Graph::has_unjoined_lane() const {
+  std::vector<int> last(lanes.size(), -1);
+  std::vector<char> joined(nodes.size(), 0);
+  for (size_t i = 0; i < nodes.size(); i++) {
+    last[nodes[i].lane] = static_cast<int>(i);
+    if (nodes[i].kind == TaskKind::EventWait)
+      joined[nodes[i].waits_for] = 1;
+  }
+  for (size_t lane = 1; lane < last.size(); lane++) {
+    int i = last[lane];
+    if (i >= 0 && !(nodes[i].kind == TaskKind::EventRecord && joined[i]))
+      return true;
+  }
+  return false;
+}
+
+// ---- streams of a finished graph
+
+void Graph::release_streams() {
+  if (!settings().software_sq)
+    StreamBudget::of(device).release(StreamBudget::Graphs, streams_);
+  Lock lock(g_queue_mutex);
+  if (bound_) {
+    g_bound[device].remove(this);
+    g_used_queues[device] -= streams_;
+    bound_ = false;
+  }
+  streams_ = 0;
+}
+
+aclError Graph::bind_queues() {
+  if (!settings().software_sq)
+    return 0;
+  if (streams_ > kQueues)
+    return fail(ACL_ERROR_RT_NO_STREAM_RESOURCE,
+                "EE1023: too many streams captured: the graph needs %ld queues, at most %ld",
+                streams_, kQueues);
+  auto end = Clock::now() + std::chrono::seconds(settings().wait_s);
+  for (;;) {
+    {
+      Lock lock(g_queue_mutex);
+      if (bound_)
+        return 0;
+      // Idle graphs give their queues back in the order of creation, not of use.
+      auto &bound = g_bound[device];
+      for (auto g = bound.begin(); g != bound.end() && g_used_queues[device] + streams_ > kQueues;) {
+        if ((*g)->in_flight) {
+          ++g;
+          continue;
+        }
+        (*g)->bound_ = false;
+        g_used_queues[device] -= (*g)->streams_;
+        g = bound.erase(g);
+      }
+      if (g_used_queues[device] + streams_ <= kQueues) {
+        g_used_queues[device] += streams_;
+        bound_ = true;
+        auto later = std::find_if(bound.begin(), bound.end(),
+                                  [this](Graph *g) { return g->id > id; });
+        bound.insert(later, this);
+        return 0;
+      }
+    }
+    if (Clock::now() > end)
+      return fail(ACL_ERROR_RT_NO_STREAM_RESOURCE, "alloc sq cq fail: all %ld queues are in use",
+                  kQueues);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+// ---- replay
+
+void Graph::replay() const {
+  if (lane_sqes_.size() == 1)
+    replay_one_lane();
+  else
+    replay_lanes();
+}
+
+static std::string failed_node(const Graph &g, size_t i, const std::exception &e) {
+  return "task " + std::to_string(i) + " of graph " + std::to_string(g.id) + ", " +
+         g.nodes[i].name + ": " + e.what();
+}
+
+void Graph::replay_one_lane() const {
+  size_t i = 0;
+  try {
+    for (; i < nodes.size(); i++)
+      nodes[i].run();
+  } catch (const std::exception &e) {
+    throw std::runtime_error(failed_node(*this, i, e));
+  }
+}
+
+namespace {
+
+// Threads that wait for lanes to run; they stay for the next replay.
+class LaneThreads {
+public:
+  void run(Task task) {
+    Lock lock(mutex_);
+    tasks_.push_back(std::move(task));
+    if (static_cast<int>(tasks_.size()) > idle_)
+      std::thread([this] { work(); }).detach();
+    changed_.notify_one();
+  }
+
+private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Task> tasks_;
+  int idle_ = 0;
+
+  void work() {
+    Lock lock(mutex_);
+    for (;;) {
+      idle_++;
+      changed_.wait(lock, [this] { return !tasks_.empty(); });
+      idle_--;
+      Task task = std::move(tasks_.front());
+      tasks_.pop_front();
+      lock.unlock();
+      task();
+      task = nullptr;
+      lock.lock();
+    }
+  }
+};
+
+// What the lanes of one replay share. Kept by each lane, so that it outlives the fastest.
+struct LaneRun {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::vector<std::atomic<char>> recorded;
+  std::atomic<bool> failed{false};
+  std::string error;
+  int running = 0;
+
+  explicit LaneRun(size_t nodes) : recorded(nodes) {}
+};
+
+void wait_for_edge(LaneRun &run, const Graph &g, int record) {
+  auto ready = [&] { return run.recorded[record] || run.failed; };
+  if (spin_until(ready))
+    return;
+  Lock lock(run.mutex);
+  wait_or_throw(lock, run.changed, ready, [&] {
+    return "task " + std::to_string(record) + " on lane " + std::to_string(g.nodes[record].lane) +
+           " of graph " + std::to_string(g.id);
+  });
+}
+
+void run_lane(LaneRun &run, const Graph &g, int lane) {
+  size_t i = 0;
+  try {
+    for (; i < g.nodes.size() && !run.failed; i++) {
+      const Node &node = g.nodes[i];
+      if (node.lane != lane)
+        continue;
+      if (node.kind == TaskKind::EventRecord) {
+        Lock lock(run.mutex);
+        run.recorded[i] = 1;
+        run.changed.notify_all();
+      } else if (node.kind == TaskKind::EventWait) {
+        wait_for_edge(run, g, node.waits_for);
+      } else {
+        node.run();
+      }
+    }
+  } catch (const std::exception &e) {
+    Lock lock(run.mutex);
+    if (run.error.empty())
+      run.error = failed_node(g, i, e);
+    run.failed = true;
+  }
+  Lock lock(run.mutex);
+  run.running--;
+  run.changed.notify_all();
+}
+
+}  // namespace
+
+// Each lane runs in its own thread, the first one in the calling worker; captured edges order them.
+void Graph::replay_lanes() const {
+  static auto *threads = new LaneThreads;  // never destroyed: its threads are detached
+  auto run = std::make_shared<LaneRun>(nodes.size());
+  int lane_count = static_cast<int>(lane_sqes_.size());
+  run->running = lane_count;
+  auto graph = shared_from_this();
+  for (int lane = 1; lane < lane_count; lane++)
+    threads->run([run, graph, lane] {
+      t_device = graph->device;
+      t_where = "lane " + std::to_string(lane) + " of graph " + std::to_string(graph->id);
+      run_lane(*run, *graph, lane);
+    });
+  run_lane(*run, *this, 0);
+  Lock lock(run->mutex);
+  run->changed.wait(lock, [&] { return run->running == 0; });
+  if (!run->error.empty())
+    throw std::runtime_error(run->error);
+}
+
+}  // namespace emu

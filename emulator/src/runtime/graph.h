@@ -1,0 +1,68 @@
+// A captured graph: nodes in capture order, each on a lane (a captured stream).
+#pragma once
+
+#include "runtime/objects.h"
+
+namespace emu {
+
+// The body of a node that a task group may replace: read by replays, written by update tasks.
+struct UpdatableBody {
+  std::mutex mutex;
+  std::shared_ptr<const Task> task;
+};
+
+struct Node {
+  TaskKind kind;
+  const char *name;
+  Task body;  // null for edges
+  int lane = 0;
+  int waits_for = -1;                        // EventWait: index of the EventRecord node
+  std::unique_ptr<UpdatableBody> updatable;  // instead of body: part of a task group
+
+  void run() const;
+};
+
+struct TaskGroup {
+  std::vector<int> nodes;
+};
+
+struct Graph : std::enable_shared_from_this<Graph> {
+  const uint32_t id;
+  const int device;
+  const Stream *const origin;
+  const aclmdlRICaptureMode mode;
+  const std::thread::id capturing_thread;
+  bool capturing = true;
+  std::atomic<bool> invalid{false};
+  std::vector<Node> nodes;
+  std::map<Stream *, int> lanes;  // during the capture
+  std::vector<std::unique_ptr<TaskGroup>> groups;
+  std::shared_ptr<Graph> self;  // until destroyed
+  std::atomic<int> in_flight{0};
+
+  Graph(Stream *origin, aclmdlRICaptureMode mode);
+  ~Graph();
+
+  // Each may find no stream id left; then the capture is invalid and the code is returned.
+  aclError add_lane(Stream *stream);
+  aclError append(Stream *stream, Node node, int *index = nullptr);
+  aclError use_domain(const void *domain);
+
+  void end_capture();  // streams leave the graph
+  bool has_unjoined_lane() const;
+  void replay() const;
+  long stream_count() const { return streams_; }
+  void release_streams();
+  aclError bind_queues();  // accounting software_sq: before execution
+
+private:
+  long streams_ = 0;             // ids held (pinned) or queues needed (software_sq)
+  std::vector<long> lane_sqes_;  // entries of each lane's submission queue
+  std::set<const void *> domains_;
+  bool bound_ = false;
+  void replay_one_lane() const;
+  void replay_lanes() const;
+  aclError take_streams(long count, aclError code, const char *call);
+};
+
+}  // namespace emu

@@ -1,0 +1,166 @@
+// The aclmdlRI calls: capture, execution, destruction; and where a launch goes.
+#include "runtime/graph.h"
+#include "runtime/task_groups.h"
+
+#include <acl/acl.h>
+#include <acl/error_codes/rt_error_codes.h>
+
+#include <algorithm>
+#include <cstdio>
+
+namespace emu {
+
+static std::mutex g_capturing_mutex;
+static std::vector<std::shared_ptr<Graph>> g_capturing;
+
+static Graph *graph_of(aclmdlRI model) { return static_cast<Graph *>(model); }
+
+aclError refuse_during_capture(const char *call) {
+  Lock lock(g_capturing_mutex);
+  for (auto &g : g_capturing) {
+    if (g->mode == ACL_MODEL_RI_CAPTURE_MODE_RELAXED ||
+        t_capture_mode == ACL_MODEL_RI_CAPTURE_MODE_RELAXED)
+      continue;
+    if (g->mode == ACL_MODEL_RI_CAPTURE_MODE_THREAD_LOCAL &&
+        g->capturing_thread != std::this_thread::get_id())
+      continue;
+    g->invalid = true;
+    return fail(ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT,
+                "%s is not permitted while a stream is capturing", call);
+  }
+  return 0;
+}
+
+aclError launch(aclrtStream handle, TaskKind kind, const char *name, Task body) {
+  Stream *s = stream_of(handle);
+  if (settings().trace)
+    fprintf(stderr, "[emulator] device %d stream %d %s%s\n", s->device, s->id, name,
+            s->graph    ? " (captured)"
+            : s->update ? " (update)"
+                        : "");
+  body = with_fault(name, s->device, std::move(body));
+  if (s->update)
+    return update_task(s, kind, name, std::move(body));
+  if (s->graph) {
+    if (s->group && kind != TaskKind::Kernel)
+      return fail(ACL_ERROR_STREAM_TASK_GROUP_INTR, "%s inside a task group", name);
+    return s->graph->append(s, {kind, name, std::move(body)});
+  }
+  if (aclError e = g_failures[s->device].report())
+    return e;
+  s->post(name, std::move(body));
+  return 0;
+}
+
+}  // namespace emu
+
+using namespace emu;
+
+EMU_API aclError aclmdlRICaptureBegin(aclrtStream handle, aclmdlRICaptureMode mode) {
+  Stream *s = stream_of(handle);
+  if (s->graph)
+    return fail(ACL_ERROR_RT_STREAM_CAPTURED, "stream %d is already capturing", s->id);
+  auto g = std::make_shared<Graph>(s, mode);
+  if (aclError e = g->add_lane(s))
+    return e;
+  g->self = g;
+  Lock lock(g_capturing_mutex);
+  g_capturing.push_back(g);
+  return 0;
+}
+
+EMU_API aclError aclmdlRICaptureGetInfo(aclrtStream handle, aclmdlRICaptureStatus *status,
+                                        aclmdlRI *model) {
+  Graph *g = stream_of(handle)->graph.get();
+  *status = !g           ? ACL_MODEL_RI_CAPTURE_STATUS_NONE
+            : g->invalid ? ACL_MODEL_RI_CAPTURE_STATUS_INVALIDATED
+                         : ACL_MODEL_RI_CAPTURE_STATUS_ACTIVE;
+  if (model)
+    *model = g;
+  return 0;
+}
+
+EMU_API aclError aclmdlRICaptureEnd(aclrtStream handle, aclmdlRI *model) {
+  Stream *s = stream_of(handle);
+  *model = nullptr;
+  auto g = s->graph;
+  if (!g)
+    return fail(ACL_ERROR_RT_STREAM_NOT_CAPTURED, "stream %d is not capturing", s->id);
+  if (g->origin != s)
+    return fail(ACL_ERROR_RT_STREAM_CAPTURE_UNMATCHED, "the capture was begun on another stream");
+  g->end_capture();
+  {
+    Lock lock(g_capturing_mutex);
+    g_capturing.erase(std::remove(g_capturing.begin(), g_capturing.end(), g), g_capturing.end());
+  }
+  aclError error = 0;
+  if (g->invalid)
+    error = fail(ACL_ERROR_RT_STREAM_CAPTURE_INVALIDATED, "the capture was invalidated");
+  else if (g->has_unjoined_lane())
+    error = fail(ACL_ERROR_RT_STREAM_UNJOINED,
+                 "a forked stream was not joined to the capture's origin stream");
+  if (error) {  // nobody gets a handle to destroy, so nothing may stay behind
+    g->release_streams();
+    g->self.reset();
+    return error;
+  }
+  *model = g.get();
+  return 0;
+}
+
+EMU_API aclError aclmdlRICaptureThreadExchangeMode(aclmdlRICaptureMode *mode) {
+  std::swap(*mode, t_capture_mode);
+  return 0;
+}
+
+EMU_API aclError aclmdlRIGetId(aclmdlRI model, uint32_t *id) {
+  *id = graph_of(model)->id;
+  return 0;
+}
+
+// With null `streams` only the number is told. The handles name the graph's streams and are not
+// usable for anything else.
+EMU_API aclError aclmdlRIGetStreams(aclmdlRI model, aclrtStream *streams, uint32_t *count) {
+  Graph *g = graph_of(model);
+  auto number = static_cast<uint32_t>(g->stream_count());
+  if (streams)
+    for (uint32_t i = 0; i < std::min(*count, number); i++)
+      streams[i] = reinterpret_cast<char *>(g) + i;
+  *count = number;
+  return 0;
+}
+
+EMU_API aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream stream) {
+  auto g = graph_of(model)->shared_from_this();
+  if (aclError e = g->bind_queues())
+    return e;
+  g->in_flight++;
+  // The count falls when the task is freed, also if it never runs.
+  std::shared_ptr<void> flight(nullptr, [g](void *) { g->in_flight--; });
+  return launch(stream, TaskKind::GraphLaunch, "aclmdlRIExecute",
+                [g, flight = std::move(flight)] { g->replay(); });
+}
+
+EMU_API aclError aclmdlRIDestroy(aclmdlRI model) {
+  auto g = graph_of(model)->shared_from_this();
+  auto end = Clock::now() + std::chrono::seconds(settings().wait_s);
+  while (g->in_flight && Clock::now() < end)
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  g->release_streams();
+  g->self.reset();
+  return 0;  // freed here, or when no update task names it any more
+}
+
+EMU_API aclError aclmdlRIDebugJsonPrint(aclmdlRI model, const char *path, uint32_t) {
+  Graph *g = graph_of(model);
+  FILE *file = fopen(path, "w");
+  if (!file)
+    return fail(ACL_ERROR_RT_PARAM_INVALID, "cannot write %s", path);
+  fprintf(file, "[");
+  for (size_t i = 0; i < g->nodes.size(); i++)
+    fprintf(file, "%s{\"task\":%zu,\"name\":\"%s\",\"stream\":%d}", i ? ",\n" : "", i,
+            g->nodes[i].name, g->nodes[i].lane);
+  fprintf(file, "]\n");
+  fclose(file);
+  return 0;
+}

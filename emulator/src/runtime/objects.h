@@ -1,0 +1,119 @@
+// Streams, events and captured graphs. Handles are plain pointers; an object owns itself until it
+// is destroyed, and lives on while queued tasks or graphs refer to it.
+#pragma once
+
+#include "runtime/errors.h"
+
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <set>
+#include <thread>
+#include <vector>
+
+namespace emu {
+
+using Lock = std::unique_lock<std::mutex>;
+using Clock = std::chrono::steady_clock;
+
+struct Graph;
+struct TaskGroup;
+class Stream;
+
+inline thread_local aclmdlRICaptureMode t_capture_mode = ACL_MODEL_RI_CAPTURE_MODE_GLOBAL;
+inline thread_local std::string t_where;  // of a worker: "stream 3" or "lane 1 of graph 7"
+
+// ---- waiting
+
+extern std::atomic<bool> g_oversubscribed;  // see services.h
+
+// Spins for some tens of microseconds until `ready`; false if the time is up.
+template <class Ready> bool spin_until(Ready ready);
+
+// For tasks: waits until `ready`; throws if the device has failed or wait_s has passed.
+void wait_or_throw(Lock &lock, std::condition_variable &cv, const std::function<bool()> &ready,
+                   const std::function<std::string()> &what);
+
+// ---- objects
+
+struct Event {
+  const uint32_t id, flags;
+  std::mutex mutex;
+  std::condition_variable changed;
+  uint64_t submitted = 0, completed = 0;  // generations: re-recording makes a new one
+  double timestamp_ms = 0;
+  bool external_set = false;
+  int recorded_on = -1;        // stream id of the last record
+  std::weak_ptr<Graph> graph;  // last recorded in this capture, at graph_node
+  int graph_node = -1;
+  std::shared_ptr<Event> self;  // until destroyed
+
+  explicit Event(uint32_t flags);
+  ~Event();
+  bool external() const { return flags & ACL_EVENT_EXTERNAL; }
+  std::shared_ptr<Graph> capture() const;  // the active capture that recorded it, or null
+  std::string name() const;
+};
+
+// A queue with its own worker thread, started at first use.
+class Stream {
+public:
+  const int device, id;
+  std::shared_ptr<Graph> graph;  // being captured
+  TaskGroup *group = nullptr;    // open task group of the capture
+  TaskGroup *update = nullptr;   // open task-update section, of update_graph
+  std::shared_ptr<Graph> update_graph;
+  size_t update_index = 0;
+
+  explicit Stream(int device);
+  ~Stream();
+  void post(const char *name, Task task);
+  aclError synchronize(int timeout_ms = -1);
+  bool drained() const { return completed_ == submitted_; }
+
+private:
+  struct Item {
+    const char *name;
+    Task task;
+  };
+  std::mutex mutex_;
+  std::condition_variable pushed_, idle_;
+  std::deque<Item> queue_;
+  std::atomic<uint64_t> submitted_{0}, completed_{0};
+  std::atomic<int> waiters_{0};
+  std::atomic<const char *> running_{nullptr};
+  bool sleeping_ = false, stopping_ = false;
+  std::thread worker_;
+
+  void work();
+  bool next(Item &item);
+  void run(const Item &item);
+};
+
+Stream *stream_of(aclrtStream handle);  // nullptr means the default stream of the current device
+std::vector<Stream *> streams_of(int device);
+double now_ms();
+
+// Refuses (and invalidates the capture) if the call is not permitted during an active capture.
+aclError refuse_during_capture(const char *call);
+
+template <class Ready> bool spin_until(Ready ready) {
+  if (g_oversubscribed)
+    return ready();
+  for (int i = 0; i < 1000; i++) {
+    if (ready())
+      return true;
+    for (int j = 0; j < 2; j++)
+#if defined(__x86_64__)
+      __builtin_ia32_pause();
+#else
+      std::this_thread::yield();
+#endif
+  }
+  return false;
+}
+
+}  // namespace emu

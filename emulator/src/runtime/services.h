@@ -1,0 +1,26 @@
+// What the emulated HCCL asks of the runtime.
+#pragma once
+
+#include "emulator.h"
+
+namespace emu {
+
+// A communication domain on the current device: it holds stream ids while it exists.
+EMU_SHARED aclError open_domain(int *device);
+EMU_SHARED void close_domain(int device);
+
+// A collective of `domain` is about to be launched: a captured graph takes stream ids for each
+// domain that it touches.
+EMU_SHARED aclError use_domain(aclrtStream stream, const void *domain);
+
+// Fault injection compares fault_rank with this; the first communicator tells it.
+EMU_SHARED void set_fault_identity(int rank);
+
+// More ranks than cores: waiting threads sleep at once instead of spinning first.
+EMU_SHARED void set_oversubscribed();
+EMU_SHARED bool oversubscribed();
+
+// True once the device of the calling worker has failed: waits give up.
+EMU_SHARED bool device_failed();
+
+}  // namespace emu

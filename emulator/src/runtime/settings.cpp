@@ -1,0 +1,97 @@
+// emulator_configure: text values checked and stored.
+#include "settings.h"
+
+#include "emulator.h"
+
+#include <charconv>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+
+namespace emu {
+namespace {
+
+Settings g_settings;
+
+long number(const std::string &value, long least, long most) {
+  long n = 0;
+  auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), n);
+  if (error != std::errc() || end != value.data() + value.size() || n < least || n > most)
+    throw std::invalid_argument("want a whole number from " + std::to_string(least) + " to " +
+                                std::to_string(most));
+  return n;
+}
+
+bool boolean(const std::string &value) {
+  if (value == "1" || value == "true" || value == "True")
+    return true;
+  if (value == "0" || value == "false" || value == "False")
+    return false;
+  throw std::invalid_argument("want true or false");
+}
+
+// True if `value` is the second choice.
+bool second_of(const std::string &value, const char *first, const char *second) {
+  if (value != first && value != second)
+    throw std::invalid_argument(std::string("want ") + first + " or " + second);
+  return value == second;
+}
+
+using Setter = std::function<void(Settings &, const std::string &)>;
+
+const std::map<std::string, Setter> &setters() {
+  using S = Settings;
+  using Text = const std::string;
+  constexpr long many = 1L << 30;
+  static const std::map<std::string, Setter> table{
+      {"devices", [](S &s, Text &v) { s.devices = number(v, 1, kMaxDevices); }},
+      {"hbm_mb", [](S &s, Text &v) { s.hbm_bytes = size_t(number(v, 1, many)) << 20; }},
+      {"soc", [](S &s, Text &v) { s.soc = v; }},
+      {"cann", [](S &s, Text &v) { s.cann = v; }},
+      {"strict", [](S &s, Text &v) { s.strict = boolean(v); }},
+      {"kernels", [](S &s, Text &v) { s.compute = !second_of(v, "compute", "skip"); }},
+      {"streams", [](S &s, Text &v) { s.streams = number(v, 1, many); }},
+      {"accounting", [](S &s, Text &v) { s.software_sq = second_of(v, "pinned", "software_sq"); }},
+      {"hccl_streams_per_domain",
+       [](S &s, Text &v) { s.hccl_streams_per_domain = number(v, 0, many); }},
+      {"threads", [](S &s, Text &v) { s.threads = number(v, 1, 1024); }},
+      {"wait_s", [](S &s, Text &v) { s.wait_s = number(v, 1, many); }},
+      {"hccl_s", [](S &s, Text &v) { s.hccl_s = number(v, 1, many); }},
+      {"trace", [](S &s, Text &v) { s.trace = boolean(v); }},
+      {"fault_op", [](S &s, Text &v) { s.fault_op = v; }},
+      {"fault_call", [](S &s, Text &v) { s.fault_call = number(v, 1, many); }},
+      {"fault_kind",
+       [](S &s, Text &v) {
+         s.fault_kind = second_of(v, "fail", "stall") ? FaultKind::Stall : FaultKind::Fail;
+       }},
+      {"fault_rank", [](S &s, Text &v) { s.fault_rank = v.empty() ? -1 : number(v, 0, many); }},
+      {"stall_s", [](S &s, Text &v) { s.stall_s = number(v, 0, many); }},
+      {"memory_limit_mb",
+       [](S &s, Text &v) { s.memory_limit_bytes = size_t(number(v, 0, many)) << 20; }},
+  };
+  return table;
+}
+
+}  // namespace
+
+const Settings &settings() { return g_settings; }
+
+}  // namespace emu
+
+// Returns null, or what is wrong. Call before the first use: later changes are seen in part only.
+EMU_API const char *emulator_configure(const char *key, const char *value) {
+  static thread_local std::string problem;
+  auto found = emu::setters().find(key);
+  if (found == emu::setters().end()) {
+    problem = std::string("unknown setting ") + key;
+    return problem.c_str();
+  }
+  try {
+    found->second(emu::g_settings, value);
+    return nullptr;
+  } catch (const std::exception &e) {
+    problem = std::string(key) + "=" + value + ": " + e.what();
+    return problem.c_str();
+  }
+}

@@ -1,0 +1,53 @@
+#include "runtime/stream_budget.h"
+
+#include "runtime/errors.h"
+#include "runtime/services.h"
+
+#include <acl/error_codes/rt_error_codes.h>
+
+namespace emu {
+
+StreamBudget &StreamBudget::of(int device) {
+  static StreamBudget budgets[kMaxDevices];
+  return budgets[device];
+}
+
+bool StreamBudget::take(Holder holder, long count) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (held() + count > settings().streams)
+    return false;
+  held_[holder] += count;
+  return true;
+}
+
+void StreamBudget::release(Holder holder, long count) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  held_[holder] -= count;
+}
+
+long StreamBudget::available() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return settings().streams - held();
+}
+
+std::string StreamBudget::shortage() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return "stream resources are insufficient: " + std::to_string(held()) + " of " +
+         std::to_string(settings().streams) + " are held (" + std::to_string(held_[Streams]) +
+         " by streams, " + std::to_string(held_[Domains]) + " by communication domains, " +
+         std::to_string(held_[Graphs]) + " by captured graphs)";
+}
+
+aclError open_domain(int *device) {
+  *device = current_device();
+  if (StreamBudget::of(*device).take(StreamBudget::Domains, settings().hccl_streams_per_domain))
+    return 0;
+  return fail(ACL_ERROR_RT_RESOURCE_ALLOC_FAIL, "new communication domain: %s",
+              StreamBudget::of(*device).shortage().c_str());
+}
+
+void close_domain(int device) {
+  StreamBudget::of(device).release(StreamBudget::Domains, settings().hccl_streams_per_domain);
+}
+
+}  // namespace emu

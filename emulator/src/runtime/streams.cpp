@@ -1,0 +1,241 @@
+// Streams and their worker threads, synchronization.
+#include "runtime/objects.h"
+
+#include "runtime/graph.h"
+#include "runtime/services.h"
+#include "runtime/stream_budget.h"
+
+#include <acl/acl.h>
+#include <acl/error_codes/rt_error_codes.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <stdexcept>
+
+namespace emu {
+
+std::atomic<bool> g_oversubscribed{false};
+void set_oversubscribed() { g_oversubscribed = true; }
+bool oversubscribed() { return g_oversubscribed; }
+
+static std::mutex g_streams_mutex;
+static std::vector<Stream *> g_streams;
+static std::map<int, Stream *> g_default_streams;
+static std::atomic<int> g_next_stream_id{0};
+
+double now_ms() {
+  return std::chrono::duration<double, std::milli>(Clock::now().time_since_epoch()).count();
+}
+
+Stream::Stream(int device_) : device(device_), id(g_next_stream_id++) {
+  Lock lock(g_streams_mutex);
+  g_streams.push_back(this);
+}
+
+Stream::~Stream() {
+  {
+    Lock lock(mutex_);
+    stopping_ = true;
+    pushed_.notify_all();
+  }
+  if (worker_.joinable())
+    worker_.join();
+  Lock lock(g_streams_mutex);
+  g_streams.erase(std::remove(g_streams.begin(), g_streams.end(), this), g_streams.end());
+}
+
+void Stream::post(const char *name, Task task) {
+  bool wake;
+  {
+    Lock lock(mutex_);
+    if (!worker_.joinable())
+      worker_ = std::thread([this] { work(); });
+    queue_.push_back({name, std::move(task)});
+    submitted_++;
+    wake = sleeping_;
+  }
+  if (wake)
+    pushed_.notify_one();
+}
+
+bool Stream::next(Item &item) {
+  if (drained())
+    spin_until([this] { return !drained(); });
+  Lock lock(mutex_);
+  while (queue_.empty() && !stopping_) {
+    sleeping_ = true;
+    pushed_.wait(lock);
+    sleeping_ = false;
+  }
+  if (queue_.empty())
+    return false;
+  item = std::move(queue_.front());
+  queue_.pop_front();
+  return true;
+}
+
+void Stream::work() {
+  t_device = device;
+  t_where = "stream " + std::to_string(id);
+  Item item;
+  while (next(item)) {
+    running_ = item.name;
+    run(item);
+    item.task = nullptr;  // frees what the task holds before it counts as complete
+    running_ = nullptr;
+    completed_++;
+    if (waiters_) {  // a waiter announces itself before it looks at completed_
+      Lock lock(mutex_);
+      idle_.notify_all();
+    }
+  }
+}
+
+void Stream::run(const Item &item) {
+  DeviceFailure &failure = g_failures[device];
+  if (failure.code)
+    return;
+  try {
+    item.task();
+  } catch (const std::exception &e) {
+    std::string text = t_where + ", " + item.name + ": " + e.what();
+    fprintf(stderr, "[emulator] device %d stops: %s\n", device, text.c_str());
+    failure.set(ACL_ERROR_RT_AICORE_EXCEPTION, text);
+  }
+}
+
+aclError Stream::synchronize(int timeout_ms) {
+  uint64_t target = submitted_;
+  auto reached = [&] { return completed_ >= target; };
+  if (!reached() && !spin_until(reached)) {
+    waiters_++;
+    Lock lock(mutex_);
+    bool done = true;
+    if (timeout_ms < 0)
+      idle_.wait(lock, reached);
+    else
+      done = idle_.wait_for(lock, std::chrono::milliseconds(timeout_ms), reached);
+    waiters_--;
+    if (!done) {
+      const char *running = running_;
+      return fail(ACL_ERROR_RT_STREAM_SYNC_TIMEOUT,
+                  "stream %d: synchronize timed out after %d ms in %s", id, timeout_ms,
+                  running ? running : "no task");
+    }
+  }
+  return g_failures[device].report();
+}
+
+Stream *stream_of(aclrtStream handle) {
+  if (handle)
+    return static_cast<Stream *>(handle);
+  int device = current_device();
+  static std::mutex creation;
+  Lock one(creation);
+  {
+    Lock lock(g_streams_mutex);
+    auto found = g_default_streams.find(device);
+    if (found != g_default_streams.end())
+      return found->second;
+  }
+  auto *stream = new Stream(device);
+  StreamBudget::of(device).take(StreamBudget::Streams, 1);
+  Lock lock(g_streams_mutex);
+  return g_default_streams[device] = stream;
+}
+
+std::vector<Stream *> streams_of(int device) {
+  Lock lock(g_streams_mutex);
+  std::vector<Stream *> found;
+  for (Stream *s : g_streams)
+    if (s->device == device)
+      found.push_back(s);
+  return found;
+}
+
+void wait_or_throw(Lock &lock, std::condition_variable &cv, const std::function<bool()> &ready,
+                   const std::function<std::string()> &what) {
+  auto end = Clock::now() + std::chrono::seconds(settings().wait_s);
+  while (!cv.wait_for(lock, std::chrono::milliseconds(20), ready)) {
+    if (device_failed())
+      throw std::runtime_error("given up, because the device failed, while waiting for " + what());
+    if (Clock::now() > end)
+      throw std::runtime_error("timeout after " + std::to_string(settings().wait_s) + " s: " +
+                               t_where + " waits for " + what());
+  }
+}
+
+}  // namespace emu
+
+using namespace emu;
+
+EMU_API aclError aclrtCreateStreamWithConfig(aclrtStream *out, uint32_t, uint32_t) {
+  int device = current_device();
+  if (!StreamBudget::of(device).take(StreamBudget::Streams, 1))
+    return fail(ACL_ERROR_RT_RESOURCE_ALLOC_FAIL, "new stream failed: %s",
+                StreamBudget::of(device).shortage().c_str());
+  *out = new Stream(device);
+  return 0;
+}
+EMU_API aclError aclrtCreateStream(aclrtStream *out) {
+  return aclrtCreateStreamWithConfig(out, 0, 0);
+}
+EMU_API aclError aclrtDestroyStream(aclrtStream handle) {
+  auto *s = static_cast<Stream *>(handle);
+  if (s->graph)
+    return fail(ACL_ERROR_RT_STREAM_CAPTURED, "stream %d is captured: destroy not permitted",
+                s->id);
+  s->synchronize(settings().wait_s * 1000);
+  StreamBudget::of(s->device).release(StreamBudget::Streams, 1);
+  delete s;
+  return 0;
+}
+EMU_API aclError aclrtDestroyStreamForce(aclrtStream handle) { return aclrtDestroyStream(handle); }
+EMU_API aclError aclrtGetStreamAvailableNum(uint32_t *count) {
+  *count = static_cast<uint32_t>(StreamBudget::of(current_device()).available());
+  return 0;
+}
+
+EMU_API aclError aclrtStreamGetId(aclrtStream handle, int32_t *id) {
+  *id = stream_of(handle)->id;
+  return 0;
+}
+EMU_API aclError aclrtSetStreamFailureMode(aclrtStream, uint64_t) { return 0; }
+EMU_API aclError aclrtSetStreamOverflowSwitch(aclrtStream, uint32_t) { return 0; }
+EMU_API aclError aclrtSetStreamAttribute(aclrtStream, aclrtStreamAttr, aclrtStreamAttrValue *) {
+  return 0;
+}
+
+EMU_API aclError aclrtStreamQuery(aclrtStream handle, aclrtStreamStatus *status) {
+  Stream *s = stream_of(handle);
+  if (s->graph) {
+    s->graph->invalid = true;
+    return fail(ACL_ERROR_RT_STREAM_CAPTURED, "stream %d is captured: query not permitted", s->id);
+  }
+  *status = s->drained() ? ACL_STREAM_STATUS_COMPLETE : ACL_STREAM_STATUS_NOT_READY;
+  return 0;
+}
+
+EMU_API aclError aclrtSynchronizeStreamWithTimeout(aclrtStream handle, int32_t timeout_ms) {
+  Stream *s = stream_of(handle);
+  if (s->graph) {
+    s->graph->invalid = true;
+    return fail(ACL_ERROR_RT_STREAM_CAPTURED, "stream %d is captured: synchronize not permitted",
+                s->id);
+  }
+  if (aclError e = refuse_during_capture("aclrtSynchronizeStream"))
+    return e;
+  return s->synchronize(timeout_ms);
+}
+EMU_API aclError aclrtSynchronizeStream(aclrtStream handle) {
+  return aclrtSynchronizeStreamWithTimeout(handle, -1);
+}
+EMU_API aclError aclrtSynchronizeDeviceWithTimeout(int32_t timeout_ms) {
+  if (aclError e = refuse_during_capture("aclrtSynchronizeDevice"))
+    return e;
+  for (Stream *s : streams_of(current_device()))
+    if (aclError e = s->synchronize(timeout_ms))
+      return e;
+  return 0;
+}
+EMU_API aclError aclrtSynchronizeDevice() { return aclrtSynchronizeDeviceWithTimeout(-1); }

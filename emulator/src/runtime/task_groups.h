@@ -1,0 +1,11 @@
+// Task groups: nodes of a graph whose bodies may be replaced after the capture.
+#pragma once
+
+#include "runtime/graph.h"
+
+namespace emu {
+
+// A launch in an update section of `stream`.
+aclError update_task(Stream *stream, TaskKind kind, const char *name, Task body);
+
+}  // namespace emu

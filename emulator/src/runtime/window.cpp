@@ -1,0 +1,66 @@
+#include "runtime/window.h"
+
+#include "emulator.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace emu {
+
+constexpr uintptr_t kGranule = 2u << 20;
+// Larger allocations are poisoned at both ends only, because poisoned pages are really there.
+constexpr size_t kPoisonWhole = 256u << 20, kPoisonEnd = 8u << 20;
+
+static void *at(uintptr_t address) { return reinterpret_cast<void *>(address); }
+
+uintptr_t reserve_window(size_t bytes) {
+  static std::atomic<uintptr_t> next{kDeviceWindow};
+  uintptr_t rounded = (bytes + kGranule - 1) / kGranule * kGranule;
+  return next.fetch_add(rounded + kGranule);  // a gap after each, against overruns
+}
+
+int new_memory_file(size_t bytes) {
+  int file = static_cast<int>(syscall(SYS_memfd_create, "npu", 0));
+  if (file >= 0 && ftruncate(file, bytes)) {
+    close(file);
+    return -1;
+  }
+  return file;
+}
+
+bool map_window(uintptr_t address, size_t bytes, int file, size_t offset) {
+  constexpr int flags = MAP_SHARED | MAP_FIXED | MAP_NORESERVE;
+  return mmap(at(address), bytes, PROT_NONE, flags, file, offset) != MAP_FAILED &&
+         mmap(accessible(at(address)), bytes, PROT_READ | PROT_WRITE, flags, file, offset) !=
+             MAP_FAILED;
+}
+
+void hide_window(uintptr_t address, size_t bytes) {
+  constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE;
+  mmap(at(address), bytes, PROT_NONE, flags, -1, 0);
+  mmap(accessible(at(address)), bytes, PROT_NONE, flags, -1, 0);
+}
+
+void unmap_window(uintptr_t address, size_t bytes) {
+  munmap(at(address), bytes);
+  munmap(accessible(at(address)), bytes);
+}
+
+void poison(uintptr_t address, size_t bytes) {
+  if (!settings().compute)
+    return;  // nothing computes, so that zeros must do as valid indices
+  auto *p = static_cast<char *>(accessible(at(address)));
+  if (bytes <= kPoisonWhole) {
+    memset(p, 0xFF, bytes);
+    return;
+  }
+  memset(p, 0xFF, kPoisonEnd);
+  memset(p + bytes - kPoisonEnd, 0xFF, kPoisonEnd);
+}
+
+}  // namespace emu

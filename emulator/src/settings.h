@@ -1,0 +1,39 @@
+// What the user may set, by emulator_configure(key, value), before the first use of the device.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+namespace emu {
+
+enum class FaultKind { Fail, Stall };
+
+struct Settings {
+  int devices = 8;
+  size_t hbm_bytes = 65536ull << 20;  // per device, counted and reported, not reserved
+  std::string soc = "Ascend910B1";
+  std::string cann = "8.5.0";
+  bool strict = true;         // operators refuse what their documents exclude
+  bool compute = true;        // false: launches, graphs and collectives run, arithmetic does not
+  int streams = 2048;         // stream ids of one device
+  bool software_sq = false;   // graphs take queues when executed instead of ids when captured
+  // Ids that a communication domain holds, and those that a captured graph takes for each domain it
+  // touches: two beside the main stream is what the field's stream formula counts for each.
+  int hccl_streams_per_domain = 2;
+  int threads = 1;            // ATen threads of each worker
+  int wait_s = 60;            // limit of a wait on the device
+  int hccl_s = 120;           // limit of a wait for another rank
+  bool trace = false;         // print every launch and every error
+
+  // Fault injection: the fault_call-th launch of fault_op fails or stalls.
+  std::string fault_op;
+  long fault_call = 1;
+  FaultKind fault_kind = FaultKind::Fail;
+  int fault_rank = -1;        // HCCL world rank, or the device id of a process without HCCL; -1 any
+  double stall_s = 5;
+  size_t memory_limit_bytes = 0;  // allocations beyond it fail although hbm_bytes is reported
+};
+
+__attribute__((visibility("default"))) const Settings &settings();
+
+}  // namespace emu
