@@ -20,6 +20,7 @@ from dist_aclgraph.config import Config, prepare_ray_environment
 from dist_aclgraph.errors import ConfigError, EngineUnavailableError
 
 APP_NAME = "dist_aclgraph"
+SERVE_LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 TABLE_KEYS = ("bucket", "mode", "streams", "bytes")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -57,7 +58,7 @@ def serve_until_signal(config: Config, start: StartDeployment = start_on_ray) ->
 def _start_ray(config: Config) -> None:
     from dist_aclgraph.actors import deployment
 
-    deployment.start_local_ray(config.parallel.world_size)
+    deployment.start_local_ray(config)
 
 
 def _serve(
@@ -71,9 +72,12 @@ def _serve(
     serve.start(
         proxy_location="HeadOnly",
         http_options={"host": config.serve.host, "port": config.serve.port},
+        logging_config=SERVE_LOGGING,
     )
     console.print(f"Bringing up {config.name} on {config.parallel.world_size} NPUs ...")
-    target = serve.RunTarget(make_app(config, start), name=APP_NAME, route_prefix="/")
+    target = serve.RunTarget(
+        make_app(config, start), name=APP_NAME, route_prefix="/", logging_config=SERVE_LOGGING
+    )
     (handle,) = serve.run_many([target], wait_for_applications_running=False)
     while not stopping.wait(0.2):
         status = serve.status().applications[APP_NAME]
@@ -130,8 +134,7 @@ def announce(config: Config, report: dict[str, Any], console: Console) -> None:
     """Print the device, the plan's buckets, and how to ask a first question."""
     count = config.parallel.world_size
     device = report.get("device") or "NPU"
-    where = "emulated on this machine's CPU" if report.get("emulated") else "real hardware"
-    console.print(f"{config.name} is served on {count} x {device} ({where})", highlight=False)
+    console.print(f"{config.name} is served on {count} x {device}", highlight=False)
     plan = report.get("plan")
     if plan:
         reasons = "; ".join(plan.get("reasons", ()))
@@ -148,7 +151,7 @@ def announce(config: Config, report: dict[str, Any], console: Console) -> None:
         console.print("No graphs: every step runs eagerly.")
     url = f"http://{config.serve.host}:{config.serve.port}"
     message = {"role": "user", "content": "Count from 3 to 9."}
-    body = json.dumps({"model": config.name, "messages": [message]})
+    body = json.dumps({"model": config.name, "temperature": 0, "messages": [message]})
     console.print(f"Ready at {url}/v1 -- try:")
     # Not through rich, which would wrap a line that is there to be copied.
     print(f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")

@@ -71,8 +71,7 @@ def test_the_announcement_has_device_plan_and_a_curl_line(capsys):
     from dist_aclgraph.cli.serve import announce
 
     report = {
-        "device": "Ascend910B1",
-        "emulated": True,
+        "device": "emulated NPU on this CPU",
         "plan": {"version": 1, "hash": "abcdef0123456789", "reasons": ["fits"]},
         "pool_bytes": 1234567,
         "buckets": [{"bucket": 8, "mode": "FULL", "streams": 3, "bytes": 4096}],
@@ -82,7 +81,7 @@ def test_the_announcement_has_device_plan_and_a_curl_line(capsys):
     announce(load_config(CONFIG), report, console)
 
     printed = capsys.readouterr().out
-    assert "2 x Ascend910B1 (emulated on this machine's CPU)" in printed
+    assert "2 x emulated NPU on this CPU" in printed
     assert "1,234,567 bytes" in printed
     assert "4096" in printed
     assert "curl -s http://127.0.0.1:8000/v1/chat/completions" in printed
