@@ -16,6 +16,7 @@ from rich.table import Table
 
 from dist_aclgraph.actors.engine_client import StartDeployment
 from dist_aclgraph.actors.llm import start_on_ray
+from dist_aclgraph.cli.plan_report import plan_report
 from dist_aclgraph.config import Config, prepare_ray_environment
 from dist_aclgraph.errors import ConfigError, EngineUnavailableError
 
@@ -29,10 +30,11 @@ def serve_until_signal(config: Config, start: StartDeployment = start_on_ray) ->
     """Serve until a signal; then drain and stop everything that was started.
 
     Raises:
-        ConfigError: the port is taken.
+        ConfigError: the port is taken, or the configuration does not fit the model.
         DistAclGraphError: the deployment did not come up, or died.
     """
     _check_port(config.serve.host, config.serve.port)
+    plan_report(config)  # finds what does not fit the model, before anything is started
     stopping = threading.Event()
     before = {number: signal.getsignal(number) for number in SIGNALS}
     console = Console(stderr=True)

@@ -30,6 +30,8 @@ def call(*arguments: str):
         (("run", CONFIG, "model=nowhere", "--prompt", "x"), "cannot read nowhere/config.json"),
         (("serve", CONFIG, "parallel.tp=two"), "parallel.tp"),
         (("serve", CONFIG, "kv.block_size=17"), "kv.block_size"),
+        (("serve", CONFIG, "serve.port=8765", "parallel.tp=3"), "tp"),
+        (("serve", CONFIG, "serve.port=8765", "model=nowhere"), "nowhere"),
     ],
 )
 def test_a_users_mistake_is_one_sentence_and_exit_code_2(arguments, words):
