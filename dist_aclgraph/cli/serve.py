@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
 import socket
+import sys
 import threading
 from typing import Any
 
@@ -15,10 +17,13 @@ from rich.table import Table
 from dist_aclgraph.actors import deployment
 from dist_aclgraph.actors.engine_client import StartDeployment
 from dist_aclgraph.actors.llm import start_on_ray
+from dist_aclgraph.cli.plan_report import plan_report
 from dist_aclgraph.config import Config, prepare_ray_environment
 from dist_aclgraph.errors import ConfigError, EngineUnavailableError
 
 APP_NAME = "dist_aclgraph"
+SERVE_LOGGING = {"log_level": "WARNING", "enable_access_log": False}
+TABLE_KEYS = ("bucket", "mode", "streams", "bytes")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -26,10 +31,11 @@ def serve_until_signal(config: Config, start: StartDeployment = start_on_ray) ->
     """Serve until a signal; then drain and stop everything that was started.
 
     Raises:
-        ConfigError: the port is taken.
+        ConfigError: the port is taken, or the configuration does not fit the model.
         DistAclGraphError: the deployment did not come up, or died.
     """
     _check_port(config.serve.host, config.serve.port)
+    plan_report(config)  # finds what does not fit the model, before anything is started
     stopping = threading.Event()
     before = {number: signal.getsignal(number) for number in SIGNALS}
     console = Console(stderr=True)
@@ -52,6 +58,12 @@ def serve_until_signal(config: Config, start: StartDeployment = start_on_ray) ->
         console.print("Stopped.")
 
 
+def _start_ray(config: Config) -> None:
+    from dist_aclgraph.actors import deployment
+
+    deployment.start_local_ray(config)
+
+
 def _serve(
     config: Config, start: StartDeployment, stopping: threading.Event, console: Console
 ) -> None:
@@ -63,9 +75,12 @@ def _serve(
     serve.start(
         proxy_location="HeadOnly",
         http_options={"host": config.serve.host, "port": config.serve.port},
+        logging_config=SERVE_LOGGING,
     )
     console.print(f"Bringing up {config.name} on {config.parallel.world_size} NPUs ...")
-    target = serve.RunTarget(make_app(config, start), name=APP_NAME, route_prefix="/")
+    target = serve.RunTarget(
+        make_app(config, start), name=APP_NAME, route_prefix="/", logging_config=SERVE_LOGGING
+    )
     (handle,) = serve.run_many([target], wait_for_applications_running=False)
     while not stopping.wait(0.2):
         status = serve.status().applications[APP_NAME]
@@ -120,19 +135,27 @@ def _check_port(host: str, port: int) -> None:
 
 def announce(config: Config, report: dict[str, Any], console: Console) -> None:
     """Print the device, the plan's buckets, and how to ask a first question."""
-    kind = report.get("device", config.device.kind)
-    console.print(f"[bold]{config.name}[/bold] is served on {config.parallel.world_size} NPUs")
-    console.print(f"Device: {kind}", highlight=False)
-    table = Table("bucket", "mode", "streams", "bytes")
-    for bucket in report.get("buckets", []):
-        row = (bucket.get(key, "") for key in ("bucket", "mode", "streams", "bytes"))
-        table.add_row(*(str(value) for value in row))
-    console.print(table)
+    count = config.parallel.world_size
+    device = report.get("device") or "NPU"
+    console.print(f"{config.name} is served on {count} x {device}", highlight=False)
+    plan = report.get("plan")
+    if plan:
+        reasons = "; ".join(plan.get("reasons", ()))
+        console.print(f"Graph plan {plan['version']} ({plan['hash'][:12]}): {reasons}")
+        table = Table(*TABLE_KEYS)
+        for bucket in report.get("buckets", []):
+            row = (bucket.get(key, "in the pool") for key in TABLE_KEYS)
+            table.add_row(*(str(value) for value in row))
+        console.print(table)
+        console.print(
+            f"All graphs of an NPU share one pool of {report.get('pool_bytes', 0):,} bytes."
+        )
+    else:
+        console.print("No graphs: every step runs eagerly.")
     url = f"http://{config.serve.host}:{config.serve.port}"
+    message = {"role": "user", "content": "Count from 3 to 9."}
+    body = json.dumps({"model": config.name, "temperature": 0, "messages": [message]})
     console.print(f"Ready at {url}/v1 -- try:")
-    body = (
-        f'{{"model": "{config.name}", "messages": '
-        '[{"role": "user", "content": "Count from 3 to 9."}]}'
-    )
+    # Not through rich, which would wrap a line that is there to be copied.
     print(f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
-    print(flush=True, end="")
+    sys.stdout.flush()

@@ -30,6 +30,8 @@ def call(*arguments: str):
         (("run", CONFIG, "model=nowhere", "--prompt", "x"), "cannot read nowhere/config.json"),
         (("serve", CONFIG, "parallel.tp=two"), "parallel.tp"),
         (("serve", CONFIG, "kv.block_size=17"), "kv.block_size"),
+        (("serve", CONFIG, "serve.port=8765", "parallel.tp=3"), "tp"),
+        (("serve", CONFIG, "serve.port=8765", "model=nowhere"), "nowhere"),
     ],
 )
 def test_a_users_mistake_is_one_sentence_and_exit_code_2(arguments, words):
@@ -72,6 +74,8 @@ def test_the_announcement_has_device_plan_and_a_curl_line(capsys):
 
     report = {
         "device": "emulated NPU on this CPU",
+        "plan": {"version": 1, "hash": "abcdef0123456789", "reasons": ["fits"]},
+        "pool_bytes": 1234567,
         "buckets": [{"bucket": 8, "mode": "FULL", "streams": 3, "bytes": 4096}],
     }
     console = Console(width=100)
@@ -79,7 +83,8 @@ def test_the_announcement_has_device_plan_and_a_curl_line(capsys):
     announce(load_config(CONFIG), report, console)
 
     printed = capsys.readouterr().out
-    assert "emulated NPU on this CPU" in printed
+    assert "2 x emulated NPU on this CPU" in printed
+    assert "1,234,567 bytes" in printed
     assert "4096" in printed
     assert "curl -s http://127.0.0.1:8000/v1/chat/completions" in printed
 
