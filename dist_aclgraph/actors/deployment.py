@@ -80,7 +80,7 @@ def start(config: Config, on_progress: OnProgress | None = None) -> Deployment:
         emulator.build()
     owns_ray = not ray.is_initialized()
     if owns_ray:
-        _start_local_ray(config.parallel.world_size, is_emulated=is_emulated)
+        start_local_ray(config.parallel.world_size, is_emulated=is_emulated)
     controller = None
     try:
         actor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)(Controller)
@@ -99,7 +99,7 @@ def start(config: Config, on_progress: OnProgress | None = None) -> Deployment:
     return Deployment(controller, service, owns_ray=owns_ray)
 
 
-def _start_local_ray(num_npus: int, *, is_emulated: bool) -> None:
+def start_local_ray(num_npus: int, *, is_emulated: bool) -> None:
     prepare_ray_environment()
     with _emulated_acl() if is_emulated else nullcontext():
         ray.init(
