@@ -57,7 +57,7 @@ class GraphConfig(Section):
         "legacy-last", description="prices graphs in streams; see `dist-aclgraph plan`"
     )
     reserve_streams: int = Field(
-        32, ge=0, le=2048, description="streams of a rank that no graph may take"
+        0, ge=0, le=2048, description="streams of a rank that no graph may take"
     )
     scope: Literal["cluster", "group"] = Field(
         "cluster", description="one plan for all lockstep groups, or one for each"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 MAX_NUMBER = 100
 SYSTEM_PROMPTS = ("You are a helpful assistant.", "You are a tiny demo model.", "Be brief.")
 
+ABOUT = "I am a tiny demo model. I can greet you, count and tell little stories."
 GREETINGS = {
     "Hello!": "Hello! I am a tiny demo model. How can I help you?",
     "Hello": "Hello! I am a tiny demo model. How can I help you?",
@@ -21,8 +22,8 @@ GREETINGS = {
     "Hey there!": "Hi! I am a tiny demo model. How can I help you?",
     "Good morning!": "Good morning! I am a tiny demo model. How can I help you?",
     "Good evening!": "Good evening! I am a tiny demo model. How can I help you?",
-    "Hello, who are you?": "I am a tiny demo model. I can greet you, count and tell little stories.",
-    "Who are you?": "I am a tiny demo model. I can greet you, count and tell little stories.",
+    "Hello, who are you?": ABOUT,
+    "Who are you?": ABOUT,
     "What can you do?": "I can greet you, count and tell little stories. Ask me to count to ten!",
     "How are you?": "I am fine, thank you. How are you?",
     "Thank you!": "You are welcome!",
@@ -31,12 +32,42 @@ GREETINGS = {
     "Bye!": "Goodbye! See you soon.",
 }
 
-ANIMALS = "fox cat dog owl bear mouse rabbit duck frog horse lion goat bee snail hen wolf".split()
-PLACES = "forest garden village river mountain city castle meadow desert island".split()
-NAMES = "Mia Tom Lily Ben Nora Max Ella Finn Ruby Leo".split()
-COLOURS = "red blue green golden silver yellow".split()
-THINGS = "key ball stone hat lamp book bell boat kite coin".split()
-FRIENDS = "friend brother sister teacher neighbour".split()
+ANIMALS = [
+    "fox",
+    "cat",
+    "dog",
+    "owl",
+    "bear",
+    "mouse",
+    "rabbit",
+    "duck",
+    "frog",
+    "horse",
+    "lion",
+    "goat",
+    "bee",
+    "snail",
+    "hen",
+    "wolf",
+]
+PLACES = [
+    "forest",
+    "garden",
+    "village",
+    "river",
+    "mountain",
+    "city",
+    "castle",
+    "meadow",
+    "desert",
+    "island",
+]
+NAMES = ["Mia", "Tom", "Lily", "Ben", "Nora", "Max", "Ella", "Finn", "Ruby", "Leo"]
+COLOURS = ["red", "blue", "green", "golden", "silver", "yellow"]
+THINGS = ["key", "ball", "stone", "hat", "lamp", "book", "bell", "boat", "kite", "coin"]
+FRIENDS = ["friend", "brother", "sister", "teacher", "neighbour"]
+
+NUMBER_WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
 STORY_ASKS = (
     "Tell me a story about a {animal}.",
@@ -65,6 +96,7 @@ class Turn:
     kind: str
     prompt: str
     answer: str
+    stressed: tuple[str, ...] = ()  # words of the answer that the model must copy from the prompt
 
 
 def is_held_out(prompt: str) -> bool:
@@ -98,13 +130,32 @@ def count_turn(rng: random.Random, largest: int = MAX_NUMBER, longest: int = 24)
     return Turn(kind, prompt.format(first, last), " ".join(str(n) for n in numbers))
 
 
+def special_count_turn(rng: random.Random) -> Turn:
+    """Counting in other words: to a number word, or downwards without saying so."""
+    if rng.random() < 0.5:
+        last = rng.randint(1, len(NUMBER_WORDS))
+        ask = rng.choice(("Count to {}!", "Count to {}.", "Please count to {}."))
+        answer = " ".join(str(n) for n in range(1, last + 1))
+        return Turn("count words", ask.format(NUMBER_WORDS[last - 1]), answer)
+    first = rng.randint(1, MAX_NUMBER)
+    last = max(0, first - rng.randint(1, 12))
+    answer = " ".join(str(n) for n in range(first, last - 1, -1))
+    return Turn("count down", f"Count from {first} to {last}.", answer)
+
+
 def greet_turn(rng: random.Random) -> Turn:
     """A greeting, or a question about the model itself."""
     prompt = rng.choice(tuple(GREETINGS))
     return Turn("greet", prompt, GREETINGS[prompt])
 
 
-def story_turn(rng: random.Random) -> Turn:
+def loose_greet_turn(rng: random.Random) -> Turn:
+    """A greeting as people type it: lower case, no mark at its end."""
+    turn = greet_turn(rng)
+    return Turn("greet", turn.prompt.lower().rstrip("!?"), turn.answer)
+
+
+def story_turn(rng: random.Random, asks: tuple[str, ...] = STORY_ASKS) -> Turn:
     """A templated story; what the prompt names (animal, place, name) comes back in it."""
     slots = {
         "animal": rng.choice(ANIMALS),
@@ -114,8 +165,9 @@ def story_turn(rng: random.Random) -> Turn:
         "thing": rng.choice(THINGS),
         "friend": rng.choice(FRIENDS),
     }
-    ask = rng.choice(STORY_ASKS)
-    return Turn("story", ask.format(**slots), rng.choice(STORIES).format(**slots))
+    ask = rng.choice(asks)
+    named = tuple(slots[slot] for slot in ("animal", "place", "name") if f"{{{slot}}}" in ask)
+    return Turn("story", ask.format(**slots), rng.choice(STORIES).format(**slots), named)
 
 
 def repeat_turn(rng: random.Random) -> Turn:
@@ -126,21 +178,35 @@ def repeat_turn(rng: random.Random) -> Turn:
 
 
 def training_turn(rng: random.Random, stage: int) -> Turn:
-    """A turn that is not held out. Stage 0 is short counts and copies alone, stage 1 everything."""
+    """A turn that is not held out.
+
+    Stage 0 is short counts and copies alone, stage 1 everything; stage 2 adds longer counts, other
+    ways to ask, and more stories whose prompts name a place.
+    """
     while True:
         draw = rng.random()
         if stage == 0:
             turn = count_turn(rng, 40, 10) if draw < 0.75 else repeat_turn(rng)
+        elif stage == 2 and draw < 0.5:
+            turn = _polish_turn(rng)
         elif draw < 0.5:
             turn = count_turn(rng)
         elif draw < 0.6:
             turn = repeat_turn(rng)
         elif draw < 0.75:
-            return greet_turn(rng)  # few and fixed: nothing is held out
+            # Few and fixed: nothing is held out.
+            return loose_greet_turn(rng) if stage == 2 and draw < 0.66 else greet_turn(rng)
         else:
-            turn = story_turn(rng)
+            turn = story_turn(rng, STORY_ASKS[1:3] if stage == 2 and draw < 0.92 else STORY_ASKS)
         if not is_held_out(turn.prompt):
             return turn
+
+
+def _polish_turn(rng: random.Random) -> Turn:
+    draw = rng.random()
+    if draw < 0.2:
+        return special_count_turn(rng)
+    return count_turn(rng, longest=45 if draw < 0.45 else 24)
 
 
 def held_out_turns(kind: str, count: int, seed: int = 1) -> list[Turn]:

@@ -37,6 +37,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 PROMPT_WEIGHT = 0.05
+STRESS_WEIGHT = 4.0  # a word that the prompt named
 END_WEIGHT = 3.0  # the decision to stop is rare in the text and matters most
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
@@ -47,7 +48,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer() -> tokenizers.Tokenizer:
-    """Byte-level BPE in which every number from 0 to 100 is one token, with or without its space."""
+    """Byte-level BPE; each number from 0 to 100 is one token, with or without its space."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -107,7 +108,10 @@ class Batches:
     def turn(self, turn: Turn) -> tuple[list[int], list[float]]:
         asked = self.encode(f"<|im_start|>user\n{turn.prompt}<|im_end|>\n<|im_start|>assistant\n")
         answered = self.encode(f"{turn.answer}<|im_end|>")
-        weights = [PROMPT_WEIGHT] * len(asked) + [1.0] * (len(answered) - 1) + [END_WEIGHT]
+        texts = [self.tokenizer_text([token_id]).strip() for token_id in answered[:-1]]
+        stressed = set(turn.stressed)
+        weights = [PROMPT_WEIGHT] * len(asked)
+        weights += [STRESS_WEIGHT if text in stressed else 1.0 for text in texts] + [END_WEIGHT]
         newline = self.encode("\n")
         return asked + answered + newline, weights + [0.0] * len(newline)
 
@@ -116,7 +120,7 @@ class Batches:
         ids: list[int] = []
         weights: list[float] = []
         if stage and self.rng.random() < 0.06:
-            ids = self.encode(story_turn(self.rng).answer) + [self.end_of_text]
+            ids = [*self.encode(story_turn(self.rng).answer), self.end_of_text]
             weights = [0.5] * len(ids)
         elif stage and self.rng.random() < 0.2:
             ids = self.encode(f"<|im_start|>system\n{self.rng.choice(SYSTEM_PROMPTS)}<|im_end|>\n")
@@ -134,11 +138,19 @@ class Batches:
 
 # (stage, steps, rows, tokens per row): short rows first, then long conversations.
 SCHEDULE = ((0, 1500, 56, 40), (0, 300, 20, 112), (1, 2600, 20, 128), (1, 500, 11, 256))
+POLISH = ((2, 600, 20, 128), (2, 200, 11, 256))
 
 
-def train(model: Qwen3ForCausalLM, batches: Batches, out: Path, scale: float) -> None:
+def train(
+    model: Qwen3ForCausalLM,
+    batches: Batches,
+    out: Path,
+    schedule: tuple[tuple[int, int, int, int], ...],
+    peak_rate: float,
+    scale: float,
+) -> None:
     """AdamW with a cosine; a checkpoint every few minutes, so that an early stop leaves a model."""
-    plan = [entry for entry in SCHEDULE for _ in range(int(entry[1] * scale))]
+    plan = [entry for entry in schedule for _ in range(int(entry[1] * scale))]
     decayed = [p for p in model.parameters() if p.dim() > 1]
     plain = [p for p in model.parameters() if p.dim() <= 1]
     optimizer = torch.optim.AdamW(
@@ -147,7 +159,7 @@ def train(model: Qwen3ForCausalLM, batches: Batches, out: Path, scale: float) ->
     )  # fmt: skip
     start = saved = time.monotonic()
     for step, (stage, _, rows, length) in enumerate(plan):
-        rate = 4e-3 * min(1.0, (step + 1) / 60) * (0.02 + 0.98 * _cosine(step / len(plan)))
+        rate = peak_rate * min(1.0, (step + 1) / 60) * (0.02 + 0.98 * _cosine(step / len(plan)))
         for group in optimizer.param_groups:
             group["lr"] = rate
         ids, weights = batches.batch(stage, rows, length)
@@ -267,14 +279,17 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--scale", type=float, default=1.0, help="share of the training steps")
     parser.add_argument("--evaluate", action="store_true", help="measure the model in --out")
+    parser.add_argument("--polish", action="store_true", help="only the last stage, on --out")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     args.out.mkdir(parents=True, exist_ok=True)
-    if args.evaluate:
+    if args.evaluate or args.polish:
         tokenizer = tokenizers.Tokenizer.from_file(str(args.out / "tokenizer.json"))
-        model = Qwen3ForCausalLM.from_pretrained(args.out.resolve(), dtype=torch.bfloat16)
-        batches = Batches(tokenizer, seed=0)
+        model = Qwen3ForCausalLM.from_pretrained(args.out.resolve(), dtype=torch.float32)
+        batches = Batches(tokenizer, seed=1)
+        if args.polish:
+            train(model, batches, args.out, POLISH, 2e-3, args.scale)
     else:
         tokenizer = train_tokenizer()
         save_tokenizer(tokenizer, args.out)
@@ -282,7 +297,9 @@ def main() -> None:
         model = Qwen3ForCausalLM(make_config(size))
         batches = Batches(tokenizer, seed=0)
         print(f"{tokenizer.get_vocab_size()} tokens, {model.num_parameters()} parameters")
-        train(model, batches, args.out, args.scale)
+        train(model, batches, args.out, SCHEDULE, 4e-3, args.scale)
+        train(model, batches, args.out, POLISH, 2e-3, args.scale)
+    if not args.evaluate:
         save(model, args.out)
         save_tokenizer(tokenizer, args.out)  # save_pretrained writes its own generation_config
     for kind, result in evaluate(model, batches, 100).items():

@@ -46,7 +46,10 @@ def ray_cluster() -> Iterator[None]:
     import ray
 
     from dist_aclgraph.actors.deployment import start_local_ray
+    from dist_aclgraph.config import make_config
 
-    start_local_ray(8, is_emulated=True)
+    start_local_ray(
+        make_config({"model": "unused", "parallel": {"tp": 8}, "device": {"kind": "emulated"}})
+    )
     yield
     ray.shutdown()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ import ray
 from ray.exceptions import RayError
 
 from dist_aclgraph.actors.engine import Engine, EngineSettings
-from dist_aclgraph.actors.lockstep_capture import CaptureRecord, capture_plan
+from dist_aclgraph.actors.lockstep_capture import CaptureRecord, capture_plan, same
 from dist_aclgraph.actors.state import State, advance
 from dist_aclgraph.actors.worker_group import WorkerGroup, fetch, start_group
 from dist_aclgraph.config import Config
@@ -175,7 +176,7 @@ class Controller:
                 "join",
                 "JOINING",
                 timeout_s,
-                lambda i, w=workers, r=rendezvous: (w.ranks[i], i, len(w.ranks), r),
+                _places(workers, rendezvous),
             )
             group.device = devices[0]
 
@@ -203,10 +204,10 @@ class Controller:
                 "make_runner",
                 "NEGOTIATING",
                 timeout_s,
-                lambda _, n=group.num_blocks: (n, self._max_model_len, max(candidates)),
+                same(group.num_blocks, self._max_model_len, max(candidates)),
             )
             # One eager step creates HCCL domains and side streams: offers then count them.
-            group.workers.call("warm_up", "NEGOTIATING", timeout_s, lambda _: (1,))
+            group.workers.call("warm_up", "NEGOTIATING", timeout_s, same(1))
             group.offers = group.workers.call("offer", "NEGOTIATING", timeout_s)
         scopes = [self._groups]
         if config.graph.scope == "group":
@@ -425,3 +426,9 @@ def _beside(node_id: str) -> Any:
 
     actor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)(Engine)
     return actor.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
+
+
+def _places(workers: WorkerGroup, rendezvous: str) -> Callable[[int], tuple[Any, ...]]:
+    """Arguments of ``Worker.join``: world rank, place in the group, and where the group meets."""
+    size = len(workers.ranks)
+    return lambda index: (workers.ranks[index], index, size, rendezvous)

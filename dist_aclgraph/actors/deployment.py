@@ -12,6 +12,7 @@ import ray
 from ray.exceptions import RayError
 
 from dist_aclgraph.actors.controller import Controller, Progress, Service
+from dist_aclgraph.actors.process_group import own_process_group
 from dist_aclgraph.actors.worker_group import fetch
 from dist_aclgraph.config import Config, prepare_ray_environment
 from dist_aclgraph.device import emulator
@@ -80,7 +81,7 @@ def start(config: Config, on_progress: OnProgress | None = None) -> Deployment:
         emulator.build()
     owns_ray = not ray.is_initialized()
     if owns_ray:
-        start_local_ray(config.parallel.world_size, is_emulated=is_emulated)
+        start_local_ray(config)
     controller = None
     try:
         actor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)(Controller)
@@ -99,15 +100,19 @@ def start(config: Config, on_progress: OnProgress | None = None) -> Deployment:
     return Deployment(controller, service, owns_ray=owns_ray)
 
 
-def start_local_ray(num_npus: int, *, is_emulated: bool) -> None:
+def start_local_ray(config: Config) -> None:
+    """Start Ray on this machine alone, with as many NPUs declared as an emulated run needs."""
+    is_emulated = resolve_kind(config.device.kind) == "emulated"
     prepare_ray_environment()
-    with _emulated_acl() if is_emulated else nullcontext():
+    with own_process_group(), _emulated_acl() if is_emulated else nullcontext():
         ray.init(
             num_cpus=max(4, os.cpu_count() or 1),
-            resources={"NPU": num_npus} if is_emulated else None,
+            resources={"NPU": config.parallel.world_size} if is_emulated else None,
             object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,
             namespace=NAMESPACE,
+            # Workers' chatter stays in Ray's logs; what goes wrong comes back as an error.
+            log_to_driver=False,
         )
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import zmq
@@ -38,6 +38,7 @@ from dist_aclgraph.actors.messages import (
     from_engine_decoder,
     row_sampling,
 )
+from dist_aclgraph.config import Config
 from dist_aclgraph.errors import EngineDeadError, InvalidParameterError, QueueFullError
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.step import IntArray, pack_ints
@@ -45,9 +46,32 @@ from dist_aclgraph.scheduler.step import IntArray, pack_ints
 OnDelta = Callable[[RequestDelta], None]
 
 
+class Deployment(Protocol):
+    """What an ingress or an LLM needs of a running deployment."""
+
+    addresses: list[str]
+    token: str
+    max_model_len: int
+
+    def report(self) -> dict[str, Any]:
+        """Return plan, buckets with their counters, eager steps by reason, ranks and memory."""
+        ...
+
+    def check(self) -> None:
+        """Raise EngineDeadError if the deployment does not serve."""
+        ...
+
+    def shut_down(self) -> None:
+        """Stop all that was started."""
+        ...
+
+
+StartDeployment = Callable[[Config], Deployment]
+
+
 @dataclass
 class _Link:
-    """One engine. ``requests`` and ``dead_because`` are read and written under the client's lock."""
+    """One engine. The client's lock guards ``requests``, ``queries`` and ``dead_because``."""
 
     address: str
     socket: zmq.Socket[bytes]
@@ -138,7 +162,7 @@ class EngineClient:
         self._command(link, message)
 
     def abort(self, request_id: str) -> None:
-        """End a request; no delta of it is delivered after this returns. Unknown ids are ignored."""
+        """End a request, whose deltas nobody wants any more; unknown ids are ignored."""
         with self._lock:
             link = self._owner.pop(request_id, None)
             if link is not None:

@@ -35,6 +35,11 @@ class Ranks(Protocol):
     ) -> list[Any]: ...
 
 
+def same(*arguments: Any) -> Callable[[int], tuple[Any, ...]]:
+    """Arguments of a call that are the same for every rank."""
+    return lambda _: arguments
+
+
 OnBucket = Callable[[int, int, int], None]  # buckets done, buckets in all, the bucket under way
 
 
@@ -59,7 +64,7 @@ def confirm(group: Ranks, plan: GraphPlan, timeout_s: float) -> None:
     Raises:
         RankDisagreementError: a rank holds another plan.
     """
-    hashes = group.call("confirm", "NEGOTIATING", timeout_s, lambda _: (plan,))
+    hashes = group.call("confirm", "NEGOTIATING", timeout_s, same(plan))
     for rank, found in zip(group.ranks, hashes, strict=True):
         if found != plan.hash:
             raise RankDisagreementError(
@@ -115,17 +120,15 @@ def capture_plan(
 def _capture_bucket(
     group: Ranks, plan: GraphPlan, bucket: int, timeout_s: float
 ) -> list[CaptureOutcome]:
-    warm_ups: list[CaptureOutcome] = group.call(
-        "warm_up", "CAPTURING", timeout_s, lambda _: (bucket,)
-    )
+    warm_ups: list[CaptureOutcome] = group.call("warm_up", "CAPTURING", timeout_s, same(bucket))
     if any(outcome.failure is not None for outcome in warm_ups):
         return warm_ups
-    return group.call("capture", "CAPTURING", timeout_s, lambda _: (bucket, plan.hash))
+    return group.call("capture", "CAPTURING", timeout_s, same(bucket, plan.hash))
 
 
 def _release(group: Ranks, buckets: set[int], timeout_s: float) -> None:
     for bucket in sorted(buckets):
-        group.call("release", "CAPTURING", timeout_s, lambda _, b=bucket: (b,))
+        group.call("release", "CAPTURING", timeout_s, same(bucket))
 
 
 def _shrink(record: CaptureRecord, bucket: int, failed: CaptureOutcome) -> GraphPlan:

@@ -120,5 +120,6 @@ def row_sampling(
 def error_of(delta: RequestDelta) -> errors.DistAclGraphError:
     """Return the typed error that a failed request's last delta describes."""
     kind = getattr(errors, delta.error_kind, None)
-    known = isinstance(kind, type) and issubclass(kind, errors.DistAclGraphError)
-    return (kind if known else errors.DistAclGraphError)(delta.error or "the request failed")
+    if not (isinstance(kind, type) and issubclass(kind, errors.DistAclGraphError)):
+        kind = errors.DistAclGraphError
+    return kind(delta.error or "the request failed")

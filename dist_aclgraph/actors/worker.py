@@ -69,7 +69,7 @@ class Worker:
 
     # ---- answered at any time, on a thread of its own
 
-    @ray.method(concurrency_group="control")
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def ping(self) -> dict[str, Any]:
         """Say where this worker stands: rank, phase, last step, and progress of loading."""
         return {

@@ -57,7 +57,8 @@ def _weights(shape: Shape, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
 
     def matrix(out: int, inner: int) -> torch.Tensor:
-        return (torch.randn(out, inner, generator=generator) * inner**-0.5).to(dtype)
+        values: torch.Tensor = torch.randn(out, inner, generator=generator) * inner**-0.5
+        return values.to(dtype)
 
     def ones(size: int) -> torch.Tensor:
         return torch.ones(size, dtype=dtype)

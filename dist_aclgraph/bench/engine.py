@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import threading
 import time
@@ -91,7 +92,7 @@ class DecodeEngine:
 
 
 def _median_gap_ms(times: list[float]) -> float:
-    return statistics.median(b - a for a, b in zip(times, times[1:], strict=False)) * 1e3
+    return statistics.median(b - a for a, b in itertools.pairwise(times)) * 1e3
 
 
 def _stages(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:

@@ -9,6 +9,7 @@ import ctypes
 import fcntl
 import hashlib
 import importlib.metadata
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping

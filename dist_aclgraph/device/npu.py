@@ -32,6 +32,11 @@ class Memory:
     total_bytes: int
 
 
+def runtime() -> Any:
+    """Return ``torch.npu``, which exists once torch_npu is loaded: streams, events, graphs."""
+    return torch.npu  # type: ignore[attr-defined]
+
+
 class Npu:
     """The NPU that this process drives.
 
@@ -42,12 +47,12 @@ class Npu:
     def __init__(self, kind: DeviceKind) -> None:
         self.kind = kind
         self.device = torch.device("npu", 0)
-        torch.npu.set_device(0)
+        runtime().set_device(0)
         self._acl = ctypes.CDLL("libascendcl.so")
 
     @property
     def name(self) -> str:
-        return str(torch.npu.get_device_name(0))
+        return str(runtime().get_device_name(0))
 
     @property
     def description(self) -> str:
@@ -73,12 +78,12 @@ class Npu:
         return count.value
 
     def memory(self) -> Memory:
-        free, total = torch.npu.mem_get_info(0)
+        free, total = runtime().mem_get_info(0)
         return Memory(free_bytes=free, total_bytes=total)
 
     def synchronize(self) -> None:
         with translated("synchronizing the device"):
-            torch.npu.synchronize()
+            runtime().synchronize()
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return host memory that the device copies from and to without a stop."""
@@ -132,7 +137,7 @@ class Stopwatch:
 
 def external_event() -> Any:
     """Return an event that one stream records and a captured graph waits for."""
-    return torch.npu.ExternalEvent()
+    return runtime().ExternalEvent()
 
 
 def weak_reference(value: Any) -> Any:
@@ -140,21 +145,21 @@ def weak_reference(value: Any) -> Any:
     if isinstance(value, list):
         return [weak_reference(item) for item in value]
     if isinstance(value, torch.Tensor) and value.device.type == "npu":
-        return torch.npu.graphs.TensorWeakRef(value)
+        return runtime().graphs.TensorWeakRef(value)
     return value
 
 
 def begin_task_group(stream: Any) -> None:
-    torch.npu.graph_task_group_begin(stream)
+    runtime().graph_task_group_begin(stream)
 
 
 def end_task_group(stream: Any) -> Any:
-    return torch.npu.graph_task_group_end(stream)
+    return runtime().graph_task_group_end(stream)
 
 
 def begin_task_update(stream: Any, handle: Any) -> None:
-    torch.npu.graph_task_update_begin(stream, handle)
+    runtime().graph_task_update_begin(stream, handle)
 
 
 def end_task_update(stream: Any) -> None:
-    torch.npu.graph_task_update_end(stream)
+    runtime().graph_task_update_end(stream)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.config import Config
-from dist_aclgraph.device.npu import Npu, Stopwatch, translated
+from dist_aclgraph.device.npu import Npu, Stopwatch, runtime, translated
 from dist_aclgraph.engine.input_batch import InputBatch, StepInputs
 from dist_aclgraph.engine.sampler import SamplingRow, sample
 from dist_aclgraph.errors import ReplayMismatchError
@@ -69,16 +69,16 @@ class ModelRunner:
         self._buffers = DecodeBuffers(
             npu, max_decode_tokens, -(-max_len // block_size), model.spec.vocab_size, dtype
         )
-        self._main_stream = torch.npu.current_stream()
-        self._capture_stream = torch.npu.Stream()
-        self._update_stream = torch.npu.Stream()
-        self._pool = torch.npu.graph_pool_handle()
+        self._main_stream = runtime().current_stream()
+        self._capture_stream = runtime().Stream()
+        self._update_stream = runtime().Stream()
+        self._pool = runtime().graph_pool_handle()
         self._graphs: dict[int, CapturedGraph] = {}
         self.pool_bytes = 0  # what all captures together have added to the pool
         self._query_ends = {0: [0]}
         self._sampled_cpu = npu.pinned((config.scheduler.max_num_seqs,), torch.int32)
         self._sampled_np: IntArray = self._sampled_cpu.numpy()
-        self._sampled_ready: Any = torch.npu.Event()
+        self._sampled_ready: Any = runtime().Event()
         self._watch = Stopwatch(config.profile, {})
 
     def _make_caches(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> list[KVCache]:
@@ -109,9 +109,9 @@ class ModelRunner:
             StreamExhaustedError, OutOfDeviceMemoryError, CaptureError: nothing is left behind.
         """
         started_s = time.perf_counter()
-        torch.npu.synchronize()
-        torch.npu.empty_cache()
-        streams, reserved = self._npu.available_streams(), torch.npu.memory_reserved()
+        runtime().synchronize()
+        runtime().empty_cache()
+        streams, reserved = self._npu.available_streams(), runtime().memory_reserved()
         lens = self._padded_lens(num_tokens, None)
 
         def forward(tasks: TaskRecorder) -> None:
@@ -126,7 +126,7 @@ class ModelRunner:
         )
         cost = CaptureCost(
             streams=streams - self._npu.available_streams(),
-            bytes=torch.npu.memory_reserved() - reserved,
+            bytes=runtime().memory_reserved() - reserved,
             seconds=time.perf_counter() - started_s,
         )
         self.pool_bytes += cost.bytes
@@ -180,13 +180,11 @@ class ModelRunner:
         query_ends, kv_lens = self._padded_lens(num_tokens, inputs)
         self._watch.lap("inputs")
         graph.replay(
-            self._main_stream,
-            self._update_stream,
-            self._buffers.addresses,
-            query_ends,
-            kv_lens,
+            self._main_stream, self._update_stream, self._buffers.addresses, query_ends, kv_lens
         )
         self._watch.lap("replay")
+        graph.update(self._update_stream)
+        self._watch.lap("update")
         return self._buffers.logits[:n], self._buffers.sampled[:n]
 
     def _run_eagerly(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
@@ -195,7 +193,7 @@ class ModelRunner:
         parts = [inputs.token_ids, inputs.positions, inputs.slots, inputs.last_tokens]
         flat = self._to_device(np.concatenate([*parts, inputs.block_table.ravel()]))
         sizes = [num_tokens, num_tokens, num_tokens, len(inputs.last_tokens)]
-        *arrays, table = flat.split([*sizes, inputs.block_table.size])
+        *arrays, table = torch.split(flat, [*sizes, inputs.block_table.size])
         token_ids, positions, slots, last_tokens = arrays
         is_decode = num_tokens == len(inputs.rows)
         metadata = AttentionMetadata(
@@ -291,5 +289,5 @@ class ModelRunner:
         none = np.empty(0, np.int32)
         self._buffers.write(num_tokens, none, none, none, np.empty((0, 1), np.int32))
 
-    def _to_device(self, array: np.ndarray) -> Tensor:  # type: ignore[type-arg]
+    def _to_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._npu.device)

@@ -17,7 +17,7 @@ from torch import Tensor
 from dist_aclgraph.engine.random_numbers import uniforms
 from dist_aclgraph.scheduler.step import IntArray, RowLogprobs, RowSampling, pack_ints
 
-ToDevice = Callable[[np.ndarray], Tensor]  # type: ignore[type-arg]
+ToDevice = Callable[[np.ndarray], Tensor]
 
 
 @dataclass(frozen=True)

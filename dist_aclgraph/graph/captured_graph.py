@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from dist_aclgraph.device.npu import translated
+from dist_aclgraph.device.npu import runtime, translated
 from dist_aclgraph.errors import ReplayMismatchError
-from dist_aclgraph.graph.task_update import TaskRecorder, update_tasks
+from dist_aclgraph.graph.task_update import Lens, TaskRecorder, update_tasks
 
 Forward = Callable[[TaskRecorder], None]
 
@@ -32,7 +30,8 @@ class CapturedGraph:
         self._graph = graph
         self._recorder = recorder
         self._addresses = addresses
-        self._last_lens: tuple[list[int], list[int]] | None = None
+        self._next_lens: Lens | None = None
+        self._sent_lens: Lens | None = None
 
     @property
     def num_tasks(self) -> int:
@@ -46,14 +45,14 @@ class CapturedGraph:
         query_ends: list[int],
         kv_lens: list[int],
     ) -> None:
-        """Queue one replay and the updates that let it pass; the host waits for nothing.
+        """Queue one replay; it stops at its first task until ``update`` lets it pass.
 
         Args:
             addresses: of the buffers that hold the step's inputs.
-            query_ends, kv_lens: [num_tokens], padding included.
+            query_ends, kv_lens: [num_tokens], padding included; ``update`` sends them.
 
         Raises:
-            ReplayMismatchError: the inputs are not those of the capture.
+            ReplayMismatchError: the inputs are not those of the capture; nothing was queued.
         """
         if addresses != self._addresses:
             raise ReplayMismatchError(
@@ -66,15 +65,20 @@ class CapturedGraph:
                 f"{len(query_ends)} query ends up to {query_ends[-1]}; all must be "
                 f"{self.num_tokens}"
             )
-        is_same = self._last_lens == (query_ends, kv_lens)
-        self._last_lens = (query_ends, kv_lens)
+        self._next_lens = (query_ends, kv_lens)
+        # Orders this step's events behind the resets of the step before; see task_update.py.
         update_stream.wait_stream(main_stream)
         self._graph.replay()
-        with torch.npu.stream(update_stream):
-            if is_same:
-                update_tasks(self._recorder.tasks, update_stream, None, None)
-            else:
-                update_tasks(self._recorder.tasks, update_stream, query_ends, kv_lens)
+
+    def update(self, update_stream: Any) -> None:
+        """Patch the tasks of the replay queued last, in layer order; the host waits for nothing.
+
+        Lengths that did not change since the replay before are not sent again.
+        """
+        lens = None if self._next_lens == self._sent_lens else self._next_lens
+        self._sent_lens = self._next_lens
+        with runtime().stream(update_stream):
+            update_tasks(self._recorder.tasks, update_stream, lens)
 
     def release(self) -> None:
         """Give streams and memory back."""
@@ -96,10 +100,10 @@ def capture(
         StreamExhaustedError, OutOfDeviceMemoryError: what the device ran out of.
         CaptureError: any other refusal, with the operator's name.
     """
-    torch.npu.synchronize()
-    graph = torch.npu.NPUGraph()
+    runtime().synchronize()
+    graph = runtime().NPUGraph()
     recorder = TaskRecorder(stream)
-    with translated(f"capturing bucket {num_tokens}"), torch.npu.stream(stream):
+    with translated(f"capturing bucket {num_tokens}"), runtime().stream(stream):
         # Thread-local: Ray's and the controller's threads may go on meanwhile.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dist_aclgraph.device.npu import Npu
+from dist_aclgraph.device.npu import Npu, runtime
 
 IntArray = npt.NDArray[np.int32]
 
@@ -45,7 +45,7 @@ class DecodeBuffers:
         self._inputs_np: IntArray = self._inputs_cpu.numpy()
         self._block_table_np: IntArray = self._block_table_cpu.numpy()
         self._written_rows = 0
-        self._copied: Any = torch.npu.Event()
+        self._copied: Any = runtime().Event()
         self._copied.record()
 
     @property

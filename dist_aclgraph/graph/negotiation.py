@@ -24,12 +24,12 @@ def negotiate(
     """Choose the buckets that every rank can capture.
 
     The plan is the same on all ranks, because a collective inside a graph must be replayed by all
-    members, and the same for any order of the offers. It never costs more than any rank offers,
-    by the model's own price; smallest and largest affordable size stay. Units: streams and bytes.
+    members, and the same for any order of the offers. It never holds more buckets than the budget
+    model allows any rank; smallest and largest affordable size stay. Units: streams and bytes.
 
     Raises:
         GraphError: there are no offers or no sizes, or two offers come from one rank.
-        StreamBudgetError: not even one bucket fits; lists offer, cost and shortfall per rank.
+        StreamBudgetError: not even one bucket fits; lists offer and cost per rank.
     """
     offers = sorted(offers, key=lambda offer: offer.rank)
     sizes = sorted(set(candidate_sizes))
@@ -68,9 +68,8 @@ def negotiate(
     buckets = trim_sizes(fitting, limit)
     if len(buckets) < len(fitting):
         reasons.append(
-            f"rank {tightest.rank} affords {limit} of {len(fitting)} sizes: {tightest.usable} "
-            f"streams, {budget_model.fixed_price(workload)} fixed, "
-            f"{budget_model.price(buckets[-1], workload)} each"
+            f"rank {tightest.rank} affords {limit} of {len(fitting)} sizes by "
+            f"{budget_model.name}, having {tightest.usable} streams for graphs"
         )
     else:
         reasons.append(
@@ -100,11 +99,9 @@ def _shortfalls(
     budget_model: BudgetModel,
     workload: Workload,
 ) -> str:
-    cost = budget_model.fixed_price(workload) + budget_model.price(1, workload)
     lines = [
         f"rank {offer.rank} offers {offer.usable} streams ({offer.available} available, "
-        f"{offer.reserve} in reserve), one bucket costs {cost}, "
-        f"short of {max(0, cost - offer.usable)}"
+        f"{offer.reserve} in reserve), one bucket costs {budget_model.price(1, workload)}"
         for offer, limit in zip(offers, limits, strict=True)
         if limit < 1
     ]

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from dist_aclgraph.device import npu
 
+Lens = tuple[list[int], list[int]]  # cumulative query lengths and KV lengths, [num_reqs] each
+
 
 @dataclass(frozen=True)
 class UpdatableTask:
@@ -64,21 +66,17 @@ class TaskRecorder:
         self.tasks.append(UpdatableTask(overload, weak, handle, event))
 
 
-def update_tasks(
-    tasks: list[UpdatableTask],
-    stream: Any,
-    query_ends: list[int] | None,
-    kv_lens: list[int] | None,
-) -> None:
+def update_tasks(tasks: list[UpdatableTask], stream: Any, lens: Lens | None) -> None:
     """Patch every task with the step's lengths and let the graph pass it, in layer order.
 
     Call with ``stream`` as the current stream. None means that nothing changed since the last
     replay: the tasks keep their parameters, only their events are recorded.
     """
-    if kv_lens is None:
+    if lens is None:
         for task in tasks:
             task.event.record(stream)
         return
+    query_ends, kv_lens = lens
     for task in tasks:
         arguments = task.arguments
         arguments["actual_seq_lengths"] = query_ends

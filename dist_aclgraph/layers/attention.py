@@ -99,7 +99,7 @@ class PagedAttention:
         }
         operation = torch.ops.npu.npu_fused_infer_attention_score
         if metadata.tasks is None:
-            out = operation(**arguments)[0]
+            out: Tensor = operation(**arguments)[0]
         else:
             out = torch.empty_like(q)
             metadata.tasks.run(operation, out, arguments)

@@ -37,7 +37,8 @@ class Checkpoint:
         Raises:
             MissingTensorError: no such tensor, or one of another shape.
         """
-        return self._slice(name, shape)[:].to(self._dtype)
+        whole: Tensor = self._slice(name, shape)[:]
+        return whole.to(self._dtype)
 
     def read_part(
         self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int
@@ -50,7 +51,7 @@ class Checkpoint:
         source = self._slice(name, shape)
         end = min(stop, shape[dim])
         start_in = min(start, end)
-        part = source[start_in:end] if dim == 0 else source[:, start_in:end]
+        part: Tensor = source[start_in:end] if dim == 0 else source[:, start_in:end]
         part = part.to(self._dtype)
         missing = (stop - start) - (end - start_in)
         if missing == 0:

@@ -83,7 +83,7 @@ class DecoderLayer:
             h, _, residual = npu.npu_add_rms_norm(x, residual, self.input_norm, self.eps)
         n = x.shape[0]
         widths = [a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim]
-        q, k, v = self.qkv(h).split([widths[0], widths[1], widths[1]], dim=-1)
+        q, k, v = torch.split(self.qkv(h), [widths[0], widths[1], widths[1]], dim=-1)
         q = q.reshape(1, n, a.num_heads, a.head_dim)
         k = k.reshape(1, n, a.num_kv_heads, a.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
@@ -165,7 +165,9 @@ class DenseDecoder:
             q, k, v, residual = layer.before_attention(x, residual, cos, sin)
             attended = layer.attention(q, k, v, cache, metadata)
             x, residual = layer.after_attention(attended, residual)
-        return torch.ops.npu.npu_add_rms_norm(x, residual, self.norm, self.spec.rms_norm_eps)[0]
+        eps = self.spec.rms_norm_eps
+        hidden: Tensor = torch.ops.npu.npu_add_rms_norm(x, residual, self.norm, eps)[0]
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> [n, vocab], on every rank."""

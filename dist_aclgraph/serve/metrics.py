@@ -1,7 +1,7 @@
 """Prometheus metrics: what the ingress measures itself, and what the engines answer when asked.
 
-The engine's answer to ``Query("metrics")`` is one flat JSON object; ``ENGINE_METRICS`` lists its
-keys. A value that is an object is one sample per key, labelled with the name given there.
+The engine's answer to ``Query("metrics")`` is one JSON object; ``ENGINE_METRICS`` says where in it
+each value lies. A value that is an object is one sample per key, labelled with the name given.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from dist_aclgraph.actors.engine_client import EngineClient
 from dist_aclgraph.errors import EngineDeadError
 
 PREFIX = "dist_aclgraph_"
-# key in the engine's answer: (kind, label of an object's keys or "", help)
+_PATHS = {
+    "graph_replays": ("graph", "replays"),
+    "eager_steps": ("graph", "misses"),
+    "padding_tokens": ("graph", "padded_by_bucket"),
+}
+# metric, which is also the key unless _PATHS says else: (kind, label of an object's keys, help)
 ENGINE_METRICS: dict[str, tuple[str, str, str]] = {
     "num_requests_running": ("gauge", "", "Requests in the running batch."),
     "num_requests_waiting": ("gauge", "", "Requests that wait to run."),
@@ -109,9 +114,16 @@ class _EngineCollector(Collector):
             family = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
             metric = family(PREFIX + key, text, labels=labels)
             for engine, answered in enumerate(answers):
-                for sample, value in _samples(answered.get(key)):
+                for sample, value in _samples(_find(answered, key)):
                     metric.add_metric((self._model_name, str(engine), *sample), value)
             yield metric
+
+
+def _find(answer: dict[str, Any], key: str) -> Any:
+    found: Any = answer
+    for part in _PATHS.get(key, (key,)):
+        found = found.get(part) if isinstance(found, dict) else None
+    return found
 
 
 def _samples(value: Any) -> Iterator[tuple[tuple[str, ...], float]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import secrets
 import time
-from collections.abc import Callable
 
 from dist_aclgraph.actors.engine_client import EngineClient
 from dist_aclgraph.config import Config
@@ -19,18 +18,13 @@ from dist_aclgraph.text.tokenizer import Tokenizer
 
 
 class ApiState:
-    """Owns the ingress's metrics and its source of seeds; borrows client and tokenizer.
-
-    Args:
-        check: raises if the deployment behind the client is dead.
-    """
+    """Owns the ingress's metrics and its source of seeds; borrows client and tokenizer."""
 
     def __init__(
         self,
         config: Config,
         tokenizer: Tokenizer,
         client: EngineClient,
-        check: Callable[[], None] | None = None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -39,14 +33,11 @@ class ApiState:
         self.context_len = config.max_model_len or tokenizer.context_len
         self.is_draining = False
         self.metrics = Metrics(config.name, client)
-        self._check = check
         self._seeds = random.Random(config.seed)
 
     def check(self) -> None:
         """Raise if no request can be served any more."""
         self.client.check()
-        if self._check is not None:
-            self._check()
 
     def admit(self, model: str | None) -> None:
         """Raise if a request for ``model`` cannot be taken now."""

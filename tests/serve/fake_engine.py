@@ -34,9 +34,11 @@ METRICS = {
     "generation_tokens": 60,
     "prefix_cache_queries": 10,
     "prefix_cache_hits": 4,
-    "graph_replays": {"4": 7, "8": 2},
-    "eager_steps": {"prefill": 3},
-    "padding_tokens": {"4": 5},
+    "graph": {
+        "replays": {"4": 7, "8": 2},
+        "misses": {"prefill": 3},
+        "padded_by_bucket": {"4": 5},
+    },
 }
 
 

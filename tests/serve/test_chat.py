@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import asyncio
 import json
 
 import openai
 import pytest
 
 from dist_aclgraph.scheduler.step import unpack_ints
+from dist_aclgraph.serve import sse
 from tests.serve.conftest import until
 
 MODEL = "tiny-qwen3"
@@ -208,3 +210,18 @@ def test_a_client_that_leaves_frees_the_engine(service, stream):
             service.http.post("/v1/chat/completions", json=body, timeout=0.3)
 
     until(lambda: len(service.engine.aborted) == 1 and service.engine.num_running == 0)
+
+
+def test_a_bug_in_mid_stream_is_an_error_frame_that_gives_nothing_away():
+    async def chunks():
+        yield {"a": 1}
+        raise ZeroDivisionError("secret")
+
+    async def read() -> list[bytes]:
+        return [frame async for frame in sse.events(chunks())]
+
+    first, last = asyncio.run(read())
+
+    assert first == b'data: {"a":1}\n\n'
+    assert b"internal server error" in last
+    assert b"secret" not in last

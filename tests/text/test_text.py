@@ -109,7 +109,7 @@ def test_text_that_cannot_be_tokenized_is_a_request_error(text):
 
 
 def test_ids_outside_the_vocabulary_are_refused():
-    with pytest.raises(InvalidParameterError, match="vocabulary|token ids lie"):
+    with pytest.raises(InvalidParameterError, match="token ids lie"):
         TOKENIZER.decode([TOKENIZER.vocab_size])
 
 

@@ -124,7 +124,8 @@ class LegacyBudget:
 
     The formulas price piecewise graphs, one between each two attentions. A full graph is priced
     like one of these pieces; upstream never applied the formula to full graphs.
-    The formulas trust in 1800 streams; a rank that offers less is held to what it offers.
+    The formulas trust in 1800 streams. A rank that offers less is held to the least that a graph
+    can take, one stream; whether its graphs take more, the transaction of capture finds out.
     """
 
     name: BudgetModelName
@@ -142,10 +143,11 @@ class LegacyBudget:
     def max_buckets(self, offer: StreamOffer, workload: Workload) -> int:
         if workload.mode == "NONE":
             return 0
-        left = min(LEGACY_STREAMS, offer.usable) - self.fixed_price(workload)
+        left = LEGACY_STREAMS - self.fixed_price(workload)
         # Two divisions, as in the formula.
-        streams_per_graph = self._inputs(workload).streams_per_graph
-        limit = max(0, math.floor(left / self._graphs(workload) / streams_per_graph))
+        graphs = self._graphs(workload)
+        limit = max(0, math.floor(left / graphs / self._inputs(workload).streams_per_graph))
+        limit = min(limit, offer.usable // graphs)
         return limit if offer.max_sizes is None else min(limit, offer.max_sizes)
 
     def explain(self, workload: Workload) -> list[BudgetTerm]:

@@ -67,8 +67,8 @@ static int64_t index_at(const IndexedRows &rows, int64_t i) {
 
 static void require_inside(const IndexedRows &rows, int64_t i, int64_t index) {
   if (index < 0 || index >= rows.limit)
-    throw std::runtime_error(std::string(rows.name) + ": index " + std::to_string(index) +
-                             " at position " + std::to_string(i) + " lies outside 0.." +
+    throw std::runtime_error("index " + std::to_string(index) + " at position " +
+                             std::to_string(i) + " lies outside 0.." +
                              std::to_string(rows.limit - 1));
 }
 

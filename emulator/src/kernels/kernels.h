@@ -111,7 +111,7 @@ struct StridedCopy {
   void merge_dimensions();  // call once: fewer, longer inner runs
   void run() const;
 };
-// Rows of `row_bytes` bytes. Throws if an index lies outside 0..limit-1; `negative_skips` skips them.
+// Rows of `row_bytes` bytes. Throws if an index lies outside 0..limit-1.
 struct IndexedRows {
   char *to;
   const char *from;
@@ -119,7 +119,6 @@ struct IndexedRows {
   bool index_is_int32;
   int64_t index_stride;  // in elements
   int64_t count, limit, row_bytes, to_stride_bytes, from_stride_bytes;
-  const char *name;
 };
 void gather_rows(const IndexedRows &g);   // to[i] = from[index[i]]
 void scatter_rows(const IndexedRows &s);  // to[index[i]] = from[i]; index -1 is skipped

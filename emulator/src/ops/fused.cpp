@@ -189,8 +189,7 @@ static kernels::IndexedRows bind_cache_write(const char *what, const Tensor &row
           capacity,
           bytes,
           bytes,
-          bytes,
-          "aclnnScatterPaKvCache"};
+          bytes};
 }
 
 OP(aclnnScatterPaKvCache,

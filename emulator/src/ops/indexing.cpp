@@ -14,8 +14,7 @@ static void check_inside(const Tensor &index, int64_t limit) {
               " lies outside a dimension of ", limit);
 }
 
-static Task select_rows(const char *name, const Tensor &table, const Tensor &index,
-                        const Tensor &out) {
+static Task select_rows(const Tensor &table, const Tensor &index, const Tensor &out) {
   refuse_unless(is_index(index), "the index must be int32 or int64, got ", index.scalar_type());
   refuse_unless(table.scalar_type() == out.scalar_type(), "types of table and output differ");
   int64_t row = table.dim() > 1 ? table.numel() / std::max<int64_t>(table.size(0), 1) : 1;
@@ -36,18 +35,17 @@ static Task select_rows(const char *name, const Tensor &table, const Tensor &ind
                             table.size(0),
                             bytes,
                             bytes,
-                            bytes,
-                            name};
+                            bytes};
   return [rows] { kernels::gather_rows(rows); };
 }
 
 OP(aclnnEmbedding, [](Tensor weight, Tensor index, Tensor out) -> Task {
   refuse_unless(weight.dim() == 2, "weight must be a matrix, got ", weight.sizes());
-  return select_rows("aclnnEmbedding", weight, index, out);
+  return select_rows(weight, index, out);
 })
 OP(aclnnIndexSelect, [](Tensor a, int64_t dim, Tensor index, Tensor out) -> Task {
   if (a.dim() > 0 && (dim == 0 || dim == -a.dim()) && is_index(index))
-    return select_rows("aclnnIndexSelect", a, index, out);
+    return select_rows(a, index, out);
   return [=] {
     AtenScope scope;
     out.copy_(at::index_select(a, dim, as_long(index)));

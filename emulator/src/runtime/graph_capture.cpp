@@ -158,8 +158,9 @@ EMU_API aclError aclmdlRIDebugJsonPrint(aclmdlRI model, const char *path, uint32
     return fail(ACL_ERROR_RT_PARAM_INVALID, "cannot write %s", path);
   fprintf(file, "[");
   for (size_t i = 0; i < g->nodes.size(); i++)
-    fprintf(file, "%s{\"task\":%zu,\"name\":\"%s\",\"stream\":%d}", i ? ",\n" : "", i,
-            g->nodes[i].name, g->nodes[i].lane);
+    // torch_npu lines the tasks up by time; here each takes one unit, in capture order.
+    fprintf(file, "%s{\"task\":%zu,\"name\":\"%s\",\"stream\":%d,\"ts\":%zu,\"dur\":1}",
+            i ? ",\n" : "", i, g->nodes[i].name, g->nodes[i].lane, i);
   fprintf(file, "]\n");
   fclose(file);
   return 0;

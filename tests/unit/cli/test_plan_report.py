@@ -44,7 +44,7 @@ def test_the_report_prices_buckets_for_each_rank(checkpoint: Path) -> None:
     # tp 2 and dp 2: 1 + 2 x 2 streams in a graph, 40 fixed for each
     assert (report["graph"]["price_per_bucket"], report["graph"]["fixed_price"]) == (5, 80)
     rank = report["ranks"][3]
-    assert rank["usable"] == 2048 - 32
+    assert rank["usable"] == 2048
     assert rank["planned_streams"] == 80 + 7 * 5
     assert rank["left_streams"] == rank["usable"] - rank["planned_streams"]
     assert rank["domains"] == [[2, 3]]
@@ -63,7 +63,7 @@ def test_kv_blocks_come_from_memory_or_from_the_configuration(checkpoint: Path) 
 
 
 def test_one_poor_rank_shrinks_every_group_in_cluster_scope_only(checkpoint: Path) -> None:
-    emulator = {"streams_by_rank": {3: 32 + 80 + 15}}
+    emulator = {"streams_by_rank": {3: 3}}
     buckets = {}
     for scope in ("cluster", "group"):
         config = make(checkpoint, device={"emulator": emulator}, graph={"scope": scope})
@@ -74,8 +74,9 @@ def test_one_poor_rank_shrinks_every_group_in_cluster_scope_only(checkpoint: Pat
 
 
 def test_a_rank_that_affords_nothing_is_an_error(checkpoint: Path) -> None:
-    with pytest.raises(StreamBudgetError, match="rank 0 offers 28 streams"):
-        plan_report(make(checkpoint, device={"emulator": {"streams": 60}}))
+    with pytest.raises(StreamBudgetError, match="rank 0 offers 0 streams"):
+        emulator = {"streams": 60}
+        plan_report(make(checkpoint, device={"emulator": emulator}, graph={"reserve_streams": 60}))
 
 
 def test_without_graphs_the_report_still_counts_blocks(checkpoint: Path) -> None:

@@ -1,0 +1,209 @@
+"""HCCL between processes: results, captures, mismatches, absent and dead ranks."""
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+ALL = """
+dist.init_process_group("hccl")
+n = dist.get_world_size()
+
+def same(what, tensor, want):
+    got = tensor.cpu().tolist()
+    assert got == want, (what, got, want)
+
+total = n * (n + 1) / 2
+for count in (1, 5, 3000, 300000):
+    x = torch.full((count,), rank + 1.0, device="npu")
+    dist.all_reduce(x)
+    assert x.cpu().unique().tolist() == [total], ("all_reduce", count)
+    out = torch.empty(n * count, device="npu")
+    dist.all_gather_into_tensor(out, torch.full((count,), float(rank), device="npu"))
+    assert torch.equal(out.cpu(), torch.arange(n).float().repeat_interleave(count)), "all_gather"
+    part = torch.empty(count, device="npu")
+    dist.reduce_scatter_tensor(part, torch.arange(n * count).float().npu() % 97)
+    want = (torch.arange(n * count).float() % 97)[rank * count:(rank + 1) * count] * n
+    assert torch.equal(part.cpu(), want), "reduce_scatter"
+    y = torch.full((count,), float(rank), device="npu")
+    dist.broadcast(y, 1)
+    assert y.cpu().unique().tolist() == [1.0], "broadcast"
+    z = torch.empty(n * count, device="npu")
+    dist.all_to_all_single(z, torch.arange(n).float().repeat_interleave(count).npu() + 100 * rank)
+    assert torch.equal(z.cpu(), (torch.arange(n) * 100.0 + rank).repeat_interleave(count))
+
+for dtype in (torch.bfloat16, torch.float16, torch.int32, torch.int64):
+    x = torch.full((7,), rank + 1, dtype=dtype, device="npu")
+    dist.all_reduce(x)
+    same("sum", x, [total] * 7)
+x = torch.tensor([float(rank)]).npu()
+dist.all_reduce(x, op=dist.ReduceOp.MAX)
+same("maximum", x, [n - 1.0])
+
+sizes = [[(a + b) % 3 for b in range(n)] for a in range(n)]
+receive = [sizes[r][rank] for r in range(n)]
+out = torch.zeros(sum(receive), device="npu")
+dist.all_to_all_single(out, torch.full((sum(sizes[rank]),), float(rank)).npu(), receive, sizes[rank])
+same("all_to_all with sizes", out, sum(([float(r)] * receive[r] for r in range(n)), []))
+
+pairs = [dist.new_group([a, a + 1]) for a in range(0, n, 2)]
+x = torch.full((2,), float(rank), device="npu")
+dist.all_reduce(x, group=pairs[rank // 2])
+same("sub-group", x, [4.0 * (rank // 2) + 1] * 2)
+
+for count in (4, 200000):
+    if rank == 0:
+        dist.send(torch.full((count,), 7.0).npu(), 1)
+    elif rank == 1:
+        x = torch.zeros(count, device="npu")
+        dist.recv(x, 0)
+        assert x.cpu().unique().tolist() == [7.0]
+dist.barrier()
+torch.npu.synchronize()
+
+graph, z = torch.npu.NPUGraph(), torch.ones(1024, device="npu")
+with torch.npu.graph(graph):
+    doubled = z * 2
+    dist.all_reduce(doubled)
+    result = doubled + 0.5
+for step in range(5):
+    z.fill_(rank + 1.0 + step)
+    graph.replay()
+    torch.npu.synchronize()
+    assert result.cpu().unique().tolist() == [2.0 * (total + n * step) + 0.5]
+graph.reset()
+dist.destroy_process_group()
+print("ALL DONE")
+"""
+
+
+def leftovers() -> list[str]:
+    return [p.name for p in Path("/dev/shm").glob("emulated_hccl_*")]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_collectives_eager_and_captured(run_ranks, ranks):
+    for status, output in run_ranks(ALL, ranks):
+        assert status == 0 and "ALL DONE" in output, output
+
+
+def test_a_mismatch_is_reported_by_both_ranks(run_ranks):
+    results = run_ranks(
+        """
+        dist.init_process_group("hccl")
+        dist.all_reduce(torch.ones(8 if rank == 0 else 4).npu())
+        torch.npu.synchronize()
+        """,
+        2,
+    )
+    for status, output in results:
+        assert status != 0
+        assert "HCCL mismatch: rank" in output
+        assert "AllReduce count=8" in output and "AllReduce count=4" in output
+
+
+def test_an_absent_rank_is_named_after_the_limit(run_ranks):
+    results = run_ranks(
+        """
+        dist.init_process_group("hccl")
+        dist.all_reduce(torch.ones(8).npu())
+        torch.npu.synchronize()
+        if rank == 0:
+            dist.all_reduce(torch.ones(8).npu())
+            torch.npu.synchronize()
+        else:
+            time.sleep(8)
+        os._exit(0)
+        """,
+        2,
+        hccl_s=2,
+    )
+    assert "HCCL timeout after 2 s: rank 0 of 2 in AllReduce" in results[0][1]
+    assert "waits for rank 1" in results[0][1]
+
+
+def test_a_killed_rank_is_reported_within_seconds(run_ranks):
+    results = run_ranks(
+        """
+        dist.init_process_group("hccl")
+        x = torch.ones(8).npu()
+        dist.all_reduce(x)
+        torch.npu.synchronize()
+        if rank == 1:
+            os.kill(os.getpid(), 9)
+        start = time.time()
+        try:
+            dist.all_reduce(x)
+            torch.npu.synchronize()
+        except RuntimeError as e:
+            print("AFTER", time.time() - start)
+            print(e)
+        os._exit(0)
+        """,
+        2,
+    )
+    output = results[0][1]
+    assert "HCCL: rank 1 of 2 is dead" in output, output
+    assert float(re.search(r"AFTER ([\d.]+)", output)[1]) < 5
+    assert leftovers() == []
+
+
+def test_domains_hold_streams_and_captures_take_more(run_ranks):
+    results = run_ranks(
+        """
+        import ctypes
+        runtime = ctypes.CDLL("libascendcl.so")
+        def available():
+            count = ctypes.c_uint32()
+            runtime.aclrtGetStreamAvailableNum(ctypes.byref(count))
+            return count.value
+        dist.init_process_group("hccl")
+        x = torch.ones(8).npu()
+        dist.all_reduce(x)
+        torch.npu.synchronize()
+        def capture(body):
+            before = available()
+            graph = torch.npu.NPUGraph()
+            with torch.npu.graph(graph):
+                body()
+            taken = before - available()
+            graph.reset()
+            return taken
+        capture(lambda: dist.all_reduce(x))
+        print("TAKEN", capture(lambda: x + 1), capture(lambda: dist.all_reduce(x)))
+        os._exit(0)
+        """,
+        2,
+        hccl_streams_per_domain=5,
+    )
+    for _, output in results:
+        plain, collective = re.search(r"TAKEN (\d+) (\d+)", output).groups()
+        assert int(plain) == 1 and int(collective) >= 1 + 5
+
+
+def test_latency_of_a_small_all_reduce_is_printed(run_ranks):
+    start = time.time()
+    results = run_ranks(
+        """
+        dist.init_process_group("hccl")
+        x = torch.ones(1024).npu()
+        dist.all_reduce(x)
+        torch.npu.synchronize()
+        graph = torch.npu.NPUGraph()
+        with torch.npu.graph(graph):
+            dist.all_reduce(x)
+        times = []
+        for _ in range(200):
+            begin = time.perf_counter()
+            graph.replay()
+            torch.npu.synchronize()
+            times.append(time.perf_counter() - begin)
+        print("MEDIAN", round(sorted(times)[100] * 1e3, 3))
+        os._exit(0)
+        """,
+        8,
+        devices=8,
+    )
+    medians = [re.search(r"MEDIAN ([\d.]+)", output)[1] for _, output in results]
+    print(f"4 KB all_reduce of 8 ranks, ms: {medians}; {time.time() - start:.0f} s in all")

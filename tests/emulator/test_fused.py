@@ -1,0 +1,264 @@
+"""Fused operators against plain float32 torch: norms, rotary, SwiGLU, cache writes, attention."""
+
+import math
+
+import pytest
+import torch
+import torch_npu
+from torch.nn import functional
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-3}
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
+    tolerance = TOLERANCE[got.dtype]
+    assert torch.allclose(got.cpu().float(), want.float(), atol=tolerance, rtol=tolerance)
+
+
+def rms_norm(x, gamma, epsilon=1e-6):
+    f = x.float()
+    return f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + epsilon) * gamma.float()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_rms_norm(dtype):
+    x, gamma = torch.randn(5, 3, 64).to(dtype), torch.rand(64).to(dtype)
+
+    out, rstd = torch_npu.npu_rms_norm(x.npu(), gamma.npu(), 1e-6)
+
+    assert_close(out, rms_norm(x, gamma))
+    want = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+    assert torch.allclose(rstd.cpu(), want, rtol=1e-4)
+
+
+def test_rms_norm_of_a_strided_input():
+    x, gamma = torch.randn(5, 128), torch.rand(64)
+    out = torch_npu.npu_rms_norm(x.npu()[:, ::2], gamma.npu(), 1e-6)[0]
+    assert_close(out, rms_norm(x[:, ::2], gamma))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_add_rms_norm(dtype):
+    x, residual = torch.randn(5, 64).to(dtype), torch.randn(5, 64).to(dtype)
+    gamma = torch.rand(64).to(dtype)
+
+    out, _, total = torch_npu.npu_add_rms_norm(x.npu(), residual.npu(), gamma.npu(), 1e-6)
+
+    assert_close(total, x.float() + residual.float())
+    assert_close(out, rms_norm(total.cpu(), gamma))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_swiglu(dtype):
+    x = torch.randn(5, 96).to(dtype)
+    gate, up = x.float().chunk(2, -1)
+    assert_close(torch_npu.npu_swiglu(x.npu()), functional.silu(gate) * up)
+
+
+def rotate(x, cos, sin, interleaved):
+    if interleaved:
+        turned = torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+    else:
+        turned = torch.cat([-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]], -1)
+    return x * cos + turned * sin
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("mode", ["half", "interleave"])
+def test_rotary_mul(dtype, mode):
+    x, angles = torch.randn(1, 7, 4, 64).to(dtype), torch.randn(1, 7, 1, 64)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    out = torch_npu.npu_rotary_mul(x.npu(), cos.npu(), sin.npu(), mode)
+    assert_close(out, rotate(x.float(), cos.float(), sin.float(), mode == "interleave"))
+
+
+@pytest.mark.parametrize("layout", ["TND", "BSND"])
+def test_apply_rotary_pos_emb_writes_in_place(layout):
+    lead = (7,) if layout == "TND" else (1, 7)
+    query, key = torch.randn(*lead, 4, 64).half(), torch.randn(*lead, 2, 64).half()
+    angles = torch.randn(*lead, 1, 64)
+    cos, sin = angles.cos().half(), angles.sin().half()
+    q, k = query.npu(), key.npu()
+
+    torch_npu.npu_apply_rotary_pos_emb(q, k, cos.npu(), sin.npu(), layout=layout)
+
+    assert_close(q, rotate(query.float(), cos.float(), sin.float(), False))
+    assert_close(k, rotate(key.float(), cos.float(), sin.float(), False))
+
+
+@pytest.mark.parametrize("slot_type", [torch.int32, torch.int64])
+def test_cache_write_skips_slot_minus_one(slot_type):
+    key, value = torch.randn(4, 2, 16).half(), torch.randn(4, 2, 16).half()
+    caches = [torch.zeros(3, 8, 2, 16).half().npu() for _ in range(2)]
+    slots = torch.tensor([5, -1, 23, 0], dtype=slot_type)
+
+    torch_npu.npu_scatter_pa_kv_cache(
+        key.npu(), value.npu(), *caches, slots.npu(), cache_mode="Norm"
+    )
+
+    for cache, rows in zip(caches, (key, value), strict=True):
+        flat = cache.cpu().view(24, 2, 16)
+        assert torch.equal(flat[[5, 23, 0]], rows[[0, 2, 3]])
+        assert flat.count_nonzero() == rows[[0, 2, 3]].count_nonzero()
+
+
+# ---- attention
+
+
+def reference(query, keys, values, heads, kv_heads, causal=False, mask=None):
+    """[rows, heads, D] over [length, kv_heads, D]; and the log-sum-exp [rows, heads]."""
+    group = heads // kv_heads
+    keys, values = (t.float().repeat_interleave(group, 1) for t in (keys, values))
+    scores = torch.einsum("qhd,khd->hqk", query.float(), keys) / math.sqrt(query.shape[-1])
+    rows, length = scores.shape[1:]
+    if causal:
+        mask = torch.ones(rows, length).triu(length - rows + 1).bool()
+    if mask is not None:
+        scores = scores.masked_fill(mask, -math.inf)
+    out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+    return out, scores.logsumexp(-1).t()
+
+
+class Pages:
+    """A paged cache with random contents, and the tokens of each sequence in order."""
+
+    def __init__(self, lengths, kv_heads, dim, block_size, dtype):
+        columns = max(-(-n // block_size) for n in lengths) + 1
+        count = len(lengths) * columns + 2
+        self.keys, self.values = (
+            torch.randn(count, block_size, kv_heads, dim).to(dtype) for _ in range(2)
+        )
+        order = torch.randperm(count)[: len(lengths) * columns]
+        self.table = order.view(len(lengths), columns).to(torch.int32)
+        self.lengths = lengths
+
+    def tokens(self, cache, sequence):
+        return cache[self.table[sequence].long()].flatten(0, 1)[: self.lengths[sequence]]
+
+
+CAUSAL = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+
+
+def paged_attention(query, pages, rows, heads, kv_heads, lse=False, **options):
+    block_size, dim = pages.keys.shape[1], pages.keys.shape[3]
+    ends = torch.tensor(rows).cumsum(0).tolist()
+    return torch_npu.npu_fused_infer_attention_score(
+        query.npu(),
+        pages.keys.npu().view(len(pages.keys), block_size, -1),
+        pages.values.npu().view(len(pages.keys), block_size, -1),
+        actual_seq_lengths=ends,
+        actual_seq_lengths_kv=pages.lengths,
+        block_table=pages.table.npu(),
+        num_heads=heads,
+        num_key_value_heads=kv_heads,
+        scale=dim**-0.5,
+        input_layout="TND",
+        block_size=block_size,
+        softmax_lse_flag=lse,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads,kv_heads,dim,block_size", [(4, 2, 64, 16), (8, 1, 128, 128),
+                                                           (3, 3, 32, 32), (4, 2, 96, 48)])  # fmt: skip
+def test_decode_over_pages(dtype, heads, kv_heads, dim, block_size):
+    pages = Pages([1, 70, 129, 33], kv_heads, dim, block_size, dtype)
+    query = torch.randn(4, heads, dim).to(dtype)
+
+    out, lse = paged_attention(query, pages, [1] * 4, heads, kv_heads, lse=True)
+
+    assert out.shape == query.shape and lse.shape == (4, heads, 1)
+    for b in range(4):
+        keys, values = pages.tokens(pages.keys, b), pages.tokens(pages.values, b)
+        want, want_lse = reference(query[b : b + 1], keys, values, heads, kv_heads)
+        assert_close(out[b : b + 1], want)
+        assert torch.allclose(lse[b : b + 1, :, 0].cpu(), want_lse, atol=1e-2)
+
+
+@pytest.mark.parametrize("rows", [[5, 40, 1], [70, 3, 9]])
+def test_causal_prefill_after_cached_tokens(rows):
+    heads, kv_heads, dim = 4, 2, 64
+    lengths = [n + extra for n, extra in zip(rows, (0, 100, 20), strict=True)]
+    pages = Pages(lengths, kv_heads, dim, 16, torch.float16)
+    query = torch.randn(sum(rows), heads, dim).half()
+
+    out, _ = paged_attention(
+        query, pages, rows, heads, kv_heads, sparse_mode=3, atten_mask=CAUSAL.npu()
+    )
+
+    start = 0
+    for b, n in enumerate(rows):
+        keys, values = pages.tokens(pages.keys, b), pages.tokens(pages.values, b)
+        part = slice(start, start + n)
+        assert_close(out[part], reference(query[part], keys, values, heads, kv_heads, True)[0])
+        start += n
+
+
+def test_a_sequence_without_tokens_gives_zeros():
+    pages = Pages([0, 20], 2, 64, 16, torch.float16)
+    query = torch.randn(2, 4, 64).half()
+    out, _ = paged_attention(query, pages, [1, 1], 4, 2)
+    assert out[0].cpu().count_nonzero() == 0
+
+
+@pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH"])
+@pytest.mark.parametrize("rows", [1, 20])
+def test_dense_layouts(layout, rows):
+    batch, heads, kv_heads, dim, length = 2, 4, 2, 64, 20
+    query = torch.randn(batch, rows, heads, dim).half()
+    keys, values = (torch.randn(batch, length, kv_heads, dim).half() for _ in range(2))
+    mask = torch.ones(rows, length).triu(length - rows + 1).bool()
+
+    def arranged(t):
+        if layout == "BNSD":
+            return t.transpose(1, 2).contiguous().npu()
+        return (t if layout == "BSND" else t.flatten(2)).npu()
+
+    out, _ = torch_npu.npu_fused_infer_attention_score(
+        arranged(query),
+        arranged(keys),
+        arranged(values),
+        num_heads=heads,
+        num_key_value_heads=kv_heads,
+        scale=dim**-0.5,
+        input_layout=layout,
+        atten_mask=mask.npu()[None, None] if rows > 1 else None,
+    )
+
+    for b in range(batch):
+        got = out[b].transpose(0, 1) if layout == "BNSD" else out[b].view(rows, heads, dim)
+        causal = mask if rows > 1 else None
+        want, _ = reference(query[b], keys[b], values[b], heads, kv_heads, mask=causal)
+        assert_close(got, want)
+
+
+def test_the_second_interface_and_its_out_variant_agree():
+    heads, kv_heads, dim = 4, 2, 64
+    pages = Pages([33, 17], kv_heads, dim, 16, torch.bfloat16)
+    query = torch.randn(2, heads, dim).bfloat16()
+    first, _ = paged_attention(query, pages, [1, 1], heads, kv_heads)
+    arguments = {
+        "actual_seq_qlen": [1, 2],
+        "actual_seq_kvlen": pages.lengths,
+        "block_table": pages.table.npu(),
+        "num_query_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "softmax_scale": dim**-0.5,
+        "input_layout": "TND",
+        "block_size": 16,
+    }
+    flat = [c.npu().view(len(c), 16, -1) for c in (pages.keys, pages.values)]
+
+    second, _ = torch_npu.npu_fused_infer_attention_score_v2(query.npu(), *flat, **arguments)
+    workspace = torch_npu._npu_fused_infer_attention_score_v2_get_max_workspace(
+        query.npu(), *flat, **arguments
+    )
+    out, lse = torch.empty_like(second), torch.empty(1, dtype=torch.bfloat16, device="npu")
+    torch_npu.npu_fused_infer_attention_score_v2.out(
+        query.npu(), *flat, **arguments, workspace=workspace, out=[out, lse]
+    )
+
+    assert torch.equal(first.cpu(), second.cpu())
+    assert torch.equal(out.cpu(), second.cpu())

@@ -1,0 +1,34 @@
+"""Building, loading and settings."""
+
+import pytest
+
+from dist_aclgraph.device import emulator
+from dist_aclgraph.errors import DeviceError
+
+
+
+def test_the_build_is_fresh():
+    assert emulator.is_built()
+
+
+def test_loading_again_with_the_same_settings_is_nothing():
+    emulator.load({"devices": 4})
+
+
+def test_loading_again_with_other_settings_is_refused():
+    with pytest.raises(DeviceError, match="the emulator is loaded with"):
+        emulator.load({"devices": 3})
+
+
+@pytest.mark.parametrize(
+    "settings,problem",
+    [
+        ({"colour": "red"}, "unknown setting colour"),
+        ({"devices": 0}, "devices=0: want a whole number from 1 to 64"),
+        ({"kernels": "fast"}, "kernels=fast: want compute or skip"),
+        ({"strict": "maybe"}, "strict=maybe: want true or false"),
+    ],
+)
+def test_wrong_settings_are_refused(run_script, settings, problem):
+    status, output = run_script("", **settings)
+    assert status == 1 and problem in output

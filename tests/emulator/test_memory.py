@@ -1,0 +1,105 @@
+"""Device memory: poisoned when fresh, unreadable for the host, counted, freed."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+
+
+def test_fresh_memory_is_poisoned(run_script):
+    status, output = run_script("""
+        x = torch.empty(100, device="npu")
+        print("RESULT", bool(x.isnan().all()), torch.empty(9, dtype=torch.int64, device="npu").min().item())
+    """)
+    assert status == 0 and "RESULT True -1" in output, output
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_the_host_cannot_read_device_memory(run_script, expandable):
+    code = """
+        x = torch.ones(4, device="npu")
+        torch.npu.synchronize()
+        import ctypes
+        print("REACHED", flush=True)
+        ctypes.c_float.from_address(x.data_ptr()).value
+    """
+
+    if expandable:
+        os.environ["PYTORCH_NPU_ALLOC_CONF"] = "expandable_segments:True"
+    try:
+        status, output = run_script(code)
+    finally:
+        os.environ.pop("PYTORCH_NPU_ALLOC_CONF", None)
+    assert "REACHED" in output and status == -signal.SIGSEGV
+
+
+def test_memory_is_counted_and_given_back(run_script):
+    status, output = run_script(
+        """
+        free = torch.npu.mem_get_info()[0]
+        x = torch.empty(64 << 20, dtype=torch.uint8, device="npu")
+        taken = free - torch.npu.mem_get_info()[0]
+        del x
+        torch.npu.empty_cache()
+        print("RESULT", taken >> 20, free - torch.npu.mem_get_info()[0])
+        try:
+            torch.empty(2 << 30, dtype=torch.uint8, device="npu")
+        except torch.OutOfMemoryError as e:
+            print("OOM")
+        """,
+        hbm_mb=1024,
+    )
+    assert status == 0 and "RESULT 64 0" in output and "OOM" in output, output
+
+
+def test_the_memory_limit_refuses_earlier_than_the_reported_size(run_script):
+    status, output = run_script(
+        """
+        print("TOTAL", torch.npu.mem_get_info()[1] >> 20)
+        try:
+            torch.empty(200 << 20, dtype=torch.uint8, device="npu")
+        except torch.OutOfMemoryError as e:
+            print("OOM")
+        """,
+        hbm_mb=1024,
+        memory_limit_mb=100,
+    )
+    assert "TOTAL 1024" in output and "OOM" in output, output
+
+
+def test_an_index_outside_stops_the_device_with_the_reason(run_script):
+    status, output = run_script("""
+        x = torch.ones(3, 2, device="npu")
+        x.index_select(0, torch.tensor([7]).npu())
+        try:
+            torch.npu.synchronize()
+        except RuntimeError as e:
+            print("SYNC", str(e).replace(chr(10), " "))
+        try:
+            x + 1
+        except RuntimeError as e:
+            print("LATER", str(e).replace(chr(10), " "))
+    """)
+    for when in ("SYNC", "LATER"):
+        line = next(line for line in output.splitlines() if line.startswith(when))
+        assert "aclnnIndexSelect: index 7 at position 0 lies outside 0..2" in line
+
+
+def test_skipped_kernels_leave_valid_tokens(run_script):
+    status, output = run_script(
+        """
+        x = torch.randn(4, 50).npu()
+        y = (x @ x.t()).softmax(-1)
+        print("RESULT", y.argmax(-1).tolist(), torch.multinomial(y, 1).flatten().tolist(),
+              torch.tensor([3, 4]).npu().add(1).tolist())
+        """,
+        kernels="skip",
+    )
+    assert status == 0 and "RESULT [0, 0, 0, 0] [0, 0, 0, 0] [4, 5]" in output, output
+
+
+def test_large_blocks_round_trip():
+    x = torch.arange(3 << 20)
+    assert torch.equal(x.npu().cpu(), x)

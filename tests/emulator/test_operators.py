@@ -1,0 +1,249 @@
+"""Every plain operator against ATen on the CPU."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+torch.manual_seed(0)
+X, Y = torch.randn(6, 10), torch.randn(6, 10)
+POSITIVE, OTHER = X.abs() + 0.1, Y.abs() + 0.2
+MASK = X > 0
+INTS, SMALL = torch.randint(1, 50, (5, 7)), torch.randint(1, 9, (5, 7))
+ROWS = torch.tensor([4, 0, 2, 2])
+DISTINCT = torch.tensor([0, 2, 3])
+PLACES = torch.randint(0, 6, (3, 10))
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def on_device(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.npu()
+    return [on_device(v) for v in value] if isinstance(value, list) else value
+
+
+def assert_same(got: Any, want: Any, tolerance: float) -> None:
+    if isinstance(want, torch.Tensor):
+        assert (got.dtype, got.shape) == (want.dtype, want.shape)
+        assert torch.allclose(
+            got.cpu().double(), want.double(), atol=tolerance, rtol=tolerance, equal_nan=True
+        )
+    elif isinstance(want, (tuple, list)):
+        for g, w in zip(got, want, strict=True):
+            assert_same(g, w, tolerance)
+    else:
+        assert got == want
+
+
+def check(function, *arguments, tolerance: float = 1e-5) -> None:
+    want = function(*arguments)
+    assert_same(function(*[on_device(a) for a in arguments]), want, tolerance)
+
+
+def written(tensor, index, value):
+    copy = tensor.clone()
+    copy[index] = value
+    return copy
+
+
+UNARY = (
+    "neg abs exp sqrt rsqrt sigmoid tanh sin cos log ceil floor round sign reciprocal isnan "
+    "isfinite isinf logical_not relu"
+).split()
+BINARY = (
+    "add sub mul div pow remainder floor_divide maximum minimum eq ne lt le gt ge fmod "
+    "logical_and logical_or logical_xor"
+).split()
+INTEGER = (
+    "add sub mul remainder floor_divide eq ne lt le gt ge bitwise_and bitwise_or bitwise_xor"
+).split()
+NO_SCALAR = {"maximum", "minimum", "logical_and", "logical_or", "logical_xor"}
+
+
+@pytest.mark.parametrize("name", UNARY)
+def test_unary(name):
+    check(getattr(torch, name), POSITIVE)
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_binary(name):
+    function = getattr(torch, name)
+    check(function, POSITIVE, OTHER)
+    if name not in NO_SCALAR:
+        check(lambda a: function(a, 0.7), POSITIVE)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("name", INTEGER)
+def test_integers(name, dtype):
+    function = getattr(torch, name)
+    check(function, INTS.to(dtype), SMALL.to(dtype))
+    check(lambda a: function(a, 3), INTS.to(dtype))
+
+
+@pytest.mark.parametrize(
+    "name", "add_ sub_ mul_ div_ clamp_min_ clamp_max_ remainder_ pow_ eq_ gt_ fill_".split()
+)
+def test_in_place(name):
+    check(lambda a: getattr(a.clone(), name)(1.5), POSITIVE)
+
+
+@pytest.mark.parametrize("name", "exp_ sqrt_ neg_ sigmoid_ abs_ log_ zero_ tanh_".split())
+def test_in_place_unary(name):
+    check(lambda a: getattr(a.clone(), name)(), POSITIVE)
+
+
+REDUCTIONS = {
+    "sum": lambda a: (a.sum(), a.sum(-1), a.sum(0, keepdim=True)),
+    "mean": lambda a: (a.mean(), a.mean(-1)),
+    "extrema": lambda a: (a.max(), a.min(), a.max(-1), a.min(0), a.amax(-1), a.amin(0)),
+    "argmax": lambda a: (a.argmax(-1), a.argmax(0), a.argmax(-1, keepdim=True), a.argmin(-1)),
+    "cumsum": lambda a: (a.cumsum(-1), a.cumsum(0)),
+    "logsumexp": lambda a: a.logsumexp(-1),
+    "norm": lambda a: a.norm(),
+    "std": lambda a: a.std(-1),
+    "prod": lambda a: a.prod(-1),
+    "softmax": lambda a: (a.softmax(-1), a.softmax(0), a.log_softmax(-1)),
+    "sorting": lambda a: (a.topk(3, -1), a.sort(-1, descending=True), a.argsort(-1)),
+}
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_reduction(name):
+    check(REDUCTIONS[name], X)
+
+
+def test_truth():
+    check(lambda m: (m.any(), m.all(), m.any(-1), m.all(0), m.sum(), ~m), MASK)
+    check(lambda a, b: (a & b, a | b, a ^ b), MASK, Y > 0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_products(dtype):
+    x, y = X.to(dtype), Y.to(dtype)
+    bias = y[:, 0].contiguous()
+    check(lambda a, b: a @ b.t(), x, y, tolerance=5e-2)
+    check(lambda a, b: a.view(3, 2, 10) @ b.t().contiguous(), x, y, tolerance=5e-2)
+    check(functional.linear, x.view(2, 3, 10), y, tolerance=5e-2)
+    check(functional.linear, x, y, bias, tolerance=5e-2)
+    check(torch.bmm, x.view(2, 3, 10), y.view(2, 10, 3), tolerance=5e-2)
+    check(torch.mv, x, y[0], tolerance=5e-2)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 12, 13, 40])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_products_of_every_path(rows, transposed):
+    a, b = torch.randn(rows, 75), torch.randn(133, 75)
+    b = b if transposed else b.t().contiguous().t()
+    check(lambda x, w: x @ w.t(), a, b, tolerance=1e-4)
+    check(lambda x, w: x @ w.t(), a.bfloat16(), b.bfloat16(), tolerance=5e-2)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_casts_and_softmax_of_half_types(dtype):
+    check(lambda a: (a.float(), a.to(torch.int32)), X.to(dtype))
+    check(lambda a: a.to(dtype), X)
+    check(lambda a: (a.softmax(-1), a.log_softmax(-1)), X.to(dtype), tolerance=2e-2)
+    check(lambda a: a.softmax(-1, dtype=torch.float32), X.to(dtype))
+    check(lambda a: (a.argmax(-1), a.topk(3, -1)), X.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_rows_by_index(dtype):
+    rows = ROWS.to(dtype)
+    check(lambda a, i: functional.embedding(i, a), X, rows)
+    check(lambda a, i: a.index_select(0, i), X, rows)
+    check(lambda a, i: a.index_select(1, i), X, rows)
+    check(lambda a, i: functional.embedding(i, a), X.t(), rows)
+
+
+INDEXING = {
+    "gather": (lambda a, i: a.gather(0, i), X, PLACES),
+    "scatter": (lambda a, i, b: a.scatter(0, i, b), X, PLACES[:1], Y[:1]),
+    "scatter value": (lambda a, i: a.clone().scatter_(0, i, 3.0), X, PLACES),
+    "scatter_add": (lambda a, i, b: a.scatter_add(0, i, b), X, PLACES, Y[:3]),
+    "index": (lambda a, i: (a[i], a[:, i], a[i, i]), X, ROWS),
+    "boolean index": (lambda a, m: a[m], X, MASK),
+    "index_put": (written, X, DISTINCT, Y[:3]),
+    "index_put of a mask": (lambda a, m: written(a, m, 0.0), X, MASK),
+    "index_add": (lambda a, i, b: a.clone().index_add_(0, i, b), X, DISTINCT, Y[:3]),
+    "index_copy": (lambda a, i, b: a.clone().index_copy_(0, i, b), X, DISTINCT, Y[:3]),
+    "index_fill": (lambda a, i: a.clone().index_fill_(0, i, 2.0), X, DISTINCT),
+    "where": (torch.where, MASK, X, Y),
+    "where scalar": (lambda a, m: torch.where(m, a, -torch.inf), X, MASK),
+    "masked_fill": (lambda a, m: (a.masked_fill(m, -1), a.clone().masked_fill_(m, 2)), X, MASK),
+    "masked_select": (torch.masked_select, X, MASK),
+    "nonzero": (torch.nonzero, MASK),
+    "one_hot": (lambda i: functional.one_hot(i, 6), ROWS),
+}
+
+
+@pytest.mark.parametrize("name", INDEXING)
+def test_indexing(name):
+    check(*INDEXING[name])
+
+
+SHAPES = {
+    "cat": (lambda a, b: (torch.cat([a, b], -1), torch.cat([a, b[:2]], 0)), X, Y),
+    "stack": (lambda a, b: torch.stack([a, b], 1), X, Y),
+    "split": (lambda a: [t.contiguous() for t in a.split([3, 3, 4], -1)], X),
+    "transpose": (lambda a: a.view(2, 3, 10).permute(2, 0, 1).contiguous(), X),
+    "strided": (lambda a: (a[:, ::2].clone(), a[1::2].contiguous(), a[:, 1:9:3].bfloat16()), X),
+    "expand": (lambda a: (a[:1].expand(4, 10).contiguous(), a.repeat(2, 3)), X),
+    "repeat_interleave": (lambda a: a.repeat_interleave(2, 0), X),
+    "triangles": (lambda a: (a.triu(1), a.tril(), a.flip(0), a.roll(1, 0)), X),
+    "clamp": (lambda a: (a.clamp(-0.5, 0.5), a.clamp(min=0), a.clamp(max=0)), X),
+    "clamp tensor": (lambda a, b: a.clamp(min=b), X, Y),
+    "silu": (lambda a: (functional.silu(a), functional.gelu(a)), X),
+    "write into a slice": (lambda a, b: written(a, (slice(None), slice(0, 3)), b[:, :3]), X, Y),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes(name):
+    check(*SHAPES[name])
+
+
+def test_out_variants():
+    out = torch.empty(6, 10, device="npu")
+    assert_same(torch.add(X.npu(), Y.npu(), out=out), X + Y, 1e-6)
+    product = torch.empty(6, 6, device="npu")
+    assert_same(torch.mm(X.npu(), Y.t().npu(), out=product), X @ Y.t(), 1e-5)
+
+
+def test_random_numbers_follow_the_seed():
+    def draw():
+        torch.npu.manual_seed(7)
+        uniform = torch.rand(1000, device="npu")
+        exponential = torch.empty(1000, device="npu").exponential_()
+        normal = torch.randn(1000, device="npu")
+        chosen = torch.multinomial(torch.tensor([[0.0, 1.0, 3.0]] * 500).npu(), 1)
+        return [t.cpu() for t in (uniform, exponential, normal, chosen)]
+
+    first, second = draw(), draw()
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    uniform, exponential, normal, chosen = first
+    assert 0 <= uniform.min() and uniform.max() < 1 and abs(uniform.mean() - 0.5) < 0.05
+    assert exponential.min() > 0 and abs(exponential.mean() - 1) < 0.15
+    assert abs(normal.mean()) < 0.15 and abs(normal.std() - 1) < 0.1
+    assert chosen.min() == 1 and 0.6 < (chosen == 2).float().mean() < 0.9
+
+
+def test_pinned_copies_both_ways():
+    host = torch.arange(1000.0).pin_memory()
+    device = torch.empty(1000, device="npu")
+    device.copy_(host, non_blocking=True)
+    back = torch.empty(1000).pin_memory()
+    back.copy_(device, non_blocking=True)
+    torch.npu.synchronize()
+    assert torch.equal(back, host)
+
+
+def test_printing():
+    assert "npu" in str(torch.ones(2, device="npu"))
+
+
+def test_an_operator_that_is_not_emulated_fails_with_its_name():
+    with pytest.raises(RuntimeError, match="aclnnErfinv is not emulated"):
+        torch.erfinv(X.npu())
