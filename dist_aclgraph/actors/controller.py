@@ -375,8 +375,9 @@ class Controller:
                     "bucket": bucket,
                     "mode": "FULL",
                     "captures": 1,
-                    "capture_seconds": record.seconds.get(bucket, 0.0),
-                    "streams": self._streams_of(group, bucket),
+                    "capture_seconds": record.costs[bucket].seconds,
+                    "streams": record.costs[bucket].streams,
+                    "bytes": record.costs[bucket].bytes,
                 }
                 for bucket in record.plan.buckets
             ],
@@ -388,15 +389,6 @@ class Controller:
             "ranks": [self._rank_report(group, i) for i in range(len(group.ledgers))],
             "ready_seconds": time.monotonic() - self._started_s,
         }
-
-    def _streams_of(self, group: LockstepGroup, bucket: int) -> int:
-        measured = [
-            entry.measured or 0
-            for ledger in group.ledgers
-            for entry in ledger.entries
-            if entry.term == f"bucket {bucket}"
-        ]
-        return max(measured, default=0)
 
     def _rank_report(self, group: LockstepGroup, index: int) -> dict[str, Any]:
         ledger, info = group.ledgers[index], group.workers.infos[index]

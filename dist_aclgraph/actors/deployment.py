@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -20,6 +21,7 @@ from dist_aclgraph.device.kind import resolve_kind
 from dist_aclgraph.errors import EngineDeadError
 
 NAMESPACE = "dist_aclgraph"
+CONTROLLER = "controller"  # first part of the names of controller actors
 OBJECT_STORE_BYTES = 100 << 20  # the control plane needs none; this is what Ray accepts gladly
 POLL_S = 0.1
 
@@ -85,7 +87,9 @@ def start(config: Config, on_progress: OnProgress | None = None) -> Deployment:
     controller = None
     try:
         actor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)(Controller)
-        controller = actor.remote(config, is_emulated=is_emulated)
+        controller = actor.options(
+            name=f"{CONTROLLER}-{secrets.token_hex(4)}", namespace=NAMESPACE
+        ).remote(config, is_emulated=is_emulated)
         starting = controller.start.remote()
         while not ray.wait([starting], timeout=POLL_S)[0]:
             if on_progress is not None:
@@ -98,6 +102,19 @@ def start(config: Config, on_progress: OnProgress | None = None) -> Deployment:
             ray.shutdown()
         raise
     return Deployment(controller, service, owns_ray=owns_ray)
+
+
+def starting_progress() -> Progress | None:
+    """Return how far a deployment is that somebody else starts on this Ray cluster, if one is."""
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["namespace"] == NAMESPACE and actor["name"].startswith(CONTROLLER):
+            try:
+                controller = ray.get_actor(actor["name"], NAMESPACE)
+                report: Progress = ray.get(controller.progress.remote(), timeout=2.0)
+            except (RayError, ValueError):
+                continue  # It went away meanwhile.
+            return report
+    return None
 
 
 def start_local_ray(config: Config) -> None:

@@ -14,6 +14,7 @@ from dist_aclgraph.actors.worker import CaptureOutcome
 from dist_aclgraph.errors import CaptureError, RankDisagreementError
 from dist_aclgraph.graph.ledger import Ledger, bucket_term
 from dist_aclgraph.graph.plan import (
+    CaptureCost,
     CaptureFailure,
     GiveUp,
     GraphPlan,
@@ -49,12 +50,12 @@ class CaptureRecord:
 
     Attributes:
         plan: the plan that holds now.
-        seconds: by bucket, the slowest rank's.
+        costs: by bucket, the most that any rank paid.
         rollbacks: sentences about what was undone.
     """
 
     plan: GraphPlan
-    seconds: dict[int, float] = field(default_factory=dict)
+    costs: dict[int, CaptureCost] = field(default_factory=dict)
     rollbacks: list[str] = field(default_factory=list)
 
 
@@ -103,7 +104,11 @@ def capture_plan(
         failed = next((o for o in outcomes if o.failure is not None), None)
         if failed is None:
             captured.add(bucket)
-            record.seconds[bucket] = max(outcome.cost.seconds for outcome in outcomes)
+            record.costs[bucket] = CaptureCost(
+                streams=max(outcome.cost.streams for outcome in outcomes),
+                bytes=max(outcome.cost.bytes for outcome in outcomes),
+                seconds=max(outcome.cost.seconds for outcome in outcomes),
+            )
             for ledger, outcome in zip(ledgers, outcomes, strict=True):
                 ledger.measure(bucket_term(bucket), outcome.cost.streams)
             continue

@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -42,13 +43,19 @@ def run(
 ) -> None:
     """Answer prompts and stop."""
     with _user_errors():
+        from rich.console import Console
+
+        from dist_aclgraph.actors import deployment
         from dist_aclgraph.actors.llm import LLM
+        from dist_aclgraph.cli.progress import StartProgress
         from dist_aclgraph.config import load_config, parse_overrides
         from dist_aclgraph.sampling import SamplingParams
 
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
         loaded = load_config(config, parse_overrides(overrides or []))
-        with LLM(loaded) as llm:
+        with StartProgress(Console(stderr=True)) as show:
+            llm = LLM(loaded, start=partial(deployment.start, on_progress=show))
+        with llm:
             asked = [
                 text if raw else llm.tokenizer.encode_chat([{"role": "user", "content": text}])
                 for text in prompt

@@ -18,12 +18,14 @@ from dist_aclgraph.actors import deployment
 from dist_aclgraph.actors.engine_client import StartDeployment
 from dist_aclgraph.actors.llm import start_on_ray
 from dist_aclgraph.cli.plan_report import plan_report
+from dist_aclgraph.cli.progress import StartProgress
 from dist_aclgraph.config import Config, prepare_ray_environment
 from dist_aclgraph.errors import ConfigError, EngineUnavailableError
 
 APP_NAME = "dist_aclgraph"
 SERVE_LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 TABLE_KEYS = ("bucket", "mode", "streams", "bytes")
+POLL_S, WATCH_S = 0.2, 1.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -58,12 +60,6 @@ def serve_until_signal(config: Config, start: StartDeployment = start_on_ray) ->
         console.print("Stopped.")
 
 
-def _start_ray(config: Config) -> None:
-    from dist_aclgraph.actors import deployment
-
-    deployment.start_local_ray(config)
-
-
 def _serve(
     config: Config, start: StartDeployment, stopping: threading.Event, console: Console
 ) -> None:
@@ -82,19 +78,21 @@ def _serve(
         make_app(config, start), name=APP_NAME, route_prefix="/", logging_config=SERVE_LOGGING
     )
     (handle,) = serve.run_many([target], wait_for_applications_running=False)
-    while not stopping.wait(0.2):
-        status = serve.status().applications[APP_NAME]
-        if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-            raise EngineUnavailableError(f"the deployment did not come up: {_cause(status)}")
-        if status.status == "RUNNING":
-            break
+    with StartProgress(console) as show:
+        while not stopping.wait(POLL_S):
+            status = serve.status().applications[APP_NAME]
+            if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+                raise EngineUnavailableError(f"the deployment did not come up: {_cause(status)}")
+            if status.status == "RUNNING":
+                break
+            if (progress := deployment.starting_progress()) is not None:
+                show(progress)
     if stopping.is_set():
         return
     announce(config, handle.report.remote().result(timeout_s=30), Console())
-    while not stopping.wait(1.0):
-        status = serve.status().applications[APP_NAME]
-        if status.status in ("DEPLOY_FAILED", "NOT_STARTED"):
-            raise EngineUnavailableError(f"the deployment failed: {_cause(status)}")
+    while not stopping.wait(WATCH_S):
+        if failure := handle.failure.remote().result(timeout_s=30):
+            raise EngineUnavailableError(f"the service has ended: {failure}")
     console.print("Draining ...")
     handle.stop.remote().result(timeout_s=config.serve.drain_s + config.timeouts.stop_s + 60)
 
@@ -144,11 +142,12 @@ def announce(config: Config, report: dict[str, Any], console: Console) -> None:
         console.print(f"Graph plan {plan['version']} ({plan['hash'][:12]}): {reasons}")
         table = Table(*TABLE_KEYS)
         for bucket in report.get("buckets", []):
-            row = (bucket.get(key, "in the pool") for key in TABLE_KEYS)
-            table.add_row(*(str(value) for value in row))
+            table.add_row(*(f"{bucket[key]:,}" if key == "bytes" else str(bucket[key])
+                            for key in TABLE_KEYS))  # fmt: skip
         console.print(table)
         console.print(
-            f"All graphs of an NPU share one pool of {report.get('pool_bytes', 0):,} bytes."
+            f"Bytes are what a bucket added to the pool that all share: "
+            f"{report['pool_bytes']:,} in all."
         )
     else:
         console.print("No graphs: every step runs eagerly.")

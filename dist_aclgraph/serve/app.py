@@ -18,7 +18,7 @@ from ray import serve
 from dist_aclgraph.actors.engine_client import EngineClient, StartDeployment
 from dist_aclgraph.actors.llm import start_on_ray
 from dist_aclgraph.config import Config, load_config
-from dist_aclgraph.errors import DistAclGraphError
+from dist_aclgraph.errors import DistAclGraphError, EngineUnavailableError
 from dist_aclgraph.serve.api import make_api
 from dist_aclgraph.serve.state import ApiState
 from dist_aclgraph.text.tokenizer import Tokenizer
@@ -63,6 +63,14 @@ class Ingress:
     async def check_health(self) -> None:
         """Fail, so that Serve replaces this replica, once the deployment is dead."""
         await asyncio.to_thread(self._deployment.check)
+
+    async def failure(self) -> str:
+        """Return why the deployment serves no more, or "" while it does."""
+        try:
+            await self.check_health()
+        except EngineUnavailableError as e:
+            return str(e)
+        return ""
 
     async def report(self) -> dict[str, Any]:
         """What ``dist-aclgraph serve`` prints: plan, ranks and memory."""

@@ -18,9 +18,7 @@ import tokenizers
 from dist_aclgraph.errors import ConfigError, InvalidParameterError
 
 MAX_RENDERED_CHARS = 4 << 20
-MAX_CHARS_PER_TOKEN = (
-    64  # a text longer than so many characters per context token is refused unread
-)
+MAX_CHARS_PER_TOKEN = 64  # longer texts, per token of the context, are refused unread
 
 
 class Tokenizer:
@@ -30,6 +28,8 @@ class Tokenizer:
         eos_ids: ids that end an output, from generation_config.json, else config.json.
         vocab_size: ids lie in [0, vocab_size).
         context_len: the model's max_position_embeddings.
+        has_text: whether there is a tokenizer.json; without one, prompts are token ids and
+            outputs have no text.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -43,10 +43,12 @@ class Tokenizer:
         tokenizer_config = _read_json(directory / "tokenizer_config.json", optional=True)
         generation = _read_json(directory / "generation_config.json", optional=True)
         path = directory / "tokenizer.json"
-        if not path.is_file():
-            raise ConfigError(f"{directory} has no tokenizer.json")
+        self.has_text = path.is_file()
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            if self.has_text:
+                self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            else:
+                self._tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
         except Exception as e:  # tokenizers raises the base class itself
             raise ConfigError(f"{path} is not a tokenizer: {e}") from e
         self._tokenizer.no_truncation()
@@ -65,6 +67,10 @@ class Tokenizer:
         Raises:
             InvalidParameterError: the text is hopelessly long, or the tokenizer cannot take it.
         """
+        if not self.has_text:
+            raise InvalidParameterError(
+                "this checkpoint has no tokenizer.json: give the prompt as token ids", "prompt"
+            )
         limit = (max_tokens or self.context_len) * MAX_CHARS_PER_TOKEN
         if len(text) > limit:
             raise InvalidParameterError(

@@ -6,7 +6,6 @@ from dist_aclgraph.device import emulator
 from dist_aclgraph.errors import DeviceError
 
 
-
 def test_the_build_is_fresh():
     assert emulator.is_built()
 

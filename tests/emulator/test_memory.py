@@ -7,7 +7,6 @@ import pytest
 import torch
 
 
-
 def test_fresh_memory_is_poisoned(run_script):
     status, output = run_script("""
         x = torch.empty(100, device="npu")

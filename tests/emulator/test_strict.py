@@ -77,9 +77,7 @@ def refused(operator, rule, call):
 
 
 def write(key, cache, slots):
-    torch_npu.npu_scatter_pa_kv_cache(
-        key, key, cache, cache.clone(), slots, cache_mode="Norm"
-    )
+    torch_npu.npu_scatter_pa_kv_cache(key, key, cache, cache.clone(), slots, cache_mode="Norm")
 
 
 def test_cache_writes_refuse():

@@ -150,8 +150,9 @@ def test_a_template_that_does_not_compile_is_a_configuration_error(tmp_path):
         Tokenizer(write_model(tmp_path, "{% for %}"))
 
 
-def test_a_directory_without_a_tokenizer_is_a_configuration_error(tmp_path):
+def test_a_tokenizer_that_cannot_be_read_is_a_configuration_error(tmp_path):
     (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("{}")
 
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         Tokenizer(tmp_path)
