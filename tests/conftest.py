@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -20,3 +22,34 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith(OUR_VARIABLES):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def npu() -> Any:
+    """The emulated NPU of this process, lenient about dtypes so that float32 can be compared.
+
+    Its settings hold for the life of the process: tests that need others use processes of their
+    own.
+    """
+    from dist_aclgraph.config import make_config
+    from dist_aclgraph.device.npu import open_npu
+
+    config = make_config(
+        {"model": "unused", "device": {"kind": "emulated", "emulator": {"strict": False}}}
+    )
+    return open_npu(config.device, 0)
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """One local Ray cluster with eight emulated NPUs for all tests of the session."""
+    import ray
+
+    from dist_aclgraph.actors.deployment import start_local_ray
+    from dist_aclgraph.config import make_config
+
+    start_local_ray(
+        make_config({"model": "unused", "parallel": {"tp": 8}, "device": {"kind": "emulated"}})
+    )
+    yield
+    ray.shutdown()
