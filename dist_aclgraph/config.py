@@ -1,11 +1,13 @@
-"""One YAML file becomes one frozen, checked tree: the only reader of YAML and of the environment.
+"""One YAML file becomes one frozen, checked tree: the only reader of YAML and the environment.
 
-``load_config(path, overrides)`` rejects unknown keys and bad values with the key, the value and what
-is allowed. Overrides are dotted keys: ``{"parallel.tp": 2}``, or ``parallel.tp=2`` on a command line.
+``load_config(path, overrides)`` rejects unknown keys and bad values with the key, the value and
+what is allowed. Overrides are dotted keys: ``{"parallel.tp": 2}``, or ``parallel.tp=2`` on a
+command line.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -55,7 +57,7 @@ class GraphConfig(Section):
         "legacy-last", description="prices graphs in streams; see `dist-aclgraph plan`"
     )
     reserve_streams: int = Field(
-        32, ge=0, le=2048, description="streams of a rank that no graph may take"
+        0, ge=0, le=2048, description="streams of a rank that no graph may take"
     )
     scope: Literal["cluster", "group"] = Field(
         "cluster", description="one plan for all lockstep groups, or one for each"
@@ -77,6 +79,16 @@ class SchedulerConfig(Section):
     )
     max_waiting: int = Field(1024, ge=1, description="requests that may wait; more are refused")
     prefix_cache: bool = Field(True, description="reuse blocks of equal prompt beginnings")
+
+    @model_validator(mode="after")
+    def _check_tokens(self) -> SchedulerConfig:
+        # A step that cannot hold every running request would starve the latest of them.
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs})"
+            )
+        return self
 
 
 class KVConfig(Section):
@@ -267,7 +279,20 @@ def child_environment(config: Config) -> dict[str, str]:
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
+        # A lost rank holds its peers for so long; the step's deadline ends them sooner.
+        "HCCL_EXEC_TIMEOUT": str(math.ceil(config.timeouts.step_s)),
+        "HCCL_CONNECT_TIMEOUT": str(math.ceil(max(120.0, config.timeouts.join_s))),
     }
+
+
+def build_environment() -> dict[str, str]:
+    """Environment of a compiler run: ours, without the flags of a make around it."""
+    return {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS")}
+
+
+def ray_address() -> str | None:
+    """Return the Ray cluster that the environment names, e.g. ``auto`` on a node of one."""
+    return os.environ.get("RAY_ADDRESS") or None
 
 
 def prepare_ray_environment() -> None:
@@ -277,6 +302,11 @@ def prepare_ray_environment() -> None:
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+
+def disable_backend_autoload() -> None:
+    """Stop torch from importing torch_npu by itself: the emulator's libraries must come first."""
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
 
 def visible_devices() -> tuple[int, ...] | None:

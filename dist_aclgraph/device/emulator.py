@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from dist_aclgraph.config import build_environment, disable_backend_autoload
 from dist_aclgraph.errors import DeviceError, EmulatorBuildError
 
 SOURCES = Path(__file__).resolve().parents[2] / "emulator"
@@ -26,7 +27,7 @@ _BEFORE_TORCH = ("ascendcl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_c
 _AFTER_TORCH = ("hccl", "opapi", "nnopbase")
 
 _STAMP = BUILD / "stamp"
-_LOCK = BUILD / "lock"
+_LOCK = SOURCES / "build" / "lock"
 _QUOTED_LINES = 40
 
 Progress = Callable[[int, int, str], None]
@@ -35,7 +36,7 @@ _loaded_settings: dict[str, str] | None = None
 
 
 def is_built() -> bool:
-    """Return whether libraries exist that belong to the present sources, wheels and processor."""
+    """Return whether the libraries exist and belong to these sources, wheels and processor."""
     try:
         return _STAMP.read_text() == _fingerprint()
     except OSError:
@@ -84,10 +85,10 @@ def load(settings: Mapping[str, str | int | bool]) -> None:
     if "torch_npu" in sys.modules:
         raise DeviceError("torch_npu is imported already: load the emulator before it")
     folder = build()
-    runtime, *_others = [_preload(folder, name) for name in _BEFORE_TORCH]
+    runtime, *_ = [_preload(folder, name) for name in _BEFORE_TORCH]
     _configure(runtime, wanted)
     # torch would otherwise import torch_npu by itself, before the libraries below are there.
-    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    disable_backend_autoload()
     import torch  # noqa: F401
 
     for name in _AFTER_TORCH:
@@ -145,7 +146,7 @@ def _processor_features() -> str:
 
 def _make(progress: Progress | None) -> None:
     command = ["make", "-C", str(SOURCES), "--no-print-directory", f"PYTHON={sys.executable}"]
-    environment = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS")}
+    environment = build_environment()
     plan = subprocess.run([*command, "-n"], capture_output=True, text=True, env=environment)
     total = sum(line.startswith("echo ") for line in plan.stdout.splitlines())
     process = subprocess.Popen(

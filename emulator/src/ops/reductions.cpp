@@ -68,7 +68,10 @@ OP(aclnnMinDim, [](Tensor a, int64_t dim, bool keep, Tensor values, Tensor indic
 
 OP(aclnnArgMax, [](Tensor a, int64_t dim, bool keep, Tensor out) -> Task {
   if (skips(a))
-    return [out] { out.zero_(); };
+    return [out] {
+      AtenScope scope;
+      out.zero_();
+    };
   bool last = a.dim() > 0 && (dim == -1 || dim == a.dim() - 1);
   if (last && is_kernel_type(a) && a.is_contiguous() && out.is_contiguous() && is_index(out) &&
       a.size(-1) > 0) {

@@ -1,0 +1,1 @@
+"""Ray actors: who starts, watches and stops whom. Ray is never on the path of a step."""

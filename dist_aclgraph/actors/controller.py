@@ -1,0 +1,426 @@
+"""The controller actor: brings a deployment from configuration to serving, and to its end.
+
+A deployment's way: PLACING, JOINING, LOADING, NEGOTIATING, CAPTURING, SERVING, DRAINING, STOPPED
+(``state.py``). Each phase has a deadline; an error names the rank and the phase, and takes the
+whole deployment down in order.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import RayError
+
+from dist_aclgraph.actors.engine import Engine, EngineSettings
+from dist_aclgraph.actors.lockstep_capture import CaptureRecord, capture_plan, same
+from dist_aclgraph.actors.state import State, advance
+from dist_aclgraph.actors.worker_group import WorkerGroup, fetch, start_group
+from dist_aclgraph.config import Config
+from dist_aclgraph.errors import ConfigError, DistAclGraphError, WorkerError
+from dist_aclgraph.graph.buckets import candidate_sizes
+from dist_aclgraph.graph.budget import StreamOffer, Workload, make_budget_model
+from dist_aclgraph.graph.ledger import Ledger
+from dist_aclgraph.graph.negotiation import negotiate
+from dist_aclgraph.graph.plan import GraphPlan
+from dist_aclgraph.kv.spec import KVCacheSpec, kv_heads_per_rank
+from dist_aclgraph.model_facts import read_model_facts
+from dist_aclgraph.topology import ParallelLayout
+
+EPOCH = 1  # of a deployment that does not yet survive the death of a worker
+WATCH_S = 0.2
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What people are shown while a deployment starts."""
+
+    state: str
+    done: int = 0
+    total: int = 0
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Service:
+    """Where a serving deployment is reached."""
+
+    addresses: list[str]
+    token: str
+    max_model_len: int
+
+
+@dataclass
+class LockstepGroup:
+    """What the controller keeps of one lockstep group."""
+
+    workers: WorkerGroup
+    engine: Any = None
+    device: str = ""
+    weight_bytes: int = 0
+    num_blocks: int = 0
+    offers: list[StreamOffer] = field(default_factory=list)
+    ledgers: list[Ledger] = field(default_factory=list)
+    record: CaptureRecord | None = None
+    pool_bytes: int = 0
+    loops: list[Any] = field(default_factory=list)
+
+
+class Controller:
+    """Owns the plan, the states, and all actors of a deployment."""
+
+    def __init__(self, config: Config, *, is_emulated: bool) -> None:
+        self._config = config
+        self._is_emulated = is_emulated
+        self._facts = read_model_facts(config.model)
+        self._layout = ParallelLayout.from_config(config.parallel)
+        self._max_model_len = config.max_model_len or self._facts.max_model_len
+        if self._max_model_len > self._facts.max_model_len:
+            raise ConfigError(
+                f"max_model_len is {self._max_model_len}; the model's context is "
+                f"{self._facts.max_model_len} tokens"
+            )
+        self._cache_spec = KVCacheSpec(
+            num_layers=self._facts.num_layers,
+            num_kv_heads=kv_heads_per_rank(self._facts.num_kv_heads, config.parallel.tp),
+            head_size=self._facts.head_size,
+            block_size=config.kv.block_size,
+            dtype=config.dtype,
+        )
+        self._state = State.PLACING
+        self._progress = Progress(self._state.value)
+        self._failure = ""
+        self._groups: list[LockstepGroup] = []
+        self._token = secrets.token_hex(16)
+        self._started_s = time.monotonic()
+        self._ready_s = 0.0
+        self._watcher = threading.Thread(target=self._watch, name="watch", daemon=True)
+
+    # ---- answered while start() runs
+
+    def progress(self) -> Progress:
+        if self._state is State.LOADING:
+            reports = [p for group in self._groups for p in group.workers.progress()]
+            done = min((r["progress"][0] for r in reports), default=0)
+            total = max((r["progress"][1] for r in reports), default=0)
+            return Progress(self._state.value, done, total, "layers")
+        return self._progress
+
+    def check(self) -> str:
+        """Return why the deployment serves no more, or "" while all is well."""
+        return self._failure
+
+    def report(self) -> dict[str, Any]:
+        """Return what is known of the plan, the ranks and every engine's counters."""
+        reports = [
+            ray.get(group.engine.report.remote(), timeout=10.0)
+            for group in self._groups
+            if group.engine is not None
+        ]
+        merged = dict(reports[0]) if reports else self._group_report(0)
+        merged["state"] = self._state.value
+        merged["failure"] = self._failure
+        merged["groups"] = reports[1:]
+        return merged
+
+    # ---- from configuration to serving
+
+    def start(self) -> Service:
+        """Run all phases.
+
+        Raises:
+            DistAclGraphError: the first error; everything that was started is stopped by then.
+        """
+        try:
+            self._place()
+            self._join()
+            self._load()
+            self._negotiate_and_capture()
+            return self._serve()
+        except Exception as e:
+            self._failure = str(e)
+            self._stop_actors()
+            self._enter(State.STOPPED)
+            if isinstance(e, DistAclGraphError):
+                raise
+            raise WorkerError(f"{type(e).__name__}: {e}", phase=self._state.value) from e
+
+    def _enter(self, state: State) -> None:
+        self._state = advance(self._state, state)
+        self._progress = Progress(state.value)
+
+    def _place(self) -> None:
+        for ranks in self._layout.lockstep_groups:
+            workers = start_group(self._config, ranks, EPOCH, is_emulated=self._is_emulated)
+            self._groups.append(LockstepGroup(workers))
+
+    def _join(self) -> None:
+        self._enter(State.JOINING)
+        timeout_s = self._config.timeouts.join_s
+        for group in self._groups:
+            workers = group.workers
+            one_node = len({info.node_id for info in workers.infos}) == 1
+            leader = workers.infos[0]
+            # Beside the first worker: its node is the one that ranks meet at.
+            group.engine = _beside(leader.node_id).remote(
+                self._config, len(workers.ranks), one_node=one_node, host=leader.node_ip
+            )
+            rendezvous = ray.get(group.engine.rendezvous.remote(), timeout=timeout_s)
+            devices = workers.call(
+                "join",
+                "JOINING",
+                timeout_s,
+                _places(workers, rendezvous),
+            )
+            group.device = devices[0]
+
+    def _load(self) -> None:
+        self._enter(State.LOADING)
+        for group in self._groups:
+            loaded = group.workers.call("load", "LOADING", self._config.timeouts.load_s)
+            group.weight_bytes = max(loaded)
+
+    # ---- the plan
+
+    def _negotiate_and_capture(self) -> None:
+        self._enter(State.NEGOTIATING)
+        config, timeout_s = self._config, self._config.timeouts.negotiate_s
+        candidates = candidate_sizes(config)
+        for group in self._groups:
+            limits = group.workers.call("free_bytes", "NEGOTIATING", timeout_s)
+            group.num_blocks = self._cache_spec.choose_num_blocks(
+                config.kv,
+                min(limits),
+                max_num_seqs=config.scheduler.max_num_seqs,
+                max_model_len=self._max_model_len,
+            )
+            group.workers.call(
+                "make_runner",
+                "NEGOTIATING",
+                timeout_s,
+                same(group.num_blocks, self._max_model_len, max(candidates)),
+            )
+            # One eager step creates HCCL domains and side streams: offers then count them.
+            group.workers.call("warm_up", "NEGOTIATING", timeout_s, same(1))
+            group.offers = group.workers.call("offer", "NEGOTIATING", timeout_s)
+        scopes = [self._groups]
+        if config.graph.scope == "group":
+            scopes = [[group] for group in self._groups]
+        for groups in scopes:
+            self._plan_groups(groups, candidates)
+
+    def _plan_groups(self, groups: list[LockstepGroup], candidates: tuple[int, ...]) -> None:
+        """Negotiate one plan over ``groups`` and capture it on each."""
+        config = self._config
+        workload = Workload.from_config(config, self._facts)
+        model = make_budget_model(config.graph.budget_model)
+        offers = [offer for group in groups for offer in group.offers]
+        plan = negotiate(
+            offers,
+            candidates,
+            model,
+            workload,
+            max_num_seqs=config.scheduler.max_num_seqs,
+        )
+        if plan.buckets and self._state is State.NEGOTIATING:
+            self._enter(State.CAPTURING)
+        for group in groups:
+            group.ledgers = [Ledger.predict(o, plan, model, workload) for o in group.offers]
+            group.record = self._capture(group, plan)
+        smallest = min(groups, key=lambda g: len(_plan_of(g).buckets))
+        for group in groups:
+            # One plan for all: a group that could capture more gives the surplus up.
+            if _plan_of(group) != _plan_of(smallest):
+                group.record = self._capture(group, _plan_of(smallest))
+
+    def _capture(self, group: LockstepGroup, plan: GraphPlan) -> CaptureRecord:
+        timeouts = self._config.timeouts
+
+        def show(done: int, total: int, bucket: int) -> None:
+            detail = f"bucket {bucket}" if bucket else "done"
+            self._progress = Progress(self._state.value, done, total, detail)
+
+        record = capture_plan(
+            group.workers,
+            plan,
+            group.ledgers,
+            confirm_timeout_s=timeouts.negotiate_s,
+            capture_timeout_s=timeouts.capture_s,
+            on_bucket=show,
+        )
+        group.pool_bytes = max(
+            group.workers.call("pool_bytes", self._state.value, timeouts.negotiate_s)
+        )
+        return record
+
+    # ---- serving
+
+    def _serve(self) -> Service:
+        addresses = []
+        for index, group in enumerate(self._groups):
+            address = ray.get(group.engine.channel_address.remote(), timeout=10.0)
+            group.loops = group.workers.start_loops(address)
+            settings = EngineSettings(
+                epoch=EPOCH,
+                num_blocks=group.num_blocks,
+                max_model_len=self._max_model_len,
+                plan=_plan_of(group),
+                token=self._token,
+                report=self._group_report(index),
+            )
+            serving = group.engine.serve.remote(settings)
+            # A worker that dies on its way into the loop must not leave us waiting.
+            self._wait_or_lose(group, serving)
+            addresses.append(ray.get(serving))
+        self._ready_s = time.monotonic() - self._started_s
+        self._enter(State.SERVING)
+        self._watcher.start()
+        return Service(addresses, self._token, self._max_model_len)
+
+    def _wait_or_lose(self, group: LockstepGroup, serving: Any) -> None:
+        timeout_s = self._config.timeouts.join_s
+        ready, _ = ray.wait([serving, *group.loops], num_returns=1, timeout=timeout_s)
+        if not ready:
+            raise WorkerError(f"no step loop within {timeout_s:g} s", phase=self._state.value)
+        if ready[0] is not serving and ready[0] != serving:
+            fetch(ready[0], group.workers.ranks[group.loops.index(ready[0])], "CAPTURING")
+
+    def _watch(self) -> None:
+        """Turn the first death into the deployment's failure."""
+        owner_of = {
+            loop: (group, rank)
+            for group in self._groups
+            for loop, rank in zip(group.loops, group.workers.ranks, strict=True)
+        }
+        while self._state is State.SERVING:
+            ready, _ = ray.wait(list(owner_of), num_returns=1, timeout=WATCH_S)
+            if self._state is not State.SERVING:
+                return
+            if ready:
+                group, rank = owner_of[ready[0]]
+                try:
+                    fetch(ready[0], rank, "SERVING")
+                    reason = f"rank {rank} left its step loop"
+                except DistAclGraphError as e:
+                    reason = str(e)
+                self._lose(group, reason)
+                return
+            for group in self._groups:
+                try:
+                    reason = ray.get(group.engine.failure.remote(), timeout=10.0)
+                except RayError as e:
+                    reason = f"the engine is gone: {type(e).__name__}"
+                if reason:
+                    self._lose(group, reason)
+                    return
+
+    def _lose(self, group: LockstepGroup, reason: str) -> None:
+        """End the epoch of a group: its requests get the reason, its workers are killed."""
+        self._failure = reason
+        group.engine.fail.remote(reason)
+        group.workers.kill()
+
+    # ---- the end
+
+    def shut_down(self) -> None:
+        """Stop in order: engines say goodbye, workers leave, what is left is killed."""
+        if self._state is State.SERVING:
+            self._enter(State.DRAINING)
+        self._stop_actors()
+        if self._state is not State.STOPPED:
+            self._enter(State.STOPPED)
+
+    def _stop_actors(self) -> None:
+        timeout_s = self._config.timeouts.stop_s
+        for group in self._groups:
+            if group.engine is not None:
+                stopping = [group.engine.stop.remote()]
+                ray.wait([*stopping, *group.loops], num_returns=1 + len(group.loops),
+                         timeout=timeout_s)  # fmt: skip
+                ray.kill(group.engine)
+            group.workers.kill()
+
+    # ---- reports
+
+    def _group_report(self, index: int) -> dict[str, Any]:
+        if index >= len(self._groups):
+            return {}
+        group = self._groups[index]
+        record = group.record
+        plan = None if record is None else record.plan
+        return {
+            "device": group.device,
+            "emulated": self._is_emulated,
+            "plan": None
+            if plan is None
+            else {
+                "version": plan.version,
+                "hash": plan.hash,
+                "mode": plan.mode,
+                "buckets": list(plan.buckets),
+                "budget_model": plan.budget_model,
+                "reasons": list(plan.reasons),
+            },
+            "rollbacks": [] if record is None else record.rollbacks,
+            "buckets": []
+            if record is None
+            else [
+                {
+                    "bucket": bucket,
+                    "mode": "FULL",
+                    "captures": 1,
+                    "capture_seconds": record.costs[bucket].seconds,
+                    "streams": record.costs[bucket].streams,
+                    "bytes": record.costs[bucket].bytes,
+                }
+                for bucket in record.plan.buckets
+            ],
+            "pool_bytes": group.pool_bytes,
+            "weight_bytes": group.weight_bytes,
+            "num_blocks": group.num_blocks,
+            "block_size": self._config.kv.block_size,
+            "max_model_len": self._max_model_len,
+            "ranks": [self._rank_report(group, i) for i in range(len(group.ledgers))],
+            "ready_seconds": time.monotonic() - self._started_s,
+        }
+
+    def _rank_report(self, group: LockstepGroup, index: int) -> dict[str, Any]:
+        ledger, info = group.ledgers[index], group.workers.infos[index]
+        return {
+            "rank": ledger.rank,
+            "host": info.host,
+            "npu_ids": list(info.npu_ids),
+            "pid": info.pid,
+            "streams": {
+                "offered": ledger.offered_streams,
+                "predicted": ledger.predicted_streams,
+                "measured": sum(e.measured or 0 for e in ledger.entries if e.unit == "streams"),
+            },
+            "ledger": msgspec.to_builtins(ledger),
+            "warnings": ledger.warnings(),
+        }
+
+
+def _plan_of(group: LockstepGroup) -> GraphPlan:
+    assert group.record is not None
+    return group.record.plan
+
+
+def _beside(node_id: str) -> Any:
+    """Return the engine actor's class, pinned to a node."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    actor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)(Engine)
+    return actor.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
+
+
+def _places(workers: WorkerGroup, rendezvous: str) -> Callable[[int], tuple[Any, ...]]:
+    """Arguments of ``Worker.join``: world rank, place in the group, and where the group meets."""
+    size = len(workers.ranks)
+    return lambda index: (workers.ranks[index], index, size, rendezvous)

@@ -1,0 +1,105 @@
+"""The engine actor of one lockstep group: the loop on a thread of its own, and calls about it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from dist_aclgraph.actors.engine_loop import EngineLoop
+from dist_aclgraph.actors.run_directory import make_run_directory, remove_run_directory
+from dist_aclgraph.actors.step_channel import ChannelAddress, StepSender
+from dist_aclgraph.config import Config
+from dist_aclgraph.graph.dispatcher import GraphDispatcher
+from dist_aclgraph.graph.plan import GraphPlan
+from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.scheduler.scheduler import Scheduler
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What a group's engine must know, after negotiation and capture."""
+
+    epoch: int
+    num_blocks: int
+    max_model_len: int
+    plan: GraphPlan
+    token: str
+    report: dict[str, Any]
+
+
+class Engine:
+    """Owns the loop, its sockets and their directory."""
+
+    def __init__(self, config: Config, num_workers: int, *, one_node: bool, host: str) -> None:
+        """Open the step channel; workers may connect from now on."""
+        self._config = config
+        self._directory = make_run_directory()
+        self._host = host
+        self._one_node = one_node
+        self._channel = StepSender(num_workers, self._directory if one_node else None, host)
+        self._loop: EngineLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def rendezvous(self) -> str:
+        """Return where the workers' HCCL world meets: a file on one node, else a port here."""
+        if self._one_node:
+            return f"file://{self._directory}/rendezvous"
+        with socket.socket() as probe:
+            probe.bind((self._host, 0))
+            return f"tcp://{self._host}:{probe.getsockname()[1]}"
+
+    def channel_address(self) -> ChannelAddress:
+        return self._channel.address
+
+    def serve(self, settings: EngineSettings) -> str:
+        """Wait for all workers to listen, start the loop, and return the clients' address."""
+        config = self._config
+        self._channel.wait_for_workers(config.timeouts.join_s, lambda: None)
+        scheduler = Scheduler(
+            config.scheduler,
+            BlockPool(
+                settings.num_blocks,
+                config.kv.block_size,
+                prefix_cache=config.scheduler.prefix_cache,
+            ),
+            GraphDispatcher(settings.plan),
+            max_model_len=settings.max_model_len,
+            epoch=settings.epoch,
+        )
+        address = f"ipc://{self._directory}/clients"
+        self._loop = EngineLoop(
+            scheduler,
+            self._channel,
+            address=address,
+            token=settings.token,
+            step_timeout_s=config.timeouts.step_s,
+            report=settings.report,
+        )
+        self._thread = threading.Thread(target=self._loop.run, name="engine-loop", daemon=True)
+        self._thread.start()
+        return address
+
+    def fail(self, reason: str) -> None:
+        """A worker is gone."""
+        if self._loop is not None:
+            self._loop.fail(reason)
+
+    def failure(self) -> str:
+        """Return why the group serves no more, or "" while it does."""
+        if self._loop is None or self._thread is None:
+            return ""
+        if self._loop.failure:
+            return self._loop.failure
+        return "" if self._thread.is_alive() else "the engine's loop has ended"
+
+    def report(self) -> dict[str, Any]:
+        return self._loop.report() if self._loop is not None else {}
+
+    def stop(self) -> None:
+        """End the loop and say goodbye to the workers."""
+        if self._loop is not None and self._thread is not None:
+            self._loop.stop()
+            self._thread.join(timeout=self._config.timeouts.stop_s)
+        remove_run_directory(self._directory)

@@ -1,0 +1,328 @@
+"""The loop of one lockstep group: take requests in, decide a step, send it, hand its tokens out.
+
+Runs on one thread of the engine actor and owns the scheduler, the step channel and the clients'
+socket. What step n brought is handed to the clients while the workers run step n + 1.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import zmq
+
+from dist_aclgraph.actors.messages import (
+    MAX_MESSAGE_BYTES,
+    Abort,
+    Deltas,
+    FromEngine,
+    Hello,
+    Query,
+    Refused,
+    RequestDelta,
+    Submit,
+    answer,
+    encoder,
+    to_engine_decoder,
+)
+from dist_aclgraph.actors.step_channel import StepSender
+from dist_aclgraph.errors import DistAclGraphError, EngineDeadError, WorkerLostError
+from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.scheduler.request import Request, RequestOutput
+from dist_aclgraph.scheduler.scheduler import Scheduler
+from dist_aclgraph.scheduler.step import StepPlan, StepResult, pack_ints, unpack_ints
+
+IDLE_POLL_MS = 100
+
+Client = bytes  # ZeroMQ routing id
+
+
+class EngineLoop:
+    """State of a serving lockstep group.
+
+    Args:
+        report: what the controller knows of the plan and its ranks; part of every report.
+        step_timeout_s: a step that takes longer ends the epoch.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        channel: StepSender,
+        *,
+        address: str,
+        token: str,
+        step_timeout_s: float,
+        report: dict[str, Any],
+    ) -> None:
+        self._scheduler = scheduler
+        self._channel = channel
+        self._token = token
+        self._step_timeout_s = step_timeout_s
+        self._report = report
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.bind(address)
+        self._known: set[Client] = set()
+        self._client_of: dict[str, Client] = {}
+        self._failure = ""
+        self._stopping = False
+        self._timings_us: Counter[str] = Counter()
+        self._num_steps = 0
+        self._num_tokens: Counter[str] = Counter()
+
+    # ---- any thread
+
+    def fail(self, reason: str) -> None:
+        """Say that a worker is gone: every request ends with this reason, and so do later ones."""
+        self._failure = self._failure or reason
+
+    def stop(self) -> None:
+        self._stopping = True
+
+    @property
+    def failure(self) -> str:
+        return self._failure
+
+    # ---- the loop's thread
+
+    def run(self) -> None:
+        """Serve until stopped. A failed epoch keeps answering clients, with errors."""
+        outputs: list[RequestOutput] = []
+        while not self._stopping:
+            if self._failure:
+                self._serve_failure()
+                continue
+            try:
+                outputs = self._turn(outputs)
+            except (DistAclGraphError, zmq.ZMQError, msgspec.MsgspecError) as e:
+                self.fail(str(e))
+        self._channel.close(self._scheduler.epoch)
+        self._socket.close()
+        self._context.term()
+
+    def _turn(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        """Run one step, and hand out the outputs of the one before meanwhile."""
+        start_s = time.perf_counter()
+        self._receive_all(0)
+        plan = self._scheduler.schedule()
+        if plan is None:
+            self._deliver(outputs)
+            self._receive_all(IDLE_POLL_MS)
+            return []
+        scheduled_s = time.perf_counter()
+        self._channel.send(plan)
+        sent_s = time.perf_counter()
+        self._deliver(outputs)
+        results = self._channel.receive(plan, self._step_timeout_s, self._check)
+        received_s = time.perf_counter()
+        result = self._output_of(results)
+        outputs = self._scheduler.update(result)
+        done_s = time.perf_counter()
+        self._num_steps += 1
+        self._num_tokens["generation"] += sum(len(o.token_ids) for o in outputs)
+        if result.timings_us:
+            self._book(plan, result, scheduled_s - start_s, sent_s - scheduled_s,
+                       received_s - sent_s, done_s - received_s)  # fmt: skip
+        return outputs
+
+    def _output_of(self, results: list[StepResult]) -> StepResult:
+        """The result that carries tokens: group rank 0 samples, the others acknowledge."""
+        for result in results:
+            if result.rank == 0:
+                return result
+        raise WorkerLostError("no result of rank 0 in a complete step", 0, "SERVING")
+
+    def _check(self) -> None:
+        """While a step runs: end the wait when a worker is known to be gone.
+
+        Raises:
+            WorkerLostError: it is.
+        """
+        if self._failure:
+            raise WorkerLostError(self._failure)
+        if self._stopping:
+            raise EngineDeadError("the deployment is stopping")
+
+    def _book(
+        self,
+        plan: StepPlan,
+        result: StepResult,
+        schedule_s: float,
+        send_s: float,
+        wait_s: float,
+        update_s: float,
+    ) -> None:
+        """Add one step's host times, in microseconds, split by mode."""
+        mode = "replay" if plan.mode == "FULL" else "eager"
+        worker_us = sum(result.timings_us.values())
+        stages = {
+            "schedule": schedule_s * 1e6,
+            "message": send_s * 1e6 + wait_s * 1e6 - worker_us,
+            "result": update_s * 1e6,
+            **result.timings_us,
+        }
+        for stage, duration_us in stages.items():
+            self._timings_us[f"{mode}.{stage}"] += duration_us  # type: ignore[assignment]
+        self._timings_us[f"{mode}.steps"] += 1
+
+    # ---- clients
+
+    def _receive_all(self, timeout_ms: int) -> None:
+        """Take in all that clients have sent; wait up to ``timeout_ms`` for the first message."""
+        while self._socket.poll(timeout_ms):
+            client, frame = self._socket.recv_multipart()
+            timeout_ms = 0
+            try:
+                message = to_engine_decoder.decode(frame)
+            except msgspec.MsgspecError as e:
+                self._send(client, Refused(f"not a message of ours: {e}"))
+                continue
+            if isinstance(message, Hello):
+                self._welcome(client, message)
+            elif client in self._known:
+                self._serve(client, message)
+
+    def _welcome(self, client: Client, hello: Hello) -> None:
+        if secrets.compare_digest(hello.token.encode(), self._token.encode()):
+            self._known.add(client)
+        else:
+            self._send(client, Refused("wrong token"))
+
+    def _serve(self, client: Client, message: Submit | Abort | Query) -> None:
+        if isinstance(message, Submit):
+            self._submit(client, message)
+        elif isinstance(message, Abort):
+            if self._client_of.pop(message.request_id, None) is not None:
+                self._scheduler.abort(message.request_id)
+        else:
+            bodies: dict[str, Callable[[], dict[str, Any]]] = {
+                "health": self.health,
+                "report": self.report,
+                "metrics": self.metrics,
+            }
+            self._send(client, answer(message, bodies[message.what]()))
+
+    def _submit(self, client: Client, submit: Submit) -> None:
+        try:
+            if self._failure:
+                raise EngineDeadError(self._failure)
+            request = _request(submit)
+            self._scheduler.add(request)
+        except DistAclGraphError as e:
+            delta = RequestDelta(
+                submit.request_id,
+                finish_reason="error",
+                error=str(e),
+                error_kind=type(e).__name__,
+            )
+            self._send(client, Deltas((delta,)))
+            return
+        self._client_of[submit.request_id] = client
+        self._num_tokens["prompt"] += request.num_prompt_tokens
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        """Send each client one message with the tokens of all its requests."""
+        by_client: defaultdict[Client, list[RequestDelta]] = defaultdict(list)
+        for output in outputs:
+            client = self._client_of.get(output.request_id)
+            if client is None:
+                continue
+            if output.finish_reason is not None:
+                del self._client_of[output.request_id]
+            by_client[client].append(
+                RequestDelta(
+                    output.request_id,
+                    pack_ints(list(output.token_ids)),
+                    output.finish_reason,
+                    output.logprobs,
+                    max(0, output.num_cached_tokens),
+                )
+            )
+        for client, deltas in by_client.items():
+            self._send(client, Deltas(tuple(deltas)))
+
+    def _serve_failure(self) -> None:
+        """End what runs, and answer whoever still asks."""
+        self._scheduler.abort_all("error")
+        for request_id, client in self._client_of.items():
+            delta = RequestDelta(
+                request_id,
+                finish_reason="error",
+                error=self._failure,
+                error_kind=EngineDeadError.__name__,
+            )
+            self._send(client, Deltas((delta,)))
+        self._client_of.clear()
+        self._receive_all(IDLE_POLL_MS)
+
+    def _send(self, client: Client, message: FromEngine) -> None:
+        self._socket.send_multipart([client, encoder.encode(message)])
+
+    # ---- what clients may ask
+
+    def health(self) -> dict[str, Any]:
+        return {"ok": not self._failure, "error": self._failure}
+
+    def metrics(self) -> dict[str, Any]:
+        """Counters and gauges of this group, for /metrics."""
+        scheduler = self._scheduler
+        pool = scheduler.pool
+        return {
+            "num_requests_running": len(scheduler.running),
+            "num_requests_waiting": len(scheduler.waiting),
+            "kv_cache_usage": pool.num_used / pool.num_usable,
+            "num_preemptions": scheduler.num_preemptions,
+            "prompt_tokens": self._num_tokens["prompt"],
+            "generation_tokens": self._num_tokens["generation"],
+            "prefix_cache_queries": scheduler.num_admitted_tokens,
+            "prefix_cache_hits": scheduler.num_cached_tokens,
+            "steps": self._num_steps,
+            "graph": scheduler.dispatcher.report(),
+            "pool_bytes": self._report.get("pool_bytes", 0),
+        }
+
+    def report(self) -> dict[str, Any]:
+        """Plan, buckets with their counters, eager steps by reason, ranks: see ``LLM.report``."""
+        counters = self._scheduler.dispatcher.report()
+        buckets = [
+            {
+                **bucket,
+                "replays": counters["replays"].get(bucket["bucket"], 0),
+                "padded_tokens": counters["padded_by_bucket"].get(bucket["bucket"], 0),
+            }
+            for bucket in self._report["buckets"]
+        ]
+        return {
+            **self._report,
+            "buckets": buckets,
+            "eager_steps": counters["misses"],
+            "metrics": self.metrics(),
+            "timings_us": dict(self._timings_us),
+        }
+
+
+def _request(submit: Submit) -> Request:
+    sampling = submit.sampling
+    params = SamplingParams(
+        max_tokens=submit.max_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        seed=sampling.seed,
+        logprobs=None if sampling.logprobs < 0 else sampling.logprobs,
+        stop_token_ids=submit.stop_token_ids,
+        ignore_eos=True,
+        min_tokens=sampling.min_tokens,
+    )
+    return Request(submit.request_id, unpack_ints(submit.prompt).tolist(), params)

@@ -1,0 +1,199 @@
+"""LLM: a whole deployment as one Python object, for scripts and benches."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from dist_aclgraph.actors.engine_client import Deployment, EngineClient, StartDeployment
+from dist_aclgraph.actors.messages import RequestDelta, error_of
+from dist_aclgraph.config import Config, load_config
+from dist_aclgraph.errors import (
+    EngineUnavailableError,
+    InvalidParameterError,
+    RequestTooLongError,
+)
+from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.scheduler.step import RowLogprobs, unpack_ints
+from dist_aclgraph.text.output import OutputText, end_ids
+from dist_aclgraph.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass
+class Completion:
+    """What one prompt brought.
+
+    Attributes:
+        token_ids: generated ids, a stop token included.
+        text: their text, without stop token and cut before a stop string.
+        finish_reason: "stop" or "length".
+        logprobs: one entry per token where asked for, else empty.
+    """
+
+    prompt_token_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    logprobs: list[RowLogprobs] = field(default_factory=list)
+    num_cached_tokens: int = 0
+
+
+class LLM:
+    """Owns a deployment from construction to ``close``; a context manager.
+
+    Args:
+        config: a configuration, or the path of one.
+        overrides: dotted keys over the file's values, e.g. ``{"parallel.tp": 2}``.
+        start: brings the deployment up; the default uses Ray.
+
+    Raises:
+        DistAclGraphError: the deployment did not come up; nothing is left running.
+    """
+
+    def __init__(
+        self,
+        config: str | Path | Config,
+        overrides: dict[str, Any] | None = None,
+        *,
+        start: StartDeployment | None = None,
+    ) -> None:
+        if isinstance(config, Config):
+            if overrides:
+                raise InvalidParameterError("overrides need the path of a configuration")
+            self.config = config
+        else:
+            self.config = load_config(config, overrides)
+        self.tokenizer = Tokenizer(self.config.model)
+        self._seeds = random.Random(self.config.seed)
+        self._ids = itertools.count()
+        self._client: EngineClient | None = None
+        self._deployment: Deployment | None = (start or start_on_ray)(self.config)
+        try:
+            self._client = EngineClient(self._deployment.addresses, self._deployment.token)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Completion]:
+        """Return one completion per prompt, in order. All prompts run at once.
+
+        Raises:
+            RequestTooLongError: prompt and ``max_tokens`` exceed the context.
+            DistAclGraphError: a request failed; the others are aborted.
+        """
+        client = self._open_client()
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise InvalidParameterError(f"{len(prompts)} prompts but {len(each)} parameters")
+        jobs = [self._prepare(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
+        arrived: queue.SimpleQueue[RequestDelta] = queue.SimpleQueue()
+        running: dict[str, tuple[Completion, OutputText]] = {}
+        try:
+            for completion, own in jobs:
+                request_id = f"llm-{next(self._ids)}"
+                running[request_id] = (completion, OutputText(self.tokenizer, own))
+                client.submit(
+                    request_id,
+                    completion.prompt_token_ids,
+                    own,
+                    end_ids(self.tokenizer, own),
+                    arrived.put,
+                )
+            while running:
+                delta = arrived.get()
+                if delta.request_id in running and self._advance(*running[delta.request_id], delta):
+                    del running[delta.request_id]
+                    client.abort(delta.request_id)  # no effect unless a stop string ended it
+        finally:
+            for request_id in running:
+                client.abort(request_id)
+        return [completion for completion, _ in jobs]
+
+    def report(self) -> dict[str, Any]:
+        """Return plan, buckets with their counters, eager steps by reason, ranks and memory."""
+        if self._deployment is None:
+            raise EngineUnavailableError("this LLM is closed")
+        return self._deployment.report()
+
+    def close(self) -> None:
+        """Stop everything that was started. Idempotent."""
+        client, self._client = self._client, None
+        deployment, self._deployment = self._deployment, None
+        try:
+            if client is not None:
+                client.close()
+        finally:
+            if deployment is not None:
+                deployment.shut_down()
+
+    def _open_client(self) -> EngineClient:
+        if self._client is None:
+            raise EngineUnavailableError("this LLM is closed")
+        return self._client
+
+    def _prepare(self, prompt: Prompt, params: SamplingParams) -> tuple[Completion, SamplingParams]:
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self.tokenizer.check_ids(ids, "prompt")
+        if not ids:
+            raise InvalidParameterError("a prompt must hold at least one token", "prompt")
+        assert self._deployment is not None
+        context_len = self._deployment.max_model_len
+        room = context_len - len(ids)
+        wanted = max(room, 1) if params.max_tokens is None else params.max_tokens
+        if wanted > room:
+            raise RequestTooLongError(
+                f"the maximum context length is {context_len} tokens; the prompt has {len(ids)} "
+                f"and {wanted} more were asked for",
+                "prompt",
+            )
+        seed = self._seeds.randrange(2**31) if params.seed is None else params.seed
+        return Completion(ids), replace(params, max_tokens=wanted, seed=seed)
+
+    @staticmethod
+    def _advance(completion: Completion, output: OutputText, delta: RequestDelta) -> bool:
+        """Take new tokens; return whether the request has ended."""
+        if delta.finish_reason == "error":
+            raise error_of(delta)
+        if delta.finish_reason == "abort":
+            raise EngineUnavailableError("the engine ended the request")
+        ids = unpack_ints(delta.token_ids).tolist()
+        completion.token_ids += ids
+        completion.logprobs += [row for row in delta.logprobs if row is not None]
+        completion.num_cached_tokens = max(completion.num_cached_tokens, delta.num_cached_tokens)
+        completion.finish_reason = delta.finish_reason
+        if delta.finish_reason == "stop":
+            ids.pop()
+        completion.text += output.feed(ids)
+        if delta.finish_reason is not None:
+            completion.text += output.finish()
+        if output.is_stopped:
+            completion.finish_reason = "stop"
+        return completion.finish_reason is not None
+
+
+def start_on_ray(config: Config) -> Deployment:
+    """Start a deployment on this process's Ray cluster, or on a local one."""
+    from dist_aclgraph.actors import deployment  # imports Ray: seconds
+
+    return deployment.start(config)

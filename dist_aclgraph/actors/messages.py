@@ -1,0 +1,125 @@
+"""What crosses between an engine and its clients, over one ZeroMQ ROUTER (engine) / DEALER pair.
+
+Plain MessagePack, as between engine and workers (``scheduler/step.py``); each message is one frame.
+A client says ``Hello`` first: an engine answers ``Refused`` to a wrong token and ignores all else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import msgspec
+
+from dist_aclgraph import errors
+from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.scheduler.step import RowLogprobs, RowSampling
+
+MAX_MESSAGE_BYTES = 64 << 20
+FinishReason = Literal["stop", "length", "abort", "error"]
+QueryKind = Literal["report", "metrics", "health"]
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """First message of a client, repeated after a silence; ``epoch`` counts the repetitions."""
+
+    token: str
+    epoch: int = 0
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    """A new request. ``sampling.seed`` is final: who submits has drawn one where none was given."""
+
+    request_id: str
+    prompt: bytes  # int32 [num_prompt_tokens]
+    sampling: RowSampling
+    max_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Stop a request and free what it holds; unknown ids are ignored."""
+
+    request_id: str
+
+
+class Query(msgspec.Struct, frozen=True, tag="query"):
+    """A question; ``health`` is also the heartbeat."""
+
+    query_id: int
+    what: QueryKind
+
+
+class RequestDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one step brought to one request. With ``finish_reason`` set it is the last one.
+
+    A stop token, where one ended the request, is the last of ``token_ids``.
+    """
+
+    request_id: str
+    token_ids: bytes = b""  # int32 [num_new_tokens]
+    finish_reason: FinishReason | None = None
+    logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new_tokens], or empty if not asked for
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    error: str = ""  # one sentence, where finish_reason is "error"
+    error_kind: str = ""  # class name from errors.py
+
+
+class Deltas(msgspec.Struct, frozen=True, tag="deltas"):
+    """One message per step for all requests of one client."""
+
+    deltas: tuple[RequestDelta, ...]
+
+
+class Answer(msgspec.Struct, frozen=True, tag="answer"):
+    """Answer to a query: a JSON object."""
+
+    query_id: int
+    body: bytes
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The engine does not serve this client."""
+
+    reason: str
+
+
+ToEngine = Hello | Submit | Abort | Query
+FromEngine = Deltas | Answer | Refused
+
+encoder = msgspec.msgpack.Encoder()
+to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+from_engine_decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+
+
+def answer(query: Query, body: dict[str, Any]) -> Answer:
+    return Answer(query.query_id, json.dumps(body).encode())
+
+
+def row_sampling(
+    params: SamplingParams, *, seed: int, num_prompt_tokens: int, end_ids: Iterable[int]
+) -> RowSampling:
+    """Return the sampler's view of a request; ``end_ids`` are suppressed up to ``min_tokens``."""
+    return RowSampling(
+        temperature=0.0 if params.is_greedy else float(params.temperature),
+        top_k=max(params.top_k, 0),
+        top_p=float(params.top_p),
+        min_p=float(params.min_p),
+        presence_penalty=float(params.presence_penalty),
+        frequency_penalty=float(params.frequency_penalty),
+        repetition_penalty=float(params.repetition_penalty),
+        seed=params.seed if params.seed is not None else seed,
+        logprobs=-1 if params.logprobs is None else params.logprobs,
+        num_prompt_tokens=num_prompt_tokens,
+        suppressed=tuple(end_ids) if params.min_tokens else (),
+        min_tokens=params.min_tokens,
+    )
+
+
+def error_of(delta: RequestDelta) -> errors.DistAclGraphError:
+    """Return the typed error that a failed request's last delta describes."""
+    kind = getattr(errors, delta.error_kind, None)
+    if not (isinstance(kind, type) and issubclass(kind, errors.DistAclGraphError)):
+        kind = errors.DistAclGraphError
+    return kind(delta.error or "the request failed")

@@ -1,0 +1,156 @@
+"""The workers of one lockstep group: started together, called together, killed together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup
+
+from dist_aclgraph.actors import placement
+from dist_aclgraph.actors.worker import Worker, WorkerInfo
+from dist_aclgraph.config import Config, child_environment
+from dist_aclgraph.errors import DistAclGraphError, WorkerLostError, WorkerStartTimeoutError
+
+
+@dataclass
+class WorkerGroup:
+    """Handles in rank order.
+
+    Owns the actors and their placement group. Knows nothing of what the calls mean.
+
+    Attributes:
+        ranks: world rank of each worker.
+        infos: where each landed.
+    """
+
+    ranks: tuple[int, ...]
+    workers: list[Any]
+    bundles: PlacementGroup
+    infos: list[WorkerInfo] = field(default_factory=list)
+
+    def call(
+        self,
+        method: str,
+        phase: str,
+        timeout_s: float,
+        arguments: Callable[[int], tuple[Any, ...]] | None = None,
+    ) -> list[Any]:
+        """Call a method on all workers and return their answers in rank order.
+
+        Args:
+            arguments: from a worker's index to the arguments of its call; none by default.
+
+        Raises:
+            WorkerLostError: a worker died; the others are not waited for.
+            WorkerStartTimeoutError: some did not answer; names them.
+            DistAclGraphError: what a worker raised.
+        """
+        refs = [
+            getattr(worker, method).remote(*(arguments(i) if arguments else ()))
+            for i, worker in enumerate(self.workers)
+        ]
+        index_of = {ref: i for i, ref in enumerate(refs)}
+        answers: dict[int, Any] = {}
+        deadline_s = time.monotonic() + timeout_s
+        waiting = list(refs)
+        while waiting:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            ready, waiting = ray.wait(waiting, num_returns=1, timeout=left_s)
+            if not ready:
+                silent = sorted(self.ranks[index_of[ref]] for ref in waiting)
+                names = ", ".join(str(rank) for rank in silent)
+                raise WorkerStartTimeoutError(
+                    f"{method} was not answered by rank {names} within {timeout_s:g} s",
+                    silent[0],
+                    phase,
+                )
+            index = index_of[ready[0]]
+            answers[index] = fetch(ready[0], self.ranks[index], phase)
+        return [answers[i] for i in range(len(refs))]
+
+    def start_loops(self, address: Any) -> list[Any]:
+        """Send every worker into its step loop; the returned references are the death notices."""
+        return [worker.run_loop.remote(address) for worker in self.workers]
+
+    def progress(self) -> list[dict[str, Any]]:
+        """Return where each worker stands, asked on its control thread."""
+        try:
+            return list(ray.get([worker.ping.remote() for worker in self.workers], timeout=2.0))
+        except (GetTimeoutError, RayActorError, RayTaskError):
+            return []
+
+    def kill(self) -> None:
+        """End all workers now; a hung one too."""
+        for worker in self.workers:
+            ray.kill(worker)
+        placement.release(self.bundles)
+
+
+def fetch(ref: Any, rank: int, phase: str) -> Any:
+    """Return the value of a finished call, with Ray's errors as ours.
+
+    Raises:
+        WorkerLostError: the actor is dead, or raised something that is not ours.
+        DistAclGraphError: what the worker raised.
+    """
+    try:
+        return ray.get(ref)
+    except RayActorError as e:
+        raise WorkerLostError(f"the process died: {_summary(e)}", rank, phase) from None
+    except RayTaskError as e:
+        cause = e.cause if isinstance(e.cause, Exception) else e
+        if isinstance(cause, DistAclGraphError):
+            raise cause from None
+        raise WorkerLostError(f"{type(cause).__name__}: {_summary(cause)}", rank, phase) from e
+
+
+def _summary(error: BaseException) -> str:
+    """The first lines that say something: torch adds C++ frames, Ray the actor's coordinates."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = [line for line in lines if not line.startswith(("frame #", "[ERROR]", "ray::"))]
+    return " ".join(said[:3])[:500] or type(error).__name__
+
+
+def start_group(
+    config: Config, ranks: Sequence[int], epoch: int, *, is_emulated: bool
+) -> WorkerGroup:
+    """Place and start the workers of one group; describe where they landed.
+
+    Raises:
+        PlacementError: no room.
+        WorkerStartTimeoutError, WorkerLostError: a worker did not come up.
+    """
+    request = placement.plan_bundles(len(ranks), placement.cluster_npus(), is_emulated=is_emulated)
+    bundles = placement.reserve(request, config.timeouts.place_s)
+    actor = ray.remote(concurrency_groups={"control": 1}, max_restarts=0)(Worker)
+    environment = {"env_vars": child_environment(config)}
+    workers = [
+        actor.options(
+            runtime_env=environment,
+            **placement.actor_options(bundles, index, request.bundles[index]),
+        ).remote(config, epoch)
+        for index in range(len(ranks))
+    ]
+    group = WorkerGroup(tuple(ranks), workers, bundles)
+    try:
+        group.infos = group.call("describe", "PLACING", config.timeouts.place_s)
+    except DistAclGraphError:
+        group.kill()
+        raise
+    _order_by_place(group)
+    return group
+
+
+def _order_by_place(group: WorkerGroup) -> None:
+    """Give neighbouring ranks to neighbouring NPUs: by node, then by physical id."""
+    order = sorted(
+        range(len(group.workers)),
+        key=lambda i: (group.infos[i].node_id, group.infos[i].npu_ids, i),
+    )
+    group.workers = [group.workers[i] for i in order]
+    group.infos = [group.infos[i] for i in order]

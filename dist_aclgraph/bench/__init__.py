@@ -1,0 +1,1 @@
+"""The benches behind ``make bench-*``; they print times and assert none."""

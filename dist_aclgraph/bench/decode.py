@@ -1,0 +1,171 @@
+"""``make bench-decode``: decoding through the whole engine, in ratios of one run.
+
+Two questions. How fast is replayed decoding against transformers' ``generate`` on the same
+checkpoint and one thread? And what host time does a step cost when the emulator's kernels do
+nothing: what a host-bound NPU would feel? Figures of the emulator, never of an NPU.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dist_aclgraph.bench.checkpoints import Shape, write_checkpoint
+from dist_aclgraph.bench.engine import DecodeEngine, DecodeRun
+from dist_aclgraph.device import emulator
+
+BATCHES = (1, 8, 32)
+PROMPT_LEN = 128
+RATIO_SHAPE = Shape(hidden=256, layers=8, heads=4, kv_heads=2, ffn=768)
+HOST_SHAPES = tuple(
+    Shape(hidden=512, layers=layers, heads=8, kv_heads=2, ffn=1024) for layers in (4, 28)
+)
+RATIO_GOALS = {1: 2.3, 8: 1.7, 32: 1.1}
+HOST_GOALS_MS = {4: {1: 1.2, 8: 1.2, 32: 1.5}, 28: {1: 3.0, 8: 3.0, 32: 3.3}}
+UPDATE_GOAL_US = 60.0
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Where the JSON goes.")] = Path("bench-results"),
+    steps: Annotated[int, typer.Option(help="Tokens per request and repeat.")] = 100,
+    repeats: Annotated[int, typer.Option(help="Interleaved repeats; medians count.")] = 3,
+) -> None:
+    """Measure, print and save."""
+    console = Console()
+    emulator.load({})  # transformers looks for torch_npu, which must find its libraries
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        ratios = against_transformers(Path(folder), steps, repeats)
+        hosts = {s.layers: host_time(s, Path(folder), steps, repeats) for s in HOST_SHAPES}
+    results = {
+        "device": "emulated NPU on the CPU; not an NPU figure",
+        "against_transformers": ratios,
+        "host_time": hosts,
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "decode.json").write_text(json.dumps(results, indent=2))
+    console.print(_ratio_table(ratios))
+    for layers, rows in hosts.items():
+        console.print(_host_table(layers, rows))
+    console.print(f"Saved in {out / 'decode.json'}. {results['device']}.")
+
+
+def against_transformers(folder: Path, steps: int, repeats: int) -> list[dict[str, Any]]:
+    """Decode by turns with the engine and with transformers; return one record per batch."""
+    path = write_checkpoint(RATIO_SHAPE, folder / RATIO_SHAPE.name, torch.float32)
+    generate = _transformers_step_ms(path)
+    rows = []
+    device = {"emulator": {"strict": False}}
+    with DecodeEngine(path, max(BATCHES), dtype="float32", device=device) as engine:
+        for batch in BATCHES:
+            engine.decode(batch, PROMPT_LEN, 8)  # warm
+            ours, theirs = [], []
+            for _ in range(repeats):
+                ours.append(engine.decode(batch, PROMPT_LEN, steps).step_ms)
+                theirs.append(generate(batch, max(8, steps // 4)))
+            step_ms, reference_ms = statistics.median(ours), statistics.median(theirs)
+            rows.append(
+                {
+                    "batch": batch,
+                    "step_ms": step_ms,
+                    "tokens_per_s": batch / step_ms * 1e3,
+                    "transformers_step_ms": reference_ms,
+                    "transformers_tokens_per_s": batch / reference_ms * 1e3,
+                    "ratio": reference_ms / step_ms,
+                    "goal": RATIO_GOALS[batch],
+                }
+            )
+    return rows
+
+
+def host_time(shape: Shape, folder: Path, steps: int, repeats: int) -> list[dict[str, Any]]:
+    """Measure a step with kernels that do nothing; return one record per batch."""
+    path = write_checkpoint(shape, folder / shape.name, torch.bfloat16)
+    rows = []
+    device = {"emulator": {"kernels": "skip"}}
+    with DecodeEngine(path, max(BATCHES), dtype="bfloat16", device=device) as engine:
+        for batch in BATCHES:
+            engine.decode(batch, PROMPT_LEN, 8)  # warm
+            runs = [engine.decode(batch, PROMPT_LEN, steps) for _ in range(repeats)]
+            best: DecodeRun = sorted(runs, key=lambda run: run.step_ms)[len(runs) // 2]
+            rows.append(
+                {
+                    "batch": batch,
+                    "step_ms": best.step_ms,
+                    "goal_ms": HOST_GOALS_MS[shape.layers][batch],
+                    "update_us_per_layer": best.stages_us["update"] / shape.layers,
+                    "stages_us": best.stages_us,
+                }
+            )
+    return rows
+
+
+def _transformers_step_ms(path: Path) -> Callable[[int, int], float]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+    def run(batch: int, new_tokens: int) -> float:
+        """Mean time of a decode step: the difference of two lengths leaves the prefill out."""
+        prompts = torch.randint(0, 1000, (batch, PROMPT_LEN))
+        times = []
+        for count in (1, 1 + new_tokens):
+            start_s = time.perf_counter()
+            model.generate(
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                max_new_tokens=count,
+                min_new_tokens=count,
+                do_sample=False,
+                pad_token_id=0,
+            )
+            times.append(time.perf_counter() - start_s)
+        return (times[1] - times[0]) / new_tokens * 1e3
+
+    return run
+
+
+def _ratio_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="Replayed decode against transformers' generate, float32, one thread")
+    for column in ("batch", "step ms", "tokens/s", "transformers", "ratio", "goal"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row["batch"]),
+            f"{row['step_ms']:.2f}",
+            f"{row['tokens_per_s']:.0f}",
+            f"{row['transformers_tokens_per_s']:.0f}",
+            f"{row['ratio']:.2f}",
+            f"{row['goal']:.1f}",
+        )
+    return table
+
+
+def _host_table(layers: int, rows: list[dict[str, Any]]) -> Table:
+    stages = list(rows[0]["stages_us"])
+    table = Table(title=f"Host time of a step, {layers} layers, bfloat16, kernels skipped (us)")
+    for column in ("batch", "step ms", "goal ms", *stages, "update/layer"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row["batch"]),
+            f"{row['step_ms']:.2f}",
+            f"{row['goal_ms']:.1f}",
+            *(f"{row['stages_us'][stage]:.0f}" for stage in stages),
+            f"{row['update_us_per_layer']:.0f}",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    typer.run(main)

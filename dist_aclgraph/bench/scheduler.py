@@ -1,0 +1,98 @@
+"""Host time of the scheduler alone: ``python -m dist_aclgraph.bench.scheduler``.
+
+A steady decode batch: no worker, no channel; MessagePack is timed apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import numpy as np
+
+from dist_aclgraph.config import SchedulerConfig
+from dist_aclgraph.graph.buckets import capture_sizes
+from dist_aclgraph.graph.dispatcher import GraphDispatcher
+from dist_aclgraph.graph.plan import GraphPlan
+from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.scheduler.request import Request
+from dist_aclgraph.scheduler.scheduler import Scheduler
+from dist_aclgraph.scheduler.step import StepPlan, StepResult, encoder
+
+BLOCK_SIZE = 128
+PROMPT_TOKENS = 100
+
+
+def make_scheduler(num_reqs: int, num_steps: int, *, num_waiting: int = 0) -> Scheduler:
+    """Return a scheduler whose ``num_reqs`` requests all decode for ``num_steps`` steps."""
+    length = PROMPT_TOKENS + num_steps + 100
+    plan = GraphPlan(
+        version=1,
+        mode="FULL_DECODE_ONLY",
+        buckets=capture_sizes(num_reqs),
+        budget_model="legacy-last",
+    )
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=num_reqs, max_num_batched_tokens=8192),
+        BlockPool((length // BLOCK_SIZE + 2) * num_reqs + 1, BLOCK_SIZE),
+        GraphDispatcher(plan),
+        max_model_len=length,
+        eos_token_ids=[2],
+    )
+    for index in range(num_reqs + num_waiting):
+        prompt = [3 + index] * (PROMPT_TOKENS + index)
+        scheduler.add(Request(str(index), prompt[:PROMPT_TOKENS], SamplingParams(max_tokens=None)))
+    return scheduler
+
+
+def run_step(scheduler: Scheduler, token_ids: bytes) -> tuple[StepPlan, int, int]:
+    """Run one step; return its plan and the nanoseconds of schedule() and update()."""
+    begin = time.perf_counter_ns()
+    plan = scheduler.schedule()
+    middle = time.perf_counter_ns()
+    assert plan is not None
+    num_samples = int(np.frombuffer(plan.batches[0].scheduled, dtype="<i4")[3::4].sum())
+    result = StepResult(plan.epoch, plan.step, 0, token_ids[: num_samples * 4])
+    before = time.perf_counter_ns()
+    scheduler.update(result)
+    return plan, middle - begin, time.perf_counter_ns() - before
+
+
+def measure(num_reqs: int, num_steps: int = 2000, *, num_waiting: int = 0) -> dict[str, float]:
+    """Return microseconds per step: median and 99th percentile, and those of the encoding."""
+    scheduler = make_scheduler(num_reqs, num_steps, num_waiting=num_waiting)
+    token_ids = np.full(num_reqs, 11, dtype="<i4").tobytes()
+    for _ in range(50):
+        run_step(scheduler, token_ids)
+    schedule_ns, update_ns, encode_ns = [], [], []
+    for _ in range(num_steps):
+        plan, scheduled, updated = run_step(scheduler, token_ids)
+        begin = time.perf_counter_ns()
+        encoder.encode(plan)
+        encode_ns.append(time.perf_counter_ns() - begin)
+        schedule_ns.append(scheduled)
+        update_ns.append(updated)
+    totals = sorted(a + b for a, b in zip(schedule_ns, update_ns, strict=True))
+    return {
+        "schedule_us": statistics.median(schedule_ns) / 1e3,
+        "update_us": statistics.median(update_ns) / 1e3,
+        "total_us": statistics.median(totals) / 1e3,
+        "total_p99_us": totals[len(totals) * 99 // 100] / 1e3,
+        "encode_us": statistics.median(encode_ns) / 1e3,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32, 128, 256])
+    parser.add_argument("--waiting", type=int, default=0, help="requests in the queue beside them")
+    arguments = parser.parse_args()
+    for num_reqs in arguments.requests:
+        times = measure(num_reqs, num_waiting=arguments.waiting)
+        print(f"{num_reqs:4} rows ", *(f"{name} {value:7.1f}" for name, value in times.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""``dist-aclgraph doctor``: what this machine has, what is missing, and what to do about it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+MIN_SHM_BYTES = 256 << 20
+PINNED = {"torch": "2.13.0", "torch-npu": "2.13.0", "ray": "2.60.0"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at; ``remedy`` is what to do where it is not ok."""
+
+    name: str
+    is_ok: bool
+    found: str
+    remedy: str = ""
+
+
+def examine() -> list[Finding]:
+    """Return all findings; imports neither torch nor Ray, and starts nothing."""
+    versions = [_package(name, wanted) for name, wanted in PINNED.items()]
+    return [_python(), *versions, _device(), _compiler(), _shared_memory(), _port(8000)]
+
+
+def _python() -> Finding:
+    is_ok = sys.version_info[:2] == (3, 11)
+    return Finding("python", is_ok, platform.python_version(), "install Python 3.11")
+
+
+def _package(name: str, wanted: str) -> Finding:
+    try:
+        found = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name, False, "not installed", f"pip install {name}=={wanted}")
+    is_ok = found.split("+")[0] == wanted
+    return Finding(name, is_ok, found, f"pip install {name}=={wanted}")
+
+
+def _device() -> Finding:
+    devices = sorted(Path("/dev").glob("davinci[0-9]*"))
+    if devices:
+        return Finding("device", True, f"{len(devices)} NPUs: {', '.join(d.name for d in devices)}")
+    from dist_aclgraph.device import emulator
+
+    if emulator.is_built():
+        return Finding("device", True, "no NPU here; the emulated NPU is built and will be used")
+    remedy = "build it with: python -m dist_aclgraph.device.emulator"
+    return Finding("device", False, "no NPU here, and the emulated NPU is not built", remedy)
+
+
+def _compiler() -> Finding:
+    path = shutil.which("g++")
+    if path is None and any(Path("/dev").glob("davinci[0-9]*")):
+        return Finding("compiler", True, "no g++; with NPUs none is needed")
+    remedy = "install g++ (Debian, Ubuntu: apt-get install g++)"
+    return Finding("compiler", path is not None, path or "no g++", remedy)
+
+
+def _shared_memory() -> Finding:
+    try:
+        stat = os.statvfs("/dev/shm")
+    except OSError:
+        return Finding("/dev/shm", False, "missing", "mount a tmpfs there")
+    free = stat.f_bavail * stat.f_frsize
+    remedy = "give a container more with --shm-size=1g"
+    return Finding("/dev/shm", free >= MIN_SHM_BYTES, f"{free >> 20} MiB free", remedy)
+
+
+def _port(port: int) -> Finding:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            remedy = "stop what listens there, or choose another with serve.port=N"
+            return Finding(f"port {port}", False, "in use", remedy)
+    return Finding(f"port {port}", True, "free")

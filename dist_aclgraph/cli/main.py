@@ -1,0 +1,137 @@
+"""``dist-aclgraph run | serve | plan | doctor``. Heavy imports happen inside the commands.
+
+A user's mistake is one sentence on stderr and exit code 2; a failure of ours or the machine's is
+one sentence and exit code 1.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dist_aclgraph.errors import ConfigError, DistAclGraphError, PlacementError, RequestError
+
+cli = typer.Typer(
+    help="Serve large language models on many Ascend NPUs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+ConfigPath = Annotated[Path, typer.Argument(help="YAML file of a deployment")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="key=value over the file, e.g. parallel.tp=2")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+
+@cli.command()
+def run(
+    config: ConfigPath,
+    prompt: Annotated[list[str], typer.Option(help="may be given several times")],
+    overrides: Overrides = None,
+    max_tokens: Annotated[int, typer.Option(help="most tokens per answer")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token")] = 0.0,
+    raw: Annotated[bool, typer.Option(help="leave out the chat template")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Answer prompts and stop."""
+    with _user_errors():
+        from rich.console import Console
+
+        from dist_aclgraph.actors import deployment
+        from dist_aclgraph.actors.llm import LLM
+        from dist_aclgraph.cli.progress import StartProgress
+        from dist_aclgraph.config import load_config, parse_overrides
+        from dist_aclgraph.sampling import SamplingParams
+
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+        loaded = load_config(config, parse_overrides(overrides or []))
+        with StartProgress(Console(stderr=True)) as show:
+            llm = LLM(loaded, start=partial(deployment.start, on_progress=show))
+        with llm:
+            asked = [
+                text if raw else llm.tokenizer.encode_chat([{"role": "user", "content": text}])
+                for text in prompt
+            ]
+            for text, completion in zip(prompt, llm.generate(asked, params), strict=True):
+                if as_json:
+                    found = {
+                        "prompt": text,
+                        "text": completion.text,
+                        "finish_reason": completion.finish_reason,
+                        "token_ids": completion.token_ids,
+                    }
+                    print(json.dumps(found), flush=True)
+                else:
+                    print(f"> {text}\n{completion.text}", flush=True)
+
+
+@cli.command()
+def serve(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Serve the OpenAI API until Ctrl-C or SIGTERM."""
+    with _user_errors():
+        from dist_aclgraph.cli.serve import serve_until_signal
+        from dist_aclgraph.config import load_config, parse_overrides
+
+        serve_until_signal(load_config(config, parse_overrides(overrides or [])))
+
+
+@cli.command()
+def plan(config: ConfigPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Show which graphs would be captured and what they cost; needs no device."""
+    with _user_errors():
+        from rich.console import Console
+
+        from dist_aclgraph.cli.plan_report import plan_report, render_plan
+        from dist_aclgraph.config import load_config, parse_overrides
+
+        report = plan_report(load_config(config, parse_overrides(overrides or [])))
+        if as_json:
+            print(json.dumps(report, indent=2))
+        else:
+            render_plan(report, Console())
+
+
+@cli.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Check this machine: versions, NPU or emulator, compiler, memory, ports."""
+    from dist_aclgraph.cli.doctor import examine
+
+    findings = examine()
+    if as_json:
+        print(json.dumps([finding.__dict__ for finding in findings], indent=2))
+    else:
+        for finding in findings:
+            print(f"{'ok  ' if finding.is_ok else 'FIX '} {finding.name}: {finding.found}")
+            if not finding.is_ok:
+                print(f"     {finding.remedy}")
+    raise typer.Exit(0 if all(finding.is_ok for finding in findings) else 1)
+
+
+@contextmanager
+def _user_errors() -> Iterator[None]:
+    try:
+        yield
+    except (ConfigError, RequestError, PlacementError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    except DistAclGraphError as e:
+        print(f"error: {e}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def main() -> None:
+    cli()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""What a deployment would capture and cache, computed without NPU, weights or Ray.
+
+The numbers of a device that nobody asked are assumptions, and the report lists them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dist_aclgraph.config import Config
+from dist_aclgraph.graph.buckets import candidate_sizes
+from dist_aclgraph.graph.budget import BudgetModel, StreamOffer, Workload, make_budget_model
+from dist_aclgraph.graph.ledger import Ledger
+from dist_aclgraph.graph.negotiation import negotiate
+from dist_aclgraph.graph.plan import GraphPlan
+from dist_aclgraph.kv.spec import KVCacheSpec, kv_heads_per_rank
+from dist_aclgraph.model_facts import ModelFacts, read_model_facts
+from dist_aclgraph.topology import ParallelLayout
+
+NPU_STREAMS = 2048
+NPU_BYTES = 64 << 30
+GIB = 1 << 30
+
+
+def plan_report(config: Config) -> dict[str, Any]:
+    """Return what the deployment would capture and why, as plain values (JSON-able).
+
+    Raises:
+        ConfigError: the model's directory is missing or not a checkpoint, or sizes do not match.
+        StreamBudgetError: a rank cannot afford a single bucket.
+    """
+    facts = read_model_facts(config.model)
+    layout = ParallelLayout.from_config(config.parallel)
+    workload = Workload.from_config(config, facts)
+    model = make_budget_model(config.graph.budget_model)
+    spec = KVCacheSpec(
+        num_layers=facts.num_layers,
+        num_kv_heads=kv_heads_per_rank(facts.num_kv_heads, config.parallel.tp),
+        head_size=facts.head_size,
+        block_size=config.kv.block_size,
+        dtype=config.dtype,
+    )
+    free_bytes = _device_bytes(config) - facts.weight_bytes // config.parallel.tp
+    num_blocks = spec.choose_num_blocks(
+        config.kv,
+        max(0, free_bytes),
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_model_len=config.max_model_len or facts.max_model_len,
+    )
+    left = max(0, free_bytes - spec.total_bytes(num_blocks))
+    offers = [_offer(config, rank, left) for rank in range(layout.world_size)]
+    plans = _plans(config, layout, offers, model, workload)
+    return {
+        "model": {"name": config.name, "path": config.model, **asdict(facts)},
+        "layout": {
+            **config.parallel.model_dump(),
+            "world_size": layout.world_size,
+            "lockstep_groups": [list(group) for group in layout.lockstep_groups],
+        },
+        "assumptions": _assumptions(config),
+        "graph": {
+            "mode": config.graph.mode,
+            "scope": config.graph.scope,
+            "budget_model": model.name,
+            "candidates": list(candidate_sizes(config)),
+            "price_per_bucket": model.price(1, workload),
+            "fixed_price": model.fixed_price(workload),
+            "terms": [asdict(term) for term in model.explain(workload)],
+        },
+        "plans": [_plan_entry(group, plan) for group, plan in enumerate(plans)],
+        "ranks": [
+            _rank_entry(offer, layout, plans[layout.lockstep_group_of(offer.rank)], model, workload)
+            for offer in offers
+        ],
+        "kv": {
+            "block_size": spec.block_size,
+            "bytes_per_block": spec.bytes_per_block,
+            "num_blocks": num_blocks,
+            "bytes": spec.total_bytes(num_blocks),
+            "tokens": (num_blocks - 1) * spec.block_size,
+            "max_model_len": _max_model_len(config, facts),
+        },
+    }
+
+
+def render_plan(report: dict[str, Any], console: Console) -> None:
+    """Print a report as tables."""
+    model, layout, graph, kv = (report[key] for key in ("model", "layout", "graph", "kv"))
+    console.print(
+        f"[bold]{model['name']}[/bold]: {model['architecture']}, {model['num_layers']} layers; "
+        f"{layout['world_size']} NPUs (tp {layout['tp']}, dp {layout['dp']}) in "
+        f"{len(layout['lockstep_groups'])} lockstep groups"
+    )
+    for sentence in report["assumptions"]:
+        console.print(f"  assumed: {sentence}")
+    console.print(
+        f"Graphs: {graph['mode']}, priced by {graph['budget_model']}: "
+        f"{graph['price_per_bucket']} streams per bucket, {graph['fixed_price']} fixed"
+    )
+    for term in graph["terms"]:
+        console.print(f"  {term['total']:5} {term['name']}: {term['why']}")
+    for plan in report["plans"]:
+        buckets = ", ".join(map(str, plan["buckets"])) or "none"
+        console.print(f"Group {plan['group']}: buckets {buckets}  (plan {plan['hash'][:12]})")
+        for reason in plan["reasons"]:
+            console.print(f"  {reason}")
+    console.print(_rank_table(report["ranks"]))
+    console.print(
+        f"KV cache per NPU: {kv['num_blocks']} blocks of {kv['block_size']} tokens, "
+        f"{kv['bytes_per_block']} bytes each, {kv['bytes'] / GIB:.2f} GiB in all; "
+        f"{kv['tokens']} tokens, the longest request {kv['max_model_len']}"
+    )
+
+
+def _rank_table(ranks: list[dict[str, Any]]) -> Table:
+    table = Table("rank", "group", "device", "offers", "affords", "captures", "costs", "left")
+    for entry in ranks:
+        table.add_row(
+            str(entry["rank"]),
+            str(entry["group"]),
+            entry["device"],
+            f"{entry['usable']} of {entry['available']} streams",
+            f"{entry['max_buckets']} buckets",
+            f"{entry['num_buckets']} buckets",
+            f"{entry['planned_streams']} streams",
+            f"{entry['left_streams']} streams",
+        )
+    return table
+
+
+def _plans(
+    config: Config,
+    layout: ParallelLayout,
+    offers: list[StreamOffer],
+    model: BudgetModel,
+    workload: Workload,
+) -> list[GraphPlan]:
+    """Return one plan per lockstep group; with scope cluster, the same for all."""
+    sizes = candidate_sizes(config)
+    limit = config.scheduler.max_num_seqs
+    if config.graph.scope == "cluster":
+        plan = negotiate(offers, sizes, model, workload, max_num_seqs=limit)
+        return [plan] * len(layout.lockstep_groups)
+    return [
+        negotiate([offers[rank] for rank in group], sizes, model, workload, max_num_seqs=limit)
+        for group in layout.lockstep_groups
+    ]
+
+
+def _plan_entry(group: int, plan: GraphPlan) -> dict[str, Any]:
+    return {
+        "group": group,
+        "version": plan.version,
+        "hash": plan.hash,
+        "buckets": list(plan.buckets),
+        "capture_order": list(plan.capture_order),
+        "reasons": list(plan.reasons),
+    }
+
+
+def _rank_entry(
+    offer: StreamOffer,
+    layout: ParallelLayout,
+    plan: GraphPlan,
+    model: BudgetModel,
+    workload: Workload,
+) -> dict[str, Any]:
+    ledger = Ledger.predict(offer, plan, model, workload)
+    streams = ledger.predicted_streams + (model.fixed_price(workload) if plan.buckets else 0)
+    return {
+        "rank": offer.rank,
+        "group": layout.lockstep_group_of(offer.rank),
+        "device": offer.device,
+        "domains": [list(domain) for domain in layout.domains_of(offer.rank)],
+        "available": offer.available,
+        "reserve": offer.reserve,
+        "usable": offer.usable,
+        "free_bytes": offer.free_bytes,
+        "max_buckets": model.max_buckets(offer, workload),
+        "num_buckets": len(plan.buckets),
+        "prices": {entry.term: entry.predicted for entry in ledger.entries},
+        "planned_streams": streams,
+        "left_streams": offer.usable - streams,
+    }
+
+
+def _offer(config: Config, rank: int, free_bytes: int) -> StreamOffer:
+    emulator = config.device.emulator
+    is_npu = config.device.kind == "npu"
+    streams = NPU_STREAMS if is_npu else emulator.streams_by_rank.get(rank, emulator.streams)
+    return StreamOffer(
+        rank=rank,
+        available=streams,
+        reserve=config.graph.reserve_streams,
+        free_bytes=free_bytes,
+        device="NPU" if is_npu else f"emulated {emulator.soc}",
+    )
+
+
+def _device_bytes(config: Config) -> int:
+    if config.device.kind == "npu":
+        return NPU_BYTES
+    return config.device.emulator.memory_mb << 20
+
+
+def _assumptions(config: Config) -> list[str]:
+    if config.device.kind == "npu":
+        return [
+            f"each NPU has {NPU_STREAMS} streams and {NPU_BYTES // GIB} GiB, none of it in use",
+            "no device was asked; a running deployment negotiates over what they really have",
+        ]
+    return ["every rank has the streams and the memory of device.emulator, none of it in use"]
+
+
+def _max_model_len(config: Config, facts: ModelFacts) -> int:
+    return min(config.max_model_len or facts.max_model_len, facts.max_model_len)

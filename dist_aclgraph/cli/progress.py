@@ -1,0 +1,69 @@
+"""What people watch while a deployment starts: a bar in a terminal, else one line per state."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn
+from rich.progress import Progress as Bar
+
+from dist_aclgraph.actors.controller import Progress as Report
+
+WORDS = {
+    "PLACING": "Placing workers",
+    "JOINING": "Opening devices, joining HCCL groups",
+    "LOADING": "Loading weights",
+    "NEGOTIATING": "Negotiating the graph plan",
+    "CAPTURING": "Capturing graphs",
+}
+
+
+class StartProgress:
+    """Shows reports of the controller. Use as a context manager; call it with each report."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._state = ""
+        self._bar: Bar | None = None
+        if console.is_terminal:
+            self._bar = Bar(
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[detail]}"),
+                console=console,
+                transient=True,
+            )
+            self._task = self._bar.add_task("Starting", total=None, detail="")
+
+    def __enter__(self) -> StartProgress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, report: Report) -> None:
+        words = WORDS.get(report.state)
+        if words is None:
+            return
+        if self._bar is not None:
+            self._bar.update(
+                self._task,
+                description=words,
+                completed=report.done,
+                total=report.total or None,
+                detail=report.detail,
+            )
+        elif report.state != self._state:
+            self._console.print(f"{words} ...")
+        self._state = report.state

@@ -1,0 +1,1 @@
+"""HCCL groups from the layout, and collectives with shape contracts."""

@@ -1,0 +1,68 @@
+"""What a device error means: one place that reads CANN's codes and words.
+
+Sources: CANN's ``rt_error_codes.h`` and the messages that its runtime and HDK print. CANN words the
+same exhaustion in several ways, by version and by the call that met it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from dist_aclgraph.errors import (
+    CaptureError,
+    DeviceError,
+    DistAclGraphError,
+    OutOfDeviceMemoryError,
+    StreamExhaustedError,
+)
+
+FailureKind = Literal["streams", "memory", "operator", "timeout"]
+
+NO_STREAM_RESOURCE = 207008  # ACL_ERROR_RT_NO_STREAM_RESOURCE, at capture begin
+RESOURCE_ALLOC_FAIL = 207005  # ACL_ERROR_RT_RESOURCE_ALLOC_FAIL, "new capture stream failed"
+MEMORY_ALLOCATION = 207001  # ACL_ERROR_RT_MEMORY_ALLOCATION
+
+_STREAM_WORDS = re.compile(
+    r"\b(207008|207005)\b|stream resource|sq cq|capture stream failed|"
+    r"insufficient_stream_resources",
+    re.IGNORECASE,
+)
+_MEMORY_WORDS = re.compile(r"\b207001\b|out of (device )?memory", re.IGNORECASE)
+_TIMEOUT_WORDS = re.compile(r"\b(507046|107020)\b|time(d)? ?out", re.IGNORECASE)
+
+
+def classify(error: BaseException) -> FailureKind:
+    """Return what kind of exhaustion or failure an exception of torch_npu tells of."""
+    if isinstance(error, StreamExhaustedError):
+        return "streams"
+    if isinstance(error, OutOfDeviceMemoryError):
+        return "memory"
+    text = str(error)
+    if _STREAM_WORDS.search(text):
+        return "streams"
+    if _MEMORY_WORDS.search(text) or "OutOfMemory" in type(error).__name__:
+        return "memory"
+    if _TIMEOUT_WORDS.search(text):
+        return "timeout"
+    return "operator"
+
+
+def device_error(error: BaseException, doing: str) -> DistAclGraphError:
+    """Return our error for an exception of torch_npu, to be raised ``from`` it."""
+    if isinstance(error, DistAclGraphError):
+        return error
+    kinds: dict[FailureKind, type[DistAclGraphError]] = {
+        "streams": StreamExhaustedError,
+        "memory": OutOfDeviceMemoryError,
+        "operator": CaptureError if "captur" in doing else DeviceError,
+        "timeout": DeviceError,
+    }
+    return kinds[classify(error)](f"{doing}: {_first_lines(error)}")
+
+
+def _first_lines(error: BaseException, limit: int = 600) -> str:
+    """The message without the noise that torch_npu appends (time, pid, C++ frames)."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    kept = [line for line in lines if not line.startswith(("[ERROR]", "Exception raised from"))]
+    return " ".join(kept or lines)[:limit] or type(error).__name__

@@ -1,0 +1,51 @@
+"""Which device this machine has, and the emulator's settings; nothing here imports torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from dist_aclgraph.config import DeviceConfig
+from dist_aclgraph.errors import DeviceError
+
+DeviceKind = Literal["npu", "emulated"]
+
+
+def resolve_kind(kind: Literal["auto", "npu", "emulated"]) -> DeviceKind:
+    """Say which device ``auto`` means on this machine.
+
+    Raises:
+        DeviceError: ``npu`` was asked for and this machine has none.
+    """
+    if kind == "emulated":
+        return "emulated"
+    has_npu = any(Path("/dev").glob("davinci[0-9]*"))
+    if kind == "npu" and not has_npu:
+        raise DeviceError(
+            "device.kind is npu, but there is no /dev/davinci* here; check the driver and the "
+            "container's devices, or set device.kind=emulated"
+        )
+    return "npu" if has_npu else "emulated"
+
+
+def emulator_settings(config: DeviceConfig, rank: int) -> dict[str, str | int | bool]:
+    """The emulator's settings for one world rank."""
+    emulated = config.emulator
+    settings: dict[str, str | int | bool] = {
+        "strict": emulated.strict,
+        "streams": emulated.streams_by_rank.get(rank, emulated.streams),
+        "hbm_mb": emulated.memory_mb,
+        "kernels": emulated.kernels,
+        "accounting": emulated.accounting,
+        "soc": emulated.soc,
+        "wait_s": emulated.wait_s,
+    }
+    fault = emulated.fault
+    if fault.op and fault.rank in (None, rank):
+        settings |= {
+            "fault_op": fault.op,
+            "fault_call": fault.call,
+            "fault_kind": fault.kind,
+            "stall_s": int(fault.stall_s),
+        }
+    return settings

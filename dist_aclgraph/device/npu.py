@@ -1,0 +1,165 @@
+"""One NPU of this process: opening it, its streams, memory and limits.
+
+The same code runs on hardware and on the emulator; only ``open_npu`` knows which one answers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dist_aclgraph.config import DeviceConfig
+from dist_aclgraph.device import emulator
+from dist_aclgraph.device.failures import device_error
+from dist_aclgraph.device.kind import DeviceKind, emulator_settings, resolve_kind
+from dist_aclgraph.errors import DeviceError
+
+# Seen on 910C with CANN 9.0: so many creations succeed, then 207005.
+STREAMS_OF_A_FRESH_DEVICE = 1979
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the device."""
+
+    free_bytes: int
+    total_bytes: int
+
+
+def runtime() -> Any:
+    """Return ``torch.npu``, which exists once torch_npu is loaded: streams, events, graphs."""
+    return torch.npu  # type: ignore[attr-defined]
+
+
+class Npu:
+    """The NPU that this process drives.
+
+    Owns nothing but the handle to the runtime: tensors, streams and graphs belong to whoever makes
+    them. Always device index 0: Ray narrows ASCEND_RT_VISIBLE_DEVICES to the one that was placed.
+    """
+
+    def __init__(self, kind: DeviceKind) -> None:
+        self.kind = kind
+        self.device = torch.device("npu", 0)
+        runtime().set_device(0)
+        self._acl = ctypes.CDLL("libascendcl.so")
+
+    @property
+    def name(self) -> str:
+        return str(runtime().get_device_name(0))
+
+    @property
+    def description(self) -> str:
+        """In plain words, for people."""
+        if self.kind == "emulated":
+            return f"emulated NPU ({self.name}) on this machine's CPU"
+        return f"NPU {self.name}"
+
+    def available_streams(self) -> int:
+        """Streams that this device can still give, as CANN counts them.
+
+        Where CANN is too old to tell, what a fresh device has been seen to give: the transaction of
+        capture then finds the truth.
+        """
+        try:
+            query = self._acl.aclrtGetStreamAvailableNum
+        except AttributeError:
+            return STREAMS_OF_A_FRESH_DEVICE
+        count = ctypes.c_uint32()
+        code = query(ctypes.byref(count))
+        if code:
+            raise DeviceError(f"aclrtGetStreamAvailableNum failed with {code}")
+        return count.value
+
+    def memory(self) -> Memory:
+        free, total = runtime().mem_get_info(0)
+        return Memory(free_bytes=free, total_bytes=total)
+
+    def synchronize(self) -> None:
+        with translated("synchronizing the device"):
+            runtime().synchronize()
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return host memory that the device copies from and to without a stop."""
+        return torch.zeros(shape, dtype=dtype).pin_memory()
+
+
+def open_npu(config: DeviceConfig, rank: int) -> Npu:
+    """Load torch_npu on the device that ``config`` means and return it.
+
+    Raises:
+        DeviceError: no such device, or its runtime did not start.
+    """
+    kind = resolve_kind(config.kind)
+    if kind == "emulated":
+        emulator.load(emulator_settings(config, rank))
+    else:
+        import torch_npu  # noqa: F401
+    with translated("opening the device"):
+        return Npu(kind)
+
+
+@contextmanager
+def translated(doing: str) -> Iterator[None]:
+    """Raise torch_npu's RuntimeErrors as ours."""
+    try:
+        yield
+    except (RuntimeError, torch.OutOfMemoryError) as e:
+        raise device_error(e, doing) from e
+
+
+@dataclass
+class Stopwatch:
+    """Host time by stage of one step, in microseconds; costs nothing while off."""
+
+    enabled: bool
+    stages: dict[str, float]
+    last_s: float = 0.0
+
+    def start(self) -> None:
+        if self.enabled:
+            self.stages = {}
+            self.last_s = time.perf_counter()
+
+    def lap(self, stage: str) -> None:
+        """Book the time since the last lap under ``stage``."""
+        if self.enabled:
+            now_s = time.perf_counter()
+            self.stages[stage] = self.stages.get(stage, 0.0) + (now_s - self.last_s) * 1e6
+            self.last_s = now_s
+
+
+def external_event() -> Any:
+    """Return an event that one stream records and a captured graph waits for."""
+    return runtime().ExternalEvent()
+
+
+def weak_reference(value: Any) -> Any:
+    """Return device tensors (and lists of them) without ownership; anything else as it is."""
+    if isinstance(value, list):
+        return [weak_reference(item) for item in value]
+    if isinstance(value, torch.Tensor) and value.device.type == "npu":
+        return runtime().graphs.TensorWeakRef(value)
+    return value
+
+
+def begin_task_group(stream: Any) -> None:
+    runtime().graph_task_group_begin(stream)
+
+
+def end_task_group(stream: Any) -> Any:
+    return runtime().graph_task_group_end(stream)
+
+
+def begin_task_update(stream: Any, handle: Any) -> None:
+    runtime().graph_task_update_begin(stream, handle)
+
+
+def end_task_update(stream: Any) -> None:
+    runtime().graph_task_update_end(stream)

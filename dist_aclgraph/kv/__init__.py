@@ -1,0 +1,1 @@
+"""The paged KV cache: byte formulas, blocks and their reuse."""

@@ -1,0 +1,151 @@
+"""BlockPool: which KV blocks are free, used, or free but still worth reusing.
+
+A full block is known by a hash of its tokens and of all tokens before it, so equal prompt
+beginnings share blocks. Every operation takes O(1) per block.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from dist_aclgraph.errors import KVCacheError, OutOfBlocksError
+from dist_aclgraph.scheduler.step import pack_ints
+
+DUMMY_BLOCK = 0  # padded rows write here; no request ever owns it
+HASH_BYTES = 16
+
+BlockHash = bytes
+
+
+def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
+    """Return the hash of a full block; ``parent`` is the hash before it, b"" for the first."""
+    return hashlib.blake2b(pack_ints(list(token_ids)), key=parent, digest_size=HASH_BYTES).digest()
+
+
+class BlockPool:
+    """Owns block ids and reference counts. Knows nothing about requests or devices.
+
+    Invariant: every block but the dummy is either used (count > 0) or free, and
+    ``num_free + num_used == num_blocks - 1``.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_cache: bool = True) -> None:
+        if num_blocks < 2:
+            raise KVCacheError(f"num_blocks is {num_blocks}; the dummy block needs another beside")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.prefix_cache = prefix_cache
+        self.clear()
+
+    @property
+    def num_usable(self) -> int:
+        """Blocks that requests can have at all."""
+        return self.num_blocks - 1
+
+    @property
+    def num_free(self) -> int:
+        return len(self._blank) + len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_usable - self.num_free
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks, used or free, that a prefix can find."""
+        return len(self._by_hash)
+
+    def clear(self) -> None:
+        """Forget everything: all blocks are free, none is cached (the device lost its KV)."""
+        self._ref_counts = [0] * self.num_blocks
+        # Ascending ids come out first, which makes traces easy to read.
+        self._blank = list(range(self.num_blocks - 1, DUMMY_BLOCK, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # free and cached, oldest first
+        self._hashes: list[BlockHash | None] = [None] * self.num_blocks
+        self._by_hash: dict[BlockHash, int] = {}
+
+    def allocate(self, count: int) -> list[int]:
+        """Return ``count`` blocks with one reference each: blank ones first, then the cached
+        ones that were freed longest ago.
+
+        Raises:
+            OutOfBlocksError: fewer are free; nothing changes then.
+        """
+        if count > self.num_free:
+            raise OutOfBlocksError(f"{count} KV blocks wanted, {self.num_free} are free")
+        block_ids = []
+        for _ in range(count):
+            if self._blank:
+                block_id = self._blank.pop()
+            else:
+                block_id, _ = self._cached.popitem(last=False)
+                self._forget(block_id)
+            self._ref_counts[block_id] = 1
+            block_ids.append(block_id)
+        return block_ids
+
+    def match(self, hashes: Iterable[BlockHash]) -> list[int]:
+        """Return the cached blocks of the longest known beginning. Takes no reference."""
+        block_ids: list[int] = []
+        for block_hash in hashes:
+            block_id = self._by_hash.get(block_hash)
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        return block_ids
+
+    def num_free_without(self, block_ids: Iterable[int]) -> int:
+        """Return how many blocks would be free after ``share(block_ids)``."""
+        return self.num_free - sum(self._ref_counts[block_id] == 0 for block_id in block_ids)
+
+    def share(self, block_ids: Iterable[int]) -> None:
+        """Take one more reference to each block; all must be used, or free and cached."""
+        for block_id in block_ids:
+            if self._ref_counts[block_id] == 0:
+                if block_id not in self._cached:
+                    raise KVCacheError(f"block {block_id} is blank; only cached blocks are shared")
+                del self._cached[block_id]
+            self._ref_counts[block_id] += 1
+
+    def store(self, block_id: int, block_hash: BlockHash) -> None:
+        """Make a used, full block findable. The first block of a hash wins; others stay private.
+
+        The caller must never write to it again.
+        """
+        if self._ref_counts[block_id] == 0:
+            raise KVCacheError(f"block {block_id} is free; only used blocks are stored")
+        if not self.prefix_cache or self._hashes[block_id] is not None:
+            return
+        if self._by_hash.setdefault(block_hash, block_id) == block_id:
+            self._hashes[block_id] = block_hash
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Give back one reference to each block of a request, in table order.
+
+        Later blocks are evicted first: without its beginning, a prefix cannot be found.
+        """
+        for block_id in reversed(block_ids):
+            count = self._ref_counts[block_id]
+            if count < 1:
+                raise KVCacheError(f"block {block_id} is not used; it cannot be freed")
+            self._ref_counts[block_id] = count - 1
+            if count == 1:
+                if self._hashes[block_id] is None:
+                    self._blank.append(block_id)
+                else:
+                    self._cached[block_id] = None
+
+    def ref_count(self, block_id: int) -> int:
+        return self._ref_counts[block_id]
+
+    def is_stored(self, block_id: int) -> bool:
+        """Whether a prefix can find the block, so that nobody may write to it."""
+        return self._hashes[block_id] is not None
+
+    def _forget(self, block_id: int) -> None:
+        block_hash = self._hashes[block_id]
+        if block_hash is not None:
+            del self._by_hash[block_hash]
+            self._hashes[block_id] = None

@@ -1,0 +1,97 @@
+"""How many bytes KV blocks take: the only place where it is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dist_aclgraph.config import KVConfig
+from dist_aclgraph.errors import ConfigError
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+MIN_BLOCKS = 2  # the dummy block and one for requests
+
+
+def kv_heads_per_rank(num_kv_heads: int, tp: int) -> int:
+    """Return the KV heads that one TP rank holds; with more ranks than heads, heads repeat.
+
+    Raises:
+        ConfigError: heads cannot be spread evenly.
+    """
+    if num_kv_heads % tp and tp % num_kv_heads:
+        raise ConfigError(
+            f"parallel.tp is {tp}; it must divide the model's {num_kv_heads} KV heads, or be a "
+            "multiple of them"
+        )
+    return max(1, num_kv_heads // tp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheSpec:
+    """The shape of the KV cache on one rank, keys and values of all layers.
+
+    Attributes:
+        num_kv_heads: heads that this rank holds.
+        dtype: name of the cache's type, as in the configuration.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    block_size: int
+    dtype: str = "bfloat16"
+
+    @property
+    def bytes_per_layer_block(self) -> int:
+        """Bytes of one block in one layer, keys and values."""
+        elements = 2 * self.block_size * self.num_kv_heads * self.head_size
+        return elements * DTYPE_BYTES[self.dtype]
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self.num_layers * self.bytes_per_layer_block
+
+    def total_bytes(self, num_blocks: int) -> int:
+        return num_blocks * self.bytes_per_block
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return the blocks that hold ``num_tokens`` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def choose_num_blocks(
+        self, kv: KVConfig, free_bytes: int, *, max_num_seqs: int, max_model_len: int
+    ) -> int:
+        """Return the blocks of every rank: what is asked for, or what can be used and fits.
+
+        Args:
+            free_bytes: of the tightest rank.
+
+        Raises:
+            ConfigError: fewer than two blocks fit, or fewer than ``kv.num_blocks``.
+        """
+        affordable = self.blocks_that_fit(free_bytes, kv.memory_fraction, kv.max_bytes)
+        if kv.num_blocks is None:
+            return min(affordable, max_num_seqs * self.blocks_for(max_model_len) + 1)
+        if kv.num_blocks > affordable:
+            raise ConfigError(
+                f"kv.num_blocks is {kv.num_blocks}; the tightest rank has room for {affordable} "
+                f"blocks of {self.bytes_per_block} bytes: lower it, or raise kv.memory_fraction"
+            )
+        return kv.num_blocks
+
+    def blocks_that_fit(self, free_bytes: int, memory_fraction: float, max_bytes: int) -> int:
+        """Return how many blocks a rank can hold, the dummy block included.
+
+        Every rank of a group must use the smallest number among them.
+
+        Raises:
+            ConfigError: fewer than two blocks fit.
+        """
+        budget = min(int(free_bytes * memory_fraction), max_bytes)
+        num_blocks = budget // self.bytes_per_block
+        if num_blocks < MIN_BLOCKS:
+            raise ConfigError(
+                f"only {num_blocks} KV blocks of {self.bytes_per_block} bytes fit in {budget} "
+                f"bytes (of {free_bytes} free); at least {MIN_BLOCKS} are needed: raise "
+                "kv.memory_fraction or kv.max_bytes, or lower kv.block_size"
+            )
+        return num_blocks

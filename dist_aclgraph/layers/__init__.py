@@ -1,0 +1,1 @@
+"""Layers that model families share, each split over the tensor parallel group."""

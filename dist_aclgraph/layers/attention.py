@@ -1,0 +1,112 @@
+"""Attention over the paged KV cache, eagerly or as an updatable task of a graph under capture.
+
+Operators: ``npu_scatter_pa_kv_cache`` (its address is fixed, the slot is data) and
+``npu_fused_infer_attention_score`` in layout TND, whose lengths are host lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+CAUSAL_MASK_SIZE = 2048  # what sparse_mode 3 demands, whatever the lengths
+SPARSE_MODE_NONE, SPARSE_MODE_CAUSAL = 0, 3
+
+
+class AttentionTasks(Protocol):
+    """Where a graph under capture keeps its attention operators, so that replay can patch them."""
+
+    def run(self, operation: Callable[..., Any], out: Tensor, arguments: dict[str, Any]) -> None:
+        """Capture ``operation.out(**arguments)`` as a task group of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionMetadata:
+    """Where the tokens of a step stand; one value for all layers.
+
+    Attributes:
+        slot_mapping: [num_tokens] int32, -1 is padding and written nowhere.
+        block_table: [num_reqs, max_blocks] int32.
+        query_ends: cumulative query lengths [num_reqs]; the last is num_tokens.
+        kv_lens: KV length of each request, its queries included [num_reqs].
+        causal_mask: [2048, 2048] bool, or None where every request has one query.
+        tasks: the graph under capture, or None in an eager step.
+    """
+
+    slot_mapping: Tensor
+    block_table: Tensor
+    query_ends: list[int]
+    kv_lens: list[int]
+    causal_mask: Tensor | None = None
+    tasks: AttentionTasks | None = None
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """One layer's keys and values: [num_blocks, block_size, num_kv_heads, head_dim] each."""
+
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def block_size(self) -> int:
+        return self.keys.shape[1]
+
+
+@dataclass(frozen=True)
+class PagedAttention:
+    """Grouped-query attention of this rank's heads."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, metadata: AttentionMetadata
+    ) -> Tensor:
+        """Write k and v to the cache, then attend.
+
+        Args:
+            q: [num_tokens, num_heads, head_dim].
+            k, v: [num_tokens, num_kv_heads, head_dim].
+
+        Returns:
+            [num_tokens, num_heads * head_dim].
+        """
+        torch.ops.npu.npu_scatter_pa_kv_cache(
+            k, v, cache.keys, cache.values, metadata.slot_mapping, cache_mode="Norm"
+        )
+        arguments: dict[str, Any] = {
+            "query": q,
+            "key": cache.keys.flatten(2),  # [num_blocks, block_size, num_kv_heads * head_dim]
+            "value": cache.values.flatten(2),
+            "atten_mask": metadata.causal_mask,
+            "actual_seq_lengths": metadata.query_ends,
+            "actual_seq_lengths_kv": metadata.kv_lens,
+            "block_table": metadata.block_table,
+            "num_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "scale": self.head_dim**-0.5,
+            "input_layout": "TND",
+            "block_size": cache.block_size,
+            "sparse_mode": (
+                SPARSE_MODE_NONE if metadata.causal_mask is None else SPARSE_MODE_CAUSAL
+            ),
+        }
+        operation = torch.ops.npu.npu_fused_infer_attention_score
+        if metadata.tasks is None:
+            out: Tensor = operation(**arguments)[0]
+        else:
+            out = torch.empty_like(q)
+            metadata.tasks.run(operation, out, arguments)
+        return out.flatten(1)
+
+
+def make_causal_mask(device: torch.device) -> Tensor:
+    """Return the [2048, 2048] mask of sparse_mode 3: True above the diagonal is hidden."""
+    shape = (CAUSAL_MASK_SIZE, CAUSAL_MASK_SIZE)
+    return torch.ones(shape, dtype=torch.bool).triu(1).to(device)

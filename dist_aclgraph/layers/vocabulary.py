@@ -1,0 +1,64 @@
+"""The embedding and the output head, split over the vocabulary.
+
+A vocabulary that the group does not divide is padded with zero rows; their logits are cut off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dist_aclgraph.comm.groups import CommGroup
+
+
+def vocabulary_part(vocab_size: int, group: CommGroup) -> tuple[int, int]:
+    """Return [start, stop) of this rank's token ids; ``stop`` may lie beyond the vocabulary."""
+    width = -(-vocab_size // group.size)
+    return group.rank * width, (group.rank + 1) * width
+
+
+@dataclass(frozen=True)
+class VocabularyEmbedding:
+    """Rows of the embedding for this rank's part of the vocabulary.
+
+    Attributes:
+        weight: [vocab / size, hidden].
+        start: first token id of this rank.
+    """
+
+    weight: Tensor
+    start: int
+    group: CommGroup
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """[n] int32 -> [n, hidden]; foreign tokens count as zero before the sum over ranks."""
+        if self.group.size == 1:
+            return F.embedding(token_ids, self.weight)
+        local = token_ids - self.start
+        is_foreign = (local < 0) | (local >= self.weight.shape[0])
+        rows = F.embedding(local.masked_fill(is_foreign, 0), self.weight)
+        return self.group.all_reduce(rows.masked_fill(is_foreign.unsqueeze(-1), 0))
+
+
+@dataclass(frozen=True)
+class VocabularyHead:
+    """Logits over the whole vocabulary, gathered from the ranks' parts.
+
+    Attributes:
+        weight: [hidden, vocab / size]; for tied embeddings a transposed view, not a copy.
+    """
+
+    weight: Tensor
+    vocab_size: int
+    group: CommGroup
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] -> [n, vocab]."""
+        part = torch.mm(hidden, self.weight)
+        if self.group.size == 1:
+            return part
+        parts = self.group.all_gather(part)  # [size, n, vocab / size]
+        return parts.transpose(0, 1).reshape(hidden.shape[0], -1)[:, : self.vocab_size]

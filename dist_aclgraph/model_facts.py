@@ -1,0 +1,74 @@
+"""What planning must know of a model: read from the checkpoint's config.json, without weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dist_aclgraph.errors import ConfigError
+
+EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """The shape of a model.
+
+    Attributes:
+        max_model_len: longest context that the checkpoint declares.
+        weight_bytes: size of its safetensors files, 0 where there are none.
+    """
+
+    architecture: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    max_model_len: int
+    moe: bool = False
+    weight_bytes: int = 0
+
+
+def read_model_facts(directory: str | Path) -> ModelFacts:
+    """Read the facts of a checkpoint.
+
+    Raises:
+        ConfigError: the directory or its config.json is missing, or lacks a key.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise ConfigError(
+            f"model is {str(directory)!r}: no such directory; give the path of a Hugging Face "
+            "checkpoint (a folder with config.json)"
+        )
+    path = directory / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ConfigError(f"cannot read {path}: {e.strerror}; is it a checkpoint?") from e
+    except ValueError as e:
+        raise ConfigError(f"{path} is not JSON: {e}") from e
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} must hold an object, not {type(raw).__name__}")
+    text = raw.get("text_config")
+    shape: dict[str, Any] = {**raw, **text} if isinstance(text, dict) else raw
+    num_heads = _integer(shape, "num_attention_heads", path)
+    return ModelFacts(
+        architecture=next(iter(raw.get("architectures") or ["unknown"])),
+        num_layers=_integer(shape, "num_hidden_layers", path),
+        num_heads=num_heads,
+        num_kv_heads=int(shape.get("num_key_value_heads") or num_heads),
+        head_size=int(shape.get("head_dim") or _integer(shape, "hidden_size", path) // num_heads),
+        max_model_len=int(shape.get("max_position_embeddings") or 2048),
+        moe=any(shape.get(key) for key in EXPERT_KEYS),
+        weight_bytes=sum(file.stat().st_size for file in directory.glob("*.safetensors")),
+    )
+
+
+def _integer(shape: dict[str, Any], key: str, path: Path) -> int:
+    value = shape.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{path}: {key} is {value!r}; it must be a positive integer")
+    return value

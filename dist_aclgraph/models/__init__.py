@@ -1,0 +1,1 @@
+"""Model families: what their checkpoints say, and their forward pass."""

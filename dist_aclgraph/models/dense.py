@@ -1,0 +1,288 @@
+"""Dense decoders: Llama, Qwen2 and Qwen3, one implementation with the switches of ``ModelSpec``.
+
+The forward pass is a chain of segments split at attention (``before_attention`` and
+``after_attention`` of each layer), so that a graph can be captured for the whole or for the pieces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dist_aclgraph.comm.groups import CommGroup
+from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.layers.attention import AttentionMetadata, KVCache, PagedAttention
+from dist_aclgraph.layers.linear import Linear, RowParallelLinear
+from dist_aclgraph.layers.rotary import rope_tables
+from dist_aclgraph.layers.vocabulary import (
+    VocabularyEmbedding,
+    VocabularyHead,
+    vocabulary_part,
+)
+from dist_aclgraph.models.checkpoint import Checkpoint, Progress
+from dist_aclgraph.models.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class HeadShare:
+    """Which heads a rank has. KV heads are replicated where there are fewer than ranks."""
+
+    num_heads: int
+    num_kv_heads: int
+    first_head: int
+    first_kv_head: int
+
+
+def share_heads(spec: ModelSpec, group: CommGroup) -> HeadShare:
+    """Split the heads over the tensor parallel group.
+
+    Raises:
+        ConfigError: the group does not divide the heads, or they do not line up with KV heads.
+    """
+    size = group.size
+    if spec.num_heads % size:
+        raise ConfigError(
+            f"parallel.tp is {size}: it must divide the model's {spec.num_heads} attention heads"
+        )
+    if spec.num_kv_heads % size and size % spec.num_kv_heads:
+        raise ConfigError(
+            f"parallel.tp is {size}: it must divide the model's {spec.num_kv_heads} KV heads or be "
+            "a multiple of them"
+        )
+    num_heads = spec.num_heads // size
+    num_kv_heads = max(1, spec.num_kv_heads // size)
+    first_kv_head = group.rank * spec.num_kv_heads // size
+    return HeadShare(num_heads, num_kv_heads, group.rank * num_heads, first_kv_head)
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """One decoder layer of this rank."""
+
+    input_norm: Tensor
+    post_attention_norm: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    attention: PagedAttention
+    output: RowParallelLinear
+    gate_up: Linear
+    down: RowParallelLinear
+    eps: float
+
+    def before_attention(
+        self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return q, k [num_tokens, heads, head_dim] rotated, v, and the residual stream."""
+        npu, a = torch.ops.npu, self.attention
+        if residual is None:
+            h, residual = npu.npu_rms_norm(x, self.input_norm, self.eps)[0], x
+        else:
+            h, _, residual = npu.npu_add_rms_norm(x, residual, self.input_norm, self.eps)
+        n = x.shape[0]
+        widths = [a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim]
+        q, k, v = torch.split(self.qkv(h), [widths[0], widths[1], widths[1]], dim=-1)
+        q = q.reshape(1, n, a.num_heads, a.head_dim)
+        k = k.reshape(1, n, a.num_kv_heads, a.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q = npu.npu_rms_norm(q, self.q_norm, self.eps)[0]
+            k = npu.npu_rms_norm(k, self.k_norm, self.eps)[0]
+        q = npu.npu_rotary_mul(q, cos, sin)[0]
+        k = npu.npu_rotary_mul(k, cos, sin)[0]
+        # The cache write takes contiguous rows only.
+        return q, k, v.reshape(n, a.num_kv_heads, a.head_dim).contiguous(), residual
+
+    def after_attention(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the layer's output before its residual sum, and the residual stream."""
+        npu = torch.ops.npu
+        h, _, residual = npu.npu_add_rms_norm(
+            self.output(attended), residual, self.post_attention_norm, self.eps
+        )
+        return self.down(npu.npu_swiglu(self.gate_up(h))), residual
+
+
+class DenseDecoder:
+    """A decoder's part on one tensor parallel rank.
+
+    Owns the weights. Knows nothing about requests, batches or graphs.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        group: CommGroup,
+        checkpoint: Checkpoint,
+        *,
+        device: torch.device,
+        max_len: int,
+        progress: Progress | None = None,
+    ) -> None:
+        """Load this rank's slices.
+
+        Raises:
+            ConfigError: the heads cannot be split over the group.
+            MissingTensorError: names the first tensor that lacks or has another shape.
+        """
+        self.spec = spec
+        self.heads = share_heads(spec, group)
+        loader = _Loader(spec, group, self.heads, checkpoint, device)
+        self.embedding = loader.embedding()
+        self.layers = []
+        for index in range(spec.num_layers):
+            self.layers.append(loader.layer(index))
+            if progress is not None:
+                progress(index + 1, spec.num_layers)
+        self.norm = loader.whole("model.norm.weight", (spec.hidden_size,))
+        self.head = loader.head(self.embedding)
+        dtype = self.norm.dtype
+        cos, sin = rope_tables(spec.rope, spec.head_dim, max_len, dtype)
+        self._cos, self._sin = cos.to(device), sin.to(device)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        caches: list[KVCache],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Run all layers.
+
+        Args:
+            token_ids: [num_tokens] int32.
+            positions: [num_tokens] int32.
+            caches: one per layer.
+
+        Returns:
+            [num_tokens, hidden], normalised.
+        """
+        shape = (1, -1, 1, self.spec.head_dim)
+        cos = self._cos.index_select(0, positions).view(shape)
+        sin = self._sin.index_select(0, positions).view(shape)
+        x, residual = self.embedding(token_ids), None
+        for layer, cache in zip(self.layers, caches, strict=True):
+            q, k, v, residual = layer.before_attention(x, residual, cos, sin)
+            attended = layer.attention(q, k, v, cache, metadata)
+            x, residual = layer.after_attention(attended, residual)
+        eps = self.spec.rms_norm_eps
+        hidden: Tensor = torch.ops.npu.npu_add_rms_norm(x, residual, self.norm, eps)[0]
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] -> [n, vocab], on every rank."""
+        return self.head(hidden)
+
+
+class _Loader:
+    """Cuts one rank's weights out of a checkpoint with Hugging Face's names."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        group: CommGroup,
+        heads: HeadShare,
+        checkpoint: Checkpoint,
+        device: torch.device,
+    ) -> None:
+        self._spec = spec
+        self._group = group
+        self._heads = heads
+        self._checkpoint = checkpoint
+        self._device = device
+        # Zero columns pad a feed-forward width that the group does not divide: silu(0) * 0 = 0.
+        width = -(-spec.intermediate_size // group.size)
+        self._ffn = (group.rank * width, (group.rank + 1) * width)
+
+    def whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self._checkpoint.read(name, shape).to(self._device)
+
+    def embedding(self) -> VocabularyEmbedding:
+        start, stop = vocabulary_part(self._spec.vocab_size, self._group)
+        shape = (self._spec.vocab_size, self._spec.hidden_size)
+        rows = self._checkpoint.read_part("model.embed_tokens.weight", shape, 0, start, stop)
+        return VocabularyEmbedding(rows.contiguous().to(self._device), start, self._group)
+
+    def head(self, embedding: VocabularyEmbedding) -> VocabularyHead:
+        spec = self._spec
+        if spec.tie_word_embeddings:
+            return VocabularyHead(embedding.weight.t(), spec.vocab_size, self._group)
+        start, stop = vocabulary_part(spec.vocab_size, self._group)
+        weight = self._columns("lm_head.weight", spec.vocab_size, spec.hidden_size, start, stop)
+        return VocabularyHead(self._place(weight), spec.vocab_size, self._group)
+
+    def layer(self, index: int) -> DecoderLayer:
+        spec, heads = self._spec, self._heads
+        prefix = f"model.layers.{index}"
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        norm = (spec.hidden_size,)
+        head_norm = (spec.head_dim,)
+        return DecoderLayer(
+            input_norm=self.whole(f"{prefix}.input_layernorm.weight", norm),
+            post_attention_norm=self.whole(f"{prefix}.post_attention_layernorm.weight", norm),
+            qkv=self._qkv(attention),
+            q_norm=self.whole(f"{attention}.q_norm.weight", head_norm)
+            if spec.has_qk_norm
+            else None,
+            k_norm=self.whole(f"{attention}.k_norm.weight", head_norm)
+            if spec.has_qk_norm
+            else None,
+            attention=PagedAttention(heads.num_heads, heads.num_kv_heads, spec.head_dim),
+            output=self._row_parallel(
+                f"{attention}.o_proj",
+                spec.num_heads * spec.head_dim,
+                heads.first_head * spec.head_dim,
+                (heads.first_head + heads.num_heads) * spec.head_dim,
+                spec.has_output_bias,
+            ),
+            gate_up=self._gate_up(mlp),
+            down=self._row_parallel(
+                f"{mlp}.down_proj", spec.intermediate_size, *self._ffn, spec.has_mlp_bias
+            ),
+            eps=spec.rms_norm_eps,
+        )
+
+    def _qkv(self, prefix: str) -> Linear:
+        spec, heads = self._spec, self._heads
+        d = spec.head_dim
+        kv = (spec.num_kv_heads * d, heads.first_kv_head * d)
+        kv_stop = kv[1] + heads.num_kv_heads * d
+        first = heads.first_head * d
+        parts = [
+            (f"{prefix}.q_proj", spec.num_heads * d, first, first + heads.num_heads * d),
+            (f"{prefix}.k_proj", *kv, kv_stop),
+            (f"{prefix}.v_proj", *kv, kv_stop),
+        ]
+        return self._fused(parts, spec.has_qkv_bias)
+
+    def _gate_up(self, prefix: str) -> Linear:
+        names = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
+        parts = [(name, self._spec.intermediate_size, *self._ffn) for name in names]
+        return self._fused(parts, self._spec.has_mlp_bias)
+
+    def _fused(self, parts: list[tuple[str, int, int, int]], has_bias: bool) -> Linear:
+        hidden = self._spec.hidden_size
+        weights = [self._columns(f"{n}.weight", width, hidden, a, b) for n, width, a, b in parts]
+        bias = None
+        if has_bias:
+            biases = [
+                self._checkpoint.read_part(f"{n}.bias", (width,), 0, a, b)
+                for n, width, a, b in parts
+            ]
+            bias = torch.cat(biases).to(self._device)
+        return Linear(self._place(torch.cat(weights, dim=1)), bias)
+
+    def _row_parallel(
+        self, name: str, width: int, start: int, stop: int, has_bias: bool
+    ) -> RowParallelLinear:
+        shape = (self._spec.hidden_size, width)
+        part = self._checkpoint.read_part(f"{name}.weight", shape, 1, start, stop)
+        bias = self.whole(f"{name}.bias", (self._spec.hidden_size,)) if has_bias else None
+        return RowParallelLinear(self._place(part.t()), bias, self._group)
+
+    def _columns(self, name: str, out: int, hidden: int, start: int, stop: int) -> Tensor:
+        """Output features [start, stop) of a [out, in] weight, as [in, stop - start]."""
+        return self._checkpoint.read_part(name, (out, hidden), 0, start, stop).t()
+
+    def _place(self, weight: Tensor) -> Tensor:
+        return weight.contiguous().to(self._device)

@@ -1,0 +1,139 @@
+"""Request: the user's unit of work as the scheduler sees it, and what comes out of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from dist_aclgraph.errors import InvalidParameterError
+from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.scheduler.step import RowLogprobs, RowSampling, RowStart, pack_ints
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class RequestOutput(msgspec.Struct, frozen=True, gc=False):
+    """What one step brought for one request; the end token of a "stop" is among the tokens."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_token_ids], or empty if nobody asked
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+
+
+class Request:
+    """One request, from ``Scheduler.add()`` to its finish. The scheduler alone changes it.
+
+    Attributes:
+        tokens: prompt and output.
+        num_computed_tokens: tokens whose KV is in cache; it catches up with ``tokens``.
+        num_started_tokens: tokens that the row began with; later ones were sampled.
+        row: its place in the workers' batch, -1 while waiting.
+        block_ids: its block table.
+        hashes: of its full blocks, as far as they were needed; they outlive a preemption.
+        num_stored_blocks: full blocks that were handed to the prefix cache.
+        max_total_tokens: prompt and output together end here.
+    """
+
+    __slots__ = (
+        "block_ids",
+        "finish_reason",
+        "hashes",
+        "max_total_tokens",
+        "min_total_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "num_started_tokens",
+        "num_stored_blocks",
+        "params",
+        "request_id",
+        "row",
+        "sampling",
+        "stop_ids",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        output_token_ids: Sequence[int] = (),
+    ) -> None:
+        """``output_token_ids`` were generated before, by an engine that was lost."""
+        if not prompt_token_ids:
+            raise InvalidParameterError(
+                "the prompt is empty; it needs at least one token", "prompt"
+            )
+        self.request_id = request_id
+        self.params = params
+        self.tokens = [*prompt_token_ids, *output_token_ids]
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.num_computed_tokens = 0
+        self.num_started_tokens = 0
+        self.num_cached_tokens = -1  # until it is first admitted
+        self.num_stored_blocks = 0
+        self.row = -1
+        self.block_ids: list[int] = []
+        self.hashes: list[bytes] = []
+        self.finish_reason: FinishReason | None = None
+        # Filled by resolve().
+        self.max_total_tokens = 0
+        self.min_total_tokens = self.num_prompt_tokens + params.min_tokens
+        self.stop_ids: frozenset[int] = frozenset()
+        self.sampling = RowSampling()
+
+    def resolve(
+        self, *, max_total_tokens: int, eos_token_ids: frozenset[int], default_seed: int
+    ) -> None:
+        """Fill what depends on the model: limits, end tokens and the workers' sampling record."""
+        params = self.params
+        self.max_total_tokens = max_total_tokens
+        ends = frozenset() if params.ignore_eos else eos_token_ids
+        self.stop_ids = ends.union(params.stop_token_ids)
+        seed = params.seed
+        self.sampling = RowSampling(
+            temperature=0.0 if params.is_greedy else params.temperature,
+            top_k=max(0, params.top_k),
+            top_p=params.top_p,
+            min_p=params.min_p,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            seed=_seed_of(self.request_id, default_seed) if seed is None else seed,
+            logprobs=-1 if params.logprobs is None else params.logprobs,
+            num_prompt_tokens=self.num_prompt_tokens,
+            suppressed=tuple(sorted(self.stop_ids)) if params.min_tokens else (),
+            min_tokens=params.min_tokens,
+        )
+
+    def start(self, row: int) -> RowStart:
+        """Return the message that puts the request into a row of every worker."""
+        self.row = row
+        self.num_started_tokens = len(self.tokens)
+        return RowStart(row, pack_ints(self.tokens), pack_ints(self.block_ids), self.sampling)
+
+    def leave_row(self) -> None:
+        """Forget row and blocks, to be computed again from the first token."""
+        self.row = -1
+        self.block_ids = []
+        self.num_computed_tokens = 0
+        self.num_stored_blocks = 0
+
+    def finish_reason_after(self, token_id: int) -> FinishReason | None:
+        """Return why the request ends with ``token_id``, its last token, or None to go on."""
+        num_tokens = len(self.tokens)
+        if token_id in self.stop_ids and num_tokens > self.min_total_tokens:
+            return "stop"
+        return "length" if num_tokens >= self.max_total_tokens else None
+
+
+def _seed_of(request_id: str, default_seed: int) -> int:
+    """Return a seed that stays the same when the request is submitted again."""
+    digest = hashlib.blake2b(f"{default_seed}:{request_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,159 @@
+"""make_api: the FastAPI application over one ApiState. No Ray and no torch here.
+
+Bodies are read by ``read_body`` and not by FastAPI, which would answer 422 and accept NaN; the
+OpenAPI document gets their schemas from the same pydantic models.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pydantic
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import dist_aclgraph
+from dist_aclgraph.errors import DistAclGraphError, InvalidParameterError
+from dist_aclgraph.serve import misc
+from dist_aclgraph.serve.chat import chat_completions
+from dist_aclgraph.serve.completions import completions
+from dist_aclgraph.serve.errors import error_response, plain_error
+from dist_aclgraph.serve.openai_types import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from dist_aclgraph.serve.state import ApiState
+
+Endpoint = Callable[[ApiState, Request], Awaitable[Response]]
+POSTS: dict[str, tuple[Endpoint, type[pydantic.BaseModel]]] = {
+    "/v1/chat/completions": (chat_completions, ChatRequest),
+    "/v1/completions": (completions, CompletionRequest),
+    "/tokenize": (misc.tokenize, TokenizeRequest),
+    "/detokenize": (misc.detokenize, DetokenizeRequest),
+}
+GETS: dict[str, Endpoint] = {
+    "/v1/models": misc.list_models,
+    "/v1/models/{model_id:path}": misc.show_model,
+    "/health": misc.health,
+    "/ready": misc.ready,
+    "/version": misc.version,
+    "/metrics": misc.metrics,
+}
+_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": text, "content": {"application/json": {"schema": _ERROR_SCHEMA}}}
+    for status, text in {
+        400: "The request is not valid.",
+        404: "There is no such model.",
+        413: "The body is too large.",
+        500: "The server failed.",
+        503: "No request can be taken now; Retry-After says when to try again.",
+    }.items()
+}
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+def make_api(state: ApiState) -> FastAPI:
+    """Build the application; everything it needs it takes from ``state``."""
+    api = FastAPI(title="dist_aclgraph", version=dist_aclgraph.__version__)
+    for path, (endpoint, model) in POSTS.items():
+        schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+        schema.pop("$defs", None)
+        body = {"content": {"application/json": {"schema": schema}}, "required": True}
+        _add(api, path, "POST", _bind(state, endpoint), {"requestBody": body})
+    for path, endpoint in GETS.items():
+        _add(api, path, "GET", _bind(state, endpoint), None)
+    api.add_exception_handler(DistAclGraphError, _our_error)
+    api.add_exception_handler(RequestValidationError, _validation_error)
+    api.add_exception_handler(HTTPException, _router_error)
+    api.add_exception_handler(Exception, _unknown_error)
+    api.add_middleware(_RequestId)
+    return api
+
+
+def _add(
+    api: FastAPI, path: str, method: str, route: Callable[..., Any], extra: dict[str, Any] | None
+) -> None:
+    api.add_api_route(
+        path,
+        route,
+        methods=[method],
+        name=path,
+        response_class=Response,
+        response_model=None,
+        responses=_ERRORS,
+        openapi_extra=extra,
+    )
+
+
+def _bind(state: ApiState, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+    async def route(request: Request) -> Response:
+        return await endpoint(state, request)
+
+    # FastAPI reads the annotations; as strings they would not resolve inside this function.
+    route.__annotations__ = {"request": Request, "return": Response}
+    route.__doc__ = endpoint.__doc__
+    return route
+
+
+async def _our_error(request: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
+async def _validation_error(request: Request, error: Exception) -> Response:
+    return error_response(InvalidParameterError("the request is not valid"))
+
+
+async def _router_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return plain_error(error.status_code, str(error.detail), error.headers)
+
+
+async def _unknown_error(request: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
+class _RequestId:
+    """Echoes X-Request-Id, or gives the response one. Plain ASGI, so that streams pass through."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+        chosen = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = [*message.get("headers", []), (b"x-request-id", chosen.encode())]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)

@@ -1,0 +1,85 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from dist_aclgraph.serve.body import read_body
+from dist_aclgraph.serve.generation import Generation, Piece
+from dist_aclgraph.serve.logprobs import chat_logprobs
+from dist_aclgraph.serve.openai_types import ChatRequest
+from dist_aclgraph.serve.reply import Reply, gather, reply
+from dist_aclgraph.serve.state import ApiState
+
+
+async def chat_completions(state: ApiState, request: Request) -> Response:
+    serve = state.config.serve
+    body = await read_body(
+        request, ChatRequest, max_bytes=serve.max_body_bytes, lenient=serve.lenient
+    )
+    state.admit(body.model)
+    messages = [message.for_template() for message in body.messages]
+    # Off the event loop: a long prompt must not stall the streams of others.
+    prompt_ids = await asyncio.to_thread(state.tokenizer.encode_chat, messages)
+    params = body.sampling(state.fit(len(prompt_ids), body.asked_max_tokens, None, "messages"))
+    generation = Generation(state, [prompt_ids], [params], body.num_choices)
+    return await reply(request, generation, _ChatReply(state, body), stream=bool(body.stream))
+
+
+class _ChatReply(Reply):
+    """Shapes pieces into chat completion objects."""
+
+    def __init__(self, state: ApiState, body: ChatRequest) -> None:
+        super().__init__(state, "chatcmpl")
+        self._body = body
+
+    async def chunks(
+        self, generation: Generation, pieces: AsyncIterator[Piece]
+    ) -> AsyncIterator[dict[str, Any]]:
+        begun: set[int] = set()
+        async for piece in pieces:
+            if piece.index not in begun:
+                begun.add(piece.index)
+                delta = {"role": "assistant", "content": ""}
+                yield self._chunk(generation, self._choice(piece.index, delta, None, None))
+            delta = {"content": piece.text} if piece.text else {}
+            logprobs = chat_logprobs(self.state.tokenizer, piece.logprobs)
+            choice = self._choice(
+                piece.index, delta, logprobs if piece.logprobs else None, piece.finish_reason
+            )
+            yield self._chunk(generation, choice)
+        if self._body.wants_usage:
+            yield {**self._chunk(generation), "usage": generation.usage.as_json()}
+
+    async def whole(self, generation: Generation, pieces: AsyncIterator[Piece]) -> dict[str, Any]:
+        choices = []
+        for merged in await gather(pieces):
+            logprobs = chat_logprobs(self.state.tokenizer, merged.logprobs)
+            choices.append(
+                {
+                    "index": merged.index,
+                    "message": {"role": "assistant", "content": merged.text, "refusal": None},
+                    "logprobs": logprobs if self._body.logprobs else None,
+                    "finish_reason": merged.finish_reason,
+                }
+            )
+        usage = generation.usage.as_json()
+        return {**self.head("chat.completion"), "choices": choices, "usage": usage}
+
+    def _chunk(self, generation: Generation, *choices: dict[str, Any]) -> dict[str, Any]:
+        chunk = {**self.head("chat.completion.chunk"), "choices": list(choices)}
+        options = self._body.stream_options
+        if options is not None and options.include_usage:
+            chunk["usage"] = generation.usage.as_json() if options.continuous_usage_stats else None
+        return chunk
+
+    @staticmethod
+    def _choice(
+        index: int, delta: dict[str, str], logprobs: dict[str, Any] | None, reason: str | None
+    ) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}

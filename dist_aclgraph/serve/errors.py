@@ -1,0 +1,104 @@
+"""Our errors as HTTP statuses and OpenAI's error object: the one home of that rule.
+
+| error | status | type |
+| --- | --- | --- |
+| UnknownModelError | 404 | not_found_error |
+| BodyTooLargeError | 413 | invalid_request_error |
+| RequestError and its other children | 400 | invalid_request_error |
+| QueueFullError, EngineUnavailableError | 503 + Retry-After | service_unavailable |
+| everything else | 500 | internal_error |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pydantic
+from starlette.responses import Response
+
+from dist_aclgraph.errors import (
+    DistAclGraphError,
+    EngineUnavailableError,
+    InvalidParameterError,
+    RequestError,
+    UnknownModelError,
+)
+
+RETRY_AFTER_S = 1
+
+
+class BodyTooLargeError(RequestError):
+    """The request body exceeds the configured size."""
+
+    code = "request_too_large"
+
+
+def status_of(error: BaseException) -> int:
+    if isinstance(error, UnknownModelError):
+        return 404
+    if isinstance(error, BodyTooLargeError):
+        return 413
+    if isinstance(error, RequestError):
+        return 400
+    return 503 if isinstance(error, EngineUnavailableError) else 500
+
+
+def error_body(error: BaseException) -> dict[str, Any]:
+    """Return ``{"error": {...}}``; what is not our own error gives away nothing of itself."""
+    status = status_of(error)
+    kind = {404: "not_found_error", 503: "service_unavailable", 500: "internal_error"}
+    ours = isinstance(error, DistAclGraphError)
+    return {
+        "error": {
+            "message": str(error) if ours else "internal server error",
+            "type": kind.get(status, "invalid_request_error"),
+            "param": error.param if isinstance(error, RequestError) else None,
+            "code": error.code if isinstance(error, RequestError) else None,
+        }
+    }
+
+
+def error_response(error: BaseException) -> Response:
+    status = status_of(error)
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else None
+    return json_response(error_body(error), status, headers)
+
+
+def plain_error(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    """An error that the router found, such as an unknown path or method."""
+    body = {
+        "error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+    }
+    return json_response(body, status, headers)
+
+
+def json_response(
+    body: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    # ASCII escapes carry whatever a client sent, lone surrogates too.
+    return Response(
+        json.dumps(body), status, headers=dict(headers or {}), media_type="application/json"
+    )
+
+
+def from_validation(error: pydantic.ValidationError) -> InvalidParameterError:
+    """Return the first complaint of pydantic as our error, in OpenAI's words."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    param = ".".join(str(part) for part in first["loc"][:4] if not _is_union_tag(part)) or None
+    if first["type"] == "extra_forbidden":
+        return InvalidParameterError(f"unknown parameter: {_short(param)}", _short(param))
+    if first["type"] == "missing":
+        return InvalidParameterError(f"missing required parameter: {param}", param)
+    message = first["msg"].removeprefix("Value error, ")
+    return InvalidParameterError(f"{_short(param)}: {message}" if param else message, _short(param))
+
+
+def _is_union_tag(part: object) -> bool:
+    """pydantic names the branch of a union in a location: ``list[int]``, ``str``."""
+    return isinstance(part, str) and (part in ("str", "int") or "[" in part)
+
+
+def _short(text: str | None) -> str | None:
+    return text if text is None or len(text) <= 200 else text[:200] + "..."

@@ -1,0 +1,134 @@
+"""Prometheus metrics: what the ingress measures itself, and what the engines answer when asked.
+
+The engine's answer to ``Query("metrics")`` is one JSON object; ``ENGINE_METRICS`` says where in it
+each value lies. A value that is an object is one sample per key, labelled with the name given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+
+from dist_aclgraph.actors.engine_client import EngineClient
+from dist_aclgraph.errors import EngineDeadError
+
+PREFIX = "dist_aclgraph_"
+_PATHS = {
+    "graph_replays": ("graph", "replays"),
+    "eager_steps": ("graph", "misses"),
+    "padding_tokens": ("graph", "padded_by_bucket"),
+}
+# metric, which is also the key unless _PATHS says else: (kind, label of an object's keys, help)
+ENGINE_METRICS: dict[str, tuple[str, str, str]] = {
+    "num_requests_running": ("gauge", "", "Requests in the running batch."),
+    "num_requests_waiting": ("gauge", "", "Requests that wait to run."),
+    "kv_cache_usage": ("gauge", "", "Share of KV blocks in use, 0 to 1."),
+    "num_preemptions": ("counter", "", "Requests that gave their blocks back."),
+    "prompt_tokens": ("counter", "", "Prompt tokens computed or found in the prefix cache."),
+    "generation_tokens": ("counter", "", "Tokens generated."),
+    "prefix_cache_queries": ("counter", "", "Prompt tokens looked up in the prefix cache."),
+    "prefix_cache_hits": ("counter", "", "Prompt tokens found in the prefix cache."),
+    "graph_replays": ("counter", "bucket", "Steps that replayed a captured graph."),
+    "eager_steps": ("counter", "reason", "Steps that ran without a graph, by reason."),
+    "padding_tokens": ("counter", "bucket", "Padding tokens computed, by bucket."),
+}
+_LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_E2E_BUCKETS = (*_LATENCY_BUCKETS, 120.0, 300.0, 600.0)
+
+
+class Metrics:
+    """Owns this replica's registry and histograms."""
+
+    def __init__(self, model_name: str, client: EngineClient) -> None:
+        self._registry = CollectorRegistry()
+        labels = {"labelnames": ("model_name",), "registry": self._registry}
+        self._ttft = Histogram(
+            f"{PREFIX}time_to_first_token_seconds",
+            "From submission to the first token.",
+            buckets=_LATENCY_BUCKETS,
+            **labels,  # type: ignore[arg-type]
+        ).labels(model_name)
+        self._itl = Histogram(
+            f"{PREFIX}inter_token_latency_seconds",
+            "Between two deliveries of tokens to one request.",
+            buckets=_LATENCY_BUCKETS,
+            **labels,  # type: ignore[arg-type]
+        ).labels(model_name)
+        self._e2e = Histogram(
+            f"{PREFIX}e2e_request_latency_seconds",
+            "From submission to the end of a request.",
+            buckets=_E2E_BUCKETS,
+            **labels,  # type: ignore[arg-type]
+        ).labels(model_name)
+        self._finished = Counter(
+            f"{PREFIX}request_success",
+            "Requests that ended, by reason.",
+            ("model_name", "finished_reason"),
+            registry=self._registry,
+        )
+        self._model_name = model_name
+        self._registry.register(_EngineCollector(model_name, client))
+
+    def first_token(self, seconds: float) -> None:
+        self._ttft.observe(seconds)
+
+    def next_tokens(self, seconds: float) -> None:
+        self._itl.observe(seconds)
+
+    def finished(self, reason: str, seconds: float) -> None:
+        self._e2e.observe(seconds)
+        self._finished.labels(self._model_name, reason).inc()
+
+    def expose(self) -> bytes:
+        """Return all metrics as Prometheus text; waits for the engines' answers."""
+        return bytes(generate_latest(self._registry))
+
+
+class _EngineCollector(Collector):
+    """Asks the engines at every scrape; one ``engine`` label value per lockstep group."""
+
+    def __init__(self, model_name: str, client: EngineClient) -> None:
+        self._model_name = model_name
+        self._client = client
+
+    def describe(self) -> list[Metric]:
+        return []  # registering must not ask the engines
+
+    def collect(self) -> Iterator[Metric]:
+        try:
+            answers = self._client.query("metrics", timeout_s=2.0)
+        except EngineDeadError:
+            answers = []
+        healthy = GaugeMetricFamily(
+            f"{PREFIX}engine_healthy", "1 while the engines answer.", labels=("model_name",)
+        )
+        healthy.add_metric((self._model_name,), 1.0 if answers else 0.0)
+        yield healthy
+        for key, (kind, label, text) in ENGINE_METRICS.items():
+            labels = ("model_name", "engine", *((label,) if label else ()))
+            family = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
+            metric = family(PREFIX + key, text, labels=labels)
+            for engine, answered in enumerate(answers):
+                for sample, value in _samples(_find(answered, key)):
+                    metric.add_metric((self._model_name, str(engine), *sample), value)
+            yield metric
+
+
+def _find(answer: dict[str, Any], key: str) -> Any:
+    found: Any = answer
+    for part in _PATHS.get(key, (key,)):
+        found = found.get(part) if isinstance(found, dict) else None
+    return found
+
+
+def _samples(value: Any) -> Iterator[tuple[tuple[str, ...], float]]:
+    if isinstance(value, dict):
+        for name, number in value.items():
+            yield (str(name),), float(number)
+    elif isinstance(value, int | float):
+        yield (), float(value)

@@ -1,0 +1,100 @@
+"""The smaller endpoints: models, health, readiness, version, metrics, tokenize, detokenize."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
+import dist_aclgraph
+from dist_aclgraph.errors import EngineUnavailableError
+from dist_aclgraph.serve.body import read_body
+from dist_aclgraph.serve.errors import json_response
+from dist_aclgraph.serve.openai_types import DetokenizeRequest, TokenizeRequest
+from dist_aclgraph.serve.state import ApiState
+
+
+async def list_models(state: ApiState, request: Request) -> Response:
+    """The one model that is served here."""
+    return json_response({"object": "list", "data": [_model(state)]})
+
+
+async def show_model(state: ApiState, request: Request) -> Response:
+    """One model by its name."""
+    state.admit(request.path_params["model_id"])
+    return json_response(_model(state))
+
+
+async def health(state: ApiState, request: Request) -> Response:
+    """200 while the engines live, 503 once one is dead."""
+    state.check()
+    return json_response({"status": "ok"})
+
+
+async def ready(state: ApiState, request: Request) -> Response:
+    """200 if a request sent now would be taken."""
+    state.check()
+    if state.is_draining:
+        raise EngineUnavailableError("the server is stopping")
+    return json_response({"status": "ready"})
+
+
+async def version(state: ApiState, request: Request) -> Response:
+    """The version of this server."""
+    return json_response({"version": dist_aclgraph.__version__})
+
+
+async def metrics(state: ApiState, request: Request) -> Response:
+    """Prometheus metrics of this replica and of the engines."""
+    text = await asyncio.to_thread(state.metrics.expose)
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+async def tokenize(state: ApiState, request: Request) -> Response:
+    """Token ids of a prompt, or of messages after the chat template."""
+    serve = state.config.serve
+    body = await read_body(
+        request, TokenizeRequest, max_bytes=serve.max_body_bytes, lenient=serve.lenient
+    )
+    state.admit(body.model)
+    ids = await asyncio.to_thread(_tokenize, state, body)
+    reply: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": state.context_len,
+        "tokens": ids,
+    }
+    if body.return_token_strs:
+        decode = state.tokenizer.decode
+        reply["token_strs"] = [decode([i], skip_special_tokens=False) for i in ids]
+    return json_response(reply)
+
+
+async def detokenize(state: ApiState, request: Request) -> Response:
+    """The text of token ids."""
+    serve = state.config.serve
+    body = await read_body(
+        request, DetokenizeRequest, max_bytes=serve.max_body_bytes, lenient=serve.lenient
+    )
+    state.admit(body.model)
+    return json_response({"prompt": state.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+
+def _tokenize(state: ApiState, body: TokenizeRequest) -> list[int]:
+    tokenizer = state.tokenizer
+    if body.messages is not None:
+        messages = [message.for_template() for message in body.messages]
+        return tokenizer.encode_chat(messages, add_generation_prompt=body.add_generation_prompt)
+    return tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
+
+
+def _model(state: ApiState) -> dict[str, Any]:
+    return {
+        "id": state.config.name,
+        "object": "model",
+        "created": state.created_s,
+        "owned_by": "dist_aclgraph",
+        "max_model_len": state.context_len,
+    }

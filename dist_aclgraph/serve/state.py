@@ -1,0 +1,77 @@
+"""ApiState: everything that the routes of one ingress replica share."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+
+from dist_aclgraph.actors.engine_client import EngineClient
+from dist_aclgraph.config import Config
+from dist_aclgraph.errors import (
+    EngineUnavailableError,
+    RequestTooLongError,
+    UnknownModelError,
+)
+from dist_aclgraph.serve.metrics import Metrics
+from dist_aclgraph.text.tokenizer import Tokenizer
+
+
+class ApiState:
+    """Owns the ingress's metrics and its source of seeds; borrows client and tokenizer."""
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        client: EngineClient,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.client = client
+        self.created_s = int(time.time())
+        self.context_len = config.max_model_len or tokenizer.context_len
+        self.is_draining = False
+        self.metrics = Metrics(config.name, client)
+        self._seeds = random.Random(config.seed)
+
+    def check(self) -> None:
+        """Raise if no request can be served any more."""
+        self.client.check()
+
+    def admit(self, model: str | None) -> None:
+        """Raise if a request for ``model`` cannot be taken now."""
+        if model is not None and model != self.config.name:
+            raise UnknownModelError(
+                f"the model {model[:200]!r} does not exist; this server has {self.config.name!r}",
+                "model",
+            )
+        if self.is_draining:
+            raise EngineUnavailableError("the server is stopping")
+
+    def fit(
+        self, num_prompt_tokens: int, asked: int | None, default: int | None, param: str
+    ) -> int:
+        """Return how many tokens a request may generate.
+
+        Raises:
+            RequestTooLongError: prompt and asked tokens exceed the context; names both numbers.
+        """
+        room = self.context_len - num_prompt_tokens
+        wanted = asked if asked is not None else min(default or room, max(room, 1))
+        if num_prompt_tokens + wanted > self.context_len:
+            raise RequestTooLongError(
+                f"This model's maximum context length is {self.context_len} tokens. However, you "
+                f"requested {num_prompt_tokens + wanted} tokens ({num_prompt_tokens} in the "
+                f"{param}, {wanted} in the completion). Please reduce the length of the {param} "
+                "or of the completion.",
+                param,
+            )
+        return wanted
+
+    def draw_seed(self) -> int:
+        return self._seeds.randrange(2**31)
+
+    @staticmethod
+    def new_id(prefix: str) -> str:
+        return f"{prefix}-{secrets.token_hex(12)}"

@@ -1,0 +1,1 @@
+"""Text to token ids and back: no model, no torch, no Ray."""

@@ -1,0 +1,56 @@
+"""StopMatcher: finds stop strings in a text that arrives in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopMatcher:
+    """Cuts a text before the first stop string, whatever the pieces it arrives in.
+
+    Text that may be the beginning of a stop string is held back. The first match is the one that
+    ends first; among those that end together, the longest.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(sorted(stops, key=len, reverse=True))
+        self._longest = len(self._stops[0]) if self._stops else 0
+        self._held = ""
+        self.matched: str | None = None
+
+    def feed(self, piece: str) -> str:
+        """Take a piece and return the text that is certain to be part of the output."""
+        if self.matched is not None:
+            return ""
+        if not self._stops:
+            return piece
+        text = self._held + piece
+        found = self._find(text)
+        if found is not None:
+            start, self.matched = found
+            self._held = ""
+            return text[:start]
+        keep = self._partial(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def finish(self) -> str:
+        """Return what was held back: the text has ended without a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _find(self, text: str) -> tuple[int, str] | None:
+        found = [(text.find(stop), stop) for stop in self._stops]
+        ends = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
+        if not ends:
+            return None
+        _, start, stop = min(ends)
+        return start, stop
+
+    def _partial(self, text: str) -> int:
+        """Length of the longest end of ``text`` that a stop string may begin with."""
+        for size in range(min(self._longest - 1, len(text)), 0, -1):
+            tail = text[len(text) - size :]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return size
+        return 0

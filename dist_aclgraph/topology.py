@@ -1,0 +1,161 @@
+"""Ranks, coordinates and groups: pure arithmetic, the only place where it is written.
+
+Ranks are laid out [dp, pcp, tp], tp fastest. Ranks that meet in any collective form a lockstep
+group: one scheduler, one graph plan, one failure domain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from dist_aclgraph.config import ParallelConfig
+from dist_aclgraph.errors import ConfigError
+
+GroupKind = Literal["tp", "dp", "pcp", "dcp", "ep"]
+GROUP_KINDS: tuple[GroupKind, ...] = ("tp", "dp", "pcp", "dcp", "ep")
+
+Ranks = tuple[int, ...]
+
+
+class Coordinates(NamedTuple):
+    """Where a rank stands on each axis of the layout."""
+
+    dp: int
+    pcp: int
+    tp: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelLayout:
+    """The sizes of all parallel axes. Knows nothing of nodes, devices or HCCL.
+
+    ``ep`` ranks share one set of experts: 1, or whole data-parallel ranks that divide the world.
+    ``dcp`` divides the TP group, as decode context parallelism reuses its ranks.
+    """
+
+    tp: int = 1
+    dp: int = 1
+    pcp: int = 1
+    dcp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in GROUP_KINDS:
+            if getattr(self, axis) < 1:
+                raise ConfigError(f"parallel.{axis} is {getattr(self, axis)}; it must be positive")
+        replica = self.tp * self.pcp
+        if self.ep != 1 and (self.ep % replica or self.world_size % self.ep):
+            raise ConfigError(
+                f"parallel.ep is {self.ep}; it must be 1, or a multiple of tp x pcp ({replica}) "
+                f"that divides the {self.world_size} ranks"
+            )
+        if replica % self.dcp:
+            raise ConfigError(
+                f"parallel.dcp is {self.dcp}; it must divide tp x pcp ({replica}), whose ranks it "
+                "shares"
+            )
+
+    @classmethod
+    def from_config(cls, parallel: ParallelConfig) -> ParallelLayout:
+        return cls(
+            tp=parallel.tp, dp=parallel.dp, pcp=parallel.pcp, dcp=parallel.dcp, ep=parallel.ep
+        )
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.pcp * self.tp
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Return where world rank ``rank`` stands."""
+        if not 0 <= rank < self.world_size:
+            raise ConfigError(f"rank {rank} is not one of the {self.world_size} ranks")
+        rest, tp = divmod(rank, self.tp)
+        dp, pcp = divmod(rest, self.pcp)
+        return Coordinates(dp, pcp, tp)
+
+    def rank_of(self, coordinates: Coordinates) -> int:
+        """Return the world rank at ``coordinates``: the inverse of ``coordinates()``."""
+        return (coordinates.dp * self.pcp + coordinates.pcp) * self.tp + coordinates.tp
+
+    def groups(self, kind: GroupKind) -> tuple[Ranks, ...]:
+        """Return all groups of a kind: a partition of the ranks, ordered by first member.
+
+        A rank's index within its group is its rank there, e.g. ``tp_rank``.
+        """
+        if kind == "tp":
+            return _blocks(range(self.world_size), self.tp)
+        if kind == "ep":
+            return _blocks(range(self.world_size), self.ep)
+        if kind == "dp":
+            order = [(dp, pcp, tp) for pcp in self._pcp for tp in self._tp for dp in self._dp]
+            return self._grouped(order, self.dp)
+        # PCP first, then TP: a DCP group spans the prefill ranks before it spans TP ranks.
+        order = [(dp, pcp, tp) for dp in self._dp for tp in self._tp for pcp in self._pcp]
+        return self._grouped(order, self.pcp if kind == "pcp" else self.dcp)
+
+    def group_of(self, kind: GroupKind, rank: int) -> Ranks:
+        """Return the group of a kind that holds ``rank``."""
+        return next(group for group in self.groups(kind) if rank in group)
+
+    @cached_property
+    def domains(self) -> tuple[Ranks, ...]:
+        """The communication domains: distinct rank sets of two or more that meet in collectives.
+
+        Two named groups of the same ranks share one communicator, and cost streams once. Dense
+        copies of a model never talk to each other; experts spread over them do, in the EP domain.
+        """
+        kinds: tuple[GroupKind, ...] = ("tp", "pcp", "dcp", "ep")
+        sets = {tuple(sorted(group)) for kind in kinds for group in self.groups(kind)}
+        return tuple(sorted(ranks for ranks in sets if len(ranks) > 1))
+
+    def domains_of(self, rank: int) -> tuple[Ranks, ...]:
+        """Return the communication domains that ``rank`` is a member of."""
+        return tuple(domain for domain in self.domains if rank in domain)
+
+    @cached_property
+    def lockstep_groups(self) -> tuple[Ranks, ...]:
+        """Connected components of the domains, ordered by first rank."""
+        leader = list(range(self.world_size))
+
+        def find(rank: int) -> int:
+            while leader[rank] != rank:
+                leader[rank] = leader[leader[rank]]
+                rank = leader[rank]
+            return rank
+
+        for first, *others in self.domains:
+            for other in others:
+                low, high = sorted((find(first), find(other)))
+                leader[high] = low
+        members: dict[int, list[int]] = {}
+        for rank in range(self.world_size):
+            members.setdefault(find(rank), []).append(rank)
+        return tuple(tuple(group) for group in members.values())
+
+    def lockstep_group_of(self, rank: int) -> int:
+        """Return the index of the lockstep group that holds ``rank``."""
+        return next(i for i, group in enumerate(self.lockstep_groups) if rank in group)
+
+    @property
+    def _dp(self) -> range:
+        return range(self.dp)
+
+    @property
+    def _pcp(self) -> range:
+        return range(self.pcp)
+
+    @property
+    def _tp(self) -> range:
+        return range(self.tp)
+
+    def _grouped(self, order: Iterable[tuple[int, int, int]], size: int) -> tuple[Ranks, ...]:
+        ranks = [self.rank_of(Coordinates(*point)) for point in order]
+        return tuple(sorted(_blocks(ranks, size)))
+
+
+def _blocks(ranks: Iterable[int], size: int) -> tuple[Ranks, ...]:
+    flat = tuple(ranks)
+    return tuple(flat[start : start + size] for start in range(0, len(flat), size))

@@ -1,0 +1,89 @@
+"""Small checkpoints with random weights, and what transformers makes of them.
+
+transformers looks for torch_npu: the emulator must be loaded before (fixture ``npu``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+VOCAB = 503  # a prime: no group divides it
+MAX_LEN = 512
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+
+SPECIAL: dict[str, dict[str, Any]] = {
+    "Qwen3ForCausalLM": {"head_dim": 64, "rope_parameters": LINEAR_ROPE},
+    "Qwen2ForCausalLM": {"rope_parameters": YARN_ROPE, "tie_word_embeddings": True},
+    "LlamaForCausalLM": {"rope_parameters": LLAMA3_ROPE, "attention_bias": True},
+}
+ARCHITECTURES = tuple(SPECIAL)
+
+
+def make_reference(architecture: str, directory: Path | None = None, **overrides: Any) -> Any:
+    """Return a transformers model with seeded weights; write it to ``directory`` if given."""
+    import transformers
+
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 128,
+        "intermediate_size": 194,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": MAX_LEN,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.1,
+        "eos_token_id": None,
+        **SPECIAL[architecture],
+        **overrides,
+    }
+    config = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**settings)
+    torch.manual_seed(0)
+    model = getattr(transformers, architecture)(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):  # transformers starts them at zero, which would test nothing
+                parameter.normal_(0.0, 0.1)
+    if directory is not None:
+        model.save_pretrained(directory)
+    return model
+
+
+def make_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    random = np.random.RandomState(seed)
+    return [random.randint(0, VOCAB, size=length).tolist() for length in lengths]
+
+
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    """Return the ``count`` most probable tokens, one after another, by transformers."""
+    tokens = torch.tensor([prompt])
+    with torch.no_grad():
+        out = model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),  # else taken from where the pad token stands
+            max_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return out[0, len(prompt) :].tolist()

@@ -1,0 +1,55 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+OUR_VARIABLES = ("ASCEND_", "HCCL_", "TASK_QUEUE_ENABLE", "DIST_ACLGRAPH_")
+
+# Shared machines stall now and then: a deadline would measure them and not the code.
+settings.register_profile("default", deadline=None)
+settings.load_profile("default")
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget variables that change what we do, so that a test sees the same on every machine."""
+    for name in list(os.environ):
+        if name.startswith(OUR_VARIABLES):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def npu() -> Any:
+    """The emulated NPU of this process, lenient about dtypes so that float32 can be compared.
+
+    Its settings hold for the life of the process: tests that need others use processes of their
+    own.
+    """
+    from dist_aclgraph.config import make_config
+    from dist_aclgraph.device.npu import open_npu
+
+    config = make_config(
+        {"model": "unused", "device": {"kind": "emulated", "emulator": {"strict": False}}}
+    )
+    return open_npu(config.device, 0)
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """One local Ray cluster with eight emulated NPUs for all tests of the session."""
+    import ray
+
+    from dist_aclgraph.actors.deployment import start_local_ray
+    from dist_aclgraph.config import make_config
+
+    start_local_ray(
+        make_config({"model": "unused", "parallel": {"tp": 8}, "device": {"kind": "emulated"}})
+    )
+    yield
+    ray.shutdown()

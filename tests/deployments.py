@@ -1,0 +1,99 @@
+"""Deployments on the emulated NPU, and the requests that tests send to them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dist_aclgraph.actors.deployment import Deployment, start
+from dist_aclgraph.actors.engine_client import EngineClient
+from dist_aclgraph.actors.messages import RequestDelta
+from dist_aclgraph.config import Config, make_config
+from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.scheduler.step import unpack_ints
+
+ANSWER_S = 60.0
+
+
+@dataclass
+class Answer:
+    """All that came back for one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: str = ""
+    error_kind: str = ""
+    ended: threading.Event = field(default_factory=threading.Event)
+    began: threading.Event = field(default_factory=threading.Event)
+
+    def take(self, delta: RequestDelta) -> None:
+        self.tokens += unpack_ints(delta.token_ids).tolist()
+        self.logprobs += delta.logprobs
+        self.began.set()
+        if delta.finish_reason is not None:
+            self.finish_reason, self.error = delta.finish_reason, delta.error
+            self.error_kind = delta.error_kind
+            self.ended.set()
+
+
+def make_deployment_config(model: Path | str, **overrides: Any) -> Config:
+    """Return a small float32 deployment; sections given as mappings are merged, key by key."""
+    raw: dict[str, Any] = {
+        "model": str(model),
+        "dtype": "float32",
+        "scheduler": {"max_num_seqs": 12, "max_num_batched_tokens": 512},
+        "device": {"kind": "emulated", "emulator": {"strict": False}},
+        "kv": {"num_blocks": 64},
+    }
+    for key, value in overrides.items():
+        raw[key] = {**raw.get(key, {}), **value} if isinstance(value, dict) else value
+    return make_config(raw)
+
+
+@dataclass
+class Serving:
+    """A deployment and a client of it."""
+
+    deployment: Deployment
+    client: EngineClient
+
+    def submit(self, name: str, prompt: list[int], params: SamplingParams) -> Answer:
+        answer = Answer()
+        self.client.submit(name, prompt, params, [], answer.take)
+        return answer
+
+    def generate(
+        self, prompts: Sequence[list[int]], params: SamplingParams, prefix: str = "r"
+    ) -> list[Answer]:
+        """Send all prompts at once and wait for all answers."""
+        answers = [self.submit(f"{prefix}{i}", p, params) for i, p in enumerate(prompts)]
+        for answer in answers:
+            assert answer.ended.wait(ANSWER_S), "no answer"
+            assert answer.finish_reason == "length", answer.error
+        return answers
+
+    def report(self) -> dict[str, Any]:
+        return self.deployment.report()
+
+
+def greedy_params(count: int, **others: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, **others)
+
+
+@contextmanager
+def serving(config: Config) -> Iterator[Serving]:
+    """Start a deployment on the Ray cluster of the session, and stop it at the end."""
+    deployment = start(config)
+    try:
+        client = EngineClient(deployment.addresses, deployment.token, dead_after_s=20.0)
+        try:
+            yield Serving(deployment, client)
+        finally:
+            client.close()
+    finally:
+        deployment.shut_down()

@@ -1,0 +1,145 @@
+"""A decoder of one attention and nothing else, with what plain PyTorch makes of the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dist_aclgraph.device.npu import Npu, runtime
+from dist_aclgraph.graph.captured_graph import CapturedGraph, capture
+from dist_aclgraph.graph.decode_buffers import PADDING_KV_LEN, DecodeBuffers
+from dist_aclgraph.graph.task_update import TaskRecorder
+from dist_aclgraph.layers.attention import AttentionMetadata, KVCache, PagedAttention
+
+HEADS, KV_HEADS, DIM = 4, 2, 64
+BLOCK, NUM_BLOCKS, MAX_BLOCKS = 32, 64, 4
+VOCAB = 61
+
+
+@dataclass
+class Row:
+    """One request: its tokens so far and its blocks."""
+
+    tokens: list[int]
+    blocks: list[int]
+
+
+class AttentionDecoder:
+    """Graphs over one attention; token ids choose q, k and v from a table."""
+
+    def __init__(self, npu: Npu, max_tokens: int = 8) -> None:
+        self.npu = npu
+        self.buffers = DecodeBuffers(npu, max_tokens, MAX_BLOCKS, HEADS * DIM, torch.float32)
+        generator = torch.Generator().manual_seed(1)
+        self._table_cpu = torch.randn(VOCAB, (HEADS + 2 * KV_HEADS) * DIM, generator=generator)
+        self._table = self._table_cpu.to(npu.device)
+        shape = (NUM_BLOCKS, BLOCK, KV_HEADS, DIM)
+        self.cache = KVCache(
+            torch.zeros(shape, device=npu.device), torch.zeros(shape, device=npu.device)
+        )
+        self._attention = PagedAttention(HEADS, KV_HEADS, DIM)
+        self.main = runtime().current_stream()
+        self.side, self.capturing = runtime().Stream(), runtime().Stream()
+        self.pool = runtime().graph_pool_handle()
+
+    def forward(self, bucket: int, tasks: TaskRecorder | None) -> None:
+        token_ids, _, slots, block_table = self.buffers.as_inputs(bucket)
+        metadata = AttentionMetadata(
+            slot_mapping=slots,
+            block_table=block_table,
+            query_ends=list(range(1, bucket + 1)),
+            kv_lens=[PADDING_KV_LEN] * bucket,
+            tasks=tasks,
+        )
+        with torch.inference_mode():
+            q, k, v = self._split(self._table.index_select(0, token_ids))
+            out = self._attention(q, k, v.contiguous(), self.cache, metadata)
+            self.buffers.logits[:bucket].copy_(out)
+
+    @staticmethod
+    def _split(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = qkv.split([HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM], dim=-1)
+        n = qkv.shape[0]
+        return (
+            q.reshape(n, HEADS, DIM).contiguous(),
+            k.reshape(n, KV_HEADS, DIM).contiguous(),
+            v.reshape(n, KV_HEADS, DIM).contiguous(),
+        )
+
+    def capture(
+        self, bucket: int, forward: Callable[[TaskRecorder], None] | None = None
+    ) -> CapturedGraph:
+        self.write(bucket, [])
+        self.forward(bucket, None)
+        self.npu.synchronize()
+        return capture(
+            bucket,
+            forward or (lambda tasks: self.forward(bucket, tasks)),
+            stream=self.capturing,
+            pool=self.pool,
+            addresses=self.buffers.addresses,
+        )
+
+    def write(self, bucket: int, rows: list[Row]) -> None:
+        """Put the last token of every row into the buffers."""
+        positions = np.array([len(row.tokens) - 1 for row in rows], np.int32)
+        table = np.zeros((len(rows), MAX_BLOCKS), np.int32)
+        for i, row in enumerate(rows):
+            table[i, : len(row.blocks)] = row.blocks
+        self.buffers.write(
+            bucket,
+            np.array([row.tokens[-1] for row in rows], np.int32),
+            positions,
+            np.array([slot(row) for row in rows], np.int32),
+            table,
+        )
+
+    def replay(
+        self, graph: CapturedGraph, rows: list[Row], kv_lens: list[int] | None = None, **other: Any
+    ) -> Tensor:
+        """Replay with the rows' true KV lengths, or with those given; return [num_rows, ...]."""
+        bucket = graph.num_tokens
+        self.write(bucket, rows)
+        live = [len(row.tokens) for row in rows]
+        lens = kv_lens or live + [PADDING_KV_LEN] * (bucket - len(rows))
+        ends = list(range(1, bucket + 1))
+        addresses = other.get("addresses", self.buffers.addresses)
+        graph.replay(self.main, self.side, addresses, other.get("ends", ends), lens)
+        graph.update(self.side)
+        return self.buffers.logits[: len(rows)].cpu()
+
+    def expected(self, rows: list[Row]) -> Tensor:
+        """Attention of each row's last token over all its tokens, in plain PyTorch."""
+        out = []
+        for row in rows:
+            q, k, v = self._split(self._table_cpu[row.tokens])
+            k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
+            weights = torch.einsum("hd,nhd->hn", q[-1], k).mul(DIM**-0.5).softmax(-1)
+            out.append(torch.einsum("hn,nhd->hd", weights, v).flatten())
+        return torch.stack(out)
+
+
+def slot(row: Row) -> int:
+    position = len(row.tokens) - 1
+    return row.blocks[position // BLOCK] * BLOCK + position % BLOCK
+
+
+def make_rows(count: int, seed: int = 0) -> list[Row]:
+    """Rows with one token each and blocks of their own; block 0 belongs to nobody."""
+    random = np.random.RandomState(seed)
+    ids = random.permutation(np.arange(1, NUM_BLOCKS))
+    return [
+        Row([int(random.randint(VOCAB))], ids[i * MAX_BLOCKS : (i + 1) * MAX_BLOCKS].tolist())
+        for i in range(count)
+    ]
+
+
+def grow(rows: list[Row], seed: int) -> None:
+    random = np.random.RandomState(seed)
+    for row in rows:
+        row.tokens.append(int(random.randint(VOCAB)))

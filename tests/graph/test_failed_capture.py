@@ -1,0 +1,113 @@
+"""A capture that fails leaves nothing behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from dist_aclgraph.errors import CaptureError, DistAclGraphError
+from dist_aclgraph.graph.task_update import TaskRecorder
+from tests.graph.attention_rows import AttentionDecoder, make_rows
+
+
+def fail_with_a_host_read(decoder: AttentionDecoder, bucket: int) -> None:
+    def forward(tasks: TaskRecorder) -> None:
+        decoder.forward(bucket, tasks)
+        decoder.buffers.logits[0, 0].item()
+
+    with pytest.raises(DistAclGraphError):
+        decoder.capture(bucket, forward)
+
+
+def test_streams_are_back_after_a_failed_capture(decoder: AttentionDecoder) -> None:
+    decoder.capture(1).release()
+    before = decoder.npu.available_streams()
+
+    for _ in range(3):
+        fail_with_a_host_read(decoder, 4)
+
+    assert decoder.npu.available_streams() == before
+
+
+def test_a_capture_after_a_failed_one_works(decoder: AttentionDecoder) -> None:
+    fail_with_a_host_read(decoder, 4)
+
+    graph, rows = decoder.capture(4), make_rows(3)
+
+    torch.testing.assert_close(
+        decoder.replay(graph, rows), decoder.expected(rows), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_graphs_captured_before_a_failure_still_replay(decoder: AttentionDecoder) -> None:
+    graph, rows = decoder.capture(4), make_rows(3)
+
+    fail_with_a_host_read(decoder, 2)
+
+    torch.testing.assert_close(
+        decoder.replay(graph, rows), decoder.expected(rows), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_an_error_of_our_own_inside_a_capture_keeps_its_type(decoder: AttentionDecoder) -> None:
+    def forward(tasks: TaskRecorder) -> None:
+        decoder.forward(1, tasks)
+        raise CaptureError("a rule of ours")
+
+    with pytest.raises(CaptureError, match="a rule of ours"):
+        decoder.capture(1, forward)
+
+    decoder.capture(1).release()
+
+
+def test_streams_come_back_with_every_release(decoder: AttentionDecoder) -> None:
+    decoder.capture(1).release()
+    before = decoder.npu.available_streams()
+
+    graphs = [decoder.capture(bucket) for bucket in (8, 4, 2)]
+    assert decoder.npu.available_streams() < before
+    for graph in graphs:
+        graph.release()
+
+    assert decoder.npu.available_streams() == before
+
+
+FEW_STREAMS = """
+from dist_aclgraph.config import make_config
+from dist_aclgraph.device.npu import open_npu
+from dist_aclgraph.errors import StreamExhaustedError
+emulator = {"strict": False, "streams": STREAMS}
+config = make_config({"model": "-", "device": {"kind": "emulated", "emulator": emulator}})
+npu = open_npu(config.device, 0)
+from tests.graph.attention_rows import AttentionDecoder, make_rows
+decoder = AttentionDecoder(npu)
+graphs = []
+try:
+    while True:
+        graphs.append(decoder.capture(2))
+except StreamExhaustedError as error:
+    print("refused after", len(graphs), "with", npu.available_streams(), "left:", error)
+rows = make_rows(2)
+for graph in graphs:
+    out = decoder.replay(graph, rows)
+    assert (out - decoder.expected(rows)).abs().max() < 1e-4
+graphs.pop().release()
+out = decoder.replay(decoder.capture(1), rows[:1])
+assert (out - decoder.expected(rows[:1])).abs().max() < 1e-4
+print("captured again")
+"""
+
+
+def test_captures_end_with_the_streams_and_go_on_after_a_release() -> None:
+    script = FEW_STREAMS.replace("STREAMS", "40")
+
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
+
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "refused after" in done.stdout
+    assert "captured again" in done.stdout

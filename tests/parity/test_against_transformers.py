@@ -1,0 +1,120 @@
+"""Tokens of whole deployments equal those of transformers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from dist_aclgraph.scheduler.step import RowLogprobs, unpack_ints
+from tests.checkpoints import ARCHITECTURES, greedy
+from tests.deployments import ANSWER_S, greedy_params, make_deployment_config, serving
+from tests.parity.conftest import NUM_TOKENS, Reference
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
+
+
+def assert_only_decode_steps_were_replayed(report: dict[str, Any]) -> None:
+    assert sum(bucket["replays"] for bucket in report["buckets"]) >= NUM_TOKENS - 1
+    assert set(report["eager_steps"]) <= {"prefill", "mixed"}
+
+
+def assert_nothing_was_captured(report: dict[str, Any]) -> None:
+    assert report["buckets"] == []
+    assert set(report["eager_steps"]) == {"mode_none"}
+
+
+@pytest.mark.parametrize("mode", ["NONE", "FULL_DECODE_ONLY"])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_tokens_equal_those_of_transformers(
+    references: Any, architecture: str, tp: int, mode: str
+) -> None:
+    reference = references(architecture)
+    config = make_deployment_config(reference.directory, parallel={"tp": tp}, graph={"mode": mode})
+
+    with serving(config) as service:
+        answers = service.generate(reference.prompts, greedy_params(NUM_TOKENS))
+        report = service.report()
+
+    assert [answer.tokens for answer in answers] == reference.tokens
+    if mode == "NONE":
+        assert_nothing_was_captured(report)
+    else:
+        assert_only_decode_steps_were_replayed(report)
+
+
+def test_kv_heads_are_repeated_where_ranks_outnumber_them(references: Any) -> None:
+    reference = references("Qwen3ForCausalLM")
+    config = make_deployment_config(reference.directory, parallel={"tp": 4})
+
+    with serving(config) as service:
+        answers = service.generate(reference.prompts, greedy_params(NUM_TOKENS))
+
+    assert [answer.tokens for answer in answers] == reference.tokens
+
+
+def test_batches_shrink_and_grow_through_every_bucket_edge(references: Any) -> None:
+    reference = references("Qwen3ForCausalLM")
+    config = make_deployment_config(
+        reference.directory, parallel={"tp": 2}, graph={"sizes": (1, 2, 4, 8, 12)}
+    )
+
+    # Request i ends after 2 i tokens: the batch has every size from 12 down to 1.
+    with serving(config) as service:
+        for wave in range(2):
+            answers = [
+                service.submit(f"{wave}-{i}", prompt, greedy_params(2 + 2 * i))
+                for i, prompt in enumerate(reference.prompts)
+            ]
+            assert all(answer.ended.wait(ANSWER_S) for answer in answers)
+            for i, answer in enumerate(answers):
+                assert answer.tokens == reference.tokens[i][: 2 + 2 * i]
+        buckets = service.report()["buckets"]
+
+    assert all(bucket["replays"] > 0 for bucket in buckets)
+
+
+def test_replay_goes_far_beyond_the_captured_kv_length(references: Any) -> None:
+    reference = references("LlamaForCausalLM")
+    prompt, count = reference.prompts[4], 440
+    config = make_deployment_config(reference.directory, kv={"block_size": 32})
+
+    with serving(config) as service:
+        [answer] = service.generate([prompt], greedy_params(count))
+
+    assert answer.tokens == greedy(reference.model, prompt, count)
+
+
+def test_strict_bfloat16_logprobs_lie_near_those_of_transformers(references: Any) -> None:
+    reference = references("Qwen3ForCausalLM")
+    tokens = {}
+    for mode in ("NONE", "FULL_DECODE_ONLY"):
+        config = make_deployment_config(
+            reference.directory,
+            dtype="bfloat16",
+            graph={"mode": mode},
+            device={"emulator": {"strict": True}},
+        )
+        with serving(config) as service:
+            plain = service.generate(reference.prompts, greedy_params(NUM_TOKENS))
+            first = service.generate(reference.prompts, greedy_params(1, logprobs=20), "l")
+        tokens[mode] = [answer.tokens for answer in plain]
+        assert_logprobs_near(reference, [answer.logprobs[0] for answer in first])
+
+    assert tokens["NONE"] == tokens["FULL_DECODE_ONLY"]
+
+
+def assert_logprobs_near(reference: Reference, rows: list[RowLogprobs]) -> None:
+    model = copy.deepcopy(reference.model).bfloat16()
+    for prompt, row in zip(reference.prompts, rows, strict=True):
+        ids = unpack_ints(row.token_ids).tolist()
+        with torch.no_grad():
+            logits = [m(torch.tensor([prompt])).logits[0, -1] for m in (reference.model, model)]
+        exact, rounded = (torch.log_softmax(x.float(), -1)[ids] for x in logits)
+        found = torch.tensor(row.logprobs)
+        # As far from the exact values as transformers in bfloat16 is, give or take.
+        allowed = 3 * (rounded - exact).abs().max() + 0.02
+        assert (found - exact).abs().max() <= allowed

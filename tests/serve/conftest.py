@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from dist_aclgraph.actors.engine_client import EngineClient
+from dist_aclgraph.config import load_config
+from dist_aclgraph.serve.api import make_api
+from dist_aclgraph.serve.state import ApiState
+from dist_aclgraph.text.tokenizer import Tokenizer
+from tests.serve.fake_engine import TOKEN, FakeEngine, echo
+
+CONFIG = Path(__file__).parents[2] / "configs" / "tiny-qwen3.yaml"
+
+
+@dataclass
+class Service:
+    """A running HTTP service over a fake engine."""
+
+    url: str
+    state: ApiState
+    engine: FakeEngine
+    http: httpx.Client
+    openai: openai.OpenAI
+
+    def answer(self, text: str) -> None:
+        """Let every request generate this text and then the end token."""
+        ids = [*self.state.tokenizer.encode(text), self.state.tokenizer.eos_ids[0]]
+        self.engine.reply = lambda submit: ids
+
+
+def until(condition, timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def start(engine: FakeEngine, **overrides: object) -> tuple[Service, uvicorn.Server]:
+    config = load_config(CONFIG, overrides)
+    client = EngineClient([engine.address], TOKEN, heartbeat_s=0.05, dead_after_s=0.5)
+    state = ApiState(config, Tokenizer(config.model), client)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = uvicorn.Server(
+        uvicorn.Config(make_api(state), host="127.0.0.1", port=port, log_level="critical")
+    )
+    threading.Thread(target=server.run, daemon=True).start()
+    until(lambda: server.started)
+    url = f"http://127.0.0.1:{port}"
+    service = Service(
+        url,
+        state,
+        engine,
+        httpx.Client(base_url=url, timeout=20),
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20),
+    )
+    return service, server
+
+
+@pytest.fixture(scope="session")
+def shared_service():
+    engine = FakeEngine()
+    service, server = start(engine)
+    yield service
+    server.should_exit = True
+    service.state.client.close()
+    engine.close()
+
+
+@pytest.fixture
+def service(shared_service):
+    """The shared service, with its engine as new."""
+    engine = shared_service.engine
+    until(lambda: engine.num_running == 0)
+    engine.reply, engine.fail_after, engine.step_s = echo, None, 0.002
+    engine.submitted.clear()
+    engine.aborted.clear()
+    return shared_service
+
+
+@pytest.fixture
+def own_service():
+    """A service that the test may break."""
+    engine = FakeEngine()
+    service, server = start(engine)
+    yield service
+    server.should_exit = True
+    service.state.client.close()
+    engine.close()

@@ -1,0 +1,171 @@
+"""FakeEngine speaks the engine's wire over ZeroMQ and generates tokens by a fixed rule."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from dist_aclgraph.actors.messages import (
+    Abort,
+    Deltas,
+    Hello,
+    Query,
+    Refused,
+    RequestDelta,
+    Submit,
+    answer,
+    encoder,
+    to_engine_decoder,
+)
+from dist_aclgraph.scheduler.step import RowLogprobs, pack_ints, unpack_ints
+
+TOKEN = "a-test-token"
+
+METRICS = {
+    "num_requests_running": 2,
+    "num_requests_waiting": 1,
+    "kv_cache_usage": 0.25,
+    "num_preemptions": 0,
+    "prompt_tokens": 40,
+    "generation_tokens": 60,
+    "prefix_cache_queries": 10,
+    "prefix_cache_hits": 4,
+    "graph": {
+        "replays": {"4": 7, "8": 2},
+        "misses": {"prefill": 3},
+        "padded_by_bucket": {"4": 5},
+    },
+}
+
+
+def echo(submit: Submit) -> list[int]:
+    """The prompt again, for ever."""
+    ids = [int(i) for i in unpack_ints(submit.prompt)]
+    return (ids * (submit.max_tokens // max(1, len(ids)) + 1))[: submit.max_tokens]
+
+
+@dataclass
+class _Running:
+    client: bytes
+    submit: Submit
+    output: list[int]
+    sent: int = 0
+
+
+class FakeEngine:
+    """One step every ``step_s``: each request gets its next token, all of a client in one message.
+
+    Attributes:
+        reply: output of a request, cut at ``max_tokens`` and after the first stop token.
+        frames: every frame received, as it came.
+        submitted, aborted: what clients asked for, in order.
+        fail_after: requests fail with this error kind after so many tokens.
+    """
+
+    def __init__(self, reply: Callable[[Submit], list[int]] = echo, step_s: float = 0.002) -> None:
+        self.reply = reply
+        self.step_s = step_s
+        self.frames: list[bytes] = []
+        self.sent_frames: list[bytes] = []
+        self.submitted: list[Submit] = []
+        self.aborted: list[str] = []
+        self.fail_after: tuple[int, str] | None = None
+        self.silent = False
+        self._clients: set[bytes] = set()
+        self._running: dict[str, _Running] = {}
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.LINGER, 0)
+        port = self._router.bind_to_random_port("tcp://127.0.0.1")
+        self.address = f"tcp://127.0.0.1:{port}"
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def close(self) -> None:
+        self._stopping.set()
+        self._thread.join()
+        self._router.close()
+        self._context.term()
+
+    def _run(self) -> None:
+        next_step_s = time.monotonic()
+        while not self._stopping.is_set():
+            while self._router.poll(1):
+                client, frame = self._router.recv_multipart()
+                self.frames.append(frame)
+                if not self.silent:
+                    self._receive(client, to_engine_decoder.decode(frame))
+            if time.monotonic() >= next_step_s and not self.silent:
+                next_step_s = time.monotonic() + self.step_s
+                self._step()
+
+    def _send(self, client: bytes, message: object) -> None:
+        frame = encoder.encode(message)
+        self.sent_frames.append(frame)
+        self._router.send_multipart([client, frame])
+
+    def _receive(self, client: bytes, message: object) -> None:
+        if isinstance(message, Hello):
+            if message.token != TOKEN:
+                self._send(client, Refused("wrong token"))
+            else:
+                self._clients.add(client)
+        elif client not in self._clients:
+            return
+        elif isinstance(message, Submit):
+            self.submitted.append(message)
+            stops = set(message.stop_token_ids)
+            output = self.reply(message)[: message.max_tokens]
+            for i, token_id in enumerate(output):
+                if token_id in stops and i + 1 >= message.sampling.min_tokens:
+                    output = output[: i + 1]
+                    break
+            self._running[message.request_id] = _Running(client, message, output)
+        elif isinstance(message, Abort):
+            self.aborted.append(message.request_id)
+            self._running.pop(message.request_id, None)
+        elif isinstance(message, Query):
+            bodies = {"health": {"ok": True}, "metrics": METRICS, "report": {"epoch": 1}}
+            self._send(client, answer(message, bodies[message.what]))
+
+    def _step(self) -> None:
+        by_client: dict[bytes, list[RequestDelta]] = {}
+        for running in list(self._running.values()):
+            delta = self._advance(running)
+            by_client.setdefault(running.client, []).append(delta)
+            if delta.finish_reason is not None:
+                del self._running[delta.request_id]
+        for client, deltas in by_client.items():
+            self._send(client, Deltas(tuple(deltas)))
+
+    def _advance(self, running: _Running) -> RequestDelta:
+        submit = running.submit
+        if self.fail_after is not None and running.sent >= self.fail_after[0]:
+            return RequestDelta(
+                submit.request_id, finish_reason="error", error="the step failed",
+                error_kind=self.fail_after[1],
+            )  # fmt: skip
+        token_id = running.output[running.sent]
+        running.sent += 1
+        finish_reason = None
+        if token_id in submit.stop_token_ids and running.sent >= submit.sampling.min_tokens:
+            finish_reason = "stop"
+        elif running.sent == len(running.output):
+            finish_reason = "length"
+        logprobs: tuple[RowLogprobs, ...] = ()
+        if submit.sampling.logprobs >= 0:
+            ids = [token_id, *range(60, 60 + submit.sampling.logprobs)]
+            values = tuple(-0.5 - 0.25 * i for i in range(len(ids)))
+            logprobs = (RowLogprobs(pack_ints(ids), values, 1),)
+        return RequestDelta(
+            submit.request_id, pack_ints([token_id]), finish_reason, logprobs, num_cached_tokens=0
+        )

@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import asyncio
+import json
+
+import openai
+import pytest
+
+from dist_aclgraph.scheduler.step import unpack_ints
+from dist_aclgraph.serve import sse
+from tests.serve.conftest import until
+
+MODEL = "tiny-qwen3"
+HI = [{"role": "user", "content": "Hi"}]
+
+
+def test_a_chat_answer_has_text_reason_and_usage(service):
+    service.answer("Hello! 1 2 3")
+
+    reply = service.openai.chat.completions.create(model=MODEL, messages=HI)
+
+    assert reply.choices[0].message.content == "Hello! 1 2 3"
+    assert reply.choices[0].finish_reason == "stop"
+    prompt = service.state.tokenizer.encode_chat(HI)
+    assert unpack_ints(service.engine.submitted[0].prompt).tolist() == prompt
+    assert reply.usage.prompt_tokens == len(prompt)
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
+
+
+def test_a_stream_says_the_same_and_ends_with_usage(service):
+    service.answer("Hello 😀 there")
+
+    chunks = list(
+        service.openai.chat.completions.create(
+            model=MODEL, messages=HI, stream=True, stream_options={"include_usage": True}
+        )
+    )
+
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == "Hello 😀 there"
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens > 3
+    assert len({c.id for c in chunks}) == 1
+
+
+def test_a_stream_ends_with_done_and_is_not_cached(service):
+    service.answer("a")
+
+    reply = service.http.post(
+        "/v1/chat/completions", json={"model": MODEL, "messages": HI, "stream": True}
+    )
+
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    assert reply.headers["cache-control"] == "no-cache"
+    assert reply.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_cuts_the_text_and_frees_the_engine(service, stream):
+    ids = service.state.tokenizer.encode("one STOP two") * 50
+    service.engine.reply = lambda submit: ids
+
+    reply = service.openai.chat.completions.create(
+        model=MODEL, messages=HI, stop=["TOP"], stream=stream
+    )
+    text = (
+        "".join(c.choices[0].delta.content or "" for c in reply)
+        if stream
+        else reply.choices[0].message.content
+    )
+
+    assert text == "one S"
+    until(lambda: len(service.engine.aborted) == 1)
+
+
+def test_max_tokens_ends_with_length(service):
+    reply = service.openai.chat.completions.create(
+        model=MODEL, messages=HI, max_completion_tokens=3
+    )
+
+    assert reply.choices[0].finish_reason == "length"
+    assert reply.usage.completion_tokens == 3
+
+
+def test_without_max_tokens_the_rest_of_the_context_is_asked_for(service):
+    service.answer("a")
+
+    service.openai.chat.completions.create(model=MODEL, messages=HI)
+
+    submit = service.engine.submitted[0]
+    assert submit.max_tokens == 2048 - len(unpack_ints(submit.prompt))
+
+
+def test_logprobs_name_the_token_and_its_alternatives(service):
+    service.answer("Hello there")
+
+    reply = service.openai.chat.completions.create(
+        model=MODEL, messages=HI, logprobs=True, top_logprobs=2
+    )
+
+    content = reply.choices[0].logprobs.content
+    assert "".join(entry.token for entry in content) == "Hello there"
+    assert content[0].logprob == -0.5
+    assert [top.logprob for top in content[0].top_logprobs] == [-0.75, -1.0]
+    assert bytes(content[0].bytes).decode() == content[0].token
+
+
+def test_streamed_logprobs_cover_every_token(service):
+    service.answer("Hello there")
+
+    chunks = service.openai.chat.completions.create(
+        model=MODEL, messages=HI, logprobs=True, stream=True
+    )
+
+    tokens = [
+        entry.token
+        for chunk in chunks
+        if chunk.choices[0].logprobs
+        for entry in chunk.choices[0].logprobs.content
+    ]
+    assert "".join(tokens) == "Hello there"
+
+
+def test_n_choices_have_seeds_of_their_own(service):
+    service.answer("a")
+
+    reply = service.openai.chat.completions.create(model=MODEL, messages=HI, n=3, seed=7)
+
+    assert [choice.index for choice in reply.choices] == [0, 1, 2]
+    assert sorted(s.sampling.seed for s in service.engine.submitted) == [7, 8, 9]
+    assert reply.usage.prompt_tokens == len(service.state.tokenizer.encode_chat(HI))
+
+
+def test_text_parts_are_joined_and_developer_means_system(service):
+    service.answer("a")
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
+
+    service.openai.chat.completions.create(model=MODEL, messages=messages)
+
+    ids = unpack_ints(service.engine.submitted[0].prompt).tolist()
+    text = service.state.tokenizer.decode(ids, skip_special_tokens=False)
+    assert text.startswith("<|im_start|>system\nBe brief.")
+    assert "user\na\nb<|im_end|>" in text
+
+
+def test_sampling_parameters_reach_the_engine(service):
+    service.answer("a")
+
+    service.openai.chat.completions.create(
+        model=MODEL, messages=HI, temperature=0.5, top_p=0.9, seed=3, presence_penalty=0.1,
+        extra_body={"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 1,
+                    "stop_token_ids": [5]},
+    )  # fmt: skip
+
+    submit = service.engine.submitted[0]
+    sampling = submit.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 5)
+    assert (sampling.seed, sampling.min_p, sampling.min_tokens) == (3, 0.1, 1)
+    assert set(submit.stop_token_ids) == {*service.state.tokenizer.eos_ids, 5}
+
+
+def test_a_failure_in_mid_stream_is_one_error_frame_without_done(service):
+    service.engine.fail_after = (3, "DeviceError")
+
+    reply = service.http.post(
+        "/v1/chat/completions",
+        json={"model": MODEL, "messages": HI, "stream": True, "max_tokens": 9},
+    )
+
+    frames = [line for line in reply.text.split("\n\n") if line]
+    assert json.loads(frames[-1].removeprefix("data: "))["error"]["message"] == "the step failed"
+    assert "[DONE]" not in reply.text
+
+
+def test_the_sdk_raises_on_a_failed_stream(service):
+    service.engine.fail_after = (3, "DeviceError")
+
+    with pytest.raises(openai.APIError, match="the step failed"):
+        list(
+            service.openai.chat.completions.create(
+                model=MODEL, messages=HI, stream=True, max_tokens=9
+            )
+        )
+
+
+def test_a_request_that_the_engine_refuses_at_once_is_no_stream(service):
+    service.engine.fail_after = (0, "QueueFullError")
+
+    reply = service.http.post(
+        "/v1/chat/completions", json={"model": MODEL, "messages": HI, "stream": True}
+    )
+
+    assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_the_engine(service, stream):
+    service.engine.step_s = 0.02
+    service.engine.reply = lambda submit: [70] * submit.max_tokens
+    body = {"model": MODEL, "messages": HI, "stream": stream, "max_tokens": 1000}
+
+    if stream:
+        with service.http.stream("POST", "/v1/chat/completions", json=body) as reply:
+            next(reply.iter_lines())
+    else:
+        with pytest.raises(Exception, match="timed out"):
+            service.http.post("/v1/chat/completions", json=body, timeout=0.3)
+
+    until(lambda: len(service.engine.aborted) == 1 and service.engine.num_running == 0)
+
+
+def test_a_bug_in_mid_stream_is_an_error_frame_that_gives_nothing_away():
+    async def chunks():
+        yield {"a": 1}
+        raise ZeroDivisionError("secret")
+
+    async def read() -> list[bytes]:
+        return [frame async for frame in sse.events(chunks())]
+
+    first, last = asyncio.run(read())
+
+    assert first == b'data: {"a":1}\n\n'
+    assert b"internal server error" in last
+    assert b"secret" not in last

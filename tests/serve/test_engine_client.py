@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import queue
+import time
+
+import msgpack
+import pytest
+
+from dist_aclgraph.actors.engine_client import EngineClient
+from dist_aclgraph.actors.messages import RequestDelta, error_of
+from dist_aclgraph.errors import EngineDeadError, InvalidParameterError
+from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.scheduler.step import unpack_ints
+from tests.serve.fake_engine import TOKEN, FakeEngine
+
+PARAMS = SamplingParams(max_tokens=5, temperature=0.0)
+
+
+@pytest.fixture
+def engine():
+    engine = FakeEngine()
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def client(engine):
+    client = EngineClient([engine.address], TOKEN, heartbeat_s=0.05, dead_after_s=0.4)
+    yield client
+    client.close()
+
+
+def collect(deltas: queue.Queue[RequestDelta]) -> tuple[list[int], RequestDelta]:
+    """Return all token ids of one request, and its last delta."""
+    ids: list[int] = []
+    while True:
+        delta = deltas.get(timeout=5)
+        ids += unpack_ints(delta.token_ids).tolist()
+        if delta.finish_reason is not None:
+            return ids, delta
+
+
+def until(condition) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_tokens_arrive_in_order_up_to_the_finish(client):
+    deltas: queue.Queue[RequestDelta] = queue.Queue()
+
+    client.submit("a", [1, 2, 3], PARAMS, (), deltas.put)
+
+    ids, last = collect(deltas)
+    assert ids == [1, 2, 3, 1, 2]
+    assert last.finish_reason == "length"
+    assert client.num_outstanding == 0
+
+
+def test_a_stop_token_ends_the_request_and_is_delivered(client):
+    deltas: queue.Queue[RequestDelta] = queue.Queue()
+
+    client.submit("a", [1, 2, 3], PARAMS, (3,), deltas.put)
+
+    ids, last = collect(deltas)
+    assert (ids, last.finish_reason) == ([1, 2, 3], "stop")
+
+
+def test_abort_reaches_the_engine_and_silences_the_request(client, engine):
+    deltas: queue.Queue[RequestDelta] = queue.Queue()
+    client.submit("a", [1], SamplingParams(max_tokens=100000), (), deltas.put)
+    deltas.get(timeout=5)
+
+    client.abort("a")
+
+    until(lambda: engine.aborted == ["a"])
+    assert (client.num_outstanding, engine.num_running) == (0, 0)
+
+
+def test_requests_go_to_the_engine_with_fewest_outstanding(engine):
+    other = FakeEngine()
+    client = EngineClient([engine.address, other.address], TOKEN)
+    long = SamplingParams(max_tokens=100000)
+    for i in range(4):
+        client.submit(str(i), [1], long, (), lambda delta: None)
+
+    until(lambda: len(engine.submitted) + len(other.submitted) == 4)
+    assert len(engine.submitted) == len(other.submitted) == 2
+    client.close()
+    other.close()
+
+
+def test_a_silent_engine_ends_its_requests_with_a_typed_error(client, engine):
+    deltas: queue.Queue[RequestDelta] = queue.Queue()
+    client.submit("a", [1], SamplingParams(max_tokens=100000), (), deltas.put)
+    deltas.get(timeout=5)
+
+    engine.silent = True
+
+    _, last = collect(deltas)
+    assert isinstance(error_of(last), EngineDeadError)
+    with pytest.raises(EngineDeadError, match="silent"):
+        client.check()
+    with pytest.raises(EngineDeadError):
+        client.submit("b", [1], PARAMS, (), deltas.put)
+
+
+def test_an_engine_that_answers_again_is_used_again(client, engine):
+    engine.silent = True
+    with pytest.raises(EngineDeadError):
+        client.query("report", timeout_s=2)
+    engine.silent = False
+    deltas: queue.Queue[RequestDelta] = queue.Queue()
+
+    def alive() -> bool:
+        try:
+            client.check()
+        except EngineDeadError:
+            return False
+        return True
+
+    until(alive)
+    client.submit("a", [7], PARAMS, (), deltas.put)
+    assert collect(deltas)[0] == [7] * 5
+
+
+def test_a_wrong_token_is_refused_with_the_reason(engine):
+    client = EngineClient([engine.address], "guess", heartbeat_s=0.05)
+    deltas: queue.Queue[RequestDelta] = queue.Queue()
+    try:
+        client.submit("a", [1], PARAMS, (), deltas.put)
+        assert "wrong token" in str(error_of(collect(deltas)[1]))
+    except EngineDeadError as e:  # the refusal was faster than the submission
+        assert "wrong token" in str(e)
+    assert engine.submitted == []
+    client.close()
+
+
+def test_query_returns_one_answer_per_engine(client):
+    assert client.query("report") == [{"epoch": 1}]
+
+
+def test_close_ends_what_is_outstanding(engine):
+    client = EngineClient([engine.address], TOKEN)
+    deltas: queue.Queue[RequestDelta] = queue.Queue()
+    client.submit("a", [1], SamplingParams(max_tokens=100000), (), deltas.put)
+
+    client.close()
+
+    assert collect(deltas)[1].error_kind == "EngineDeadError"
+
+
+def test_submission_checks_the_id_and_the_token_limit(client):
+    client.submit("a", [1], SamplingParams(max_tokens=100000), (), lambda delta: None)
+
+    with pytest.raises(InvalidParameterError, match="in use"):
+        client.submit("a", [1], PARAMS, (), lambda delta: None)
+    with pytest.raises(InvalidParameterError, match="max_tokens"):
+        client.submit("b", [1], SamplingParams(max_tokens=None), (), lambda delta: None)
+
+
+def test_any_message_pack_library_reads_the_wire(client, engine):
+    deltas: queue.Queue[RequestDelta] = queue.Queue()
+    client.submit("a", [1, 256], PARAMS, (9,), deltas.put)
+    collect(deltas)
+
+    messages = [msgpack.unpackb(frame) for frame in engine.frames]
+    assert messages[0] == {"type": "hello", "token": TOKEN, "epoch": 0}
+    (submit,) = [m for m in messages if m["type"] == "submit"]
+    assert submit["prompt"] == b"\x01\0\0\0\x00\x01\0\0"
+    assert (submit["max_tokens"], submit["stop_token_ids"]) == (5, [9])
+    answered = [msgpack.unpackb(frame) for frame in engine.sent_frames]
+    first = next(m for m in answered if m["type"] == "deltas")
+    assert first["deltas"] == [{"request_id": "a", "token_ids": b"\x01\0\0\0"}]

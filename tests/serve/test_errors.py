@@ -1,0 +1,210 @@
+"""Every malformed request is a 4xx in OpenAI's shape; the engine never hears of it."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+
+from dist_aclgraph import errors
+from dist_aclgraph.serve.errors import status_of
+
+MODEL = "tiny-qwen3"
+HI = [{"role": "user", "content": "Hi"}]
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+
+BAD_JSON = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b'"x"',
+    b"\xff\xfe",
+    b'{"model": NaN}',
+    b'{"model": "tiny-qwen3", "messages": [], "temperature": Infinity}',
+    b'{"a":' * 5000 + b"1" + b"}" * 5000,
+    b"[" * 200000,
+    b'{"model": ' + b"9" * 5000 + b"}",
+    b'{"model": "\\ud800", "messages": [{"role": "user", "content": "x"}]}',
+    b'{"model": "tiny-qwen3", "messages": [{"role": "user", "content": "\\udfff\\ud800"}]}',
+]
+BAD_CHAT = [
+    {"model": 1},
+    {"model": None},
+    {"messages": []},
+    {"messages": "Hi"},
+    {"messages": [1]},
+    {"messages": [{"role": "king", "content": "x"}]},
+    {"messages": [{"role": "user"}]},
+    {"messages": [{"role": "user", "content": 5}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+    {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+    {"messages": HI * 2000},
+    {"temperature": "hot"},
+    {"temperature": -1},
+    {"temperature": 1e999},
+    {"top_p": 0},
+    {"top_p": 2},
+    {"top_k": -2},
+    {"top_k": 10**30},
+    {"min_p": 2},
+    {"seed": 2**70},
+    {"seed": 1.5},
+    {"n": 0},
+    {"n": 10**9},
+    {"n": True},
+    {"max_tokens": 0},
+    {"max_tokens": -5},
+    {"max_tokens": 10**12},
+    {"max_completion_tokens": "many"},
+    {"stop": ""},
+    {"stop": ["a", "b", "c", "d", "e"]},
+    {"stop": [1]},
+    {"stop_token_ids": [-1]},
+    {"stop_token_ids": [2**40]},
+    {"stop_token_ids": list(range(1000))},
+    {"min_tokens": -1},
+    {"logprobs": 5},
+    {"top_logprobs": 5},
+    {"logprobs": True, "top_logprobs": 10**9},
+    {"presence_penalty": 3},
+    {"repetition_penalty": 0},
+    {"logit_bias": {"5": 1}},
+    {"stream": "yes"},
+    {"stream_options": {"include_usage": True}},
+    {"stream": True, "stream_options": {"x": 1}},
+    {"tools": [{"type": "function"}]},
+    {"tool_choice": "required"},
+    {"response_format": {"type": "json_object"}},
+    {"functions": []},
+    {"chat_template": "{{ 1 }}"},
+    {"prompt": "x"},
+    {"nonsense": 1},
+]
+BAD_TEXT = [
+    {"prompt": ""},
+    {"prompt": []},
+    {"prompt": [[]]},
+    {"prompt": [""]},
+    {"prompt": ["a", 1]},
+    {"prompt": [1.5]},
+    {"prompt": [-1]},
+    {"prompt": [10**9]},
+    {"prompt": [[1], "a"]},
+    {"prompt": ["a"] * 100},
+    {"prompt": None},
+    {"prompt": {"a": 1}},
+    {"prompt": [5] * 5000},
+    {"prompt": "x" * 1_000_000},
+    {"logprobs": 6},
+    {"logprobs": True},
+    {"best_of": 2},
+    {"suffix": "x"},
+    {"echo": True, "logprobs": 1},
+    {"max_tokens": 0},
+    {"n": 17},
+]
+
+
+def assert_error(reply, status: int = 400) -> dict:
+    assert reply.status_code == status, reply.text
+    assert reply.headers["content-type"] == "application/json"
+    (error,) = reply.json().values()
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("body", BAD_JSON, ids=lambda b: repr(b[:24]))
+def test_what_is_no_proper_json_is_refused(service, path, body):
+    reply = service.http.post(path, content=body)
+
+    assert_error(reply)
+    assert service.engine.submitted == []
+
+
+@pytest.mark.parametrize("change", BAD_CHAT, ids=lambda c: repr(c)[:40])
+def test_a_bad_chat_field_is_refused(service, change):
+    body = json.dumps({"model": MODEL, "messages": HI, **change})
+
+    reply = service.http.post(CHAT, content=body)
+
+    assert_error(reply)
+    assert service.engine.submitted == []
+
+
+@pytest.mark.parametrize("change", BAD_TEXT, ids=lambda c: repr(c)[:40])
+def test_a_bad_completion_field_is_refused(service, change):
+    reply = service.http.post(TEXT, json={"model": MODEL, "prompt": "x", **change})
+
+    assert_error(reply)
+    assert service.engine.submitted == []
+
+
+def test_an_error_names_the_field(service):
+    unknown = service.http.post(CHAT, json={"model": MODEL, "messages": HI, "nonsense": 1})
+    bad = service.http.post(CHAT, json={"model": MODEL, "messages": HI, "top_p": 7})
+    missing = service.http.post(CHAT, json={"model": MODEL})
+
+    assert assert_error(unknown)["param"] == "nonsense"
+    assert assert_error(bad)["param"] == "top_p"
+    assert assert_error(missing)["param"] == "messages"
+
+
+def test_an_unknown_model_is_not_found(service):
+    with pytest.raises(openai.NotFoundError) as e:
+        service.openai.chat.completions.create(model="other", messages=HI)
+
+    assert (e.value.code, e.value.param) == ("model_not_found", "model")
+
+
+def test_too_long_a_prompt_names_the_context_and_both_numbers(service):
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 2048 tokens") as e:
+        service.openai.completions.create(model=MODEL, prompt=[5] * 2040, max_tokens=20)
+
+    assert e.value.code == "context_length_exceeded"
+    assert "2040 in the prompt, 20 in the completion" in str(e.value)
+
+
+def test_a_body_above_the_limit_is_refused_with_413(service):
+    limit = service.state.config.serve.max_body_bytes
+
+    reply = service.http.post(CHAT, content=b" " * (limit + 1))
+    chunked = service.http.post(CHAT, content=(b" " * 65536 for _ in range(limit // 65536 + 1)))
+
+    assert assert_error(reply, 413)["code"] == "request_too_large"
+    assert_error(chunked, 413)
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [
+    ("GET", "/nowhere", 404), ("GET", CHAT, 405), ("DELETE", "/v1/models", 405),
+    ("GET", "/v1/models/other", 404), ("POST", "/v1/embeddings", 404),
+])  # fmt: skip
+def test_the_router_answers_in_the_same_shape(service, method, path, status):
+    assert_error(service.http.request(method, path), status)
+
+
+def test_the_engine_still_serves_after_all_that(service):
+    service.answer("fine")
+
+    reply = service.openai.chat.completions.create(model=MODEL, messages=HI)
+
+    assert reply.choices[0].message.content == "fine"
+
+
+@pytest.mark.parametrize(("error", "status"), [
+    (errors.RequestError("x"), 400),
+    (errors.InvalidParameterError("x"), 400),
+    (errors.RequestTooLongError("x"), 400),
+    (errors.UnknownModelError("x"), 404),
+    (errors.QueueFullError("x"), 503),
+    (errors.EngineDeadError("x"), 503),
+    (errors.EngineUnavailableError("x"), 503),
+    (errors.DeviceError("x"), 500),
+    (ValueError("secret"), 500),
+])  # fmt: skip
+def test_each_error_has_one_status(error, status):
+    assert status_of(error) == status

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.serve.conftest import start, until
+from tests.serve.fake_engine import FakeEngine
+
+MODEL = "tiny-qwen3"
+HI = [{"role": "user", "content": "Hi"}]
+
+
+def test_models_are_listed_and_found_by_name(service):
+    assert [model.id for model in service.openai.models.list()] == [MODEL]
+    assert service.openai.models.retrieve(MODEL).id == MODEL
+
+
+def test_health_ready_and_version_answer(service):
+    for path in ("/health", "/ready", "/version"):
+        assert service.http.get(path).status_code == 200
+
+
+def test_a_dead_engine_fails_requests_and_health_but_hangs_nobody(own_service):
+    service = own_service
+    service.engine.reply = lambda submit: [70] * submit.max_tokens
+    service.engine.step_s = 0.02
+    body = {"model": MODEL, "messages": HI, "stream": True, "max_tokens": 1000}
+
+    with service.http.stream("POST", "/v1/chat/completions", json=body) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        service.engine.silent = True
+        rest = "\n".join(lines)
+
+    assert "silent" in rest
+    assert "[DONE]" not in rest
+    assert service.http.get("/health").status_code == 503
+    assert service.http.get("/ready").status_code == 503
+    reply = service.http.post("/v1/chat/completions", json={**body, "stream": False})
+    assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+    assert "dist_aclgraph_engine_healthy{" in service.http.get("/metrics").text
+
+
+def test_a_draining_service_takes_nothing_new(own_service):
+    own_service.state.is_draining = True
+
+    reply = own_service.http.post("/v1/chat/completions", json={"model": MODEL, "messages": HI})
+
+    assert reply.status_code == 503
+    assert own_service.http.get("/ready").status_code == 503
+    assert own_service.http.get("/health").status_code == 200
+
+
+def test_metrics_are_well_formed_and_count(service):
+    service.openai.completions.create(model=MODEL, prompt="abc", max_tokens=4)
+
+    text = service.http.get("/metrics").text
+
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert all(name.startswith("dist_aclgraph_") for name in families)
+    assert all(family.documentation for family in families.values())
+    replays = {
+        sample.labels["bucket"]: sample.value
+        for sample in families["dist_aclgraph_graph_replays"].samples
+    }
+    assert replays == {"4": 7, "8": 2}
+    assert families["dist_aclgraph_num_requests_running"].samples[0].value == 2
+    counts = {
+        name: sample.value
+        for name in ("time_to_first_token", "inter_token_latency", "e2e_request_latency")
+        for sample in families[f"dist_aclgraph_{name}_seconds"].samples
+        if sample.name.endswith("_count")
+    }
+    assert min(counts.values()) >= 1
+
+
+def test_tokenize_and_detokenize_are_inverse(service):
+    made = service.http.post(
+        "/tokenize", json={"model": MODEL, "prompt": "Hello é", "return_token_strs": True}
+    ).json()
+    back = service.http.post("/detokenize", json={"tokens": made["tokens"]}).json()
+
+    assert back == {"prompt": "Hello é"}
+    assert made["count"] == len(made["tokens"]) == len(made["token_strs"])
+
+
+def test_tokenize_applies_the_chat_template(service):
+    made = service.http.post("/tokenize", json={"messages": HI}).json()
+
+    assert made["tokens"] == service.state.tokenizer.encode_chat(HI)
+
+
+@pytest.mark.parametrize(
+    ("given", "echoed"), [("abc-1", True), ("a\tb", False), ("x" * 500, False)]
+)
+def test_a_proper_request_id_is_echoed(service, given, echoed):
+    reply = service.http.get("/health", headers={"X-Request-Id": given})
+
+    assert (reply.headers["x-request-id"] == given) == echoed
+    assert reply.headers["x-request-id"]
+
+
+def test_a_lenient_service_ignores_unknown_fields():
+    engine = FakeEngine()
+    service, server = start(engine, **{"serve.lenient": True})
+
+    reply = service.http.post(
+        "/v1/completions", json={"model": MODEL, "prompt": "x", "nonsense": 1, "max_tokens": 1}
+    )
+
+    assert reply.status_code == 200
+    server.should_exit = True
+    service.state.client.close()
+    engine.close()
+
+
+def test_the_openapi_document_tells_the_errors_and_no_422(service):
+    document = service.http.get("/openapi.json").json()
+
+    chat = document["paths"]["/v1/chat/completions"]["post"]
+    assert {"400", "404", "413", "503"} <= set(chat["responses"])
+    assert "422" not in chat["responses"]
+    assert "messages" in str(chat["requestBody"])
+
+
+def test_nothing_is_left_outstanding(service):
+    until(lambda: service.state.client.num_outstanding == 0)
+
+
+def test_serve_needs_neither_torch_nor_ray():
+    code = (
+        "import sys, dist_aclgraph.serve.api; "
+        "print([m for m in ('torch', 'ray', 'transformers') if m in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert found.stdout.strip() == "[]"

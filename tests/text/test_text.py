@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dist_aclgraph.errors import ConfigError, InvalidParameterError
+from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.text.detokenizer import Detokenizer
+from dist_aclgraph.text.output import OutputText, end_ids
+from dist_aclgraph.text.stops import StopMatcher
+from dist_aclgraph.text.tokenizer import Tokenizer
+
+MODEL = Path(__file__).parents[2] / "models" / "tiny-qwen3"
+TOKENIZER = Tokenizer(MODEL)
+
+
+def naive(text: str, stops: list[str]) -> str:
+    """What a reader of the whole text, character by character, would cut."""
+    for end in range(1, len(text) + 1):
+        hits = [stop for stop in stops if text[:end].endswith(stop)]
+        if hits:
+            return text[: end - max(map(len, hits))]
+    return text
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    pieces=st.lists(st.text("abé ", max_size=4), max_size=12),
+    stops=st.lists(st.text("abé ", min_size=1, max_size=4), max_size=4),
+)
+def test_stop_strings_cut_where_a_search_of_the_whole_text_cuts(pieces, stops):
+    matcher = StopMatcher(stops)
+
+    out = "".join(matcher.feed(piece) for piece in pieces) + matcher.finish()
+
+    assert out == naive("".join(pieces), stops)
+
+
+def test_a_possible_beginning_of_a_stop_string_is_held_back():
+    matcher = StopMatcher(["END"])
+
+    assert [matcher.feed(piece) for piece in ("go E", "N", "X")] == ["go ", "", "ENX"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(st.characters(exclude_categories=("Cs",)), max_size=40))
+def test_text_fed_token_by_token_is_the_text(text):
+    detokenizer = Detokenizer(TOKENIZER)
+
+    pieces = [detokenizer.feed([i]) for i in TOKENIZER.encode(text)]
+
+    assert "".join(pieces) + detokenizer.finish() == text
+
+
+def test_no_piece_ends_in_half_a_character():
+    detokenizer = Detokenizer(TOKENIZER)
+
+    pieces = [detokenizer.feed([i]) for i in TOKENIZER.encode("aé😀b")]
+
+    assert [piece for piece in pieces if piece] == ["a", "é", "😀", "b"]
+
+
+def test_bytes_that_never_make_a_character_come_out_as_replacements():
+    detokenizer = Detokenizer(TOKENIZER)
+    first_byte = TOKENIZER.encode("😀")[0]
+
+    text = detokenizer.feed([first_byte] * 40) + detokenizer.finish()
+
+    assert set(text) == {"\ufffd"}
+
+
+def test_output_text_stops_in_the_middle_of_a_token():
+    params = SamplingParams(stop=("lo", "zzz"))
+    output = OutputText(TOKENIZER, params)
+
+    text = "".join(output.feed([i]) for i in TOKENIZER.encode("Hello there"))
+
+    assert (text + output.finish(), output.is_stopped) == ("Hel", True)
+
+
+def test_special_tokens_do_not_appear_in_the_text():
+    ids = TOKENIZER.encode("hi<|im_end|>")
+
+    assert TOKENIZER.decode(ids) == "hi"
+    assert ids[-1] in TOKENIZER.eos_ids
+
+
+def test_numbers_are_one_token_each():
+    assert len(TOKENIZER.encode("98 99 100")) == 3
+
+
+def test_the_chat_template_is_the_models_own():
+    messages = [{"role": "user", "content": "Hi"}]
+
+    text = TOKENIZER.render_chat(messages)
+
+    assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert TOKENIZER.encode_chat(messages)[0] == TOKENIZER.encode("<|im_start|>")[0]
+
+
+@pytest.mark.parametrize("text", ["\ud800", "x" * 10_000_000])
+def test_text_that_cannot_be_tokenized_is_a_request_error(text):
+    with pytest.raises(InvalidParameterError):
+        TOKENIZER.encode(text)
+
+
+def test_ids_outside_the_vocabulary_are_refused():
+    with pytest.raises(InvalidParameterError, match="token ids lie"):
+        TOKENIZER.decode([TOKENIZER.vocab_size])
+
+
+def test_end_ids_follow_ignore_eos():
+    own = TOKENIZER.eos_ids
+
+    assert end_ids(TOKENIZER, SamplingParams(stop_token_ids=(7,))) == (*own, 7)
+    assert end_ids(TOKENIZER, SamplingParams(ignore_eos=True)) == ()
+
+
+def write_model(directory: Path, template: str) -> Path:
+    for name in ("config.json", "tokenizer.json"):
+        (directory / name).write_bytes((MODEL / name).read_bytes())
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return directory
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{% set x = messages.append(1) %}",
+        "{{ raise_exception('no') }}",
+        "{% for i in range(100000) %}{% for j in range(10000) %}xxxxxxxxxxxxxxxxx{% endfor %}"
+        "{% endfor %}",
+        "{{ messages[0].content + 1 }}",
+    ],
+)
+def test_a_template_that_misbehaves_is_refused(tmp_path, template):
+    tokenizer = Tokenizer(write_model(tmp_path, template))
+
+    with pytest.raises(InvalidParameterError):
+        tokenizer.render_chat([{"role": "user", "content": "x"}])
+
+
+def test_a_template_that_does_not_compile_is_a_configuration_error(tmp_path):
+    with pytest.raises(ConfigError, match="does not compile"):
+        Tokenizer(write_model(tmp_path, "{% for %}"))
+
+
+def test_a_tokenizer_that_cannot_be_read_is_a_configuration_error(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("{}")
+
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        Tokenizer(tmp_path)

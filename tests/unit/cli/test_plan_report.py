@@ -1,0 +1,120 @@
+"""The report of `dist-aclgraph plan`: numbers, reasons, and what it refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from dist_aclgraph.cli.plan_report import plan_report, render_plan
+from dist_aclgraph.config import Config, make_config
+from dist_aclgraph.errors import ConfigError, StreamBudgetError
+
+SHAPE = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "hidden_size": 256,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    return tmp_path
+
+
+def make(checkpoint: Path, **sections: dict[str, Any]) -> Config:
+    return make_config({"model": str(checkpoint), "parallel": {"tp": 2, "dp": 2}, **sections})
+
+
+def test_the_report_prices_buckets_for_each_rank(checkpoint: Path) -> None:
+    report = plan_report(make(checkpoint))
+
+    assert report["layout"]["lockstep_groups"] == [[0, 1], [2, 3]]
+    assert report["plans"][0]["buckets"] == [1, 2, 4, 8, 16, 24, 32]
+    # tp 2 and dp 2: 1 + 2 x 2 streams in a graph, 40 fixed for each
+    assert (report["graph"]["price_per_bucket"], report["graph"]["fixed_price"]) == (5, 80)
+    rank = report["ranks"][3]
+    assert rank["usable"] == 2048
+    assert rank["planned_streams"] == 80 + 7 * 5
+    assert rank["left_streams"] == rank["usable"] - rank["planned_streams"]
+    assert rank["domains"] == [[2, 3]]
+
+
+def test_kv_blocks_come_from_memory_or_from_the_configuration(checkpoint: Path) -> None:
+    # 4 layers x 2 x 128 tokens x 1 head x 64 x 2 bytes
+    by_use = plan_report(make(checkpoint))["kv"]
+    by_memory = plan_report(make(checkpoint, kv={"max_bytes": 5_000_000}))["kv"]
+    by_number = plan_report(make(checkpoint, kv={"num_blocks": 10}))["kv"]
+
+    assert by_memory["bytes_per_block"] == 131072
+    assert by_use["num_blocks"] == 32 * (2048 // 128) + 1  # all requests at full length
+    assert by_memory["num_blocks"] == 5_000_000 // 131072
+    assert by_number["bytes"] == 10 * 131072 and by_number["tokens"] == 9 * 128
+
+
+def test_one_poor_rank_shrinks_every_group_in_cluster_scope_only(checkpoint: Path) -> None:
+    emulator = {"streams_by_rank": {3: 3}}
+    buckets = {}
+    for scope in ("cluster", "group"):
+        config = make(checkpoint, device={"emulator": emulator}, graph={"scope": scope})
+        buckets[scope] = [plan["buckets"] for plan in plan_report(config)["plans"]]
+
+    assert buckets["cluster"] == [[1, 8, 32]] * 2
+    assert buckets["group"] == [[1, 2, 4, 8, 16, 24, 32], [1, 8, 32]]
+
+
+def test_a_rank_that_affords_nothing_is_an_error(checkpoint: Path) -> None:
+    with pytest.raises(StreamBudgetError, match="rank 0 offers 0 streams"):
+        emulator = {"streams": 60}
+        plan_report(make(checkpoint, device={"emulator": emulator}, graph={"reserve_streams": 60}))
+
+
+def test_without_graphs_the_report_still_counts_blocks(checkpoint: Path) -> None:
+    report = plan_report(make(checkpoint, graph={"mode": "NONE"}))
+
+    assert report["plans"][0]["buckets"] == []
+    assert report["ranks"][0]["planned_streams"] == 0
+    assert report["kv"]["num_blocks"] > 0
+
+
+def test_the_report_is_json_and_renders_as_text(checkpoint: Path) -> None:
+    report = plan_report(make(checkpoint, device={"kind": "npu"}))
+    out = io.StringIO()
+
+    render_plan(json.loads(json.dumps(report)), Console(file=out, width=160))
+
+    text = out.getvalue()
+    assert "buckets 1, 2, 4, 8, 16, 24, 32" in text
+    assert "assumed: each NPU has 2048 streams" in text
+    assert "all 7 sizes fit" in text
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (None, "no such directory"),
+        ("", "is not JSON"),
+        ("[]", "must hold an object"),
+        ("{}", "num_attention_heads is None"),
+        ("missing", "cannot read"),
+    ],
+)
+def test_what_is_not_a_checkpoint_is_refused(tmp_path: Path, write, message: str) -> None:
+    directory = tmp_path / "model"
+    if write is not None:
+        directory.mkdir()
+        if write != "missing":
+            (directory / "config.json").write_text(write)
+
+    with pytest.raises(ConfigError, match=message):
+        plan_report(make_config({"model": str(directory)}))

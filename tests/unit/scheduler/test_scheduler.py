@@ -1,0 +1,350 @@
+"""Single decisions of the scheduler."""
+
+from __future__ import annotations
+
+import pytest
+
+from dist_aclgraph.config import SchedulerConfig
+from dist_aclgraph.errors import (
+    InvalidParameterError,
+    QueueFullError,
+    RequestTooLongError,
+    WorkerError,
+)
+from dist_aclgraph.graph.dispatcher import GraphDispatcher
+from dist_aclgraph.graph.plan import GraphPlan
+from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.scheduler.request import Request, RequestOutput
+from dist_aclgraph.scheduler.scheduler import Scheduler
+from dist_aclgraph.scheduler.step import RowLogprobs, StepPlan, StepResult, pack_ints, unpack_ints
+
+EOS = 99
+DECODE_AT_0 = [0, 4, 1, 1]  # row, num_computed_tokens, num_scheduled_tokens, sample
+
+
+def make_scheduler(
+    *,
+    max_num_seqs: int = 4,
+    max_num_batched_tokens: int = 64,
+    num_blocks: int = 33,
+    block_size: int = 16,
+    max_model_len: int = 256,
+    max_waiting: int = 10,
+    **options,
+) -> Scheduler:
+    plan = GraphPlan(version=5, mode="FULL_DECODE_ONLY", buckets=(1, 4), budget_model="legacy-last")
+    config = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_waiting=max_waiting,
+    )
+    return Scheduler(
+        config,
+        BlockPool(num_blocks, block_size),
+        GraphDispatcher(plan),
+        max_model_len=max_model_len,
+        eos_token_ids=[EOS],
+        **options,
+    )
+
+
+def make_request(name: str, num_tokens: int = 4, first: int = 0, **params) -> Request:
+    return Request(name, list(range(first, first + num_tokens)), SamplingParams(**params))
+
+
+def records(plan: StepPlan | None) -> list[list[int]]:
+    assert plan is not None
+    return unpack_ints(plan.batches[0].scheduled, 4).tolist()
+
+
+def run(scheduler: Scheduler, *token_ids: int, **fields) -> list[RequestOutput]:
+    """Update with the tokens of the step in flight."""
+    result = StepResult(scheduler.epoch, scheduler.step, 0, pack_ints(list(token_ids)), **fields)
+    return scheduler.update(result)
+
+
+def test_a_prompt_runs_eagerly_and_its_decode_replays_a_graph() -> None:
+    scheduler = make_scheduler()
+    for name in ("a", "b"):
+        scheduler.add(make_request(name))
+
+    prompt = scheduler.schedule()
+    run(scheduler, 10, 11)
+    decode = scheduler.schedule()
+
+    assert prompt is not None and decode is not None
+    assert (prompt.mode, prompt.num_tokens, prompt.query_len) == ("NONE", 8, 4)
+    assert (decode.mode, decode.num_tokens, decode.query_len) == ("FULL", 4, 1)
+    assert (decode.plan_version, decode.step) == (5, 2)
+    assert records(decode) == [DECODE_AT_0, [1, 4, 1, 1]]
+    assert decode.batches[0].started == ()
+    assert unpack_ints(decode.batches[0].appended, 2).tolist() == [[0, 10], [1, 11]]
+
+
+def test_a_steady_batch_sends_a_block_only_where_a_row_needs_one() -> None:
+    scheduler = make_scheduler(block_size=16)
+    for name, num_tokens in (("a", 14), ("b", 4)):
+        scheduler.add(make_request(name, num_tokens, first=ord(name), max_tokens=30))
+    plans = []
+
+    for _ in range(4):
+        plans.append(scheduler.schedule())
+        run(scheduler, 10, 11)
+
+    blocks = [unpack_ints(plan.batches[0].blocks, 3).tolist() for plan in plans if plan]
+    assert blocks == [[], [], [], [[0, 1, 3]]]
+    assert records(plans[3]) == [[0, 16, 1, 1], [1, 6, 1, 1]]
+
+
+def test_a_long_prompt_runs_in_chunks_beside_decodes() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=16)
+    scheduler.add(make_request("a"))
+    scheduler.schedule()
+    run(scheduler, 10)
+    scheduler.add(make_request("long", 40))
+
+    chunks = []
+    for tokens in ((11,), (12,), (13, 20)):
+        chunks.append(records(scheduler.schedule()))
+        run(scheduler, *tokens)
+
+    assert [chunk[1] for chunk in chunks] == [[1, 0, 15, 0], [1, 15, 15, 0], [1, 30, 10, 1]]
+    assert all(chunk[0][2:] == [1, 1] for chunk in chunks)
+    assert scheduler.dispatcher.misses == {"mixed": 3, "prefill": 1}
+
+
+def test_waiting_requests_are_admitted_in_order_of_arrival() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    for name in "abc":
+        scheduler.add(make_request(name, max_tokens=1))
+
+    scheduler.schedule()
+    outputs = run(scheduler, 1, 2)
+    plan = scheduler.schedule()
+
+    assert [output.request_id for output in outputs] == ["a", "b"]
+    assert [output.finish_reason for output in outputs] == ["length", "length"]
+    assert len(records(plan)) == 1 and scheduler.running[0].request_id == "c"
+
+
+@pytest.mark.parametrize(
+    ("params", "tokens", "reason"),
+    [
+        ({"max_tokens": 3}, [1, 2, 3], "length"),
+        ({}, [1, EOS], "stop"),
+        ({"stop_token_ids": [5]}, [1, 5], "stop"),
+        ({"ignore_eos": True, "max_tokens": 2}, [EOS, EOS], "length"),
+        ({"min_tokens": 2}, [EOS, EOS, EOS], "stop"),
+        ({"max_tokens": None}, [1] * 12, "length"),
+    ],
+)
+def test_a_request_ends_at_the_first_limit_it_meets(params, tokens, reason) -> None:
+    scheduler = make_scheduler(max_model_len=16)
+    scheduler.add(make_request("a", 4, **params))
+
+    outputs = []
+    while scheduler.schedule() is not None:
+        outputs += run(scheduler, tokens[len(outputs)])
+
+    assert [token for output in outputs for token in output.token_ids] == tokens
+    assert [output.finish_reason for output in outputs][-1] == reason
+    assert scheduler.pool.num_used == 0
+
+
+def test_the_workers_are_told_which_ends_to_suppress() -> None:
+    scheduler = make_scheduler(default_seed=3)
+    scheduler.add(
+        make_request("a", min_tokens=2, stop_token_ids=[5], temperature=0.0, logprobs=2, seed=-1)
+    )
+
+    plan = scheduler.schedule()
+
+    assert plan is not None
+    sampling = plan.batches[0].started[0].sampling
+    assert (sampling.suppressed, sampling.min_tokens) == ((5, EOS), 2)
+    assert (sampling.temperature, sampling.logprobs, sampling.seed) == (0.0, 2, -1)
+    assert sampling.num_prompt_tokens == 4
+
+
+def test_a_drawn_seed_is_the_same_when_the_request_comes_again() -> None:
+    seeds = []
+    for name, default_seed in (("a", 0), ("a", 0), ("b", 0), ("a", 1)):
+        scheduler = make_scheduler(default_seed=default_seed)
+        request = make_request(name)
+        scheduler.add(request)
+        seeds.append(request.sampling.seed)
+
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds)) == 3
+
+
+def test_an_equal_beginning_is_taken_from_the_cache_but_never_the_whole_prompt() -> None:
+    scheduler = make_scheduler(block_size=16)
+    for name in ("first", "again"):
+        scheduler.add(make_request(name, 32, max_tokens=1))
+        plan = scheduler.schedule()
+        (output,) = run(scheduler, 1)
+
+    assert records(plan) == [[0, 16, 16, 1]]
+    assert output.num_cached_tokens == 16
+    assert scheduler.stats()["cached_tokens"] == 16
+
+
+def test_the_latest_arrival_is_preempted_and_resumes_with_its_output() -> None:
+    scheduler = make_scheduler(num_blocks=4, block_size=16)
+    for name, first in (("early", 0), ("late", 50)):
+        scheduler.add(make_request(name, 16, first, max_tokens=None))
+    scheduler.schedule()
+    run(scheduler, 1, 2)  # both need a second block now; one is left
+
+    plan = scheduler.schedule()
+
+    assert [request.request_id for request in scheduler.running] == ["early"]
+    assert records(plan) == [[0, 16, 1, 1]]
+    assert scheduler.stats()["preemptions"] == 1
+    scheduler.abort("early")
+    run(scheduler, 3)
+    resumed = scheduler.schedule()
+    assert resumed is not None
+    (start,) = resumed.batches[0].started
+    assert unpack_ints(start.token_ids).tolist() == [*range(50, 66), 2]
+    assert records(resumed) == [[start.row, 16, 1, 1]], "its full block came from the cache"
+
+
+def test_what_a_step_brings_for_an_aborted_request_is_dropped() -> None:
+    scheduler = make_scheduler()
+    for name in ("a", "b"):
+        scheduler.add(make_request(name))
+    scheduler.schedule()
+
+    last = scheduler.abort("a")
+    used_in_flight = scheduler.pool.num_used
+    outputs = run(scheduler, 1, 2)
+
+    assert last == RequestOutput("a", (), "abort")
+    assert used_in_flight == 2, "the step still writes to its block"
+    assert [(output.request_id, output.token_ids) for output in outputs] == [("b", (2,))]
+    assert scheduler.pool.num_used == 1
+    assert scheduler.abort("a") is None
+
+
+def test_a_waiting_request_can_be_aborted() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a"))
+
+    scheduler.abort("a")
+
+    assert scheduler.schedule() is None
+    assert not scheduler.has_work
+
+
+def test_all_requests_can_be_ended_at_once() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    for name in "ab":
+        scheduler.add(make_request(name))
+    scheduler.schedule()
+
+    outputs = scheduler.abort_all("error")
+
+    assert {(o.request_id, o.finish_reason) for o in outputs} == {("a", "error"), ("b", "error")}
+    assert run(scheduler, 1) == []
+    assert scheduler.pool.num_used == 0
+
+
+def test_a_new_epoch_starts_every_request_again_with_its_tokens() -> None:
+    scheduler = make_scheduler()
+    for name in ("a", "b"):
+        scheduler.add(make_request(name))
+    scheduler.schedule()
+    run(scheduler, 1, 2)
+    stale = scheduler.schedule()
+    assert stale is not None
+
+    scheduler.restart(epoch=1)
+    plan = scheduler.schedule()
+
+    assert plan is not None and plan.epoch == 1
+    assert scheduler.update(StepResult(0, stale.step, 0, pack_ints([3, 4]))) == []
+    tokens = [unpack_ints(start.token_ids).tolist() for start in plan.batches[0].started]
+    assert tokens == [[0, 1, 2, 3, 1], [0, 1, 2, 3, 2]]
+    assert [record[1] for record in records(plan)] == [0, 0], "the lost cache is not trusted"
+
+
+def test_a_resubmitted_request_counts_its_earlier_output() -> None:
+    scheduler = make_scheduler()
+    request = Request("a", [1, 2], SamplingParams(max_tokens=3), output_token_ids=[7, 8])
+    scheduler.add(request)
+
+    plan = scheduler.schedule()
+    (output,) = run(scheduler, 9)
+
+    assert records(plan) == [[0, 0, 4, 1]]
+    assert (output.token_ids, output.finish_reason) == ((9,), "length")
+    assert request.sampling.num_prompt_tokens == 2
+
+
+def test_log_probabilities_follow_their_token() -> None:
+    scheduler = make_scheduler()
+    for name in ("a", "b"):
+        scheduler.add(make_request(name))
+    scheduler.schedule()
+    entry = RowLogprobs(pack_ints([2]), (-0.5,), 1)
+
+    outputs = run(scheduler, 1, 2, logprobs=(None, entry))
+
+    assert [output.logprobs for output in outputs] == [(None,), (entry,)]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "max_tokens", "param"),
+    [(256, 1, "prompt"), (300, None, "prompt"), (40, 100, "max_tokens"), (64, None, "max_tokens")],
+)
+def test_a_request_that_can_never_fit_is_refused(num_tokens, max_tokens, param) -> None:
+    scheduler = make_scheduler(num_blocks=4, block_size=16)  # 48 tokens of KV
+
+    with pytest.raises(RequestTooLongError) as caught:
+        scheduler.add(make_request("a", num_tokens, max_tokens=max_tokens))
+
+    assert caught.value.param == param
+    assert scheduler.num_requests == 0
+
+
+def test_without_max_tokens_a_request_makes_do_with_a_small_cache() -> None:
+    scheduler = make_scheduler(num_blocks=2, block_size=16)
+    scheduler.add(make_request("a", 4, max_tokens=None))
+
+    count = 0
+    while scheduler.schedule() is not None:
+        count += len(run(scheduler, 1))
+
+    assert count == 13  # 16 tokens have KV, the last one needs none
+
+
+def test_a_full_queue_refuses() -> None:
+    scheduler = make_scheduler(max_waiting=1)
+    scheduler.add(make_request("a"))
+
+    with pytest.raises(QueueFullError, match="max_waiting"):
+        scheduler.add(make_request("b"))
+
+
+def test_ids_are_unique_and_prompts_not_empty() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a"))
+
+    with pytest.raises(InvalidParameterError, match="already in use"):
+        scheduler.add(make_request("a"))
+    with pytest.raises(InvalidParameterError, match="empty"):
+        make_request("b", 0)
+
+
+def test_a_failed_or_short_result_ends_the_epoch() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a"))
+    scheduler.schedule()
+
+    with pytest.raises(WorkerError, match="brought 0 tokens, 1 were sampled"):
+        run(scheduler)
+    with pytest.raises(WorkerError, match="107027"):
+        run(scheduler, error="107027")

@@ -1,0 +1,181 @@
+"""Configuration: closed to unknown keys, checked, frozen; the only reader of the environment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pydantic
+import pytest
+
+from dist_aclgraph import config as config_module
+from dist_aclgraph.config import (
+    Config,
+    Section,
+    build_environment,
+    child_environment,
+    disable_backend_autoload,
+    load_config,
+    make_config,
+    parse_overrides,
+    prepare_ray_environment,
+    visible_devices,
+)
+from dist_aclgraph.errors import ConfigError
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "configs" / "x.yaml"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_a_file_and_overrides_become_one_frozen_tree(tmp_path: Path) -> None:
+    path = write(tmp_path, "model: m\nparallel: {tp: 2}\ngraph: {sizes: [1, 8]}\n")
+
+    config = load_config(path, {"parallel.tp": 4, "kv.block_size": 16})
+
+    assert (config.parallel.tp, config.kv.block_size) == (4, 16)
+    assert config.graph.sizes == (1, 8)
+    with pytest.raises(pydantic.ValidationError):
+        config.seed = 3  # type: ignore[misc]
+
+
+def test_a_model_is_found_beside_the_folder_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+
+    config = load_config(write(tmp_path, "model: models/tiny"))
+
+    assert config.model == str(tmp_path / "models" / "tiny")
+    assert config.name == "tiny"
+
+
+def test_a_model_that_is_nowhere_stays_as_it_was_given(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, "model: no/such\nserved_model_name: demo"))
+
+    assert (config.model, config.name) == ("no/such", "demo")
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({}, "model is missing"),
+        ({"model": "m", "grpah": {}}, "grpah is not a known key"),
+        ({"model": "m", "kv": {"blocks": 3}}, "known in kv: block_size, num_blocks"),
+        ({"model": "m", "parallel": {"tp": 0}}, "parallel.tp is 0: input should be greater"),
+        ({"model": "m", "parallel": {"tp": "2"}}, "parallel.tp is '2'"),
+        ({"model": "m", "parallel": {"ep": 2}}, "parallel.ep is 2"),
+        ({"model": "m", "kv": {"block_size": 40}}, "kv.block_size is 40"),
+        ({"model": "m", "graph": {"sizes": []}}, "graph: must be a non-empty list"),
+        ({"model": "m", "graph": {"mode": "PIECEWISE"}}, "supports NONE and FULL_DECODE_ONLY"),
+        ({"model": "m", "speculative": {"num_tokens": 1}}, "speculative.num_tokens is 1"),
+        (
+            {"model": "m", "scheduler": {"max_num_seqs": 9, "max_num_batched_tokens": 8}},
+            r"max_num_batched_tokens \(8\) must be at least max_num_seqs \(9\)",
+        ),
+    ],
+)
+def test_a_bad_value_names_key_value_and_what_is_allowed(raw, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_config(raw)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (": {", "is not YAML"),
+        ("- a\n- b\n", "must hold a mapping of keys, not list"),
+    ],
+)
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(tmp_path, text))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.yaml"):
+        load_config(tmp_path / "absent.yaml")
+
+
+def test_an_override_cannot_enter_a_value(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a section"):
+        load_config(write(tmp_path, "model: m"), {"model.name": 1})
+
+
+def test_overrides_are_read_as_yaml() -> None:
+    assert parse_overrides(["a.b=4", "c=[1, 2]", "d=x=y", "e="]) == {
+        "a.b": 4,
+        "c": [1, 2],
+        "d": "x=y",
+        "e": None,
+    }
+
+
+@pytest.mark.parametrize("argument", ["a", "=1", "a=["])
+def test_a_malformed_override_is_refused(argument: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_overrides([argument])
+
+
+def sections() -> Iterator[type[Section]]:
+    for value in vars(config_module).values():
+        if isinstance(value, type) and issubclass(value, Section) and value is not Section:
+            yield value
+
+
+@pytest.mark.parametrize("section", list(sections()), ids=lambda section: section.__name__)
+def test_every_field_is_described(section: type[Section]) -> None:
+    for name, field in section.model_fields.items():
+        is_section = isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+        assert is_section or field.description, name
+    assert section.__doc__
+
+
+def test_workers_get_their_variables_from_the_configuration() -> None:
+    config = make_config({"model": "m", "device": {"task_queue": 1}})
+
+    assert child_environment(config)["TASK_QUEUE_ENABLE"] == "1"
+
+
+def test_ray_variables_are_set_unless_the_user_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_ENABLE_UV_RUN_RUNTIME_ENV", "RAY_USAGE_STATS_ENABLED"):
+        monkeypatch.setenv(name, "user")
+    monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "user")
+    monkeypatch.setenv("RAY_worker_niceness", "5")
+
+    prepare_ray_environment()
+
+    assert config_module.os.environ["RAY_worker_niceness"] == "5"
+    assert config_module.os.environ["RAY_AUTH_MODE"] == "user"
+
+
+def test_a_compiler_runs_without_the_flags_of_a_make_around_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MAKEFLAGS", "-j2")
+    monkeypatch.setenv("CXX", "g++")
+
+    environment = build_environment()
+
+    assert "MAKEFLAGS" not in environment and environment["CXX"] == "g++"
+
+
+def test_torch_is_kept_from_loading_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")
+
+    disable_backend_autoload()
+
+    assert build_environment()["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "0"
+
+
+def test_visible_devices_are_the_physical_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert visible_devices() is None
+
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "4, 6,")
+
+    assert visible_devices() == (4, 6)
+
+
+def test_the_defaults_are_a_valid_deployment() -> None:
+    assert Config(model="m").parallel.world_size == 1
