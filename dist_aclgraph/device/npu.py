@@ -135,6 +135,26 @@ class Stopwatch:
             self.last_s = now_s
 
 
+class GraphPool:
+    """The memory that all graphs of this process share.
+
+    Stays alive without graphs too: torch_npu frees a pool with its last graph, and then takes its
+    handle for a bug.
+    """
+
+    def __init__(self) -> None:
+        self._pool = runtime().MemPool()
+        self.handle = self._pool.id
+
+    def end_failed_begin(self) -> None:
+        """Undo what a ``capture_begin`` that raised has left: it allocates before it begins."""
+        import torch_npu
+
+        device = torch.npu.current_device()  # type: ignore[attr-defined]
+        torch_npu._C._npu_endAllocateToPool(device, self.handle)
+        torch_npu._C._npu_releasePool(device, self.handle)
+
+
 def external_event() -> Any:
     """Return an event that one stream records and a captured graph waits for."""
     return runtime().ExternalEvent()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dist_aclgraph.device.npu import runtime, translated
+from dist_aclgraph.device.npu import GraphPool, runtime, translated
 from dist_aclgraph.errors import ReplayMismatchError
 from dist_aclgraph.graph.task_update import Lens, TaskRecorder, update_tasks
 
@@ -91,7 +91,7 @@ def capture(
     forward: Forward,
     *,
     stream: Any,
-    pool: Any,
+    pool: GraphPool,
     addresses: tuple[int, ...],
 ) -> CapturedGraph:
     """Record ``forward`` on ``stream``; nothing runs. A failed capture leaves nothing behind.
@@ -105,7 +105,11 @@ def capture(
     recorder = TaskRecorder(stream)
     with translated(f"capturing bucket {num_tokens}"), runtime().stream(stream):
         # Thread-local: Ray's and the controller's threads may go on meanwhile.
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
+        except RuntimeError:
+            pool.end_failed_begin()
+            raise
         try:
             forward(recorder)
         except BaseException:
