@@ -138,21 +138,21 @@ class Stopwatch:
 class GraphPool:
     """The memory that all graphs of this process share.
 
-    Stays alive without graphs too: torch_npu frees a pool with its last graph, and then takes its
-    handle for a bug.
+    torch_npu frees a pool with its last graph, and takes the old handle for a bug from then on:
+    the next capture gets a new one.
     """
 
     def __init__(self) -> None:
-        self._pool = runtime().MemPool()
-        self.handle = self._pool.id
+        self.handle = runtime().graph_pool_handle()
+        self._num_graphs = 0
 
-    def end_failed_begin(self) -> None:
-        """Undo what a ``capture_begin`` that raised has left: it allocates before it begins."""
-        import torch_npu
+    def add_graph(self) -> None:
+        self._num_graphs += 1
 
-        device = torch.npu.current_device()  # type: ignore[attr-defined]
-        torch_npu._C._npu_endAllocateToPool(device, self.handle)
-        torch_npu._C._npu_releasePool(device, self.handle)
+    def remove_graph(self) -> None:
+        self._num_graphs -= 1
+        if self._num_graphs == 0:
+            self.handle = runtime().graph_pool_handle()
 
 
 def external_event() -> Any:

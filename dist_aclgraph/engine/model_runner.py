@@ -120,6 +120,7 @@ class ModelRunner:
         self._graphs[num_tokens] = capture(
             num_tokens,
             forward,
+            npu=self._npu,
             stream=self._capture_stream,
             pool=self._pool,
             addresses=self._buffers.addresses,

@@ -80,6 +80,7 @@ class AttentionDecoder:
         return capture(
             bucket,
             forward or (lambda tasks: self.forward(bucket, tasks)),
+            npu=self.npu,
             stream=self.capturing,
             pool=self.pool,
             addresses=self.buffers.addresses,
