@@ -238,8 +238,9 @@ class ModelRunner:
             for index, report in zip(special, reports, strict=True):
                 logprobs[index] = report
         # The step's result: the one place where the host waits for the device.
-        self._sampled_ready.record()
+        self._sampled_ready.record(self._main_stream)
         self._sampled_ready.synchronize()
+        self._buffers.mark_read()
         token_ids = self._sampled_np[:n].copy()
         if len(special):
             token_ids[special] = chosen
@@ -271,9 +272,8 @@ class ModelRunner:
         )
         with torch.inference_mode():
             hidden = self._model.forward(token_ids, positions, self._caches, metadata)
-            logits = self._model.logits(hidden)
+            logits = self._model.logits(hidden, buffers.logits[:num_tokens])
             if self._owns_output:
-                buffers.logits[:num_tokens].copy_(logits)
                 buffers.sampled[:num_tokens].copy_(logits.argmax(-1))
 
     def _padded_lens(

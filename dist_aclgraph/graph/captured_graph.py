@@ -35,6 +35,7 @@ class CapturedGraph:
         self._addresses = addresses
         self._next_lens: Lens | None = None
         self._sent_lens: Lens | None = None
+        self._before_replay = runtime().Event()
 
     @property
     def num_tasks(self) -> int:
@@ -70,7 +71,8 @@ class CapturedGraph:
             )
         self._next_lens = (query_ends, kv_lens)
         # Orders this step's events behind the resets of the step before; see task_update.py.
-        update_stream.wait_stream(main_stream)
+        self._before_replay.record(main_stream)
+        update_stream.wait_event(self._before_replay)
         self._graph.replay()
 
     def update(self, update_stream: Any) -> None:

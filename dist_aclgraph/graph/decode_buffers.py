@@ -45,8 +45,9 @@ class DecodeBuffers:
         self._inputs_np: IntArray = self._inputs_cpu.numpy()
         self._block_table_np: IntArray = self._block_table_cpu.numpy()
         self._written_rows = 0
+        self._stream = runtime().current_stream()
         self._copied: Any = runtime().Event()
-        self._copied.record()
+        self._is_read = True  # whether the device is known to be done with the pinned twins
 
     @property
     def addresses(self) -> tuple[int, ...]:
@@ -68,8 +69,8 @@ class DecodeBuffers:
             token_ids, positions, slots: [num_reqs].
             block_table: [num_reqs, num_blocks] with num_blocks <= max_blocks.
         """
-        # The device may still read the pinned twin of the step before; normally it is long done.
-        self._copied.synchronize()
+        if not self._is_read:
+            self._copied.synchronize()
         n = len(token_ids)
         inputs = self._inputs_np
         inputs[0, :n], inputs[1, :n], inputs[2, :n] = token_ids, positions, slots
@@ -80,7 +81,12 @@ class DecodeBuffers:
             rows = max(n, self._written_rows)
             self.block_table[:rows].copy_(self._block_table_cpu[:rows], non_blocking=True)
             self._written_rows = n
-        self._copied.record()
+        self._copied.record(self._stream)
+        self._is_read = False
+
+    def mark_read(self) -> None:
+        """Note that the host has seen a later result of the stream: the twins may be written."""
+        self._is_read = True
 
     def _update_block_table(self, n: int, block_table: IntArray) -> bool:
         """Bring the pinned twin up to date; say whether anything changed."""

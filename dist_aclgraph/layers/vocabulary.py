@@ -55,10 +55,10 @@ class VocabularyHead:
     vocab_size: int
     group: CommGroup
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """[n, hidden] -> [n, vocab]."""
-        part = torch.mm(hidden, self.weight)
+    def __call__(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[n, hidden] -> [n, vocab], written to ``out`` where one is given."""
         if self.group.size == 1:
-            return part
-        parts = self.group.all_gather(part)  # [size, n, vocab / size]
-        return parts.transpose(0, 1).reshape(hidden.shape[0], -1)[:, : self.vocab_size]
+            return torch.mm(hidden, self.weight, out=out)
+        parts = self.group.all_gather(torch.mm(hidden, self.weight))  # [size, n, vocab / size]
+        whole = parts.transpose(0, 1).reshape(hidden.shape[0], -1)[:, : self.vocab_size]
+        return whole if out is None else out.copy_(whole)

@@ -169,9 +169,9 @@ class DenseDecoder:
         hidden: Tensor = torch.ops.npu.npu_add_rms_norm(x, residual, self.norm, eps)[0]
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden] -> [n, vocab], on every rank."""
-        return self.head(hidden)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[n, hidden] -> [n, vocab], on every rank; written to ``out`` where one is given."""
+        return self.head(hidden, out)
 
 
 class _Loader:

@@ -194,7 +194,7 @@ def test_products(dtype):
     check(torch.mv, x, y[0], tolerance=5e-2)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 12, 13, 40])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 12, 13, 40, 65, 200])
 @pytest.mark.parametrize("transposed", [True, False])
 def test_products_of_every_path(rows, transposed):
     a, b = torch.randn(rows, 75), torch.randn(133, 75)

