@@ -45,7 +45,6 @@ class AttentionDecoder:
         self._attention = PagedAttention(HEADS, KV_HEADS, DIM)
         self.main = runtime().current_stream()
         self.side, self.capturing = runtime().Stream(), runtime().Stream()
-        self.pool = runtime().graph_pool_handle()
 
     def forward(self, bucket: int, tasks: TaskRecorder | None) -> None:
         token_ids, _, slots, block_table = self.buffers.as_inputs(bucket)
@@ -81,7 +80,7 @@ class AttentionDecoder:
             bucket,
             forward or (lambda tasks: self.forward(bucket, tasks)),
             stream=self.capturing,
-            pool=self.pool,
+            pool=runtime().graph_pool_handle(),
             addresses=self.buffers.addresses,
         )
 
