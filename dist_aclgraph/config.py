@@ -290,6 +290,11 @@ def build_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS")}
 
 
+def ray_address() -> str | None:
+    """Return the Ray cluster that the environment names, e.g. ``auto`` on a node of one."""
+    return os.environ.get("RAY_ADDRESS") or None
+
+
 def prepare_ray_environment() -> None:
     """Set, before Ray starts, the variables whose defaults surprise: niceness 15, auth, uv."""
     os.environ.setdefault("RAY_worker_niceness", "0")

@@ -45,10 +45,10 @@ def ray_cluster() -> Iterator[None]:
     """One local Ray cluster with eight emulated NPUs for all tests of the session."""
     import ray
 
-    from dist_aclgraph.actors.deployment import start_local_ray
+    from dist_aclgraph.actors.deployment import start_ray
     from dist_aclgraph.config import make_config
 
-    start_local_ray(
+    start_ray(
         make_config({"model": "unused", "parallel": {"tp": 8}, "device": {"kind": "emulated"}})
     )
     yield

@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from dist_aclgraph.actors.controller import Controller, Progress, Service
 from dist_aclgraph.actors.process_group import own_process_group
 from dist_aclgraph.actors.worker_group import fetch
-from dist_aclgraph.config import Config, prepare_ray_environment
+from dist_aclgraph.config import Config, prepare_ray_environment, ray_address
 from dist_aclgraph.device import emulator
 from dist_aclgraph.device.kind import resolve_kind
 from dist_aclgraph.errors import EngineDeadError
@@ -73,7 +73,7 @@ class Deployment:
 
 
 def start(config: Config, on_progress: OnProgress | None = None) -> Deployment:
-    """Bring a deployment up, on the Ray cluster of this process or on a local one.
+    """Bring a deployment up, on this process's Ray cluster, or as ``start_ray`` finds one.
 
     Raises:
         DistAclGraphError: typed, naming rank and phase where a worker failed; nothing is left.
@@ -83,7 +83,7 @@ def start(config: Config, on_progress: OnProgress | None = None) -> Deployment:
         emulator.build()
     owns_ray = not ray.is_initialized()
     if owns_ray:
-        start_local_ray(config)
+        start_ray(config)
     controller = None
     try:
         actor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)(Controller)
@@ -117,19 +117,25 @@ def starting_progress() -> Progress | None:
     return None
 
 
-def start_local_ray(config: Config) -> None:
-    """Start Ray on this machine alone, with as many NPUs declared as an emulated run needs."""
-    is_emulated = resolve_kind(config.device.kind) == "emulated"
+def start_ray(config: Config) -> None:
+    """Join the Ray cluster that RAY_ADDRESS names, else start Ray on this machine alone.
+
+    A local Ray declares as many NPUs as the deployment needs, where they are emulated.
+    """
     prepare_ray_environment()
+    common = {"namespace": NAMESPACE, "log_to_driver": False}
+    if (address := ray_address()) is not None:
+        ray.init(address=address, **common)
+        return
+    is_emulated = resolve_kind(config.device.kind) == "emulated"
     with own_process_group(), _emulated_acl() if is_emulated else nullcontext():
         ray.init(
+            address="local",
             num_cpus=max(4, os.cpu_count() or 1),
             resources={"NPU": config.parallel.world_size} if is_emulated else None,
             object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,
-            namespace=NAMESPACE,
-            # Workers' chatter stays in Ray's logs; what goes wrong comes back as an error.
-            log_to_driver=False,
+            **common,
         )
 
 

@@ -46,7 +46,7 @@ def serve_until_signal(config: Config, start: StartDeployment = start_on_ray) ->
     try:
         if owns_ray:
             console.print("Starting Ray ...")
-            deployment.start_local_ray(config)
+            deployment.start_ray(config)
         # After ray.init, which installs a handler of its own for SIGTERM.
         for number in SIGNALS:
             signal.signal(number, lambda *_: stopping.set())

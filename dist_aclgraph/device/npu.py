@@ -135,6 +135,26 @@ class Stopwatch:
             self.last_s = now_s
 
 
+class GraphPool:
+    """The memory that all graphs of this process share.
+
+    torch_npu frees a pool with its last graph, and takes the old handle for a bug from then on:
+    the next capture gets a new one.
+    """
+
+    def __init__(self) -> None:
+        self.handle = runtime().graph_pool_handle()
+        self._num_graphs = 0
+
+    def add_graph(self) -> None:
+        self._num_graphs += 1
+
+    def remove_graph(self) -> None:
+        self._num_graphs -= 1
+        if self._num_graphs == 0:
+            self.handle = runtime().graph_pool_handle()
+
+
 def external_event() -> Any:
     """Return an event that one stream records and a captured graph waits for."""
     return runtime().ExternalEvent()

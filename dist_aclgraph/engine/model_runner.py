@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.config import Config
-from dist_aclgraph.device.npu import Npu, Stopwatch, runtime, translated
+from dist_aclgraph.device.npu import GraphPool, Npu, Stopwatch, runtime, translated
 from dist_aclgraph.engine.input_batch import InputBatch, StepInputs
 from dist_aclgraph.engine.sampler import SamplingRow, sample
 from dist_aclgraph.errors import ReplayMismatchError
@@ -72,7 +72,7 @@ class ModelRunner:
         self._main_stream = runtime().current_stream()
         self._capture_stream = runtime().Stream()
         self._update_stream = runtime().Stream()
-        self._pool = runtime().graph_pool_handle()
+        self._pool = GraphPool()
         self._graphs: dict[int, CapturedGraph] = {}
         self.pool_bytes = 0  # what all captures together have added to the pool
         self._query_ends = {0: [0]}
@@ -120,6 +120,7 @@ class ModelRunner:
         self._graphs[num_tokens] = capture(
             num_tokens,
             forward,
+            npu=self._npu,
             stream=self._capture_stream,
             pool=self._pool,
             addresses=self._buffers.addresses,

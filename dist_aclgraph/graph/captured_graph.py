@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-from dist_aclgraph.device.npu import runtime, translated
-from dist_aclgraph.errors import ReplayMismatchError
+from dist_aclgraph.device.npu import GraphPool, Npu, runtime, translated
+from dist_aclgraph.errors import ReplayMismatchError, StreamExhaustedError
 from dist_aclgraph.graph.task_update import Lens, TaskRecorder, update_tasks
 
 Forward = Callable[[TaskRecorder], None]
@@ -24,11 +25,13 @@ class CapturedGraph:
         num_tokens: int,
         graph: Any,
         recorder: TaskRecorder,
+        pool: GraphPool,
         addresses: tuple[int, ...],
     ) -> None:
         self.num_tokens = num_tokens
         self._graph = graph
         self._recorder = recorder
+        self._pool = pool
         self._addresses = addresses
         self._next_lens: Lens | None = None
         self._sent_lens: Lens | None = None
@@ -84,14 +87,16 @@ class CapturedGraph:
         """Give streams and memory back."""
         self._recorder.tasks.clear()
         self._graph.reset()
+        self._pool.remove_graph()
 
 
 def capture(
     num_tokens: int,
     forward: Forward,
     *,
+    npu: Npu,
     stream: Any,
-    pool: Any,
+    pool: GraphPool,
     addresses: tuple[int, ...],
 ) -> CapturedGraph:
     """Record ``forward`` on ``stream``; nothing runs. A failed capture leaves nothing behind.
@@ -100,31 +105,38 @@ def capture(
         StreamExhaustedError, OutOfDeviceMemoryError: what the device ran out of.
         CaptureError: any other refusal, with the operator's name.
     """
-    runtime().synchronize()
+    if npu.available_streams() < 1:  # torch_npu's allocator would be left half-way into a capture
+        raise StreamExhaustedError(
+            f"capturing bucket {num_tokens}: no stream is left on this device (207008); capture "
+            "fewer sizes, or lower what else holds streams"
+        )
+    npu.synchronize()
     graph = runtime().NPUGraph()
     recorder = TaskRecorder(stream)
-    with translated(f"capturing bucket {num_tokens}"), runtime().stream(stream):
-        # Thread-local: Ray's and the controller's threads may go on meanwhile.
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            forward(recorder)
-        except BaseException:
-            _abandon(graph, recorder)
-            raise
-        try:
+    pool.add_graph()
+    try:
+        with translated(f"capturing bucket {num_tokens}"), runtime().stream(stream):
+            _record(graph, recorder, forward, pool.handle)
+    except BaseException:
+        recorder.tasks.clear()
+        pool.remove_graph()
+        raise
+    return CapturedGraph(num_tokens, graph, recorder, pool, addresses)
+
+
+def _record(graph: Any, recorder: TaskRecorder, forward: Forward, pool_handle: Any) -> None:
+    # Thread-local: Ray's and the controller's threads may go on meanwhile.
+    graph.capture_begin(pool=pool_handle, capture_error_mode="thread_local")
+    try:
+        forward(recorder)
+    except BaseException:
+        # The capture may be invalid already; the error that made it so is the one to report.
+        with suppress(RuntimeError):
             graph.capture_end()
-        except RuntimeError:
-            graph.reset()
-            raise
-    return CapturedGraph(num_tokens, graph, recorder, addresses)
-
-
-def _abandon(graph: Any, recorder: TaskRecorder) -> None:
-    """End a capture that failed, so that stream and pool are free for the next one."""
-    recorder.tasks.clear()
+        graph.reset()
+        raise
     try:
         graph.capture_end()
     except RuntimeError:
-        pass  # It is invalid already; the error that made it so is the one to report.
-    finally:
         graph.reset()
+        raise

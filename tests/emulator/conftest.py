@@ -1,4 +1,4 @@
-"""The emulator, strict, in the test process; scripts in processes of their own for what kills one."""
+"""The emulator, strict, in the test process; what kills a process runs in one of its own."""
 
 import json
 import os

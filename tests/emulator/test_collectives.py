@@ -44,7 +44,8 @@ same("maximum", x, [n - 1.0])
 sizes = [[(a + b) % 3 for b in range(n)] for a in range(n)]
 receive = [sizes[r][rank] for r in range(n)]
 out = torch.zeros(sum(receive), device="npu")
-dist.all_to_all_single(out, torch.full((sum(sizes[rank]),), float(rank)).npu(), receive, sizes[rank])
+mine = torch.full((sum(sizes[rank]),), float(rank)).npu()
+dist.all_to_all_single(out, mine, receive, sizes[rank])
 same("all_to_all with sizes", out, sum(([float(r)] * receive[r] for r in range(n)), []))
 
 pairs = [dist.new_group([a, a + 1]) for a in range(0, n, 2)]

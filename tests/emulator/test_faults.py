@@ -2,7 +2,7 @@
 
 
 def test_the_third_call_fails_with_its_name(run_script):
-    status, output = run_script(
+    _status, output = run_script(
         """
         x = torch.ones(4).npu()
         for i in range(5):

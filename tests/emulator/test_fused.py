@@ -161,8 +161,10 @@ def paged_attention(query, pages, rows, heads, kv_heads, lse=False, **options):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("heads,kv_heads,dim,block_size", [(4, 2, 64, 16), (8, 1, 128, 128),
-                                                           (3, 3, 32, 32), (4, 2, 96, 48)])  # fmt: skip
+@pytest.mark.parametrize(
+    "heads,kv_heads,dim,block_size",
+    [(4, 2, 64, 16), (8, 1, 128, 128), (3, 3, 32, 32), (4, 2, 96, 48)],
+)
 def test_decode_over_pages(dtype, heads, kv_heads, dim, block_size):
     pages = Pages([1, 70, 129, 33], kv_heads, dim, block_size, dtype)
     query = torch.randn(4, heads, dim).to(dtype)

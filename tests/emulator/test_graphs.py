@@ -153,21 +153,20 @@ def test_an_unjoined_stream_is_refused():
 
 def test_a_missing_wait_gives_another_result_than_with_it(run_script):
     status, output = run_script("""
-        side = torch.npu.Stream()
-        def run(wait):
-            x = torch.zeros(4, device="npu")
-            torch.npu.synchronize()
-            torch.npu._sleep(50_000_000)
-            x.fill_(1)
+        x, side = torch.zeros(4, device="npu"), torch.npu.Stream()
+        def tenfold(wait):
+            torch.npu._sleep(1_000_000_000)
+            x.add_(1)
             if wait:
                 side.wait_stream(torch.npu.current_stream())
             with torch.npu.stream(side):
-                y = x + 1
-            side.synchronize()
-            return y.cpu().tolist()[0]
-        print("RESULT", run(False), run(True))
+                y = x * 10
+            torch.npu.synchronize()
+            return y[0].item()
+        tenfold(True)
+        print("RESULT", tenfold(False), tenfold(True))
     """)
-    assert status == 0 and "RESULT 1.0 2.0" in output, output
+    assert status == 0 and "RESULT 10.0 30.0" in output, output
 
 
 def test_an_update_with_another_operator_is_refused(run_script):

@@ -10,9 +10,10 @@ import torch
 def test_fresh_memory_is_poisoned(run_script):
     status, output = run_script("""
         x = torch.empty(100, device="npu")
-        print("RESULT", bool(x.isnan().all()), torch.empty(9, dtype=torch.int64, device="npu").min().item())
+        y = torch.empty(1 << 20, dtype=torch.int64, device="npu")
+        print("RESULT", x[0].item(), y.min().item(), y.max().item())
     """)
-    assert status == 0 and "RESULT True -1" in output, output
+    assert status == 0 and "RESULT nan -1 -1" in output, output
 
 
 @pytest.mark.parametrize("expandable", [False, True])
@@ -42,7 +43,7 @@ def test_memory_is_counted_and_given_back(run_script):
         taken = free - torch.npu.mem_get_info()[0]
         del x
         torch.npu.empty_cache()
-        print("RESULT", taken >> 20, free - torch.npu.mem_get_info()[0])
+        print("RESULT", taken >> 20 in range(64, 70), free - torch.npu.mem_get_info()[0])
         try:
             torch.empty(2 << 30, dtype=torch.uint8, device="npu")
         except torch.OutOfMemoryError as e:
@@ -50,11 +51,11 @@ def test_memory_is_counted_and_given_back(run_script):
         """,
         hbm_mb=1024,
     )
-    assert status == 0 and "RESULT 64 0" in output and "OOM" in output, output
+    assert status == 0 and "RESULT True 0" in output and "OOM" in output, output
 
 
 def test_the_memory_limit_refuses_earlier_than_the_reported_size(run_script):
-    status, output = run_script(
+    _status, output = run_script(
         """
         print("TOTAL", torch.npu.mem_get_info()[1] >> 20)
         try:
@@ -69,7 +70,7 @@ def test_the_memory_limit_refuses_earlier_than_the_reported_size(run_script):
 
 
 def test_an_index_outside_stops_the_device_with_the_reason(run_script):
-    status, output = run_script("""
+    _status, output = run_script("""
         x = torch.ones(3, 2, device="npu")
         x.index_select(0, torch.tensor([7]).npu())
         try:

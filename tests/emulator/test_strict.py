@@ -94,7 +94,8 @@ def test_cache_writes_refuse():
 def test_rotary_refuses():
     x, angle = half(1, 2, 4, 64).npu(), half(1, 2, 1, 64).npu()
     name = "aclnnRotaryPositionEmbedding"
-    refused(name, "4 dimensions", lambda: torch_npu.npu_rotary_mul(x[0], angle[0], angle[0]))
+    flat, flat_angle = x[0, 0], angle[0, 0]
+    refused(name, "3 or 4 dim", lambda: torch_npu.npu_rotary_mul(flat, flat_angle, flat_angle))
     narrow = half(1, 2, 1, 32).npu()
     refused(name, "as wide as x", lambda: torch_npu.npu_rotary_mul(x, narrow, narrow))
     small, small_angle = half(2, 4, 32).npu(), half(2, 1, 32).npu()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dist_aclgraph.device.npu import Npu, runtime
+from dist_aclgraph.device.npu import GraphPool, Npu, runtime
 from dist_aclgraph.graph.captured_graph import CapturedGraph, capture
 from dist_aclgraph.graph.decode_buffers import PADDING_KV_LEN, DecodeBuffers
 from dist_aclgraph.graph.task_update import TaskRecorder
@@ -45,6 +45,7 @@ class AttentionDecoder:
         self._attention = PagedAttention(HEADS, KV_HEADS, DIM)
         self.main = runtime().current_stream()
         self.side, self.capturing = runtime().Stream(), runtime().Stream()
+        self.pool = GraphPool()
 
     def forward(self, bucket: int, tasks: TaskRecorder | None) -> None:
         token_ids, _, slots, block_table = self.buffers.as_inputs(bucket)
@@ -79,8 +80,9 @@ class AttentionDecoder:
         return capture(
             bucket,
             forward or (lambda tasks: self.forward(bucket, tasks)),
+            npu=self.npu,
             stream=self.capturing,
-            pool=runtime().graph_pool_handle(),
+            pool=self.pool,
             addresses=self.buffers.addresses,
         )
 

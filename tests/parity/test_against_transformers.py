@@ -33,9 +33,7 @@ def test_greedy_tokens_equal_those_of_transformers(
     references: Any, architecture: str, tp: int, mode: str
 ) -> None:
     reference = references(architecture)
-    config = make_deployment_config(
-        reference.directory, parallel={"tp": tp}, graph={"mode": mode}
-    )
+    config = make_deployment_config(reference.directory, parallel={"tp": tp}, graph={"mode": mode})
 
     with serving(config) as service:
         answers = service.generate(reference.prompts, greedy_params(NUM_TOKENS))

@@ -130,7 +130,6 @@ static Rotary bind_rotary(const Tensor &x, const Tensor &cos, const Tensor &sin,
 OP(aclnnRotaryPositionEmbedding,
    [](Tensor x, Tensor cos, Tensor sin, int64_t mode, Tensor out) -> Task {
      refuse_unless(x.dim() == 3 || x.dim() == 4, "x must have 3 or 4 dimensions, got ", x.dim());
-     demand(x.dim() == 4, "x must have 4 dimensions on this product, got ", x.dim());
      demand(x.size(-1) % 2 == 0 && x.size(-1) <= 896, "D must be even and at most 896, got ",
             x.size(-1));
      demand(cos.size(-1) == x.size(-1), "cos must be as wide as x: ", cos.size(-1), ", ",

@@ -223,8 +223,7 @@ EMU_API aclError aclrtSynchronizeStreamWithTimeout(aclrtStream handle, int32_t t
     return fail(ACL_ERROR_RT_STREAM_CAPTURED, "stream %d is captured: synchronize not permitted",
                 s->id);
   }
-  if (aclError e = refuse_during_capture("aclrtSynchronizeStream"))
-    return e;
+  // Permitted while others capture: torch_npu's generator does so when it is first used in a graph.
   return s->synchronize(timeout_ms);
 }
 EMU_API aclError aclrtSynchronizeStream(aclrtStream handle) {

@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from dist_aclgraph.device import emulator
 
 emulator.load({"strict": False})
-import torch
-import torch_npu
-from torch.nn.functional import embedding, linear
+import torch  # noqa: E402
+import torch_npu  # noqa: E402
+from torch.nn.functional import embedding, linear  # noqa: E402
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCABULARY = 8, 256, 4, 2, 64, 768, 8192
 BLOCK, CONTEXT = 128, 128
@@ -111,7 +111,7 @@ def main(batches: list[int]) -> None:
             captured = model.forward(lengths)
 
         def step() -> None:
-            graph.replay()
+            graph.replay()  # noqa: B023
             graph.update(cpu_update_input=[{"actual_seq_lengths_kv": lengths}])  # noqa: B023
             torch.npu.synchronize()
 
