@@ -31,7 +31,6 @@ from dist_aclgraph.actors.messages import (
 )
 from dist_aclgraph.actors.step_channel import StepSender
 from dist_aclgraph.errors import DistAclGraphError, EngineDeadError, WorkerLostError
-from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.request import Request, RequestOutput
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.scheduler.step import StepPlan, StepResult, pack_ints, unpack_ints
@@ -213,7 +212,13 @@ class EngineLoop:
         try:
             if self._failure:
                 raise EngineDeadError(self._failure)
-            request = _request(submit)
+            request = Request(
+                submit.request_id,
+                unpack_ints(submit.prompt).tolist(),
+                submit.sampling,
+                max_tokens=submit.max_tokens,
+                stop_token_ids=submit.stop_token_ids,
+            )
             self._scheduler.add(request)
         except DistAclGraphError as e:
             delta = RequestDelta(
@@ -222,7 +227,7 @@ class EngineLoop:
                 error=str(e),
                 error_kind=type(e).__name__,
             )
-            self._send(client, Deltas((delta,)))
+            self._send(client, Deltas((delta,), *self._now))
             return
         self._client_of[submit.request_id] = client
         self._num_tokens["prompt"] += request.num_prompt_tokens
@@ -246,7 +251,7 @@ class EngineLoop:
                 )
             )
         for client, deltas in by_client.items():
-            self._send(client, Deltas(tuple(deltas)))
+            self._send(client, Deltas(tuple(deltas), *self._now))
 
     def _serve_failure(self) -> None:
         """End what runs, and answer whoever still asks."""
@@ -258,9 +263,14 @@ class EngineLoop:
                 error=self._failure,
                 error_kind=EngineDeadError.__name__,
             )
-            self._send(client, Deltas((delta,)))
+            self._send(client, Deltas((delta,), *self._now))
         self._client_of.clear()
         self._receive_all(IDLE_POLL_MS)
+
+    @property
+    def _now(self) -> tuple[int, int]:
+        """Epoch and step that a message to a client belongs to."""
+        return self._scheduler.epoch, self._scheduler.step
 
     def _send(self, client: Client, message: FromEngine) -> None:
         self._socket.send_multipart([client, encoder.encode(message)])
@@ -306,23 +316,3 @@ class EngineLoop:
             "metrics": self.metrics(),
             "timings_us": dict(self._timings_us),
         }
-
-
-def _request(submit: Submit) -> Request:
-    sampling = submit.sampling
-    params = SamplingParams(
-        max_tokens=submit.max_tokens,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        seed=sampling.seed,
-        logprobs=None if sampling.logprobs < 0 else sampling.logprobs,
-        stop_token_ids=submit.stop_token_ids,
-        ignore_eos=True,
-        min_tokens=sampling.min_tokens,
-    )
-    return Request(submit.request_id, unpack_ints(submit.prompt).tolist(), params)

@@ -7,13 +7,11 @@ A client says ``Hello`` first: an engine answers ``Refused`` to a wrong token an
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
 
 from dist_aclgraph import errors
-from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.step import RowLogprobs, RowSampling
 
 MAX_MESSAGE_BYTES = 64 << 20
@@ -70,6 +68,8 @@ class Deltas(msgspec.Struct, frozen=True, tag="deltas"):
     """One message per step for all requests of one client."""
 
     deltas: tuple[RequestDelta, ...]
+    epoch: int = 0
+    step: int = 0  # the last that the engine had scheduled
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
@@ -95,26 +95,6 @@ from_engine_decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decod
 
 def answer(query: Query, body: dict[str, Any]) -> Answer:
     return Answer(query.query_id, json.dumps(body).encode())
-
-
-def row_sampling(
-    params: SamplingParams, *, seed: int, num_prompt_tokens: int, end_ids: Iterable[int]
-) -> RowSampling:
-    """Return the sampler's view of a request; ``end_ids`` are suppressed up to ``min_tokens``."""
-    return RowSampling(
-        temperature=0.0 if params.is_greedy else float(params.temperature),
-        top_k=max(params.top_k, 0),
-        top_p=float(params.top_p),
-        min_p=float(params.min_p),
-        presence_penalty=float(params.presence_penalty),
-        frequency_penalty=float(params.frequency_penalty),
-        repetition_penalty=float(params.repetition_penalty),
-        seed=params.seed if params.seed is not None else seed,
-        logprobs=-1 if params.logprobs is None else params.logprobs,
-        num_prompt_tokens=num_prompt_tokens,
-        suppressed=tuple(end_ids) if params.min_tokens else (),
-        min_tokens=params.min_tokens,
-    )
 
 
 def error_of(delta: RequestDelta) -> errors.DistAclGraphError:

@@ -16,10 +16,9 @@ from dist_aclgraph.graph.buckets import capture_sizes
 from dist_aclgraph.graph.dispatcher import GraphDispatcher
 from dist_aclgraph.graph.plan import GraphPlan
 from dist_aclgraph.kv.block_pool import BlockPool
-from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.scheduler import Scheduler
-from dist_aclgraph.scheduler.step import StepPlan, StepResult, encoder
+from dist_aclgraph.scheduler.step import RowSampling, StepPlan, StepResult, encoder
 
 BLOCK_SIZE = 128
 PROMPT_TOKENS = 100
@@ -39,11 +38,11 @@ def make_scheduler(num_reqs: int, num_steps: int, *, num_waiting: int = 0) -> Sc
         BlockPool((length // BLOCK_SIZE + 2) * num_reqs + 1, BLOCK_SIZE),
         GraphDispatcher(plan),
         max_model_len=length,
-        eos_token_ids=[2],
     )
     for index in range(num_reqs + num_waiting):
         prompt = [3 + index] * (PROMPT_TOKENS + index)
-        scheduler.add(Request(str(index), prompt[:PROMPT_TOKENS], SamplingParams(max_tokens=None)))
+        sampling = RowSampling(num_prompt_tokens=PROMPT_TOKENS)
+        scheduler.add(Request(str(index), prompt[:PROMPT_TOKENS], sampling, stop_token_ids=[2]))
     return scheduler
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from dist_aclgraph.config import DeviceConfig
@@ -88,6 +89,13 @@ class Npu:
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return host memory that the device copies from and to without a stop."""
         return torch.zeros(shape, dtype=dtype).pin_memory()
+
+    def upload(self, array: np.ndarray) -> torch.Tensor:
+        """Return a small array on the device; the host does not wait for the copy.
+
+        torch's pinned allocator gives the staging memory out again only when the copy is done.
+        """
+        return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
 
 
 def open_npu(config: DeviceConfig, rank: int) -> Npu:

@@ -192,7 +192,7 @@ class ModelRunner:
         # One transfer for all integers of the step.
         num_tokens = len(inputs.token_ids)
         parts = [inputs.token_ids, inputs.positions, inputs.slots, inputs.last_tokens]
-        flat = self._to_device(np.concatenate([*parts, inputs.block_table.ravel()]))
+        flat = self._npu.upload(np.concatenate([*parts, inputs.block_table.ravel()]))
         sizes = [num_tokens, num_tokens, num_tokens, len(inputs.last_tokens)]
         *arrays, table = torch.split(flat, [*sizes, inputs.block_table.size])
         token_ids, positions, slots, last_tokens = arrays
@@ -232,9 +232,9 @@ class ModelRunner:
             logprobs = [None] * n
             picked = logits
             if len(special) < n:
-                picked = logits.index_select(0, self._to_device(special.astype(np.int32)))
+                picked = logits.index_select(0, self._npu.upload(special.astype(np.int32)))
             wanted = [self._sampling_row(int(row)) for row in rows[special]]
-            chosen, reports = sample(picked, wanted, self._to_device)
+            chosen, reports = sample(picked, wanted, self._npu.upload)
             for index, report in zip(special, reports, strict=True):
                 logprobs[index] = report
         # The step's result: the one place where the host waits for the device.
@@ -289,6 +289,3 @@ class ModelRunner:
     def _write_padding(self, num_tokens: int) -> None:
         none = np.empty(0, np.int32)
         self._buffers.write(num_tokens, none, none, none, np.empty((0, 1), np.int32))
-
-    def _to_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._npu.device)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -43,6 +42,7 @@ class Request:
         "block_ids",
         "finish_reason",
         "hashes",
+        "max_tokens",
         "max_total_tokens",
         "min_total_tokens",
         "num_cached_tokens",
@@ -50,7 +50,6 @@ class Request:
         "num_prompt_tokens",
         "num_started_tokens",
         "num_stored_blocks",
-        "params",
         "request_id",
         "row",
         "sampling",
@@ -62,16 +61,28 @@ class Request:
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
-        params: SamplingParams,
+        sampling: RowSampling,
+        *,
+        max_tokens: int | None = None,
+        stop_token_ids: Iterable[int] = (),
         output_token_ids: Sequence[int] = (),
     ) -> None:
-        """``output_token_ids`` were generated before, by an engine that was lost."""
+        """Make a request that waits.
+
+        Args:
+            sampling: final: who submits has drawn a seed, so that a resumed request goes on alike.
+            max_tokens: None goes on to the end of the context.
+            stop_token_ids: all ids that end the output.
+            output_token_ids: generated before, by an engine that was lost.
+        """
         if not prompt_token_ids:
             raise InvalidParameterError(
                 "the prompt is empty; it needs at least one token", "prompt"
             )
         self.request_id = request_id
-        self.params = params
+        self.sampling = sampling
+        self.max_tokens = max_tokens
+        self.stop_ids = frozenset(stop_token_ids)
         self.tokens = [*prompt_token_ids, *output_token_ids]
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_computed_tokens = 0
@@ -82,35 +93,8 @@ class Request:
         self.block_ids: list[int] = []
         self.hashes: list[bytes] = []
         self.finish_reason: FinishReason | None = None
-        # Filled by resolve().
-        self.max_total_tokens = 0
-        self.min_total_tokens = self.num_prompt_tokens + params.min_tokens
-        self.stop_ids: frozenset[int] = frozenset()
-        self.sampling = RowSampling()
-
-    def resolve(
-        self, *, max_total_tokens: int, eos_token_ids: frozenset[int], default_seed: int
-    ) -> None:
-        """Fill what depends on the model: limits, end tokens and the workers' sampling record."""
-        params = self.params
-        self.max_total_tokens = max_total_tokens
-        ends = frozenset() if params.ignore_eos else eos_token_ids
-        self.stop_ids = ends.union(params.stop_token_ids)
-        seed = params.seed
-        self.sampling = RowSampling(
-            temperature=0.0 if params.is_greedy else params.temperature,
-            top_k=max(0, params.top_k),
-            top_p=params.top_p,
-            min_p=params.min_p,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            repetition_penalty=params.repetition_penalty,
-            seed=_seed_of(self.request_id, default_seed) if seed is None else seed,
-            logprobs=-1 if params.logprobs is None else params.logprobs,
-            num_prompt_tokens=self.num_prompt_tokens,
-            suppressed=tuple(sorted(self.stop_ids)) if params.min_tokens else (),
-            min_tokens=params.min_tokens,
-        )
+        self.max_total_tokens = 0  # filled by the scheduler, which knows the context
+        self.min_total_tokens = self.num_prompt_tokens + sampling.min_tokens
 
     def start(self, row: int) -> RowStart:
         """Return the message that puts the request into a row of every worker."""
@@ -133,7 +117,26 @@ class Request:
         return "length" if num_tokens >= self.max_total_tokens else None
 
 
-def _seed_of(request_id: str, default_seed: int) -> int:
-    """Return a seed that stays the same when the request is submitted again."""
-    digest = hashlib.blake2b(f"{default_seed}:{request_id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+def row_sampling(
+    params: SamplingParams, *, seed: int, num_prompt_tokens: int, end_ids: Iterable[int]
+) -> RowSampling:
+    """Return the sampler's view of a request.
+
+    Args:
+        seed: used where ``params`` brings none.
+        end_ids: all ids that end the output; suppressed up to ``min_tokens``.
+    """
+    return RowSampling(
+        temperature=0.0 if params.is_greedy else float(params.temperature),
+        top_k=max(params.top_k, 0),
+        top_p=float(params.top_p),
+        min_p=float(params.min_p),
+        presence_penalty=float(params.presence_penalty),
+        frequency_penalty=float(params.frequency_penalty),
+        repetition_penalty=float(params.repetition_penalty),
+        seed=params.seed if params.seed is not None else seed,
+        logprobs=-1 if params.logprobs is None else params.logprobs,
+        num_prompt_tokens=num_prompt_tokens,
+        suppressed=tuple(end_ids) if params.min_tokens else (),
+        min_tokens=params.min_tokens,
+    )

@@ -7,7 +7,6 @@ they are a prompt in chunks, the one token sampled last, or a history after pree
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 
 from dist_aclgraph.config import SchedulerConfig
 from dist_aclgraph.errors import (
@@ -37,16 +36,12 @@ class Scheduler:
         dispatcher: GraphDispatcher,
         *,
         max_model_len: int,
-        eos_token_ids: Iterable[int] = (),
-        default_seed: int = 0,
         epoch: int = 0,
     ) -> None:
         self.config = config
         self.pool = pool
         self.dispatcher = dispatcher
         self.max_model_len = max_model_len
-        self.eos_token_ids = frozenset(eos_token_ids)
-        self.default_seed = default_seed
         self.epoch = epoch
         self.step = 0
         self.running: list[Request] = []
@@ -86,11 +81,7 @@ class Scheduler:
             raise QueueFullError(
                 f"{len(self.waiting)} requests are waiting, the limit is scheduler.max_waiting"
             )
-        request.resolve(
-            max_total_tokens=self._max_total_tokens(request),
-            eos_token_ids=self.eos_token_ids,
-            default_seed=self.default_seed,
-        )
+        request.max_total_tokens = self._max_total_tokens(request)
         self._requests[request.request_id] = request
         self.waiting.append(request)
 
@@ -380,7 +371,7 @@ class Scheduler:
         Without ``max_tokens`` a request makes do with the cache there is.
         """
         cache = self.pool.num_usable * self.pool.block_size + 1
-        max_tokens = request.params.max_tokens
+        max_tokens = request.max_tokens
         limit = self.max_model_len
         if max_tokens is None:
             limit = min(limit, cache)

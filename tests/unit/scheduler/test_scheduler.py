@@ -18,8 +18,8 @@ from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.request import Request, RequestOutput
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.scheduler.step import RowLogprobs, StepPlan, StepResult, pack_ints, unpack_ints
+from tests.unit.scheduler.requests import EOS, submit
 
-EOS = 99
 DECODE_AT_0 = [0, 4, 1, 1]  # row, num_computed_tokens, num_scheduled_tokens, sample
 
 
@@ -44,13 +44,12 @@ def make_scheduler(
         BlockPool(num_blocks, block_size),
         GraphDispatcher(plan),
         max_model_len=max_model_len,
-        eos_token_ids=[EOS],
         **options,
     )
 
 
 def make_request(name: str, num_tokens: int = 4, first: int = 0, **params) -> Request:
-    return Request(name, list(range(first, first + num_tokens)), SamplingParams(**params))
+    return submit(name, list(range(first, first + num_tokens)), SamplingParams(**params))
 
 
 def records(plan: StepPlan | None) -> list[list[int]]:
@@ -153,7 +152,7 @@ def test_a_request_ends_at_the_first_limit_it_meets(params, tokens, reason) -> N
 
 
 def test_the_workers_are_told_which_ends_to_suppress() -> None:
-    scheduler = make_scheduler(default_seed=3)
+    scheduler = make_scheduler()
     scheduler.add(
         make_request("a", min_tokens=2, stop_token_ids=[5], temperature=0.0, logprobs=2, seed=-1)
     )
@@ -165,18 +164,6 @@ def test_the_workers_are_told_which_ends_to_suppress() -> None:
     assert (sampling.suppressed, sampling.min_tokens) == ((5, EOS), 2)
     assert (sampling.temperature, sampling.logprobs, sampling.seed) == (0.0, 2, -1)
     assert sampling.num_prompt_tokens == 4
-
-
-def test_a_drawn_seed_is_the_same_when_the_request_comes_again() -> None:
-    seeds = []
-    for name, default_seed in (("a", 0), ("a", 0), ("b", 0), ("a", 1)):
-        scheduler = make_scheduler(default_seed=default_seed)
-        request = make_request(name)
-        scheduler.add(request)
-        seeds.append(request.sampling.seed)
-
-    assert seeds[0] == seeds[1]
-    assert len(set(seeds)) == 3
 
 
 def test_an_equal_beginning_is_taken_from_the_cache_but_never_the_whole_prompt() -> None:
@@ -273,7 +260,7 @@ def test_a_new_epoch_starts_every_request_again_with_its_tokens() -> None:
 
 def test_a_resubmitted_request_counts_its_earlier_output() -> None:
     scheduler = make_scheduler()
-    request = Request("a", [1, 2], SamplingParams(max_tokens=3), output_token_ids=[7, 8])
+    request = submit("a", [1, 2], SamplingParams(max_tokens=3), [7, 8])
     scheduler.add(request)
 
     plan = scheduler.schedule()

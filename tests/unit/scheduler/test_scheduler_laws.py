@@ -13,12 +13,12 @@ from dist_aclgraph.graph.dispatcher import GraphDispatcher
 from dist_aclgraph.graph.plan import GraphPlan
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.sampling import SamplingParams
-from dist_aclgraph.scheduler.request import Request, RequestOutput
+from dist_aclgraph.scheduler.request import RequestOutput
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.scheduler.step import unpack_ints
 from tests.unit.scheduler.fake_worker import FakeWorker, next_token
+from tests.unit.scheduler.requests import EOS, submit
 
-EOS = 7
 VOCABULARY = 40
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 48
@@ -91,7 +91,6 @@ def make_scheduler(
         BlockPool(num_blocks, BLOCK_SIZE, prefix_cache=prefix_cache),
         GraphDispatcher(plan),
         max_model_len=MAX_MODEL_LEN,
-        eos_token_ids=[EOS],
     )
 
 
@@ -158,7 +157,7 @@ def test_every_request_gets_its_tokens_and_every_block_comes_back(
     for step in range(3000):
         for index, arrival in enumerate(plan_of_arrivals):
             if arrival.at_step == step:
-                scheduler.add(Request(str(index), arrival.prompt(index), arrival.params()))
+                scheduler.add(submit(str(index), arrival.prompt(index), arrival.params()))
                 got[str(index)] = []
         abort(step, in_flight=False)
         plan = scheduler.schedule()

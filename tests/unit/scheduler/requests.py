@@ -1,0 +1,26 @@
+"""Requests as an ingress submits them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.scheduler.request import Request, row_sampling
+
+EOS = 7
+
+
+def submit(
+    name: str, prompt: Sequence[int], params: SamplingParams, output: Sequence[int] = ()
+) -> Request:
+    """Return a request that ends at EOS, too, unless its parameters ignore it."""
+    ends = sorted({*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))})
+    sampling = row_sampling(params, seed=0, num_prompt_tokens=len(prompt), end_ids=ends)
+    return Request(
+        name,
+        prompt,
+        sampling,
+        max_tokens=params.max_tokens,
+        stop_token_ids=ends,
+        output_token_ids=output,
+    )
