@@ -99,7 +99,7 @@ def test_an_operator_that_fails_at_start_is_reported_for_its_rank(checkpoint: Pa
     )
 
     # The device tells of it at a later call: 507015, an operator failed.
-    with pytest.raises(WorkerError, match="aclnnSwiGlu|507015") as caught:
+    with pytest.raises(WorkerError, match=r"aclnnSwiGlu|507015") as caught:
         start(config)
 
     assert (caught.value.rank, caught.value.phase) == (1, "NEGOTIATING")

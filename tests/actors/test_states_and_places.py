@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import os
 import stat
 import tempfile
@@ -19,7 +20,7 @@ WAY = (
 
 
 def test_the_way_of_a_deployment_is_allowed() -> None:
-    for current, following in zip(WAY, WAY[1:], strict=False):
+    for current, following in itertools.pairwise(WAY):
         assert advance(current, following) is following
 
 

@@ -127,9 +127,7 @@ def test_results_of_another_epoch_or_step_are_dropped_by_the_engine(
     assert result == StepResult(EPOCH, 2, 0)
 
 
-def test_a_silent_worker_is_named(
-    open_channel: Callable[..., Channel], tmp_path: Path
-) -> None:
+def test_a_silent_worker_is_named(open_channel: Callable[..., Channel], tmp_path: Path) -> None:
     def serve(receiver: StepReceiver, rank: int) -> None:
         while (plan := receiver.receive(EPOCH)) is not None:
             if rank != 1:

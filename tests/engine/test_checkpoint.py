@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -135,7 +136,7 @@ def test_vocabulary_parts_are_equal_wide_and_cover_all(size: int) -> None:
     assert len({stop - start for start, stop in parts}) == 1
     assert parts[0][0] == 0
     assert parts[-1][1] >= 503
-    assert all(a[1] == b[0] for a, b in zip(parts, parts[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 8, 4), (8, 2, 4), (8, 4, 2)])

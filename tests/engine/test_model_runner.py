@@ -61,9 +61,7 @@ def test_release_of_what_was_never_captured_is_ignored(runner: ModelRunner) -> N
     runner.release(8)
 
 
-def test_all_graphs_together_take_the_memory_of_the_largest(
-    npu: Any, checkpoint: Path
-) -> None:
+def test_all_graphs_together_take_the_memory_of_the_largest(npu: Any, checkpoint: Path) -> None:
     runner = make_runner(npu, checkpoint, 64)
 
     costs = [runner.capture(bucket).bytes for bucket in (64, 56, 48, 40, 32, 16, 8, 4, 2, 1)]
