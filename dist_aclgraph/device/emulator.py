@@ -30,7 +30,7 @@ _STAMP = BUILD / "stamp"
 _LOCK = SOURCES / "build" / "lock"
 _QUOTED_LINES = 40
 
-Progress = Callable[[int, int, str], None]
+OnProgress = Callable[[int, int, str], None]
 
 _loaded_settings: dict[str, str] | None = None
 
@@ -43,7 +43,7 @@ def is_built() -> bool:
         return False
 
 
-def build(progress: Progress | None = None) -> Path:
+def build(progress: OnProgress | None = None) -> Path:
     """Build the libraries if a source, a wheel or the processor changed, and return their folder.
 
     Callers of several processes take turns; all but the first find the work done.
@@ -144,7 +144,7 @@ def _processor_features() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-def _make(progress: Progress | None) -> None:
+def _make(progress: OnProgress | None) -> None:
     command = ["make", "-C", str(SOURCES), "--no-print-directory", f"PYTHON={sys.executable}"]
     environment = build_environment()
     plan = subprocess.run([*command, "-n"], capture_output=True, text=True, env=environment)
@@ -168,3 +168,26 @@ def _make(progress: Progress | None) -> None:
     if process.wait():
         quoted = "\n".join(lines[-_QUOTED_LINES:])
         raise EmulatorBuildError(f"building the emulator failed ({' '.join(command)}):\n{quoted}")
+
+
+def main() -> None:
+    """Build with one line of progress: ``python -m dist_aclgraph.device.emulator``."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    console = Console(stderr=True)
+    if is_built():
+        return
+    columns = (TextColumn("Building the emulated NPU"), BarColumn(), MofNCompleteColumn())
+    try:
+        with Progress(*columns, TextColumn("{task.description}"), console=console) as bar:
+            task = bar.add_task("", total=None)
+            build(lambda done, total, what: bar.update(
+                task, completed=done, total=total, description=what))  # fmt: skip
+    except EmulatorBuildError as e:
+        console.print(str(e), markup=False)
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

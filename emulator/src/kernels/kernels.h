@@ -59,6 +59,10 @@ struct MatMul {
 };
 void matmul(const MatMul &mm);
 
+// ---- packed_matmul.cpp: out[m, n] = a[m, k] @ b[k, n], all row-major floats, strides in floats
+void packed_matmul(const float *a, int64_t a_stride, const float *b, int64_t b_stride, float *out,
+                   int64_t out_stride, int64_t m, int64_t n, int64_t k);
+
 // ---- attention.cpp
 // Keys or values as pages: token t of head h lies at
 //   p + page[t / page_size] * page_stride + (t % page_size) * token_stride + h * head_stride.

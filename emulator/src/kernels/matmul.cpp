@@ -1,5 +1,6 @@
-// Matrix products. Few rows: own loops that read the weight once. More rows: sgemm of the MKL that
-// torch carries. Weights of a half-width type are converted in panels that stay in the cache.
+// Matrix products. Few rows: own loops that read the weight once. More rows: packed tiles, or for a
+// transposed weight the sgemm of the MKL that torch carries. Weights of a half-width type are
+// converted in panels that stay in the cache.
 #include "kernels/vector_math.h"
 
 #include <algorithm>
@@ -11,18 +12,18 @@ extern "C" void sgemm_(const char *transa, const char *transb, const int *m, con
 namespace emu::kernels {
 namespace {
 
-constexpr int64_t kFewRows = 12;              // measured: up to here the own loops win
+constexpr int64_t kFewRows = 8;                 // measured: up to here the plain loops win,
+constexpr int64_t kFewRowsTransposed = 12;      // and up to here for a transposed weight
 constexpr int64_t kPanelFloats = 128 * 1024;  // half a megabyte of converted weight
 
-// Row-major out[m, n] = a[m, k] @ b, by way of the column-major transposed product.
-void sgemm_rows(const float *a, int64_t a_stride, const float *b, int64_t b_stride,
-                bool b_transposed, float *out, int64_t out_stride, int64_t m, int64_t n,
-                int64_t k) {
+// Row-major out[m, n] = a[m, k] @ b[n, k]^T, by way of the column-major transposed product.
+void sgemm_transposed(const float *a, int64_t a_stride, const float *b, int64_t b_stride,
+                      float *out, int64_t out_stride, int64_t m, int64_t n, int64_t k) {
   const int rows = static_cast<int>(n), columns = static_cast<int>(m), inner = static_cast<int>(k);
   const int lda = static_cast<int>(b_stride), ldb = static_cast<int>(a_stride),
             ldc = static_cast<int>(out_stride);
   const float one = 1, zero = 0;
-  sgemm_(b_transposed ? "T" : "N", "N", &rows, &columns, &inner, &one, b, &lda, a, &ldb, &zero, out,
+  sgemm_("T", "N", &rows, &columns, &inner, &one, b, &lda, a, &ldb, &zero, out,
          &ldc);
 }
 
@@ -119,10 +120,12 @@ void few_rows_plain(const float *a, int64_t a_stride, const float *b, int64_t b_
 
 void multiply(const float *a, int64_t a_stride, const float *b, int64_t b_stride, bool transposed,
               float *out, int64_t out_stride, int64_t m, int64_t n, int64_t k) {
-  if (m > kFewRows)
-    sgemm_rows(a, a_stride, b, b_stride, transposed, out, out_stride, m, n, k);
+  if (transposed && m > kFewRowsTransposed)
+    sgemm_transposed(a, a_stride, b, b_stride, out, out_stride, m, n, k);
   else if (transposed)
     few_rows_transposed(a, a_stride, b, b_stride, out, out_stride, m, n, k);
+  else if (m > kFewRows)
+    packed_matmul(a, a_stride, b, b_stride, out, out_stride, m, n, k);
   else
     few_rows_plain(a, a_stride, b, b_stride, out, out_stride, m, n, k);
 }
