@@ -184,10 +184,10 @@ class EngineLoop:
     def _receive_all(self, timeout_ms: int) -> None:
         """Take in all that clients have sent; wait up to ``timeout_ms`` for the first message."""
         while self._socket.poll(timeout_ms):
-            client, frame = self._socket.recv_multipart()
+            client, *frames = self._socket.recv_multipart()
             timeout_ms = 0
             try:
-                message = to_engine_decoder.decode(frame)
+                message = to_engine_decoder.decode(b"".join(frames))
             except msgspec.MsgspecError as e:
                 self._send(client, Refused(f"not a message of ours: {e}"))
                 continue
