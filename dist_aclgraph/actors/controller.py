@@ -78,21 +78,6 @@ class Controller:
     def __init__(self, config: Config, *, is_emulated: bool) -> None:
         self._config = config
         self._is_emulated = is_emulated
-        self._facts = read_model_facts(config.model)
-        self._layout = ParallelLayout.from_config(config.parallel)
-        self._max_model_len = config.max_model_len or self._facts.max_model_len
-        if self._max_model_len > self._facts.max_model_len:
-            raise ConfigError(
-                f"max_model_len is {self._max_model_len}; the model's context is "
-                f"{self._facts.max_model_len} tokens"
-            )
-        self._cache_spec = KVCacheSpec(
-            num_layers=self._facts.num_layers,
-            num_kv_heads=kv_heads_per_rank(self._facts.num_kv_heads, config.parallel.tp),
-            head_size=self._facts.head_size,
-            block_size=config.kv.block_size,
-            dtype=config.dtype,
-        )
         self._state = State.PLACING
         self._progress = Progress(self._state.value)
         self._failure = ""
@@ -138,6 +123,7 @@ class Controller:
             DistAclGraphError: the first error; everything that was started is stopped by then.
         """
         try:
+            self._read_model()
             self._place()
             self._join()
             self._load()
@@ -154,6 +140,29 @@ class Controller:
     def _enter(self, state: State) -> None:
         self._state = advance(self._state, state)
         self._progress = Progress(state.value)
+
+    def _read_model(self) -> None:
+        """Learn what planning must know of the checkpoint.
+
+        Raises:
+            ModelError, ConfigError: it cannot be served, or not so.
+        """
+        config = self._config
+        self._facts = read_model_facts(config.model)
+        self._layout = ParallelLayout.from_config(config.parallel)
+        self._max_model_len = config.max_model_len or self._facts.max_model_len
+        if self._max_model_len > self._facts.max_model_len:
+            raise ConfigError(
+                f"max_model_len is {self._max_model_len}; the model's context is "
+                f"{self._facts.max_model_len} tokens"
+            )
+        self._cache_spec = KVCacheSpec(
+            num_layers=self._facts.num_layers,
+            num_kv_heads=kv_heads_per_rank(self._facts.num_kv_heads, config.parallel.tp),
+            head_size=self._facts.head_size,
+            block_size=config.kv.block_size,
+            dtype=config.dtype,
+        )
 
     def _place(self) -> None:
         for ranks in self._layout.lockstep_groups:
@@ -207,7 +216,10 @@ class Controller:
                 same(group.num_blocks, self._max_model_len, max(candidates)),
             )
             # One eager step creates HCCL domains and side streams: offers then count them.
-            group.workers.call("warm_up", "NEGOTIATING", timeout_s, same(1))
+            outcomes = group.workers.call("warm_up", "NEGOTIATING", timeout_s, same(1))
+            for outcome in outcomes:
+                if outcome.failure is not None:
+                    raise WorkerError(outcome.message, outcome.rank, "NEGOTIATING")
             group.offers = group.workers.call("offer", "NEGOTIATING", timeout_s)
         scopes = [self._groups]
         if config.graph.scope == "group":

@@ -30,12 +30,18 @@ from dist_aclgraph.actors.messages import (
     to_engine_decoder,
 )
 from dist_aclgraph.actors.step_channel import StepSender
-from dist_aclgraph.errors import DistAclGraphError, EngineDeadError, WorkerLostError
+from dist_aclgraph.errors import (
+    DistAclGraphError,
+    EngineDeadError,
+    InvalidParameterError,
+    WorkerLostError,
+)
 from dist_aclgraph.scheduler.request import Request, RequestOutput
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.scheduler.step import StepPlan, StepResult, pack_ints, unpack_ints
 
 IDLE_POLL_MS = 100
+INT_BYTES = 4  # of an int32
 
 Client = bytes  # ZeroMQ routing id
 
@@ -100,8 +106,10 @@ class EngineLoop:
                 continue
             try:
                 outputs = self._turn(outputs)
-            except (DistAclGraphError, zmq.ZMQError, msgspec.MsgspecError) as e:
+            except DistAclGraphError as e:
                 self.fail(str(e))
+            except Exception as e:  # The outermost loop: clients must hear of it, whatever it is.
+                self.fail(f"{type(e).__name__}: {e}")
         self._channel.close(self._scheduler.epoch)
         self._socket.close()
         self._context.term()
@@ -176,10 +184,10 @@ class EngineLoop:
     def _receive_all(self, timeout_ms: int) -> None:
         """Take in all that clients have sent; wait up to ``timeout_ms`` for the first message."""
         while self._socket.poll(timeout_ms):
-            client, frame = self._socket.recv_multipart()
+            client, *frames = self._socket.recv_multipart()
             timeout_ms = 0
             try:
-                message = to_engine_decoder.decode(frame)
+                message = to_engine_decoder.decode(b"".join(frames))
             except msgspec.MsgspecError as e:
                 self._send(client, Refused(f"not a message of ours: {e}"))
                 continue
@@ -212,6 +220,8 @@ class EngineLoop:
         try:
             if self._failure:
                 raise EngineDeadError(self._failure)
+            if len(submit.prompt) % INT_BYTES:
+                raise InvalidParameterError("the prompt's bytes are no int32 array", "prompt")
             request = Request(
                 submit.request_id,
                 unpack_ints(submit.prompt).tolist(),

@@ -12,9 +12,11 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 
 from dist_aclgraph.actors import placement
-from dist_aclgraph.actors.worker import Worker, WorkerInfo
+from dist_aclgraph.actors.worker import CaptureOutcome, Worker, WorkerInfo
 from dist_aclgraph.config import Config, child_environment
 from dist_aclgraph.errors import DistAclGraphError, WorkerLostError, WorkerStartTimeoutError
+
+PEERS_OF_A_FAILURE_S = 5.0  # how long ranks are waited for once one of them has failed
 
 
 @dataclass
@@ -45,8 +47,12 @@ class WorkerGroup:
         Args:
             arguments: from a worker's index to the arguments of its call; none by default.
 
+        A rank that reports a failure may have left its peers alone in a collective: they get a
+        moment longer, and no more.
+
         Raises:
-            WorkerLostError: a worker died; the others are not waited for.
+            WorkerLostError: a worker died, the others are not waited for; or one reported a failure
+                that others did not come back from.
             WorkerStartTimeoutError: some did not answer; names them.
             DistAclGraphError: what a worker raised.
         """
@@ -63,14 +69,11 @@ class WorkerGroup:
             ready, waiting = ray.wait(waiting, num_returns=1, timeout=left_s)
             if not ready:
                 silent = sorted(self.ranks[index_of[ref]] for ref in waiting)
-                names = ", ".join(str(rank) for rank in silent)
-                raise WorkerStartTimeoutError(
-                    f"{method} was not answered by rank {names} within {timeout_s:g} s",
-                    silent[0],
-                    phase,
-                )
+                raise _silence(method, phase, timeout_s, silent, list(answers.values()))
             index = index_of[ready[0]]
             answers[index] = fetch(ready[0], self.ranks[index], phase)
+            if _has_failed(answers[index]):
+                deadline_s = min(deadline_s, time.monotonic() + PEERS_OF_A_FAILURE_S)
         return [answers[i] for i in range(len(refs))]
 
     def start_loops(self, address: Any) -> list[Any]:
@@ -89,6 +92,27 @@ class WorkerGroup:
         for worker in self.workers:
             ray.kill(worker)
         placement.release(self.bundles)
+
+
+def _has_failed(answer: Any) -> bool:
+    return isinstance(answer, CaptureOutcome) and answer.failure is not None
+
+
+def _silence(
+    method: str, phase: str, timeout_s: float, silent: list[int], answers: list[Any]
+) -> DistAclGraphError:
+    """The error for ranks that did not answer: theirs, or of the rank that left them waiting."""
+    names = ", ".join(str(rank) for rank in silent)
+    failed = next((answer for answer in answers if _has_failed(answer)), None)
+    if failed is not None:
+        return WorkerLostError(
+            f"{method} failed, and rank {names} did not come back from it: {failed.message}",
+            failed.rank,
+            phase,
+        )
+    return WorkerStartTimeoutError(
+        f"{method} was not answered by rank {names} within {timeout_s:g} s", silent[0], phase
+    )
 
 
 def fetch(ref: Any, rank: int, phase: str) -> Any:

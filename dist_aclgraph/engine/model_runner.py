@@ -220,6 +220,9 @@ class ModelRunner:
     ) -> tuple[IntArray, list[RowLogprobs | None]] | None:
         """Return token ids and log-probabilities of the requests that get a token."""
         if not self._owns_output:
+            # Acknowledge what has run, not what is queued: a fault here is then ours by name.
+            self._sampled_ready.record()
+            self._sampled_ready.synchronize()
             return None
         n = len(inputs.sampled)
         if n == 0:

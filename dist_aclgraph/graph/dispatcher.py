@@ -60,12 +60,15 @@ class GraphDispatcher:
         return "NONE", None, reason
 
     def report(self) -> dict[str, Any]:
-        """Return the counters: replays and padding by bucket, misses by reason."""
+        """Return the counters: replays and padding by bucket, misses by reason.
+
+        For any thread: lists are taken at once, while the engine's thread may add keys.
+        """
         by_bucket: Counter[int] = Counter()
-        for descriptor, count in self.replays.items():
+        for descriptor, count in list(self.replays.items()):
             by_bucket[descriptor.num_tokens] += count
         padded: Counter[int] = Counter()
-        for descriptor, count in self.padding.items():
+        for descriptor, count in list(self.padding.items()):
             padded[descriptor.num_tokens] += count
         return {
             "plan_version": self.plan.version,

@@ -63,7 +63,11 @@ class Checkpoint:
     def _slice(self, name: str, shape: tuple[int, ...]) -> Any:
         if name not in self._file_of:
             raise MissingTensorError(f"{self._directory} has no tensor {name}")
-        source = self._file(self._file_of[name]).get_slice(name)
+        try:
+            source = self._file(self._file_of[name]).get_slice(name)
+        except SafetensorError as e:
+            file = self._directory / self._file_of[name]
+            raise MissingTensorError(f"{file} has no tensor {name}, though the index says") from e
         found = tuple(source.get_shape())
         if found != shape:
             raise MissingTensorError(
@@ -84,11 +88,11 @@ class Checkpoint:
         """Map every tensor to its file; names in the index must stay inside the directory."""
         index = self._directory / "model.safetensors.index.json"
         if index.is_file():
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            for file_name in set(weight_map.values()):
+            file_of = _read_weight_map(index)
+            for file_name in set(file_of.values()):
                 if Path(file_name).name != file_name:
                     raise ModelError(f"{index} names a file outside the directory: {file_name!r}")
-            return dict(weight_map)
+            return file_of
         single = self._directory / "model.safetensors"
         if not single.is_file():
             raise ModelError(
@@ -99,3 +103,11 @@ class Checkpoint:
                 return dict.fromkeys(file.keys(), single.name)
         except (OSError, SafetensorError) as e:
             raise ModelError(f"cannot read {single}: {e}") from e
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): str(file_name) for name, file_name in weight_map.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
+        raise ModelError(f"{index} is not an index of safetensors files: {e!r}") from e

@@ -74,6 +74,8 @@ def test_padding_rows_write_nowhere(decoder: AttentionDecoder) -> None:
     decoder.replay(graph, rows)  # the padding of the next step was live in this one
     live = rows[2:5]
     grow(live, 0)
+    decoder.cache.keys.fill_(7.0)  # so that no write can repeat what is there
+    decoder.cache.values.fill_(7.0)
     before = decoder.cache.keys.cpu().clone(), decoder.cache.values.cpu().clone()
 
     decoder.replay(graph, live)
@@ -82,6 +84,17 @@ def test_padding_rows_write_nowhere(decoder: AttentionDecoder) -> None:
     for old, new in zip(before, after, strict=True):
         changed = (old != new).flatten(2).any(-1).flatten().nonzero().flatten()
         assert sorted(changed.tolist()) == sorted(slot(row) for row in live)
+
+
+def test_rows_that_left_name_the_dummy_block_again(decoder: AttentionDecoder) -> None:
+    rows = make_rows(8)
+    decoder.write(8, rows)
+
+    decoder.write(4, rows[:3])
+
+    table = decoder.buffers.block_table.cpu()
+    assert table[:3].tolist() == [row.blocks for row in rows[:3]]
+    assert not table[3:].any()
 
 
 def test_the_workspace_of_the_capture_serves_the_longest_lengths(

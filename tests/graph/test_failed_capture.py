@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -73,41 +70,3 @@ def test_streams_come_back_with_every_release(decoder: AttentionDecoder) -> None
         graph.release()
 
     assert decoder.npu.available_streams() == before
-
-
-FEW_STREAMS = """
-from dist_aclgraph.config import make_config
-from dist_aclgraph.device.npu import open_npu
-from dist_aclgraph.errors import StreamExhaustedError
-emulator = {"strict": False, "streams": STREAMS}
-config = make_config({"model": "-", "device": {"kind": "emulated", "emulator": emulator}})
-npu = open_npu(config.device, 0)
-from tests.graph.attention_rows import AttentionDecoder, make_rows
-decoder = AttentionDecoder(npu)
-graphs = []
-try:
-    while True:
-        graphs.append(decoder.capture(2))
-except StreamExhaustedError as error:
-    print("refused after", len(graphs), "with", npu.available_streams(), "left:", error)
-rows = make_rows(2)
-for graph in graphs:
-    out = decoder.replay(graph, rows)
-    assert (out - decoder.expected(rows)).abs().max() < 1e-4
-graphs.pop().release()
-out = decoder.replay(decoder.capture(1), rows[:1])
-assert (out - decoder.expected(rows[:1])).abs().max() < 1e-4
-print("captured again")
-"""
-
-
-def test_captures_end_with_the_streams_and_go_on_after_a_release() -> None:
-    script = FEW_STREAMS.replace("STREAMS", "40")
-
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
-    )
-
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "refused after" in done.stdout
-    assert "captured again" in done.stdout

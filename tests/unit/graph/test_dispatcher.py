@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+
 import pytest
 
 from dist_aclgraph.graph.buckets import BatchDescriptor
@@ -84,3 +87,21 @@ def test_the_report_counts_replays_and_padding() -> None:
         "padded_tokens": 3,
         "padded_by_bucket": {1: 0, 4: 1, 8: 2},
     }
+
+
+def test_a_report_may_be_asked_for_while_another_thread_dispatches() -> None:
+    dispatcher = make_dispatcher(*range(1, 4000))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(
+        target=lambda: [dispatcher.dispatch(n, n, 1) for n in range(1, 4000)], daemon=True
+    )
+
+    try:
+        thread.start()
+        while thread.is_alive():
+            dispatcher.report()
+    finally:
+        sys.setswitchinterval(interval)
+
+    assert sum(dispatcher.report()["replays"].values()) == 3999

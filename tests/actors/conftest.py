@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import make_reference
+
+
+@pytest.fixture(scope="session")
+def checkpoint(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four heads, two KV heads, three layers."""
+    directory = tmp_path_factory.mktemp("qwen3")
+    make_reference("Qwen3ForCausalLM", directory)
+    return directory

@@ -1,0 +1,39 @@
+"""What a deployment must not leave behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import ray
+
+NPUS = 8.0  # of the session's cluster
+WAIT_S = 20.0
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.05)
+
+
+def assert_all_npus_are_free() -> None:
+    wait_until(
+        lambda: ray.available_resources().get("NPU") == NPUS,
+        f"NPUs are still held: {ray.available_resources()}",
+    )
+
+
+def assert_processes_are_gone(pids: Iterable[int]) -> None:
+    for pid in pids:
+        wait_until(lambda pid=pid: not is_alive(pid), f"process {pid} is still there")
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    return "State:\tZ" not in status

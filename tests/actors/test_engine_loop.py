@@ -1,0 +1,242 @@
+"""The engine's loop with a worker that has no model, over real sockets."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from dist_aclgraph.actors.engine_client import EngineClient
+from dist_aclgraph.actors.engine_loop import EngineLoop
+from dist_aclgraph.actors.messages import Deltas, Hello, Submit, encoder, from_engine_decoder
+from dist_aclgraph.actors.step_channel import StepReceiver, StepSender
+from dist_aclgraph.config import SchedulerConfig
+from dist_aclgraph.errors import EngineDeadError
+from dist_aclgraph.graph.dispatcher import GraphDispatcher
+from dist_aclgraph.graph.plan import GraphPlan
+from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.scheduler.scheduler import Scheduler
+from dist_aclgraph.scheduler.step import RowSampling, StepResult, pack_ints
+from tests.actors.leftovers import wait_until
+from tests.deployments import Answer, greedy_params
+from tests.unit.scheduler.fake_worker import FakeWorker
+
+TOKEN, EPOCH, WAIT_S = "secret", 1, 10.0
+NUM_BLOCKS, BLOCK = 32, 16
+
+
+class Group:
+    """One lockstep group of one fake worker; ``fail_at`` makes that step report an error."""
+
+    def __init__(self, directory: Path, fail_at: int | None = None) -> None:
+        channel = StepSender(1, str(directory))
+        self._fail_at = fail_at
+        self._worker = threading.Thread(target=self._work, args=(channel.address,), daemon=True)
+        self._worker.start()
+        channel.wait_for_workers(WAIT_S, lambda: None)
+        plan = GraphPlan(
+            version=1, mode="FULL_DECODE_ONLY", buckets=(1, 2, 4), budget_model="legacy-last"
+        )
+        self.address = f"ipc://{directory}/clients"
+        self.scheduler = Scheduler(
+            SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
+            BlockPool(NUM_BLOCKS, BLOCK, prefix_cache=True),
+            GraphDispatcher(plan),
+            max_model_len=128,
+            epoch=EPOCH,
+        )
+        self.loop = EngineLoop(
+            self.scheduler,
+            channel,
+            address=self.address,
+            token=TOKEN,
+            step_timeout_s=WAIT_S,
+            report={"buckets": []},
+        )
+        self.thread = threading.Thread(target=self.loop.run, daemon=True)
+        self.thread.start()
+
+    def _work(self, address: Any) -> None:
+        receiver, worker = StepReceiver(address), FakeWorker(NUM_BLOCKS, BLOCK)
+        try:
+            while (plan := receiver.receive(EPOCH)) is not None:
+                if plan.step == self._fail_at:
+                    receiver.send(StepResult(plan.epoch, plan.step, 0, error="out of luck"))
+                else:
+                    receiver.send(worker.execute(plan))
+        finally:
+            receiver.close()
+
+    def close(self) -> None:
+        self.loop.stop()
+        for thread in (self.thread, self._worker):
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[Group]:
+    group = Group(tmp_path)
+    yield group
+    group.close()
+
+
+@pytest.fixture
+def client(group: Group) -> Iterator[EngineClient]:
+    client = EngineClient([group.address], TOKEN, heartbeat_s=0.1, dead_after_s=WAIT_S)
+    yield client
+    client.close()
+
+
+class RawClient:
+    """A client that sends what it likes."""
+
+    def __init__(self, address: str, token: str = TOKEN) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(address)
+        self._socket.send(encoder.encode(Hello(token)))
+
+    def send(self, *frames: bytes) -> None:
+        self._socket.send_multipart(frames)
+
+    def receive(self) -> Any:
+        assert self._socket.poll(WAIT_S * 1000), "no answer"
+        return from_engine_decoder.decode(self._socket.recv())
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def raw(group: Group) -> Iterator[RawClient]:
+    raw = RawClient(group.address)
+    yield raw
+    raw.close()
+
+
+def assert_serves(client: EngineClient, name: str = "r") -> None:
+    answer = Answer()
+    client.submit(name, [1, 2, 3], greedy_params(5), [], answer.take)
+    assert answer.ended.wait(WAIT_S)
+    assert (answer.finish_reason, len(answer.tokens)) == ("length", 5), answer.error
+
+
+def make_submit(**changes: Any) -> bytes:
+    submit = Submit("bad", pack_ints([1, 2]), RowSampling(num_prompt_tokens=2), 4)
+    return encoder.encode(msgspec.structs.replace(submit, **changes))
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        (b"",),
+        (b"garbage",),
+        (b"", b"two frames"),
+        (encoder.encode({"type": "submit"}),),
+        (encoder.encode({"type": "nothing"}),),
+    ],
+)
+def test_what_is_no_message_ends_nothing(
+    raw: RawClient, client: EngineClient, frames: tuple[bytes, ...]
+) -> None:
+    raw.send(*frames)
+
+    assert_serves(client)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"prompt": b"12345"}, {"prompt": b""}, {"max_tokens": 0}, {"max_tokens": -3}],
+)
+def test_a_request_that_makes_no_sense_ends_with_an_error_of_its_own(
+    raw: RawClient, client: EngineClient, changes: dict[str, Any]
+) -> None:
+    raw.send(make_submit(**changes))
+
+    message = raw.receive()
+
+    assert isinstance(message, Deltas)
+    assert message.deltas[0].finish_reason == "error"
+    assert_serves(client)
+
+
+def test_a_client_with_a_wrong_token_gets_no_service(group: Group, client: EngineClient) -> None:
+    stranger = RawClient(group.address, "guess")
+    stranger.send(make_submit())
+
+    assert "token" in stranger.receive().reason
+    assert_serves(client)
+    assert client.query("metrics")[0]["prompt_tokens"] == 3
+    stranger.close()
+
+
+def test_a_request_id_in_use_is_refused_and_the_first_goes_on(
+    raw: RawClient, client: EngineClient
+) -> None:
+    first = Answer()
+    client.submit("bad", [1, 2, 3], greedy_params(100), [], first.take)
+    assert first.began.wait(WAIT_S)
+
+    raw.send(make_submit())
+
+    [delta] = raw.receive().deltas
+    assert delta.error_kind == "InvalidParameterError"
+    assert first.ended.wait(WAIT_S)
+    assert len(first.tokens) == 100
+
+
+def test_an_aborted_request_frees_its_blocks(group: Group, client: EngineClient) -> None:
+    answer = Answer()
+    client.submit("r", [1, 2, 3], greedy_params(120), [], answer.take)
+    assert answer.began.wait(WAIT_S)
+
+    client.abort("r")
+
+    wait_until(lambda: group.loop.metrics()["kv_cache_usage"] == 0.0, "blocks are held")
+    assert_serves(client, "next")
+
+
+def test_a_failing_step_ends_all_requests_and_refuses_later_ones(tmp_path: Path) -> None:
+    group = Group(tmp_path, fail_at=10)
+    client = EngineClient([group.address], TOKEN, heartbeat_s=0.1, dead_after_s=WAIT_S)
+    answers = [Answer() for _ in range(3)]
+    for i, answer in enumerate(answers):
+        client.submit(f"r{i}", [1 + i], greedy_params(100), [], answer.take)
+
+    for answer in answers:
+        assert answer.ended.wait(WAIT_S)
+        assert "rank 0 in SERVING: out of luck" in answer.error
+    wait_until(lambda: _is_refused(client), "a dead engine takes requests")
+    client.close()
+    group.close()
+
+
+def _is_refused(client: EngineClient) -> bool:
+    answer = Answer()
+    try:
+        client.submit("late", [1], greedy_params(1), [], answer.take)
+    except EngineDeadError as e:
+        return "out of luck" in str(e)
+    assert answer.ended.wait(WAIT_S)
+    assert answer.error_kind == "EngineDeadError"
+    return False
+
+
+def test_stopping_ends_the_loop_while_requests_run(tmp_path: Path) -> None:
+    group = Group(tmp_path)
+    client = EngineClient([group.address], TOKEN, heartbeat_s=0.1, dead_after_s=WAIT_S)
+    answer = Answer()
+    client.submit("r", [1], greedy_params(120), [], answer.take)
+    assert answer.began.wait(WAIT_S)
+
+    group.close()
+    client.close()
+
+    assert answer.ended.wait(WAIT_S)

@@ -1,0 +1,120 @@
+"""Deployments that cannot start say why, by type, and leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from dist_aclgraph.actors import deployment
+from dist_aclgraph.config import Config
+from dist_aclgraph.errors import (
+    ConfigError,
+    MissingTensorError,
+    PlacementError,
+    StreamBudgetError,
+    UnsupportedModelError,
+    WorkerError,
+)
+from tests.actors.leftovers import assert_all_npus_are_free
+from tests.deployments import make_deployment_config
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
+
+
+def start(config: Config) -> None:
+    """Start, and stop at once what ought not to have started."""
+    deployment.start(config).shut_down()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    yield
+    assert_all_npus_are_free()
+
+
+def copy_of(checkpoint: Path, directory: Path, **changes: Any) -> Path:
+    shutil.copytree(checkpoint, directory, dirs_exist_ok=True)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, **changes}))
+    return directory
+
+
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        start(make_deployment_config(tmp_path / "nowhere"))
+
+
+def test_an_unknown_architecture_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    directory = copy_of(checkpoint, tmp_path, architectures=["MambaForCausalLM"])
+
+    with pytest.raises(UnsupportedModelError, match="MambaForCausalLM"):
+        start(make_deployment_config(directory))
+
+
+def test_a_missing_tensor_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    directory = copy_of(checkpoint, tmp_path)
+    tensors = load_file(directory / "model.safetensors")
+    del tensors["model.layers.2.mlp.down_proj.weight"]
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+    with pytest.raises(MissingTensorError, match=r"layers\.2\.mlp\.down_proj"):
+        start(make_deployment_config(directory, parallel={"tp": 2}))
+
+
+def test_heads_that_the_ranks_do_not_divide_are_refused(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.tp is 3"):
+        start(make_deployment_config(checkpoint, parallel={"tp": 3}))
+
+
+def test_a_context_beyond_the_model_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="max_model_len"):
+        start(make_deployment_config(checkpoint, max_model_len=100_000))
+
+
+def test_more_npus_than_the_cluster_has_are_refused(checkpoint: Path) -> None:
+    with pytest.raises(PlacementError, match="16 NPUs"):
+        start(make_deployment_config(checkpoint, parallel={"tp": 16}))
+
+
+def test_too_few_streams_for_one_bucket_are_refused(checkpoint: Path) -> None:
+    emulator = {"strict": False, "streams": 34}
+
+    with pytest.raises(StreamBudgetError, match="rank 0 offers"):
+        start(make_deployment_config(checkpoint, device={"emulator": emulator}))
+
+
+def test_an_operator_that_fails_at_start_is_reported_for_its_rank(checkpoint: Path) -> None:
+    fault = {"op": "aclnnSwiGlu", "call": 1, "rank": 1}
+    config = make_deployment_config(
+        checkpoint,
+        parallel={"tp": 2},
+        device={"emulator": {"strict": False, "fault": fault}},
+        timeouts={"negotiate_s": 20.0, "step_s": 5.0, "stop_s": 2.0},
+    )
+
+    # The device tells of it at a later call: 507015, an operator failed.
+    with pytest.raises(WorkerError, match=r"aclnnSwiGlu|507015") as caught:
+        start(config)
+
+    assert (caught.value.rank, caught.value.phase) == (1, "NEGOTIATING")
+
+
+def test_a_worker_that_stalls_at_start_is_named_in_bounded_time(checkpoint: Path) -> None:
+    fault = {"op": "aclnnSwiGlu", "call": 1, "kind": "stall", "rank": 1, "stall_s": 100.0}
+    config = make_deployment_config(
+        checkpoint,
+        parallel={"tp": 2},
+        device={"emulator": {"strict": False, "fault": fault}},
+        timeouts={"negotiate_s": 5.0, "stop_s": 2.0},
+    )
+
+    with pytest.raises(WorkerError, match="1") as caught:
+        start(config)
+
+    assert caught.value.phase == "NEGOTIATING"

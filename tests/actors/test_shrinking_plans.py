@@ -1,0 +1,40 @@
+"""A rank that runs out of something in the middle of capture: the plan shrinks, all ranks agree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import make_prompts
+from tests.deployments import greedy_params, make_deployment_config, serving
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
+
+
+def make_short_config(checkpoint: Path, **device: Any) -> Any:
+    return make_deployment_config(
+        checkpoint,
+        parallel={"tp": 2},
+        # An old formula that prices too low, and no reserve: capture must find the truth.
+        graph={"budget_model": "legacy-0.11", "reserve_streams": 0, "sizes": tuple(range(1, 13))},
+        device={"emulator": {"strict": False, **device}},
+        timeouts={"step_s": 10.0, "capture_s": 30.0},
+    )
+
+
+def assert_serves(service: Any) -> None:
+    answers = service.generate(make_prompts([3, 20, 40]), greedy_params(20))
+    assert all(len(answer.tokens) == 20 for answer in answers)
+
+
+def test_a_rank_short_of_streams_shrinks_the_plan_of_all(checkpoint: Path) -> None:
+    with serving(make_short_config(checkpoint, streams_by_rank={1: 64})) as service:
+        report = service.report()
+        assert_serves(service)
+        replays = sum(bucket["replays"] for bucket in service.report()["buckets"])
+
+    assert 0 < len(report["plan"]["buckets"]) < 12
+    assert any("rank 1" in line for line in [*report["rollbacks"], *report["plan"]["reasons"]])
+    assert replays > 0

@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import pytest
+
+from dist_aclgraph.actors.step_channel import StepReceiver, StepSender
+from dist_aclgraph.errors import WorkerLostError, WorkerStartTimeoutError
+from dist_aclgraph.scheduler.step import (
+    RankBatch,
+    RowSampling,
+    RowStart,
+    Shutdown,
+    StepPlan,
+    StepResult,
+    encoder,
+    pack_ints,
+)
+
+WAIT_S = 5.0
+EPOCH = 3
+
+Serve = Callable[[StepReceiver, int], None]
+
+
+def make_plan(step: int = 1, epoch: int = EPOCH) -> StepPlan:
+    start = RowStart(0, pack_ints([5, 6]), pack_ints([1]), RowSampling(seed=9))
+    batch = RankBatch(pack_ints([0, 0, 2, 1]), started=(start,))
+    return StepPlan(epoch, step, 1, "NONE", 2, 0, (batch,))
+
+
+class Channel:
+    """A sender, and receivers on threads that run ``serve`` until they are told to leave."""
+
+    def __init__(self, directory: str | None, num_workers: int, serve: Serve) -> None:
+        self.sender = StepSender(num_workers, directory)
+        self.threads = [
+            threading.Thread(target=self._work, args=(rank, serve), daemon=True)
+            for rank in range(num_workers)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def _work(self, rank: int, serve: Serve) -> None:
+        receiver = StepReceiver(self.sender.address)
+        try:
+            serve(receiver, rank)
+        finally:
+            receiver.close()
+
+    def close(self) -> None:
+        self.sender.close(EPOCH)
+        for thread in self.threads:
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+
+
+def acknowledge(receiver: StepReceiver, rank: int) -> None:
+    while (plan := receiver.receive(EPOCH)) is not None:
+        receiver.send(StepResult(plan.epoch, plan.step, rank, pack_ints([plan.step])))
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> str | None:
+    return str(tmp_path) if request.param == "ipc" else None
+
+
+@pytest.fixture
+def open_channel() -> Iterator[Callable[..., Channel]]:
+    channels: list[Channel] = []
+
+    def make(*arguments: object) -> Channel:
+        channels.append(Channel(*arguments))  # type: ignore[arg-type]
+        channels[-1].sender.wait_for_workers(WAIT_S, lambda: None)
+        return channels[-1]
+
+    yield make
+    for channel in channels:
+        channel.close()
+
+
+def test_every_plan_reaches_all_workers_and_all_results_come_back(
+    open_channel: Callable[..., Channel], directory: str | None
+) -> None:
+    sender = open_channel(directory, 3, acknowledge).sender
+
+    for step in range(1, 50):
+        plan = make_plan(step)
+        sender.send(plan)
+        results = sender.receive(plan, WAIT_S, lambda: None)
+
+        assert sorted(result.rank for result in results) == [0, 1, 2]
+        assert {result.step for result in results} == {step}
+
+
+def test_plans_of_another_epoch_are_dropped_by_workers(
+    open_channel: Callable[..., Channel], directory: str | None
+) -> None:
+    sender = open_channel(directory, 1, acknowledge).sender
+    sender.send(make_plan(1, epoch=EPOCH - 1))
+    sender.send(Shutdown(EPOCH - 1))
+
+    sender.send(make_plan(2))
+
+    [result] = sender.receive(make_plan(2), WAIT_S, lambda: None)
+    assert (result.epoch, result.step) == (EPOCH, 2)
+
+
+def test_results_of_another_epoch_or_step_are_dropped_by_the_engine(
+    open_channel: Callable[..., Channel], directory: str | None
+) -> None:
+    def answer_twice(receiver: StepReceiver, rank: int) -> None:
+        while (plan := receiver.receive(EPOCH)) is not None:
+            receiver.send(StepResult(plan.epoch - 1, plan.step, rank, error="stale"))
+            receiver.send(StepResult(plan.epoch, plan.step - 1, rank, error="stale"))
+            receiver.send(StepResult(plan.epoch, plan.step, rank))
+
+    sender = open_channel(directory, 1, answer_twice).sender
+    sender.send(make_plan(2))
+
+    [result] = sender.receive(make_plan(2), WAIT_S, lambda: None)
+
+    assert result == StepResult(EPOCH, 2, 0)
+
+
+def test_a_silent_worker_is_named(open_channel: Callable[..., Channel], tmp_path: Path) -> None:
+    def serve(receiver: StepReceiver, rank: int) -> None:
+        while (plan := receiver.receive(EPOCH)) is not None:
+            if rank != 1:
+                receiver.send(StepResult(plan.epoch, plan.step, rank))
+
+    sender = open_channel(str(tmp_path), 3, serve).sender
+    sender.send(make_plan())
+
+    with pytest.raises(WorkerLostError, match="rank 1 within") as caught:
+        sender.receive(make_plan(), 0.3, lambda: None)
+
+    assert caught.value.rank == 1
+
+
+def test_a_worker_that_reports_an_error_is_named(
+    open_channel: Callable[..., Channel], tmp_path: Path
+) -> None:
+    def fail(receiver: StepReceiver, rank: int) -> None:
+        while (plan := receiver.receive(EPOCH)) is not None:
+            receiver.send(StepResult(plan.epoch, plan.step, rank, error="no luck"))
+
+    sender = open_channel(str(tmp_path), 1, fail).sender
+    sender.send(make_plan())
+
+    with pytest.raises(WorkerLostError, match="rank 0 in SERVING: no luck"):
+        sender.receive(make_plan(), WAIT_S, lambda: None)
+
+
+def test_a_wait_ends_when_the_caller_says_so(
+    open_channel: Callable[..., Channel], tmp_path: Path
+) -> None:
+    def check() -> None:
+        raise WorkerLostError("somebody told us")
+
+    def never_answer(receiver: StepReceiver, rank: int) -> None:
+        while receiver.receive(EPOCH) is not None:
+            pass
+
+    sender = open_channel(str(tmp_path), 1, never_answer).sender
+    sender.send(make_plan())
+
+    with pytest.raises(WorkerLostError, match="somebody told us"):
+        sender.receive(make_plan(), WAIT_S, check)
+
+
+def test_workers_that_do_not_come_are_counted(tmp_path: Path) -> None:
+    sender = StepSender(2, str(tmp_path))
+
+    with pytest.raises(WorkerStartTimeoutError, match="0 of 2"):
+        sender.wait_for_workers(0.2, lambda: None)
+
+    sender.close(EPOCH)
+
+
+def test_a_tcp_client_without_the_keys_gets_nothing() -> None:
+    import dataclasses
+
+    import zmq
+
+    sender = StepSender(1, None)
+    stranger_keys = zmq.curve_keypair()
+    wrong = dataclasses.replace(
+        sender.address,
+        server_key=stranger_keys[0],
+        client_public=stranger_keys[0],
+        client_secret=stranger_keys[1],
+    )
+    stranger = StepReceiver(wrong)
+
+    with pytest.raises(WorkerStartTimeoutError):
+        sender.wait_for_workers(0.5, lambda: None)
+
+    sender.close(EPOCH)
+    stranger.close()
+
+
+def test_messages_are_plain_messagepack() -> None:
+    plan = msgpack.unpackb(encoder.encode(make_plan(7)))
+    result = msgpack.unpackb(encoder.encode(StepResult(EPOCH, 7, 0, pack_ints([11, -1]))))
+
+    assert (plan["type"], plan["step"], plan["mode"]) == ("step", 7, "NONE")
+    [batch] = plan["batches"]
+    assert np.frombuffer(batch["scheduled"], "<i4").tolist() == [0, 0, 2, 1]
+    assert batch["started"][0]["sampling"] == {"seed": 9}
+    assert np.frombuffer(result["token_ids"], "<i4").tolist() == [11, -1]

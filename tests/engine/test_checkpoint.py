@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dist_aclgraph.comm.groups import CommGroup
+from dist_aclgraph.errors import ConfigError, MissingTensorError, ModelError
+from dist_aclgraph.layers.vocabulary import vocabulary_part
+from dist_aclgraph.models.checkpoint import Checkpoint
+from dist_aclgraph.models.dense import share_heads
+from dist_aclgraph.models.spec import ModelSpec, RopeSpec
+
+MATRIX = torch.arange(21, dtype=torch.float32).reshape(7, 3)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    save_file({"m": MATRIX}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def make_index(directory: Path, weight_map: dict[str, str]) -> None:
+    text = json.dumps({"weight_map": weight_map})
+    (directory / "model.safetensors.index.json").write_text(text)
+
+
+def make_spec(num_heads: int, num_kv_heads: int) -> ModelSpec:
+    return ModelSpec(
+        architecture="Qwen3ForCausalLM", vocab_size=11, hidden_size=8, intermediate_size=8,
+        num_layers=1, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=8,
+        rms_norm_eps=1e-6, tie_word_embeddings=False, has_qkv_bias=False, has_output_bias=False,
+        has_mlp_bias=False, has_qk_norm=True, max_position_embeddings=16,
+        rope=RopeSpec(theta=1e4, kind="default", max_position_embeddings=16), eos_token_ids=(),
+    )  # fmt: skip
+
+
+def test_a_tensor_is_read_in_the_wanted_dtype(directory: Path) -> None:
+    read = Checkpoint(directory, torch.bfloat16).read("m", (7, 3))
+
+    assert torch.equal(read, MATRIX.bfloat16())
+
+
+def test_a_missing_tensor_is_named(directory: Path) -> None:
+    with pytest.raises(MissingTensorError, match=r"layers\.0\.w"):
+        Checkpoint(directory, torch.float32).read("layers.0.w", (7, 3))
+
+
+def test_a_tensor_of_another_shape_is_refused_with_both_shapes(directory: Path) -> None:
+    with pytest.raises(MissingTensorError, match=r"\(7, 3\).*\(7, 4\)"):
+        Checkpoint(directory, torch.float32).read("m", (7, 4))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("size", [1, 2, 4, 5])
+def test_the_parts_of_all_ranks_make_the_whole_and_zeros(
+    directory: Path, dim: int, size: int
+) -> None:
+    checkpoint, width = Checkpoint(directory, torch.float32), -(-MATRIX.shape[dim] // size)
+
+    parts = [
+        checkpoint.read_part("m", (7, 3), dim, rank * width, (rank + 1) * width)
+        for rank in range(size)
+    ]
+
+    whole = torch.cat(parts, dim)
+    assert torch.equal(whole.narrow(dim, 0, MATRIX.shape[dim]), MATRIX)
+    assert not whole.narrow(dim, MATRIX.shape[dim], whole.shape[dim] - MATRIX.shape[dim]).any()
+
+
+def test_shards_are_found_by_the_index(tmp_path: Path) -> None:
+    save_file({"a": MATRIX}, tmp_path / "one.safetensors")
+    save_file({"b": MATRIX + 1}, tmp_path / "two.safetensors")
+    make_index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"})
+
+    checkpoint = Checkpoint(tmp_path, torch.float32)
+
+    assert torch.equal(checkpoint.read("a", (7, 3)), MATRIX)
+    assert torch.equal(checkpoint.read("b", (7, 3)), MATRIX + 1)
+    assert "a" in checkpoint
+    assert "c" not in checkpoint
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "sub/x.safetensors"])
+def test_an_index_may_not_name_files_outside_its_directory(tmp_path: Path, name: str) -> None:
+    make_index(tmp_path, {"a": name})
+
+    with pytest.raises(ModelError, match="outside the directory"):
+        Checkpoint(tmp_path, torch.float32)
+
+
+def test_a_shard_that_is_not_there_is_named(tmp_path: Path) -> None:
+    make_index(tmp_path, {"a": "gone.safetensors"})
+
+    with pytest.raises(ModelError, match=r"gone\.safetensors"):
+        Checkpoint(tmp_path, torch.float32).read("a", (7, 3))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"weight_map": 3}'])
+def test_an_index_that_is_none_is_an_error_of_the_model(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+
+    with pytest.raises(ModelError, match=r"index\.json"):
+        Checkpoint(tmp_path, torch.float32)
+
+
+def test_a_tensor_that_its_shard_lacks_is_named(tmp_path: Path) -> None:
+    save_file({"a": MATRIX}, tmp_path / "one.safetensors")
+    make_index(tmp_path, {"b": "one.safetensors"})
+
+    with pytest.raises(ModelError, match="b"):
+        Checkpoint(tmp_path, torch.float32).read("b", (7, 3))
+
+
+@pytest.mark.parametrize("content", [b"", b"no tensors at all, but long enough"])
+def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
+        Checkpoint(tmp_path, torch.float32)
+
+
+def test_an_empty_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="neither"):
+        Checkpoint(tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_vocabulary_parts_are_equal_wide_and_cover_all(size: int) -> None:
+    parts = [vocabulary_part(503, CommGroup(tuple(range(size)), rank)) for rank in range(size)]
+
+    assert len({stop - start for start, stop in parts}) == 1
+    assert parts[0][0] == 0
+    assert parts[-1][1] >= 503
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 8, 4), (8, 2, 4), (8, 4, 2)])
+def test_every_query_head_finds_its_kv_head_on_its_rank(
+    heads: int, kv_heads: int, size: int
+) -> None:
+    for rank in range(size):
+        share = share_heads(make_spec(heads, kv_heads), CommGroup(tuple(range(size)), rank))
+
+        group = heads // kv_heads
+        first, last = share.first_head, share.first_head + share.num_heads - 1
+        assert first // group == share.first_kv_head
+        assert last // group == share.first_kv_head + share.num_kv_heads - 1
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 3), (6, 4, 6), (12, 8, 3)])
+def test_heads_that_do_not_line_up_are_refused(heads: int, kv_heads: int, size: int) -> None:
+    with pytest.raises(ConfigError, match=rf"parallel\.tp is {size}"):
+        share_heads(make_spec(heads, kv_heads), CommGroup(tuple(range(size)), 0))

@@ -1,0 +1,92 @@
+"""The running batch against a model of it in lists."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_aclgraph.engine.input_batch import InputBatch
+from dist_aclgraph.scheduler.step import RankBatch, RowSampling, RowStart, pack_ints
+
+ROWS, MAX_LEN, BLOCK = 4, 64, 16
+
+
+class NaiveRows:
+    """Tokens and blocks by row, in lists."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = {}
+        self.blocks: dict[int, list[int]] = {}
+
+    def slot(self, row: int, position: int) -> int:
+        return self.blocks[row][position // BLOCK] * BLOCK + position % BLOCK
+
+
+@given(st.data())
+def test_steps_gather_what_a_naive_model_gathers(data: st.DataObject) -> None:
+    batch, naive, computed = InputBatch(ROWS, MAX_LEN, BLOCK), NaiveRows(), {}
+    next_block = 1
+    for _ in range(data.draw(st.integers(1, 8))):
+        started, appended, blocks = [], [], []
+        for row in range(ROWS):
+            action = data.draw(st.sampled_from(["start", "append", "skip"]))
+            if action == "start":
+                prompt = data.draw(st.lists(st.integers(0, 99), min_size=1, max_size=20))
+                ids = [next_block, next_block + 1]
+                next_block += 2
+                naive.tokens[row], naive.blocks[row], computed[row] = list(prompt), ids[:], 0
+                started.append(RowStart(row, pack_ints(prompt), pack_ints(ids), RowSampling()))
+            elif action == "append" and row in naive.tokens and len(naive.tokens[row]) < MAX_LEN:
+                token = data.draw(st.integers(0, 99))
+                naive.tokens[row].append(token)
+                appended += [row, token]
+                if len(naive.tokens[row]) > BLOCK * len(naive.blocks[row]):
+                    blocks += [row, len(naive.blocks[row]), next_block]
+                    naive.blocks[row].append(next_block)
+                    next_block += 1
+        scheduled = []
+        for row in sorted(naive.tokens, key=lambda _: data.draw(st.integers(0, 99))):
+            left = len(naive.tokens[row]) - computed[row]
+            if left > 0:
+                length = data.draw(st.integers(1, left))
+                scheduled.append((row, computed[row], length, int(length == left)))
+        if not scheduled:
+            batch.apply(RankBatch(b"", pack_ints(appended), pack_ints(blocks), tuple(started)))
+            continue
+        flat = [value for record in scheduled for value in record]
+        step = RankBatch(pack_ints(flat), pack_ints(appended), pack_ints(blocks), tuple(started))
+
+        batch.apply(step)
+        inputs = batch.step_inputs(step)
+
+        places = [(row, p) for row, at, length, _ in scheduled for p in range(at, at + length)]
+        assert inputs.token_ids.tolist() == [naive.tokens[row][p] for row, p in places]
+        assert inputs.positions.tolist() == [p for _, p in places]
+        assert inputs.slots.tolist() == [naive.slot(row, p) for row, p in places]
+        assert inputs.kv_lens.tolist() == [at + length for _, at, length, _ in scheduled]
+        assert inputs.query_ends.tolist() == np.cumsum([r[2] for r in scheduled]).tolist()
+        assert inputs.sampled.tolist() == [i for i, r in enumerate(scheduled) if r[3]]
+        for i, (row, at, length, _) in enumerate(scheduled):
+            width = -(-(at + length) // BLOCK)
+            assert inputs.block_table[i, :width].tolist() == naive.blocks[row][:width]
+            computed[row] = at + length
+
+
+def test_several_tokens_of_one_row_are_appended_in_order() -> None:
+    batch = InputBatch(ROWS, MAX_LEN, BLOCK)
+    start = RowStart(1, pack_ints([7]), pack_ints([1]), RowSampling())
+    appended = pack_ints([1, 8, 1, 9])
+
+    batch.apply(RankBatch(b"", appended=appended, started=(start,)))
+
+    assert batch.token_ids[1, :3].tolist() == [7, 8, 9]
+
+
+def test_a_row_taken_over_forgets_its_sampling() -> None:
+    batch = InputBatch(ROWS, MAX_LEN, BLOCK)
+    for sampling in (RowSampling(temperature=1.0), RowSampling()):
+        batch.apply(RankBatch(b"", started=(RowStart(0, pack_ints([1]), b"", sampling),)))
+
+    assert batch.is_plain[0]
+    assert batch.num_tokens[0] == 1

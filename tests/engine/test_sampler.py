@@ -1,0 +1,197 @@
+"""The sampler against a plain and slow one, on the emulated NPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dist_aclgraph.engine.sampler import SamplingRow, sample
+from dist_aclgraph.scheduler.step import RowSampling, unpack_ints
+
+VOCAB = 24
+
+
+def make_logits(rows: int, seed: int = 0) -> torch.Tensor:
+    return 2 * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed))
+
+
+def make_row(length: int = 5, tokens: list[int] | None = None, **sampling: Any) -> SamplingRow:
+    ids = tokens if tokens is not None else [0] * length
+    return SamplingRow(RowSampling(**sampling), np.asarray(ids, np.int32))
+
+
+def run(npu: Any, logits: torch.Tensor, rows: list[SamplingRow]) -> tuple[list[int], list[Any]]:
+    def to_device(array: Any) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(npu.device)
+
+    ids, logprobs = sample(logits.to(npu.device), rows, to_device)
+    return ids.tolist(), logprobs
+
+
+def target(logits: torch.Tensor, s: RowSampling) -> np.ndarray:
+    """The distribution that the parameters ask for, one token at a time."""
+    p = (logits.double() / s.temperature).softmax(-1).numpy()
+    order = sorted(range(VOCAB), key=lambda token: -p[token])
+    if s.top_k:
+        order = order[: s.top_k]
+    total = sum(p[token] for token in order)
+    kept, mass = [], 0.0
+    for token in order:
+        if mass < s.top_p and p[token] >= s.min_p * p[order[0]]:
+            kept.append(token)
+        mass += p[token] / total
+    out = np.zeros(VOCAB)
+    out[kept] = p[kept] / p[kept].sum()
+    return out
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.5},
+        {"temperature": 2.0, "top_k": 7},
+        {"temperature": 1.0, "top_p": 0.7},
+        {"temperature": 1.0, "min_p": 0.1},
+        {"temperature": 1.5, "top_k": 12, "top_p": 0.8, "min_p": 0.05},
+        {"temperature": 1.0, "top_k": 1},
+        {"temperature": 1.0, "top_p": 1e-6},
+    ],
+)
+def test_tokens_follow_the_target_distribution(npu: Any, sampling: dict[str, Any]) -> None:
+    count, logits = 4000, make_logits(1)
+    rows = [make_row(1 + i, seed=7, **sampling) for i in range(count)]
+
+    ids, _ = run(npu, logits.expand(count, -1), rows)
+
+    wanted = target(logits[0], rows[0].sampling)
+    seen = np.bincount(ids, minlength=VOCAB)
+    assert seen[wanted == 0].sum() == 0
+    likely = wanted * count >= 5
+    chi_square = ((seen - wanted * count)[likely] ** 2 / (wanted * count)[likely]).sum()
+    assert chi_square < 2 * likely.sum() + 20  # 99.9 % and more for these degrees of freedom
+
+
+def test_a_row_gets_the_same_token_in_any_batch(npu: Any) -> None:
+    logits = make_logits(6)
+    rows = [make_row(3 + i, seed=100 + i, temperature=1.0, top_p=0.9) for i in range(6)]
+    together, _ = run(npu, logits, rows)
+
+    alone = [run(npu, logits[i : i + 1], [rows[i]])[0][0] for i in range(6)]
+    backwards, _ = run(npu, logits.flip(0), rows[::-1])
+
+    assert alone == together
+    assert backwards[::-1] == together
+
+
+def test_seed_and_position_change_the_token(npu: Any) -> None:
+    logits = make_logits(1).expand(64, -1)
+
+    by_seed, _ = run(npu, logits, [make_row(5, seed=i, temperature=1.0) for i in range(64)])
+    by_place, _ = run(npu, logits, [make_row(5 + i, seed=3, temperature=1.0) for i in range(64)])
+
+    assert len(set(by_seed)) > 3
+    assert len(set(by_place)) > 3
+    assert by_seed != by_place
+
+
+def test_greedy_rows_beside_random_ones_keep_the_most_probable_token(npu: Any) -> None:
+    logits = make_logits(8)
+    rows = [make_row(temperature=float(i % 2), seed=i) for i in range(8)]
+
+    ids, _ = run(npu, logits, rows)
+
+    assert ids[::2] == logits.argmax(-1).tolist()[::2]
+
+
+def test_penalties_count_prompt_and_output_as_the_api_defines_them(npu: Any) -> None:
+    logits = make_logits(1, seed=3)
+    tokens = [1, 2, 2, 3, 4, 4, 4]  # four of the prompt, three of the output
+    row = make_row(
+        tokens=tokens,
+        num_prompt_tokens=4,
+        repetition_penalty=1.3,
+        frequency_penalty=0.4,
+        presence_penalty=0.6,
+        temperature=1.0,
+        seed=1,
+    )
+    wanted = logits[0].clone()
+    for token in {1, 2, 3, 4}:
+        value = wanted[token]
+        wanted[token] = value / 1.3 if value > 0 else value * 1.3
+    wanted[4] -= 3 * 0.4 + 0.6
+    count = 3000
+
+    def moved(i: int) -> SamplingRow:
+        return SamplingRow(RowSampling(**{**_fields(row.sampling), "seed": i}), row.token_ids)
+
+    ids, _ = run(npu, logits.expand(count, -1), [moved(i) for i in range(count)])
+
+    p = wanted.double().softmax(-1).numpy() * count
+    seen = np.bincount(ids, minlength=VOCAB)
+    likely = p >= 5
+    assert ((seen - p)[likely] ** 2 / p[likely]).sum() < 2 * likely.sum() + 20
+
+
+def _fields(sampling: RowSampling) -> dict[str, Any]:
+    return {name: getattr(sampling, name) for name in sampling.__struct_fields__}
+
+
+def test_a_repetition_penalty_changes_the_greedy_token(npu: Any) -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 5], logits[0, 6] = 2.0, 1.5
+
+    ids, _ = run(npu, logits, [make_row(tokens=[5], num_prompt_tokens=1, repetition_penalty=2.0)])
+
+    assert ids == [6]
+
+
+def test_end_tokens_wait_for_min_tokens(npu: Any) -> None:
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 5], logits[:, 6] = 2.0, 1.0
+    early = make_row(6, num_prompt_tokens=4, min_tokens=3, suppressed=(5,))
+    late = make_row(7, num_prompt_tokens=4, min_tokens=3, suppressed=(5,))
+
+    ids, _ = run(npu, logits, [early, late])
+
+    assert ids == [6, 5]
+
+
+def test_logprobs_are_those_of_the_raw_distribution(npu: Any) -> None:
+    logits = make_logits(2, seed=9)
+    rows = [
+        make_row(logprobs=3, temperature=0.3, seed=1),
+        make_row(logprobs=-1),
+    ]
+
+    ids, [report, none] = run(npu, logits, rows)
+
+    expected = logits[0].log_softmax(-1)
+    order = expected.argsort(descending=True).tolist()
+    assert none is None
+    assert unpack_ints(report.token_ids).tolist() == [ids[0], *order[:3]]
+    assert report.logprobs == pytest.approx(
+        [expected[token].item() for token in [ids[0], *order[:3]]], abs=1e-4
+    )
+    assert report.rank == order.index(ids[0]) + 1
+
+
+def test_zero_logprobs_report_the_chosen_token_alone(npu: Any) -> None:
+    ids, [report] = run(npu, make_logits(1), [make_row(logprobs=0)])
+
+    assert unpack_ints(report.token_ids).tolist() == ids
+    assert len(report.logprobs) == 1
+
+
+def test_logits_are_not_modified(npu: Any) -> None:
+    logits = make_logits(1).to(npu.device)
+    before = logits.cpu().clone()
+
+    run(npu, logits, [make_row(tokens=[1, 2], num_prompt_tokens=1, presence_penalty=1.0,
+                               min_tokens=9, suppressed=(3,))])  # fmt: skip
+
+    assert torch.equal(logits.cpu(), before)
