@@ -15,6 +15,7 @@ constexpr int kTileRows = 12;  // 24 sums and two operands in 32 registers of 16
 #else
 constexpr int kTileRows = 3;  // twelve sums of 8 floats in 16 registers
 #endif
+constexpr int64_t kAhead = 32;        // rows of the weight that are fetched before they are needed
 constexpr int64_t kChunkRows = 96;   // rows packed at once: they fit the second cache
 constexpr int64_t kDirectRows = 64;  // measured: up to here packing the weight does not pay
 
@@ -24,6 +25,9 @@ void tile(const float *a, const float *b, int64_t b_stride, int64_t k, float *ou
           int64_t out_stride) {
   Floats sums[M][2] = {};
   for (int64_t j = 0; j < k; j++, a += M, b += b_stride) {
+    // The rows of a strip lie too far apart for the processor to foresee them.
+    __builtin_prefetch(b + kAhead * b_stride);
+    __builtin_prefetch(b + kAhead * b_stride + kLanes);
     Floats left = load(b), right = load(b + kLanes);
 #pragma GCC unroll 16
     for (int m = 0; m < M; m++) {
