@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
 from dataclasses import dataclass
@@ -77,6 +78,9 @@ class Engine:
             step_timeout_s=config.timeouts.step_s,
             report=settings.report,
         )
+        # What exists now lives as long as the engine: collections need not look at it again.
+        gc.collect()
+        gc.freeze()
         self._thread = threading.Thread(target=self._loop.run, name="engine-loop", daemon=True)
         self._thread.start()
         return address

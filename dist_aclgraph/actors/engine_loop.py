@@ -100,19 +100,21 @@ class EngineLoop:
     def run(self) -> None:
         """Serve until stopped. A failed epoch keeps answering clients, with errors."""
         outputs: list[RequestOutput] = []
-        while not self._stopping:
-            if self._failure:
-                self._serve_failure()
-                continue
-            try:
-                outputs = self._turn(outputs)
-            except DistAclGraphError as e:
-                self.fail(str(e))
-            except Exception as e:  # The outermost loop: clients must hear of it, whatever it is.
-                self.fail(f"{type(e).__name__}: {e}")
-        self._channel.close(self._scheduler.epoch)
-        self._socket.close()
-        self._context.term()
+        try:
+            while not self._stopping:
+                if self._failure:
+                    self._serve_failure()
+                    continue
+                try:
+                    outputs = self._turn(outputs)
+                except DistAclGraphError as e:
+                    self.fail(str(e))
+                except Exception as e:  # Clients must hear of it, whatever it is.
+                    self.fail(f"{type(e).__name__}: {e}")
+        finally:
+            self._channel.close(self._scheduler.epoch)
+            self._socket.close()
+            self._context.term()
 
     def _turn(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """Run one step, and hand out the outputs of the one before meanwhile."""

@@ -6,6 +6,7 @@ it once, at import.
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 from collections.abc import Callable
@@ -140,18 +141,20 @@ class Worker:
 
     def make_runner(self, num_blocks: int, max_len: int, max_decode_tokens: int) -> None:
         """Allocate KV blocks and static buffers, the same number on every rank."""
+        from dist_aclgraph.device.npu import translated
         from dist_aclgraph.engine.model_runner import ModelRunner
 
         self._phase = "NEGOTIATING"
-        self._runner = ModelRunner(
-            self._config,
-            self._npu,
-            self._model,
-            num_blocks=num_blocks,
-            max_len=max_len,
-            max_decode_tokens=max_decode_tokens,
-            owns_output=self._group.rank == 0,
-        )
+        with translated("allocating the KV cache and the buffers of decode graphs"):
+            self._runner = ModelRunner(
+                self._config,
+                self._npu,
+                self._model,
+                num_blocks=num_blocks,
+                max_len=max_len,
+                max_decode_tokens=max_decode_tokens,
+                owns_output=self._group.rank == 0,
+            )
 
     def offer(self) -> StreamOffer:
         """Say what this rank can give to graphs.
@@ -213,6 +216,9 @@ class Worker:
         """
         self._phase = "SERVING"
         channel = StepReceiver(address)
+        # What exists now lives as long as the worker: collections need not look at it again.
+        gc.collect()
+        gc.freeze()
         try:
             while (plan := channel.receive(self._epoch)) is not None:
                 self._last_step = plan.step

@@ -41,7 +41,7 @@ def main(
     repeats: Annotated[int, typer.Option(help="Interleaved repeats; medians count.")] = 3,
 ) -> None:
     """Measure, print and save."""
-    console = Console()
+    console = Console(width=120)
     emulator.load({})  # transformers looks for torch_npu, which must find its libraries
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -154,7 +154,7 @@ def _ratio_table(rows: list[dict[str, Any]]) -> Table:
 def _host_table(layers: int, rows: list[dict[str, Any]]) -> Table:
     stages = list(rows[0]["stages_us"])
     table = Table(title=f"Host time of a step, {layers} layers, bfloat16, kernels skipped (us)")
-    for column in ("batch", "step ms", "goal ms", *stages, "update/layer"):
+    for column in ("batch", "step ms", "goal ms", *stages, "update, layer"):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(

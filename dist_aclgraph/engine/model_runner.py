@@ -98,8 +98,9 @@ class ModelRunner:
 
     def warm_up(self, num_tokens: int) -> None:
         """Run one bucket eagerly on padding rows: lazy set-up must not fall into the capture."""
-        self._write_padding(num_tokens)
-        self._decode(num_tokens, self._padded_lens(num_tokens, None), None)
+        with translated(f"running bucket {num_tokens} before its capture"):
+            self._write_padding(num_tokens)
+            self._decode(num_tokens, self._padded_lens(num_tokens, None), None)
         self._npu.synchronize()
 
     def capture(self, num_tokens: int) -> CaptureCost:
