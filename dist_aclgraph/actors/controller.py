@@ -11,21 +11,21 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import ray
 from ray.exceptions import RayError
 
 from dist_aclgraph.actors.engine import Engine, EngineSettings
-from dist_aclgraph.actors.lockstep_capture import CaptureRecord, capture_plan, same
+from dist_aclgraph.actors.lockstep_capture import CaptureRecord, capture_plan, release, same
+from dist_aclgraph.actors.lockstep_group import LockstepGroup, group_report
 from dist_aclgraph.actors.state import State, advance
 from dist_aclgraph.actors.worker_group import WorkerGroup, fetch, start_group
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError, DistAclGraphError, WorkerError
 from dist_aclgraph.graph.buckets import candidate_sizes
-from dist_aclgraph.graph.budget import StreamOffer, Workload, make_budget_model
+from dist_aclgraph.graph.budget import Workload, make_budget_model
 from dist_aclgraph.graph.ledger import Ledger
 from dist_aclgraph.graph.negotiation import negotiate
 from dist_aclgraph.graph.plan import GraphPlan
@@ -54,22 +54,6 @@ class Service:
     addresses: list[str]
     token: str
     max_model_len: int
-
-
-@dataclass
-class LockstepGroup:
-    """What the controller keeps of one lockstep group."""
-
-    workers: WorkerGroup
-    engine: Any = None
-    device: str = ""
-    weight_bytes: int = 0
-    num_blocks: int = 0
-    offers: list[StreamOffer] = field(default_factory=list)
-    ledgers: list[Ledger] = field(default_factory=list)
-    record: CaptureRecord | None = None
-    pool_bytes: int = 0
-    loops: list[Any] = field(default_factory=list)
 
 
 class Controller:
@@ -253,6 +237,8 @@ class Controller:
 
     def _capture(self, group: LockstepGroup, plan: GraphPlan) -> CaptureRecord:
         timeouts = self._config.timeouts
+        if group.record is not None:  # captured before, with another plan
+            release(group.workers, group.record.plan.buckets, timeouts.capture_s)
 
         def show(done: int, total: int, bucket: int) -> None:
             detail = f"bucket {bucket}" if bucket else "done"
@@ -358,64 +344,15 @@ class Controller:
                 ray.kill(group.engine)
             group.workers.kill()
 
-    # ---- reports
-
     def _group_report(self, index: int) -> dict[str, Any]:
         if index >= len(self._groups):
             return {}
-        group = self._groups[index]
-        record = group.record
-        plan = None if record is None else record.plan
         return {
-            "device": group.device,
+            **group_report(self._groups[index]),
             "emulated": self._is_emulated,
-            "plan": None
-            if plan is None
-            else {
-                "version": plan.version,
-                "hash": plan.hash,
-                "mode": plan.mode,
-                "buckets": list(plan.buckets),
-                "budget_model": plan.budget_model,
-                "reasons": list(plan.reasons),
-            },
-            "rollbacks": [] if record is None else record.rollbacks,
-            "buckets": []
-            if record is None
-            else [
-                {
-                    "bucket": bucket,
-                    "mode": "FULL",
-                    "captures": 1,
-                    "capture_seconds": record.costs[bucket].seconds,
-                    "streams": record.costs[bucket].streams,
-                    "bytes": record.costs[bucket].bytes,
-                }
-                for bucket in record.plan.buckets
-            ],
-            "pool_bytes": group.pool_bytes,
-            "weight_bytes": group.weight_bytes,
-            "num_blocks": group.num_blocks,
             "block_size": self._config.kv.block_size,
             "max_model_len": self._max_model_len,
-            "ranks": [self._rank_report(group, i) for i in range(len(group.ledgers))],
             "ready_seconds": time.monotonic() - self._started_s,
-        }
-
-    def _rank_report(self, group: LockstepGroup, index: int) -> dict[str, Any]:
-        ledger, info = group.ledgers[index], group.workers.infos[index]
-        return {
-            "rank": ledger.rank,
-            "host": info.host,
-            "npu_ids": list(info.npu_ids),
-            "pid": info.pid,
-            "streams": {
-                "offered": ledger.offered_streams,
-                "predicted": ledger.predicted_streams,
-                "measured": sum(e.measured or 0 for e in ledger.entries if e.unit == "streams"),
-            },
-            "ledger": msgspec.to_builtins(ledger),
-            "warnings": ledger.warnings(),
         }
 
 

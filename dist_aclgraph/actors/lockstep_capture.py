@@ -6,7 +6,7 @@ have proved they can afford; every rank confirms the new plan before capture goe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -112,10 +112,10 @@ def capture_plan(
             for ledger, outcome in zip(ledgers, outcomes, strict=True):
                 ledger.measure(bucket_term(bucket), outcome.cost.streams)
             continue
-        _release(group, {bucket}, capture_timeout_s)
+        release(group, {bucket}, capture_timeout_s)
         record.plan = _shrink(record, bucket, failed)
         surplus = captured - set(record.plan.buckets)
-        _release(group, surplus, capture_timeout_s)
+        release(group, surplus, capture_timeout_s)
         captured -= surplus
         confirm(group, record.plan, confirm_timeout_s)
     on_bucket(len(captured), len(record.plan.buckets), 0)
@@ -131,7 +131,8 @@ def _capture_bucket(
     return group.call("capture", "CAPTURING", timeout_s, same(bucket, plan.hash))
 
 
-def _release(group: Ranks, buckets: set[int], timeout_s: float) -> None:
+def release(group: Ranks, buckets: Iterable[int], timeout_s: float) -> None:
+    """Undo the capture of ``buckets`` on all ranks."""
     for bucket in sorted(buckets):
         group.call("release", "CAPTURING", timeout_s, same(bucket))
 

@@ -1,0 +1,88 @@
+"""What the controller keeps of one lockstep group, and the report of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from dist_aclgraph.actors.lockstep_capture import CaptureRecord
+from dist_aclgraph.actors.worker_group import WorkerGroup
+from dist_aclgraph.graph.budget import StreamOffer
+from dist_aclgraph.graph.ledger import Ledger
+from dist_aclgraph.graph.plan import GraphPlan
+
+
+@dataclass
+class LockstepGroup:
+    """What the controller keeps of one lockstep group."""
+
+    workers: WorkerGroup
+    engine: Any = None
+    device: str = ""
+    weight_bytes: int = 0
+    num_blocks: int = 0
+    offers: list[StreamOffer] = field(default_factory=list)
+    ledgers: list[Ledger] = field(default_factory=list)
+    record: CaptureRecord | None = None
+    pool_bytes: int = 0
+    loops: list[Any] = field(default_factory=list)
+
+
+def group_report(group: LockstepGroup) -> dict[str, Any]:
+    """Return plan, buckets and ranks as plain values; what is not known yet is empty."""
+    record = group.record
+    return {
+        "device": group.device,
+        "plan": None if record is None else _plan_report(record.plan),
+        "rollbacks": [] if record is None else record.rollbacks,
+        "buckets": []
+        if record is None
+        else [_bucket_report(record, b) for b in record.plan.buckets],
+        "pool_bytes": group.pool_bytes,
+        "weight_bytes": group.weight_bytes,
+        "num_blocks": group.num_blocks,
+        "ranks": [_rank_report(group, index) for index in range(len(group.ledgers))],
+    }
+
+
+def _plan_report(plan: GraphPlan) -> dict[str, Any]:
+    return {
+        "version": plan.version,
+        "hash": plan.hash,
+        "mode": plan.mode,
+        "buckets": list(plan.buckets),
+        "budget_model": plan.budget_model,
+        "reasons": list(plan.reasons),
+    }
+
+
+def _bucket_report(record: CaptureRecord, bucket: int) -> dict[str, Any]:
+    cost = record.costs[bucket]
+    return {
+        "bucket": bucket,
+        "mode": "FULL",
+        "captures": 1,
+        "capture_seconds": cost.seconds,
+        "streams": cost.streams,
+        "bytes": cost.bytes,
+    }
+
+
+def _rank_report(group: LockstepGroup, index: int) -> dict[str, Any]:
+    ledger, info = group.ledgers[index], group.workers.infos[index]
+    measured = [entry.measured or 0 for entry in ledger.entries if entry.unit == "streams"]
+    return {
+        "rank": ledger.rank,
+        "host": info.host,
+        "npu_ids": list(info.npu_ids),
+        "pid": info.pid,
+        "streams": {
+            "offered": ledger.offered_streams,
+            "predicted": ledger.predicted_streams,
+            "measured": sum(measured),
+        },
+        "ledger": msgspec.to_builtins(ledger),
+        "warnings": ledger.warnings(),
+    }
