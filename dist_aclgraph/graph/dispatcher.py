@@ -62,18 +62,18 @@ class GraphDispatcher:
     def report(self) -> dict[str, Any]:
         """Return the counters: replays and padding by bucket, misses by reason.
 
-        For any thread: lists are taken at once, while the engine's thread may add keys.
+        For any thread: copies are taken at once, while the engine's thread may add keys.
         """
         by_bucket: Counter[int] = Counter()
-        for descriptor, count in list(self.replays.items()):
+        for descriptor, count in dict(self.replays).items():
             by_bucket[descriptor.num_tokens] += count
         padded: Counter[int] = Counter()
-        for descriptor, count in list(self.padding.items()):
+        for descriptor, count in dict(self.padding).items():
             padded[descriptor.num_tokens] += count
         return {
             "plan_version": self.plan.version,
             "replays": dict(sorted(by_bucket.items())),
-            "misses": dict(sorted(self.misses.items())),
+            "misses": dict(sorted(dict(self.misses).items())),
             "live_tokens": self.live_tokens,
             "padded_tokens": padded.total(),
             "padded_by_bucket": dict(sorted(padded.items())),
