@@ -36,7 +36,7 @@ emulator.load(SETTINGS)
 def _start(code: str, settings: dict, environment: dict[str, str]) -> subprocess.Popen:
     program = PROLOGUE.format(root=str(ROOT)) + textwrap.dedent(code)
     return subprocess.Popen(
-        [sys.executable, "-c", program],
+        [sys.executable, "-u", "-c", program],
         env={**os.environ, "SCRIPT_SETTINGS": json.dumps(settings), **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -103,7 +103,7 @@ def test_captures_end_with_the_streams_and_go_on_after_a_release(checkpoint: Pat
     script = FEW_STREAMS.replace("DIRECTORY", repr(str(checkpoint)))
 
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+        [sys.executable, "-u", "-c", script], capture_output=True, text=True, timeout=120
     )
 
     assert done.returncode == 0, done.stderr[-3000:]

@@ -37,7 +37,7 @@ def test_serve_answers_and_a_signal_stops_everything():
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     server = subprocess.Popen(
-        [sys.executable, "-c", SERVE, str(CONFIG), str(port)],
+        [sys.executable, "-u", "-c", SERVE, str(CONFIG), str(port)],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     try:
