@@ -232,7 +232,7 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as e:
         raise ConfigError(f"cannot read the configuration {path}: {e.strerror}") from e
-    except yaml.YAMLError as e:
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
         raise ConfigError(f"{path} is not YAML: {e}") from e
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must hold a mapping of keys, not {type(raw).__name__}")
@@ -301,6 +301,8 @@ def prepare_ray_environment() -> None:
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Calls to a head that is gone end after so many seconds instead of a minute.
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
@@ -318,7 +320,7 @@ def visible_devices() -> tuple[int, ...] | None:
 
 
 def _set(raw: dict[str, Any], dotted: str, value: Any) -> None:
-    node = raw
+    node: dict[Any, Any] = raw
     *parents, last = dotted.split(".")
     for parent in parents:
         child = node.get(parent)
@@ -327,7 +329,8 @@ def _set(raw: dict[str, Any], dotted: str, value: Any) -> None:
         if not isinstance(child, dict):
             raise ConfigError(f"{dotted} cannot be set: {parent} is {child!r}, not a section")
         node = child
-    node[last] = value
+    # Keys of maps by rank are numbers.
+    node[int(last) if last.isdecimal() else last] = value
 
 
 def _lists_to_tuples(value: Any) -> Any:

@@ -279,7 +279,12 @@ class Controller:
         self._ready_s = time.monotonic() - self._started_s
         self._enter(State.SERVING)
         self._watcher.start()
-        return Service(addresses, self._token, self._max_model_len)
+        return Service(addresses, self._token, self._longest_request())
+
+    def _longest_request(self) -> int:
+        """Return the tokens of the longest request: the context, or what the cache can hold."""
+        blocks = min(group.num_blocks for group in self._groups) - 1  # without the dummy block
+        return min(self._max_model_len, blocks * self._config.kv.block_size + 1)
 
     def _wait_or_lose(self, group: LockstepGroup, serving: Any) -> None:
         timeout_s = self._config.timeouts.join_s

@@ -22,6 +22,7 @@ from dist_aclgraph.errors import EngineDeadError
 
 NAMESPACE = "dist_aclgraph"
 CONTROLLER = "controller"  # first part of the names of controller actors
+NPUS_OF_A_NODE = 8
 OBJECT_STORE_BYTES = 100 << 20  # the control plane needs none; this is what Ray accepts gladly
 POLL_S = 0.1
 
@@ -120,7 +121,7 @@ def starting_progress() -> Progress | None:
 def start_ray(config: Config) -> None:
     """Join the Ray cluster that RAY_ADDRESS names, else start Ray on this machine alone.
 
-    A local Ray declares as many NPUs as the deployment needs, where they are emulated.
+    A local Ray declares a node's NPUs, or as many as are needed, where they are emulated.
     """
     prepare_ray_environment()
     common = {"namespace": NAMESPACE, "log_to_driver": False}
@@ -128,11 +129,13 @@ def start_ray(config: Config) -> None:
         ray.init(address=address, **common)
         return
     is_emulated = resolve_kind(config.device.kind) == "emulated"
+    # As many as a node has, so that a second deployment of this process finds some.
+    num_npus = max(NPUS_OF_A_NODE, config.parallel.world_size)
     with own_process_group(), _emulated_acl() if is_emulated else nullcontext():
         ray.init(
             address="local",
             num_cpus=max(4, os.cpu_count() or 1),
-            resources={"NPU": config.parallel.world_size} if is_emulated else None,
+            resources={"NPU": num_npus} if is_emulated else None,
             object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,
             **common,

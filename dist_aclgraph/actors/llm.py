@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import queue
 import random
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -96,31 +97,37 @@ class LLM:
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[Completion]:
-        """Return one completion per prompt, in order. All prompts run at once.
+        """Return one completion per prompt, in order.
 
         Raises:
+            InvalidParameterError: a prompt is neither text nor token ids.
             RequestTooLongError: prompt and ``max_tokens`` exceed the context.
             DistAclGraphError: a request failed; the others are aborted.
         """
         client = self._open_client()
+        if isinstance(prompts, str):
+            raise InvalidParameterError("prompts must be a list of texts or token ids", "prompt")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise InvalidParameterError(f"{len(prompts)} prompts but {len(each)} parameters")
         jobs = [self._prepare(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
         arrived: queue.SimpleQueue[RequestDelta] = queue.SimpleQueue()
         running: dict[str, tuple[Completion, OutputText]] = {}
+        left = deque(jobs)
         try:
-            for completion, own in jobs:
-                request_id = f"llm-{next(self._ids)}"
-                running[request_id] = (completion, OutputText(self.tokenizer, own))
-                client.submit(
-                    request_id,
-                    completion.prompt_token_ids,
-                    own,
-                    end_ids(self.tokenizer, own),
-                    arrived.put,
-                )
-            while running:
+            while left or running:
+                # No more than the engine's queue takes: the rest follows as requests end.
+                while left and len(running) < self.config.scheduler.max_waiting:
+                    completion, own = left.popleft()
+                    request_id = f"llm-{next(self._ids)}"
+                    running[request_id] = (completion, OutputText(self.tokenizer, own))
+                    client.submit(
+                        request_id,
+                        completion.prompt_token_ids,
+                        own,
+                        end_ids(self.tokenizer, own),
+                        arrived.put,
+                    )
                 delta = arrived.get()
                 if delta.request_id in running and self._advance(*running[delta.request_id], delta):
                     del running[delta.request_id]
@@ -154,6 +161,8 @@ class LLM:
 
     def _prepare(self, prompt: Prompt, params: SamplingParams) -> tuple[Completion, SamplingParams]:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not all(isinstance(token_id, int) for token_id in ids):
+            raise InvalidParameterError("a prompt must be text or a list of token ids", "prompt")
         self.tokenizer.check_ids(ids, "prompt")
         if not ids:
             raise InvalidParameterError("a prompt must hold at least one token", "prompt")

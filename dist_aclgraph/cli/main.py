@@ -76,11 +76,16 @@ def run(
 @cli.command()
 def serve(config: ConfigPath, overrides: Overrides = None) -> None:
     """Serve the OpenAI API until Ctrl-C or SIGTERM."""
-    with _user_errors():
-        from dist_aclgraph.cli.serve import serve_until_signal
-        from dist_aclgraph.config import load_config, parse_overrides
+    from dist_aclgraph.cli.supervise import call_outside_of_lead
 
-        serve_until_signal(load_config(config, parse_overrides(overrides or [])))
+    def serve_here() -> None:
+        with _user_errors():
+            from dist_aclgraph.cli.serve import serve_until_signal
+            from dist_aclgraph.config import load_config, parse_overrides
+
+            serve_until_signal(load_config(config, parse_overrides(overrides or [])))
+
+    call_outside_of_lead(serve_here)
 
 
 @cli.command()

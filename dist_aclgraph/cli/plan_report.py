@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dist_aclgraph.config import Config
+from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.graph.buckets import candidate_sizes
 from dist_aclgraph.graph.budget import BudgetModel, StreamOffer, Workload, make_budget_model
 from dist_aclgraph.graph.ledger import Ledger
@@ -217,4 +218,14 @@ def _assumptions(config: Config) -> list[str]:
 
 
 def _max_model_len(config: Config, facts: ModelFacts) -> int:
-    return min(config.max_model_len or facts.max_model_len, facts.max_model_len)
+    """Return the longest request that the configuration allows.
+
+    Raises:
+        ConfigError: it exceeds the model's context.
+    """
+    if config.max_model_len is not None and config.max_model_len > facts.max_model_len:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}; the model's context is "
+            f"{facts.max_model_len} tokens"
+        )
+    return config.max_model_len or facts.max_model_len

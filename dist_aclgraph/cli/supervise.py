@@ -1,0 +1,35 @@
+"""Running a service in a child process where this process leads its process group.
+
+Supervisors signal whole groups. Ray's daemons must then not be in the group
+(``own_process_group``), and a group's leader cannot leave it: the leader waits, its child serves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Callable
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+FORWARDED = (signal.SIGINT, signal.SIGTERM)
+
+
+def call_outside_of_lead(serve: Callable[[], None]) -> None:
+    """Call ``serve``, in a child process where this one leads its group; exit as the child does.
+
+    To be called before threads exist.
+    """
+    if os.getpgrp() != os.getpid():
+        serve()
+        return
+    child = os.fork()
+    if child == 0:
+        # If the leader is killed, the service drains and stops.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        serve()
+        return
+    for number in FORWARDED:
+        signal.signal(number, lambda received, _: os.kill(child, received))
+    _, status = os.waitpid(child, 0)
+    raise SystemExit(os.waitstatus_to_exitcode(status))
