@@ -68,7 +68,6 @@ class Controller:
         self._groups: list[LockstepGroup] = []
         self._token = secrets.token_hex(16)
         self._started_s = time.monotonic()
-        self._ready_s = 0.0
         self._watcher = threading.Thread(target=self._watch, name="watch", daemon=True)
 
     # ---- answered while start() runs
@@ -276,7 +275,6 @@ class Controller:
             # A worker that dies on its way into the loop must not leave us waiting.
             self._wait_or_lose(group, serving)
             addresses.append(ray.get(serving))
-        self._ready_s = time.monotonic() - self._started_s
         self._enter(State.SERVING)
         self._watcher.start()
         return Service(addresses, self._token, self._longest_request())

@@ -21,7 +21,7 @@ from dist_aclgraph.errors import DistAclGraphError, RankDisagreementError
 from dist_aclgraph.graph.budget import StreamOffer
 from dist_aclgraph.graph.plan import CaptureCause, CaptureCost, GraphPlan
 from dist_aclgraph.models.spec import read_model_spec
-from dist_aclgraph.scheduler.step import StepResult
+from dist_aclgraph.scheduler.step import StepPlan, StepResult
 
 if TYPE_CHECKING:
     from dist_aclgraph.device.npu import Npu
@@ -209,6 +209,20 @@ class Worker:
         """Bytes that all captured graphs together hold."""
         return self._runner.pool_bytes
 
+    def check_plan(self, step: StepPlan) -> None:
+        """Refuse a step that was decided for another graph plan than the one held here.
+
+        Raises:
+            RankDisagreementError: names both versions.
+        """
+        if step.plan_version != self._plan.version:
+            raise RankDisagreementError(
+                f"step {step.step} names graph plan {step.plan_version}, this rank holds "
+                f"{self._plan.version}",
+                self._rank,
+                "SERVING",
+            )
+
     def run_loop(self, address: ChannelAddress) -> None:
         """Execute steps until the engine says goodbye.
 
@@ -223,6 +237,7 @@ class Worker:
             while (plan := channel.receive(self._epoch)) is not None:
                 self._last_step = plan.step
                 try:
+                    self.check_plan(plan)
                     result = self._runner.execute(plan, 0, self._group.rank)
                 except Exception as e:
                     failure = StepResult(plan.epoch, plan.step, self._group.rank, error=str(e))

@@ -32,7 +32,6 @@ HOST_SHAPES = tuple(
 )
 RATIO_GOALS = {1: 2.3, 8: 1.7, 32: 1.1}
 HOST_GOALS_MS = {4: {1: 1.2, 8: 1.2, 32: 1.5}, 28: {1: 3.0, 8: 3.0, 32: 3.3}}
-UPDATE_GOAL_US = 60.0
 
 
 def main(

@@ -85,9 +85,3 @@ def make_group(ranks: Sequence[int], rank: int) -> CommGroup:
         is_world = len(members) == dist.get_world_size()
         handle = dist.group.WORLD if is_world else dist.new_group(list(members))
     return CommGroup(members, members.index(rank), handle)
-
-
-def leave() -> None:
-    """Destroy the HCCL communicators of this process."""
-    if dist.is_initialized():
-        dist.destroy_process_group()

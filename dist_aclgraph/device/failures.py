@@ -15,14 +15,14 @@ from dist_aclgraph.errors import (
     DistAclGraphError,
     OutOfDeviceMemoryError,
     StreamExhaustedError,
+    WorkerLostError,
+    WorkerStartTimeoutError,
 )
 
 FailureKind = Literal["streams", "memory", "operator", "timeout"]
 
-NO_STREAM_RESOURCE = 207008  # ACL_ERROR_RT_NO_STREAM_RESOURCE, at capture begin
-RESOURCE_ALLOC_FAIL = 207005  # ACL_ERROR_RT_RESOURCE_ALLOC_FAIL, "new capture stream failed"
-MEMORY_ALLOCATION = 207001  # ACL_ERROR_RT_MEMORY_ALLOCATION
-
+# 207008 ACL_ERROR_RT_NO_STREAM_RESOURCE, at capture begin; 207005 ACL_ERROR_RT_RESOURCE_ALLOC_FAIL,
+# "new capture stream failed"; 207001 ACL_ERROR_RT_MEMORY_ALLOCATION.
 _STREAM_WORDS = re.compile(
     r"\b(207008|207005)\b|stream resource|sq cq|capture stream failed|"
     r"insufficient_stream_resources",
@@ -33,11 +33,13 @@ _TIMEOUT_WORDS = re.compile(r"\b(507046|107020)\b|time(d)? ?out", re.IGNORECASE)
 
 
 def classify(error: BaseException) -> FailureKind:
-    """Return what kind of exhaustion or failure an exception of torch_npu tells of."""
+    """Return what an error tells of: ours by its type, torch_npu's by CANN's codes and words."""
     if isinstance(error, StreamExhaustedError):
         return "streams"
     if isinstance(error, OutOfDeviceMemoryError):
         return "memory"
+    if isinstance(error, TimeoutError | WorkerLostError | WorkerStartTimeoutError):
+        return "timeout"
     text = str(error)
     if _STREAM_WORDS.search(text):
         return "streams"

@@ -37,10 +37,6 @@ class CapturedGraph:
         self._sent_lens: Lens | None = None
         self._before_replay = runtime().Event()
 
-    @property
-    def num_tasks(self) -> int:
-        return len(self._recorder.tasks)
-
     def replay(
         self,
         main_stream: Any,

@@ -13,11 +13,7 @@ import msgspec
 from dist_aclgraph.config import BudgetModelName, GraphMode
 from dist_aclgraph.errors import (
     GraphError,
-    OutOfDeviceMemoryError,
     StreamBudgetError,
-    StreamExhaustedError,
-    WorkerLostError,
-    WorkerStartTimeoutError,
 )
 from dist_aclgraph.graph.budget import trim_sizes
 
@@ -106,17 +102,6 @@ class GiveUp(msgspec.Struct, frozen=True):
 
 
 CaptureDecision = Shrink | GiveUp
-
-
-def classify_failure(error: BaseException) -> CaptureCause:
-    """Return the cause of a failed capture, by the type of its error alone."""
-    if isinstance(error, StreamExhaustedError):
-        return "streams"
-    if isinstance(error, OutOfDeviceMemoryError):
-        return "memory"
-    if isinstance(error, TimeoutError | WorkerStartTimeoutError | WorkerLostError):
-        return "timeout"
-    return "operator"
 
 
 def decide_after_failure(plan: GraphPlan, failure: CaptureFailure) -> CaptureDecision:

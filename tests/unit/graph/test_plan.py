@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_aclgraph.device.failures import classify
 from dist_aclgraph.errors import (
     CaptureError,
     GraphError,
@@ -19,7 +20,6 @@ from dist_aclgraph.graph.plan import (
     GiveUp,
     GraphPlan,
     Shrink,
-    classify_failure,
     decide_after_failure,
 )
 
@@ -101,4 +101,4 @@ def test_lack_of_streams_leads_to_a_smaller_plan() -> None:
     ],
 )
 def test_the_type_of_an_error_tells_its_cause(error: Exception, cause: str) -> None:
-    assert classify_failure(error) == cause
+    assert classify(error) == cause

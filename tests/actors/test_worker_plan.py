@@ -1,0 +1,34 @@
+"""A worker runs only steps of the graph plan that it has confirmed."""
+
+from __future__ import annotations
+
+import pytest
+
+from dist_aclgraph.actors.worker import Worker
+from dist_aclgraph.config import make_config
+from dist_aclgraph.errors import RankDisagreementError
+from dist_aclgraph.graph.plan import GraphPlan
+from dist_aclgraph.scheduler.step import RankBatch, StepPlan
+
+
+def make_worker(version: int) -> Worker:
+    worker = Worker(make_config({"model": "unused"}), epoch=1)
+    worker.confirm(
+        GraphPlan(
+            version=version, mode="FULL_DECODE_ONLY", budget_model="legacy-last", buckets=(1,)
+        )
+    )
+    return worker
+
+
+def make_step(plan_version: int) -> StepPlan:
+    return StepPlan(1, 5, plan_version, "FULL", 1, 1, (RankBatch(b""),))
+
+
+def test_a_step_of_the_confirmed_plan_is_accepted() -> None:
+    make_worker(2).check_plan(make_step(2))
+
+
+def test_a_step_of_another_plan_is_refused_with_both_versions() -> None:
+    with pytest.raises(RankDisagreementError, match="names graph plan 1, this rank holds 2"):
+        make_worker(2).check_plan(make_step(1))
