@@ -53,6 +53,9 @@ class GraphConfig(Section):
     sizes: tuple[int, ...] | None = Field(
         None, description="capture sizes in tokens; null chooses 1, 2, 4, then steps of 8 and 16"
     )
+    mixed_sizes: tuple[int, ...] | None = Field(
+        None, description="sizes for mixed batches, where decode batches have graphs of their own"
+    )
     budget_model: BudgetModelName = Field(
         "legacy-last", description="prices graphs in streams; see `dist-aclgraph plan`"
     )
@@ -65,8 +68,9 @@ class GraphConfig(Section):
 
     @model_validator(mode="after")
     def _check_sizes(self) -> GraphConfig:
-        if self.sizes is not None and (not self.sizes or min(self.sizes) < 1):
-            raise ValueError("must be a non-empty list of positive token counts")
+        for sizes in (self.sizes, self.mixed_sizes):
+            if sizes is not None and (not sizes or min(sizes) < 1):
+                raise ValueError("must be a non-empty list of positive token counts")
         return self
 
 

@@ -6,6 +6,7 @@ Also what becomes of a plan when a capture fails: a decision value, for the cont
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -15,7 +16,8 @@ from dist_aclgraph.errors import (
     GraphError,
     StreamBudgetError,
 )
-from dist_aclgraph.graph.budget import trim_sizes
+from dist_aclgraph.graph.buckets import GraphFamily
+from dist_aclgraph.graph.descriptor import BatchDescriptor
 
 CaptureCause = Literal["streams", "memory", "operator", "timeout"]
 
@@ -25,50 +27,70 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int
     mode: GraphMode
-    buckets: tuple[int, ...]  # ascending, in tokens; empty where nothing is captured
-    query_len: int = 1  # uniform query length of the decode graphs
+    families: tuple[GraphFamily, ...] = ()  # empty where nothing is captured
     max_num_seqs: int = 0  # requests that run at once
     budget_model: BudgetModelName
     reasons: tuple[str, ...] = ()  # why the buckets are what they are, oldest first
 
     @property
-    def capture_order(self) -> tuple[int, ...]:
-        """Buckets, largest first: smaller graphs then fit in the pool that the largest grew."""
-        return self.buckets[::-1]
+    def capture_order(self) -> tuple[BatchDescriptor, ...]:
+        """All graphs, largest first: smaller ones then fit in the pool that the largest grew."""
+        found = [
+            family.describe(bucket, self.max_num_seqs)
+            for family in self.families
+            for bucket in family.buckets
+        ]
+        return tuple(sorted(found, key=lambda d: (-d.num_tokens, d.mode != "PIECEWISE")))
+
+    @property
+    def num_graphs(self) -> int:
+        """Buckets of all families."""
+        return sum(len(family.buckets) for family in self.families)
 
     @property
     def hash(self) -> str:
         """Hex SHA-256 of all fields: equal on all ranks that hold the same plan."""
         return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()
 
-    def shrink(self, failed_bucket: int, cause: CaptureCause, rank: int) -> GraphPlan:
-        """Return the next version, without the failed bucket and what else cannot be afforded.
+    def shrink(self, failed: BatchDescriptor, cause: CaptureCause, rank: int) -> GraphPlan:
+        """Return the next version, with fewer graphs: what the ranks proved they can afford.
 
-        Streams and memory: the ranks could afford as many buckets as they had captured before the
-        failure, so that many stay, both ends among them where possible. An operator that fails
-        speaks against its own bucket alone.
+        An operator that fails speaks against its own graph alone. Where streams or memory ran out,
+        the failed graph's family keeps as many buckets as it had captured, both ends among them
+        where possible. If it had captured none yet, another family took everything and gives one up.
 
         Raises:
-            GraphError: the bucket is not part of the plan.
-            StreamBudgetError: no bucket is left.
+            GraphError: the graph is not part of the plan.
+            StreamBudgetError: no graph is left.
         """
-        if failed_bucket not in self.buckets:
-            raise GraphError(
-                f"bucket {failed_bucket} is not part of plan {self.version}: {self.buckets}"
-            )
-        left = [bucket for bucket in self.buckets if bucket != failed_bucket]
-        captured = sum(bucket > failed_bucket for bucket in self.buckets)
-        if cause in ("streams", "memory") and captured:
-            left = trim_sizes(left, captured)
-        reason = f"capture of {failed_bucket} failed on rank {rank} ({cause})"
-        if not left:
+        order = self.capture_order
+        if failed not in order:
+            raise GraphError(f"{failed} is not part of plan {self.version}")
+        captured = order[: order.index(failed)]
+        counts = [sum(map(family.has, captured)) for family in self.families]
+        own = next(i for i, family in enumerate(self.families) if family.has(failed))
+        families = list(self.families)
+        if cause == "operator" or not captured:
+            families[own] = families[own].keep(failed)
+        elif counts[own]:
+            families[own] = families[own].keep(failed, counts[own])
+        else:
+            other = max(range(len(counts)), key=counts.__getitem__)
+            if counts[other] > 1:
+                families[other] = families[other].keep(None, counts[other] - 1)
+            else:
+                families[own] = families[own].keep(failed)
+        families = [family for family in families if family.buckets]
+        reason = f"capture of {failed} failed on rank {rank} ({cause})"
+        if not families:
             raise StreamBudgetError(
                 f"{reason}, and no other bucket is left in plan {self.version}; free streams or "
                 "memory on that rank, or set graph.mode to NONE"
             )
-        kept = f"{reason}: {len(left)} of {len(self.buckets)} buckets stay"
+        left = sum(len(family.buckets) for family in families)
+        kept = f"{reason}: {left} of {self.num_graphs} buckets stay"
         return msgspec.structs.replace(
-            self, version=self.version + 1, buckets=tuple(left), reasons=(*self.reasons, kept)
+            self, version=self.version + 1, families=tuple(families), reasons=(*self.reasons, kept)
         )
 
 
@@ -81,9 +103,9 @@ class CaptureCost(msgspec.Struct, frozen=True):
 
 
 class CaptureFailure(msgspec.Struct, frozen=True):
-    """One rank's report that it could not capture a bucket."""
+    """One rank's report that it could not capture a graph."""
 
-    bucket: int
+    graph: BatchDescriptor
     rank: int
     cause: CaptureCause
     message: str = ""
@@ -106,13 +128,14 @@ CaptureDecision = Shrink | GiveUp
 
 def decide_after_failure(plan: GraphPlan, failure: CaptureFailure) -> CaptureDecision:
     """Return what to do about a failed capture; the same on whatever rank it is asked."""
+    failed = failure.graph
     if failure.cause == "timeout":
         # A rank that stopped answering may hold its peers inside a collective.
         return GiveUp(
-            f"rank {failure.rank} did not answer while capturing {failure.bucket}"
+            f"rank {failure.rank} did not answer while capturing {failed}"
             + (f": {failure.message}" if failure.message else "")
         )
     try:
-        return Shrink(plan.shrink(failure.bucket, failure.cause, failure.rank))
+        return Shrink(plan.shrink(failed, failure.cause, failure.rank))
     except StreamBudgetError as e:
         return GiveUp(f"{e}{f' ({failure.message})' if failure.message else ''}")

@@ -205,12 +205,8 @@ class Scheduler:
         self._in_flight = draft
         self._full_rows.clear()
         self.step += 1
-        num_tokens = draft.num_tokens
-        mode, descriptor, _ = self.dispatcher.dispatch(num_tokens, len(draft.requests), query_len)
-        if descriptor is not None:
-            num_tokens = descriptor.num_tokens
-        version = self.dispatcher.plan.version
-        return StepPlan(self.epoch, self.step, version, mode, num_tokens, query_len, (batch,))
+        graph, _ = self.dispatcher.dispatch(draft.num_tokens, len(draft.requests), query_len)
+        return StepPlan(self.epoch, self.step, self.dispatcher.plan.version, graph, (batch,))
 
     def _schedule_running(self, draft: BatchDraft) -> bool:
         """Give every running request its next tokens; return False where one was preempted."""

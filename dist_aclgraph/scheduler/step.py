@@ -7,14 +7,13 @@ running request, chosen by the scheduler from [0, max_num_seqs).
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from dist_aclgraph.graph.descriptor import BatchDescriptor
+
 IntArray = npt.NDArray[np.int32]
-RunMode = Literal["NONE", "PIECEWISE", "FULL"]
 
 
 def pack_ints(values: list[int] | IntArray) -> bytes:
@@ -69,16 +68,13 @@ class RankBatch(msgspec.Struct, frozen=True):
 class StepPlan(msgspec.Struct, frozen=True, tag="step"):
     """One decision for every rank of a lockstep group.
 
-    ``num_tokens`` is the padded token count: the bucket where ``mode`` replays a graph, else the
-    number of live tokens. ``query_len`` is the uniform query length of the batch, 0 if mixed.
+    ``graph`` is what every rank replays, idle ones included; None runs the step eagerly.
     """
 
     epoch: int
     step: int
     plan_version: int
-    mode: RunMode
-    num_tokens: int
-    query_len: int
+    graph: BatchDescriptor | None
     batches: tuple[RankBatch, ...]  # one per data-parallel rank of the lockstep group
 
 

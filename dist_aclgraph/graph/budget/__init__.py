@@ -9,7 +9,6 @@ from dist_aclgraph.graph.budget.formula import (
     Variant,
     legacy_sizes,
     max_buckets,
-    trim_sizes,
 )
 from dist_aclgraph.graph.budget.models import (
     BudgetModel,
@@ -31,5 +30,4 @@ __all__ = [
     "legacy_sizes",
     "make_budget_model",
     "max_buckets",
-    "trim_sizes",
 ]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dist_aclgraph.graph.buckets import stepped_sizes
+from dist_aclgraph.graph.buckets import stepped_sizes, trim_sizes
 
 Variant = Literal["v0.11", "v0.13", "v0.20", "last"]
 
@@ -92,21 +92,6 @@ def max_buckets(inputs: LegacyInputs, variant: Variant) -> int:
         left -= CONTEXT_PARALLEL_STREAMS * ((inputs.pcp > 1) + (inputs.dcp > 1))
     left -= GROUP_STREAMS * inputs.num_groups
     return math.floor(left / inputs.num_graphs / inputs.streams_per_graph)
-
-
-def trim_sizes(sizes: Sequence[int], limit: int) -> list[int]:
-    """Return at most ``limit`` of the sizes, sampled evenly by index, both ends kept.
-
-    With room for one, or for none, the last size stays: it alone covers every batch.
-    """
-    if limit >= len(sizes):
-        return list(sizes)
-    if limit <= 1:
-        return list(sizes[-1:])
-    step = (len(sizes) - 1) / (limit - 1)
-    # round() is half-to-even here as in the source: another rounding picks other sizes.
-    middle = [sizes[round(i * step)] for i in range(1, limit - 1)]
-    return [sizes[0], *middle, sizes[-1]]
 
 
 def legacy_sizes(inputs: LegacyInputs, variant: Variant) -> list[int]:
