@@ -143,6 +143,14 @@ class Stopwatch:
             self.last_s = now_s
 
 
+@dataclass(frozen=True)
+class PoolMemory:
+    """Bytes of a graph pool: taken from the device, and of these those that a tensor holds."""
+
+    total_bytes: int
+    live_bytes: int
+
+
 class GraphPool:
     """The memory that all graphs of this process share.
 
@@ -153,6 +161,18 @@ class GraphPool:
     def __init__(self) -> None:
         self.handle = runtime().graph_pool_handle()
         self._num_graphs = 0
+
+    def memory(self) -> PoolMemory:
+        """Return what the pool holds, as the allocator books it."""
+        segments = [
+            segment
+            for segment in runtime().memory_snapshot()
+            if tuple(segment["segment_pool_id"]) == tuple(self.handle)
+        ]
+        return PoolMemory(
+            total_bytes=sum(segment["total_size"] for segment in segments),
+            live_bytes=sum(segment["allocated_size"] for segment in segments),
+        )
 
     def add_graph(self) -> None:
         self._num_graphs += 1

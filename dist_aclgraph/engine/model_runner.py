@@ -7,6 +7,7 @@ the plan's decisions; makes none.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,16 +15,22 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.config import Config
-from dist_aclgraph.device.npu import GraphPool, Npu, Stopwatch, runtime, translated
+from dist_aclgraph.device.npu import GraphPool, Npu, PoolMemory, Stopwatch, runtime, translated
 from dist_aclgraph.engine.input_batch import InputBatch, StepInputs
 from dist_aclgraph.engine.sampler import SamplingRow, sample
 from dist_aclgraph.errors import ReplayMismatchError
 from dist_aclgraph.graph.captured_graph import CapturedGraph, capture
-from dist_aclgraph.graph.decode_buffers import PADDING_KV_LEN, DecodeBuffers
+from dist_aclgraph.graph.descriptor import BatchDescriptor
+from dist_aclgraph.graph.digest import OperatorDigest
+from dist_aclgraph.graph.padding import pad_lens
+from dist_aclgraph.graph.pieces import CapturedPieces
 from dist_aclgraph.graph.plan import CaptureCost
+from dist_aclgraph.graph.recording import Recording
+from dist_aclgraph.graph.step_buffers import StepBuffers
 from dist_aclgraph.graph.task_update import TaskRecorder
 from dist_aclgraph.layers.attention import AttentionMetadata, KVCache, make_causal_mask
 from dist_aclgraph.models.dense import DenseDecoder
+from dist_aclgraph.models.segments import RunSegment, run_directly
 from dist_aclgraph.scheduler.step import (
     IntArray,
     RowLogprobs,
@@ -38,13 +45,26 @@ TORCH_DTYPES = {
     "float32": torch.float32,
 }
 
+NO_INTS = np.empty(0, np.int32)
+NO_STEP = StepInputs(
+    rows=NO_INTS,
+    token_ids=NO_INTS,
+    positions=NO_INTS,
+    slots=NO_INTS,
+    query_ends=NO_INTS,
+    kv_lens=NO_INTS,
+    block_table=np.empty((0, 1), np.int32),
+    sampled=np.empty(0, np.intp),
+    last_tokens=NO_INTS,
+)
+
 
 class ModelRunner:
     """One rank's execution of steps.
 
     Args:
         owns_output: this rank samples; the others of its tensor parallel group acknowledge.
-        max_decode_tokens: the largest bucket that may be captured.
+        graphs: all that may be captured; buffers are made for the largest.
     """
 
     def __init__(
@@ -55,7 +75,7 @@ class ModelRunner:
         *,
         num_blocks: int,
         max_len: int,
-        max_decode_tokens: int,
+        graphs: Sequence[BatchDescriptor],
         owns_output: bool,
     ) -> None:
         self._npu = npu
@@ -66,16 +86,21 @@ class ModelRunner:
         self._batch = InputBatch(config.scheduler.max_num_seqs, max_len, block_size)
         self._caches = self._make_caches(num_blocks, block_size, dtype)
         self._causal_mask = make_causal_mask(npu.device)
-        self._buffers = DecodeBuffers(
-            npu, max_decode_tokens, -(-max_len // block_size), model.spec.vocab_size, dtype
+        max_reqs = max([config.scheduler.max_num_seqs + 1, *(g.num_reqs for g in graphs)])
+        self._buffers = StepBuffers(
+            npu,
+            max([1, *(graph.num_tokens for graph in graphs)]),
+            max_reqs,
+            -(-max_len // block_size),
+            model.spec.vocab_size,
+            dtype,
         )
         self._main_stream = runtime().current_stream()
-        self._capture_stream = runtime().Stream()
         self._update_stream = runtime().Stream()
         self._pool = GraphPool()
-        self._graphs: dict[int, CapturedGraph] = {}
-        self.pool_bytes = 0  # what all captures together have added to the pool
-        self._query_ends = {0: [0]}
+        self._recording = Recording(npu, self._pool)
+        self._graphs: dict[BatchDescriptor, CapturedGraph] = {}
+        self._pieces: dict[BatchDescriptor, CapturedPieces] = {}
         self._sampled_cpu = npu.pinned((config.scheduler.max_num_seqs,), torch.int32)
         self._sampled_np: IntArray = self._sampled_cpu.numpy()
         self._sampled_ready: Any = runtime().Event()
@@ -96,14 +121,18 @@ class ModelRunner:
 
     # ---- graphs
 
-    def warm_up(self, num_tokens: int) -> None:
-        """Run one bucket eagerly on padding rows: lazy set-up must not fall into the capture."""
-        with translated(f"running bucket {num_tokens} before its capture"):
-            self._write_padding(num_tokens)
-            self._decode(num_tokens, self._padded_lens(num_tokens, None), None)
+    def warm_up(self, graph: BatchDescriptor) -> None:
+        """Run a graph's work eagerly on padding: lazy set-up must not fall into the capture."""
+        with translated(f"running {graph} before its capture"), torch.inference_mode():
+            self._buffers.write_padding(graph)
+            if graph.mode == "FULL":
+                self._run_whole(graph, None)
+            else:
+                hidden = self._run_pieces(graph, NO_STEP, run_directly)
+                self._model.logits(hidden[:1])
         self._npu.synchronize()
 
-    def capture(self, num_tokens: int) -> CaptureCost:
+    def capture(self, graph: BatchDescriptor) -> CaptureCost:
         """Capture one bucket and return what it took.
 
         Raises:
@@ -111,35 +140,47 @@ class ModelRunner:
         """
         started_s = time.perf_counter()
         runtime().synchronize()
-        runtime().empty_cache()
-        streams, reserved = self._npu.available_streams(), runtime().memory_reserved()
-        lens = self._padded_lens(num_tokens, None)
+        streams, pool = self._npu.available_streams(), self._pool.memory()
+        with OperatorDigest() as digest, torch.inference_mode():
+            if graph.mode == "FULL":
+                self._graphs[graph] = self._capture_whole(graph)
+            else:
+                self._pieces[graph] = self._capture_pieces(graph)
+        return CaptureCost(
+            streams=streams - self._npu.available_streams(),
+            bytes=self._pool.memory().total_bytes - pool.total_bytes,
+            seconds=time.perf_counter() - started_s,
+            digest=digest.hexdigest(),
+        )
 
-        def forward(tasks: TaskRecorder) -> None:
-            self._decode(num_tokens, lens, tasks)
+    def release(self, graph: BatchDescriptor) -> None:
+        """Undo the capture of one bucket, if there is one."""
+        captured = self._graphs.pop(graph, None) or self._pieces.pop(graph, None)
+        if captured is not None:
+            self._npu.synchronize()
+            captured.release()
 
-        self._graphs[num_tokens] = capture(
-            num_tokens,
-            forward,
-            npu=self._npu,
-            stream=self._capture_stream,
-            pool=self._pool,
+    @property
+    def pool_memory(self) -> PoolMemory:
+        """What all captures together hold."""
+        return self._pool.memory()
+
+    def _capture_whole(self, graph: BatchDescriptor) -> CapturedGraph:
+        return capture(
+            graph,
+            lambda tasks: self._run_whole(graph, tasks),
+            recording=self._recording,
             addresses=self._buffers.addresses,
         )
-        cost = CaptureCost(
-            streams=streams - self._npu.available_streams(),
-            bytes=runtime().memory_reserved() - reserved,
-            seconds=time.perf_counter() - started_s,
-        )
-        self.pool_bytes += cost.bytes
-        return cost
 
-    def release(self, num_tokens: int) -> None:
-        """Undo the capture of one bucket, if there is one."""
-        graph = self._graphs.pop(num_tokens, None)
-        if graph is not None:
-            self._npu.synchronize()
-            graph.release()
+    def _capture_pieces(self, graph: BatchDescriptor) -> CapturedPieces:
+        pieces = CapturedPieces(graph, self._recording)
+        try:
+            self._run_pieces(graph, NO_STEP, pieces.capture)
+        except BaseException:
+            pieces.release()
+            raise
+        return pieces
 
     # ---- steps
 
@@ -151,10 +192,7 @@ class ModelRunner:
         self._batch.apply(batch)
         inputs = self._batch.step_inputs(batch)
         with translated(f"step {plan.step}"), torch.inference_mode():
-            if plan.mode == "FULL":
-                logits, tokens = self._replay(plan.num_tokens, inputs)
-            else:
-                logits, tokens = self._run_eagerly(inputs)
+            logits, tokens = self._run(plan.graph, inputs)
             result = self._sample(inputs, logits, tokens)
         if result is None:
             return StepResult(plan.epoch, plan.step, rank, timings_us=watch.stages)
@@ -169,17 +207,29 @@ class ModelRunner:
             timings_us=watch.stages,
         )
 
-    def _replay(self, num_tokens: int, inputs: StepInputs) -> tuple[Tensor, Tensor]:
-        graph = self._graphs.get(num_tokens)
+    def _run(self, graph: BatchDescriptor | None, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        """Return logits and most probable tokens of the requests that get a token."""
         if graph is None:
+            return self._run_eagerly(inputs)
+        if graph not in self._graphs and graph not in self._pieces:
             raise ReplayMismatchError(
-                f"the plan asks for bucket {num_tokens}; captured here are {sorted(self._graphs)}"
+                f"the plan asks for {graph}; captured here are "
+                f"{', '.join(map(str, [*self._graphs, *self._pieces])) or 'none'}"
             )
-        n = len(inputs.rows)
         self._buffers.write(
-            num_tokens, inputs.token_ids, inputs.positions, inputs.slots, inputs.block_table
+            graph,
+            inputs.token_ids,
+            inputs.positions,
+            inputs.slots,
+            inputs.last_tokens,
+            inputs.block_table,
         )
-        query_ends, kv_lens = self._padded_lens(num_tokens, inputs)
+        if graph.mode == "FULL":
+            return self._replay_whole(self._graphs[graph], inputs)
+        return self._replay_pieces(self._pieces[graph], inputs)
+
+    def _replay_whole(self, graph: CapturedGraph, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        query_ends, kv_lens = pad_lens(graph.descriptor, inputs.query_ends, inputs.kv_lens)
         self._watch.lap("inputs")
         graph.replay(
             self._main_stream, self._update_stream, self._buffers.addresses, query_ends, kv_lens
@@ -187,7 +237,16 @@ class ModelRunner:
         self._watch.lap("replay")
         graph.update(self._update_stream)
         self._watch.lap("update")
+        n = len(inputs.sampled)
         return self._buffers.logits[:n], self._buffers.sampled[:n]
+
+    def _replay_pieces(self, pieces: CapturedPieces, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        self._watch.lap("inputs")
+        pieces.begin()
+        graph = pieces.descriptor
+        hidden = self._run_pieces(graph, inputs, pieces.replay)
+        last_tokens = self._buffers.inputs(graph).last_tokens[: len(inputs.last_tokens)]
+        return self._choose(hidden, last_tokens)
 
     def _run_eagerly(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         # One transfer for all integers of the step.
@@ -197,24 +256,33 @@ class ModelRunner:
         sizes = [num_tokens, num_tokens, num_tokens, len(inputs.last_tokens)]
         *arrays, table = torch.split(flat, [*sizes, inputs.block_table.size])
         token_ids, positions, slots, last_tokens = arrays
-        is_decode = num_tokens == len(inputs.rows)
-        metadata = AttentionMetadata(
-            slot_mapping=slots,
-            block_table=table.view(inputs.block_table.shape),
-            query_ends=inputs.query_ends.tolist(),
-            kv_lens=inputs.kv_lens.tolist(),
-            causal_mask=None if is_decode else self._causal_mask,
-        )
+        metadata = self._metadata(inputs, slots, table.view(inputs.block_table.shape))
         self._watch.lap("inputs")
         hidden = self._model.forward(token_ids, positions, self._caches, metadata)
-        if len(inputs.last_tokens) == 0:  # chunks of prompts only: nobody gets a token
+        return self._choose(hidden, last_tokens)
+
+    def _choose(self, hidden: Tensor, last_tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits of the last tokens, and the most probable token of each."""
+        if len(last_tokens) == 0:  # chunks of prompts only: nobody gets a token
             empty = torch.empty(0, dtype=torch.int32, device=self._npu.device)
             return hidden[:0], empty
-        if len(inputs.last_tokens) < num_tokens:
+        if len(last_tokens) < len(hidden):
             hidden = hidden.index_select(0, last_tokens)
         logits = self._model.logits(hidden)
         self._watch.lap("forward")
         return logits, logits.argmax(-1).int()
+
+    def _metadata(
+        self, inputs: StepInputs, slots: Tensor, block_table: Tensor
+    ) -> AttentionMetadata:
+        is_decode = len(inputs.token_ids) == len(inputs.rows)
+        return AttentionMetadata(
+            slot_mapping=slots,
+            block_table=block_table,
+            query_ends=inputs.query_ends.tolist(),
+            kv_lens=inputs.kv_lens.tolist(),
+            causal_mask=None if is_decode else self._causal_mask,
+        )
 
     def _sample(
         self, inputs: StepInputs, logits: Tensor, tokens: Tensor
@@ -258,38 +326,30 @@ class ModelRunner:
 
     # ---- shared by warm-up, capture and replay
 
-    def _decode(
-        self,
-        num_tokens: int,
-        lens: tuple[list[int], list[int]],
-        tasks: TaskRecorder | None,
-    ) -> None:
-        """The decode step of one bucket, from the static inputs to the static outputs."""
-        buffers = self._buffers
-        token_ids, positions, slots, block_table = buffers.as_inputs(num_tokens)
+    def _run_whole(self, graph: BatchDescriptor, tasks: TaskRecorder | None) -> None:
+        """The step of a full graph on padding, from the static inputs to the static outputs."""
+        inputs, buffers = self._buffers.inputs(graph), self._buffers
+        query_ends, kv_lens = pad_lens(graph, NO_INTS, NO_INTS)
         metadata = AttentionMetadata(
-            slot_mapping=slots,
-            block_table=block_table,
-            query_ends=lens[0],
-            kv_lens=lens[1],
+            slot_mapping=inputs.slot_mapping,
+            block_table=inputs.block_table,
+            query_ends=query_ends,
+            kv_lens=kv_lens,
+            causal_mask=None if graph.query_len == 1 else self._causal_mask,
             tasks=tasks,
         )
-        with torch.inference_mode():
-            hidden = self._model.forward(token_ids, positions, self._caches, metadata)
-            logits = self._model.logits(hidden, buffers.logits[:num_tokens])
-            if self._owns_output:
-                buffers.sampled[:num_tokens].copy_(logits.argmax(-1))
+        hidden = self._model.forward(inputs.token_ids, inputs.positions, self._caches, metadata)
+        if graph.query_len != 1:
+            hidden = hidden.index_select(0, inputs.last_tokens)
+        logits = self._model.logits(hidden, buffers.logits[: graph.num_reqs])
+        # On every rank, though one of them samples: all capture the same operators.
+        buffers.sampled[: graph.num_reqs].copy_(logits.argmax(-1))
 
-    def _padded_lens(
-        self, num_tokens: int, inputs: StepInputs | None
-    ) -> tuple[list[int], list[int]]:
-        """Return query ends and KV lengths of a decode bucket, padding rows included."""
-        query_ends = self._query_ends.get(num_tokens)
-        if query_ends is None:
-            query_ends = self._query_ends[num_tokens] = list(range(1, num_tokens + 1))
-        live = [] if inputs is None else inputs.kv_lens.tolist()
-        return query_ends, live + [PADDING_KV_LEN] * (num_tokens - len(live))
-
-    def _write_padding(self, num_tokens: int) -> None:
-        none = np.empty(0, np.int32)
-        self._buffers.write(num_tokens, none, none, none, np.empty((0, 1), np.int32))
+    def _run_pieces(self, graph: BatchDescriptor, step: StepInputs, run: RunSegment) -> Tensor:
+        """Run the segments on static inputs, attention on the live ones; return [bucket, hidden]."""
+        inputs = self._buffers.inputs(graph)
+        slots = inputs.slot_mapping[: len(step.token_ids)]
+        metadata = self._metadata(step, slots, inputs.block_table[: len(step.rows)])
+        return self._model.forward(
+            inputs.token_ids, inputs.positions, self._caches, metadata, run
+        )

@@ -1,14 +1,16 @@
-"""One captured decode graph: what it accepts, its tasks, and its life from capture to release."""
+"""One captured full graph: what it accepts, its tasks, and its life from capture to release."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
-from dist_aclgraph.device.npu import GraphPool, Npu, runtime, translated
-from dist_aclgraph.errors import ReplayMismatchError, StreamExhaustedError
-from dist_aclgraph.graph.task_update import Lens, TaskRecorder, update_tasks
+from dist_aclgraph.device.npu import runtime
+from dist_aclgraph.errors import ReplayMismatchError
+from dist_aclgraph.graph.descriptor import BatchDescriptor
+from dist_aclgraph.graph.padding import Lens
+from dist_aclgraph.graph.recording import Recording
+from dist_aclgraph.graph.task_update import TaskRecorder, update_tasks
 
 Forward = Callable[[TaskRecorder], None]
 
@@ -16,22 +18,22 @@ Forward = Callable[[TaskRecorder], None]
 class CapturedGraph:
     """Owns its NPU graph, task handles and events.
 
-    Replays only what it was captured for: the bucket's number of requests, and the buffers whose
+    Replays only what it was captured for: its number of requests and tokens, and the buffers whose
     addresses are baked into it. Anything else is refused, always.
     """
 
     def __init__(
         self,
-        num_tokens: int,
+        descriptor: BatchDescriptor,
         graph: Any,
         recorder: TaskRecorder,
-        pool: GraphPool,
+        recording: Recording,
         addresses: tuple[int, ...],
     ) -> None:
-        self.num_tokens = num_tokens
+        self.descriptor = descriptor
         self._graph = graph
         self._recorder = recorder
-        self._pool = pool
+        self._recording = recording
         self._addresses = addresses
         self._next_lens: Lens | None = None
         self._sent_lens: Lens | None = None
@@ -49,21 +51,24 @@ class CapturedGraph:
 
         Args:
             addresses: of the buffers that hold the step's inputs.
-            query_ends, kv_lens: [num_tokens], padding included; ``update`` sends them.
+            query_ends, kv_lens: [num_reqs], padding included; ``update`` sends them.
 
         Raises:
             ReplayMismatchError: the inputs are not those of the capture; nothing was queued.
         """
+        graph = self.descriptor
         if addresses != self._addresses:
             raise ReplayMismatchError(
-                f"the graph of bucket {self.num_tokens} was captured on buffers at "
+                f"the graph {graph} was captured on buffers at "
                 f"{self._addresses}, the step's lie at {addresses}; capture it again"
             )
-        if not len(query_ends) == len(kv_lens) == self.num_tokens == query_ends[-1]:
+        if not (
+            len(query_ends) == len(kv_lens) == graph.num_reqs and query_ends[-1] == graph.num_tokens
+        ):
             raise ReplayMismatchError(
-                f"the graph of bucket {self.num_tokens} was given {len(kv_lens)} KV lengths and "
-                f"{len(query_ends)} query ends up to {query_ends[-1]}; all must be "
-                f"{self.num_tokens}"
+                f"the graph {graph} was given {len(kv_lens)} KV lengths and {len(query_ends)} "
+                f"query ends up to {query_ends[-1]}; it takes {graph.num_reqs} of each, up to "
+                f"{graph.num_tokens}"
             )
         self._next_lens = (query_ends, kv_lens)
         # Orders this step's events behind the resets of the step before; see task_update.py.
@@ -84,57 +89,24 @@ class CapturedGraph:
     def release(self) -> None:
         """Give streams and memory back."""
         self._recorder.tasks.clear()
-        self._graph.reset()
-        self._pool.remove_graph()
+        self._recording.forget(self._graph)
 
 
 def capture(
-    num_tokens: int,
+    descriptor: BatchDescriptor,
     forward: Forward,
     *,
-    npu: Npu,
-    stream: Any,
-    pool: GraphPool,
+    recording: Recording,
     addresses: tuple[int, ...],
 ) -> CapturedGraph:
-    """Record ``forward`` on ``stream``; nothing runs. A failed capture leaves nothing behind.
+    """Record ``forward``; nothing runs. A failed capture leaves nothing behind.
 
     Raises:
-        StreamExhaustedError, OutOfDeviceMemoryError: what the device ran out of.
-        CaptureError: any other refusal, with the operator's name.
+        StreamExhaustedError, OutOfDeviceMemoryError, CaptureError: see ``Recording.record``.
     """
-    if npu.available_streams() < 1:  # torch_npu's allocator would be left half-way into a capture
-        raise StreamExhaustedError(
-            f"capturing bucket {num_tokens}: no stream is left on this device (207008); capture "
-            "fewer sizes, or lower what else holds streams"
-        )
-    npu.synchronize()
-    graph = runtime().NPUGraph()
-    recorder = TaskRecorder(stream)
-    pool.add_graph()
+    recorder = TaskRecorder(recording.stream)
     try:
-        with translated(f"capturing bucket {num_tokens}"), runtime().stream(stream):
-            _record(graph, recorder, forward, pool.handle)
-    except BaseException:
-        recorder.tasks.clear()
-        pool.remove_graph()
-        raise
-    return CapturedGraph(num_tokens, graph, recorder, pool, addresses)
-
-
-def _record(graph: Any, recorder: TaskRecorder, forward: Forward, pool_handle: Any) -> None:
-    # Thread-local: Ray's and the controller's threads may go on meanwhile.
-    graph.capture_begin(pool=pool_handle, capture_error_mode="thread_local")
-    try:
-        forward(recorder)
-    except BaseException:
-        # The capture may be invalid already; the error that made it so is the one to report.
-        with suppress(RuntimeError):
-            graph.capture_end()
-        graph.reset()
-        raise
-    try:
-        graph.capture_end()
-    except RuntimeError:
-        graph.reset()
-        raise
+        graph = recording.record(str(descriptor), lambda: forward(recorder))
+    finally:
+        recorder.forget_workspace()
+    return CapturedGraph(descriptor, graph, recorder, recording, addresses)

@@ -95,11 +95,15 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CaptureCost(msgspec.Struct, frozen=True):
-    """What the capture of one bucket took on one rank; bytes are those that the pool grew by."""
+    """What the capture of one bucket took on one rank; bytes are those that the pool grew by.
+
+    ``digest`` names the sequence of operators that was captured.
+    """
 
     streams: int = 0
     bytes: int = 0
     seconds: float = 0.0
+    digest: str = ""
 
 
 class CaptureFailure(msgspec.Struct, frozen=True):

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.device import npu
-
-Lens = tuple[list[int], list[int]]  # cumulative query lengths and KV lengths, [num_reqs] each
+from dist_aclgraph.graph.padding import Lens
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,10 @@ class TaskRecorder:
         handle = npu.end_task_group(self._stream)
         weak = {key: npu.weak_reference(value) for key, value in (arguments | outputs).items()}
         self.tasks.append(UpdatableTask(overload, weak, handle, event))
+
+    def forget_workspace(self) -> None:
+        """After the capture: the pool may give the workspace's memory to other graphs."""
+        self._workspace = None
 
 
 def update_tasks(tasks: list[UpdatableTask], stream: Any, lens: Lens | None) -> None:

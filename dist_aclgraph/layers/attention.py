@@ -29,7 +29,8 @@ class AttentionMetadata:
     """Where the tokens of a step stand; one value for all layers.
 
     Attributes:
-        slot_mapping: [num_tokens] int32, -1 is padding and written nowhere.
+        slot_mapping: [num_tokens] int32, -1 is padding and written nowhere; shorter than the
+            activations where these are padded and attention is not.
         block_table: [num_reqs, max_blocks] int32.
         query_ends: cumulative query lengths [num_reqs]; the last is num_tokens.
         kv_lens: KV length of each request, its queries included [num_reqs].
@@ -66,17 +67,25 @@ class PagedAttention:
     head_dim: int
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, metadata: AttentionMetadata
-    ) -> Tensor:
-        """Write k and v to the cache, then attend.
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        cache: KVCache,
+        metadata: AttentionMetadata,
+    ) -> None:
+        """Write k and v to the cache, then attend; rows beyond the slot mapping are left alone.
 
         Args:
-            q: [num_tokens, num_heads, head_dim].
+            q, out: [num_tokens, num_heads, head_dim].
             k, v: [num_tokens, num_kv_heads, head_dim].
-
-        Returns:
-            [num_tokens, num_heads * head_dim].
         """
+        num_live = metadata.slot_mapping.shape[0]
+        if num_live == 0:
+            return
+        if num_live < q.shape[0]:
+            q, k, v, out = q[:num_live], k[:num_live], v[:num_live], out[:num_live]
         torch.ops.npu.npu_scatter_pa_kv_cache(
             k, v, cache.keys, cache.values, metadata.slot_mapping, cache_mode="Norm"
         )
@@ -98,12 +107,11 @@ class PagedAttention:
             ),
         }
         operation = torch.ops.npu.npu_fused_infer_attention_score
-        if metadata.tasks is None:
-            out: Tensor = operation(**arguments)[0]
-        else:
-            out = torch.empty_like(q)
+        if metadata.tasks is not None:
             metadata.tasks.run(operation, out, arguments)
-        return out.flatten(1)
+        else:
+            no_lse = torch.empty(1, dtype=torch.float32, device=out.device)
+            operation.out(**arguments, out=[out, no_lse])
 
 
 def make_causal_mask(device: torch.device) -> Tensor:

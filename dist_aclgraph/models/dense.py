@@ -7,6 +7,8 @@ The forward pass is a chain of segments split at attention (``before_attention``
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from dist_aclgraph.layers.vocabulary import (
     vocabulary_part,
 )
 from dist_aclgraph.models.checkpoint import Checkpoint, Progress
+from dist_aclgraph.models.segments import RunSegment, Segment, run_directly
 from dist_aclgraph.models.spec import ModelSpec
 
 
@@ -74,8 +77,10 @@ class DecoderLayer:
 
     def before_attention(
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return q, k [num_tokens, heads, head_dim] rotated, v, and the residual stream."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return q, k [num_tokens, heads, head_dim] rotated, v, room for what attention makes of
+        them, and the residual stream.
+        """
         npu, a = torch.ops.npu, self.attention
         if residual is None:
             h, residual = npu.npu_rms_norm(x, self.input_norm, self.eps)[0], x
@@ -92,13 +97,14 @@ class DecoderLayer:
         q = npu.npu_rotary_mul(q, cos, sin)[0]
         k = npu.npu_rotary_mul(k, cos, sin)[0]
         # The cache write takes contiguous rows only.
-        return q, k, v.reshape(n, a.num_kv_heads, a.head_dim).contiguous(), residual
+        v = v.reshape(n, a.num_kv_heads, a.head_dim).contiguous()
+        return q, k, v, torch.empty_like(q), residual
 
     def after_attention(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return the layer's output before its residual sum, and the residual stream."""
         npu = torch.ops.npu
         h, _, residual = npu.npu_add_rms_norm(
-            self.output(attended), residual, self.post_attention_norm, self.eps
+            self.output(attended.flatten(1)), residual, self.post_attention_norm, self.eps
         )
         return self.down(npu.npu_swiglu(self.gate_up(h))), residual
 
@@ -139,6 +145,7 @@ class DenseDecoder:
         dtype = self.norm.dtype
         cos, sin = rope_tables(spec.rope, spec.head_dim, max_len, dtype)
         self._cos, self._sin = cos.to(device), sin.to(device)
+        self._segments = self._make_segments()
 
     def forward(
         self,
@@ -146,6 +153,7 @@ class DenseDecoder:
         positions: Tensor,
         caches: list[KVCache],
         metadata: AttentionMetadata,
+        run: RunSegment = run_directly,
     ) -> Tensor:
         """Run all layers.
 
@@ -153,21 +161,45 @@ class DenseDecoder:
             token_ids: [num_tokens] int32.
             positions: [num_tokens] int32.
             caches: one per layer.
+            run: what becomes of each segment between two attentions: run now, captured, replayed.
 
         Returns:
             [num_tokens, hidden], normalised.
         """
-        shape = (1, -1, 1, self.spec.head_dim)
-        cos = self._cos.index_select(0, positions).view(shape)
-        sin = self._sin.index_select(0, positions).view(shape)
-        x, residual = self.embedding(token_ids), None
-        for layer, cache in zip(self.layers, caches, strict=True):
-            q, k, v, residual = layer.before_attention(x, residual, cos, sin)
-            attended = layer.attention(q, k, v, cache, metadata)
-            x, residual = layer.after_attention(attended, residual)
-        eps = self.spec.rms_norm_eps
-        hidden: Tensor = torch.ops.npu.npu_add_rms_norm(x, residual, self.norm, eps)[0]
+        first, *between, last = self._segments
+        q, k, v, attended, residual, cos, sin = run(first, token_ids, positions)
+        for layer, cache, segment in zip(self.layers, caches, [*between, last], strict=True):
+            layer.attention(q, k, v, attended, cache, metadata)
+            if segment is not last:
+                q, k, v, attended, residual = run(segment, attended, residual, cos, sin)
+        (hidden,) = run(last, attended, residual)
         return hidden
+
+    def _make_segments(self) -> list[Segment]:
+        """The forward pass, cut at attention: one segment more than there are layers."""
+        layers, shape = self.layers, (1, -1, 1, self.spec.head_dim)
+
+        def first(token_ids: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+            # Gathered once from tables that were built at load; all layers share the rows.
+            cos = self._cos.index_select(0, positions).view(shape)
+            sin = self._sin.index_select(0, positions).view(shape)
+            x = self.embedding(token_ids)
+            return *layers[0].before_attention(x, None, cos, sin), cos, sin
+
+        def between(
+            above: DecoderLayer, below: DecoderLayer, *state: Tensor
+        ) -> tuple[Tensor, ...]:
+            attended, residual, cos, sin = state
+            x, residual = above.after_attention(attended, residual)
+            return below.before_attention(x, residual, cos, sin)
+
+        def last(attended: Tensor, residual: Tensor) -> tuple[Tensor]:
+            x, residual = layers[-1].after_attention(attended, residual)
+            eps = self.spec.rms_norm_eps
+            return (torch.ops.npu.npu_add_rms_norm(x, residual, self.norm, eps)[0],)
+
+        middle = [partial(between, *pair) for pair in pairwise(layers)]
+        return [first, *middle, last]
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[n, hidden] -> [n, vocab], on every rank; written to ``out`` where one is given."""

@@ -12,6 +12,7 @@ from dist_aclgraph.comm.groups import CommGroup
 from dist_aclgraph.config import make_config
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.engine.model_runner import ModelRunner
+from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.dense import DenseDecoder
 from dist_aclgraph.models.spec import read_model_spec
@@ -28,7 +29,21 @@ MAX_LEN = 128
 GREEDY = RowSampling()
 
 
-def make_runner(npu: Npu, directory: Path, max_tokens: int = 8) -> ModelRunner:
+def decode_graph(bucket: int) -> BatchDescriptor:
+    return BatchDescriptor(bucket, bucket, 1, "FULL")
+
+
+def mixed_graph(bucket: int, max_num_seqs: int) -> BatchDescriptor:
+    return BatchDescriptor(bucket, min(bucket, max_num_seqs) + 1, 0, "FULL")
+
+
+def pieces(bucket: int) -> BatchDescriptor:
+    return BatchDescriptor(bucket, 0, 0, "PIECEWISE")
+
+
+def make_runner(
+    npu: Npu, directory: Path, max_tokens: int = 8, graphs: Sequence[BatchDescriptor] = ()
+) -> ModelRunner:
     config = make_config(
         {
             "model": str(directory),
@@ -50,7 +65,7 @@ def make_runner(npu: Npu, directory: Path, max_tokens: int = 8) -> ModelRunner:
         model,
         num_blocks=64,
         max_len=MAX_LEN,
-        max_decode_tokens=max_tokens,
+        graphs=graphs or [decode_graph(max_tokens)],
         owns_output=True,
     )
 
@@ -67,28 +82,33 @@ class Sequences:
         self.new: list[list[int]] = [[] for _ in prompts]
         self._sampling = sampling or [GREEDY] * len(prompts)
 
-    def prefill(self) -> None:
-        started, records = [], []
-        for row, prompt in enumerate(self.tokens):
-            blocks = list(range(1 + 4 * row, 5 + 4 * row))
-            start = RowStart(row, pack_ints(prompt), pack_ints(blocks), self._sampling[row])
-            started.append(start)
-            records += [row, 0, len(prompt), 1]
-        self._run("NONE", records, started=tuple(started))
+    def prefill(self, graph: BatchDescriptor | None = None) -> None:
+        rows = range(len(self.tokens))
+        records = [x for row in rows for x in (row, 0, len(self.tokens[row]), 1)]
+        self.step(graph, records, started=tuple(map(self.start, rows)))
 
-    def decode(self, mode: str, bucket: int, live: int | None = None) -> None:
+    def start(self, row: int) -> RowStart:
+        blocks = range(1 + 4 * row, 5 + 4 * row)
+        tokens = self.tokens[row]
+        return RowStart(row, pack_ints(tokens), pack_ints(list(blocks)), self._sampling[row])
+
+    def decode(self, graph: BatchDescriptor | None, live: int | None = None) -> None:
         """Run one step of the first ``live`` requests."""
-        rows = range(live or len(self.tokens))
+        records, appended = self.decoding(live or len(self.tokens))
+        self.step(graph, records, appended=appended)
+
+    def decoding(self, live: int) -> tuple[list[int], bytes]:
+        """Return the records of a decode step of the first ``live`` requests, and its news."""
+        rows = range(live)
         appended = [x for row in rows for x in (row, self.tokens[row][-1])]
         records = [x for row in rows for x in (row, len(self.tokens[row]) - 1, 1, 1)]
-        self._run(mode, records, bucket, appended=pack_ints(appended))
+        return records, pack_ints(appended)
 
-    def _run(self, mode: Any, records: list[int], num_tokens: int = 0, **batch: Any) -> None:
+    def step(self, graph: BatchDescriptor | None, records: list[int], **batch: Any) -> None:
         self._step += 1
-        query_len = 1 if num_tokens else 0
         rank_batch = RankBatch(pack_ints(records), **batch)
-        plan = StepPlan(1, self._step, 1, mode, num_tokens, query_len, (rank_batch,))
-        result = self._runner.execute(plan, 0, 0)
-        for row, token in zip(records[::4], unpack_ints(result.token_ids), strict=True):
+        result = self._runner.execute(StepPlan(1, self._step, 1, graph, (rank_batch,)), 0, 0)
+        sampled = [row for row, sample in zip(records[::4], records[3::4], strict=True) if sample]
+        for row, token in zip(sampled, unpack_ints(result.token_ids), strict=True):
             self.tokens[row].append(int(token))
             self.new[row].append(int(token))

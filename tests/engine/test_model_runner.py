@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from dist_aclgraph.engine.model_runner import ModelRunner
 from dist_aclgraph.errors import ReplayMismatchError
 from tests.checkpoints import make_prompts
-from tests.engine.runners import Sequences, make_runner
+from tests.engine.runners import Sequences, decode_graph, make_runner, mixed_graph, pieces
 
 BUCKETS = (8, 4, 2, 1)
 
@@ -24,51 +25,104 @@ def test_replayed_tokens_equal_eager_ones_at_every_batch_size(
     npu: Any, checkpoint: Path, runner: ModelRunner
 ) -> None:
     for bucket in BUCKETS:
-        runner.warm_up(bucket)
-        runner.capture(bucket)
+        runner.warm_up(decode_graph(bucket))
+        runner.capture(decode_graph(bucket))
     eager, prompts = make_runner(npu, checkpoint), make_prompts([3, 30, 31, 32, 33, 60, 1, 64])
     replayed, plain = Sequences(runner, prompts), Sequences(eager, prompts)
     replayed.prefill()
     plain.prefill()
 
     for live in (8, 7, 5, 4, 3, 2, 1, 8, 1, 4, 8):
-        replayed.decode("FULL", min(b for b in BUCKETS if b >= live), live)
-        plain.decode("NONE", live, live)
+        replayed.decode(decode_graph(min(b for b in BUCKETS if b >= live)), live)
+        plain.decode(None, live)
 
     assert replayed.tokens == plain.tokens
+
+
+@pytest.mark.parametrize("kind", ["full", "piecewise"])
+def test_mixed_batches_replay_the_tokens_of_eager_steps(
+    npu: Any, checkpoint: Path, kind: str
+) -> None:
+    graphs = [pieces(b) if kind == "piecewise" else mixed_graph(b, 8) for b in (64, 32, 16, 8)]
+    runner = make_runner(npu, checkpoint, 8, graphs)
+    for graph in graphs:
+        runner.warm_up(graph)
+        runner.capture(graph)
+    prompts = make_prompts([3, 30, 31, 32, 33, 60])
+    replayed = Sequences(runner, prompts)
+    plain = Sequences(make_runner(npu, checkpoint, 8), prompts)
+
+    for sequences in (replayed, plain):
+        for records, started in mixed_schedule(sequences):
+            fits = [g for g in graphs if g.num_tokens >= sum(records[2::4])]
+            graph = fits[-1] if sequences is replayed else None
+            sequences.step(graph, records, **started)
+
+    assert replayed.tokens == plain.tokens
+    assert [len(new) for new in plain.new] == [13, 11, 9, 7, 5, 3]
+
+
+def mixed_schedule(sequences: Sequences) -> Iterator[tuple[list[int], dict[str, Any]]]:
+    """Steps in which one prompt starts, in two chunks, while those before it decode."""
+    for newest in range(len(sequences.tokens)):
+        start = sequences.start(newest)
+        prompt = len(sequences.tokens[newest])
+        first = prompt // 2
+        if first:
+            rows, appended = sequences.decoding(newest)
+            yield [*rows, newest, 0, first, 0], {"started": (start,), "appended": appended}
+        rows, appended = sequences.decoding(newest)
+        batch = {"appended": appended} if first else {"started": (start,), "appended": appended}
+        yield [*rows, newest, first, prompt - first, 1], batch
+    for _ in range(2):
+        rows, appended = sequences.decoding(len(sequences.tokens))
+        yield rows, {"appended": appended}
 
 
 def test_a_bucket_that_was_not_captured_is_refused(runner: ModelRunner) -> None:
     sequences = Sequences(runner, make_prompts([3]))
     sequences.prefill()
 
-    with pytest.raises(ReplayMismatchError, match="bucket 4"):
-        sequences.decode("FULL", 4)
+    with pytest.raises(ReplayMismatchError, match="asks for full decode 4"):
+        sequences.decode(decode_graph(4))
 
 
 def test_a_capture_works_after_the_only_graph_was_released(runner: ModelRunner) -> None:
-    runner.capture(8)
-    runner.release(8)
+    runner.capture(decode_graph(8))
+    runner.release(decode_graph(8))
 
-    runner.capture(4)
+    runner.capture(decode_graph(4))
 
     sequences = Sequences(runner, make_prompts([3, 5]))
     sequences.prefill()
-    sequences.decode("FULL", 4)
+    sequences.decode(decode_graph(4))
 
 
 def test_release_of_what_was_never_captured_is_ignored(runner: ModelRunner) -> None:
-    runner.release(8)
+    runner.release(decode_graph(8))
 
 
-def test_all_graphs_together_take_the_memory_of_the_largest(npu: Any, checkpoint: Path) -> None:
-    runner = make_runner(npu, checkpoint, 64)
+SIZES = (64, 56, 48, 40, 32, 16, 8, 4, 2, 1)
+GRAPHS = {
+    "decode": [decode_graph(b) for b in SIZES],
+    "full": [mixed_graph(b, 64) for b in SIZES],
+    "piecewise": [pieces(b) for b in SIZES],
+    "both": [g for b in SIZES for g in (pieces(b), decode_graph(b))],
+}
 
-    costs = [runner.capture(bucket).bytes for bucket in (64, 56, 48, 40, 32, 16, 8, 4, 2, 1)]
+
+@pytest.mark.parametrize("kind", GRAPHS)
+def test_all_graphs_together_take_the_memory_of_the_largest(
+    npu: Any, checkpoint: Path, kind: str
+) -> None:
+    graphs = GRAPHS[kind]
+    runner = make_runner(npu, checkpoint, 64, graphs)
+
+    costs = [runner.capture(graph).bytes for graph in graphs]
 
     assert costs[0] > 0
-    assert sum(costs) <= 1.05 * costs[0]
-    assert runner.pool_bytes == sum(costs)
+    assert runner.pool_memory.total_bytes == sum(costs) <= 1.05 * costs[0]
+    assert runner.pool_memory.live_bytes == 0
 
 
 FEW_STREAMS = """
@@ -80,21 +134,22 @@ emulator = {"strict": False, "streams": 40}
 config = make_config({"model": "-", "device": {"kind": "emulated", "emulator": emulator}})
 npu = open_npu(config.device, 0)
 from tests.checkpoints import make_prompts
-from tests.engine.runners import Sequences, make_runner
+from tests.engine.runners import Sequences, decode_graph, make_runner
 runner = make_runner(npu, Path(DIRECTORY), 32)
+graphs = [decode_graph(bucket) for bucket in range(32, 0, -1)]
 captured = []
 try:
-    for bucket in range(32, 0, -1):
-        runner.capture(bucket)
-        captured.append(bucket)
+    for graph in graphs:
+        runner.capture(graph)
+        captured.append(graph)
 except StreamExhaustedError:
     print("refused after", len(captured))
 runner.release(captured.pop(1))
-runner.capture(1)
+runner.capture(graphs[-1])
 sequences = Sequences(runner, make_prompts([3]))
 sequences.prefill()
-sequences.decode("FULL", captured[0])
-sequences.decode("FULL", 1)
+sequences.decode(captured[0])
+sequences.decode(graphs[-1])
 print("captured again")
 """
 

@@ -12,7 +12,10 @@ from torch import Tensor
 
 from dist_aclgraph.device.npu import GraphPool, Npu, runtime
 from dist_aclgraph.graph.captured_graph import CapturedGraph, capture
-from dist_aclgraph.graph.decode_buffers import PADDING_KV_LEN, DecodeBuffers
+from dist_aclgraph.graph.descriptor import BatchDescriptor
+from dist_aclgraph.graph.padding import PADDING_KV_LEN
+from dist_aclgraph.graph.recording import Recording
+from dist_aclgraph.graph.step_buffers import StepBuffers
 from dist_aclgraph.graph.task_update import TaskRecorder
 from dist_aclgraph.layers.attention import AttentionMetadata, KVCache, PagedAttention
 
@@ -29,12 +32,20 @@ class Row:
     blocks: list[int]
 
 
+def make_buffers(npu: Npu, max_tokens: int = 8) -> StepBuffers:
+    return StepBuffers(npu, max_tokens, max_tokens, MAX_BLOCKS, HEADS * DIM, torch.float32)
+
+
+def decode_graph(bucket: int) -> BatchDescriptor:
+    return BatchDescriptor(bucket, bucket, 1, "FULL")
+
+
 class AttentionDecoder:
     """Graphs over one attention; token ids choose q, k and v from a table."""
 
     def __init__(self, npu: Npu, max_tokens: int = 8) -> None:
         self.npu = npu
-        self.buffers = DecodeBuffers(npu, max_tokens, MAX_BLOCKS, HEADS * DIM, torch.float32)
+        self.buffers = make_buffers(npu, max_tokens)
         generator = torch.Generator().manual_seed(1)
         self._table_cpu = torch.randn(VOCAB, (HEADS + 2 * KV_HEADS) * DIM, generator=generator)
         self._table = self._table_cpu.to(npu.device)
@@ -44,22 +55,24 @@ class AttentionDecoder:
         )
         self._attention = PagedAttention(HEADS, KV_HEADS, DIM)
         self.main = runtime().current_stream()
-        self.side, self.capturing = runtime().Stream(), runtime().Stream()
+        self.side = runtime().Stream()
         self.pool = GraphPool()
+        self.recording = Recording(npu, self.pool)
 
     def forward(self, bucket: int, tasks: TaskRecorder | None) -> None:
-        token_ids, _, slots, block_table = self.buffers.as_inputs(bucket)
+        inputs = self.buffers.inputs(decode_graph(bucket))
         metadata = AttentionMetadata(
-            slot_mapping=slots,
-            block_table=block_table,
+            slot_mapping=inputs.slot_mapping,
+            block_table=inputs.block_table,
             query_ends=list(range(1, bucket + 1)),
             kv_lens=[PADDING_KV_LEN] * bucket,
             tasks=tasks,
         )
         with torch.inference_mode():
-            q, k, v = self._split(self._table.index_select(0, token_ids))
-            out = self._attention(q, k, v.contiguous(), self.cache, metadata)
-            self.buffers.logits[:bucket].copy_(out)
+            q, k, v = self._split(self._table.index_select(0, inputs.token_ids))
+            out = torch.empty_like(q)
+            self._attention(q, k, v, out, self.cache, metadata)
+            self.buffers.logits[:bucket].copy_(out.flatten(1))
 
     @staticmethod
     def _split(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,11 +91,9 @@ class AttentionDecoder:
         self.forward(bucket, None)
         self.npu.synchronize()
         return capture(
-            bucket,
+            decode_graph(bucket),
             forward or (lambda tasks: self.forward(bucket, tasks)),
-            npu=self.npu,
-            stream=self.capturing,
-            pool=self.pool,
+            recording=self.recording,
             addresses=self.buffers.addresses,
         )
 
@@ -93,10 +104,11 @@ class AttentionDecoder:
         for i, row in enumerate(rows):
             table[i, : len(row.blocks)] = row.blocks
         self.buffers.write(
-            bucket,
+            decode_graph(bucket),
             np.array([row.tokens[-1] for row in rows], np.int32),
             positions,
             np.array([slot(row) for row in rows], np.int32),
+            np.arange(len(rows), dtype=np.int32),
             table,
         )
 
@@ -104,7 +116,7 @@ class AttentionDecoder:
         self, graph: CapturedGraph, rows: list[Row], kv_lens: list[int] | None = None, **other: Any
     ) -> Tensor:
         """Replay with the rows' true KV lengths, or with those given; return [num_rows, ...]."""
-        bucket = graph.num_tokens
+        bucket = graph.descriptor.num_tokens
         self.write(bucket, rows)
         live = [len(row.tokens) for row in rows]
         lens = kv_lens or live + [PADDING_KV_LEN] * (bucket - len(rows))

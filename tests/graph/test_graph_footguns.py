@@ -54,7 +54,7 @@ def test_a_host_read_inside_a_capture_is_refused(decoder: AttentionDecoder) -> N
         decoder.forward(1, tasks)
         decoder.buffers.logits[0, 0].item()
 
-    with pytest.raises(DistAclGraphError, match="capturing bucket 1"):
+    with pytest.raises(DistAclGraphError, match="capturing full decode 1"):
         decoder.capture(1, forward)
 
 
