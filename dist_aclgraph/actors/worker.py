@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +17,10 @@ import ray
 from dist_aclgraph.actors.step_channel import ChannelAddress, StepReceiver
 from dist_aclgraph.config import Config, visible_devices
 from dist_aclgraph.errors import DistAclGraphError, RankDisagreementError
-from dist_aclgraph.graph.budget import StreamOffer
-from dist_aclgraph.graph.plan import CaptureCause, CaptureCost, GraphPlan
+from dist_aclgraph.graph.budget import Probe, StreamOffer
+from dist_aclgraph.graph.commands import GraphAnswer, GraphCommand
+from dist_aclgraph.graph.descriptor import BatchDescriptor
+from dist_aclgraph.graph.plan import CaptureCost, GraphPlan
 from dist_aclgraph.models.spec import read_model_spec
 from dist_aclgraph.scheduler.step import StepPlan, StepResult
 
@@ -28,8 +29,7 @@ if TYPE_CHECKING:
     from dist_aclgraph.engine.model_runner import ModelRunner
     from dist_aclgraph.models.dense import DenseDecoder
 
-
-NO_COST = CaptureCost()
+NO_PLAN = GraphPlan(version=0, mode="NONE", budget_model="legacy-last")
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,6 @@ class WorkerInfo:
     npu_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class CaptureOutcome:
-    """How one bucket's warm-up or capture went on one rank; ``failure`` is None if it succeeded."""
-
-    rank: int
-    cost: CaptureCost = NO_COST
-    failure: CaptureCause | None = None
-    message: str = ""
-
-
 class Worker:
     """State of one rank, from placement to death. A worker is never restarted: its group is."""
 
@@ -63,7 +53,8 @@ class Worker:
         self._phase = "PLACING"
         self._last_step = -1
         self._progress = (0, 0)  # layers loaded, layers in all
-        self._plan: GraphPlan
+        self._doing = ""
+        self._plan = NO_PLAN
         self._npu: Npu
         self._model: DenseDecoder
         self._runner: ModelRunner
@@ -72,11 +63,12 @@ class Worker:
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def ping(self) -> dict[str, Any]:
-        """Say where this worker stands: rank, phase, last step, and progress of loading."""
+        """Say where this worker stands: rank, phase, last step, progress of loading."""
         return {
             "rank": self._rank,
             "phase": self._phase,
             "step": self._last_step,
+            "doing": self._doing,
             "progress": self._progress,
         }
 
@@ -135,31 +127,37 @@ class Worker:
     def _note_progress(self, done: int, total: int) -> None:
         self._progress = (done, total)
 
-    def free_bytes(self) -> int:
-        """Return the device memory that is free, once weights are loaded."""
-        return self._npu.memory().free_bytes
-
-    def make_runner(self, num_blocks: int, max_len: int, max_decode_tokens: int) -> None:
-        """Allocate KV blocks and static buffers, the same number on every rank."""
+    def make_runner(self, num_blocks: int, max_len: int, graphs: list[BatchDescriptor]) -> None:
+        """Make a runner with a KV cache for trying things out, and buffers for all ``graphs``."""
         from dist_aclgraph.device.npu import translated
         from dist_aclgraph.engine.model_runner import ModelRunner
 
         self._phase = "NEGOTIATING"
-        with translated("allocating the KV cache and the buffers of decode graphs"):
+        with translated("allocating the buffers of graphs"):
             self._runner = ModelRunner(
                 self._config,
                 self._npu,
                 self._model,
                 num_blocks=num_blocks,
                 max_len=max_len,
-                max_decode_tokens=max_decode_tokens,
+                graphs=graphs,
                 owns_output=self._group.rank == 0,
             )
 
-    def offer(self) -> StreamOffer:
+    def make_cache(self, num_blocks: int) -> None:
+        """Allocate the KV cache, of as many blocks as every other rank's."""
+        from dist_aclgraph.device.npu import translated
+
+        with translated("allocating the KV cache"):
+            self._runner.make_cache(num_blocks)
+
+    def offer(self, probes: list[CaptureCost], graphs: list[BatchDescriptor]) -> StreamOffer:
         """Say what this rank can give to graphs.
 
-        Called after one eager step, when the HCCL domains and side streams exist.
+        Called after eager steps, when the HCCL domains and side streams exist.
+
+        Args:
+            probes: what this rank paid for the capture of each of ``graphs``, given back since.
         """
         available = self._npu.available_streams()
         return StreamOffer(
@@ -168,46 +166,57 @@ class Worker:
             reserve=self._config.graph.reserve_streams,
             free_bytes=self._npu.memory().free_bytes,
             device=self._npu.name,
-            taken={"default, update and capture streams, HCCL": self._streams_at_open - available},
+            card=f"{socket.gethostname()}:{','.join(map(str, visible_devices() or (os.getpid(),)))}",
+            taken=self._npu.streams_taken(self._streams_at_open),
+            probes=tuple(
+                Probe(graph=graph, streams=cost.streams, bytes=cost.bytes, seconds=cost.seconds)
+                for graph, cost in zip(graphs, probes, strict=True)
+            ),
         )
 
-    def confirm(self, plan: GraphPlan) -> str:
-        """Adopt a plan; return the hash of what this rank now holds."""
-        self._plan = plan
-        return plan.hash
-
-    def warm_up(self, bucket: int) -> CaptureOutcome:
-        """Run one bucket eagerly on padding rows; all ranks together, it communicates."""
-        self._phase = "CAPTURING"
-        return self._attempt(lambda: self._runner.warm_up(bucket))
-
-    def capture(self, bucket: int, plan_hash: str) -> CaptureOutcome:
-        """Capture one bucket of the plan that ``plan_hash`` names."""
-        if plan_hash != self._plan.hash:
-            raise RankDisagreementError(
-                f"asked to capture for plan {plan_hash[:12]}, holds {self._plan.hash[:12]}",
-                self._rank,
-                "CAPTURING",
-            )
-        return self._attempt(lambda: self._runner.capture(bucket))
-
-    def _attempt(self, work: Callable[[], CaptureCost | None]) -> CaptureOutcome:
+    def carry_out(self, command: GraphCommand) -> GraphAnswer:
+        """Do one move of a graph transaction: a call before serving, a message while serving."""
         from dist_aclgraph.device.failures import classify
 
+        if self._phase != "SERVING":
+            self._phase = "CAPTURING"
+        self._doing = str(command)
+        cost, failure, message = CaptureCost(), None, ""
         try:
-            cost = work()
+            cost = self._move(command) or cost
         except DistAclGraphError as e:
-            return CaptureOutcome(self._rank, failure=classify(e), message=str(e))
-        return CaptureOutcome(self._rank) if cost is None else CaptureOutcome(self._rank, cost)
+            failure, message = classify(e), str(e)
+        self._doing = ""
+        return GraphAnswer(
+            command.epoch,
+            command.number,
+            self._group.rank,
+            failure=failure,
+            message=message,
+            plan_hash=self._plan.hash,
+            cost=cost,
+            free_streams=self._npu.available_streams(),
+            live_bytes=self._runner.pool_memory.live_bytes,
+        )
 
-    def release(self, bucket: int) -> int:
-        """Undo the capture of a bucket; return the streams that are available then."""
-        self._runner.release(bucket)
-        return self._npu.available_streams()
+    def _move(self, command: GraphCommand) -> CaptureCost | None:
+        if command.plan is not None:
+            self._plan = command.plan
+            return None
+        assert command.graph is not None
+        if command.action == "capture":
+            return self._runner.capture(command.graph)
+        moves = {
+            "prepare": self._runner.warm_up,
+            "commit": self._runner.commit,
+            "release": self._runner.release,
+        }
+        moves[command.action](command.graph)
+        return None
 
     def pool_bytes(self) -> int:
         """Bytes that all captured graphs together hold."""
-        return self._runner.pool_bytes
+        return self._runner.pool_memory.total_bytes
 
     def check_plan(self, step: StepPlan) -> None:
         """Refuse a step that was decided for another graph plan than the one held here.
@@ -235,6 +244,9 @@ class Worker:
         gc.freeze()
         try:
             while (plan := channel.receive(self._epoch)) is not None:
+                if isinstance(plan, GraphCommand):
+                    channel.send(self.carry_out(plan))
+                    continue
                 self._last_step = plan.step
                 try:
                     self.check_plan(plan)

@@ -12,9 +12,12 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 
 from dist_aclgraph.actors import placement
-from dist_aclgraph.actors.worker import CaptureOutcome, Worker, WorkerInfo
+from dist_aclgraph.actors.worker import Worker, WorkerInfo
 from dist_aclgraph.config import Config, child_environment
 from dist_aclgraph.errors import DistAclGraphError, WorkerLostError, WorkerStartTimeoutError
+from dist_aclgraph.graph.commands import GraphAction, GraphAnswer, GraphCommand
+from dist_aclgraph.graph.descriptor import BatchDescriptor
+from dist_aclgraph.graph.plan import GraphPlan
 
 PEERS_OF_A_FAILURE_S = 5.0  # how long ranks are waited for once one of them has failed
 
@@ -34,6 +37,7 @@ class WorkerGroup:
     workers: list[Any]
     bundles: PlacementGroup
     infos: list[WorkerInfo] = field(default_factory=list)
+    _num_commands: int = 0
 
     def call(
         self,
@@ -76,6 +80,22 @@ class WorkerGroup:
                 deadline_s = min(deadline_s, time.monotonic() + PEERS_OF_A_FAILURE_S)
         return [answers[i] for i in range(len(refs))]
 
+    def carry_out(
+        self,
+        action: GraphAction,
+        timeout_s: float,
+        graph: BatchDescriptor | None = None,
+        plan: GraphPlan | None = None,
+    ) -> list[GraphAnswer]:
+        """Have every rank do one move of a graph transaction.
+
+        Raises:
+            WorkerError: as ``call`` does.
+        """
+        self._num_commands += 1
+        command = GraphCommand(0, self._num_commands, action, graph, plan)
+        return self.call("carry_out", "CAPTURING", timeout_s, same(command))
+
     def start_loops(self, address: Any) -> list[Any]:
         """Send every worker into its step loop; the returned references are the death notices."""
         return [worker.run_loop.remote(address) for worker in self.workers]
@@ -94,8 +114,13 @@ class WorkerGroup:
         placement.release(self.bundles)
 
 
+def same(*arguments: Any) -> Callable[[int], tuple[Any, ...]]:
+    """Arguments of a call that are the same for every rank."""
+    return lambda _: arguments
+
+
 def _has_failed(answer: Any) -> bool:
-    return isinstance(answer, CaptureOutcome) and answer.failure is not None
+    return isinstance(answer, GraphAnswer) and answer.failure is not None
 
 
 def _silence(

@@ -1,0 +1,124 @@
+"""Changing the graphs of a lockstep group: all ranks or none, one graph at a time.
+
+Prepare, vote, capture, vote, commit. Each move has a deadline. A capture's vote carries a digest of
+the operators that were recorded: ranks that captured different graphs would hang in the first
+replay, so they find out before. What fails on one rank is undone on all, and every rank proves that
+its streams and the pool's bytes are back where they were.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from dist_aclgraph.errors import CaptureError, RankDisagreementError
+from dist_aclgraph.graph.commands import GraphAction, GraphAnswer
+from dist_aclgraph.graph.descriptor import BatchDescriptor
+from dist_aclgraph.graph.plan import CaptureCost, CaptureFailure, GraphPlan
+
+
+class Ranks(Protocol):
+    """All ranks of one lockstep group, as far as their graphs are concerned."""
+
+    ranks: tuple[int, ...]
+
+    def carry_out(
+        self,
+        action: GraphAction,
+        timeout_s: float,
+        graph: BatchDescriptor | None = None,
+        plan: GraphPlan | None = None,
+    ) -> list[GraphAnswer]:
+        """Have every rank do it and return the answers, in the order of ``ranks``.
+
+        Raises:
+            WorkerError: a rank is lost or did not answer in time; names it.
+        """
+
+
+@dataclass(frozen=True)
+class GraphTransaction:
+    """Changes to the graphs of one group.
+
+    Attributes:
+        vote_s: limit of a move that takes no time: adopt, commit, release.
+        work_s: limit of preparing a graph, and of capturing it.
+    """
+
+    ranks: Ranks
+    vote_s: float
+    work_s: float
+
+    def adopt(self, plan: GraphPlan) -> None:
+        """Have every rank hold ``plan`` and prove it by its hash.
+
+        Raises:
+            RankDisagreementError: a rank holds another plan.
+        """
+        answers = self.ranks.carry_out("adopt", self.vote_s, plan=plan)
+        for rank, answer in zip(self.ranks.ranks, answers, strict=True):
+            if answer.plan_hash != plan.hash:
+                raise RankDisagreementError(
+                    f"holds plan {answer.plan_hash[:12]} instead of {plan.hash[:12]} "
+                    f"(version {plan.version})",
+                    rank,
+                    "NEGOTIATING",
+                )
+
+    def capture(self, graph: BatchDescriptor) -> list[CaptureCost] | CaptureFailure:
+        """Capture one graph on all ranks; return each rank's cost, or the failure that undid it.
+
+        Raises:
+            RankDisagreementError: the ranks recorded different operators; nothing is left behind.
+            CaptureError: a rank did not get its streams or bytes back.
+        """
+        before = self.ranks.carry_out("prepare", self.work_s, graph)
+        if (failure := self._first_failure(graph, before)) is not None:
+            return failure
+        captured = self.ranks.carry_out("capture", self.work_s, graph)
+        if (failure := self._first_failure(graph, captured)) is not None:
+            self._undo(graph, before)
+            return failure
+        digests = [answer.cost.digest for answer in captured]
+        if len(set(digests)) > 1:
+            self._undo(graph, before)
+            raise self._disagreement(graph, digests)
+        self.ranks.carry_out("commit", self.vote_s, graph)
+        return [answer.cost for answer in captured]
+
+    def release(self, graphs: Iterable[BatchDescriptor]) -> None:
+        """Give the streams of these graphs back, on all ranks."""
+        for graph in sorted(graphs):
+            self.ranks.carry_out("release", self.vote_s, graph)
+
+    def _first_failure(
+        self, graph: BatchDescriptor, answers: list[GraphAnswer]
+    ) -> CaptureFailure | None:
+        for rank, answer in zip(self.ranks.ranks, answers, strict=True):
+            if answer.failure is not None:
+                return CaptureFailure(graph, rank, answer.failure, answer.message)
+        return None
+
+    def _undo(self, graph: BatchDescriptor, before: list[GraphAnswer]) -> None:
+        after = self.ranks.carry_out("release", self.vote_s, graph)
+        for rank, then, now in zip(self.ranks.ranks, before, after, strict=True):
+            streams = then.free_streams - now.free_streams
+            held = now.live_bytes - then.live_bytes
+            if streams > 0 or held > 0:
+                raise CaptureError(
+                    f"rank {rank} did not get back {max(0, streams)} streams and {max(0, held)} "
+                    f"bytes after the capture of {graph} was undone; restart the deployment"
+                )
+
+    def _disagreement(self, graph: BatchDescriptor, digests: list[str]) -> RankDisagreementError:
+        usual, _ = Counter(digests).most_common(1)[0]
+        other = next(i for i, digest in enumerate(digests) if digest != usual)
+        return RankDisagreementError(
+            f"captured other operators for {graph} than the ranks beside it (digest "
+            f"{digests[other][:12]}, theirs {usual[:12]}); its replay would hang; compare "
+            "versions and settings of the nodes",
+            self.ranks.ranks[other],
+            "CAPTURING",
+        )
