@@ -20,8 +20,15 @@ from pydantic import Field, model_validator
 from dist_aclgraph.errors import ConfigError
 
 GraphMode = Literal["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
-BudgetModelName = Literal["legacy-0.11", "legacy-0.13", "legacy-0.20", "legacy-last"]
-SUPPORTED_GRAPH_MODES: tuple[GraphMode, ...] = ("NONE", "FULL_DECODE_ONLY")
+BudgetModelName = Literal[
+    "legacy-0.11",
+    "legacy-0.13",
+    "legacy-0.20",
+    "legacy-last",
+    "cann-pinned",
+    "cann-software-sq",
+    "calibrated",
+]
 
 
 class Section(pydantic.BaseModel):
@@ -56,6 +63,14 @@ class GraphConfig(Section):
     mixed_sizes: tuple[int, ...] | None = Field(
         None, description="sizes for mixed batches, where decode batches have graphs of their own"
     )
+    traffic: dict[int, float] | None = Field(
+        None,
+        description="how often batches of so many tokens are expected, to choose sizes for; null "
+        "expects small ones most often",
+    )
+    mixed_traffic: dict[int, float] | None = Field(
+        None, description="the same for mixed batches, where traffic is that of decode batches"
+    )
     budget_model: BudgetModelName = Field(
         "legacy-last", description="prices graphs in streams; see `dist-aclgraph plan`"
     )
@@ -71,6 +86,9 @@ class GraphConfig(Section):
         for sizes in (self.sizes, self.mixed_sizes):
             if sizes is not None and (not sizes or min(sizes) < 1):
                 raise ValueError("must be a non-empty list of positive token counts")
+        for traffic in (self.traffic, self.mixed_traffic):
+            if traffic is not None and any(n < 1 or weight < 0 for n, weight in traffic.items()):
+                raise ValueError("traffic maps positive token counts to weights of at least 0")
         return self
 
 
@@ -208,11 +226,6 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_supported(self) -> Config:
-        if self.graph.mode not in SUPPORTED_GRAPH_MODES:
-            raise ValueError(
-                f"graph.mode is {self.graph.mode}; this version supports "
-                f"{' and '.join(SUPPORTED_GRAPH_MODES)}"
-            )
         for key in ("ep", "dcp", "pcp"):
             size = getattr(self.parallel, key)
             if size != 1:

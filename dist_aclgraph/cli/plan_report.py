@@ -13,11 +13,19 @@ from rich.table import Table
 
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.graph.buckets import candidate_sizes
-from dist_aclgraph.graph.budget import BudgetModel, StreamOffer, Workload, make_budget_model
+from dist_aclgraph.graph.buckets import candidate_families
+from dist_aclgraph.graph.budget import (
+    BudgetModel,
+    StreamOffer,
+    Workload,
+    make_budget_model,
+    max_piecewise_sizes,
+    total,
+)
 from dist_aclgraph.graph.ledger import Ledger
 from dist_aclgraph.graph.negotiation import negotiate
 from dist_aclgraph.graph.plan import GraphPlan
+from dist_aclgraph.graph.traffic import Traffic
 from dist_aclgraph.kv.spec import KVCacheSpec, kv_heads_per_rank
 from dist_aclgraph.model_facts import ModelFacts, read_model_facts
 from dist_aclgraph.topology import ParallelLayout
@@ -67,10 +75,19 @@ def plan_report(config: Config) -> dict[str, Any]:
             "mode": config.graph.mode,
             "scope": config.graph.scope,
             "budget_model": model.name,
-            "candidates": list(candidate_sizes(config)),
-            "price_per_bucket": model.price(1, workload),
-            "fixed_price": model.fixed_price(workload),
-            "terms": [asdict(term) for term in model.explain(workload)],
+            "families": [
+                {
+                    "name": family.name,
+                    "run_mode": family.run_mode,
+                    "query_len": family.query_len,
+                    "candidates": list(family.buckets),
+                    "price_per_bucket": total(model.price(family, workload, offers[0])),
+                    "terms": [asdict(t) for t in model.price(family, workload, offers[0])],
+                }
+                for family in candidate_families(config)
+            ],
+            "fixed_price": total(model.fixed(workload, offers[0])),
+            "fixed_terms": [asdict(term) for term in model.fixed(workload, offers[0])],
         },
         "plans": [_plan_entry(group, plan) for group, plan in enumerate(plans)],
         "ranks": [
@@ -98,15 +115,17 @@ def render_plan(report: dict[str, Any], console: Console) -> None:
     )
     for sentence in report["assumptions"]:
         console.print(f"  assumed: {sentence}")
-    console.print(
-        f"Graphs: {graph['mode']}, priced by {graph['budget_model']}: "
-        f"{graph['price_per_bucket']} streams per bucket, {graph['fixed_price']} fixed"
-    )
-    for term in graph["terms"]:
-        console.print(f"  {term['total']:5} {term['name']}: {term['why']}")
+    console.print(f"Graphs: {graph['mode']}, priced by {graph['budget_model']}")
+    for family in graph["families"]:
+        console.print(f"  {family['price_per_bucket']} streams for each {family['name']} bucket")
+        _print_terms(family["terms"], console)
+    console.print(f"  {graph['fixed_price']} streams fixed")
+    _print_terms(graph["fixed_terms"], console)
     for plan in report["plans"]:
-        buckets = ", ".join(map(str, plan["buckets"])) or "none"
-        console.print(f"Group {plan['group']}: buckets {buckets}  (plan {plan['hash'][:12]})")
+        console.print(f"Group {plan['group']}: plan {plan['hash'][:12]}")
+        for family in plan["families"]:
+            buckets = ", ".join(map(str, family["buckets"]))
+            console.print(f"  {family['name']} buckets {buckets}")
         for reason in plan["reasons"]:
             console.print(f"  {reason}")
     console.print(_rank_table(report["ranks"]))
@@ -117,15 +136,19 @@ def render_plan(report: dict[str, Any], console: Console) -> None:
     )
 
 
+def _print_terms(terms: list[dict[str, Any]], console: Console) -> None:
+    for term in terms:
+        console.print(f"    {term['total']:5} {term['name']}: {term['why']}")
+
+
 def _rank_table(ranks: list[dict[str, Any]]) -> Table:
-    table = Table("rank", "group", "device", "offers", "affords", "captures", "costs", "left")
+    table = Table("rank", "group", "device", "offers", "captures", "costs", "left")
     for entry in ranks:
         table.add_row(
             str(entry["rank"]),
             str(entry["group"]),
             entry["device"],
             f"{entry['usable']} of {entry['available']} streams",
-            f"{entry['max_buckets']} buckets",
             f"{entry['num_buckets']} buckets",
             f"{entry['planned_streams']} streams",
             f"{entry['left_streams']} streams",
@@ -141,15 +164,22 @@ def _plans(
     workload: Workload,
 ) -> list[GraphPlan]:
     """Return one plan per lockstep group; with scope cluster, the same for all."""
-    sizes = candidate_sizes(config)
-    limit = config.scheduler.max_num_seqs
+    families = candidate_families(config)
+    traffic = Traffic.from_config(config.graph)
+
+    def negotiated(ranks: list[StreamOffer]) -> GraphPlan:
+        return negotiate(
+            ranks,
+            families,
+            model,
+            workload,
+            traffic=traffic,
+            max_num_seqs=config.scheduler.max_num_seqs,
+        )
+
     if config.graph.scope == "cluster":
-        plan = negotiate(offers, sizes, model, workload, max_num_seqs=limit)
-        return [plan] * len(layout.lockstep_groups)
-    return [
-        negotiate([offers[rank] for rank in group], sizes, model, workload, max_num_seqs=limit)
-        for group in layout.lockstep_groups
-    ]
+        return [negotiated(offers)] * len(layout.lockstep_groups)
+    return [negotiated([offers[rank] for rank in group]) for group in layout.lockstep_groups]
 
 
 def _plan_entry(group: int, plan: GraphPlan) -> dict[str, Any]:
@@ -157,8 +187,10 @@ def _plan_entry(group: int, plan: GraphPlan) -> dict[str, Any]:
         "group": group,
         "version": plan.version,
         "hash": plan.hash,
-        "buckets": list(plan.buckets),
-        "capture_order": list(plan.capture_order),
+        "families": [
+            {"name": family.name, "buckets": list(family.buckets)} for family in plan.families
+        ],
+        "capture_order": [str(graph) for graph in plan.capture_order],
         "reasons": list(plan.reasons),
     }
 
@@ -171,7 +203,8 @@ def _rank_entry(
     workload: Workload,
 ) -> dict[str, Any]:
     ledger = Ledger.predict(offer, plan, model, workload)
-    streams = ledger.predicted_streams + (model.fixed_price(workload) if plan.buckets else 0)
+    fixed = total(model.fixed(workload, offer)) if plan.families else 0
+    streams = ledger.predicted_streams + fixed
     return {
         "rank": offer.rank,
         "group": layout.lockstep_group_of(offer.rank),
@@ -181,8 +214,7 @@ def _rank_entry(
         "reserve": offer.reserve,
         "usable": offer.usable,
         "free_bytes": offer.free_bytes,
-        "max_buckets": model.max_buckets(offer, workload),
-        "num_buckets": len(plan.buckets),
+        "num_buckets": plan.num_graphs,
         "prices": {entry.term: entry.predicted for entry in ledger.entries},
         "planned_streams": streams,
         "left_streams": offer.usable - streams,
@@ -193,12 +225,14 @@ def _offer(config: Config, rank: int, free_bytes: int) -> StreamOffer:
     emulator = config.device.emulator
     is_npu = config.device.kind == "npu"
     streams = NPU_STREAMS if is_npu else emulator.streams_by_rank.get(rank, emulator.streams)
+    device = "NPU" if is_npu else f"emulated {emulator.soc}"
     return StreamOffer(
         rank=rank,
         available=streams,
         reserve=config.graph.reserve_streams,
         free_bytes=free_bytes,
-        device="NPU" if is_npu else f"emulated {emulator.soc}",
+        device=device,
+        max_sizes=max_piecewise_sizes(device),
     )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
-from dist_aclgraph.graph.budget import BudgetModel, BudgetTerm, StreamOffer, Workload
+from dist_aclgraph.graph.budget import BudgetModel, StreamOffer, Workload, total
 from dist_aclgraph.graph.plan import GraphPlan
 
 TOLERANCE = 0.10  # relative difference between prediction and measurement that is worth a warning
@@ -33,24 +35,32 @@ class Ledger(msgspec.Struct, kw_only=True):
         cls, offer: StreamOffer, plan: GraphPlan, budget_model: BudgetModel, workload: Workload
     ) -> Ledger:
         """Return the ledger of a rank before capture: everything predicted, nothing measured."""
+        prices = {
+            family.name: budget_model.price(family, workload, offer) for family in plan.families
+        }
+        fixed = budget_model.fixed(workload, offer) if plan.families else ()
         entries = [
             LedgerEntry(
-                term=bucket_term(bucket),
+                term=str(graph),
                 unit="streams",
-                predicted=budget_model.price(bucket, workload),
+                predicted=total(prices[family.name]),
             )
-            for bucket in plan.capture_order
+            for graph in plan.capture_order
+            for family in plan.families
+            if family.has(graph)
         ]
-        if workload.bytes_per_token and plan.buckets:
-            pool = plan.buckets[-1] * workload.bytes_per_token
+        if pool := pool_bytes(plan, offer, budget_model, workload):
             entries.append(LedgerEntry(term="graph pool", unit="bytes", predicted=pool))
-        terms: list[BudgetTerm] = budget_model.explain(workload)
         return cls(
             rank=offer.rank,
             offered_streams=offer.usable,
             offered_bytes=offer.free_bytes,
             entries=entries,
-            terms={term.name: term.total for term in terms},
+            terms={
+                f"{name}: {term.name}": term.total
+                for name, price in {**prices, "fixed": fixed}.items()
+                for term in price
+            },
         )
 
     @property
@@ -76,6 +86,17 @@ class Ledger(msgspec.Struct, kw_only=True):
         ]
 
 
-def bucket_term(bucket: int) -> str:
-    """Return the name under which a ledger keeps a bucket."""
-    return f"bucket {bucket}"
+def pool_bytes(
+    plan: GraphPlan, offer: StreamOffer, budget_model: BudgetModel, workload: Workload
+) -> int:
+    """Return the bytes that all graphs of a plan take together on a rank; 0 where unknown.
+
+    They share one pool and are captured largest first, so that the most expensive one counts alone.
+    """
+    return max(
+        (
+            math.ceil(max(family.buckets) * budget_model.bytes_per_token(family, workload, offer))
+            for family in plan.families
+        ),
+        default=0,
+    )

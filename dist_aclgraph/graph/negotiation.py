@@ -1,50 +1,77 @@
-"""One set of buckets that every rank can afford, chosen by a pure function from all offers."""
+"""One set of graphs that every rank can afford, chosen by a pure function from all offers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import msgspec
+import numpy as np
 
 from dist_aclgraph.errors import GraphError, StreamBudgetError
-from dist_aclgraph.graph.budget import BudgetModel, StreamOffer, Workload, trim_sizes
+from dist_aclgraph.graph.buckets import GraphFamily
+from dist_aclgraph.graph.budget import (
+    BudgetModel,
+    Limit,
+    StreamOffer,
+    Workload,
+    share_cards,
+    total,
+)
+from dist_aclgraph.graph.choice import Choices, choices, step_costs
 from dist_aclgraph.graph.plan import GraphPlan
+from dist_aclgraph.graph.traffic import Traffic, weights_of
 
-__all__ = ["StreamOffer", "negotiate"]
+__all__ = ["RankLimit", "StreamOffer", "negotiate", "tightest_limits"]
+
+NAMED_RANKS = 8  # in an error message; the others are counted
+
+
+@dataclass(frozen=True)
+class RankLimit:
+    """The tightest of equal limits, and a rank that has it."""
+
+    limit: Limit
+    rank: int
 
 
 def negotiate(
     offers: Sequence[StreamOffer],
-    candidate_sizes: Sequence[int],
+    families: Sequence[GraphFamily],
     budget_model: BudgetModel,
     workload: Workload,
     *,
+    traffic: Traffic | None = None,
     version: int = 1,
     max_num_seqs: int = 0,
 ) -> GraphPlan:
-    """Choose the buckets that every rank can capture.
+    """Choose the buckets that every rank can capture, and that cost the traffic least.
 
     The plan is the same on all ranks, because a collective inside a graph must be replayed by all
-    members, and the same for any order of the offers. It never holds more buckets than the budget
-    model allows any rank; smallest and largest affordable size stay. Units: streams and bytes.
+    members, and the same for any order of the offers. It keeps every limit that the budget model
+    names on any rank; of the families, each keeps the largest size that fits in memory, as long as
+    a bucket is left for it. Units: streams and bytes.
+
+    Args:
+        families: with all candidate sizes; none where ``workload.mode`` is NONE.
+        traffic: None takes a prior that is dense at small sizes.
 
     Raises:
         GraphError: there are no offers or no sizes, or two offers come from one rank.
         StreamBudgetError: not even one bucket fits; lists offer and cost per rank.
     """
     offers = sorted(offers, key=lambda offer: offer.rank)
-    sizes = sorted(set(candidate_sizes))
     if not offers or len({offer.rank for offer in offers}) < len(offers):
         raise GraphError(f"need one offer of each rank, got {[offer.rank for offer in offers]}")
-    if not sizes and workload.mode != "NONE":
-        raise GraphError("there are no candidate sizes to choose from")
-    workload = replace(workload, num_candidates=len(sizes))
+    offers = share_cards(offers)
 
-    def plan(buckets: Sequence[int], reasons: Sequence[str]) -> GraphPlan:
+    def plan(chosen: Sequence[GraphFamily], reasons: Sequence[str]) -> GraphPlan:
         return GraphPlan(
             version=version,
             mode=workload.mode,
-            buckets=tuple(buckets),
-            query_len=workload.query_len,
+            families=tuple(chosen),
             max_num_seqs=max_num_seqs,
             budget_model=budget_model.name,
             reasons=tuple(reasons),
@@ -52,59 +79,191 @@ def negotiate(
 
     if workload.mode == "NONE":
         return plan((), ["graph.mode is NONE"])
-    reasons = []
-    fitting = _sizes_that_fit_memory(sizes, offers, workload)
-    if len(fitting) < len(sizes):
-        poorest = min(offers, key=lambda offer: offer.free_bytes)
-        reasons.append(
-            f"sizes above {fitting[-1]} need more than the {poorest.free_bytes} bytes "
-            f"of rank {poorest.rank}"
+    if not families or not all(family.buckets for family in families):
+        raise GraphError("there are no candidate sizes to choose from")
+    fitting, reasons = _fit_memory(families, offers, budget_model, workload)
+    limits = tightest_limits(offers, fitting, budget_model, workload)
+    menus = [
+        _menu(family, weights, limits, index, offers)
+        for index, (family, weights) in enumerate(
+            zip(fitting, weights_of(traffic, fitting), strict=True)
         )
-    limits = [budget_model.max_buckets(offer, workload) for offer in offers]
-    if min(limits) < 1:
-        raise StreamBudgetError(_shortfalls(offers, limits, budget_model, workload))
-    limit = min(limits)
-    tightest = offers[limits.index(limit)]
-    buckets = trim_sizes(fitting, limit)
-    if len(buckets) < len(fitting):
-        reasons.append(
-            f"rank {tightest.rank} affords {limit} of {len(fitting)} sizes by "
-            f"{budget_model.name}, having {tightest.usable} streams for graphs"
-        )
-    else:
-        reasons.append(
-            f"all {len(fitting)} sizes fit; rank {tightest.rank} affords {limit}, the fewest"
-        )
-    return plan(buckets, reasons)
+    ]
+    counts = _cheapest([item.limit for item in limits], menus)
+    if not any(counts):
+        raise StreamBudgetError(_shortfalls(offers, fitting, budget_model, workload))
+    for index, family in enumerate(fitting):
+        reasons.append(_why(index, family, counts, limits, budget_model))
+    chosen = [
+        msgspec.structs.replace(family, buckets=menu.choices.buckets(count))
+        for family, menu, count in zip(fitting, menus, counts, strict=True)
+    ]
+    return plan([family for family in chosen if family.buckets], reasons)
 
 
-def _sizes_that_fit_memory(
-    sizes: Sequence[int], offers: Sequence[StreamOffer], workload: Workload
-) -> list[int]:
-    poorest = min(offers, key=lambda offer: offer.free_bytes)
-    fitting = [size for size in sizes if size * workload.bytes_per_token <= poorest.free_bytes]
+def tightest_limits(
+    offers: Sequence[StreamOffer],
+    families: Sequence[GraphFamily],
+    budget_model: BudgetModel,
+    workload: Workload,
+) -> list[RankLimit]:
+    """Return the limits that hold for all ranks together: of equal prices, the smallest amount."""
+    found: dict[tuple[str, tuple[int, ...]], RankLimit] = {}
+    for offer in offers:
+        for limit in budget_model.limits(families, workload, offer):
+            key = (limit.what, limit.prices)
+            if key not in found or limit.amount < found[key].limit.amount:
+                found[key] = RankLimit(limit, offer.rank)
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class _Menu:
+    """What a family could capture, by number of buckets; with none, its weight runs eagerly."""
+
+    choices: Choices
+    weight: float
+
+
+def _menu(
+    family: GraphFamily,
+    weights: Mapping[int, float],
+    limits: Sequence[RankLimit],
+    index: int,
+    offers: Sequence[StreamOffer],
+) -> _Menu:
+    probes = [probe for offer in offers if (probe := offer.probe_of(family)) is not None]
+    seconds: dict[int, float] = {}
+    for probe in probes:  # a step takes as long as it does on the slowest rank
+        size = probe.graph.num_tokens
+        if probe.seconds:
+            seconds[size] = max(seconds.get(size, 0.0), probe.seconds)
+    alone = [most for item in limits if (most := item.limit.most(index)) is not None]
+    count = min([len(family.buckets), *alone])
+    found = choices(family.buckets, weights, step_costs(family.buckets, seconds), count)
+    return _Menu(found, sum(weights.values()))
+
+
+def _cheapest(limits: Sequence[Limit], menus: Sequence[_Menu]) -> tuple[int, ...]:
+    """Return the affordable numbers of buckets with the least expected cost in all.
+
+    A family without a bucket runs eagerly, which no saving elsewhere makes good: first as few such
+    families as possible, of the least weight; then cost; then fewer buckets.
+    """
+
+    def key(counts: tuple[int, ...]) -> tuple[int, float, float, int]:
+        pairs = list(zip(menus, counts, strict=True))
+        empty = [menu.weight for menu, count in pairs if not count]
+        cost = sum(float(menu.choices.costs[count]) for menu, count in pairs if count)
+        return len(empty), sum(empty), cost, sum(counts)
+
+    best = min(_maximal(limits, [len(menu.choices.costs) - 1 for menu in menus]), key=key)
+    return tuple(int(menu.choices.counts[count]) for menu, count in zip(menus, best, strict=True))
+
+
+def _maximal(limits: Sequence[Limit], most: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield counts that keep all limits; for each choice of the others, the most of the last."""
+    *head, last = most
+    for counts in product(*(range(n + 1) for n in head)):
+        left = [
+            limit.amount - int(np.dot(limit.prices[:-1], counts)) if counts else limit.amount
+            for limit in limits
+        ]
+        if any(amount < 0 for amount in left):
+            continue
+        rest = [
+            amount // limit.prices[-1]
+            for limit, amount in zip(limits, left, strict=True)
+            if limit.prices[-1]
+        ]
+        yield (*counts, min([last, *rest]))
+
+
+def _fit_memory(
+    families: Sequence[GraphFamily],
+    offers: Sequence[StreamOffer],
+    budget_model: BudgetModel,
+    workload: Workload,
+) -> tuple[list[GraphFamily], list[str]]:
+    """Return the families without the sizes that some rank has no memory for, and why."""
+    fitting, reasons, lacking = [], [], []
+    for family in families:
+        room = [_room(family, offer, budget_model, workload) for offer in offers]
+        tokens, poorest = min(zip(room, offers, strict=True), key=lambda pair: pair[0])
+        buckets = tuple(bucket for bucket in family.buckets if bucket <= tokens)
+        have = f"{poorest.free_bytes} bytes of rank {poorest.rank}"
+        if not buckets:
+            each = budget_model.bytes_per_token(family, workload, poorest)
+            need = math.ceil(family.buckets[0] * each)
+            lacking.append(
+                f"{family.name}: rank {poorest.rank} offers {poorest.free_bytes} bytes; the "
+                f"smallest bucket ({family.buckets[0]} tokens) costs {need}, "
+                f"{need - poorest.free_bytes} too many"
+            )
+            continue
+        if len(buckets) < len(family.buckets):
+            reasons.append(f"{family.name} sizes above {buckets[-1]} need more than the {have}")
+        fitting.append(msgspec.structs.replace(family, buckets=buckets))
     if not fitting:
-        need = sizes[0] * workload.bytes_per_token
         raise StreamBudgetError(
-            f"rank {poorest.rank} offers {poorest.free_bytes} bytes; the smallest bucket "
-            f"({sizes[0]} tokens) costs {need}, {need - poorest.free_bytes} too many; lower "
-            "kv.memory_fraction, or set graph.mode to NONE"
+            f"{'; '.join(lacking)}; lower kv.memory_fraction, or set graph.mode to NONE"
         )
-    return fitting
+    return fitting, [*lacking, *reasons]
+
+
+def _room(
+    family: GraphFamily, offer: StreamOffer, budget_model: BudgetModel, workload: Workload
+) -> float:
+    """Return the tokens of the largest bucket that a rank has memory for."""
+    each = budget_model.bytes_per_token(family, workload, offer)
+    return offer.free_bytes / each if each else math.inf
+
+
+def _why(
+    index: int,
+    family: GraphFamily,
+    counts: Sequence[int],
+    limits: Sequence[RankLimit],
+    budget_model: BudgetModel,
+) -> str:
+    """Return in one sentence why a family has as many buckets as it has."""
+    count, wanted = counts[index], len(family.buckets)
+    if count == wanted:
+        return f"all {wanted} {family.name} sizes fit"
+    more = [n + (i == index) for i, n in enumerate(counts)]
+    tight = next((item for item in limits if not item.limit.admits(more)), None)
+    if tight is None:
+        return f"{count} of {wanted} {family.name} sizes serve the traffic as well as all"
+    return (
+        f"rank {tight.rank} affords {count} of {wanted} {family.name} sizes by "
+        f"{budget_model.name}, having {tight.limit.amount} {tight.limit.what}"
+    )
 
 
 def _shortfalls(
     offers: Sequence[StreamOffer],
-    limits: Sequence[int],
+    families: Sequence[GraphFamily],
     budget_model: BudgetModel,
     workload: Workload,
 ) -> str:
-    lines = [
-        f"rank {offer.rank} offers {offer.usable} streams ({offer.available} available, "
-        f"{offer.reserve} in reserve), one bucket costs {budget_model.price(1, workload)}"
-        for offer, limit in zip(offers, limits, strict=True)
-        if limit < 1
-    ]
+    """Return which ranks cannot pay for a single bucket, and what one costs there."""
+    lines = []
+    for offer in offers:
+        limits = budget_model.limits(families, workload, offer)
+        if any(all(limit.most(i) != 0 for limit in limits) for i in range(len(families))):
+            continue
+        prices = [
+            f"one {family.name} bucket costs {total(budget_model.price(family, workload, offer))}"
+            for family in families
+        ]
+        fixed = total(budget_model.fixed(workload, offer))
+        lines.append(
+            f"rank {offer.rank} offers {offer.usable} streams ({offer.available} available, "
+            f"{offer.reserve} in reserve), {', '.join(prices)} and {fixed} are fixed"
+        )
+    others = len(lines) - NAMED_RANKS
+    if others > 0:
+        lines[NAMED_RANKS:] = [f"and {others} other ranks"]
     return (
         f"not even one bucket fits by {budget_model.name}: {'; '.join(lines)}; lower "
         "graph.reserve_streams, or set graph.mode to NONE"

@@ -6,7 +6,6 @@ Also what becomes of a plan when a capture fails: a decision value, for the cont
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -57,7 +56,7 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
 
         An operator that fails speaks against its own graph alone. Where streams or memory ran out,
         the failed graph's family keeps as many buckets as it had captured, both ends among them
-        where possible. If it had captured none yet, another family took everything and gives one up.
+        where possible. If it had captured none yet, another family took all and gives one up.
 
         Raises:
             GraphError: the graph is not part of the plan.

@@ -68,7 +68,7 @@ def test_a_model_that_is_nowhere_stays_as_it_was_given(tmp_path: Path) -> None:
         ({"model": "m", "parallel": {"ep": 2}}, "parallel.ep is 2"),
         ({"model": "m", "kv": {"block_size": 40}}, "kv.block_size is 40"),
         ({"model": "m", "graph": {"sizes": []}}, "graph: must be a non-empty list"),
-        ({"model": "m", "graph": {"mode": "PIECEWISE"}}, "supports NONE and FULL_DECODE_ONLY"),
+        ({"model": "m", "graph": {"mode": "ALL"}}, "graph.mode is .ALL."),
         ({"model": "m", "speculative": {"num_tokens": 1}}, "speculative.num_tokens is 1"),
         (
             {"model": "m", "scheduler": {"max_num_seqs": 9, "max_num_batched_tokens": 8}},

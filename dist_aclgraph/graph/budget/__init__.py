@@ -1,33 +1,45 @@
-"""What captured graphs cost in streams, and how many buckets a rank can afford.
+"""What captured graphs cost in streams and bytes, and what a rank can afford.
 
-``formula.py`` holds the historical formulas, exact; ``models.py`` the budget models that price a
-workload on a rank's offer.
+``formula.py`` holds the historical formulas, exact; every budget model has a file of its own.
 """
 
+from dist_aclgraph.config import BudgetModelName
 from dist_aclgraph.graph.budget.formula import (
     LegacyInputs,
     Variant,
     legacy_sizes,
     max_buckets,
 )
-from dist_aclgraph.graph.budget.models import (
-    BudgetModel,
-    BudgetTerm,
-    LegacyBudget,
+from dist_aclgraph.graph.budget.legacy import LegacyBudget
+from dist_aclgraph.graph.budget.model import BudgetModel, BudgetTerm, Limit, Price, total
+from dist_aclgraph.graph.budget.offer import (
+    Probe,
     StreamOffer,
-    Workload,
-    make_budget_model,
+    max_piecewise_sizes,
+    share_cards,
 )
+from dist_aclgraph.graph.budget.workload import Workload
 
 __all__ = [
     "BudgetModel",
     "BudgetTerm",
     "LegacyBudget",
     "LegacyInputs",
+    "Limit",
+    "Price",
+    "Probe",
     "StreamOffer",
     "Variant",
     "Workload",
     "legacy_sizes",
     "make_budget_model",
     "max_buckets",
+    "max_piecewise_sizes",
+    "share_cards",
+    "total",
 ]
+
+
+def make_budget_model(name: BudgetModelName) -> BudgetModel:
+    """Return the budget model that the configuration names."""
+    return LegacyBudget(name)

@@ -36,13 +36,19 @@ def make(checkpoint: Path, **sections: dict[str, Any]) -> Config:
     return make_config({"model": str(checkpoint), "parallel": {"tp": 2, "dp": 2}, **sections})
 
 
+def buckets_of(report: dict[str, Any]) -> list[list[int]]:
+    """Buckets of the only family, by group."""
+    return [plan["families"][0]["buckets"] for plan in report["plans"]]
+
+
 def test_the_report_prices_buckets_for_each_rank(checkpoint: Path) -> None:
     report = plan_report(make(checkpoint))
 
     assert report["layout"]["lockstep_groups"] == [[0, 1], [2, 3]]
-    assert report["plans"][0]["buckets"] == [1, 2, 4, 8, 16, 24, 32]
+    assert buckets_of(report) == [[1, 2, 4, 8, 16, 24, 32]] * 2
     # tp 2 and dp 2: 1 + 2 x 2 streams in a graph, 40 fixed for each
-    assert (report["graph"]["price_per_bucket"], report["graph"]["fixed_price"]) == (5, 80)
+    assert report["graph"]["families"][0]["price_per_bucket"] == 5
+    assert report["graph"]["fixed_price"] == 80
     rank = report["ranks"][3]
     assert rank["usable"] == 2048
     assert rank["planned_streams"] == 80 + 7 * 5
@@ -67,10 +73,10 @@ def test_one_poor_rank_shrinks_every_group_in_cluster_scope_only(checkpoint: Pat
     buckets = {}
     for scope in ("cluster", "group"):
         config = make(checkpoint, device={"emulator": emulator}, graph={"scope": scope})
-        buckets[scope] = [plan["buckets"] for plan in plan_report(config)["plans"]]
+        buckets[scope] = buckets_of(plan_report(config))
 
-    assert buckets["cluster"] == [[1, 8, 32]] * 2
-    assert buckets["group"] == [[1, 2, 4, 8, 16, 24, 32], [1, 8, 32]]
+    assert buckets["cluster"] == [[4, 16, 32]] * 2
+    assert buckets["group"] == [[1, 2, 4, 8, 16, 24, 32], [4, 16, 32]]
 
 
 def test_a_rank_that_affords_nothing_is_an_error(checkpoint: Path) -> None:
@@ -82,7 +88,7 @@ def test_a_rank_that_affords_nothing_is_an_error(checkpoint: Path) -> None:
 def test_without_graphs_the_report_still_counts_blocks(checkpoint: Path) -> None:
     report = plan_report(make(checkpoint, graph={"mode": "NONE"}))
 
-    assert report["plans"][0]["buckets"] == []
+    assert report["plans"][0]["families"] == []
     assert report["ranks"][0]["planned_streams"] == 0
     assert report["kv"]["num_blocks"] > 0
 
@@ -96,7 +102,7 @@ def test_the_report_is_json_and_renders_as_text(checkpoint: Path) -> None:
     text = out.getvalue()
     assert "buckets 1, 2, 4, 8, 16, 24, 32" in text
     assert "assumed: each NPU has 2048 streams" in text
-    assert "all 7 sizes fit" in text
+    assert "all 7 full decode sizes fit" in text
 
 
 @pytest.mark.parametrize(
