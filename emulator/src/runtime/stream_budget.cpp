@@ -5,7 +5,13 @@
 
 #include <acl/error_codes/rt_error_codes.h>
 
+#include <numeric>
+
 namespace emu {
+
+static long total(const StreamBudget::Held &held) {
+  return std::accumulate(held.begin(), held.end(), 0L);
+}
 
 StreamBudget &StreamBudget::of(int device) {
   static StreamBudget budgets[kMaxDevices];
@@ -14,7 +20,7 @@ StreamBudget &StreamBudget::of(int device) {
 
 bool StreamBudget::take(Holder holder, long count) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (held() + count > settings().streams)
+  if (total(held_) + count > settings().streams)
     return false;
   held_[holder] += count;
   return true;
@@ -25,17 +31,19 @@ void StreamBudget::release(Holder holder, long count) {
   held_[holder] -= count;
 }
 
-long StreamBudget::available() {
+StreamBudget::Held StreamBudget::held() {
   std::lock_guard<std::mutex> lock(mutex_);
-  return settings().streams - held();
+  return held_;
 }
 
+long StreamBudget::available() { return settings().streams - total(held()); }
+
 std::string StreamBudget::shortage() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return "stream resources are insufficient: " + std::to_string(held()) + " of " +
-         std::to_string(settings().streams) + " are held (" + std::to_string(held_[Streams]) +
-         " by streams, " + std::to_string(held_[Domains]) + " by communication domains, " +
-         std::to_string(held_[Graphs]) + " by captured graphs)";
+  Held h = held();
+  return "stream resources are insufficient: " + std::to_string(total(h)) + " of " +
+         std::to_string(settings().streams) + " are held (" + std::to_string(h[Streams]) +
+         " by streams, " + std::to_string(h[Domains]) + " by communication domains, " +
+         std::to_string(h[Captured] + h[Cascaded] + h[GraphDomains]) + " by captured graphs)";
 }
 
 aclError open_domain(int *device) {
