@@ -1,9 +1,10 @@
 """What captured graphs cost in streams, and how many buckets a rank can afford.
 
-``formula.py`` holds the historical formulas, exact; ``models.py`` the budget models that price a
-workload on a rank's offer.
+``formula.py`` holds the historical formulas, exact; ``domains.py`` the price of a communication
+domain; ``models.py`` the budget models that price a workload on a rank's offer.
 """
 
+from dist_aclgraph.graph.budget.domains import streams_per_domain
 from dist_aclgraph.graph.budget.formula import (
     LegacyInputs,
     Variant,
@@ -31,5 +32,6 @@ __all__ = [
     "legacy_sizes",
     "make_budget_model",
     "max_buckets",
+    "streams_per_domain",
     "trim_sizes",
 ]

@@ -86,6 +86,7 @@ class Workload:
             pcp=parallel.pcp,
             dcp=parallel.dcp,
             ep=parallel.ep,
+            aiv=config.device.hccl_expansion == "AIV",
             query_len=config.speculative.num_tokens + 1,
         )
 

@@ -90,17 +90,17 @@ aclError Graph::append(Stream *stream, Node node, int *index) {
   return 0;
 }
 
-aclError Graph::use_domain(const void *domain) {
+aclError Graph::use_domain(const void *domain, uint32_t ranks) {
   if (!domains_.insert(domain).second)
     return 0;
-  return take_streams(StreamBudget::GraphDomains, settings().hccl_streams_per_domain,
+  return take_streams(StreamBudget::GraphDomains, streams_per_domain(ranks),
                       ACL_ERROR_RT_RESOURCE_ALLOC_FAIL,
                       "streams of a communication domain in a capture");
 }
 
-aclError use_domain(aclrtStream stream, const void *domain) {
+aclError use_domain(aclrtStream stream, const void *domain, uint32_t ranks) {
   Stream *s = stream_of(stream);
-  return s->graph ? s->graph->use_domain(domain) : 0;
+  return s->graph ? s->graph->use_domain(domain, ranks) : 0;
 }
 
 void Graph::end_capture() {

@@ -31,4 +31,7 @@ private:
   Held held_{};
 };
 
+// Ids that a communication domain holds, and that a captured graph takes when it touches it.
+long streams_per_domain(uint32_t ranks);
+
 }  // namespace emu
