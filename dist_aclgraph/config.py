@@ -118,9 +118,17 @@ class SpeculativeConfig(Section):
 class FaultConfig(Section):
     """A fault that the emulator injects, for tests."""
 
-    op: str = Field("", description="operator that fails or stalls, e.g. aclnnMm or HcclAllReduce")
+    op: str = Field(
+        "",
+        description="operator, e.g. aclnnMm or HcclAllReduce; alloc: device memory in a capture",
+    )
+    when: Literal["execute", "capture"] = Field(
+        "execute", description="which calls count: executions, replays too, or recordings"
+    )
     call: int = Field(1, ge=1, description="at which of its calls")
-    kind: Literal["fail", "stall"] = Field("fail", description="what happens at that call")
+    kind: Literal["fail", "stall", "die"] = Field(
+        "fail", description="what happens at that call; die ends the process as kill -9 does"
+    )
     rank: int | None = Field(None, ge=0, description="on which world rank; null means all")
     stall_s: float = Field(60.0, gt=0, description="how long a stall lasts")
 

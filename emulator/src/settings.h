@@ -6,7 +6,7 @@
 
 namespace emu {
 
-enum class FaultKind { Fail, Stall };
+enum class FaultKind { Fail, Stall, Die };
 enum class HcclExpansion { Aiv, Ffts, Aicpu };
 
 struct Settings {
@@ -25,9 +25,11 @@ struct Settings {
   int hccl_s = 120;           // limit of a wait for another rank
   bool trace = false;         // print every launch and every error
 
-  // Fault injection: the fault_call-th launch of fault_op fails or stalls.
+  // Fault injection: the fault_call-th execution of fault_op, or its fault_call-th recording into a
+  // graph. "alloc" is an allocation of device memory during a capture.
   std::string fault_op;
   long fault_call = 1;
+  bool fault_in_capture = false;
   FaultKind fault_kind = FaultKind::Fail;
   int fault_rank = -1;        // HCCL world rank, or the device id of a process without HCCL; -1 any
   double stall_s = 5;

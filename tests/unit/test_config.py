@@ -147,6 +147,16 @@ def test_the_expansion_mode_reaches_hccl_and_the_emulator(ours: str, theirs: str
     assert emulator_settings(config.device, rank=0)["hccl_expansion"] == ours
 
 
+def test_a_fault_reaches_the_emulator_of_its_rank_alone() -> None:
+    fault = {"op": "alloc", "when": "capture", "kind": "die", "call": 3, "rank": 1, "stall_s": 0.5}
+    config = make_config({"model": "m", "device": {"emulator": {"fault": fault}}})
+
+    wanted = {"fault_op": "alloc", "fault_when": "capture", "fault_kind": "die", "fault_call": 3}
+    assert wanted.items() <= emulator_settings(config.device, rank=1).items()
+    assert emulator_settings(config.device, rank=1)["stall_s"] == "0.5"
+    assert not wanted.keys() & emulator_settings(config.device, rank=0).keys()
+
+
 def test_ray_variables_are_set_unless_the_user_did(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RAY_AUTH_MODE", "RAY_ENABLE_UV_RUN_RUNTIME_ENV", "RAY_USAGE_STATS_ENABLED"):
         monkeypatch.setenv(name, "user")

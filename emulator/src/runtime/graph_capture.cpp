@@ -1,5 +1,6 @@
 // The aclmdlRI calls: capture, execution, destruction; and where a launch goes.
 #include "runtime/counters.h"
+#include "runtime/faults.h"
 #include "runtime/graph.h"
 #include "runtime/task_groups.h"
 
@@ -15,6 +16,14 @@ static std::mutex g_capturing_mutex;
 static std::vector<std::shared_ptr<Graph>> g_capturing;
 
 static Graph *graph_of(aclmdlRI model) { return static_cast<Graph *>(model); }
+
+uint32_t capturing_graph(int device) {
+  Lock lock(g_capturing_mutex);
+  for (auto &g : g_capturing)
+    if (g->device == device)
+      return g->id;
+  return 0;
+}
 
 aclError refuse_during_capture(const char *call) {
   Lock lock(g_capturing_mutex);
@@ -45,6 +54,10 @@ aclError launch(aclrtStream handle, TaskKind kind, const char *name, Task body) 
   if (s->graph) {
     if (s->group && kind != TaskKind::Kernel)
       return fail(ACL_ERROR_STREAM_TASK_GROUP_INTR, "%s inside a task group", name);
+    if (aclError e = fault_in_capture(name, s->device)) {
+      s->graph->invalid = true;
+      return e;
+    }
     return s->graph->append(s, {kind, name, std::move(body)});
   }
   if (aclError e = g_failures[s->device].report())

@@ -23,6 +23,14 @@ long number(const std::string &value, long least, long most) {
   return n;
 }
 
+double seconds(const std::string &value) {
+  double s = 0;
+  auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), s);
+  if (error != std::errc() || end != value.data() + value.size() || !(s >= 0))
+    throw std::invalid_argument("want seconds");
+  return s;
+}
+
 bool boolean(const std::string &value) {
   if (value == "1" || value == "true" || value == "True")
     return true;
@@ -68,9 +76,10 @@ const std::map<std::string, Setter> &setters() {
       {"trace", [](S &s, Text &v) { s.trace = boolean(v); }},
       {"fault_op", [](S &s, Text &v) { s.fault_op = v; }},
       {"fault_call", [](S &s, Text &v) { s.fault_call = number(v, 1, many); }},
-      {"fault_kind", [](S &s, Text &v) { s.fault_kind = FaultKind(choice(v, {"fail", "stall"})); }},
+      {"fault_kind", [](S &s, Text &v) { s.fault_kind = FaultKind(choice(v, {"fail", "stall", "die"})); }},
+      {"fault_when", [](S &s, Text &v) { s.fault_in_capture = choice(v, {"execute", "capture"}); }},
       {"fault_rank", [](S &s, Text &v) { s.fault_rank = v.empty() ? -1 : number(v, 0, many); }},
-      {"stall_s", [](S &s, Text &v) { s.stall_s = number(v, 0, many); }},
+      {"stall_s", [](S &s, Text &v) { s.stall_s = seconds(v); }},
       {"memory_limit_mb",
        [](S &s, Text &v) { s.memory_limit_bytes = size_t(number(v, 0, many)) << 20; }},
   };
