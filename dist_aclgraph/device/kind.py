@@ -37,6 +37,7 @@ def emulator_settings(config: DeviceConfig, rank: int) -> dict[str, str | int | 
         "hbm_mb": emulated.memory_mb,
         "kernels": emulated.kernels,
         "accounting": emulated.accounting,
+        "hccl_expansion": config.hccl_expansion,
         "soc": emulated.soc,
         "wait_s": emulated.wait_s,
     }
@@ -44,8 +45,9 @@ def emulator_settings(config: DeviceConfig, rank: int) -> dict[str, str | int | 
     if fault.op and fault.rank in (None, rank):
         settings |= {
             "fault_op": fault.op,
+            "fault_when": fault.when,
             "fault_call": fault.call,
             "fault_kind": fault.kind,
-            "stall_s": int(fault.stall_s),
+            "stall_s": str(fault.stall_s),
         }
     return settings

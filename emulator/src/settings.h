@@ -6,7 +6,8 @@
 
 namespace emu {
 
-enum class FaultKind { Fail, Stall };
+enum class FaultKind { Fail, Stall, Die };
+enum class HcclExpansion { Aiv, Ffts, Aicpu };
 
 struct Settings {
   int devices = 8;
@@ -17,17 +18,18 @@ struct Settings {
   bool compute = true;        // false: launches, graphs and collectives run, arithmetic does not
   int streams = 2048;         // stream ids of one device
   bool software_sq = false;   // graphs take queues when executed instead of ids when captured
-  // Ids that a communication domain holds, and those that a captured graph takes for each domain it
-  // touches: two beside the main stream is what the field's stream formula counts for each.
-  int hccl_streams_per_domain = 2;
+  HcclExpansion hccl_expansion = HcclExpansion::Ffts;
+  int hccl_streams_per_domain = -1;  // -1: what hccl_expansion costs
   int threads = 1;            // ATen threads of each worker
   int wait_s = 60;            // limit of a wait on the device
   int hccl_s = 120;           // limit of a wait for another rank
   bool trace = false;         // print every launch and every error
 
-  // Fault injection: the fault_call-th launch of fault_op fails or stalls.
+  // Fault injection: the fault_call-th execution of fault_op, or its fault_call-th recording into a
+  // graph. "alloc" is an allocation of device memory during a capture.
   std::string fault_op;
   long fault_call = 1;
+  bool fault_in_capture = false;
   FaultKind fault_kind = FaultKind::Fail;
   int fault_rank = -1;        // HCCL world rank, or the device id of a process without HCCL; -1 any
   double stall_s = 5;

@@ -63,3 +63,97 @@ def test_a_fault_of_one_rank_leaves_the_others_alone(run_ranks):
     )
     assert "FINE" in results[0][1]
     assert "FAULT" in results[1][1] and "injected fault" in results[1][1]
+
+
+CAPTURES = """
+x = torch.ones(4, device="npu")
+def capture(body):
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        body()
+    return graph
+def attempt(what, body):
+    begin = time.time()
+    try:
+        capture(body).replay()
+        torch.npu.synchronize()
+        print(what, "FINE", time.time() - begin > 0.4)
+    except RuntimeError as e:
+        print(what, "FAILED", str(e).replace(chr(10), " "))
+"""
+
+
+def test_the_second_recording_fails_and_the_next_capture_does_not(run_script):
+    status, output = run_script(
+        CAPTURES
+        + """
+x.cumsum(0)
+before = emulator.counters()
+attempt("FIRST", lambda: x.cumsum(0))
+def careless():
+    try:
+        x.cumsum(0)
+    except RuntimeError as e:
+        print("SWALLOWED", str(e).replace(chr(10), " "))
+attempt("SECOND", careless)
+attempt("THIRD", lambda: x.cumsum(0))
+after = emulator.counters()
+print("LEFT", {k: after[k] - before[k] for k in ("captured", "graphs")})
+""",
+        fault_op="aclnnCumsum",
+        fault_when="capture",
+        fault_call=2,
+    )
+    assert status == 0, output
+    assert "FIRST FINE" in output and "THIRD FINE" in output
+    assert "injected fault in recording 2 of aclnnCumsum" in output
+    assert "SECOND FAILED" in output and "507903" in output
+    assert "LEFT {'captured': 0, 'graphs': 0}" in output
+
+
+def test_a_stalled_recording_holds_the_launching_thread(run_script):
+    status, output = run_script(
+        CAPTURES
+        + """
+attempt("WARM", lambda: x + 1)
+attempt("FIRST", lambda: x.cumsum(0))
+attempt("SECOND", lambda: x.cumsum(0))
+""",
+        fault_op="aclnnCumsum",
+        fault_when="capture",
+        fault_kind="stall",
+        stall_s="0.5",
+    )
+    assert status == 0, output
+    assert "FIRST FINE True" in output and "SECOND FINE False" in output
+
+
+def test_a_death_leaves_no_word(run_script):
+    code = CAPTURES + 'graph = capture(lambda: x.cumsum(0))\nprint("CAPTURED")\n'
+    code += 'graph.replay()\ntorch.npu.synchronize()\nprint("REPLAYED")\n'
+    fault = {"fault_op": "aclnnCumsum", "fault_kind": "die"}
+
+    status, output = run_script(code, fault_when="capture", **fault)
+    assert status == 137 and "CAPTURED" not in output, output
+
+    status, output = run_script(code, fault_when="execute", **fault)
+    assert status == 137 and "CAPTURED" in output and "REPLAYED" not in output, output
+
+
+def test_memory_runs_out_in_the_middle_of_a_capture(run_script):
+    status, output = run_script(
+        CAPTURES
+        + """
+def hoard():
+    return [torch.empty(64 << 20, dtype=torch.uint8, device="npu") for _ in range(3)]
+attempt("WARM", lambda: x + 1)
+torch.npu.empty_cache()
+attempt("FIRST", hoard)
+attempt("SECOND", hoard)
+""",
+        fault_op="alloc",
+        fault_call=3,
+    )
+    assert status == 0, output
+    assert "WARM FINE" in output and "SECOND FINE" in output
+    assert "FIRST FAILED" in output and "out of memory" in output

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dist_aclgraph.config import Config, GraphMode
-from dist_aclgraph.graph.budget.domains import Expansion
+from dist_aclgraph.config import Config, GraphMode, HcclExpansion
 from dist_aclgraph.model_facts import ModelFacts
 from dist_aclgraph.topology import GroupKind, ParallelLayout
 
@@ -46,7 +45,7 @@ class Workload:
     pcp: int = 1
     dcp: int = 1
     ep: int = 1
-    expansion: Expansion = "AICPU"
+    expansion: HcclExpansion = "FFTS"
     multistream_shared: bool = False
     draft_layers: int = 0
     query_len: int = 1
@@ -64,6 +63,7 @@ class Workload:
             pcp=parallel.pcp,
             dcp=parallel.dcp,
             ep=parallel.ep,
+            expansion=config.device.hccl_expansion,
             query_len=config.speculative.num_tokens + 1,
         )
 

@@ -24,7 +24,4 @@ extern DeviceFailure g_failures[kMaxDevices];
 inline thread_local int t_device = -1;
 inline int current_device() { return t_device < 0 ? 0 : t_device; }
 
-// Fault injection: the body, wrapped if `name` is fault_op.
-Task with_fault(const char *name, int device, Task body);
-
 }  // namespace emu

@@ -1,4 +1,6 @@
 // The aclmdlRI calls: capture, execution, destruction; and where a launch goes.
+#include "runtime/counters.h"
+#include "runtime/faults.h"
 #include "runtime/graph.h"
 #include "runtime/task_groups.h"
 
@@ -14,6 +16,14 @@ static std::mutex g_capturing_mutex;
 static std::vector<std::shared_ptr<Graph>> g_capturing;
 
 static Graph *graph_of(aclmdlRI model) { return static_cast<Graph *>(model); }
+
+uint32_t capturing_graph(int device) {
+  Lock lock(g_capturing_mutex);
+  for (auto &g : g_capturing)
+    if (g->device == device)
+      return g->id;
+  return 0;
+}
 
 aclError refuse_during_capture(const char *call) {
   Lock lock(g_capturing_mutex);
@@ -44,6 +54,10 @@ aclError launch(aclrtStream handle, TaskKind kind, const char *name, Task body) 
   if (s->graph) {
     if (s->group && kind != TaskKind::Kernel)
       return fail(ACL_ERROR_STREAM_TASK_GROUP_INTR, "%s inside a task group", name);
+    if (aclError e = fault_in_capture(name, s->device)) {
+      s->graph->invalid = true;
+      return e;
+    }
     return s->graph->append(s, {kind, name, std::move(body)});
   }
   if (aclError e = g_failures[s->device].report())
@@ -104,6 +118,7 @@ EMU_API aclError aclmdlRICaptureEnd(aclrtStream handle, aclmdlRI *model) {
     g->self.reset();
     return error;
   }
+  count(Counters::of(g->device).graphs);
   *model = g.get();
   return 0;
 }
@@ -147,6 +162,7 @@ EMU_API aclError aclmdlRIDestroy(aclmdlRI model) {
   while (g->in_flight && Clock::now() < end)
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   g->release_streams();
+  count(Counters::of(g->device).graphs, -1);
   g->self.reset();
   return 0;  // freed here, or when no update task names it any more
 }
