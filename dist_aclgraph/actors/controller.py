@@ -18,23 +18,28 @@ import ray
 from ray.exceptions import RayError
 
 from dist_aclgraph.actors.engine import Engine, EngineSettings
-from dist_aclgraph.actors.lockstep_capture import CaptureRecord, capture_plan, release, same
+from dist_aclgraph.actors.graph_transaction import GraphTransaction
+from dist_aclgraph.actors.lockstep_capture import CaptureRecord, capture_plan
 from dist_aclgraph.actors.lockstep_group import LockstepGroup, group_report
 from dist_aclgraph.actors.state import State, advance
-from dist_aclgraph.actors.worker_group import WorkerGroup, fetch, start_group
+from dist_aclgraph.actors.worker_group import WorkerGroup, fetch, same, start_group
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError, DistAclGraphError, WorkerError
-from dist_aclgraph.graph.buckets import candidate_sizes
+from dist_aclgraph.graph.buckets import GraphFamily, candidate_families
 from dist_aclgraph.graph.budget import Workload, make_budget_model
-from dist_aclgraph.graph.ledger import Ledger
+from dist_aclgraph.graph.descriptor import BatchDescriptor
+from dist_aclgraph.graph.ledger import Ledger, pool_bytes
 from dist_aclgraph.graph.negotiation import negotiate
-from dist_aclgraph.graph.plan import GraphPlan
+from dist_aclgraph.graph.plan import CaptureCost, CaptureFailure, GraphPlan
 from dist_aclgraph.kv.spec import KVCacheSpec, kv_heads_per_rank
 from dist_aclgraph.model_facts import read_model_facts
 from dist_aclgraph.topology import ParallelLayout
 
 EPOCH = 1  # of a deployment that does not yet survive the death of a worker
 WATCH_S = 0.2
+MIB = 1 << 20
+TRIAL_BLOCKS = 2  # a cache for padding rows alone: they use the dummy block
+WARM_UP = BatchDescriptor(1, 1, 1, "FULL")  # run eagerly where no graph is captured
 
 
 @dataclass(frozen=True)
@@ -182,79 +187,106 @@ class Controller:
 
     def _negotiate_and_capture(self) -> None:
         self._enter(State.NEGOTIATING)
-        config, timeout_s = self._config, self._config.timeouts.negotiate_s
-        candidates = candidate_sizes(config)
+        families = candidate_families(self._config)
         for group in self._groups:
-            limits = group.workers.call("free_bytes", "NEGOTIATING", timeout_s)
-            group.num_blocks = self._cache_spec.choose_num_blocks(
-                config.kv,
-                min(limits),
-                max_num_seqs=config.scheduler.max_num_seqs,
-                max_model_len=self._max_model_len,
-            )
-            group.workers.call(
-                "make_runner",
-                "NEGOTIATING",
-                timeout_s,
-                same(group.num_blocks, self._max_model_len, max(candidates)),
-            )
-            # One eager step creates HCCL domains and side streams: offers then count them.
-            outcomes = group.workers.call("warm_up", "NEGOTIATING", timeout_s, same(1))
-            for outcome in outcomes:
-                if outcome.failure is not None:
-                    raise WorkerError(outcome.message, outcome.rank, "NEGOTIATING")
-            group.offers = group.workers.call("offer", "NEGOTIATING", timeout_s)
+            self._make_runners(group, families)
+            self._ask_offers(group, families)
         scopes = [self._groups]
-        if config.graph.scope == "group":
+        if self._config.graph.scope == "group":
             scopes = [[group] for group in self._groups]
         for groups in scopes:
-            self._plan_groups(groups, candidates)
+            self._plan_groups(groups, families)
 
-    def _plan_groups(self, groups: list[LockstepGroup], candidates: tuple[int, ...]) -> None:
-        """Negotiate one plan over ``groups`` and capture it on each."""
+    def _make_runners(self, group: LockstepGroup, families: tuple[GraphFamily, ...]) -> None:
+        """Have every rank make a runner that can try things out: its cache holds dummies only."""
+        timeout_s = self._config.timeouts.negotiate_s
+        largest = self._largest(families) or [WARM_UP]
+        group.workers.call(
+            "make_runner",
+            "NEGOTIATING",
+            timeout_s,
+            same(TRIAL_BLOCKS, self._max_model_len, largest),
+        )
+        # An eager step of each kind creates HCCL domains and side streams: offers count them.
+        for graph in largest:
+            for answer in group.workers.carry_out("prepare", timeout_s, graph):
+                if answer.failure is not None:
+                    raise WorkerError(answer.message, answer.rank, "NEGOTIATING")
+
+    def _ask_offers(self, group: LockstepGroup, families: tuple[GraphFamily, ...]) -> None:
+        """Collect the offers; where the budget model wants it, after capturing probes."""
+        timeouts = self._config.timeouts
+        graphs: list[BatchDescriptor] = []
+        costs: list[list[CaptureCost]] = [[] for _ in group.workers.ranks]
+        if self._config.graph.budget_model == "calibrated":
+            transaction = self._transaction(group)
+            for graph in self._largest(families):
+                outcome = transaction.capture(graph)
+                if isinstance(outcome, CaptureFailure):
+                    continue  # the ranks cannot afford it alone; the plan will find out what they can
+                transaction.release([graph])
+                graphs.append(graph)
+                for cost, paid in zip(costs, outcome, strict=True):
+                    cost.append(paid)
+        group.offers = group.workers.call(
+            "offer", "NEGOTIATING", timeouts.negotiate_s, lambda index: (costs[index], graphs)
+        )
+
+    def _largest(self, families: tuple[GraphFamily, ...]) -> list[BatchDescriptor]:
+        max_num_seqs = self._config.scheduler.max_num_seqs
+        return [family.describe(family.buckets[-1], max_num_seqs) for family in families]
+
+    def _plan_groups(
+        self, groups: list[LockstepGroup], families: tuple[GraphFamily, ...]
+    ) -> None:
+        """Negotiate one plan over ``groups``, size the caches with what it leaves, capture it."""
         config = self._config
         workload = Workload.from_config(config, self._facts)
         model = make_budget_model(config.graph.budget_model)
         offers = [offer for group in groups for offer in group.offers]
         plan = negotiate(
-            offers,
-            candidates,
-            model,
-            workload,
-            max_num_seqs=config.scheduler.max_num_seqs,
+            offers, families, model, workload, max_num_seqs=config.scheduler.max_num_seqs
         )
-        if plan.buckets and self._state is State.NEGOTIATING:
+        if plan.families and self._state is State.NEGOTIATING:
             self._enter(State.CAPTURING)
         for group in groups:
+            group.num_blocks = self._cache_spec.choose_num_blocks(
+                config.kv,
+                min(o.free_bytes - pool_bytes(plan, o, model, workload) for o in group.offers),
+                max_num_seqs=config.scheduler.max_num_seqs,
+                max_model_len=self._max_model_len,
+            )
+            group.workers.call(
+                "make_cache", self._state.value, config.timeouts.negotiate_s, same(group.num_blocks)
+            )
             group.ledgers = [Ledger.predict(o, plan, model, workload) for o in group.offers]
             group.record = self._capture(group, plan)
-        smallest = min(groups, key=lambda g: len(_plan_of(g).buckets))
+        smallest = min(groups, key=lambda g: _plan_of(g).num_graphs)
         for group in groups:
             # One plan for all: a group that could capture more gives the surplus up.
             if _plan_of(group) != _plan_of(smallest):
                 group.record = self._capture(group, _plan_of(smallest))
 
     def _capture(self, group: LockstepGroup, plan: GraphPlan) -> CaptureRecord:
-        timeouts = self._config.timeouts
+        transaction = self._transaction(group)
         if group.record is not None:  # captured before, with another plan
-            release(group.workers, group.record.plan.buckets, timeouts.capture_s)
+            transaction.release(group.record.plan.capture_order)
 
-        def show(done: int, total: int, bucket: int) -> None:
-            detail = f"bucket {bucket}" if bucket else "done"
-            self._progress = Progress(self._state.value, done, total, detail)
+        def show(record: CaptureRecord, graph: BatchDescriptor | None) -> None:
+            done, total = len(record.costs), record.plan.num_graphs
+            self._progress = Progress(self._state.value, done, total, _progress_of(record, graph))
 
-        record = capture_plan(
-            group.workers,
-            plan,
-            group.ledgers,
-            confirm_timeout_s=timeouts.negotiate_s,
-            capture_timeout_s=timeouts.capture_s,
-            on_bucket=show,
-        )
-        group.pool_bytes = max(
-            group.workers.call("pool_bytes", self._state.value, timeouts.negotiate_s)
-        )
+        record = capture_plan(transaction, plan, group.ledgers, show)
+        timeout_s = self._config.timeouts.negotiate_s
+        held = group.workers.call("pool_bytes", self._state.value, timeout_s)
+        group.pool_bytes = max(held)
+        for ledger, count in zip(group.ledgers, held, strict=True):
+            ledger.measure("graph pool", count, "bytes")
         return record
+
+    def _transaction(self, group: LockstepGroup) -> GraphTransaction:
+        timeouts = self._config.timeouts
+        return GraphTransaction(group.workers, timeouts.negotiate_s, timeouts.capture_s)
 
     # ---- serving
 
@@ -357,6 +389,13 @@ class Controller:
             "max_model_len": self._max_model_len,
             "ready_seconds": time.monotonic() - self._started_s,
         }
+
+
+def _progress_of(record: CaptureRecord, graph: BatchDescriptor | None) -> str:
+    """What is captured next, and what the graphs before it took on the rank that paid most."""
+    streams = sum(cost.streams for cost in record.costs.values())
+    held = sum(cost.bytes for cost in record.costs.values())
+    return f"{graph or 'done'}; {streams} streams, {held / MIB:.1f} MiB taken"
 
 
 def _plan_of(group: LockstepGroup) -> GraphPlan:

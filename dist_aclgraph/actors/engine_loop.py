@@ -169,7 +169,7 @@ class EngineLoop:
         update_s: float,
     ) -> None:
         """Add one step's host times, in microseconds, split by mode."""
-        mode = "replay" if plan.mode == "FULL" else "eager"
+        mode = "eager" if plan.graph is None else plan.graph.mode.lower()
         worker_us = sum(result.timings_us.values())
         stages = {
             "schedule": schedule_s * 1e6,
@@ -316,8 +316,8 @@ class EngineLoop:
         buckets = [
             {
                 **bucket,
-                "replays": counters["replays"].get(bucket["bucket"], 0),
-                "padded_tokens": counters["padded_by_bucket"].get(bucket["bucket"], 0),
+                "replays": counters["replays"].get(bucket["graph"], 0),
+                "padded_tokens": counters["padded_by_graph"].get(bucket["graph"], 0),
             }
             for bucket in self._report["buckets"]
         ]

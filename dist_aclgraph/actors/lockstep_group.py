@@ -10,6 +10,7 @@ import msgspec
 from dist_aclgraph.actors.lockstep_capture import CaptureRecord
 from dist_aclgraph.actors.worker_group import WorkerGroup
 from dist_aclgraph.graph.budget import StreamOffer
+from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.graph.ledger import Ledger
 from dist_aclgraph.graph.plan import GraphPlan
 
@@ -39,7 +40,7 @@ def group_report(group: LockstepGroup) -> dict[str, Any]:
         "rollbacks": [] if record is None else record.rollbacks,
         "buckets": []
         if record is None
-        else [_bucket_report(record, b) for b in record.plan.buckets],
+        else [_bucket_report(record, graph) for graph in record.plan.capture_order],
         "pool_bytes": group.pool_bytes,
         "weight_bytes": group.weight_bytes,
         "num_blocks": group.num_blocks,
@@ -52,18 +53,18 @@ def _plan_report(plan: GraphPlan) -> dict[str, Any]:
         "version": plan.version,
         "hash": plan.hash,
         "mode": plan.mode,
-        "buckets": list(plan.buckets),
+        "families": {family.name: list(family.buckets) for family in plan.families},
         "budget_model": plan.budget_model,
         "reasons": list(plan.reasons),
     }
 
 
-def _bucket_report(record: CaptureRecord, bucket: int) -> dict[str, Any]:
-    cost = record.costs[bucket]
+def _bucket_report(record: CaptureRecord, graph: BatchDescriptor) -> dict[str, Any]:
+    cost = record.costs[graph]
     return {
-        "bucket": bucket,
-        "mode": "FULL",
-        "captures": 1,
+        "graph": str(graph),
+        "mode": graph.mode,
+        "bucket": graph.num_tokens,
         "capture_seconds": cost.seconds,
         "streams": cost.streams,
         "bytes": cost.bytes,
@@ -80,6 +81,7 @@ def _rank_report(group: LockstepGroup, index: int) -> dict[str, Any]:
         "pid": info.pid,
         "streams": {
             "offered": ledger.offered_streams,
+            "taken": group.offers[index].taken,
             "predicted": ledger.predicted_streams,
             "measured": sum(measured),
         },

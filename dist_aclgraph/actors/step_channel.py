@@ -14,7 +14,9 @@ from dataclasses import dataclass
 import zmq
 
 from dist_aclgraph.errors import WorkerLostError, WorkerStartTimeoutError
+from dist_aclgraph.graph.commands import GraphAnswer, GraphCommand
 from dist_aclgraph.scheduler.step import (
+    FromWorker,
     Shutdown,
     StepPlan,
     StepResult,
@@ -42,6 +44,14 @@ class ChannelAddress:
     server_key: bytes = b""
     client_public: bytes = b""
     client_secret: bytes = b""
+
+
+class Deadline:
+    """A limit for several waits together."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.at_s = time.monotonic() + timeout_s
 
 
 class StepSender:
@@ -112,31 +122,51 @@ class StepSender:
         Raises:
             WorkerLostError: a worker failed or did not answer in time; names the rank.
         """
-        deadline_s = time.monotonic() + timeout_s
-        results: list[StepResult] = []
+        results: dict[int, StepResult] = {}
+        deadline = Deadline(timeout_s)
         while len(results) < self._num_workers:
-            while not self._results.poll(POLL_MS):
-                check()
-                if time.monotonic() > deadline_s:
-                    raise self._silent(plan, results, timeout_s)
-            result = from_worker_decoder.decode(self._results.recv())
-            if result.epoch != plan.epoch or result.step != plan.step:
+            result = self._next(f"step {plan.step}", set(results), deadline, check)
+            if not isinstance(result, StepResult) or result.step != plan.step:
+                continue
+            if result.epoch != plan.epoch:
                 continue
             if result.error:
                 raise WorkerLostError(result.error, result.rank, "SERVING")
-            results.append(result)
-        return results
+            results[result.rank] = result
+        return list(results.values())
 
-    def _silent(
-        self, plan: StepPlan, results: list[StepResult], timeout_s: float
-    ) -> WorkerLostError:
-        missing = sorted(set(range(self._num_workers)) - {r.rank for r in results})
-        ranks = ", ".join(str(rank) for rank in missing)
-        return WorkerLostError(
-            f"step {plan.step} was not answered by rank {ranks} within {timeout_s:g} s",
-            missing[0],
-            "SERVING",
-        )
+    def receive_votes(
+        self, command: GraphCommand, timeout_s: float, check: Callable[[], None]
+    ) -> list[GraphAnswer]:
+        """Return the answers to ``command`` from all workers, in rank order.
+
+        Raises:
+            WorkerLostError: a worker did not answer in time; names the rank.
+        """
+        votes: dict[int, GraphAnswer] = {}
+        deadline = Deadline(timeout_s)
+        while len(votes) < self._num_workers:
+            vote = self._next(f"'{command}'", set(votes), deadline, check)
+            if not isinstance(vote, GraphAnswer) or vote.number != command.number:
+                continue
+            if vote.epoch == command.epoch:
+                votes[vote.rank] = vote
+        return [votes[rank] for rank in sorted(votes)]
+
+    def _next(
+        self, what: str, answered: set[int], deadline: Deadline, check: Callable[[], None]
+    ) -> FromWorker:
+        while not self._results.poll(POLL_MS):
+            check()
+            if time.monotonic() > deadline.at_s:
+                missing = sorted(set(range(self._num_workers)) - answered)
+                ranks = ", ".join(str(rank) for rank in missing)
+                raise WorkerLostError(
+                    f"{what} was not answered by rank {ranks} within {deadline.timeout_s:g} s",
+                    missing[0],
+                    "SERVING",
+                )
+        return from_worker_decoder.decode(self._results.recv())
 
     def close(self, epoch: int) -> None:
         """Tell workers to leave their loop, and close the sockets."""
@@ -167,8 +197,8 @@ class StepReceiver:
         self._plans.setsockopt(zmq.SUBSCRIBE, b"")
         self._plans.connect(address.plans)
 
-    def receive(self, epoch: int) -> StepPlan | None:
-        """Return the next plan of ``epoch``, or None when the engine shuts down.
+    def receive(self, epoch: int) -> StepPlan | GraphCommand | None:
+        """Return the next plan or command of ``epoch``, or None when the engine shuts down.
 
         Raises:
             msgspec.ValidationError: the message is not one of ours.
@@ -178,7 +208,7 @@ class StepReceiver:
             if message.epoch == epoch:
                 return None if isinstance(message, Shutdown) else message
 
-    def send(self, result: StepResult) -> None:
+    def send(self, result: FromWorker) -> None:
         self._results.send(encoder.encode(result))
 
     def close(self) -> None:

@@ -54,6 +54,7 @@ class Worker:
         self._last_step = -1
         self._progress = (0, 0)  # layers loaded, layers in all
         self._doing = ""
+        self._streams_taken: dict[str, int] = {}
         self._plan = NO_PLAN
         self._npu: Npu
         self._model: DenseDecoder
@@ -96,12 +97,20 @@ class Worker:
 
         self._rank, self._phase = rank, "JOINING"
         self._npu = open_npu(self._config.device, rank)
-        self._streams_at_open = self._npu.available_streams()
+        self._available_streams = self._npu.available_streams()
         if group_size > 1:
             join_lockstep_group(rendezvous, group_rank, group_size, self._config.timeouts.join_s)
         # A dense model's lockstep group is one tensor parallel group.
         self._group = make_group(range(group_size), group_rank)
+        self._book_streams("joining HCCL groups")
         return self._npu.description
+
+    def _book_streams(self, what: str) -> None:
+        """Enter who took the streams that went since the last entry."""
+        available = self._npu.available_streams()
+        if available != self._available_streams:
+            self._streams_taken[what] = self._available_streams - available
+        self._available_streams = available
 
     def load(self) -> int:
         """Load this rank's weights; return their bytes."""
@@ -143,6 +152,7 @@ class Worker:
                 graphs=graphs,
                 owns_output=self._group.rank == 0,
             )
+        self._book_streams("main, update and capture streams")
 
     def make_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache, of as many blocks as every other rank's."""
@@ -159,6 +169,7 @@ class Worker:
         Args:
             probes: what this rank paid for the capture of each of ``graphs``, given back since.
         """
+        self._book_streams("communication domains, by the first collective of each")
         available = self._npu.available_streams()
         return StreamOffer(
             rank=self._rank,
@@ -167,7 +178,7 @@ class Worker:
             free_bytes=self._npu.memory().free_bytes,
             device=self._npu.name,
             card=f"{socket.gethostname()}:{','.join(map(str, visible_devices() or (os.getpid(),)))}",
-            taken=self._npu.streams_taken(self._streams_at_open),
+            taken=self._streams_taken,
             probes=tuple(
                 Probe(graph=graph, streams=cost.streams, bytes=cost.bytes, seconds=cost.seconds)
                 for graph, cost in zip(graphs, probes, strict=True)
@@ -201,7 +212,7 @@ class Worker:
 
     def _move(self, command: GraphCommand) -> CaptureCost | None:
         if command.plan is not None:
-            self._plan = command.plan
+            self.adopt(command.plan)
             return None
         assert command.graph is not None
         if command.action == "capture":
@@ -213,6 +224,10 @@ class Worker:
         }
         moves[command.action](command.graph)
         return None
+
+    def adopt(self, plan: GraphPlan) -> None:
+        """Hold a plan: from now on, steps must name its version."""
+        self._plan = plan
 
     def pool_bytes(self) -> int:
         """Bytes that all captured graphs together hold."""

@@ -97,7 +97,7 @@ def _median_gap_ms(times: list[float]) -> float:
 
 def _stages(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
     gained = {key: value - before.get(key, 0.0) for key, value in after.items()}
-    mode = "replay" if gained.get("replay.steps") else "eager"
+    mode = next(m for m in ("full", "piecewise", "eager") if gained.get(f"{m}.steps"))
     steps = gained[f"{mode}.steps"]
     return {
         key.partition(".")[2]: value / steps

@@ -12,7 +12,7 @@ import time
 import numpy as np
 
 from dist_aclgraph.config import SchedulerConfig
-from dist_aclgraph.graph.buckets import capture_sizes
+from dist_aclgraph.graph.buckets import GraphFamily, capture_sizes
 from dist_aclgraph.graph.dispatcher import GraphDispatcher
 from dist_aclgraph.graph.plan import GraphPlan
 from dist_aclgraph.kv.block_pool import BlockPool
@@ -30,7 +30,8 @@ def make_scheduler(num_reqs: int, num_steps: int, *, num_waiting: int = 0) -> Sc
     plan = GraphPlan(
         version=1,
         mode="FULL_DECODE_ONLY",
-        buckets=capture_sizes(num_reqs),
+        families=(GraphFamily(run_mode="FULL", query_len=1, buckets=capture_sizes(num_reqs)),),
+        max_num_seqs=num_reqs,
         budget_model="legacy-last",
     )
     scheduler = Scheduler(

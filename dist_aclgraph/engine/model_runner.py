@@ -45,6 +45,7 @@ TORCH_DTYPES = {
     "float32": torch.float32,
 }
 
+Captured = CapturedGraph | CapturedPieces
 NO_INTS = np.empty(0, np.int32)
 NO_STEP = StepInputs(
     rows=NO_INTS,
@@ -84,7 +85,8 @@ class ModelRunner:
         dtype = TORCH_DTYPES[config.dtype]
         block_size = config.kv.block_size
         self._batch = InputBatch(config.scheduler.max_num_seqs, max_len, block_size)
-        self._caches = self._make_caches(num_blocks, block_size, dtype)
+        self._dtype, self._block_size = dtype, block_size
+        self._caches: list[KVCache] = []
         self._causal_mask = make_causal_mask(npu.device)
         max_reqs = max([config.scheduler.max_num_seqs + 1, *(g.num_reqs for g in graphs)])
         self._buffers = StepBuffers(
@@ -99,25 +101,28 @@ class ModelRunner:
         self._update_stream = runtime().Stream()
         self._pool = GraphPool()
         self._recording = Recording(npu, self._pool)
-        self._graphs: dict[BatchDescriptor, CapturedGraph] = {}
-        self._pieces: dict[BatchDescriptor, CapturedPieces] = {}
+        self._graphs: dict[BatchDescriptor, Captured] = {}
+        self._uncommitted: dict[BatchDescriptor, Captured] = {}  # no step replays them yet
         self._sampled_cpu = npu.pinned((config.scheduler.max_num_seqs,), torch.int32)
         self._sampled_np: IntArray = self._sampled_cpu.numpy()
         self._sampled_ready: Any = runtime().Event()
         self._watch = Stopwatch(config.profile, {})
+        self.make_cache(num_blocks)
 
-    def _make_caches(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> list[KVCache]:
+    def make_cache(self, num_blocks: int) -> None:
+        """Replace the KV cache by an empty one; no graph may be captured, as it holds addresses."""
+        assert not self._graphs
+        assert not self._uncommitted
+        self._caches.clear()
         heads, head_dim = self._model.heads.num_kv_heads, self._model.spec.head_dim
-        shape = (num_blocks, block_size, heads, head_dim)
-        caches = []
+        shape = (num_blocks, self._block_size, heads, head_dim)
         for _ in range(self._model.spec.num_layers):
-            keys = torch.empty(shape, dtype=dtype, device=self._npu.device)
-            values = torch.empty(shape, dtype=dtype, device=self._npu.device)
+            keys = torch.empty(shape, dtype=self._dtype, device=self._npu.device)
+            values = torch.empty(shape, dtype=self._dtype, device=self._npu.device)
             # Padding rows read block 0: it must hold numbers.
             keys[0].zero_()
             values[0].zero_()
-            caches.append(KVCache(keys, values))
-        return caches
+            self._caches.append(KVCache(keys, values))
 
     # ---- graphs
 
@@ -142,10 +147,8 @@ class ModelRunner:
         runtime().synchronize()
         streams, pool = self._npu.available_streams(), self._pool.memory()
         with OperatorDigest() as digest, torch.inference_mode():
-            if graph.mode == "FULL":
-                self._graphs[graph] = self._capture_whole(graph)
-            else:
-                self._pieces[graph] = self._capture_pieces(graph)
+            record = self._capture_whole if graph.mode == "FULL" else self._capture_pieces
+            self._uncommitted[graph] = record(graph)
         return CaptureCost(
             streams=streams - self._npu.available_streams(),
             bytes=self._pool.memory().total_bytes - pool.total_bytes,
@@ -153,9 +156,13 @@ class ModelRunner:
             digest=digest.hexdigest(),
         )
 
+    def commit(self, graph: BatchDescriptor) -> None:
+        """Let steps replay a graph: every rank has it."""
+        self._graphs[graph] = self._uncommitted.pop(graph)
+
     def release(self, graph: BatchDescriptor) -> None:
-        """Undo the capture of one bucket, if there is one."""
-        captured = self._graphs.pop(graph, None) or self._pieces.pop(graph, None)
+        """Undo the capture of one bucket, if there is one, committed or not."""
+        captured = self._uncommitted.pop(graph, None) or self._graphs.pop(graph, None)
         if captured is not None:
             self._npu.synchronize()
             captured.release()
@@ -211,10 +218,11 @@ class ModelRunner:
         """Return logits and most probable tokens of the requests that get a token."""
         if graph is None:
             return self._run_eagerly(inputs)
-        if graph not in self._graphs and graph not in self._pieces:
+        captured = self._graphs.get(graph)
+        if captured is None:
             raise ReplayMismatchError(
                 f"the plan asks for {graph}; captured here are "
-                f"{', '.join(map(str, [*self._graphs, *self._pieces])) or 'none'}"
+                f"{', '.join(map(str, self._graphs)) or 'none'}"
             )
         self._buffers.write(
             graph,
@@ -224,9 +232,9 @@ class ModelRunner:
             inputs.last_tokens,
             inputs.block_table,
         )
-        if graph.mode == "FULL":
-            return self._replay_whole(self._graphs[graph], inputs)
-        return self._replay_pieces(self._pieces[graph], inputs)
+        if isinstance(captured, CapturedGraph):
+            return self._replay_whole(captured, inputs)
+        return self._replay_pieces(captured, inputs)
 
     def _replay_whole(self, graph: CapturedGraph, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         query_ends, kv_lens = pad_lens(graph.descriptor, inputs.query_ends, inputs.kv_lens)

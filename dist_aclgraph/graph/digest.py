@@ -10,13 +10,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class OperatorDigest(TorchDispatchMode):
+class OperatorDigest(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Hashes every operator that runs inside, collectives included: its name, and the type and
     shape of its tensors. Values do not count: weights and addresses differ from rank to rank.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._hash = hashlib.sha256()
 
     def __torch_dispatch__(

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from dist_aclgraph.graph.commands import GraphAnswer, GraphCommand
 from dist_aclgraph.graph.descriptor import BatchDescriptor
 
 IntArray = npt.NDArray[np.int32]
@@ -108,8 +109,8 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     epoch: int
 
 
-ToWorker = StepPlan | Shutdown
-FromWorker = StepResult
+ToWorker = StepPlan | GraphCommand | Shutdown
+FromWorker = StepResult | GraphAnswer
 
 encoder = msgspec.msgpack.Encoder()
 to_worker_decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

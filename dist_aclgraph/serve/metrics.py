@@ -21,7 +21,7 @@ PREFIX = "dist_aclgraph_"
 _PATHS = {
     "graph_replays": ("graph", "replays"),
     "eager_steps": ("graph", "misses"),
-    "padding_tokens": ("graph", "padded_by_bucket"),
+    "padding_tokens": ("graph", "padded_by_graph"),
 }
 # metric, which is also the key unless _PATHS says else: (kind, label of an object's keys, help)
 ENGINE_METRICS: dict[str, tuple[str, str, str]] = {
@@ -33,9 +33,9 @@ ENGINE_METRICS: dict[str, tuple[str, str, str]] = {
     "generation_tokens": ("counter", "", "Tokens generated."),
     "prefix_cache_queries": ("counter", "", "Prompt tokens looked up in the prefix cache."),
     "prefix_cache_hits": ("counter", "", "Prompt tokens found in the prefix cache."),
-    "graph_replays": ("counter", "bucket", "Steps that replayed a captured graph."),
+    "graph_replays": ("counter", "graph", "Steps that replayed a captured graph."),
     "eager_steps": ("counter", "reason", "Steps that ran without a graph, by reason."),
-    "padding_tokens": ("counter", "bucket", "Padding tokens computed, by bucket."),
+    "padding_tokens": ("counter", "graph", "Padding tokens computed, by graph."),
 }
 _LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _E2E_BUCKETS = (*_LATENCY_BUCKETS, 120.0, 300.0, 600.0)

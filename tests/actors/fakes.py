@@ -2,75 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
-from dist_aclgraph.actors.worker import CaptureOutcome
+from dist_aclgraph.graph.commands import GraphAction, GraphAnswer
+from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.graph.plan import CaptureCause, CaptureCost, GraphPlan
 
 
 @dataclass
 class FakeRank:
-    """What one rank holds: a plan and captured buckets."""
+    """What one rank holds: a plan, graphs that it captured, and of these the committed ones."""
 
     rank: int
     streams: int
     plan: GraphPlan | None = None
-    captured: set[int] = field(default_factory=set)
+    captured: set[BatchDescriptor] = field(default_factory=set)
+    committed: set[BatchDescriptor] = field(default_factory=set)
 
 
+@dataclass
 class FakeRanks:
-    """A lockstep group whose ranks capture at one stream a bucket, and fail where told to.
+    """A lockstep group whose ranks capture at one stream a graph, and fail where told to.
 
-    Args:
+    Attributes:
         streams: of each rank.
-        failures: by (rank, bucket), the cause that a capture fails with.
-        holds_another_plan: a rank that confirms something else.
+        failures: by (rank, graph), the cause that a capture fails with; of ``unprepared``, the
+            warm-up before it.
+        digests: by (rank, graph), of ranks that capture something of their own.
+        holds_another_plan: a rank that adopts something else.
+        leaks: a rank that does not get a stream back.
     """
 
-    def __init__(
-        self,
-        streams: tuple[int, ...] = (100, 100),
-        failures: dict[tuple[int, int], CaptureCause] | None = None,
-        holds_another_plan: int | None = None,
-    ) -> None:
-        self.ranks = tuple(range(len(streams)))
-        self.states = [FakeRank(rank, count) for rank, count in enumerate(streams)]
-        self.calls: list[tuple[str, Any]] = []
-        self._failures = failures or {}
-        self._holds_another_plan = holds_another_plan
+    streams: tuple[int, ...] = (100, 100)
+    failures: dict[tuple[int, BatchDescriptor], CaptureCause] = field(default_factory=dict)
+    unprepared: dict[tuple[int, BatchDescriptor], CaptureCause] = field(default_factory=dict)
+    digests: dict[tuple[int, BatchDescriptor], str] = field(default_factory=dict)
+    holds_another_plan: int | None = None
+    leaks: int | None = None
 
-    def call(
+    def __post_init__(self) -> None:
+        self.ranks = tuple(range(len(self.streams)))
+        self.states = [FakeRank(rank, count) for rank, count in enumerate(self.streams)]
+        self.moves: list[tuple[GraphAction, BatchDescriptor | None]] = []
+
+    def carry_out(
         self,
-        method: str,
-        phase: str,
+        action: GraphAction,
         timeout_s: float,
-        arguments: Callable[[int], tuple[Any, ...]] | None = None,
-    ) -> list[Any]:
-        given = [arguments(i) if arguments else () for i in range(len(self.states))]
-        self.calls.append((method, given[0][0] if given[0] else None))
-        work = getattr(self, f"_{method}")
-        return [work(state, *args) for state, args in zip(self.states, given, strict=True)]
+        graph: BatchDescriptor | None = None,
+        plan: GraphPlan | None = None,
+    ) -> list[GraphAnswer]:
+        self.moves.append((action, graph))
+        return [self._answer(state, action, graph, plan) for state in self.states]
 
-    def _confirm(self, state: FakeRank, plan: GraphPlan) -> str:
-        state.plan = plan
-        return "f00d" if state.rank == self._holds_another_plan else plan.hash
+    def _answer(
+        self,
+        state: FakeRank,
+        action: GraphAction,
+        graph: BatchDescriptor | None,
+        plan: GraphPlan | None,
+    ) -> GraphAnswer:
+        failure, cost = None, CaptureCost()
+        if plan is not None:
+            state.plan = plan
+        if graph is not None:
+            key = (state.rank, graph)
+            if action == "prepare":
+                failure = self.unprepared.get(key)
+            elif action == "capture":
+                failure = self._capture(state, graph)
+                digest = self.digests.get(key, "as usual")
+                cost = CaptureCost(streams=1, seconds=0.5 + state.rank, digest=digest)
+            elif action == "commit":
+                assert graph in state.captured
+                state.committed.add(graph)
+            elif state.rank != self.leaks:
+                state.captured.discard(graph)
+                state.committed.discard(graph)
+        held = "f00d" if state.rank == self.holds_another_plan else state.plan and state.plan.hash
+        return GraphAnswer(
+            1,
+            len(self.moves),
+            state.rank,
+            failure=failure,
+            message="as told" if failure else "",
+            plan_hash=held or "",
+            cost=cost,
+            free_streams=state.streams - len(state.captured),
+        )
 
-    def _warm_up(self, state: FakeRank, bucket: int) -> CaptureOutcome:
-        return CaptureOutcome(state.rank)
-
-    def _capture(self, state: FakeRank, bucket: int, plan_hash: str) -> CaptureOutcome:
-        assert state.plan is not None
-        assert plan_hash == state.plan.hash
-        cause = self._failures.get((state.rank, bucket))
+    def _capture(self, state: FakeRank, graph: BatchDescriptor) -> CaptureCause | None:
+        cause = self.failures.get((state.rank, graph))
         if cause is None and len(state.captured) == state.streams:
             cause = "streams"
-        if cause is not None:
-            return CaptureOutcome(state.rank, failure=cause, message="as told")
-        state.captured.add(bucket)
-        return CaptureOutcome(state.rank, CaptureCost(streams=1, seconds=0.5 + state.rank))
-
-    def _release(self, state: FakeRank, bucket: int) -> int:
-        state.captured.discard(bucket)
-        return state.streams - len(state.captured)
+        if cause is None:
+            state.captured.add(graph)
+        return cause

@@ -18,12 +18,12 @@ from dist_aclgraph.actors.step_channel import StepReceiver, StepSender
 from dist_aclgraph.config import SchedulerConfig
 from dist_aclgraph.errors import EngineDeadError
 from dist_aclgraph.graph.dispatcher import GraphDispatcher
-from dist_aclgraph.graph.plan import GraphPlan
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.scheduler.step import RowSampling, StepResult, pack_ints
 from tests.actors.leftovers import wait_until
 from tests.deployments import Answer, greedy_params
+from tests.plans import make_plan
 from tests.unit.scheduler.fake_worker import FakeWorker
 
 TOKEN, EPOCH, WAIT_S = "secret", 1, 10.0
@@ -39,9 +39,7 @@ class Group:
         self._worker = threading.Thread(target=self._work, args=(channel.address,), daemon=True)
         self._worker.start()
         channel.wait_for_workers(WAIT_S, lambda: None)
-        plan = GraphPlan(
-            version=1, mode="FULL_DECODE_ONLY", buckets=(1, 2, 4), budget_model="legacy-last"
-        )
+        plan = make_plan(1, 2, 4)
         self.address = f"ipc://{directory}/clients"
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),

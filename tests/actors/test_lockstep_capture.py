@@ -2,64 +2,75 @@ from __future__ import annotations
 
 import pytest
 
+from dist_aclgraph.actors.graph_transaction import GraphTransaction
 from dist_aclgraph.actors.lockstep_capture import CaptureRecord, capture_plan
 from dist_aclgraph.errors import CaptureError, RankDisagreementError
 from dist_aclgraph.graph.ledger import Ledger, LedgerEntry
 from dist_aclgraph.graph.plan import GraphPlan
 from tests.actors.fakes import FakeRanks
+from tests.plans import decode_graph, make_plan, pieces
 
 BUCKETS = (1, 2, 4, 8, 16)
+ORDER = [decode_graph(bucket) for bucket in reversed(BUCKETS)]
 
 
 def make_ledgers(group: FakeRanks) -> list[Ledger]:
+    entries = [LedgerEntry(term=str(graph), unit="streams", predicted=1) for graph in ORDER]
     return [
-        Ledger(
-            rank=rank,
-            offered_streams=10,
-            offered_bytes=0,
-            entries=[LedgerEntry(term=f"bucket {b}", unit="streams", predicted=1) for b in BUCKETS],
-        )
+        Ledger(rank=rank, offered_streams=10, offered_bytes=0, entries=list(entries))
         for rank in group.ranks
     ]
 
 
-def run(group: FakeRanks, ledgers: list[Ledger] | None = None) -> CaptureRecord:
-    plan = GraphPlan(
-        version=1, mode="FULL_DECODE_ONLY", buckets=BUCKETS, budget_model="legacy-last"
-    )
+def run(
+    group: FakeRanks, ledgers: list[Ledger] | None = None, plan: GraphPlan | None = None
+) -> CaptureRecord:
     return capture_plan(
-        group,
-        plan,
+        GraphTransaction(group, 1.0, 1.0),
+        plan or make_plan(*BUCKETS),
         ledgers or make_ledgers(group),
-        confirm_timeout_s=1.0,
-        capture_timeout_s=1.0,
-        on_bucket=lambda done, total, bucket: None,
+        lambda record, graph: None,
     )
+
+
+def buckets(record: CaptureRecord) -> tuple[int, ...]:
+    (family,) = record.plan.families
+    return family.buckets
 
 
 def assert_all_hold(group: FakeRanks, plan: GraphPlan) -> None:
     for state in group.states:
         assert state.plan == plan
-        assert state.captured == set(plan.buckets)
+        assert state.captured == state.committed == set(plan.capture_order)
 
 
-def test_buckets_are_captured_largest_first_on_all_ranks() -> None:
+def test_graphs_are_captured_largest_first_on_all_ranks() -> None:
     group = FakeRanks()
 
     record = run(group)
 
-    assert [bucket for method, bucket in group.calls if method == "capture"] == [16, 8, 4, 2, 1]
+    assert [graph for action, graph in group.moves if action == "capture"] == ORDER
     assert record.rollbacks == []
     assert_all_hold(group, record.plan)
 
 
-def test_every_capture_follows_a_warm_up_of_its_bucket() -> None:
+def test_pieces_and_whole_graphs_come_in_one_order_by_size() -> None:
+    group = FakeRanks()
+
+    run(group, plan=make_plan(4, 16, mixed=(8, 16)))
+
+    captured = [graph for action, graph in group.moves if action == "capture"]
+    assert captured == [pieces(16), decode_graph(16), pieces(8), decode_graph(4)]
+
+
+def test_every_graph_is_prepared_captured_and_committed_in_turn() -> None:
     group = FakeRanks()
 
     run(group)
 
-    steps = [call for call in group.calls if call[0] in ("warm_up", "capture")]
-    assert steps == [(method, b) for b in (16, 8, 4, 2, 1) for method in ("warm_up", "capture")]
+    assert group.moves[1:] == [
+        (action, graph) for graph in ORDER for action in ("prepare", "capture", "commit")
+    ]
 
 
 def test_the_slowest_rank_gives_the_seconds_and_each_ledger_its_streams() -> None:
@@ -68,20 +79,30 @@ def test_the_slowest_rank_gives_the_seconds_and_each_ledger_its_streams() -> Non
 
     record = run(group, ledgers)
 
-    assert {b: cost.seconds for b, cost in record.costs.items()} == dict.fromkeys(BUCKETS, 1.5)
+    assert {g: cost.seconds for g, cost in record.costs.items()} == dict.fromkeys(ORDER, 1.5)
     assert all(entry.measured == 1 for ledger in ledgers for entry in ledger.entries)
 
 
-def test_a_bucket_that_fails_on_one_rank_is_released_on_all() -> None:
-    group = FakeRanks(failures={(1, 4): "operator"})
+def test_a_graph_that_fails_on_one_rank_is_undone_on_all() -> None:
+    group = FakeRanks(failures={(1, decode_graph(4)): "operator"})
 
     record = run(group)
 
-    assert record.plan.buckets == (1, 2, 8, 16)
+    assert buckets(record) == (1, 2, 8, 16)
     assert record.plan.version == 2
-    assert ("release", 4) in group.calls
+    assert ("release", decode_graph(4)) in group.moves
     assert "rank 1" in record.rollbacks[0]
     assert "as told" in record.rollbacks[0]
+    assert_all_hold(group, record.plan)
+
+
+def test_a_graph_that_cannot_be_prepared_is_not_captured_anywhere() -> None:
+    group = FakeRanks(unprepared={(0, decode_graph(16)): "memory"})
+
+    record = run(group)
+
+    assert ("capture", decode_graph(16)) not in group.moves
+    assert buckets(record) == (1, 2, 4, 8)
     assert_all_hold(group, record.plan)
 
 
@@ -90,31 +111,44 @@ def test_a_rank_out_of_streams_keeps_as_many_buckets_as_it_could_capture() -> No
 
     record = run(group)
 
-    assert len(record.plan.buckets) == 3
-    assert {1, 16} <= set(record.plan.buckets)
+    assert len(buckets(record)) == 3
+    assert {1, 16} <= set(buckets(record))
     assert_all_hold(group, record.plan)
 
 
-def test_a_new_plan_is_confirmed_before_capture_goes_on() -> None:
-    group = FakeRanks(failures={(0, 16): "memory"})
+@pytest.mark.parametrize("streams", range(1, 9))
+def test_two_families_share_what_the_tightest_rank_can_capture(streams: int) -> None:
+    group = FakeRanks(streams=(100, streams))
+
+    record = run(group, plan=make_plan(1, 2, 4, 8, mixed=(4, 8, 16, 32)))
+
+    assert record.plan.num_graphs == streams
+    if streams > 1:
+        largest = {family.name: family.buckets[-1] for family in record.plan.families}
+        assert largest == {"full decode": 8, "piecewise mixed": 32}
+    assert_all_hold(group, record.plan)
+
+
+def test_a_new_plan_is_adopted_before_capture_goes_on() -> None:
+    group = FakeRanks(failures={(0, decode_graph(16)): "memory"})
 
     record = run(group)
 
-    methods = [method for method, _ in group.calls]
-    assert methods.count("confirm") == 2
-    assert methods.index("release") < len(methods) - 1 - methods[::-1].index("confirm")
+    actions = [action for action, _ in group.moves]
+    assert actions.count("adopt") == 2
+    assert actions.index("release") < len(actions) - 1 - actions[::-1].index("adopt")
     assert_all_hold(group, record.plan)
 
 
 def test_a_timeout_gives_up_and_names_the_rank() -> None:
-    group = FakeRanks(failures={(1, 8): "timeout"})
+    group = FakeRanks(failures={(1, decode_graph(8)): "timeout"})
 
     with pytest.raises(CaptureError, match="rank 1"):
         run(group)
 
 
 def test_capture_gives_up_when_no_bucket_is_left() -> None:
-    group = FakeRanks(failures={(0, bucket): "operator" for bucket in BUCKETS})
+    group = FakeRanks(failures={(0, graph): "operator" for graph in ORDER})
 
     with pytest.raises(CaptureError, match="no other bucket"):
         run(group)
@@ -125,3 +159,20 @@ def test_capture_gives_up_when_no_bucket_is_left() -> None:
 def test_a_rank_that_holds_another_plan_is_named() -> None:
     with pytest.raises(RankDisagreementError, match="rank 1"):
         run(FakeRanks(holds_another_plan=1))
+
+
+def test_ranks_that_captured_different_operators_find_out_and_leave_nothing() -> None:
+    group = FakeRanks((9, 9, 9), digests={(2, decode_graph(8)): "something else"})
+
+    with pytest.raises(RankDisagreementError, match="rank 2 .*captured other operators for full"):
+        run(group)
+
+    assert ("commit", decode_graph(8)) not in group.moves
+    assert all(decode_graph(8) not in state.captured for state in group.states)
+
+
+def test_a_rank_that_does_not_get_its_streams_back_ends_the_start() -> None:
+    group = FakeRanks(failures={(1, decode_graph(8)): "operator"}, leaks=0)
+
+    with pytest.raises(CaptureError, match="rank 0 did not get back 1 streams"):
+        run(group)

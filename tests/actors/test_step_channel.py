@@ -30,7 +30,7 @@ Serve = Callable[[StepReceiver, int], None]
 def make_plan(step: int = 1, epoch: int = EPOCH) -> StepPlan:
     start = RowStart(0, pack_ints([5, 6]), pack_ints([1]), RowSampling(seed=9))
     batch = RankBatch(pack_ints([0, 0, 2, 1]), started=(start,))
-    return StepPlan(epoch, step, 1, "NONE", 2, 0, (batch,))
+    return StepPlan(epoch, step, 1, None, (batch,))
 
 
 class Channel:
@@ -208,7 +208,7 @@ def test_messages_are_plain_messagepack() -> None:
     plan = msgpack.unpackb(encoder.encode(make_plan(7)))
     result = msgpack.unpackb(encoder.encode(StepResult(EPOCH, 7, 0, pack_ints([11, -1]))))
 
-    assert (plan["type"], plan["step"], plan["mode"]) == ("step", 7, "NONE")
+    assert (plan["type"], plan["step"], plan["graph"]) == ("step", 7, None)
     [batch] = plan["batches"]
     assert np.frombuffer(batch["scheduled"], "<i4").tolist() == [0, 0, 2, 1]
     assert batch["started"][0]["sampling"] == {"seed": 9}

@@ -7,22 +7,18 @@ import pytest
 from dist_aclgraph.actors.worker import Worker
 from dist_aclgraph.config import make_config
 from dist_aclgraph.errors import RankDisagreementError
-from dist_aclgraph.graph.plan import GraphPlan
 from dist_aclgraph.scheduler.step import RankBatch, StepPlan
+from tests.plans import decode_graph, make_plan
 
 
 def make_worker(version: int) -> Worker:
     worker = Worker(make_config({"model": "unused"}), epoch=1)
-    worker.confirm(
-        GraphPlan(
-            version=version, mode="FULL_DECODE_ONLY", budget_model="legacy-last", buckets=(1,)
-        )
-    )
+    worker.adopt(make_plan(1, version=version))
     return worker
 
 
 def make_step(plan_version: int) -> StepPlan:
-    return StepPlan(1, 5, plan_version, "FULL", 1, 1, (RankBatch(b""),))
+    return StepPlan(1, 5, plan_version, decode_graph(1), (RankBatch(b""),))
 
 
 def test_a_step_of_the_confirmed_plan_is_accepted() -> None:

@@ -24,21 +24,10 @@ from dist_aclgraph.scheduler.step import (
     pack_ints,
     unpack_ints,
 )
+from tests.plans import decode_graph
 
 MAX_LEN = 128
 GREEDY = RowSampling()
-
-
-def decode_graph(bucket: int) -> BatchDescriptor:
-    return BatchDescriptor(bucket, bucket, 1, "FULL")
-
-
-def mixed_graph(bucket: int, max_num_seqs: int) -> BatchDescriptor:
-    return BatchDescriptor(bucket, min(bucket, max_num_seqs) + 1, 0, "FULL")
-
-
-def pieces(bucket: int) -> BatchDescriptor:
-    return BatchDescriptor(bucket, 0, 0, "PIECEWISE")
 
 
 def make_runner(

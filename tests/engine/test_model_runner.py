@@ -11,7 +11,8 @@ import pytest
 from dist_aclgraph.engine.model_runner import ModelRunner
 from dist_aclgraph.errors import ReplayMismatchError
 from tests.checkpoints import make_prompts
-from tests.engine.runners import Sequences, decode_graph, make_runner, mixed_graph, pieces
+from tests.engine.runners import Sequences, make_runner
+from tests.plans import decode_graph, mixed_graph, pieces
 
 BUCKETS = (8, 4, 2, 1)
 
@@ -27,6 +28,7 @@ def test_replayed_tokens_equal_eager_ones_at_every_batch_size(
     for bucket in BUCKETS:
         runner.warm_up(decode_graph(bucket))
         runner.capture(decode_graph(bucket))
+        runner.commit(decode_graph(bucket))
     eager, prompts = make_runner(npu, checkpoint), make_prompts([3, 30, 31, 32, 33, 60, 1, 64])
     replayed, plain = Sequences(runner, prompts), Sequences(eager, prompts)
     replayed.prefill()
@@ -48,6 +50,7 @@ def test_mixed_batches_replay_the_tokens_of_eager_steps(
     for graph in graphs:
         runner.warm_up(graph)
         runner.capture(graph)
+        runner.commit(graph)
     prompts = make_prompts([3, 30, 31, 32, 33, 60])
     replayed = Sequences(runner, prompts)
     plain = Sequences(make_runner(npu, checkpoint, 8), prompts)
@@ -89,9 +92,11 @@ def test_a_bucket_that_was_not_captured_is_refused(runner: ModelRunner) -> None:
 
 def test_a_capture_works_after_the_only_graph_was_released(runner: ModelRunner) -> None:
     runner.capture(decode_graph(8))
+    runner.commit(decode_graph(8))
     runner.release(decode_graph(8))
 
     runner.capture(decode_graph(4))
+    runner.commit(decode_graph(4))
 
     sequences = Sequences(runner, make_prompts([3, 5]))
     sequences.prefill()
@@ -134,18 +139,21 @@ emulator = {"strict": False, "streams": 40}
 config = make_config({"model": "-", "device": {"kind": "emulated", "emulator": emulator}})
 npu = open_npu(config.device, 0)
 from tests.checkpoints import make_prompts
-from tests.engine.runners import Sequences, decode_graph, make_runner
+from tests.engine.runners import Sequences, make_runner
+from tests.plans import decode_graph
 runner = make_runner(npu, Path(DIRECTORY), 32)
 graphs = [decode_graph(bucket) for bucket in range(32, 0, -1)]
 captured = []
 try:
     for graph in graphs:
         runner.capture(graph)
+        runner.commit(graph)
         captured.append(graph)
 except StreamExhaustedError:
     print("refused after", len(captured))
 runner.release(captured.pop(1))
 runner.capture(graphs[-1])
+runner.commit(graphs[-1])
 sequences = Sequences(runner, make_prompts([3]))
 sequences.prefill()
 sequences.decode(captured[0])

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from dist_aclgraph.device.npu import GraphPool, Npu, runtime
 from dist_aclgraph.graph.captured_graph import CapturedGraph, capture
-from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.graph.padding import PADDING_KV_LEN
 from dist_aclgraph.graph.recording import Recording
 from dist_aclgraph.graph.step_buffers import StepBuffers
 from dist_aclgraph.graph.task_update import TaskRecorder
 from dist_aclgraph.layers.attention import AttentionMetadata, KVCache, PagedAttention
+from tests.plans import decode_graph
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
 BLOCK, NUM_BLOCKS, MAX_BLOCKS = 32, 64, 4
@@ -34,10 +34,6 @@ class Row:
 
 def make_buffers(npu: Npu, max_tokens: int = 8) -> StepBuffers:
     return StepBuffers(npu, max_tokens, max_tokens, MAX_BLOCKS, HEADS * DIM, torch.float32)
-
-
-def decode_graph(bucket: int) -> BatchDescriptor:
-    return BatchDescriptor(bucket, bucket, 1, "FULL")
 
 
 class AttentionDecoder:

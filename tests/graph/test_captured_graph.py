@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from dist_aclgraph.errors import ReplayMismatchError
-from tests.graph.attention_rows import AttentionDecoder, decode_graph, grow, make_buffers, make_rows, slot
+from tests.graph.attention_rows import AttentionDecoder, grow, make_buffers, make_rows, slot
+from tests.plans import decode_graph
 
 BUCKET = 4
 

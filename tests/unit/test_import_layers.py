@@ -28,6 +28,7 @@ LAYERS = {
     "graph.buckets": 1,
     "graph.budget": 1,
     "graph.choice": 1,
+    "graph.commands": 1,
     "graph.descriptor": 1,
     "graph.dispatcher": 1,
     "graph.ledger": 1,

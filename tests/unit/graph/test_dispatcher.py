@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import sys
 import threading
+from typing import Any
 
 import pytest
 
-from dist_aclgraph.graph.buckets import BatchDescriptor
+from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.graph.dispatcher import GraphDispatcher
-from dist_aclgraph.graph.plan import GraphPlan
+from tests.plans import decode_graph, make_plan, mixed_graph, pieces
 
 
-def make_dispatcher(*buckets: int, mode="FULL_DECODE_ONLY", query_len: int = 1) -> GraphDispatcher:
-    plan = GraphPlan(
-        version=3, mode=mode, buckets=buckets, query_len=query_len, budget_model="legacy-last"
-    )
-    return GraphDispatcher(plan)
+def make_dispatcher(*decode: int, mixed: tuple[int, ...] = (), **fields: Any) -> GraphDispatcher:
+    return GraphDispatcher(make_plan(*decode, mixed=mixed, version=3, **fields))
 
 
 @pytest.mark.parametrize(("live", "bucket"), [(1, 1), (2, 4), (4, 4), (5, 8), (7, 8), (8, 8)])
 def test_a_decode_batch_replays_the_smallest_bucket_that_holds_it(live: int, bucket: int) -> None:
-    mode, descriptor, miss = make_dispatcher(1, 4, 8).dispatch(live, live, 1)
-
-    assert (mode, miss) == ("FULL", None)
-    assert descriptor == BatchDescriptor(bucket, bucket, 1, "FULL")
+    assert make_dispatcher(1, 4, 8).dispatch(live, live, 1) == (decode_graph(bucket), None)
 
 
 @pytest.mark.parametrize(
@@ -38,39 +33,39 @@ def test_a_decode_batch_replays_the_smallest_bucket_that_holds_it(live: int, buc
 def test_a_miss_runs_eagerly_and_says_why(batch: tuple[int, int, int], reason: str) -> None:
     dispatcher = make_dispatcher(1, 4, 8)
 
-    assert dispatcher.dispatch(*batch) == ("NONE", None, reason)
+    assert dispatcher.dispatch(*batch) == (None, reason)
     assert dispatcher.report()["misses"] == {reason: 1}
 
 
 def test_without_graphs_every_batch_misses() -> None:
-    assert make_dispatcher(mode="NONE").dispatch(1, 1, 1) == ("NONE", None, "mode_none")
+    assert make_dispatcher(mode="NONE").dispatch(1, 1, 1) == (None, "mode_none")
 
 
 def test_speculative_decode_fills_whole_requests() -> None:
     dispatcher = make_dispatcher(3, 6, 12, query_len=3)
 
-    assert dispatcher.dispatch(9, 3, 3)[1] == BatchDescriptor(12, 4, 3, "FULL")
-    assert dispatcher.dispatch(3, 3, 1)[2] == "prefill"
+    assert dispatcher.dispatch(9, 3, 3)[0] == BatchDescriptor(12, 4, 3, "FULL")
+    assert dispatcher.dispatch(3, 3, 1)[1] == "prefill"
 
 
-def test_piecewise_graphs_take_mixed_batches() -> None:
-    dispatcher = make_dispatcher(4, 8, mode="FULL_AND_PIECEWISE")
+def test_full_graphs_come_before_pieces_and_pieces_take_the_rest() -> None:
+    dispatcher = make_dispatcher(4, 8, mixed=(8, 16))
 
-    assert dispatcher.dispatch(5, 2, 0)[:2] == ("PIECEWISE", BatchDescriptor(8, 8, 0, "PIECEWISE"))
-    assert dispatcher.dispatch(2, 2, 1)[0] == "FULL"
-    assert dispatcher.dispatch(9, 2, 0)[2] == "above_largest_bucket"
+    assert dispatcher.dispatch(5, 2, 0)[0] == pieces(8)
+    assert dispatcher.dispatch(2, 2, 1)[0] == decode_graph(4)
+    assert dispatcher.dispatch(9, 9, 1)[0] == pieces(16)
+    assert dispatcher.dispatch(17, 2, 0)[1] == "above_largest_bucket"
+
+
+@pytest.mark.parametrize(("mode", "graph"), [("PIECEWISE", pieces(8)), ("FULL", mixed_graph(8))])
+def test_graphs_for_any_batch_take_decode_batches_too(mode: str, graph: BatchDescriptor) -> None:
+    dispatcher = make_dispatcher(8, mode=mode)
+
+    assert dispatcher.dispatch(5, 5, 1)[0] == dispatcher.dispatch(7, 2, 0)[0] == graph
 
 
 def test_a_graph_of_one_token_per_request_takes_no_other_batch() -> None:
-    assert make_dispatcher(8).dispatch(5, 2, 1)[0] == "NONE"
-
-
-def test_descriptors_come_in_capture_order() -> None:
-    dispatcher = make_dispatcher(4, 8, mode="FULL_AND_PIECEWISE")
-
-    order = [(d.mode, d.num_tokens) for d in dispatcher.descriptors]
-
-    assert order == [("PIECEWISE", 8), ("PIECEWISE", 4), ("FULL", 8), ("FULL", 4)]
+    assert make_dispatcher(8).dispatch(5, 2, 1)[0] is None
 
 
 def test_the_report_counts_replays_and_padding() -> None:
@@ -81,11 +76,11 @@ def test_the_report_counts_replays_and_padding() -> None:
 
     assert dispatcher.report() == {
         "plan_version": 3,
-        "replays": {1: 1, 4: 2, 8: 1},
+        "replays": {"full decode 1": 1, "full decode 4": 2, "full decode 8": 1},
         "misses": {},
         "live_tokens": 14,
         "padded_tokens": 3,
-        "padded_by_bucket": {1: 0, 4: 1, 8: 2},
+        "padded_by_graph": {"full decode 1": 0, "full decode 4": 1, "full decode 8": 2},
     }
 
 

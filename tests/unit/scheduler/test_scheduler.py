@@ -12,12 +12,12 @@ from dist_aclgraph.errors import (
     WorkerError,
 )
 from dist_aclgraph.graph.dispatcher import GraphDispatcher
-from dist_aclgraph.graph.plan import GraphPlan
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.request import Request, RequestOutput
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.scheduler.step import RowLogprobs, StepPlan, StepResult, pack_ints, unpack_ints
+from tests.plans import decode_graph, make_plan
 from tests.unit.scheduler.requests import EOS, submit
 
 DECODE_AT_0 = [0, 4, 1, 1]  # row, num_computed_tokens, num_scheduled_tokens, sample
@@ -33,7 +33,7 @@ def make_scheduler(
     max_waiting: int = 10,
     **options,
 ) -> Scheduler:
-    plan = GraphPlan(version=5, mode="FULL_DECODE_ONLY", buckets=(1, 4), budget_model="legacy-last")
+    plan = make_plan(1, 4, version=5)
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -73,8 +73,8 @@ def test_a_prompt_runs_eagerly_and_its_decode_replays_a_graph() -> None:
     decode = scheduler.schedule()
 
     assert prompt is not None and decode is not None
-    assert (prompt.mode, prompt.num_tokens, prompt.query_len) == ("NONE", 8, 4)
-    assert (decode.mode, decode.num_tokens, decode.query_len) == ("FULL", 4, 1)
+    assert prompt.graph is None
+    assert decode.graph == decode_graph(4)
     assert (decode.plan_version, decode.step) == (5, 2)
     assert records(decode) == [DECODE_AT_0, [1, 4, 1, 1]]
     assert decode.batches[0].started == ()

@@ -1,0 +1,36 @@
+"""Graph plans for tests, from bucket sizes alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dist_aclgraph.graph.buckets import DECODE_MODES, GraphFamily
+from dist_aclgraph.graph.descriptor import BatchDescriptor
+from dist_aclgraph.graph.plan import GraphPlan
+
+
+def make_plan(
+    *decode: int, mixed: tuple[int, ...] = (), query_len: int = 1, **fields: Any
+) -> GraphPlan:
+    """Return a plan with decode graphs and, in modes that have them, mixed ones."""
+    mode = fields.pop("mode", "FULL_AND_PIECEWISE" if mixed else "FULL_DECODE_ONLY")
+    families = []
+    if decode and mode in DECODE_MODES:
+        families.append(GraphFamily(run_mode="FULL", query_len=query_len, buckets=decode))
+    if mixed or (decode and mode in ("PIECEWISE", "FULL")):
+        run_mode = "FULL" if mode == "FULL" else "PIECEWISE"
+        families.append(GraphFamily(run_mode=run_mode, query_len=0, buckets=mixed or decode))
+    filled = {"version": 1, "max_num_seqs": 64, "budget_model": "legacy-last", **fields}
+    return GraphPlan(mode=mode, families=tuple(families), **filled)
+
+
+def decode_graph(bucket: int) -> BatchDescriptor:
+    return BatchDescriptor(bucket, bucket, 1, "FULL")
+
+
+def mixed_graph(bucket: int, max_num_seqs: int = 64) -> BatchDescriptor:
+    return BatchDescriptor(bucket, min(bucket, max_num_seqs) + 1, 0, "FULL")
+
+
+def pieces(bucket: int) -> BatchDescriptor:
+    return BatchDescriptor(bucket, 0, 0, "PIECEWISE")
