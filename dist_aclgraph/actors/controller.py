@@ -236,9 +236,7 @@ class Controller:
         max_num_seqs = self._config.scheduler.max_num_seqs
         return [family.describe(family.buckets[-1], max_num_seqs) for family in families]
 
-    def _plan_groups(
-        self, groups: list[LockstepGroup], families: tuple[GraphFamily, ...]
-    ) -> None:
+    def _plan_groups(self, groups: list[LockstepGroup], families: tuple[GraphFamily, ...]) -> None:
         """Negotiate one plan over ``groups``, size the caches with what it leaves, capture it."""
         config = self._config
         workload = Workload.from_config(config, self._facts)

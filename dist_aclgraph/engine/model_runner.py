@@ -358,6 +358,4 @@ class ModelRunner:
         inputs = self._buffers.inputs(graph)
         slots = inputs.slot_mapping[: len(step.token_ids)]
         metadata = self._metadata(step, slots, inputs.block_table[: len(step.rows)])
-        return self._model.forward(
-            inputs.token_ids, inputs.positions, self._caches, metadata, run
-        )
+        return self._model.forward(inputs.token_ids, inputs.positions, self._caches, metadata, run)

@@ -186,9 +186,7 @@ class DenseDecoder:
             x = self.embedding(token_ids)
             return *layers[0].before_attention(x, None, cos, sin), cos, sin
 
-        def between(
-            above: DecoderLayer, below: DecoderLayer, *state: Tensor
-        ) -> tuple[Tensor, ...]:
+        def between(above: DecoderLayer, below: DecoderLayer, *state: Tensor) -> tuple[Tensor, ...]:
             attended, residual, cos, sin = state
             x, residual = above.after_attention(attended, residual)
             return below.before_attention(x, residual, cos, sin)

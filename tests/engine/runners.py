@@ -26,7 +26,7 @@ from dist_aclgraph.scheduler.step import (
 )
 from tests.plans import decode_graph
 
-MAX_LEN = 128
+MAX_LEN, BLOCK_SIZE = 128, 32
 GREEDY = RowSampling()
 
 
@@ -38,7 +38,7 @@ def make_runner(
             "model": str(directory),
             "dtype": "float32",
             "scheduler": {"max_num_seqs": max_tokens},
-            "kv": {"block_size": 32},
+            "kv": {"block_size": BLOCK_SIZE},
         }
     )
     model = DenseDecoder(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -118,3 +120,40 @@ def assert_logprobs_near(reference: Reference, rows: list[RowLogprobs]) -> None:
         # As far from the exact values as transformers in bfloat16 is, give or take.
         allowed = 3 * (rounded - exact).abs().max() + 0.02
         assert (found - exact).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"])
+def test_two_ranks_in_every_mode_under_arrivals_aborts_and_preemptions(
+    references: Any, mode: str
+) -> None:
+    reference = references("Qwen3ForCausalLM")
+    random = np.random.default_rng(len(mode))
+    config = make_deployment_config(
+        reference.directory,
+        parallel={"tp": 2},
+        graph={"mode": mode, "sizes": (1, 4, 9, 12, 64), "mixed_sizes": (8, 64)},
+        scheduler={"max_num_seqs": 12, "max_num_batched_tokens": 64},
+        kv={"block_size": 16, "num_blocks": 30},
+    )
+
+    with serving(config) as service:
+        answers, aborted = [], set()
+        for index, i in enumerate(random.integers(0, len(reference.prompts), 40).tolist()):
+            count = int(random.integers(1, NUM_TOKENS + 1))
+            params = greedy_params(count)
+            answers.append((i, count, service.submit(str(index), reference.prompts[i], params)))
+            if random.random() < 0.2:
+                aborted.add(int(random.integers(len(answers))))
+                service.client.abort(str(max(aborted)))
+            time.sleep(float(random.exponential(0.01)))
+        for index, (i, count, answer) in enumerate(answers):
+            if index not in aborted:
+                assert answer.ended.wait(ANSWER_S)
+                assert len(answer.tokens) == count
+            assert answer.tokens == reference.tokens[i][: len(answer.tokens)]
+        report = service.report()
+
+    assert report["metrics"]["num_preemptions"] > 0
+    assert sum(bucket["replays"] for bucket in report["buckets"]) > 0
+    if mode == "FULL":
+        assert report["eager_steps"] == {}

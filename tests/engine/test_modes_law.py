@@ -1,0 +1,124 @@
+"""Law: whatever the schedule, every graph mode gives the tokens that eager steps give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dist_aclgraph.config import SchedulerConfig
+from dist_aclgraph.engine.model_runner import ModelRunner
+from dist_aclgraph.graph.dispatcher import GraphDispatcher
+from dist_aclgraph.graph.plan import GraphPlan
+from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.scheduler.scheduler import Scheduler
+from tests.engine.runners import BLOCK_SIZE, MAX_LEN, make_runner
+from tests.plans import make_plan
+from tests.unit.scheduler.requests import submit
+
+MAX_SEQS, MAX_TOKENS = 6, 48
+EAGER = make_plan(mode="NONE")
+PLANS = {
+    "FULL_DECODE_ONLY": make_plan(1, 2, 4, 6, max_num_seqs=MAX_SEQS),
+    "PIECEWISE": make_plan(4, 16, 40, mode="PIECEWISE", max_num_seqs=MAX_SEQS),
+    "FULL": make_plan(4, 16, 48, mode="FULL", max_num_seqs=MAX_SEQS),
+    "FULL_AND_PIECEWISE": make_plan(2, 5, mixed=(8, 48), max_num_seqs=MAX_SEQS),
+}
+
+
+@dataclass(frozen=True)
+class Arrival:
+    at_step: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+    abort_at: int | None
+
+
+arrivals = st.lists(
+    st.builds(
+        Arrival,
+        at_step=st.integers(0, 12),
+        prompt=st.lists(st.integers(0, 500), min_size=1, max_size=70).map(tuple),
+        max_tokens=st.integers(1, 25),
+        abort_at=st.one_of(st.none(), st.none(), st.integers(1, 20)),
+    ),
+    min_size=1,
+    max_size=9,
+)
+
+
+@pytest.fixture(scope="module")
+def runners(npu: Any, checkpoint: Path) -> dict[str, ModelRunner]:
+    found = {"NONE": make_runner(npu, checkpoint, MAX_SEQS)}
+    for mode, plan in PLANS.items():
+        runner = found[mode] = make_runner(npu, checkpoint, MAX_SEQS, plan.capture_order)
+        for graph in plan.capture_order:
+            runner.warm_up(graph)
+            runner.capture(graph)
+            runner.commit(graph)
+    return found
+
+
+def run(
+    runner: ModelRunner, plan: GraphPlan, arrivals: list[Arrival], num_blocks: int
+) -> tuple[dict[str, list[int]], Scheduler]:
+    """Play the arrivals through a scheduler and a runner; return each request's tokens."""
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS),
+        BlockPool(num_blocks, BLOCK_SIZE),
+        GraphDispatcher(plan),
+        max_model_len=MAX_LEN,
+    )
+    tokens: dict[str, list[int]] = {}
+    last = max(a.at_step for a in arrivals)
+    step = 0
+    while step <= last or scheduler.has_work:
+        for index, arrival in enumerate(arrivals):
+            if arrival.at_step == step:
+                params = SamplingParams(
+                    max_tokens=arrival.max_tokens, temperature=0.0, ignore_eos=True
+                )
+                scheduler.add(submit(str(index), arrival.prompt, params))
+                tokens[str(index)] = []
+            if arrival.abort_at == step:
+                scheduler.abort(str(index))
+        step_plan = scheduler.schedule()
+        if step_plan is not None:
+            for output in scheduler.update(runner.execute(step_plan, 0, 0)):
+                tokens[output.request_id] += output.token_ids
+        step += 1
+        assert step < 2000
+    return tokens, scheduler
+
+
+@settings(max_examples=60)
+@given(arrivals, st.integers(12, 40))
+def test_every_mode_gives_the_tokens_of_eager_steps(
+    runners: dict[str, ModelRunner], arrivals: list[Arrival], num_blocks: int
+) -> None:
+    expected, _ = run(runners["NONE"], EAGER, arrivals, num_blocks)
+
+    for mode, plan in PLANS.items():
+        tokens, scheduler = run(runners[mode], plan, arrivals, num_blocks)
+
+        assert tokens == expected, mode
+        if mode == "FULL":
+            assert not scheduler.dispatcher.misses
+
+
+def test_a_small_cache_preempts_and_still_gives_the_same_tokens(
+    runners: dict[str, ModelRunner],
+) -> None:
+    arrivals = [Arrival(i, tuple(range(70 * i, 70 * i + 58)), 25, None) for i in range(6)]
+    expected, _ = run(runners["NONE"], EAGER, arrivals, 40)
+
+    for mode, plan in PLANS.items():
+        tokens, scheduler = run(runners[mode], plan, arrivals, 13)
+
+        assert scheduler.num_preemptions > 0
+        assert tokens == expected, mode
