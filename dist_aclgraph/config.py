@@ -29,6 +29,11 @@ BudgetModelName = Literal[
     "cann-software-sq",
     "calibrated",
 ]
+HcclExpansion = Literal["AIV", "AICPU", "FFTS"]
+
+
+# How HCCL_OP_EXPANSION_MODE calls them. FFTS+ is what an A2 takes when the host expands.
+HCCL_EXPANSION_NAMES: dict[HcclExpansion, str] = {"AIV": "AIV", "AICPU": "AI_CPU", "FFTS": "HOST"}
 
 
 class Section(pydantic.BaseModel):
@@ -171,6 +176,11 @@ class DeviceConfig(Section):
     task_queue: Literal[0, 1] = Field(
         0, description="torch_npu's TASK_QUEUE_ENABLE: 1 dispatches operators from a second thread"
     )
+    hccl_expansion: HcclExpansion = Field(
+        "FFTS",
+        description="who unrolls a collective: vector cores, AI CPU (the default of A3), or the "
+        "host with FFTS+ (that of A2); it decides what communication costs in streams",
+    )
     emulator: EmulatorConfig = EmulatorConfig()
 
 
@@ -298,6 +308,7 @@ def child_environment(config: Config) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         # A lost rank holds its peers for so long; the step's deadline ends them sooner.
         "HCCL_EXEC_TIMEOUT": str(math.ceil(config.timeouts.step_s)),
+        "HCCL_OP_EXPANSION_MODE": HCCL_EXPANSION_NAMES[config.device.hccl_expansion],
         "HCCL_CONNECT_TIMEOUT": str(math.ceil(max(120.0, config.timeouts.join_s))),
     }
 

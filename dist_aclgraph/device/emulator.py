@@ -9,6 +9,7 @@ import ctypes
 import fcntl
 import hashlib
 import importlib.metadata
+import json
 import os
 import subprocess
 import sys
@@ -96,6 +97,26 @@ def load(settings: Mapping[str, str | int | bool]) -> None:
     import torch_npu  # noqa: F401
 
     _loaded_settings = wanted
+
+
+def counters(device: int | None = None) -> dict[str, int]:
+    """What an emulated device holds and has counted; ``emulator/README.md`` names the keys.
+
+    Args:
+        device: as this process numbers its devices; None is the calling thread's current one.
+
+    Raises:
+        DeviceError: the emulator is not loaded, or has no such device.
+    """
+    if _loaded_settings is None:
+        raise DeviceError("the emulator is not loaded: it has no counters")
+    read = ctypes.CDLL("libascendcl.so").emulator_counters
+    read.restype = ctypes.c_char_p
+    text: bytes | None = read(-1 if device is None else device)
+    if text is None:
+        raise DeviceError(f"the emulator has no device {device}")
+    values: dict[str, int] = json.loads(text)
+    return values
 
 
 def _as_text(value: str | int | bool) -> str:

@@ -37,6 +37,7 @@ def emulator_settings(config: DeviceConfig, rank: int) -> dict[str, str | int | 
         "hbm_mb": emulated.memory_mb,
         "kernels": emulated.kernels,
         "accounting": emulated.accounting,
+        "hccl_expansion": config.hccl_expansion,
         "soc": emulated.soc,
         "wait_s": emulated.wait_s,
     }

@@ -7,6 +7,7 @@
 namespace emu {
 
 enum class FaultKind { Fail, Stall };
+enum class HcclExpansion { Aiv, Ffts, Aicpu };
 
 struct Settings {
   int devices = 8;
@@ -17,9 +18,8 @@ struct Settings {
   bool compute = true;        // false: launches, graphs and collectives run, arithmetic does not
   int streams = 2048;         // stream ids of one device
   bool software_sq = false;   // graphs take queues when executed instead of ids when captured
-  // Ids that a communication domain holds, and those that a captured graph takes for each domain it
-  // touches: two beside the main stream is what the field's stream formula counts for each.
-  int hccl_streams_per_domain = 2;
+  HcclExpansion hccl_expansion = HcclExpansion::Ffts;
+  int hccl_streams_per_domain = -1;  // -1: what hccl_expansion costs
   int threads = 1;            // ATen threads of each worker
   int wait_s = 60;            // limit of a wait on the device
   int hccl_s = 120;           // limit of a wait for another rank

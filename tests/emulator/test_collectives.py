@@ -183,6 +183,47 @@ def test_domains_hold_streams_and_captures_take_more(run_ranks):
         assert int(plain) == 1 and int(collective) >= 1 + 5
 
 
+@pytest.mark.parametrize("expansion", ["AIV", "FFTS", "AICPU"])
+def test_a_domain_costs_what_its_expansion_mode_says(run_ranks, expansion):
+    results = run_ranks(
+        """
+        from dist_aclgraph.graph.budget.domains import streams_per_domain
+        expansion = json.loads(os.environ["SCRIPT_SETTINGS"])["hccl_expansion"]
+        dist.init_process_group("hccl")
+        x = torch.ones(8).npu()
+        torch.npu.synchronize()
+        graphs = []
+        for ranks in ([0, 1], [0, 1, 2], [0, 1, 2, 3]):
+            group = dist.new_group(ranks)
+            if rank not in ranks:
+                continue
+            before = emulator.counters()
+            dist.all_reduce(x, group=group)
+            torch.npu.synchronize()
+            graph = torch.npu.NPUGraph()
+            with torch.npu.graph(graph):
+                dist.all_reduce(x, group=group)
+                dist.all_reduce(x, group=group)
+            graphs.append(graph)
+            after = emulator.counters()
+            want = streams_per_domain(expansion, len(ranks))
+            for owner in ("domains", "graph_domains"):
+                assert after[owner] - before[owner] == want, (owner, ranks, before, after)
+        dist.barrier()
+        for graph in graphs:
+            graph.reset()
+        assert emulator.counters()["graph_domains"] == 0
+        dist.destroy_process_group()
+        assert emulator.counters()["domains"] == 0
+        print("ALL DONE")
+        """,
+        4,
+        hccl_expansion=expansion,
+    )
+    for status, output in results:
+        assert status == 0 and "ALL DONE" in output, output
+
+
 def test_latency_of_a_small_all_reduce_is_printed(run_ranks):
     start = time.time()
     results = run_ranks(

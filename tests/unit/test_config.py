@@ -21,6 +21,7 @@ from dist_aclgraph.config import (
     prepare_ray_environment,
     visible_devices,
 )
+from dist_aclgraph.device.kind import emulator_settings
 from dist_aclgraph.errors import ConfigError
 
 
@@ -136,6 +137,14 @@ def test_workers_get_their_variables_from_the_configuration() -> None:
     config = make_config({"model": "m", "device": {"task_queue": 1}})
 
     assert child_environment(config)["TASK_QUEUE_ENABLE"] == "1"
+
+
+@pytest.mark.parametrize("ours,theirs", [("AIV", "AIV"), ("AICPU", "AI_CPU"), ("FFTS", "HOST")])
+def test_the_expansion_mode_reaches_hccl_and_the_emulator(ours: str, theirs: str) -> None:
+    config = make_config({"model": "m", "device": {"hccl_expansion": ours}})
+
+    assert child_environment(config)["HCCL_OP_EXPANSION_MODE"] == theirs
+    assert emulator_settings(config.device, rank=0)["hccl_expansion"] == ours
 
 
 def test_ray_variables_are_set_unless_the_user_did(monkeypatch: pytest.MonkeyPatch) -> None:

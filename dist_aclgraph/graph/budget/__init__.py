@@ -1,9 +1,11 @@
 """What captured graphs cost in streams and bytes, and what a rank can afford.
 
-``formula.py`` holds the historical formulas, exact; every budget model has a file of its own.
+``formula.py`` holds the historical formulas, exact; ``domains.py`` the price of a communication
+domain; every budget model has a file of its own.
 """
 
 from dist_aclgraph.config import BudgetModelName
+from dist_aclgraph.graph.budget.domains import streams_per_domain
 from dist_aclgraph.graph.budget.formula import (
     LegacyInputs,
     Variant,
@@ -36,6 +38,7 @@ __all__ = [
     "max_buckets",
     "max_piecewise_sizes",
     "share_cards",
+    "streams_per_domain",
     "total",
 ]
 

@@ -1,12 +1,20 @@
-"""Streams that a communication domain takes, by how HCCL expands collectives on the device."""
+"""What a communication domain costs in streams. A reading of public notes, never measured."""
 
 from __future__ import annotations
 
-from typing import Literal
+from dist_aclgraph.config import HcclExpansion
 
-Expansion = Literal["AIV", "AICPU", "FFTS"]
+MOST_AICPU_RANKS = 16
 
 
-def streams_per_domain(expansion: Expansion, num_ranks: int) -> int:
-    """Return the streams that one domain of ``num_ranks`` adds to a graph that touches it."""
-    return 2
+def streams_per_domain(expansion: HcclExpansion, num_ranks: int) -> int:
+    """Return the streams that a domain holds, and that each captured graph takes to touch it.
+
+    AIV and FFTS: what the historical formulas count for a group, one and two. AICPU: a stream for
+    each other rank, of at most sixteen ranks.
+    """
+    if expansion == "AIV":
+        return 1
+    if expansion == "FFTS":
+        return 2
+    return max(1, min(num_ranks, MOST_AICPU_RANKS) - 1)

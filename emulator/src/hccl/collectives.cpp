@@ -27,7 +27,7 @@ char *bytes_at(const void *p) {
 }
 
 HcclResult launch_on(const Comm &c, const char *name, aclrtStream stream, Task body) {
-  if (use_domain(stream, c.get()))
+  if (use_domain(stream, c.get(), c->ranks))
     return HCCL_E_RUNTIME;
   return launch(stream, TaskKind::Kernel, name, std::move(body)) ? HCCL_E_RUNTIME : HCCL_SUCCESS;
 }

@@ -9,7 +9,7 @@ namespace emu::hccl {
 
 static HcclResult open(const std::string &name, uint32_t ranks, uint32_t rank, HcclComm *out) {
   int device = 0;
-  if (open_domain(&device))
+  if (open_domain(ranks, &device))
     return HCCL_E_RUNTIME;
   try {
     auto comm = std::make_shared<Communicator>(name, ranks, rank);
@@ -18,7 +18,7 @@ static HcclResult open(const std::string &name, uint32_t ranks, uint32_t rank, H
     *out = new Handle{comm};
     return HCCL_SUCCESS;
   } catch (const std::exception &e) {
-    close_domain(device);
+    close_domain(ranks, device);
     fail(1, "%s", e.what());
     return HCCL_E_TIMEOUT;
   }
@@ -50,7 +50,7 @@ EMU_API HcclResult HcclCreateSubCommConfig(HcclComm *parent, uint32_t ranks, uin
 }
 // The object lives on while captured graphs or queued tasks name it.
 EMU_API HcclResult HcclCommDestroy(HcclComm comm) {
-  close_domain(communicator(comm)->device);
+  close_domain(communicator(comm)->ranks, communicator(comm)->device);
   delete static_cast<Handle *>(comm);
   return HCCL_SUCCESS;
 }

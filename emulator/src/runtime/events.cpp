@@ -1,4 +1,5 @@
 // Events: ordinary, captured (edges of a graph), and external ones.
+#include "runtime/counters.h"
 #include "runtime/graph.h"
 #include "runtime/objects.h"
 
@@ -135,7 +136,9 @@ EMU_API aclError aclrtStreamWaitEvent(aclrtStream handle, aclrtEvent event) {
   auto e = event_of(event);
   Stream *s = stream_of(handle);
   if (e->external())
-    return launch(handle, TaskKind::ExternalTask, "event_wait_external", [e] {
+    return launch(handle, TaskKind::ExternalTask, "event_wait_external",
+                  [e, device = s->device, captured = s->graph != nullptr] {
+      ExternalWait counted(device, captured);
       Lock lock(e->mutex);
       wait_or_throw(
           lock, e->changed, [&] { return e->external_set; },

@@ -1,8 +1,8 @@
 // Capture bookkeeping and replay of graphs.
 #include "runtime/graph.h"
 
+#include "runtime/counters.h"
 #include "runtime/services.h"
-#include "runtime/stream_budget.h"
 
 #include <acl/error_codes/rt_error_codes.h>
 
@@ -47,20 +47,22 @@ Graph::~Graph() { release_streams(); }
 
 // ---- capture
 
-aclError Graph::take_streams(long count, aclError code, const char *call) {
-  if (!settings().software_sq && !StreamBudget::of(device).take(StreamBudget::Graphs, count)) {
+aclError Graph::take_streams(StreamBudget::Holder holder, long count, aclError code,
+                             const char *call) {
+  if (!settings().software_sq && !StreamBudget::of(device).take(holder, count)) {
     invalid = true;
     return fail(code, "%s: %s", call, StreamBudget::of(device).shortage().c_str());
   }
-  streams_ += count;
+  streams_[holder] += count;
   return 0;
 }
 
 aclError Graph::add_lane(Stream *stream) {
   bool first = lanes.empty();
-  if (aclError e = first ? take_streams(1, ACL_ERROR_RT_NO_STREAM_RESOURCE, "capture begin")
-                         : take_streams(1, ACL_ERROR_RT_RESOURCE_ALLOC_FAIL,
-                                        "create capture stream failed"))
+  if (aclError e = take_streams(
+          StreamBudget::Captured, 1,
+          first ? ACL_ERROR_RT_NO_STREAM_RESOURCE : ACL_ERROR_RT_RESOURCE_ALLOC_FAIL,
+          first ? "capture begin" : "create capture stream failed"))
     return e;
   lanes.emplace(stream, static_cast<int>(lanes.size()));
   lane_sqes_.push_back(0);
@@ -73,8 +75,8 @@ aclError Graph::append(Stream *stream, Node node, int *index) {
   long &sqes = lane_sqes_[node.lane], before = sqes;
   sqes += sqes_of(node);
   if (before > 0 && (before - 1) / kSqesPerStream != (sqes - 1) / kSqesPerStream)
-    if (aclError e =
-            take_streams(1, ACL_ERROR_RT_NO_STREAM_RESOURCE, "cascaded stream of a capture"))
+    if (aclError e = take_streams(StreamBudget::Cascaded, 1, ACL_ERROR_RT_NO_STREAM_RESOURCE,
+                                  "cascaded stream of a capture"))
       return e;
   int at = static_cast<int>(nodes.size());
   if (stream->group) {
@@ -88,16 +90,17 @@ aclError Graph::append(Stream *stream, Node node, int *index) {
   return 0;
 }
 
-aclError Graph::use_domain(const void *domain) {
+aclError Graph::use_domain(const void *domain, uint32_t ranks) {
   if (!domains_.insert(domain).second)
     return 0;
-  return take_streams(settings().hccl_streams_per_domain, ACL_ERROR_RT_RESOURCE_ALLOC_FAIL,
+  return take_streams(StreamBudget::GraphDomains, streams_per_domain(ranks),
+                      ACL_ERROR_RT_RESOURCE_ALLOC_FAIL,
                       "streams of a communication domain in a capture");
 }
 
-aclError use_domain(aclrtStream stream, const void *domain) {
+aclError use_domain(aclrtStream stream, const void *domain, uint32_t ranks) {
   Stream *s = stream_of(stream);
-  return s->graph ? s->graph->use_domain(domain) : 0;
+  return s->graph ? s->graph->use_domain(domain, ranks) : 0;
 }
 
 void Graph::end_capture() {
@@ -131,23 +134,25 @@ bool Graph::has_unjoined_lane() const {
 
 void Graph::release_streams() {
   if (!settings().software_sq)
-    StreamBudget::of(device).release(StreamBudget::Graphs, streams_);
+    for (int holder = 0; holder < StreamBudget::kHolders; holder++)
+      StreamBudget::of(device).release(StreamBudget::Holder(holder), streams_[holder]);
   Lock lock(g_queue_mutex);
   if (bound_) {
     g_bound[device].remove(this);
-    g_used_queues[device] -= streams_;
+    g_used_queues[device] -= stream_count();
     bound_ = false;
   }
-  streams_ = 0;
+  streams_ = {};
 }
 
 aclError Graph::bind_queues() {
   if (!settings().software_sq)
     return 0;
-  if (streams_ > kQueues)
+  const long wanted = stream_count();
+  if (wanted > kQueues)
     return fail(ACL_ERROR_RT_NO_STREAM_RESOURCE,
                 "EE1023: too many streams captured: the graph needs %ld queues, at most %ld",
-                streams_, kQueues);
+                wanted, kQueues);
   auto end = Clock::now() + std::chrono::seconds(settings().wait_s);
   for (;;) {
     {
@@ -156,17 +161,18 @@ aclError Graph::bind_queues() {
         return 0;
       // Idle graphs give their queues back in the order of creation, not of use.
       auto &bound = g_bound[device];
-      for (auto g = bound.begin(); g != bound.end() && g_used_queues[device] + streams_ > kQueues;) {
+      for (auto g = bound.begin(); g != bound.end() && g_used_queues[device] + wanted > kQueues;) {
         if ((*g)->in_flight) {
           ++g;
           continue;
         }
         (*g)->bound_ = false;
-        g_used_queues[device] -= (*g)->streams_;
+        g_used_queues[device] -= (*g)->stream_count();
         g = bound.erase(g);
       }
-      if (g_used_queues[device] + streams_ <= kQueues) {
-        g_used_queues[device] += streams_;
+      if (g_used_queues[device] + wanted <= kQueues) {
+        g_used_queues[device] += wanted;
+        count(Counters::of(device).queue_bindings);
         bound_ = true;
         auto later = std::find_if(bound.begin(), bound.end(),
                                   [this](Graph *g) { return g->id > id; });
@@ -179,6 +185,11 @@ aclError Graph::bind_queues() {
                   kQueues);
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
+}
+
+long queues_in_use(int device) {
+  Lock lock(g_queue_mutex);
+  return g_used_queues[device];
 }
 
 // ---- replay

@@ -2,6 +2,9 @@
 #pragma once
 
 #include "runtime/objects.h"
+#include "runtime/stream_budget.h"
+
+#include <numeric>
 
 namespace emu {
 
@@ -46,23 +49,25 @@ struct Graph : std::enable_shared_from_this<Graph> {
   // Each may find no stream id left; then the capture is invalid and the code is returned.
   aclError add_lane(Stream *stream);
   aclError append(Stream *stream, Node node, int *index = nullptr);
-  aclError use_domain(const void *domain);
+  aclError use_domain(const void *domain, uint32_t ranks);
 
   void end_capture();  // streams leave the graph
   bool has_unjoined_lane() const;
   void replay() const;
-  long stream_count() const { return streams_; }
+  long stream_count() const { return std::accumulate(streams_.begin(), streams_.end(), 0L); }
   void release_streams();
   aclError bind_queues();  // accounting software_sq: before execution
 
 private:
-  long streams_ = 0;             // ids held (pinned) or queues needed (software_sq)
+  StreamBudget::Held streams_{};  // ids held (pinned) or queues needed (software_sq)
   std::vector<long> lane_sqes_;  // entries of each lane's submission queue
   std::set<const void *> domains_;
   bool bound_ = false;
   void replay_one_lane() const;
   void replay_lanes() const;
-  aclError take_streams(long count, aclError code, const char *call);
+  aclError take_streams(StreamBudget::Holder holder, long count, aclError code, const char *call);
 };
+
+long queues_in_use(int device);  // accounting software_sq
 
 }  // namespace emu

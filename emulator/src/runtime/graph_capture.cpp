@@ -1,4 +1,5 @@
 // The aclmdlRI calls: capture, execution, destruction; and where a launch goes.
+#include "runtime/counters.h"
 #include "runtime/graph.h"
 #include "runtime/task_groups.h"
 
@@ -104,6 +105,7 @@ EMU_API aclError aclmdlRICaptureEnd(aclrtStream handle, aclmdlRI *model) {
     g->self.reset();
     return error;
   }
+  count(Counters::of(g->device).graphs);
   *model = g.get();
   return 0;
 }
@@ -147,6 +149,7 @@ EMU_API aclError aclmdlRIDestroy(aclmdlRI model) {
   while (g->in_flight && Clock::now() < end)
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   g->release_streams();
+  count(Counters::of(g->device).graphs, -1);
   g->self.reset();
   return 0;  // freed here, or when no update task names it any more
 }

@@ -5,13 +5,14 @@
 
 namespace emu {
 
-// A communication domain on the current device: it holds stream ids while it exists.
-EMU_SHARED aclError open_domain(int *device);
-EMU_SHARED void close_domain(int device);
+// A communication domain of so many ranks on the current device: it holds stream ids while it
+// exists.
+EMU_SHARED aclError open_domain(uint32_t ranks, int *device);
+EMU_SHARED void close_domain(uint32_t ranks, int device);
 
 // A collective of `domain` is about to be launched: a captured graph takes stream ids for each
 // domain that it touches.
-EMU_SHARED aclError use_domain(aclrtStream stream, const void *domain);
+EMU_SHARED aclError use_domain(aclrtStream stream, const void *domain, uint32_t ranks);
 
 // Fault injection compares fault_rank with this; the first communicator tells it.
 EMU_SHARED void set_fault_identity(int rank);

@@ -31,11 +31,16 @@ bool boolean(const std::string &value) {
   throw std::invalid_argument("want true or false");
 }
 
-// True if `value` is the second choice.
-bool second_of(const std::string &value, const char *first, const char *second) {
-  if (value != first && value != second)
-    throw std::invalid_argument(std::string("want ") + first + " or " + second);
-  return value == second;
+// Which of the choices `value` is.
+int choice(const std::string &value, std::initializer_list<const char *> choices) {
+  std::string all;
+  int i = 0;
+  for (const char *c : choices) {
+    if (value == c)
+      return i;
+    all += (i++ ? " or " : "") + std::string(c);
+  }
+  throw std::invalid_argument("want " + all);
 }
 
 using Setter = std::function<void(Settings &, const std::string &)>;
@@ -50,9 +55,11 @@ const std::map<std::string, Setter> &setters() {
       {"soc", [](S &s, Text &v) { s.soc = v; }},
       {"cann", [](S &s, Text &v) { s.cann = v; }},
       {"strict", [](S &s, Text &v) { s.strict = boolean(v); }},
-      {"kernels", [](S &s, Text &v) { s.compute = !second_of(v, "compute", "skip"); }},
+      {"kernels", [](S &s, Text &v) { s.compute = choice(v, {"compute", "skip"}) == 0; }},
       {"streams", [](S &s, Text &v) { s.streams = number(v, 1, many); }},
-      {"accounting", [](S &s, Text &v) { s.software_sq = second_of(v, "pinned", "software_sq"); }},
+      {"accounting", [](S &s, Text &v) { s.software_sq = choice(v, {"pinned", "software_sq"}); }},
+      {"hccl_expansion",
+       [](S &s, Text &v) { s.hccl_expansion = HcclExpansion(choice(v, {"AIV", "FFTS", "AICPU"})); }},
       {"hccl_streams_per_domain",
        [](S &s, Text &v) { s.hccl_streams_per_domain = number(v, 0, many); }},
       {"threads", [](S &s, Text &v) { s.threads = number(v, 1, 1024); }},
@@ -61,10 +68,7 @@ const std::map<std::string, Setter> &setters() {
       {"trace", [](S &s, Text &v) { s.trace = boolean(v); }},
       {"fault_op", [](S &s, Text &v) { s.fault_op = v; }},
       {"fault_call", [](S &s, Text &v) { s.fault_call = number(v, 1, many); }},
-      {"fault_kind",
-       [](S &s, Text &v) {
-         s.fault_kind = second_of(v, "fail", "stall") ? FaultKind::Stall : FaultKind::Fail;
-       }},
+      {"fault_kind", [](S &s, Text &v) { s.fault_kind = FaultKind(choice(v, {"fail", "stall"})); }},
       {"fault_rank", [](S &s, Text &v) { s.fault_rank = v.empty() ? -1 : number(v, 0, many); }},
       {"stall_s", [](S &s, Text &v) { s.stall_s = number(v, 0, many); }},
       {"memory_limit_mb",

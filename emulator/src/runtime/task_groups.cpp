@@ -1,5 +1,7 @@
 #include "runtime/task_groups.h"
 
+#include "runtime/counters.h"
+
 #include <acl/acl.h>
 #include <acl/error_codes/rt_error_codes.h>
 
@@ -46,6 +48,7 @@ aclError update_task(Stream *s, TaskKind kind, const char *name, Task body) {
   auto replacement = std::make_shared<const Task>(std::move(body));
   UpdatableBody *target = node.updatable.get();
   s->post("task_update", [graph, target, replacement]() mutable {
+    count(Counters::of(graph->device).task_updates);
     Lock lock(target->mutex);
     target->task.swap(replacement);
   });

@@ -1,6 +1,7 @@
 // Waiting for and writing a word of device memory (torch_npu 2.13 builds torch.npu.ExternalEvent on
 // it), and host callbacks.
-#include "runtime/objects.h"
+#include "runtime/counters.h"
+#include "runtime/graph.h"
 
 #include <acl/acl.h>
 #include <acl/error_codes/rt_error_codes.h>
@@ -44,7 +45,10 @@ EMU_API aclError aclrtValueWrite(void *address, uint64_t value, uint32_t, aclrtS
 }
 EMU_API aclError aclrtValueWait(void *address, uint64_t value, uint32_t condition,
                                 aclrtStream stream) {
-  return launch(stream, TaskKind::ExternalTask, "aclrtValueWait", [=] {
+  Stream *s = stream_of(stream);
+  return launch(stream, TaskKind::ExternalTask, "aclrtValueWait",
+                [=, device = s->device, captured = s->graph != nullptr] {
+    ExternalWait counted(device, captured);
     auto ready = [=] { return value_matches(read_word(address), value, condition); };
     if (spin_until(ready))
       return;

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_aclgraph.config import make_config
 from dist_aclgraph.graph.buckets import GraphFamily, trim_sizes
 from dist_aclgraph.graph.budget import (
     LegacyInputs,
@@ -20,8 +21,10 @@ from dist_aclgraph.graph.budget import (
     max_buckets,
     max_piecewise_sizes,
     share_cards,
+    streams_per_domain,
     total,
 )
+from dist_aclgraph.model_facts import read_model_facts
 
 ROOT = Path(__file__).parents[3]
 SAMPLE = ROOT / "tests" / "data" / "stream_budget_sample.jsonl"
@@ -59,6 +62,22 @@ def test_formulas_reproduce_every_recorded_line(path: Path) -> None:
 
         assert max_buckets(inputs, line["variant"]) == line["max_buckets"], line
         assert legacy_sizes(inputs, line["variant"]) == line["sizes"], line
+
+
+def test_what_a_communication_domain_costs() -> None:
+    for ranks in (1, 2, 3, 8, 16, 64):
+        assert streams_per_domain("AIV", ranks) == 1
+        assert streams_per_domain("FFTS", ranks) == 2
+    aicpu = [streams_per_domain("AICPU", ranks) for ranks in (1, 2, 3, 8, 16, 17, 64)]
+    assert aicpu == [1, 1, 2, 7, 15, 15, 15]
+
+
+def test_the_configured_expansion_mode_prices_the_workload() -> None:
+    facts = read_model_facts(ROOT / "models" / "tiny-qwen3")
+    config = make_config({"model": "m", "device": {"hccl_expansion": "AIV"}})
+
+    assert Workload.from_config(config, facts).expansion == "AIV"
+    assert Workload.from_config(make_config({"model": "m"}), facts).expansion == "FFTS"
 
 
 def test_published_values_of_a_61_layer_model() -> None:

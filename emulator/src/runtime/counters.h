@@ -1,0 +1,46 @@
+// What a device has counted since the process began. Written everywhere, read by
+// emulator_counters() alone: nothing in the emulator depends on it.
+#pragma once
+
+#include "emulator.h"
+
+#include <atomic>
+#include <chrono>
+
+namespace emu {
+
+struct Counters {
+  std::atomic<long> graphs{0};  // captured and not destroyed
+  std::atomic<long> external_waits{0}, external_wait_ns{0};
+  std::atomic<long> task_updates{0};
+  std::atomic<long> queue_bindings{0};
+
+  static Counters &of(int device);
+};
+
+inline void count(std::atomic<long> &counter, long by = 1) {
+  counter.fetch_add(by, std::memory_order_relaxed);
+}
+
+// While it lives, a stream stands at an external event; counted if a graph put it there.
+class ExternalWait {
+public:
+  ExternalWait(int device, bool captured)
+      : device_(device), captured_(captured), start_(Clock::now()) {}
+  ~ExternalWait() {
+    if (!captured_)
+      return;
+    count(Counters::of(device_).external_waits);
+    count(Counters::of(device_).external_wait_ns,
+          std::chrono::nanoseconds(Clock::now() - start_).count());
+  }
+  ExternalWait(const ExternalWait &) = delete;
+
+private:
+  using Clock = std::chrono::steady_clock;
+  const int device_;
+  const bool captured_;
+  const Clock::time_point start_;
+};
+
+}  // namespace emu
