@@ -132,11 +132,10 @@ def _menu(
     index: int,
     offers: Sequence[StreamOffer],
 ) -> _Menu:
-    probes = [probe for offer in offers if (probe := offer.probe_of(family)) is not None]
     seconds: dict[int, float] = {}
-    for probe in probes:  # a step takes as long as it does on the slowest rank
-        size = probe.graph.num_tokens
-        if probe.seconds:
+    for probe in (probe for offer in offers for probe in offer.probes_of(family)):
+        if probe.seconds:  # a step takes as long as it does on the slowest rank
+            size = probe.graph.num_tokens
             seconds[size] = max(seconds.get(size, 0.0), probe.seconds)
     alone = [most for item in limits if (most := item.limit.most(index)) is not None]
     count = min([len(family.buckets), *alone])

@@ -78,6 +78,11 @@ def total(price: Price) -> int:
     return sum(term.total for term in price)
 
 
+def stream_limit(prices: Sequence[int], offer: StreamOffer) -> Limit:
+    """Return the limit that the rank's streams set."""
+    return Limit("streams for graphs", offer.usable, tuple(prices))
+
+
 def driver_limit(families: Sequence[GraphFamily], offer: StreamOffer) -> tuple[Limit, ...]:
     """Return the limit that the device's driver sets on piecewise sizes, if it sets one."""
     if offer.max_sizes is None:
