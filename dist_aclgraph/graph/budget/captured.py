@@ -6,7 +6,7 @@ takes several. Counts are queue entries.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dist_aclgraph.graph.buckets import GraphFamily
 from dist_aclgraph.graph.budget.domains import streams_per_domain
@@ -83,11 +83,7 @@ def shapes(family: GraphFamily, workload: Workload) -> tuple[Shape, ...]:
 def price_of(found: tuple[Shape, ...], workload: Workload) -> Price:
     """Return the queues of all graphs of a bucket, one line for each shape and cause."""
     return tuple(
-        BudgetTerm(
-            f"{shape.what}: {term.name}",
-            term.total * shape.copies,
-            f"{term.why}, in {shape.copies} graph{'s' if shape.copies > 1 else ''}",
-        )
+        replace(term, total=term.total * shape.copies, of=shape.what)
         for shape in found
         for term in shape.price(workload)
     )
