@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from dist_aclgraph.graph.buckets import pad_to_bucket
 
+NO_GAIN = 1 - 1e-9  # of a cost: what rounding does to equal ones
 FloatArray = npt.NDArray[np.float64]
 
 
@@ -82,7 +83,7 @@ def choices(
         exact[k] = best[n]
     counts = np.zeros(limit + 1, np.int64)
     for k in range(1, limit + 1):
-        counts[k] = k if exact[k] < exact[counts[k - 1]] else counts[k - 1]
+        counts[k] = k if exact[k] < exact[counts[k - 1]] * NO_GAIN else counts[k - 1]
     return Choices(tuple(sizes), exact[counts], counts, previous)
 
 

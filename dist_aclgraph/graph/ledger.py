@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import msgspec
 
-from dist_aclgraph.graph.budget import BudgetModel, StreamOffer, Workload, total
+from dist_aclgraph.graph.budget import BudgetModel, Price, StreamOffer, Workload, total
 from dist_aclgraph.graph.plan import GraphPlan
 
 TOLERANCE = 0.10  # relative difference between prediction and measurement that is worth a warning
@@ -19,6 +20,27 @@ class LedgerEntry(msgspec.Struct, kw_only=True):
     unit: str  # "streams" or "bytes"
     predicted: int
     measured: int | None = None  # filled by the rank that captures
+    parts: dict[str, int] = {}  # the prediction by who takes it, where that is known
+
+    @property
+    def is_off(self) -> bool:
+        """Whether prediction and measurement are more than 10 % apart."""
+        if self.measured is None:
+            return False
+        return abs(self.measured - self.predicted) > TOLERANCE * self.predicted
+
+    def describe(self) -> str:
+        """Return prediction and measurement in words, and the part that is nearest to both's gap.
+
+        Devices tell how many streams are left and not who took them, so the part is a guess.
+        """
+        text = f"{self.term} took {self.measured} {self.unit}, predicted {self.predicted}"
+        if not self.parts or self.measured is None:
+            return text
+        gap = abs(self.measured - self.predicted)
+        nearest = min(self.parts, key=lambda name: abs(self.parts[name] - gap))
+        lines = ", ".join(f"{name} {count}" for name, count in self.parts.items())
+        return f"{text} ({lines}); nearest to the difference of {gap}: {nearest}"
 
 
 class Ledger(msgspec.Struct, kw_only=True):
@@ -44,6 +66,7 @@ class Ledger(msgspec.Struct, kw_only=True):
                 term=str(graph),
                 unit="streams",
                 predicted=total(prices[family.name]),
+                parts=_by_name(prices[family.name]),
             )
             for graph in plan.capture_order
             for family in plan.families
@@ -57,7 +80,7 @@ class Ledger(msgspec.Struct, kw_only=True):
             offered_bytes=offer.free_bytes,
             entries=entries,
             terms={
-                f"{name}: {term.name}": term.total
+                f"{name}: {term.label}": term.total
                 for name, price in {**prices, "fixed": fixed}.items()
                 for term in price
             },
@@ -77,13 +100,15 @@ class Ledger(msgspec.Struct, kw_only=True):
 
     def warnings(self) -> list[str]:
         """Return a sentence for each term whose measurement is more than 10 % off."""
-        return [
-            f"rank {self.rank}: {entry.term} took {entry.measured} {entry.unit}, "
-            f"predicted {entry.predicted}"
-            for entry in self.entries
-            if entry.measured is not None
-            and abs(entry.measured - entry.predicted) > TOLERANCE * entry.predicted
-        ]
+        return [f"rank {self.rank}: {entry.describe()}" for entry in self.entries if entry.is_off]
+
+
+def _by_name(price: Price) -> dict[str, int]:
+    """Return a price by who takes the streams, over all graphs of a bucket."""
+    parts: Counter[str] = Counter()
+    for term in price:
+        parts[term.name] += term.total
+    return dict(parts)
 
 
 def pool_bytes(

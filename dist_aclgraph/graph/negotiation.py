@@ -18,7 +18,6 @@ from dist_aclgraph.graph.budget import (
     StreamOffer,
     Workload,
     share_cards,
-    total,
 )
 from dist_aclgraph.graph.choice import Choices, choices, step_costs
 from dist_aclgraph.graph.plan import GraphPlan
@@ -132,11 +131,10 @@ def _menu(
     index: int,
     offers: Sequence[StreamOffer],
 ) -> _Menu:
-    probes = [probe for offer in offers if (probe := offer.probe_of(family)) is not None]
     seconds: dict[int, float] = {}
-    for probe in probes:  # a step takes as long as it does on the slowest rank
-        size = probe.graph.num_tokens
-        if probe.seconds:
+    for probe in (probe for offer in offers for probe in offer.probes_of(family)):
+        if probe.seconds:  # a step takes as long as it does on the slowest rank
+            size = probe.graph.num_tokens
             seconds[size] = max(seconds.get(size, 0.0), probe.seconds)
     alone = [most for item in limits if (most := item.limit.most(index)) is not None]
     count = min([len(family.buckets), *alone])
@@ -250,16 +248,17 @@ def _shortfalls(
     lines = []
     for offer in offers:
         limits = budget_model.limits(families, workload, offer)
+        lacks = [
+            f"one {family.name} bucket needs {limit.prices[i]} of {limit.amount} {limit.what}"
+            for i, family in enumerate(families)
+            for limit in limits
+            if limit.most(i) == 0
+        ]
         if any(all(limit.most(i) != 0 for limit in limits) for i in range(len(families))):
             continue
-        prices = [
-            f"one {family.name} bucket costs {total(budget_model.price(family, workload, offer))}"
-            for family in families
-        ]
-        fixed = total(budget_model.fixed(workload, offer))
         lines.append(
             f"rank {offer.rank} offers {offer.usable} streams ({offer.available} available, "
-            f"{offer.reserve} in reserve), {', '.join(prices)} and {fixed} are fixed"
+            f"{offer.reserve} in reserve): {', '.join(lacks)}"
         )
     others = len(lines) - NAMED_RANKS
     if others > 0:

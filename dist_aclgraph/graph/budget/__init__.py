@@ -1,10 +1,13 @@
 """What captured graphs cost in streams and bytes, and what a rank can afford.
 
 ``formula.py`` holds the historical formulas, exact; ``domains.py`` the price of a communication
-domain; every budget model has a file of its own.
+domain; ``captured.py`` what a bucket's graphs hold; every budget model has a file of its own.
 """
 
 from dist_aclgraph.config import BudgetModelName
+from dist_aclgraph.graph.budget.calibrated import CalibratedBudget
+from dist_aclgraph.graph.budget.cann_pinned import CannPinnedBudget
+from dist_aclgraph.graph.budget.cann_software_sq import CannSoftwareSqBudget
 from dist_aclgraph.graph.budget.domains import streams_per_domain
 from dist_aclgraph.graph.budget.formula import (
     LegacyInputs,
@@ -25,6 +28,9 @@ from dist_aclgraph.graph.budget.workload import Workload
 __all__ = [
     "BudgetModel",
     "BudgetTerm",
+    "CalibratedBudget",
+    "CannPinnedBudget",
+    "CannSoftwareSqBudget",
     "LegacyBudget",
     "LegacyInputs",
     "Limit",
@@ -45,4 +51,10 @@ __all__ = [
 
 def make_budget_model(name: BudgetModelName) -> BudgetModel:
     """Return the budget model that the configuration names."""
+    if name == "cann-pinned":
+        return CannPinnedBudget()
+    if name == "cann-software-sq":
+        return CannSoftwareSqBudget()
+    if name == "calibrated":
+        return CalibratedBudget()
     return LegacyBudget(name)

@@ -14,7 +14,7 @@ from dist_aclgraph.graph.budget.formula import (
     Variant,
     max_buckets,
 )
-from dist_aclgraph.graph.budget.model import BudgetTerm, Limit, Price, driver_limit
+from dist_aclgraph.graph.budget.model import BudgetTerm, Limit, Price, driver_limit, stream_limit
 from dist_aclgraph.graph.budget.offer import StreamOffer
 from dist_aclgraph.graph.budget.workload import Workload
 
@@ -82,11 +82,7 @@ class LegacyBudget:
                 max(0, max_buckets(inputs, self.variant)),
                 tuple(int(family in priced) for family in families),
             ),
-            Limit(
-                "streams for graphs",
-                offer.usable,
-                tuple(_graphs(family, workload) for family in families),
-            ),
+            stream_limit([_graphs(family, workload) for family in families], offer),
             *driver_limit(families, offer),
         )
 

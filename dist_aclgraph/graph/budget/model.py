@@ -14,11 +14,23 @@ from dist_aclgraph.graph.budget.workload import Workload
 
 @dataclass(frozen=True)
 class BudgetTerm:
-    """One line of a price: ``total`` streams, and what they are for."""
+    """One line of a price.
+
+    Attributes:
+        name: who takes the streams.
+        total: how many in each bucket.
+        why: in plain words.
+        of: which of a bucket's graphs, where they differ.
+    """
 
     name: str
     total: int
     why: str
+    of: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"{self.of}: {self.name}" if self.of else self.name
 
 
 Price = tuple[BudgetTerm, ...]
@@ -76,6 +88,11 @@ class BudgetModel(Protocol):
 def total(price: Price) -> int:
     """Return the streams of all lines together."""
     return sum(term.total for term in price)
+
+
+def stream_limit(prices: Sequence[int], offer: StreamOffer) -> Limit:
+    """Return the limit that the rank's streams set."""
+    return Limit("streams for graphs", offer.usable, tuple(prices))
 
 
 def driver_limit(families: Sequence[GraphFamily], offer: StreamOffer) -> tuple[Limit, ...]:

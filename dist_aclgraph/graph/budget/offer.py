@@ -40,10 +40,11 @@ class StreamOffer(msgspec.Struct, frozen=True, kw_only=True):
     def usable(self) -> int:
         return max(0, self.available - self.reserve)
 
-    def probe_of(self, family: GraphFamily) -> Probe | None:
-        """Return the probe of this kind of graph, or None."""
+    def probes_of(self, family: GraphFamily) -> tuple[Probe, ...]:
+        """Return the probes of this kind of graph, the largest first."""
         kind = (family.run_mode, family.query_len)
-        return next((p for p in self.probes if (p.graph.mode, p.graph.query_len) == kind), None)
+        found = [p for p in self.probes if (p.graph.mode, p.graph.query_len) == kind]
+        return tuple(sorted(found, key=lambda probe: -probe.graph.num_tokens))
 
 
 def max_piecewise_sizes(chip: str) -> int | None:

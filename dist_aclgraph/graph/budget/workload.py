@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from dist_aclgraph.config import Config, GraphMode, HcclExpansion
 from dist_aclgraph.model_facts import ModelFacts
 from dist_aclgraph.topology import GroupKind, ParallelLayout
+
+COMMUNICATING: tuple[GroupKind, ...] = ("tp", "pcp", "dcp", "ep")
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,6 @@ class Workload:
         num_layers: hidden layers of the main model.
         mode: which graphs a bucket needs.
         draft_layers: layers of the draft model, 0 where there is none.
-        domains: communication domains of a rank; None derives them from the parallel sizes.
         expansion: how HCCL expands collectives on the device.
         multistream_shared: shared experts run on a stream of their own.
         bytes_per_token: device memory that a graph takes per token of its bucket; the pool is
@@ -67,7 +69,7 @@ class Workload:
             query_len=config.speculative.num_tokens + 1,
         )
 
-    @property
+    @cached_property
     def domains(self) -> tuple[Domain, ...]:
         """The distinct rank sets that rank 0 meets in collectives; every rank has as many."""
         layout = ParallelLayout(tp=self.tp, dp=self.dp, pcp=self.pcp, dcp=self.dcp, ep=self.ep)
@@ -78,6 +80,3 @@ class Workload:
             )
             for ranks in layout.domains_of(0)
         )
-
-
-COMMUNICATING: tuple[GroupKind, ...] = ("tp", "pcp", "dcp", "ep")

@@ -77,7 +77,7 @@ def test_the_configured_expansion_mode_prices_the_workload() -> None:
     config = make_config({"model": "m", "device": {"hccl_expansion": "AIV"}})
 
     assert Workload.from_config(config, facts).expansion == "AIV"
-    assert not Workload.from_config(make_config({"model": "m"}), facts).expansion == "AIV"
+    assert Workload.from_config(make_config({"model": "m"}), facts).expansion == "FFTS"
 
 
 def test_published_values_of_a_61_layer_model() -> None:

@@ -163,7 +163,7 @@ def test_a_rank_that_affords_nothing_is_named_with_its_shortfall() -> None:
         negotiate(offers, [decode_family(1, 8)], MODEL, WORKLOAD)
 
     assert "rank 3 offers 0 streams" in str(caught.value)
-    assert "one full decode bucket costs 3 and 40 are fixed" in str(caught.value)
+    assert "one full decode bucket needs 1 of 0 streams for graphs" in str(caught.value)
     assert "rank 0" not in str(caught.value)
 
 
@@ -254,7 +254,8 @@ def test_the_ledger_warns_of_the_term_that_is_ten_percent_off() -> None:
     ledger.measure("event pool", 1)
 
     assert ledger.warnings() == [
-        "rank 2: full decode 1 took 5 streams, predicted 3",
+        "rank 2: full decode 1 took 5 streams, predicted 3 (graphs 1, communication 2); "
+        "nearest to the difference of 2: communication",
         "rank 2: event pool took 1 streams, predicted 0",
     ]
     assert ledger.predicted_streams == 6
