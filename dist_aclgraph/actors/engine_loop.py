@@ -50,7 +50,8 @@ class EngineLoop:
     """State of a serving lockstep group.
 
     Args:
-        report: what the controller knows of the plan and its ranks; part of every report.
+        changes: what becomes of the group's graphs while it serves.
+        report: what the controller knows of the ranks; part of every report.
         step_timeout_s: a step that takes longer ends the epoch.
     """
 
@@ -62,12 +63,14 @@ class EngineLoop:
         address: str,
         token: str,
         step_timeout_s: float,
+        changes: GraphChanges,
         report: dict[str, Any],
     ) -> None:
         self._scheduler = scheduler
         self._channel = channel
         self._token = token
         self._step_timeout_s = step_timeout_s
+        self._changes = changes
         self._report = report
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
@@ -90,6 +93,14 @@ class EngineLoop:
 
     def stop(self) -> None:
         self._stopping = True
+
+    def change_plan(self, plan: GraphPlan) -> None:
+        """Move to another graph plan, in quiet steps."""
+        self._changes.change_plan(plan)
+
+    def take_traffic(self) -> Traffic:
+        """Return how often batches of each size ran since the last call."""
+        return self._scheduler.dispatcher.take_traffic()
 
     @property
     def failure(self) -> str:
@@ -118,8 +129,12 @@ class EngineLoop:
 
     def _turn(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """Run one step, and hand out the outputs of the one before meanwhile."""
-        start_s = time.perf_counter()
         self._receive_all(0)
+        if self._changes.is_due(not self._scheduler.has_work, not self._scheduler.waiting):
+            self._deliver(outputs)  # nobody waits for a capture with a token that is there
+            outputs = []
+            self._changes.advance()
+        start_s = time.perf_counter()
         plan = self._scheduler.schedule()
         if plan is None:
             self._deliver(outputs)
@@ -129,7 +144,7 @@ class EngineLoop:
         self._channel.send(plan)
         sent_s = time.perf_counter()
         self._deliver(outputs)
-        results = self._channel.receive(plan, self._step_timeout_s, self._check)
+        results = self._channel.receive(plan, self._step_timeout_s, self.check)
         received_s = time.perf_counter()
         result = self._output_of(results)
         outputs = self._scheduler.update(result)
@@ -148,7 +163,7 @@ class EngineLoop:
                 return result
         raise WorkerLostError("no result of rank 0 in a complete step", 0, "SERVING")
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """While a step runs: end the wait when a worker is known to be gone.
 
         Raises:
@@ -312,18 +327,28 @@ class EngineLoop:
 
     def report(self) -> dict[str, Any]:
         """Plan, buckets with their counters, eager steps by reason, ranks: see ``LLM.report``."""
-        counters = self._scheduler.dispatcher.report()
+        dispatcher, costs = self._scheduler.dispatcher, dict(self._changes.costs)
+        counters = dispatcher.report()
+        lazy = () if dispatcher.lazy is None else dispatcher.lazy.graphs
         buckets = [
             {
-                **bucket,
-                "replays": counters["replays"].get(bucket["graph"], 0),
-                "padded_tokens": counters["padded_by_graph"].get(bucket["graph"], 0),
+                "graph": str(graph),
+                "mode": graph.mode,
+                "bucket": graph.num_tokens,
+                "is_lazy": graph in lazy,
+                "capture_seconds": costs[graph].seconds,
+                "streams": costs[graph].streams,
+                "bytes": costs[graph].bytes,
+                "replays": counters["replays"].get(str(graph), 0),
+                "padded_tokens": counters["padded_by_graph"].get(str(graph), 0),
             }
-            for bucket in self._report["buckets"]
+            for graph in sorted(costs, key=lambda graph: (-graph.num_tokens, graph.mode))
         ]
         return {
             **self._report,
+            "plan": plan_report(dispatcher.plan),
             "buckets": buckets,
+            "rollbacks": [*self._report.get("rollbacks", []), *self._changes.failures],
             "eager_steps": counters["misses"],
             "metrics": self.metrics(),
             "timings_us": dict(self._timings_us),

@@ -10,9 +10,8 @@ import msgspec
 from dist_aclgraph.actors.lockstep_capture import CaptureRecord
 from dist_aclgraph.actors.worker_group import WorkerGroup
 from dist_aclgraph.graph.budget import StreamOffer
-from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.graph.ledger import Ledger
-from dist_aclgraph.graph.plan import GraphPlan
+from dist_aclgraph.graph.plan import plan_report
 
 
 @dataclass
@@ -36,38 +35,12 @@ def group_report(group: LockstepGroup) -> dict[str, Any]:
     record = group.record
     return {
         "device": group.device,
-        "plan": None if record is None else _plan_report(record.plan),
+        "plan": None if record is None else plan_report(record.plan),
         "rollbacks": [] if record is None else record.rollbacks,
-        "buckets": []
-        if record is None
-        else [_bucket_report(record, graph) for graph in record.plan.capture_order],
         "pool_bytes": group.pool_bytes,
         "weight_bytes": group.weight_bytes,
         "num_blocks": group.num_blocks,
         "ranks": [_rank_report(group, index) for index in range(len(group.ledgers))],
-    }
-
-
-def _plan_report(plan: GraphPlan) -> dict[str, Any]:
-    return {
-        "version": plan.version,
-        "hash": plan.hash,
-        "mode": plan.mode,
-        "families": {family.name: list(family.buckets) for family in plan.families},
-        "budget_model": plan.budget_model,
-        "reasons": list(plan.reasons),
-    }
-
-
-def _bucket_report(record: CaptureRecord, graph: BatchDescriptor) -> dict[str, Any]:
-    cost = record.costs[graph]
-    return {
-        "graph": str(graph),
-        "mode": graph.mode,
-        "bucket": graph.num_tokens,
-        "capture_seconds": cost.seconds,
-        "streams": cost.streams,
-        "bytes": cost.bytes,
     }
 
 

@@ -6,7 +6,7 @@ Also what becomes of a plan when a capture fails: a decision value, for the cont
 from __future__ import annotations
 
 import hashlib
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -51,6 +51,17 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
         """Hex SHA-256 of all fields: equal on all ranks that hold the same plan."""
         return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()
 
+    def without(self, failure: CaptureFailure) -> GraphPlan:
+        """Return the next version, without a graph that could not be captured while serving."""
+        families = [f.keep(failure.graph) if f.has(failure.graph) else f for f in self.families]
+        reason = f"capture of {failure.graph} failed on rank {failure.rank} ({failure.cause})"
+        return msgspec.structs.replace(
+            self,
+            version=self.version + 1,
+            families=tuple(family for family in families if family.buckets),
+            reasons=(*self.reasons, reason),
+        )
+
     def shrink(self, failed: BatchDescriptor, cause: CaptureCause, rank: int) -> GraphPlan:
         """Return the next version, with fewer graphs: what the ranks proved they can afford.
 
@@ -91,6 +102,18 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(
             self, version=self.version + 1, families=tuple(families), reasons=(*self.reasons, kept)
         )
+
+
+def plan_report(plan: GraphPlan) -> dict[str, Any]:
+    """Return a plan as plain values."""
+    return {
+        "version": plan.version,
+        "hash": plan.hash,
+        "mode": plan.mode,
+        "families": {family.name: list(family.buckets) for family in plan.families},
+        "budget_model": plan.budget_model,
+        "reasons": list(plan.reasons),
+    }
 
 
 class CaptureCost(msgspec.Struct, frozen=True):

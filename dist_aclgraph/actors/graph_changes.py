@@ -1,0 +1,159 @@
+"""Changing a group's graphs while it serves: between two steps, one graph at a time.
+
+Two sources: a new plan version, whose graphs are captured one by one in quiet steps before those
+that it drops are released; and lazy graphs, which the traffic asks for. Steps replay what exists on
+every rank, at every moment. A capture that fails is undone everywhere and costs nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from dist_aclgraph.actors.graph_transaction import GraphTransaction
+from dist_aclgraph.actors.lockstep_capture import most_of
+from dist_aclgraph.actors.step_channel import StepSender
+from dist_aclgraph.graph.commands import GraphAction, GraphAnswer, GraphCommand
+from dist_aclgraph.graph.descriptor import BatchDescriptor
+from dist_aclgraph.graph.dispatcher import GraphDispatcher
+from dist_aclgraph.graph.lazy import LazyGraphs
+from dist_aclgraph.graph.plan import CaptureCost, CaptureFailure, GraphPlan
+from dist_aclgraph.graph.rebucketing import GraphChange, transition
+
+STEPS_BETWEEN = 16  # so that no two captures delay the same tokens
+PATIENCE_STEPS = 200  # a group that is never quiet changes its graphs all the same
+
+
+@dataclass
+class ChannelRanks:
+    """The ranks of a serving group, reached over its step channel."""
+
+    channel: StepSender
+    ranks: tuple[int, ...]
+    epoch: int
+    check: Callable[[], None]
+    _num_commands: int = 0
+
+    def carry_out(
+        self,
+        action: GraphAction,
+        timeout_s: float,
+        graph: BatchDescriptor | None = None,
+        plan: GraphPlan | None = None,
+    ) -> list[GraphAnswer]:
+        """Have every rank do one move between two steps.
+
+        Raises:
+            WorkerLostError: a rank did not answer in time.
+        """
+        self._num_commands += 1
+        command = GraphCommand(self.epoch, self._num_commands, action, graph, plan)
+        self.channel.send(command)
+        return self.channel.receive_votes(command, timeout_s, self.check)
+
+
+@dataclass
+class GraphChanges:
+    """Owns what is still to be changed.
+
+    Attributes:
+        costs: of every graph that exists, the most that any rank paid.
+        failures: sentences about captures that were undone.
+    """
+
+    dispatcher: GraphDispatcher
+    transaction: GraphTransaction
+    costs: dict[BatchDescriptor, CaptureCost]
+    failures: list[str] = field(default_factory=list)
+    _wanted: GraphPlan | None = None  # handed over by another thread
+    _coming: GraphPlan | None = None
+    _todo: deque[GraphChange] = field(default_factory=deque)
+    _last_step: int = -STEPS_BETWEEN
+
+    # ---- any thread
+
+    def change_plan(self, plan: GraphPlan) -> None:
+        """Move to ``plan`` as quiet steps allow; a plan that is not reached yet is given up."""
+        self._wanted = plan
+
+    # ---- the loop's thread
+
+    def is_due(self, is_idle: bool, is_quiet: bool) -> bool:
+        """Say whether there may be something to change, and now is a good moment.
+
+        Args:
+            is_idle: no request is there; nobody waits for us.
+            is_quiet: no request is about to start.
+        """
+        if self._wanted is None and self._coming is None and self.dispatcher.lazy is None:
+            return False
+        since = self.dispatcher.step - self._last_step
+        return is_idle or since >= (STEPS_BETWEEN if is_quiet else PATIENCE_STEPS)
+
+    def advance(self) -> None:
+        """Do at most one capture.
+
+        Raises:
+            WorkerError: a rank is lost, or captured something else than the others.
+        """
+        if self._wanted is not None:
+            self._begin(self._wanted)
+        if self._coming is not None:
+            self._go_on(self._coming)
+        elif self.dispatcher.lazy is not None:
+            self._change_lazily(self.dispatcher.lazy)
+
+    def _begin(self, plan: GraphPlan) -> None:
+        self._wanted, self._coming = None, plan
+        lazy = () if self.dispatcher.lazy is None else self.dispatcher.lazy.graphs
+        known = self.dispatcher.graphs - set(lazy)
+        self._todo = deque(transition(sorted(known), plan))
+
+    def _go_on(self, plan: GraphPlan) -> None:
+        while self._todo:
+            change = self._todo.popleft()
+            if change.action == "release":
+                self._release(change.graph)
+            else:
+                failure = self._capture(change.graph)
+                if failure is not None:
+                    self._coming = plan.without(failure)
+                return
+        self.transaction.adopt(plan)
+        self.dispatcher.adopt(plan)
+        self._coming = None
+
+    def _change_lazily(self, lazy: LazyGraphs) -> None:
+        change = lazy.next_change()
+        if change is None:
+            return
+        if change.victim is not None:
+            lazy.leave(change.victim)
+            self._release(change.victim)
+        if self._capture(change.graph) is None:
+            lazy.enter(change.graph)
+        else:
+            lazy.fail(change.graph, self.dispatcher.step)
+
+    def _capture(self, graph: BatchDescriptor) -> CaptureFailure | None:
+        if graph in self.dispatcher.graphs:  # a lazy graph that becomes part of a plan
+            return None
+        self._last_step = self.dispatcher.step
+        outcome = self.transaction.capture(graph)
+        if isinstance(outcome, CaptureFailure):
+            self.failures.append(
+                f"{graph} was undone on all ranks: rank {outcome.rank} failed ({outcome.cause}): "
+                f"{outcome.message}"
+            )
+            return outcome
+        self.costs[graph] = most_of(outcome)
+        self.dispatcher.add(graph)
+        return None
+
+    def _release(self, graph: BatchDescriptor) -> None:
+        self.dispatcher.remove(graph)
+        self.costs.pop(graph, None)
+        self.transaction.release([graph])

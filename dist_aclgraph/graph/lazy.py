@@ -1,0 +1,102 @@
+"""Lazy graphs: shapes outside the plan that come so often that a graph of their own pays.
+
+Decisions only: an LRU of a few shapes, filled by what they would have saved. Whoever carries a
+decision out says how it ended: a shape enters after it was captured on every rank, and a shape that
+failed is left alone for a while. Work is counted in tokens: those of a step that ran eagerly, and
+the padding of one that replayed a graph larger than need be.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from dist_aclgraph.graph.buckets import GraphFamily, pad_to_bucket
+from dist_aclgraph.graph.descriptor import BatchDescriptor
+
+
+@dataclass(frozen=True)
+class LazyChange:
+    """Capture ``graph``; where there is no room for it, release ``victim`` before."""
+
+    graph: BatchDescriptor
+    victim: BatchDescriptor | None = None
+
+
+class LazyGraphs:
+    """Owns the LRU and the tally of what other shapes would save.
+
+    Args:
+        families: kinds and sizes that may be captured lazily.
+        capacity: graphs that may exist at once.
+        min_tokens: work that a shape must have cost before its capture pays.
+        retry_steps: steps for which a shape that failed is left alone.
+    """
+
+    def __init__(
+        self,
+        families: tuple[GraphFamily, ...],
+        max_num_seqs: int,
+        *,
+        capacity: int,
+        min_tokens: int,
+        retry_steps: int,
+    ) -> None:
+        self._families = families
+        self._max_num_seqs = max_num_seqs
+        self._capacity = capacity
+        self._min_tokens = min_tokens
+        self._retry_steps = retry_steps
+        self._used: dict[BatchDescriptor, None] = {}  # least recently used first
+        self._wasted: Counter[BatchDescriptor] = Counter()  # tokens, by the shape that saves them
+        self._failed: dict[BatchDescriptor, int] = {}  # step of the last failure
+
+    @property
+    def graphs(self) -> tuple[BatchDescriptor, ...]:
+        """The graphs that exist, least recently used first."""
+        return tuple(self._used)
+
+    def note(
+        self, num_tokens: int, query_len: int, replayed: BatchDescriptor | None, step: int
+    ) -> None:
+        """Enter a step: what its batch replayed, and what a graph of its own would have saved."""
+        if replayed is not None and replayed in self._used:
+            self._used[replayed] = self._used.pop(replayed)
+        shape = self._shape_of(num_tokens, query_len)
+        if shape is None or shape == replayed:
+            return
+        saved = num_tokens if replayed is None else replayed.num_tokens - shape.num_tokens
+        if saved <= 0 or step < self._failed.get(shape, -self._retry_steps) + self._retry_steps:
+            return
+        self._wasted[shape] += saved
+
+    def next_change(self) -> LazyChange | None:
+        """Return what would save most, if it is worth a capture; the tally of it starts again."""
+        if not self._wasted or not self._capacity:
+            return None
+        shape, tokens = self._wasted.most_common(1)[0]
+        if tokens < self._min_tokens:
+            return None
+        del self._wasted[shape]
+        full = len(self._used) >= self._capacity
+        return LazyChange(shape, next(iter(self._used)) if full else None)
+
+    def enter(self, graph: BatchDescriptor) -> None:
+        """Every rank has captured it."""
+        self._used[graph] = None
+
+    def leave(self, graph: BatchDescriptor) -> None:
+        """It was released, or became part of the plan."""
+        self._used.pop(graph, None)
+
+    def fail(self, graph: BatchDescriptor, step: int) -> None:
+        """It could not be captured."""
+        self._failed[graph] = step
+
+    def _shape_of(self, num_tokens: int, query_len: int) -> BatchDescriptor | None:
+        for family in self._families:
+            if family.query_len in (0, query_len):
+                bucket = pad_to_bucket(num_tokens, family.buckets)
+                if bucket is not None:
+                    return family.describe(bucket, self._max_num_seqs)
+        return None
