@@ -68,7 +68,7 @@ private:
   aclError take_streams(StreamBudget::Holder holder, long count, aclError code, const char *call);
 };
 
-uint32_t capturing_graph(int device);  // id of one that is being captured there, or 0
+bool is_capturing(int device);
 long queues_in_use(int device);  // accounting software_sq
 
 }  // namespace emu

@@ -17,12 +17,10 @@ static std::vector<std::shared_ptr<Graph>> g_capturing;
 
 static Graph *graph_of(aclmdlRI model) { return static_cast<Graph *>(model); }
 
-uint32_t capturing_graph(int device) {
+bool is_capturing(int device) {
   Lock lock(g_capturing_mutex);
-  for (auto &g : g_capturing)
-    if (g->device == device)
-      return g->id;
-  return 0;
+  return std::any_of(g_capturing.begin(), g_capturing.end(),
+                     [device](auto &g) { return g->device == device; });
 }
 
 aclError refuse_during_capture(const char *call) {
