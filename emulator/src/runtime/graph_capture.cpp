@@ -2,6 +2,7 @@
 #include "runtime/counters.h"
 #include "runtime/faults.h"
 #include "runtime/graph.h"
+#include "runtime/queue_pool.h"
 #include "runtime/task_groups.h"
 
 #include <acl/acl.h>
@@ -145,8 +146,9 @@ EMU_API aclError aclmdlRIGetStreams(aclmdlRI model, aclrtStream *streams, uint32
 
 EMU_API aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream stream) {
   auto g = graph_of(model)->shared_from_this();
-  if (aclError e = g->bind_queues())
-    return e;
+  if (settings().software_sq)
+    if (aclError e = QueuePool::of(g->device).bind(*g))
+      return e;
   g->in_flight++;
   // The count falls when the task is freed, also if it never runs.
   std::shared_ptr<void> flight(nullptr, [g](void *) { g->in_flight--; });
