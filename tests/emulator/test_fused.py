@@ -1,19 +1,12 @@
 """Fused operators against plain float32 torch: norms, rotary, SwiGLU, cache writes, attention."""
 
-import math
-
 import pytest
 import torch
 import torch_npu
+from paged import CAUSAL, Pages, assert_close, paged_attention, reference
 from torch.nn import functional
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-3}
-
-
-def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
-    tolerance = TOLERANCE[got.dtype]
-    assert torch.allclose(got.cpu().float(), want.float(), atol=tolerance, rtol=tolerance)
 
 
 def rms_norm(x, gamma, epsilon=1e-6):
@@ -104,60 +97,6 @@ def test_cache_write_skips_slot_minus_one(slot_type):
 
 
 # ---- attention
-
-
-def reference(query, keys, values, heads, kv_heads, causal=False, mask=None):
-    """[rows, heads, D] over [length, kv_heads, D]; and the log-sum-exp [rows, heads]."""
-    group = heads // kv_heads
-    keys, values = (t.float().repeat_interleave(group, 1) for t in (keys, values))
-    scores = torch.einsum("qhd,khd->hqk", query.float(), keys) / math.sqrt(query.shape[-1])
-    rows, length = scores.shape[1:]
-    if causal:
-        mask = torch.ones(rows, length).triu(length - rows + 1).bool()
-    if mask is not None:
-        scores = scores.masked_fill(mask, -math.inf)
-    out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
-    return out, scores.logsumexp(-1).t()
-
-
-class Pages:
-    """A paged cache with random contents, and the tokens of each sequence in order."""
-
-    def __init__(self, lengths, kv_heads, dim, block_size, dtype):
-        columns = max(-(-n // block_size) for n in lengths) + 1
-        count = len(lengths) * columns + 2
-        self.keys, self.values = (
-            torch.randn(count, block_size, kv_heads, dim).to(dtype) for _ in range(2)
-        )
-        order = torch.randperm(count)[: len(lengths) * columns]
-        self.table = order.view(len(lengths), columns).to(torch.int32)
-        self.lengths = lengths
-
-    def tokens(self, cache, sequence):
-        return cache[self.table[sequence].long()].flatten(0, 1)[: self.lengths[sequence]]
-
-
-CAUSAL = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
-
-
-def paged_attention(query, pages, rows, heads, kv_heads, lse=False, **options):
-    block_size, dim = pages.keys.shape[1], pages.keys.shape[3]
-    ends = torch.tensor(rows).cumsum(0).tolist()
-    return torch_npu.npu_fused_infer_attention_score(
-        query.npu(),
-        pages.keys.npu().view(len(pages.keys), block_size, -1),
-        pages.values.npu().view(len(pages.keys), block_size, -1),
-        actual_seq_lengths=ends,
-        actual_seq_lengths_kv=pages.lengths,
-        block_table=pages.table.npu(),
-        num_heads=heads,
-        num_key_value_heads=kv_heads,
-        scale=dim**-0.5,
-        input_layout="TND",
-        block_size=block_size,
-        softmax_lse_flag=lse,
-        **options,
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -87,20 +87,135 @@ def test_a_failed_capture_leaks_nothing(run_script):
     assert status == 0 and "LEFT 0" in output, output
 
 
-def test_software_queues_are_taken_at_execution_and_recycled(run_script):
+SOFTWARE = """
+start, ids = available(), emulator.counters()["available"]
+def state():
+    now = emulator.counters()
+    keys = ("queue_pool", "queues", "queue_bindings")
+    return [ids - now["available"], start - available(), *(now[key] for key in keys)]
+def replay(*graphs):
+    for graph in graphs:
+        graph.replay()
+    torch.npu.synchronize()
+"""
+
+
+def software(text):
+    return LIBRARY.replace("capture().reset()", "") + SOFTWARE + textwrap.dedent(text)
+
+
+def test_software_queues_are_pooled_by_capture_and_bound_by_execution(run_script):
     status, output = run_script(
-        code("""
-        start = available()
-        graphs = [capture() for _ in range(1030)]
-        print("TAKEN", start - available())
+        software("""
+        capture().reset()  # streams of torch_npu's own, and one queue
+        start, ids, known = available(), emulator.counters()["available"], state()
+        print("ONE", known[2:])
+        graphs = [capture() for _ in range(3)]
+        print("CAPTURED", state())
+        replay(*graphs)
+        replay(*graphs)
+        print("REPLAYED", state())
         for graph in graphs:
-            graph.replay()
-        torch.npu.synchronize()
-        print("DONE")
+            graph.reset()
+        print("FREED", state())
         """),
         accounting="software_sq",
     )
-    assert status == 0 and "TAKEN 0" in output and "DONE" in output, output
+    assert status == 0, output
+    assert "ONE [1, 0, 0]" in output
+    # ids, what aclrtGetStreamAvailableNum fell by, pool, bound, bindings
+    assert "CAPTURED [3, 3, 4, 0, 0]" in output
+    assert "REPLAYED [3, 3, 4, 3, 3]" in output
+    assert "FREED [0, 3, 4, 0, 3]" in output
+
+
+def test_more_graphs_than_queues_replay_and_the_oldest_idle_ones_are_rebound(run_script):
+    status, output = run_script(
+        software("""
+        y = torch.zeros(1, device="npu")
+        graphs = [capture(lambda: y.add_(1)) for _ in range(1030)]
+        print("CAPTURED", state()[2:])
+        replay(*graphs)
+        print("REPLAYED", state()[2:])
+        replay(graphs[6], graphs[1029])
+        print("WARM", state()[4])
+        replay(graphs[0])
+        print("COLD", state()[4])
+        replay(graphs[6])
+        print("LOST", state()[4])
+        replay(graphs[0])
+        print("NOT LRU", state()[4])
+        print("SUM", y.item())
+        """),
+        accounting="software_sq",
+    )
+    assert status == 0, output
+    assert "CAPTURED [1024, 0, 0]" in output and "REPLAYED [1024, 1024, 1030]" in output
+    # The first six graphs lost their queues. Binding the first again costs the seventh its own; and
+    # binding that one the first again, though it ran last: the order is that of creation.
+    assert "WARM 1030" in output and "COLD 1031" in output and "LOST 1032" in output
+    assert "NOT LRU 1033" in output and "SUM 1035.0" in output
+
+
+def test_a_graph_of_more_than_1024_queues_is_captured_and_cannot_run(run_script):
+    status, output = run_script(
+        software("""
+        def made(create, *options):
+            handle = ctypes.c_void_p()
+            assert create(ctypes.byref(handle), *options) == 0
+            return handle
+        lanes = [made(runtime.aclrtCreateStream) for _ in range(1024)]
+        fork = made(runtime.aclrtCreateEvent)
+        joins = [made(runtime.aclrtCreateEvent) for _ in lanes]
+        def wide():
+            x + 1
+            main = ctypes.c_void_p(torch.npu.current_stream().npu_stream)
+            assert runtime.aclrtRecordEvent(fork, main) == 0
+            for lane, join in zip(lanes, joins):
+                assert runtime.aclrtStreamWaitEvent(lane, fork) == 0
+                assert runtime.aclrtRecordEvent(join, lane) == 0
+                assert runtime.aclrtStreamWaitEvent(main, join) == 0
+        graph = capture(wide)
+        print("CAPTURED", emulator.counters()["captured"])
+        try:
+            replay(graph)
+        except RuntimeError as e:
+            print("MESSAGE", str(e).replace(chr(10), " "))
+        print("BOUND", emulator.counters()["queues"])
+        """),
+        accounting="software_sq",
+        streams=4096,
+    )
+    assert status == 0, output
+    assert "CAPTURED 1025" in output and "BOUND 0" in output and "207005" in output
+    assert "EE1023: too many streams captured: the graph needs 1025 queues, at most 1024" in output
+
+
+def test_ids_limit_captures_with_software_queues_too(run_script):
+    status, output = run_script(
+        software("""
+        graphs = []
+        try:
+            while True:
+                graphs.append(capture())
+        except RuntimeError as e:
+            print("MESSAGE", "207008" in str(e), emulator.counters()["available"])
+        before = emulator.counters()
+        for graph in graphs:
+            graph.reset()
+        after = emulator.counters()
+        print("POOL", after["queue_pool"] == before["queue_pool"] == len(graphs), available())
+        handle = ctypes.c_void_p()
+        print("CREATED", runtime.aclrtCreateStream(ctypes.byref(handle)))
+        print("SHRUNK", after["queue_pool"] - emulator.counters()["queue_pool"])
+        """),
+        accounting="software_sq",
+        streams=60,
+    )
+    assert status == 0, output
+    assert "MESSAGE True 0" in output
+    # A freed graph's queues stay in the pool; a stream that finds no other queue gets one of them.
+    assert "POOL True 0" in output and "CREATED 0" in output and "SHRUNK 1" in output
 
 
 def test_streams_themselves_are_limited(run_script):

@@ -52,6 +52,7 @@ def test_the_valid_call_is_taken():
         ("actual_seq_lengths_kv must be given", {"actual_seq_lengths_kv": None}),
         ("block_table must be int32", {"block_table": torch.zeros(2, 2, dtype=torch.int64)}),
         ("block_table has 1 rows for 2", {"block_table": torch.zeros(1, 2, dtype=torch.int32)}),
+        ("block_table has 3 rows for 2", {"block_table": torch.zeros(3, 2, dtype=torch.int32)}),
         ("actual_seq_lengths_kv has 40", {"actual_seq_lengths_kv": [3, 40]}),
         ("sparse_mode 3 needs the 2048 x 2048", {"sparse_mode": 3}),
         ("atten_mask must be 2048 x 2048", {"sparse_mode": 3,

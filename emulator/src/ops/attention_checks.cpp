@@ -146,6 +146,10 @@ void FiaArguments::check_pages() const {
            " must be a multiple of 16 and at most 512");
   must(table.size(0) >= batch(), "block_table has ", table.size(0), " rows for ", batch(),
        " sequences");
+  // The operator's tiling compares the two; sequences that are not there have no query rows.
+  if (tnd())
+    should(table.size(0) == batch(), "block_table has ", table.size(0), " rows for ", batch(),
+           " sequences: with TND actual_seq_lengths needs an entry for each row");
   int64_t longest = *std::max_element(kv_lengths->begin(), kv_lengths->end());
   must(table.size(1) * block_size >= longest, "block_table has ", table.size(1), " columns of ",
        block_size, " tokens, actual_seq_lengths_kv has ", longest);

@@ -1,8 +1,7 @@
 #include "runtime/counters.h"
 
 #include "runtime/errors.h"
-#include "runtime/graph.h"
-#include "runtime/stream_budget.h"
+#include "runtime/queue_pool.h"
 
 namespace emu {
 
@@ -35,7 +34,8 @@ EMU_API const char *emulator_counters(int device) {
       {"external_waits", c.external_waits},
       {"external_wait_ns", c.external_wait_ns},
       {"task_updates", c.task_updates},
-      {"queues", queues_in_use(device)},
+      {"queue_pool", QueuePool::of(device).size()},
+      {"queues", QueuePool::of(device).bound()},
       {"queue_bindings", c.queue_bindings},
   };
   text = "{";

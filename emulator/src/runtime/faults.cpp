@@ -18,7 +18,6 @@ constexpr const char *kAllocation = "alloc";
 
 static std::atomic<int> g_identity{-1};
 static std::atomic<long> g_calls{0};
-static std::atomic<uint32_t> g_starved_graph{0};
 
 void set_fault_identity(int rank) {
   int none = -1;
@@ -77,19 +76,13 @@ aclError fault_in_capture(const char *name, int device) {
   return 0;
 }
 
-// Counted while a stream captures. torch_npu's allocator frees what it can and tries again: the
-// memory stays short until that capture is over.
+// Counted while a stream captures. One failure is enough: torch_npu's allocator tries again only
+// outside captures.
 aclError fault_in_allocation(int device) {
-  if (settings().fault_op != kAllocation)
+  if (settings().fault_op != kAllocation || !is_capturing(device))
     return 0;
-  uint32_t graph = capturing_graph(device);
-  if (!graph)
+  if (!is_due(device) || !strike())
     return 0;
-  if (graph != g_starved_graph) {
-    if (!is_due(device) || !strike())
-      return 0;
-    g_starved_graph = graph;
-  }
   return fail(ACL_ERROR_RT_MEMORY_ALLOCATION, "out of device memory: %s",
               describe("allocation", "a capture").c_str());
 }

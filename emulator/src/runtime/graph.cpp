@@ -1,13 +1,12 @@
 // Capture bookkeeping and replay of graphs.
 #include "runtime/graph.h"
 
-#include "runtime/counters.h"
+#include "runtime/queue_pool.h"
 #include "runtime/services.h"
 
 #include <acl/error_codes/rt_error_codes.h>
 
 #include <algorithm>
-#include <list>
 #include <stdexcept>
 
 namespace emu {
@@ -16,12 +15,6 @@ namespace emu {
 constexpr long kSqesPerStream = 2016;
 // Entries of a task: a wait on a device word allocates four.
 static long sqes_of(const Node &node) { return node.kind == TaskKind::ExternalTask ? 4 : 1; }
-
-// software_sq: queues of one device, and of one graph.
-constexpr long kQueues = 1024;
-static std::mutex g_queue_mutex;
-static std::list<Graph *> g_bound[kMaxDevices];  // in creation order
-static long g_used_queues[kMaxDevices];
 
 static std::atomic<uint32_t> g_next_graph_id{1};
 
@@ -49,11 +42,13 @@ Graph::~Graph() { release_streams(); }
 
 aclError Graph::take_streams(StreamBudget::Holder holder, long count, aclError code,
                              const char *call) {
-  if (!settings().software_sq && !StreamBudget::of(device).take(holder, count)) {
+  if (!StreamBudget::of(device).take(holder, count)) {
     invalid = true;
     return fail(code, "%s: %s", call, StreamBudget::of(device).shortage().c_str());
   }
   streams_[holder] += count;
+  if (settings().software_sq)
+    QueuePool::of(device).set_aside(count);
   return 0;
 }
 
@@ -133,63 +128,10 @@ bool Graph::has_unjoined_lane() const {
 // ---- streams of a finished graph
 
 void Graph::release_streams() {
-  if (!settings().software_sq)
-    for (int holder = 0; holder < StreamBudget::kHolders; holder++)
-      StreamBudget::of(device).release(StreamBudget::Holder(holder), streams_[holder]);
-  Lock lock(g_queue_mutex);
-  if (bound_) {
-    g_bound[device].remove(this);
-    g_used_queues[device] -= stream_count();
-    bound_ = false;
-  }
+  QueuePool::of(device).unbind(*this);
+  for (int holder = 0; holder < StreamBudget::kHolders; holder++)
+    StreamBudget::of(device).release(StreamBudget::Holder(holder), streams_[holder]);
   streams_ = {};
-}
-
-aclError Graph::bind_queues() {
-  if (!settings().software_sq)
-    return 0;
-  const long wanted = stream_count();
-  if (wanted > kQueues)
-    return fail(ACL_ERROR_RT_NO_STREAM_RESOURCE,
-                "EE1023: too many streams captured: the graph needs %ld queues, at most %ld",
-                wanted, kQueues);
-  auto end = Clock::now() + std::chrono::seconds(settings().wait_s);
-  for (;;) {
-    {
-      Lock lock(g_queue_mutex);
-      if (bound_)
-        return 0;
-      // Idle graphs give their queues back in the order of creation, not of use.
-      auto &bound = g_bound[device];
-      for (auto g = bound.begin(); g != bound.end() && g_used_queues[device] + wanted > kQueues;) {
-        if ((*g)->in_flight) {
-          ++g;
-          continue;
-        }
-        (*g)->bound_ = false;
-        g_used_queues[device] -= (*g)->stream_count();
-        g = bound.erase(g);
-      }
-      if (g_used_queues[device] + wanted <= kQueues) {
-        g_used_queues[device] += wanted;
-        count(Counters::of(device).queue_bindings);
-        bound_ = true;
-        auto later = std::find_if(bound.begin(), bound.end(),
-                                  [this](Graph *g) { return g->id > id; });
-        bound.insert(later, this);
-        return 0;
-      }
-    }
-    if (Clock::now() > end)
-      return fail(ACL_ERROR_RT_NO_STREAM_RESOURCE, "alloc sq cq fail: all %ld queues are in use",
-                  kQueues);
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-}
-
-long queues_in_use(int device) {
-  Lock lock(g_queue_mutex);
-  return g_used_queues[device];
 }
 
 // ---- replay

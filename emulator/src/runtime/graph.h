@@ -42,6 +42,7 @@ struct Graph : std::enable_shared_from_this<Graph> {
   std::vector<std::unique_ptr<TaskGroup>> groups;
   std::shared_ptr<Graph> self;  // until destroyed
   std::atomic<int> in_flight{0};
+  bool bound = false;  // has queues; owned by QueuePool
 
   Graph(Stream *origin, aclmdlRICaptureMode mode);
   ~Graph();
@@ -56,19 +57,16 @@ struct Graph : std::enable_shared_from_this<Graph> {
   void replay() const;
   long stream_count() const { return std::accumulate(streams_.begin(), streams_.end(), 0L); }
   void release_streams();
-  aclError bind_queues();  // accounting software_sq: before execution
 
 private:
-  StreamBudget::Held streams_{};  // ids held (pinned) or queues needed (software_sq)
+  StreamBudget::Held streams_{};  // ids, and so many queues when bound
   std::vector<long> lane_sqes_;  // entries of each lane's submission queue
   std::set<const void *> domains_;
-  bool bound_ = false;
   void replay_one_lane() const;
   void replay_lanes() const;
   aclError take_streams(StreamBudget::Holder holder, long count, aclError code, const char *call);
 };
 
-uint32_t capturing_graph(int device);  // id of one that is being captured there, or 0
-long queues_in_use(int device);  // accounting software_sq
+bool is_capturing(int device);
 
 }  // namespace emu

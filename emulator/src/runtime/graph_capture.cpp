@@ -2,6 +2,7 @@
 #include "runtime/counters.h"
 #include "runtime/faults.h"
 #include "runtime/graph.h"
+#include "runtime/queue_pool.h"
 #include "runtime/task_groups.h"
 
 #include <acl/acl.h>
@@ -17,12 +18,10 @@ static std::vector<std::shared_ptr<Graph>> g_capturing;
 
 static Graph *graph_of(aclmdlRI model) { return static_cast<Graph *>(model); }
 
-uint32_t capturing_graph(int device) {
+bool is_capturing(int device) {
   Lock lock(g_capturing_mutex);
-  for (auto &g : g_capturing)
-    if (g->device == device)
-      return g->id;
-  return 0;
+  return std::any_of(g_capturing.begin(), g_capturing.end(),
+                     [device](auto &g) { return g->device == device; });
 }
 
 aclError refuse_during_capture(const char *call) {
@@ -147,8 +146,9 @@ EMU_API aclError aclmdlRIGetStreams(aclmdlRI model, aclrtStream *streams, uint32
 
 EMU_API aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream stream) {
   auto g = graph_of(model)->shared_from_this();
-  if (aclError e = g->bind_queues())
-    return e;
+  if (settings().software_sq)
+    if (aclError e = QueuePool::of(g->device).bind(*g))
+      return e;
   g->in_flight++;
   // The count falls when the task is freed, also if it never runs.
   std::shared_ptr<void> flight(nullptr, [g](void *) { g->in_flight--; });

@@ -1,6 +1,7 @@
 #include "runtime/stream_budget.h"
 
 #include "runtime/errors.h"
+#include "runtime/queue_pool.h"
 #include "runtime/services.h"
 
 #include <acl/error_codes/rt_error_codes.h>
@@ -64,7 +65,7 @@ long streams_per_domain(uint32_t ranks) {
 
 aclError open_domain(uint32_t ranks, int *device) {
   *device = current_device();
-  if (StreamBudget::of(*device).take(StreamBudget::Domains, streams_per_domain(ranks)))
+  if (take_running_streams(*device, StreamBudget::Domains, streams_per_domain(ranks)))
     return 0;
   return fail(ACL_ERROR_RT_RESOURCE_ALLOC_FAIL, "new communication domain: %s",
               StreamBudget::of(*device).shortage().c_str());

@@ -2,8 +2,8 @@
 #include "runtime/objects.h"
 
 #include "runtime/graph.h"
+#include "runtime/queue_pool.h"
 #include "runtime/services.h"
-#include "runtime/stream_budget.h"
 
 #include <acl/acl.h>
 #include <acl/error_codes/rt_error_codes.h>
@@ -171,7 +171,7 @@ using namespace emu;
 
 EMU_API aclError aclrtCreateStreamWithConfig(aclrtStream *out, uint32_t, uint32_t) {
   int device = current_device();
-  if (!StreamBudget::of(device).take(StreamBudget::Streams, 1))
+  if (!take_running_streams(device, StreamBudget::Streams, 1))
     return fail(ACL_ERROR_RT_RESOURCE_ALLOC_FAIL, "new stream failed: %s",
                 StreamBudget::of(device).shortage().c_str());
   *out = new Stream(device);
@@ -191,8 +191,11 @@ EMU_API aclError aclrtDestroyStream(aclrtStream handle) {
   return 0;
 }
 EMU_API aclError aclrtDestroyStreamForce(aclrtStream handle) { return aclrtDestroyStream(handle); }
+// CANN tells free hardware queues here, not ids; where each stream pins its queue that is the same.
 EMU_API aclError aclrtGetStreamAvailableNum(uint32_t *count) {
-  *count = static_cast<uint32_t>(StreamBudget::of(current_device()).available());
+  int device = current_device();
+  *count = settings().software_sq ? QueuePool::of(device).available()
+                                  : StreamBudget::of(device).available();
   return 0;
 }
 
