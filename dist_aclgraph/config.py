@@ -77,13 +77,38 @@ class GraphConfig(Section):
         None, description="the same for mixed batches, where traffic is that of decode batches"
     )
     budget_model: BudgetModelName = Field(
-        "legacy-last", description="prices graphs in streams; see `dist-aclgraph plan`"
+        "calibrated", description="prices graphs in streams; see `dist-aclgraph plan`"
     )
     reserve_streams: int = Field(
         0, ge=0, le=2048, description="streams of a rank that no graph may take"
     )
     scope: Literal["cluster", "group"] = Field(
         "cluster", description="one plan for all lockstep groups, or one for each"
+    )
+    lazy: Literal["off", "decode", "on"] = Field(
+        "decode",
+        description="capture shapes outside the plan when they come often: none, those of decode "
+        "batches, or all",
+    )
+    lazy_capacity: int = Field(
+        12, ge=0, le=1024, description="lazy graphs at once; streams and bytes are kept for them"
+    )
+    lazy_min_tokens: int = Field(
+        4096,
+        ge=1,
+        description="tokens run eagerly or as padding before a shape gets a lazy graph",
+    )
+    lazy_retry_steps: int = Field(
+        10_000, ge=1, description="steps for which a shape that could not be captured is left alone"
+    )
+    rebucket_s: float = Field(
+        30.0, ge=0, description="how often sizes are chosen again for the traffic seen; 0 is never"
+    )
+    rebucket_gain: float = Field(
+        0.05, gt=0, lt=1, description="share of the expected cost that a new plan must save"
+    )
+    traffic_half_life_s: float = Field(
+        600.0, gt=0, description="after so long, a step counts half in the traffic"
     )
 
     @model_validator(mode="after")

@@ -10,10 +10,11 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import ray
 from ray.exceptions import RayError
 
@@ -21,16 +22,18 @@ from dist_aclgraph.actors.engine import Engine, EngineSettings
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
 from dist_aclgraph.actors.lockstep_capture import CaptureRecord, capture_plan
 from dist_aclgraph.actors.lockstep_group import LockstepGroup, group_report
+from dist_aclgraph.actors.rebucketing import Rebucketing
 from dist_aclgraph.actors.state import State, advance
 from dist_aclgraph.actors.worker_group import WorkerGroup, fetch, same, start_group
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError, DistAclGraphError, WorkerError
-from dist_aclgraph.graph.buckets import GraphFamily, candidate_families
-from dist_aclgraph.graph.budget import Workload, make_budget_model
+from dist_aclgraph.graph.buckets import GraphFamily, candidate_families, lazy_families
+from dist_aclgraph.graph.budget import Workload, make_budget_model, total
 from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.graph.ledger import Ledger, pool_bytes
 from dist_aclgraph.graph.negotiation import negotiate
 from dist_aclgraph.graph.plan import CaptureCost, CaptureFailure, GraphPlan
+from dist_aclgraph.graph.traffic import Traffic
 from dist_aclgraph.kv.spec import KVCacheSpec, kv_heads_per_rank
 from dist_aclgraph.model_facts import read_model_facts
 from dist_aclgraph.topology import ParallelLayout
@@ -38,6 +41,7 @@ from dist_aclgraph.topology import ParallelLayout
 EPOCH = 1  # of a deployment that does not yet survive the death of a worker
 WATCH_S = 0.2
 MIB = 1 << 20
+LAZY_SHARE = 4  # at most this part of a rank's streams is kept for lazy graphs
 TRIAL_BLOCKS = 2  # a cache for padding rows alone: they use the dummy block
 WARM_UP = BatchDescriptor(1, 1, 1, "FULL")  # run eagerly where no graph is captured
 
@@ -71,6 +75,8 @@ class Controller:
         self._progress = Progress(self._state.value)
         self._failure = ""
         self._groups: list[LockstepGroup] = []
+        self._budget_model = make_budget_model(config.graph.budget_model)
+        self._rebucketing: list[Rebucketing] = []
         self._token = secrets.token_hex(16)
         self._started_s = time.monotonic()
         self._watcher = threading.Thread(target=self._watch, name="watch", daemon=True)
@@ -188,6 +194,7 @@ class Controller:
     def _negotiate_and_capture(self) -> None:
         self._enter(State.NEGOTIATING)
         families = candidate_families(self._config)
+        self._lazy_families = lazy_families(self._config)
         for group in self._groups:
             self._make_runners(group, families)
             self._ask_offers(group, families)
@@ -196,11 +203,15 @@ class Controller:
             scopes = [[group] for group in self._groups]
         for groups in scopes:
             self._plan_groups(groups, families)
+        self._rebucketing = [
+            Rebucketing(self._config, groups, families, self._budget_model, self._facts)
+            for groups in scopes
+        ]
 
     def _make_runners(self, group: LockstepGroup, families: tuple[GraphFamily, ...]) -> None:
         """Have every rank make a runner that can try things out: its cache holds dummies only."""
         timeout_s = self._config.timeouts.negotiate_s
-        largest = self._largest(families) or [WARM_UP]
+        largest = self._largest([*families, *self._lazy_families]) or [WARM_UP]
         group.workers.call(
             "make_runner",
             "NEGOTIATING",
@@ -220,7 +231,7 @@ class Controller:
         costs: list[list[CaptureCost]] = [[] for _ in group.workers.ranks]
         if self._config.graph.budget_model == "calibrated":
             transaction = self._transaction(group)
-            for graph in self._largest(families):
+            for graph in self._largest([*families, *self._lazy_families]):
                 outcome = transaction.capture(graph)
                 if isinstance(outcome, CaptureFailure):
                     continue  # the ranks cannot afford it alone; the plan will find out what they can
@@ -232,25 +243,38 @@ class Controller:
             "offer", "NEGOTIATING", timeouts.negotiate_s, lambda index: (costs[index], graphs)
         )
 
-    def _largest(self, families: tuple[GraphFamily, ...]) -> list[BatchDescriptor]:
+    def _largest(self, families: Sequence[GraphFamily]) -> list[BatchDescriptor]:
+        """The largest graph of each kind; of equal kinds, of the one that comes first."""
         max_num_seqs = self._config.scheduler.max_num_seqs
-        return [family.describe(family.buckets[-1], max_num_seqs) for family in families]
+        return list(
+            dict.fromkeys(family.describe(family.buckets[-1], max_num_seqs) for family in families)
+        )
 
     def _plan_groups(self, groups: list[LockstepGroup], families: tuple[GraphFamily, ...]) -> None:
         """Negotiate one plan over ``groups``, size the caches with what it leaves, capture it."""
-        config = self._config
+        config, model = self._config, self._budget_model
         workload = Workload.from_config(config, self._facts)
-        model = make_budget_model(config.graph.budget_model)
+        self._keep_room_for_lazy_graphs(groups, workload)
         offers = [offer for group in groups for offer in group.offers]
         plan = negotiate(
-            offers, families, model, workload, max_num_seqs=config.scheduler.max_num_seqs
+            offers,
+            families,
+            model,
+            workload,
+            traffic=Traffic.from_config(config.graph),
+            max_num_seqs=config.scheduler.max_num_seqs,
         )
         if plan.families and self._state is State.NEGOTIATING:
             self._enter(State.CAPTURING)
+            for group in self._groups:
+                group.workers.phase = self._state.value
+        everything = msgspec.structs.replace(
+            plan, families=(*plan.families, *self._lazy_families[: len(plan.families)])
+        )
         for group in groups:
             group.num_blocks = self._cache_spec.choose_num_blocks(
                 config.kv,
-                min(o.free_bytes - pool_bytes(plan, o, model, workload) for o in group.offers),
+                min(o.free_bytes - pool_bytes(everything, o, model, workload) for o in group.offers),
                 max_num_seqs=config.scheduler.max_num_seqs,
                 max_model_len=self._max_model_len,
             )
@@ -264,6 +288,23 @@ class Controller:
             # One plan for all: a group that could capture more gives the surplus up.
             if _plan_of(group) != _plan_of(smallest):
                 group.record = self._capture(group, _plan_of(smallest))
+
+    def _keep_room_for_lazy_graphs(self, groups: list[LockstepGroup], workload: Workload) -> None:
+        """Take the streams of lazy graphs out of the offers: as many as every rank can spare."""
+        offers = [offer for group in groups for offer in group.offers]
+        capacity, price = self._config.graph.lazy_capacity if self._lazy_families else 0, 0
+        for offer in offers:
+            for family in self._lazy_families:
+                each = total(self._budget_model.price(family, workload, offer))
+                price = max(price, each)
+                if each:
+                    capacity = min(capacity, offer.usable // LAZY_SHARE // each)
+        for group in groups:
+            group.lazy_capacity = capacity
+            group.offers = [
+                msgspec.structs.replace(offer, reserve=offer.reserve + capacity * price)
+                for offer in group.offers
+            ]
 
     def _capture(self, group: LockstepGroup, plan: GraphPlan) -> CaptureRecord:
         transaction = self._transaction(group)
@@ -298,6 +339,9 @@ class Controller:
                 num_blocks=group.num_blocks,
                 max_model_len=self._max_model_len,
                 plan=_plan_of(group),
+                costs=_record_of(group).costs,
+                lazy_families=self._lazy_families,
+                lazy_capacity=group.lazy_capacity,
                 token=self._token,
                 report=self._group_report(index),
             )
@@ -350,6 +394,8 @@ class Controller:
                 if reason:
                     self._lose(group, reason)
                     return
+            for rebucketing in self._rebucketing:
+                rebucketing.look(time.monotonic())
 
     def _lose(self, group: LockstepGroup, reason: str) -> None:
         """End the epoch of a group: its requests get the reason, its workers are killed."""
@@ -396,9 +442,13 @@ def _progress_of(record: CaptureRecord, graph: BatchDescriptor | None) -> str:
     return f"{graph or 'done'}; {streams} streams, {held / MIB:.1f} MiB taken"
 
 
-def _plan_of(group: LockstepGroup) -> GraphPlan:
+def _record_of(group: LockstepGroup) -> CaptureRecord:
     assert group.record is not None
-    return group.record.plan
+    return group.record
+
+
+def _plan_of(group: LockstepGroup) -> GraphPlan:
+    return _record_of(group).plan
 
 
 def _beside(node_id: str) -> Any:

@@ -5,15 +5,23 @@ from __future__ import annotations
 import gc
 import socket
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dist_aclgraph.actors.engine_loop import EngineLoop
+from dist_aclgraph.actors.graph_changes import ChannelRanks, GraphChanges
+from dist_aclgraph.actors.graph_transaction import GraphTransaction
 from dist_aclgraph.actors.run_directory import make_run_directory, remove_run_directory
 from dist_aclgraph.actors.step_channel import ChannelAddress, StepSender
 from dist_aclgraph.config import Config
+from dist_aclgraph.graph.buckets import GraphFamily
+from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.graph.dispatcher import GraphDispatcher
-from dist_aclgraph.graph.plan import GraphPlan
+from dist_aclgraph.graph.lazy import LazyGraphs
+from dist_aclgraph.graph.plan import CaptureCost, GraphPlan
+from dist_aclgraph.graph.rebucketing import Action
+from dist_aclgraph.graph.traffic import Traffic
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.scheduler.scheduler import Scheduler
 
@@ -26,6 +34,9 @@ class EngineSettings:
     num_blocks: int
     max_model_len: int
     plan: GraphPlan
+    costs: dict[BatchDescriptor, CaptureCost]
+    lazy_families: tuple[GraphFamily, ...]
+    lazy_capacity: int
     token: str
     report: dict[str, Any]
 
@@ -36,6 +47,7 @@ class Engine:
     def __init__(self, config: Config, num_workers: int, *, one_node: bool, host: str) -> None:
         """Open the step channel; workers may connect from now on."""
         self._config = config
+        self._num_workers = num_workers
         self._directory = make_run_directory()
         self._host = host
         self._one_node = one_node
@@ -58,6 +70,7 @@ class Engine:
         """Wait for all workers to listen, start the loop, and return the clients' address."""
         config = self._config
         self._channel.wait_for_workers(config.timeouts.join_s, lambda: None)
+        dispatcher = GraphDispatcher(settings.plan, self._make_lazy(settings))
         scheduler = Scheduler(
             config.scheduler,
             BlockPool(
@@ -65,17 +78,26 @@ class Engine:
                 config.kv.block_size,
                 prefix_cache=config.scheduler.prefix_cache,
             ),
-            GraphDispatcher(settings.plan),
+            dispatcher,
             max_model_len=settings.max_model_len,
             epoch=settings.epoch,
         )
         address = f"ipc://{self._directory}/clients"
+        ranks = ChannelRanks(
+            self._channel, tuple(range(self._num_workers)), settings.epoch, self._check
+        )
+        timeouts = config.timeouts
         self._loop = EngineLoop(
             scheduler,
             self._channel,
             address=address,
             token=settings.token,
             step_timeout_s=config.timeouts.step_s,
+            changes=GraphChanges(
+                dispatcher,
+                GraphTransaction(ranks, timeouts.negotiate_s, timeouts.capture_s),
+                settings.costs,
+            ),
             report=settings.report,
         )
         # What exists now lives as long as the engine: collections need not look at it again.
@@ -84,6 +106,32 @@ class Engine:
         self._thread = threading.Thread(target=self._loop.run, name="engine-loop", daemon=True)
         self._thread.start()
         return address
+
+    def _make_lazy(self, settings: EngineSettings) -> LazyGraphs | None:
+        graph = self._config.graph
+        if not settings.lazy_capacity:
+            return None
+        return LazyGraphs(
+            settings.lazy_families,
+            self._config.scheduler.max_num_seqs,
+            capacity=settings.lazy_capacity,
+            min_tokens=graph.lazy_min_tokens,
+            retry_steps=graph.lazy_retry_steps,
+        )
+
+    def _check(self) -> None:
+        assert self._loop is not None
+        self._loop.check()
+
+    def take_traffic(self) -> tuple[GraphPlan | None, Traffic]:
+        """Return the plan that holds (None while it changes), and the traffic since the last call."""
+        assert self._loop is not None
+        return self._loop.plan, self._loop.take_traffic()
+
+    def change_plan(self, plan: GraphPlan, actions: Sequence[Action]) -> None:
+        """Move to another graph plan while serving."""
+        assert self._loop is not None
+        self._loop.change_plan(plan, actions)
 
     def fail(self, reason: str) -> None:
         """A worker is gone."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import zmq
 
+from dist_aclgraph.actors.graph_changes import GraphChanges
 from dist_aclgraph.actors.messages import (
     MAX_MESSAGE_BYTES,
     Abort,
@@ -36,6 +37,9 @@ from dist_aclgraph.errors import (
     InvalidParameterError,
     WorkerLostError,
 )
+from dist_aclgraph.graph.plan import GraphPlan, plan_report
+from dist_aclgraph.graph.rebucketing import Action
+from dist_aclgraph.graph.traffic import Traffic
 from dist_aclgraph.scheduler.request import Request, RequestOutput
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.scheduler.step import StepPlan, StepResult, pack_ints, unpack_ints
@@ -94,9 +98,14 @@ class EngineLoop:
     def stop(self) -> None:
         self._stopping = True
 
-    def change_plan(self, plan: GraphPlan) -> None:
+    def change_plan(self, plan: GraphPlan, actions: Sequence[Action]) -> None:
         """Move to another graph plan, in quiet steps."""
-        self._changes.change_plan(plan)
+        self._changes.change_plan(plan, actions)
+
+    @property
+    def plan(self) -> GraphPlan | None:
+        """The graph plan that holds, or None while it changes."""
+        return None if self._changes.is_changing else self._scheduler.dispatcher.plan
 
     def take_traffic(self) -> Traffic:
         """Return how often batches of each size ran since the last call."""

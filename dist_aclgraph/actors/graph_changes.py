@@ -8,7 +8,7 @@ every rank, at every moment. A capture that fails is undone everywhere and costs
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -21,7 +21,7 @@ from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.graph.dispatcher import GraphDispatcher
 from dist_aclgraph.graph.lazy import LazyGraphs
 from dist_aclgraph.graph.plan import CaptureCost, CaptureFailure, GraphPlan
-from dist_aclgraph.graph.rebucketing import GraphChange, transition
+from dist_aclgraph.graph.rebucketing import Action, Release
 
 STEPS_BETWEEN = 16  # so that no two captures delay the same tokens
 PATIENCE_STEPS = 200  # a group that is never quiet changes its graphs all the same
@@ -68,16 +68,21 @@ class GraphChanges:
     transaction: GraphTransaction
     costs: dict[BatchDescriptor, CaptureCost]
     failures: list[str] = field(default_factory=list)
-    _wanted: GraphPlan | None = None  # handed over by another thread
+    _wanted: tuple[GraphPlan, Sequence[Action]] | None = None  # handed over by another thread
     _coming: GraphPlan | None = None
-    _todo: deque[GraphChange] = field(default_factory=deque)
+    _todo: deque[Action] = field(default_factory=deque)
     _last_step: int = -STEPS_BETWEEN
 
     # ---- any thread
 
-    def change_plan(self, plan: GraphPlan) -> None:
-        """Move to ``plan`` as quiet steps allow; a plan that is not reached yet is given up."""
-        self._wanted = plan
+    def change_plan(self, plan: GraphPlan, actions: Sequence[Action]) -> None:
+        """Move to ``plan`` by ``actions``, as quiet steps allow."""
+        self._wanted = (plan, actions)
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether a plan is not reached yet."""
+        return self._wanted is not None or self._coming is not None
 
     # ---- the loop's thread
 
@@ -99,26 +104,21 @@ class GraphChanges:
         Raises:
             WorkerError: a rank is lost, or captured something else than the others.
         """
-        if self._wanted is not None:
-            self._begin(self._wanted)
+        if self._coming is None and self._wanted is not None:
+            self._coming, self._todo = self._wanted[0], deque(self._wanted[1])
+            self._wanted = None
         if self._coming is not None:
             self._go_on(self._coming)
         elif self.dispatcher.lazy is not None:
             self._change_lazily(self.dispatcher.lazy)
 
-    def _begin(self, plan: GraphPlan) -> None:
-        self._wanted, self._coming = None, plan
-        lazy = () if self.dispatcher.lazy is None else self.dispatcher.lazy.graphs
-        known = self.dispatcher.graphs - set(lazy)
-        self._todo = deque(transition(sorted(known), plan))
-
     def _go_on(self, plan: GraphPlan) -> None:
         while self._todo:
-            change = self._todo.popleft()
-            if change.action == "release":
-                self._release(change.graph)
+            action = self._todo.popleft()
+            if isinstance(action, Release):
+                self._release(action.graph)
             else:
-                failure = self._capture(change.graph)
+                failure = self._capture(action.graph)
                 if failure is not None:
                     self._coming = plan.without(failure)
                 return

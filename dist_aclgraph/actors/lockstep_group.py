@@ -27,6 +27,7 @@ class LockstepGroup:
     ledgers: list[Ledger] = field(default_factory=list)
     record: CaptureRecord | None = None
     pool_bytes: int = 0
+    lazy_capacity: int = 0
     loops: list[Any] = field(default_factory=list)
 
 

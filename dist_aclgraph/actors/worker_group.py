@@ -37,6 +37,7 @@ class WorkerGroup:
     workers: list[Any]
     bundles: PlacementGroup
     infos: list[WorkerInfo] = field(default_factory=list)
+    phase: str = "NEGOTIATING"  # what a failing graph transaction is part of
     _num_commands: int = 0
 
     def call(
@@ -94,7 +95,7 @@ class WorkerGroup:
         """
         self._num_commands += 1
         command = GraphCommand(0, self._num_commands, action, graph, plan)
-        return self.call("carry_out", "CAPTURING", timeout_s, same(command))
+        return self.call("carry_out", self.phase, timeout_s, same(command))
 
     def start_loops(self, address: Any) -> list[Any]:
         """Send every worker into its step loop; the returned references are the death notices."""

@@ -115,6 +115,21 @@ def candidate_families(config: Config) -> tuple[GraphFamily, ...]:
     return tuple(found)
 
 
+def lazy_families(config: Config) -> tuple[GraphFamily, ...]:
+    """Return the graphs that may be captured on demand, for shapes that the plan leaves out."""
+    mode, lazy = config.graph.mode, config.graph.lazy
+    scheduler, query_len = config.scheduler, config.speculative.num_tokens + 1
+    found = []
+    if lazy != "off" and mode in (*DECODE_MODES, "FULL"):
+        buckets = capture_sizes(scheduler.max_num_seqs, query_len=query_len)
+        found.append(GraphFamily(run_mode="FULL", query_len=query_len, buckets=buckets))
+    if lazy == "on" and mode != "NONE":
+        run_mode: RunMode = "FULL" if mode == "FULL" else "PIECEWISE"
+        buckets = capture_sizes(scheduler.max_num_batched_tokens)
+        found.append(GraphFamily(run_mode=run_mode, query_len=0, buckets=buckets))
+    return tuple(found)
+
+
 def pad_to_bucket(num_tokens: int, buckets: Sequence[int]) -> int | None:
     """Return the smallest bucket that holds ``num_tokens``, or None where none does.
 
