@@ -351,6 +351,11 @@ def build_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS")}
 
 
+def launch_blocking() -> bool:
+    """Whether the environment makes every launch wait for the device, for debugging."""
+    return os.environ.get("ASCEND_LAUNCH_BLOCKING") == "1"
+
+
 def ray_address() -> str | None:
     """Return the Ray cluster that the environment names, e.g. ``auto`` on a node of one."""
     return os.environ.get("RAY_ADDRESS") or None

@@ -89,7 +89,12 @@ def serve(config: ConfigPath, overrides: Overrides = None) -> None:
 
 
 @cli.command()
-def plan(config: ConfigPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
+def plan(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    plot: Annotated[Path | None, typer.Option(help="draw padding over batch size: a .png")] = None,
+) -> None:
     """Show which graphs would be captured and what they cost; needs no device."""
     with _user_errors():
         from rich.console import Console
@@ -98,6 +103,10 @@ def plan(config: ConfigPath, overrides: Overrides = None, as_json: AsJson = Fals
         from dist_aclgraph.config import load_config, parse_overrides
 
         report = plan_report(load_config(config, parse_overrides(overrides or [])))
+        if plot is not None:
+            from dist_aclgraph.cli.plan_plot import plot_padding
+
+            plot_padding(report, plot)
         if as_json:
             print(json.dumps(report, indent=2))
         else:

@@ -5,6 +5,7 @@ The numbers of a device that nobody asked are assumptions, and the report lists 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -13,26 +14,32 @@ from rich.table import Table
 
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.graph.buckets import candidate_families
+from dist_aclgraph.graph.buckets import GraphFamily, candidate_families, trim_sizes
 from dist_aclgraph.graph.budget import (
     BudgetModel,
+    Price,
     StreamOffer,
     Workload,
     make_budget_model,
     max_piecewise_sizes,
+    streams_per_domain,
     total,
 )
-from dist_aclgraph.graph.ledger import Ledger
+from dist_aclgraph.graph.choice import padding_share
+from dist_aclgraph.graph.ledger import Ledger, pool_bytes
 from dist_aclgraph.graph.negotiation import negotiate
 from dist_aclgraph.graph.plan import GraphPlan
-from dist_aclgraph.graph.traffic import Traffic
+from dist_aclgraph.graph.traffic import Traffic, weights_of
 from dist_aclgraph.kv.spec import KVCacheSpec, kv_heads_per_rank
 from dist_aclgraph.model_facts import ModelFacts, read_model_facts
 from dist_aclgraph.topology import ParallelLayout
 
 NPU_STREAMS = 2048
+NPU_STREAMS_TAKEN = 69  # before anything is joined: 1979 were left on a 910C with CANN 9.0
+EMULATOR_STREAMS_TAKEN = 34  # those of torch_npu and the runner, counted on the emulator
 NPU_BYTES = 64 << 30
 GIB = 1 << 30
+CHOSEN, ALL_SIZES, UNIFORM = "chosen", "all sizes", "as many, evenly by index"
 
 
 def plan_report(config: Config) -> dict[str, Any]:
@@ -61,7 +68,8 @@ def plan_report(config: Config) -> dict[str, Any]:
         max_model_len=config.max_model_len or facts.max_model_len,
     )
     left = max(0, free_bytes - spec.total_bytes(num_blocks))
-    offers = [_offer(config, rank, left) for rank in range(layout.world_size)]
+    offers = [_offer(config, workload, rank, left) for rank in range(layout.world_size)]
+    families = candidate_families(config)
     plans = _plans(config, layout, offers, model, workload)
     return {
         "model": {"name": config.name, "path": config.model, **asdict(facts)},
@@ -75,21 +83,12 @@ def plan_report(config: Config) -> dict[str, Any]:
             "mode": config.graph.mode,
             "scope": config.graph.scope,
             "budget_model": model.name,
-            "families": [
-                {
-                    "name": family.name,
-                    "run_mode": family.run_mode,
-                    "query_len": family.query_len,
-                    "candidates": list(family.buckets),
-                    "price_per_bucket": total(model.price(family, workload, offers[0])),
-                    "terms": [asdict(t) for t in model.price(family, workload, offers[0])],
-                }
-                for family in candidate_families(config)
-            ],
+            "families": [_family_entry(f, model.price(f, workload, offers[0])) for f in families],
             "fixed_price": total(model.fixed(workload, offers[0])),
-            "fixed_terms": [asdict(term) for term in model.fixed(workload, offers[0])],
+            "fixed_terms": _terms(model.fixed(workload, offers[0])),
+            "traffic": _traffic_in_words(config),
         },
-        "plans": [_plan_entry(group, plan) for group, plan in enumerate(plans)],
+        "plans": [_plan_entry(config, group, plan) for group, plan in enumerate(plans)],
         "ranks": [
             _rank_entry(offer, layout, plans[layout.lockstep_group_of(offer.rank)], model, workload)
             for offer in offers
@@ -126,6 +125,10 @@ def render_plan(report: dict[str, Any], console: Console) -> None:
         for family in plan["families"]:
             buckets = ", ".join(map(str, family["buckets"]))
             console.print(f"  {family['name']} buckets {buckets}")
+            shares = [
+                f"{name} {found['padding_share']:.1%}" for name, found in family["sets"].items()
+            ]
+            console.print(f"    padding of {graph['traffic']}: {'; '.join(shares)}")
         for reason in plan["reasons"]:
             console.print(f"  {reason}")
     console.print(_rank_table(report["ranks"]))
@@ -182,16 +185,55 @@ def _plans(
     return [negotiated([offers[rank] for rank in group]) for group in layout.lockstep_groups]
 
 
-def _plan_entry(group: int, plan: GraphPlan) -> dict[str, Any]:
+def _family_entry(family: GraphFamily, price: Price) -> dict[str, Any]:
+    return {
+        "name": family.name,
+        "run_mode": family.run_mode,
+        "query_len": family.query_len,
+        "candidates": list(family.buckets),
+        "price_per_bucket": total(price),
+        "terms": _terms(price),
+    }
+
+
+def _terms(price: Price) -> list[dict[str, Any]]:
+    return [{"name": term.label, "total": term.total, "why": term.why} for term in price]
+
+
+def _plan_entry(config: Config, group: int, plan: GraphPlan) -> dict[str, Any]:
+    candidates = candidate_families(config)
+    weights = weights_of(Traffic.from_config(config.graph), candidates)
     return {
         "group": group,
         "version": plan.version,
         "hash": plan.hash,
         "families": [
-            {"name": family.name, "buckets": list(family.buckets)} for family in plan.families
+            _chosen_entry(family, wanted, seen)
+            for wanted, seen in zip(candidates, weights, strict=True)
+            for family in plan.families
+            if family.name == wanted.name
         ],
         "capture_order": [str(graph) for graph in plan.capture_order],
         "reasons": list(plan.reasons),
+    }
+
+
+def _chosen_entry(
+    family: GraphFamily, wanted: GraphFamily, weights: Mapping[int, float]
+) -> dict[str, Any]:
+    """The chosen buckets; what traffic pads with them, with all sizes, and with uniform ones."""
+    sets = {
+        CHOSEN: family.buckets,
+        ALL_SIZES: wanted.buckets,
+        UNIFORM: tuple(trim_sizes(wanted.buckets, len(family.buckets))),
+    }
+    return {
+        "name": family.name,
+        "buckets": list(family.buckets),
+        "sets": {
+            name: {"buckets": list(buckets), "padding_share": padding_share(buckets, weights)}
+            for name, buckets in sets.items()
+        },
     }
 
 
@@ -211,24 +253,39 @@ def _rank_entry(
         "device": offer.device,
         "domains": [list(domain) for domain in layout.domains_of(offer.rank)],
         "available": offer.available,
+        "taken": offer.taken,
         "reserve": offer.reserve,
         "usable": offer.usable,
         "free_bytes": offer.free_bytes,
         "num_buckets": plan.num_graphs,
-        "prices": {entry.term: entry.predicted for entry in ledger.entries},
+        "prices": {e.term: e.predicted for e in ledger.entries if e.unit == "streams"},
         "planned_streams": streams,
+        "pool_bytes": pool_bytes(plan, offer, model, workload) or None,  # None: not predicted
         "left_streams": offer.usable - streams,
     }
 
 
-def _offer(config: Config, rank: int, free_bytes: int) -> StreamOffer:
+def _traffic_in_words(config: Config) -> str:
+    if config.graph.traffic or config.graph.mixed_traffic:
+        return "the configured traffic"
+    return "traffic that nobody has seen yet, batches of n tokens weighing 1/n"
+
+
+def _offer(config: Config, workload: Workload, rank: int, free_bytes: int) -> StreamOffer:
     emulator = config.device.emulator
     is_npu = config.device.kind == "npu"
     streams = NPU_STREAMS if is_npu else emulator.streams_by_rank.get(rank, emulator.streams)
+    taken = {
+        "torch_npu and runner": NPU_STREAMS_TAKEN if is_npu else EMULATOR_STREAMS_TAKEN,
+        "communication domains": sum(
+            streams_per_domain(workload.expansion, domain.num_ranks) for domain in workload.domains
+        ),
+    }
     device = "NPU" if is_npu else f"emulated {emulator.soc}"
     return StreamOffer(
         rank=rank,
-        available=streams,
+        available=max(0, streams - sum(taken.values())),
+        taken={who: count for who, count in taken.items() if count},
         reserve=config.graph.reserve_streams,
         free_bytes=free_bytes,
         device=device,
@@ -245,10 +302,15 @@ def _device_bytes(config: Config) -> int:
 def _assumptions(config: Config) -> list[str]:
     if config.device.kind == "npu":
         return [
-            f"each NPU has {NPU_STREAMS} streams and {NPU_BYTES // GIB} GiB, none of it in use",
+            f"each NPU has {NPU_STREAMS} streams and {NPU_BYTES // GIB} GiB; the runtime and its "
+            f"communication domains take {NPU_STREAMS_TAKEN} streams and what HCCL's expansion "
+            "mode costs, nobody else takes any",
             "no device was asked; a running deployment negotiates over what they really have",
         ]
-    return ["every rank has the streams and the memory of device.emulator, none of it in use"]
+    return [
+        "every rank has the streams and the memory of device.emulator; the runtime takes "
+        f"{EMULATOR_STREAMS_TAKEN} streams"
+    ]
 
 
 def _max_model_len(config: Config, facts: ModelFacts) -> int:

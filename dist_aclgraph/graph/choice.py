@@ -95,6 +95,14 @@ def expected_cost(
     return sum(weight * costs[bucket] for weight, bucket in padded if bucket is not None)
 
 
+def padding_share(buckets: Sequence[int], weights: Mapping[int, float]) -> float:
+    """Return which part of all replayed tokens is padding; 0 where nothing is replayed."""
+    padded = expected_cost(buckets, weights, {bucket: float(bucket) for bucket in buckets})
+    reach = buckets[-1] if buckets else 0
+    live = sum(weight * tokens for tokens, weight in weights.items() if tokens <= reach)
+    return 1 - live / padded if padded else 0.0
+
+
 def step_costs(sizes: Sequence[int], seconds: Mapping[int, float]) -> list[float]:
     """Return the cost of a step at each size: its padded tokens, or seconds where any are known.
 

@@ -23,7 +23,7 @@ from dist_aclgraph.graph.choice import Choices, choices, step_costs
 from dist_aclgraph.graph.plan import GraphPlan
 from dist_aclgraph.graph.traffic import Traffic, weights_of
 
-__all__ = ["RankLimit", "StreamOffer", "negotiate", "tightest_limits"]
+__all__ = ["RankLimit", "StreamOffer", "negotiate", "step_seconds", "tightest_limits"]
 
 NAMED_RANKS = 8  # in an error message; the others are counted
 
@@ -116,6 +116,16 @@ def tightest_limits(
     return list(found.values())
 
 
+def step_seconds(family: GraphFamily, offers: Sequence[StreamOffer]) -> dict[int, float]:
+    """Return the seconds of a step by bucket, where ranks timed one: those of the slowest."""
+    seconds: dict[int, float] = {}
+    for probe in (probe for offer in offers for probe in offer.probes_of(family)):
+        if probe.seconds:
+            size = probe.graph.num_tokens
+            seconds[size] = max(seconds.get(size, 0.0), probe.seconds)
+    return seconds
+
+
 @dataclass(frozen=True)
 class _Menu:
     """What a family could capture, by number of buckets; with none, its weight runs eagerly."""
@@ -131,14 +141,10 @@ def _menu(
     index: int,
     offers: Sequence[StreamOffer],
 ) -> _Menu:
-    seconds: dict[int, float] = {}
-    for probe in (probe for offer in offers for probe in offer.probes_of(family)):
-        if probe.seconds:  # a step takes as long as it does on the slowest rank
-            size = probe.graph.num_tokens
-            seconds[size] = max(seconds.get(size, 0.0), probe.seconds)
     alone = [most for item in limits if (most := item.limit.most(index)) is not None]
     count = min([len(family.buckets), *alone])
-    found = choices(family.buckets, weights, step_costs(family.buckets, seconds), count)
+    costs = step_costs(family.buckets, step_seconds(family, offers))
+    found = choices(family.buckets, weights, costs, count)
     return _Menu(found, sum(weights.values()))
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dist_aclgraph.cli.plan_report import plan_report, render_plan
+from dist_aclgraph.cli.plan_plot import plot_padding
+from dist_aclgraph.cli.plan_report import ALL_SIZES, CHOSEN, UNIFORM, plan_report, render_plan
 from dist_aclgraph.config import Config, make_config
 from dist_aclgraph.errors import ConfigError, StreamBudgetError
 
@@ -50,7 +51,8 @@ def test_the_report_prices_buckets_for_each_rank(checkpoint: Path) -> None:
     assert report["graph"]["families"][0]["price_per_bucket"] == 5
     assert report["graph"]["fixed_price"] == 80
     rank = report["ranks"][3]
-    assert rank["usable"] == 2048
+    # 34 streams are the runtime's, 2 those of the communication domain
+    assert rank["usable"] == 2048 - sum(rank["taken"].values()) == 2048 - 36
     assert rank["planned_streams"] == 80 + 7 * 5
     assert rank["left_streams"] == rank["usable"] - rank["planned_streams"]
     assert rank["domains"] == [[2, 3]]
@@ -69,7 +71,7 @@ def test_kv_blocks_come_from_memory_or_from_the_configuration(checkpoint: Path) 
 
 
 def test_one_poor_rank_shrinks_every_group_in_cluster_scope_only(checkpoint: Path) -> None:
-    emulator = {"streams_by_rank": {3: 3}}
+    emulator = {"streams_by_rank": {3: 36 + 3}}
     buckets = {}
     for scope in ("cluster", "group"):
         config = make(checkpoint, device={"emulator": emulator}, graph={"scope": scope})
@@ -77,6 +79,42 @@ def test_one_poor_rank_shrinks_every_group_in_cluster_scope_only(checkpoint: Pat
 
     assert buckets["cluster"] == [[4, 16, 32]] * 2
     assert buckets["group"] == [[1, 2, 4, 8, 16, 24, 32], [4, 16, 32]]
+
+
+def test_the_report_compares_padding_with_all_sizes_and_with_uniform_ones(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    config = make(
+        checkpoint,
+        graph={
+            "mode": "FULL_AND_PIECEWISE",
+            "budget_model": "cann-pinned",
+            "traffic": {3: 9, 30: 1},
+        },
+        device={"emulator": {"streams": 36 + 100}},
+    )
+
+    report = plan_report(config)
+
+    decode, mixed = report["plans"][0]["families"]
+    for family in (decode, mixed):
+        every, chosen, uniform = (family["sets"][name] for name in (ALL_SIZES, CHOSEN, UNIFORM))
+        assert len(chosen["buckets"]) == len(uniform["buckets"]) < len(every["buckets"])
+        assert 0 < every["padding_share"] < chosen["padding_share"] < uniform["padding_share"] < 1
+    assert 4 in decode["buckets"]
+    picture = tmp_path / "padding.png"
+    plot_padding(report, picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    out = io.StringIO()
+    render_plan(report, Console(file=out, width=200))
+    assert "padding of the configured traffic: chosen" in out.getvalue()
+
+
+def test_a_plot_needs_graphs_and_a_place(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no padding to draw"):
+        plot_padding(plan_report(make(checkpoint, graph={"mode": "NONE"})), tmp_path / "x.png")
+    with pytest.raises(ConfigError, match="cannot write the plot"):
+        plot_padding(plan_report(make(checkpoint)), tmp_path / "nowhere" / "x.png")
 
 
 def test_a_rank_that_affords_nothing_is_an_error(checkpoint: Path) -> None:
