@@ -274,7 +274,9 @@ class Controller:
         for group in groups:
             group.num_blocks = self._cache_spec.choose_num_blocks(
                 config.kv,
-                min(o.free_bytes - pool_bytes(everything, o, model, workload) for o in group.offers),
+                min(
+                    o.free_bytes - pool_bytes(everything, o, model, workload) for o in group.offers
+                ),
                 max_num_seqs=config.scheduler.max_num_seqs,
                 max_model_len=self._max_model_len,
             )

@@ -14,6 +14,8 @@ import zmq
 from dist_aclgraph.actors.engine_client import EngineClient
 from dist_aclgraph.actors.engine_loop import EngineLoop
 from dist_aclgraph.actors.messages import Deltas, Hello, Submit, encoder, from_engine_decoder
+from dist_aclgraph.actors.graph_changes import GraphChanges
+from dist_aclgraph.actors.graph_transaction import GraphTransaction
 from dist_aclgraph.actors.step_channel import StepReceiver, StepSender
 from dist_aclgraph.config import SchedulerConfig
 from dist_aclgraph.errors import EngineDeadError
@@ -41,10 +43,11 @@ class Group:
         channel.wait_for_workers(WAIT_S, lambda: None)
         plan = make_plan(1, 2, 4)
         self.address = f"ipc://{directory}/clients"
+        dispatcher = GraphDispatcher(plan)
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
             BlockPool(NUM_BLOCKS, BLOCK, prefix_cache=True),
-            GraphDispatcher(plan),
+            dispatcher,
             max_model_len=128,
             epoch=EPOCH,
         )
@@ -54,10 +57,16 @@ class Group:
             address=self.address,
             token=TOKEN,
             step_timeout_s=WAIT_S,
-            report={"buckets": []},
+            changes=GraphChanges(dispatcher, GraphTransaction(self, WAIT_S, WAIT_S), {}),
+            report={},
         )
         self.thread = threading.Thread(target=self.loop.run, daemon=True)
         self.thread.start()
+
+    ranks = (0,)
+
+    def carry_out(self, *_: Any) -> Any:
+        raise AssertionError("no graph changes here")
 
     def _work(self, address: Any) -> None:
         receiver, worker = StepReceiver(address), FakeWorker(NUM_BLOCKS, BLOCK)

@@ -35,9 +35,9 @@ METRICS = {
     "prefix_cache_queries": 10,
     "prefix_cache_hits": 4,
     "graph": {
-        "replays": {"4": 7, "8": 2},
+        "replays": {"full decode 4": 7, "full decode 8": 2},
         "misses": {"prefill": 3},
-        "padded_by_bucket": {"4": 5},
+        "padded_by_graph": {"full decode 4": 5},
     },
 }
 

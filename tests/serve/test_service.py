@@ -63,10 +63,10 @@ def test_metrics_are_well_formed_and_count(service):
     assert all(name.startswith("dist_aclgraph_") for name in families)
     assert all(family.documentation for family in families.values())
     replays = {
-        sample.labels["bucket"]: sample.value
+        sample.labels["graph"]: sample.value
         for sample in families["dist_aclgraph_graph_replays"].samples
     }
-    assert replays == {"4": 7, "8": 2}
+    assert replays == {"full decode 4": 7, "full decode 8": 2}
     assert families["dist_aclgraph_num_requests_running"].samples[0].value == 2
     counts = {
         name: sample.value

@@ -34,7 +34,10 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def make(checkpoint: Path, **sections: dict[str, Any]) -> Config:
-    return make_config({"model": str(checkpoint), "parallel": {"tp": 2, "dp": 2}, **sections})
+    # A formula from paper: its prices are known by heart.
+    graph = {"budget_model": "legacy-last", **sections.pop("graph", {})}
+    raw = {"model": str(checkpoint), "parallel": {"tp": 2, "dp": 2}, "graph": graph, **sections}
+    return make_config(raw)
 
 
 def buckets_of(report: dict[str, Any]) -> list[list[int]]:
