@@ -107,6 +107,9 @@ class GraphConfig(Section):
     rebucket_gain: float = Field(
         0.05, gt=0, lt=1, description="share of the expected cost that a new plan must save"
     )
+    rebucket_min_steps: int = Field(
+        256, ge=1, description="steps that must have been seen before sizes are chosen again"
+    )
     traffic_half_life_s: float = Field(
         600.0, gt=0, description="after so long, a step counts half in the traffic"
     )

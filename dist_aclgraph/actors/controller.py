@@ -234,7 +234,7 @@ class Controller:
             for graph in self._largest([*families, *self._lazy_families]):
                 outcome = transaction.capture(graph)
                 if isinstance(outcome, CaptureFailure):
-                    continue  # the ranks cannot afford it alone; the plan will find out what they can
+                    continue  # not even alone; capture will find out what the ranks can afford
                 transaction.release([graph])
                 graphs.append(graph)
                 for cost, paid in zip(costs, outcome, strict=True):

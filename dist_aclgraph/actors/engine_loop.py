@@ -10,6 +10,7 @@ import secrets
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -37,6 +38,7 @@ from dist_aclgraph.errors import (
     InvalidParameterError,
     WorkerLostError,
 )
+from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.graph.plan import GraphPlan, plan_report
 from dist_aclgraph.graph.rebucketing import Action
 from dist_aclgraph.graph.traffic import Traffic
@@ -46,8 +48,21 @@ from dist_aclgraph.scheduler.step import StepPlan, StepResult, pack_ints, unpack
 
 IDLE_POLL_MS = 100
 INT_BYTES = 4  # of an int32
+MEAN_OF = 200  # steps
 
 Client = bytes  # ZeroMQ routing id
+
+
+@dataclass
+class _Mean:
+    """A running mean that forgets slowly."""
+
+    value: float = 0.0
+    count: int = 0
+
+    def add(self, value: float) -> None:
+        self.count = min(self.count + 1, MEAN_OF)
+        self.value += (value - self.value) / self.count
 
 
 class EngineLoop:
@@ -87,6 +102,7 @@ class EngineLoop:
         self._stopping = False
         self._timings_us: Counter[str] = Counter()
         self._num_steps = 0
+        self._step_times: defaultdict[BatchDescriptor, _Mean] = defaultdict(_Mean)
         self._num_tokens: Counter[str] = Counter()
 
     # ---- any thread
@@ -110,6 +126,10 @@ class EngineLoop:
     def take_traffic(self) -> Traffic:
         """Return how often batches of each size ran since the last call."""
         return self._scheduler.dispatcher.take_traffic()
+
+    def step_seconds(self) -> dict[BatchDescriptor, float]:
+        """Return how long a step takes that replays each graph, on average."""
+        return {graph: mean.value for graph, mean in list(self._step_times.items())}
 
     @property
     def failure(self) -> str:
@@ -159,6 +179,8 @@ class EngineLoop:
         outputs = self._scheduler.update(result)
         done_s = time.perf_counter()
         self._num_steps += 1
+        if plan.graph is not None:
+            self._step_times[plan.graph].add(received_s - sent_s)
         self._num_tokens["generation"] += sum(len(o.token_ids) for o in outputs)
         if result.timings_us:
             self._book(plan, result, scheduled_s - start_s, sent_s - scheduled_s,
@@ -350,6 +372,7 @@ class EngineLoop:
                 "bytes": costs[graph].bytes,
                 "replays": counters["replays"].get(str(graph), 0),
                 "padded_tokens": counters["padded_by_graph"].get(str(graph), 0),
+                "step_seconds": self._step_times[graph].value if graph in self._step_times else 0.0,
             }
             for graph in sorted(costs, key=lambda graph: (-graph.num_tokens, graph.mode))
         ]

@@ -354,7 +354,7 @@ class ModelRunner:
         buffers.sampled[: graph.num_reqs].copy_(logits.argmax(-1))
 
     def _run_pieces(self, graph: BatchDescriptor, step: StepInputs, run: RunSegment) -> Tensor:
-        """Run the segments on static inputs, attention on the live ones; return [bucket, hidden]."""
+        """Run the segments on static inputs, attention on the live; return [bucket, hidden]."""
         inputs = self._buffers.inputs(graph)
         slots = inputs.slot_mapping[: len(step.token_ids)]
         metadata = self._metadata(step, slots, inputs.block_table[: len(step.rows)])
