@@ -353,8 +353,18 @@ class EngineLoop:
             "prefix_cache_hits": scheduler.num_cached_tokens,
             "steps": self._num_steps,
             "graph": scheduler.dispatcher.report(),
+            "capture_seconds": {
+                str(graph): cost.seconds for graph, cost in dict(self._changes.costs).items()
+            },
             "pool_bytes": self._report.get("pool_bytes", 0),
+            "streams_predicted": self._streams("predicted"),
+            "streams_measured": self._streams("measured"),
         }
+
+    def _streams(self, which: str) -> dict[str, int]:
+        """What the first plan was to take, or took, of each rank's streams."""
+        ranks = self._report.get("ranks", [])
+        return {str(rank["rank"]): rank["streams"][which] for rank in ranks}
 
     def report(self) -> dict[str, Any]:
         """Plan, buckets with their counters, eager steps by reason, ranks: see ``LLM.report``."""
@@ -372,6 +382,7 @@ class EngineLoop:
                 "bytes": costs[graph].bytes,
                 "replays": counters["replays"].get(str(graph), 0),
                 "padded_tokens": counters["padded_by_graph"].get(str(graph), 0),
+                "wasted_fraction": counters["wasted_by_graph"].get(str(graph), 0.0),
                 "step_seconds": self._step_times[graph].value if graph in self._step_times else 0.0,
             }
             for graph in sorted(costs, key=lambda graph: (-graph.num_tokens, graph.mode))
