@@ -5,15 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import msgspec
 import ray
 from ray.exceptions import RayError
 
 from dist_aclgraph.actors.lockstep_group import LockstepGroup
 from dist_aclgraph.config import Config
 from dist_aclgraph.graph.buckets import GraphFamily
-from dist_aclgraph.graph.budget import BudgetModel, StreamOffer, Workload
-from dist_aclgraph.graph.ledger import Ledger, pool_bytes
+from dist_aclgraph.graph.budget import BudgetModel, Workload
 from dist_aclgraph.graph.plan import GraphPlan
 from dist_aclgraph.graph.rebucketing import propose, transition
 from dist_aclgraph.graph.traffic import Traffic, fade, merge
@@ -60,7 +58,7 @@ class Rebucketing:
         plan: GraphPlan | None = answers[0][0]
         if plan is None or any(other != plan for other, _ in answers):
             return
-        offers = self._offers_beside(plan)
+        offers = [offer for group in self._groups for offer in group.offers]
         model, workload = self._budget_model, self._workload
         better = propose(
             plan,
@@ -75,17 +73,3 @@ class Rebucketing:
             actions = transition(plan, better, offers, model, workload)
             for group in self._groups:
                 group.engine.change_plan.remote(better, actions)
-
-    def _offers_beside(self, plan: GraphPlan) -> list[StreamOffer]:
-        """The offers that ranks would make now, with the graphs of the plan captured."""
-        model, workload = self._budget_model, self._workload
-        return [
-            msgspec.structs.replace(
-                offer,
-                available=offer.available
-                - Ledger.predict(offer, plan, model, workload).predicted_streams,
-                free_bytes=offer.free_bytes - pool_bytes(plan, offer, model, workload),
-            )
-            for group in self._groups
-            for offer in group.offers
-        ]

@@ -180,7 +180,7 @@ class Worker:
             card=f"{socket.gethostname()}:{','.join(map(str, visible_devices() or (os.getpid(),)))}",
             taken=self._streams_taken,
             probes=tuple(
-                Probe(graph=graph, streams=cost.streams, bytes=cost.bytes, seconds=cost.seconds)
+                Probe(graph=graph, streams=cost.streams, bytes=cost.bytes)
                 for graph, cost in zip(graphs, probes, strict=True)
             ),
         )
