@@ -18,13 +18,15 @@ from dist_aclgraph.graph.budget import (
     StreamOffer,
     Workload,
     share_cards,
+    total,
 )
 from dist_aclgraph.graph.choice import Choices, choices, step_costs
 from dist_aclgraph.graph.plan import GraphPlan
 from dist_aclgraph.graph.traffic import Traffic, weights_of
 
-__all__ = ["RankLimit", "StreamOffer", "negotiate", "step_seconds", "tightest_limits"]
+__all__ = ["RankLimit", "StreamOffer", "keep_room", "negotiate", "step_seconds", "tightest_limits"]
 
+LATER_SHARE = 4  # of a rank's streams, one part in so many is kept for graphs that come later
 NAMED_RANKS = 8  # in an error message; the others are counted
 
 
@@ -99,6 +101,34 @@ def negotiate(
         for family, menu, count in zip(fitting, menus, counts, strict=True)
     ]
     return plan([family for family in chosen if family.buckets], reasons)
+
+
+def keep_room(
+    offers: Sequence[StreamOffer],
+    families: Sequence[GraphFamily],
+    capacity: int,
+    budget_model: BudgetModel,
+    workload: Workload,
+) -> tuple[list[StreamOffer], int]:
+    """Return the offers with streams in reserve for graphs that come later, and how many those are.
+
+    As many of ``families`` as every rank can spare, at most ``capacity``: they must not cost the
+    plan more than a part of any rank's streams.
+    """
+    if not families:
+        return list(offers), 0
+    prices = [
+        [total(budget_model.price(family, workload, offer)) for family in families]
+        for offer in offers
+    ]
+    for price, shared in zip(prices, share_cards(offers), strict=True):
+        if dearest := max(price):
+            capacity = min(capacity, shared.usable // LATER_SHARE // dearest)
+    kept = [
+        msgspec.structs.replace(offer, reserve=offer.reserve + capacity * max(price))
+        for offer, price in zip(offers, prices, strict=True)
+    ]
+    return kept, capacity
 
 
 def tightest_limits(
