@@ -28,10 +28,10 @@ from dist_aclgraph.actors.worker_group import WorkerGroup, fetch, same, start_gr
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError, DistAclGraphError, WorkerError
 from dist_aclgraph.graph.buckets import GraphFamily, candidate_families, lazy_families
-from dist_aclgraph.graph.budget import Workload, make_budget_model, total
+from dist_aclgraph.graph.budget import Workload, make_budget_model
 from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.graph.ledger import Ledger, pool_bytes
-from dist_aclgraph.graph.negotiation import negotiate
+from dist_aclgraph.graph.negotiation import keep_room, negotiate
 from dist_aclgraph.graph.plan import CaptureCost, CaptureFailure, GraphPlan
 from dist_aclgraph.graph.traffic import Traffic
 from dist_aclgraph.kv.spec import KVCacheSpec, kv_heads_per_rank
@@ -41,7 +41,6 @@ from dist_aclgraph.topology import ParallelLayout
 EPOCH = 1  # of a deployment that does not yet survive the death of a worker
 WATCH_S = 0.2
 MIB = 1 << 20
-LAZY_SHARE = 4  # at most this part of a rank's streams is kept for lazy graphs
 TRIAL_BLOCKS = 2  # a cache for padding rows alone: they use the dummy block
 WARM_UP = BatchDescriptor(1, 1, 1, "FULL")  # run eagerly where no graph is captured
 
@@ -293,20 +292,17 @@ class Controller:
 
     def _keep_room_for_lazy_graphs(self, groups: list[LockstepGroup], workload: Workload) -> None:
         """Take the streams of lazy graphs out of the offers: as many as every rank can spare."""
-        offers = [offer for group in groups for offer in group.offers]
-        capacity, price = self._config.graph.lazy_capacity if self._lazy_families else 0, 0
-        for offer in offers:
-            for family in self._lazy_families:
-                each = total(self._budget_model.price(family, workload, offer))
-                price = max(price, each)
-                if each:
-                    capacity = min(capacity, offer.usable // LAZY_SHARE // each)
+        kept, capacity = keep_room(
+            [offer for group in groups for offer in group.offers],
+            self._lazy_families,
+            self._config.graph.lazy_capacity,
+            self._budget_model,
+            workload,
+        )
+        by_rank = {offer.rank: offer for offer in kept}
         for group in groups:
             group.lazy_capacity = capacity
-            group.offers = [
-                msgspec.structs.replace(offer, reserve=offer.reserve + capacity * price)
-                for offer in group.offers
-            ]
+            group.offers = [by_rank[offer.rank] for offer in group.offers]
 
     def _capture(self, group: LockstepGroup, plan: GraphPlan) -> CaptureRecord:
         transaction = self._transaction(group)

@@ -180,7 +180,7 @@ def test_a_slow_probe_makes_its_step_dear() -> None:
     """Time that does not grow with the tokens makes small buckets worthless."""
     workload = Workload(num_layers=4)
     timed = [
-        Probe(graph=BatchDescriptor(b, b, 1, "FULL"), streams=1, bytes=0, seconds=0.01)
+        Probe(graph=BatchDescriptor(b, b, 1, "FULL"), streams=1, bytes=0, replay_s=0.01)
         for b in DECODE.buckets
     ]
     offer = StreamOffer(rank=0, available=99, probes=tuple(timed))
