@@ -167,6 +167,10 @@ class StepReceiver:
         self._plans.setsockopt(zmq.SUBSCRIBE, b"")
         self._plans.connect(address.plans)
 
+    def has_plan(self) -> bool:
+        """Say whether ``receive`` would find a message."""
+        return bool(self._plans.get(zmq.EVENTS) & zmq.POLLIN)
+
     def receive(self, epoch: int) -> StepPlan | None:
         """Return the next plan of ``epoch``, or None when the engine shuts down.
 

@@ -244,5 +244,6 @@ class Worker:
                     channel.send(failure)
                     raise
                 channel.send(result)
+                self._runner.prepare_next(channel.has_plan)
         finally:
             channel.close()

@@ -7,6 +7,7 @@ the plan's decisions; makes none.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,14 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.config import Config
-from dist_aclgraph.device.npu import GraphPool, Npu, Stopwatch, runtime, translated
+from dist_aclgraph.device.npu import GraphPool, Npu, Stopwatch, UpdateWait, runtime, translated
 from dist_aclgraph.engine.input_batch import InputBatch, StepInputs
 from dist_aclgraph.engine.sampler import SamplingRow, sample
 from dist_aclgraph.errors import ReplayMismatchError
 from dist_aclgraph.graph.captured_graph import CapturedGraph, capture
 from dist_aclgraph.graph.decode_buffers import PADDING_KV_LEN, DecodeBuffers
 from dist_aclgraph.graph.plan import CaptureCost
-from dist_aclgraph.graph.task_update import TaskRecorder
+from dist_aclgraph.graph.task_update import Lens, TaskRecorder
 from dist_aclgraph.layers.attention import AttentionMetadata, KVCache, make_causal_mask
 from dist_aclgraph.models.dense import DenseDecoder
 from dist_aclgraph.scheduler.step import (
@@ -59,6 +60,7 @@ class ModelRunner:
         owns_output: bool,
     ) -> None:
         self._npu = npu
+        self._max_len = max_len
         self._model = model
         self._owns_output = owns_output
         dtype = TORCH_DTYPES[config.dtype]
@@ -74,12 +76,16 @@ class ModelRunner:
         self._update_stream = runtime().Stream()
         self._pool = GraphPool()
         self._graphs: dict[int, CapturedGraph] = {}
+        self._sends_ahead = config.graph.send_ahead
+        # The graph that the last step replayed, and the lengths that it will most likely want next.
+        self._ahead: tuple[CapturedGraph, Lens] | None = None
         self.pool_bytes = 0  # what all captures together have added to the pool
         self._query_ends = {0: [0]}
         self._sampled_cpu = npu.pinned((config.scheduler.max_num_seqs,), torch.int32)
         self._sampled_np: IntArray = self._sampled_cpu.numpy()
         self._sampled_ready: Any = runtime().Event()
-        self._watch = Stopwatch(config.profile, {})
+        self._watch = Stopwatch(config.profile)
+        self._update_wait = UpdateWait(npu.kind == "emulated") if config.profile else None
 
     def _make_caches(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> list[KVCache]:
         heads, head_dim = self._model.heads.num_kv_heads, self._model.spec.head_dim
@@ -138,6 +144,7 @@ class ModelRunner:
         """Undo the capture of one bucket, if there is one."""
         graph = self._graphs.pop(num_tokens, None)
         if graph is not None:
+            self._ahead = None
             self._npu.synchronize()
             graph.release()
 
@@ -147,6 +154,7 @@ class ModelRunner:
         """Run one step and return its new tokens (ranks without output: an acknowledgement)."""
         watch = self._watch
         watch.start()
+        self._ahead = None
         batch = plan.batches[dp_rank]
         self._batch.apply(batch)
         inputs = self._batch.step_inputs(batch)
@@ -167,7 +175,18 @@ class ModelRunner:
             token_ids=pack_ints(token_ids),
             logprobs=tuple(logprobs),
             timings_us=watch.stages,
+            beside_us=watch.take_beside(),
         )
+
+    def prepare_next(self, is_wanted_elsewhere: Callable[[], bool]) -> None:
+        """Use the time until ``is_wanted_elsewhere`` to send the next step's lengths ahead."""
+        if self._ahead is None:
+            return
+        graph, lens = self._ahead
+        start_s = time.perf_counter()
+        with translated("sending lengths ahead"):
+            graph.send_ahead(self._update_stream, lens, is_wanted_elsewhere)
+        self._watch.book("update_ahead", (time.perf_counter() - start_s) * 1e6)
 
     def _replay(self, num_tokens: int, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         graph = self._graphs.get(num_tokens)
@@ -181,12 +200,20 @@ class ModelRunner:
         )
         query_ends, kv_lens = self._padded_lens(num_tokens, inputs)
         self._watch.lap("inputs")
+        if self._update_wait is not None:
+            self._update_wait.begin(self._main_stream)
         graph.replay(
             self._main_stream, self._update_stream, self._buffers.addresses, query_ends, kv_lens
         )
         self._watch.lap("replay")
-        graph.update(self._update_stream)
+        num_behind = graph.update(self._main_stream, self._update_stream)
         self._watch.lap("update")
+        if self._update_wait is not None:
+            self._update_wait.end(self._update_stream, num_behind)
+        if self._sends_ahead and int(inputs.kv_lens.max()) < self._max_len:
+            # Every live row one longer; padding stays.
+            live = (inputs.kv_lens + 1).tolist()
+            self._ahead = graph, (query_ends, live + kv_lens[n:])
         return self._buffers.logits[:n], self._buffers.sampled[:n]
 
     def _run_eagerly(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
@@ -222,8 +249,7 @@ class ModelRunner:
         """Return token ids and log-probabilities of the requests that get a token."""
         if not self._owns_output:
             # Acknowledge what has run, not what is queued: a fault here is then ours by name.
-            self._sampled_ready.record()
-            self._sampled_ready.synchronize()
+            self._wait_for_device()
             return None
         n = len(inputs.sampled)
         if n == 0:
@@ -241,9 +267,7 @@ class ModelRunner:
             chosen, reports = sample(picked, wanted, self._npu.upload)
             for index, report in zip(special, reports, strict=True):
                 logprobs[index] = report
-        # The step's result: the one place where the host waits for the device.
-        self._sampled_ready.record(self._main_stream)
-        self._sampled_ready.synchronize()
+        self._wait_for_device()
         self._buffers.mark_read()
         token_ids = self._sampled_np[:n].copy()
         if len(special):
@@ -251,6 +275,14 @@ class ModelRunner:
         if not any(logprobs):
             logprobs = []
         return token_ids, logprobs
+
+    def _wait_for_device(self) -> None:
+        """The one place where the host waits for a step, and does what it can meanwhile."""
+        self._sampled_ready.record(self._main_stream)
+        self.prepare_next(self._sampled_ready.query)
+        self._sampled_ready.synchronize()
+        if self._update_wait is not None:
+            self._watch.book("update_wait", self._update_wait.take_us())
 
     def _sampling_row(self, row: int) -> SamplingRow:
         length = self._batch.num_tokens[row]

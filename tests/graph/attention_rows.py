@@ -111,7 +111,7 @@ class AttentionDecoder:
         ends = list(range(1, bucket + 1))
         addresses = other.get("addresses", self.buffers.addresses)
         graph.replay(self.main, self.side, addresses, other.get("ends", ends), lens)
-        graph.update(self.side)
+        graph.update(self.main, self.side)
         return self.buffers.logits[: len(rows)].cpu()
 
     def expected(self, rows: list[Row]) -> Tensor:
