@@ -89,6 +89,7 @@ class Sequences:
         rank_batch = RankBatch(pack_ints(records), **batch)
         plan = StepPlan(1, self._step, 1, mode, num_tokens, query_len, (rank_batch,))
         result = self._runner.execute(plan, 0, 0)
+        self._runner.prepare_next(lambda: False)
         for row, token in zip(records[::4], unpack_ints(result.token_ids), strict=True):
             self.tokens[row].append(int(token))
             self.new[row].append(int(token))

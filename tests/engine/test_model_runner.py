@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from dist_aclgraph.device import emulator
 from dist_aclgraph.engine.model_runner import ModelRunner
 from dist_aclgraph.errors import ReplayMismatchError
 from tests.checkpoints import make_prompts
-from tests.engine.runners import Sequences, make_runner
+from tests.engine.runners import MAX_LEN, Sequences, make_runner
 
 BUCKETS = (8, 4, 2, 1)
 
@@ -36,6 +37,43 @@ def test_replayed_tokens_equal_eager_ones_at_every_batch_size(
         plain.decode("NONE", live, live)
 
     assert replayed.tokens == plain.tokens
+
+
+def test_steps_after_a_right_guess_send_no_lengths(runner: ModelRunner) -> None:
+    runner.capture(4)
+    sequences = Sequences(runner, make_prompts([3, 5, 7]))
+    sequences.prefill()
+    sequences.decode("FULL", 4)
+
+    updates = []
+    for live in (3, 3, 2):
+        before = emulator.counters()["task_updates"]
+        sequences.decode("FULL", 4, live)
+        updates.append(emulator.counters()["task_updates"] - before)
+
+    ahead = runner._model.spec.num_layers
+    assert updates == [ahead, ahead, 2 * ahead]  # the last guess was wrong
+
+
+def test_nothing_is_guessed_beyond_the_context(runner: ModelRunner) -> None:
+    runner.capture(1)
+    sequences = Sequences(runner, make_prompts([MAX_LEN - 3]))
+    sequences.prefill()
+
+    for _ in range(3):
+        sequences.decode("FULL", 1)
+
+    assert len(sequences.tokens[0]) == MAX_LEN + 1
+
+
+def test_a_graph_may_go_while_lengths_for_it_were_sent_ahead(runner: ModelRunner) -> None:
+    sequences = Sequences(runner, make_prompts([3]))
+    sequences.prefill()
+    for _ in range(3):
+        runner.capture(1)
+        sequences.decode("FULL", 1)
+        runner.release(1)
+        runner.prepare_next(lambda: False)
 
 
 def test_a_bucket_that_was_not_captured_is_refused(runner: ModelRunner) -> None:
@@ -80,7 +118,7 @@ emulator = {"strict": False, "streams": 40}
 config = make_config({"model": "-", "device": {"kind": "emulated", "emulator": emulator}})
 npu = open_npu(config.device, 0)
 from tests.checkpoints import make_prompts
-from tests.engine.runners import Sequences, make_runner
+from tests.engine.runners import MAX_LEN, Sequences, make_runner
 runner = make_runner(npu, Path(DIRECTORY), 32)
 captured = []
 try:
