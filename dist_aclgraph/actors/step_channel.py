@@ -169,7 +169,7 @@ class StepReceiver:
 
     def has_plan(self) -> bool:
         """Say whether ``receive`` would find a message."""
-        return bool(self._plans.get(zmq.EVENTS) & zmq.POLLIN)
+        return bool(int(self._plans.get(zmq.EVENTS)) & zmq.POLLIN)
 
     def receive(self, epoch: int) -> StepPlan | None:
         """Return the next plan of ``epoch``, or None when the engine shuts down.

@@ -141,12 +141,15 @@ class Stopwatch:
             self.stages = {}
             self.last_s = time.perf_counter()
 
-    def lap(self, stage: str) -> None:
-        """Book the time since the last lap under ``stage``."""
-        if self.enabled:
-            now_s = time.perf_counter()
-            self.stages[stage] = self.stages.get(stage, 0.0) + (now_s - self.last_s) * 1e6
-            self.last_s = now_s
+    def lap(self, stage: str) -> float:
+        """Book the time since the last lap under ``stage``, and return it."""
+        if not self.enabled:
+            return 0.0
+        now_s = time.perf_counter()
+        duration_us = (now_s - self.last_s) * 1e6
+        self.stages[stage] = self.stages.get(stage, 0.0) + duration_us
+        self.last_s = now_s
+        return duration_us
 
     def book(self, what: str, duration_us: float) -> None:
         """Book time that is not on the step's way."""

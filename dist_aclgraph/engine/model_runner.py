@@ -186,7 +186,9 @@ class ModelRunner:
         start_s = time.perf_counter()
         with translated("sending lengths ahead"):
             graph.send_ahead(self._update_stream, lens, is_wanted_elsewhere)
-        self._watch.book("update_ahead", (time.perf_counter() - start_s) * 1e6)
+        duration_us = (time.perf_counter() - start_s) * 1e6
+        self._watch.book("update_ahead", duration_us)
+        self._watch.book("update_per_layer", duration_us / graph.num_tasks)
 
     def _replay(self, num_tokens: int, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         graph = self._graphs.get(num_tokens)
@@ -207,7 +209,7 @@ class ModelRunner:
         )
         self._watch.lap("replay")
         num_behind = graph.update(self._main_stream, self._update_stream)
-        self._watch.lap("update")
+        self._watch.book("update_per_layer", self._watch.lap("update") / graph.num_tasks)
         if self._update_wait is not None:
             self._update_wait.end(self._update_stream, num_behind)
         if self._sends_ahead and int(inputs.kv_lens.max()) < self._max_len:

@@ -36,6 +36,11 @@ class CapturedGraph:
         self._updates = TaskUpdates(recorder.tasks)
         self._lens: Lens
 
+    @property
+    def num_tasks(self) -> int:
+        """Attention operators to update, one for each layer."""
+        return len(self._recorder.tasks)
+
     def replay(
         self,
         main_stream: Any,
@@ -48,7 +53,8 @@ class CapturedGraph:
 
         Args:
             addresses: of the buffers that hold the step's inputs.
-            query_ends, kv_lens: [num_tokens], padding included; ``update`` sends them.
+            query_ends, kv_lens: [num_tokens], padding included; ``update`` sends them where
+                they were not sent ahead.
 
         Raises:
             ReplayMismatchError: the inputs are not those of the capture; nothing was queued.
