@@ -179,13 +179,16 @@ class ModelRunner:
         )
 
     def prepare_next(self, is_wanted_elsewhere: Callable[[], bool]) -> None:
-        """Use the time until ``is_wanted_elsewhere`` to send the next step's lengths ahead."""
+        """Use the time until ``is_wanted_elsewhere`` for what the next step will most likely need."""
+        with translated("sending lengths ahead"):
+            self._send_ahead(is_wanted_elsewhere)
+
+    def _send_ahead(self, is_wanted_elsewhere: Callable[[], bool]) -> None:
         if self._ahead is None:
             return
         graph, lens = self._ahead
         start_s = time.perf_counter()
-        with translated("sending lengths ahead"):
-            graph.send_ahead(self._update_stream, lens, is_wanted_elsewhere)
+        graph.send_ahead(self._update_stream, lens, is_wanted_elsewhere)
         duration_us = (time.perf_counter() - start_s) * 1e6
         self._watch.book("update_ahead", duration_us)
         self._watch.book("update_per_layer", duration_us / graph.num_tasks)
@@ -281,7 +284,7 @@ class ModelRunner:
     def _wait_for_device(self) -> None:
         """The one place where the host waits for a step, and does what it can meanwhile."""
         self._sampled_ready.record(self._main_stream)
-        self.prepare_next(self._sampled_ready.query)
+        self._send_ahead(self._sampled_ready.query)
         self._sampled_ready.synchronize()
         if self._update_wait is not None:
             self._watch.book("update_wait", self._update_wait.take_us())
