@@ -179,7 +179,7 @@ class ModelRunner:
         )
 
     def prepare_next(self, is_wanted_elsewhere: Callable[[], bool]) -> None:
-        """Use the time until ``is_wanted_elsewhere`` for what the next step will most likely need."""
+        """Until ``is_wanted_elsewhere``, do what the next step will most likely need."""
         with translated("sending lengths ahead"):
             self._send_ahead(is_wanted_elsewhere)
 
