@@ -82,6 +82,9 @@ class GraphConfig(Section):
     reserve_streams: int = Field(
         0, ge=0, le=2048, description="streams of a rank that no graph may take"
     )
+    send_ahead: bool = Field(
+        True, description="send the next step's attention lengths while the host would wait"
+    )
     scope: Literal["cluster", "group"] = Field(
         "cluster", description="one plan for all lockstep groups, or one for each"
     )

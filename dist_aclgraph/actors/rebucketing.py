@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import msgspec
 import ray
 from ray.exceptions import RayError
 
@@ -14,7 +15,6 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.graph.buckets import GraphFamily
 from dist_aclgraph.graph.budget import BudgetModel, Probe, StreamOffer, Workload
 from dist_aclgraph.graph.descriptor import BatchDescriptor
-from dist_aclgraph.graph.plan import GraphPlan
 from dist_aclgraph.graph.rebucketing import propose, transition
 from dist_aclgraph.graph.traffic import Traffic, fade, merge
 from dist_aclgraph.model_facts import ModelFacts
@@ -69,7 +69,7 @@ class Rebucketing:
         plan = seen[0].plan
         if plan is None or any(group.plan != plan for group in seen):
             return
-        offers = self._timed_offers(plan, _slowest(seen))
+        offers = self._timed_offers(_slowest(seen))
         model, workload = self._budget_model, self._workload
         better = propose(
             plan,
@@ -86,16 +86,12 @@ class Rebucketing:
             for group in self._groups:
                 group.engine.change_plan.remote(better, actions)
 
-    def _timed_offers(
-        self, plan: GraphPlan, step_seconds: dict[BatchDescriptor, float]
-    ) -> list[StreamOffer]:
+    def _timed_offers(self, step_seconds: dict[BatchDescriptor, float]) -> list[StreamOffer]:
         """The offers that the plan was made of, with the times that its steps took since."""
         timed = tuple(
-            Probe(graph=graph, streams=0, bytes=0, seconds=seconds)
+            Probe(graph=graph, streams=0, bytes=0, replay_s=seconds)
             for graph, seconds in step_seconds.items()
         )
-        if not all(any(map(family.has, step_seconds)) for family in plan.families):
-            timed = ()  # seconds of one family cannot be weighed against tokens of another
         return [
             # Prices come from the first probe of a kind, times from all.
             msgspec.structs.replace(offer, probes=offer.probes + timed if offer.probes else ())

@@ -273,5 +273,6 @@ class Worker:
                     channel.send(failure)
                     raise
                 channel.send(result)
+                self._runner.prepare_next(channel.has_message)
         finally:
             channel.close()
