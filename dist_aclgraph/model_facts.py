@@ -28,6 +28,8 @@ class ModelFacts:
     head_size: int
     max_model_len: int
     moe: bool = False
+    mla: bool = False  # multi-head latent attention
+    is_encoder_decoder: bool = False
     weight_bytes: int = 0
 
 
@@ -62,6 +64,8 @@ def read_model_facts(directory: str | Path) -> ModelFacts:
         num_kv_heads=int(shape.get("num_key_value_heads") or num_heads),
         head_size=int(shape.get("head_dim") or _integer(shape, "hidden_size", path) // num_heads),
         max_model_len=int(shape.get("max_position_embeddings") or 2048),
+        mla=bool(shape.get("kv_lora_rank")),
+        is_encoder_decoder=bool(raw.get("is_encoder_decoder")),
         moe=any(shape.get(key) for key in EXPERT_KEYS),
         weight_bytes=sum(file.stat().st_size for file in directory.glob("*.safetensors")),
     )

@@ -7,6 +7,7 @@ whole deployment down in order.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
@@ -31,12 +32,15 @@ from dist_aclgraph.graph.buckets import GraphFamily, candidate_families, lazy_fa
 from dist_aclgraph.graph.budget import Workload, make_budget_model
 from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.graph.ledger import Ledger, pool_bytes
+from dist_aclgraph.graph.modes import with_possible_mode
 from dist_aclgraph.graph.negotiation import keep_room, negotiate
 from dist_aclgraph.graph.plan import CaptureCost, CaptureFailure, GraphPlan
 from dist_aclgraph.graph.traffic import Traffic
 from dist_aclgraph.kv.spec import KVCacheSpec, kv_heads_per_rank
 from dist_aclgraph.model_facts import read_model_facts
 from dist_aclgraph.topology import ParallelLayout
+
+logger = logging.getLogger(__name__)
 
 EPOCH = 1  # of a deployment that does not yet survive the death of a worker
 WATCH_S = 0.2
@@ -73,6 +77,7 @@ class Controller:
         self._state = State.PLACING
         self._progress = Progress(self._state.value)
         self._failure = ""
+        self._mode_reasons: tuple[str, ...] = ()
         self._groups: list[LockstepGroup] = []
         self._budget_model = make_budget_model(config.graph.budget_model)
         self._rebucketing: list[Rebucketing] = []
@@ -140,8 +145,11 @@ class Controller:
         Raises:
             ModelError, ConfigError: it cannot be served, or not so.
         """
-        config = self._config
-        self._facts = read_model_facts(config.model)
+        self._facts = read_model_facts(self._config.model)
+        config, self._mode_reasons = with_possible_mode(self._config, self._facts)
+        self._config = config
+        for reason in self._mode_reasons:
+            logger.warning(reason)
         self._layout = ParallelLayout.from_config(config.parallel)
         self._max_model_len = config.max_model_len or self._facts.max_model_len
         if self._max_model_len > self._facts.max_model_len:
@@ -431,6 +439,7 @@ class Controller:
             "emulated": self._is_emulated,
             "block_size": self._config.kv.block_size,
             "max_model_len": self._max_model_len,
+            "mode_reasons": list(self._mode_reasons),
             "ready_seconds": time.monotonic() - self._started_s,
         }
 

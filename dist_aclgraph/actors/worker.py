@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from dist_aclgraph.actors.step_channel import ChannelAddress, StepReceiver
-from dist_aclgraph.config import Config, visible_devices
+from dist_aclgraph.config import Config, launch_blocking, visible_devices
 from dist_aclgraph.errors import DistAclGraphError, RankDisagreementError
 from dist_aclgraph.graph.budget import Probe, StreamOffer, max_piecewise_sizes
 from dist_aclgraph.graph.commands import GraphAnswer, GraphCommand
 from dist_aclgraph.graph.descriptor import BatchDescriptor
+from dist_aclgraph.graph.modes import GraphSupport, normalise_mode
 from dist_aclgraph.graph.plan import CaptureCost, GraphPlan
 from dist_aclgraph.models.spec import read_model_spec
 from dist_aclgraph.scheduler.step import StepPlan, StepResult
@@ -96,6 +97,8 @@ class Worker:
         from dist_aclgraph.device.npu import open_npu
 
         self._rank, self._phase = rank, "JOINING"
+        # In this process's environment, that of its node: nobody else can see it.
+        normalise_mode(self._config.graph.mode, GraphSupport(), launch_blocking=launch_blocking())
         self._npu = open_npu(self._config.device, rank)
         self._available_streams = self._npu.available_streams()
         if group_size > 1:

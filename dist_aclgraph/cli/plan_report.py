@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dist_aclgraph.config import Config
+from dist_aclgraph.config import Config, launch_blocking
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.graph.buckets import (
     GraphFamily,
@@ -32,6 +32,7 @@ from dist_aclgraph.graph.budget import (
 )
 from dist_aclgraph.graph.choice import padding_share
 from dist_aclgraph.graph.ledger import Ledger, pool_bytes
+from dist_aclgraph.graph.modes import with_possible_mode
 from dist_aclgraph.graph.negotiation import keep_room, negotiate
 from dist_aclgraph.graph.plan import GraphPlan
 from dist_aclgraph.graph.traffic import Traffic, weights_of
@@ -55,6 +56,7 @@ def plan_report(config: Config) -> dict[str, Any]:
         StreamBudgetError: a rank cannot afford a single bucket.
     """
     facts = read_model_facts(config.model)
+    config, mode_reasons = with_possible_mode(config, facts, launch_blocking=launch_blocking())
     layout = ParallelLayout.from_config(config.parallel)
     workload = Workload.from_config(config, facts)
     model = make_budget_model(config.graph.budget_model)
@@ -88,6 +90,7 @@ def plan_report(config: Config) -> dict[str, Any]:
         "assumptions": _assumptions(config),
         "graph": {
             "mode": config.graph.mode,
+            "mode_reasons": list(mode_reasons),
             "scope": config.graph.scope,
             "budget_model": model.name,
             "families": [_family_entry(f, model.price(f, workload, offers[0])) for f in families],
@@ -122,6 +125,8 @@ def render_plan(report: dict[str, Any], console: Console) -> None:
     )
     for sentence in report["assumptions"]:
         console.print(f"  assumed: {sentence}")
+    for reason in graph["mode_reasons"]:
+        console.print(reason)
     console.print(f"Graphs: {graph['mode']}, priced by {graph['budget_model']}")
     for family in graph["families"]:
         console.print(f"  {family['price_per_bucket']} streams for each {family['name']} bucket")

@@ -136,6 +136,8 @@ def announce(config: Config, report: dict[str, Any], console: Console) -> None:
     count = config.parallel.world_size
     device = report.get("device") or "NPU"
     console.print(f"{config.name} is served on {count} x {device}", highlight=False)
+    for reason in report.get("mode_reasons", ()):
+        console.print(reason)
     plan = report.get("plan")
     if plan:
         reasons = "; ".join(plan.get("reasons", ()))

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from dist_aclgraph.config import GraphMode
+from dist_aclgraph.config import Config, GraphMode
 from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.model_facts import ModelFacts
 
 AttentionUpdates = Literal["any", "uniform", "none"]
 
@@ -81,6 +82,23 @@ _RULES: tuple[_Rule, ...] = (
         "this model cannot run in pieces, and its attention not in graphs",
     ),
 )
+
+
+def with_possible_mode(
+    config: Config, facts: ModelFacts, *, launch_blocking: bool = False
+) -> tuple[Config, tuple[str, ...]]:
+    """Return the configuration with a graph mode that the model can have, and what changed why.
+
+    Raises:
+        ConfigError: see ``normalise_mode``.
+    """
+    support = GraphSupport(
+        attention_updates="uniform" if facts.mla else "any",
+        is_encoder_decoder=facts.is_encoder_decoder,
+    )
+    mode, reasons = normalise_mode(config.graph.mode, support, launch_blocking=launch_blocking)
+    graph = config.graph.model_copy(update={"mode": mode})
+    return config.model_copy(update={"graph": graph}), reasons
 
 
 def normalise_mode(

@@ -1,0 +1,37 @@
+"""Shapes outside the plan get graphs of their own while serving, and no token changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.deployments import greedy_params, make_deployment_config, serving
+from tests.parity.conftest import NUM_TOKENS
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_frequent_shapes_are_captured_while_serving(references: Any, tp: int) -> None:
+    reference = references("Qwen3ForCausalLM")
+    config = make_deployment_config(
+        reference.directory,
+        parallel={"tp": tp},
+        graph={"sizes": (1, 12), "lazy": "on", "lazy_capacity": 2, "lazy_min_tokens": 100},
+    )
+
+    with serving(config) as service:
+        for wave in range(4):
+            for count in (3, 6):  # replays 12 until 4 and 8 are there
+                answers = service.generate(
+                    reference.prompts[:count], greedy_params(NUM_TOKENS), f"{wave}-{count}-"
+                )
+                assert [a.tokens for a in answers] == reference.tokens[:count]
+        report = service.report()
+
+    lazy = {bucket["graph"]: bucket for bucket in report["buckets"] if bucket["is_lazy"]}
+    assert 1 <= len(lazy) <= 2
+    assert any(bucket["replays"] > 0 for bucket in lazy.values())
+    assert report["plan"]["families"] == {"full decode": [1, 12]}
+    assert report["rollbacks"] == []
