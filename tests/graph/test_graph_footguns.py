@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
+from dist_aclgraph.device.npu import weak_reference
 from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.graph.task_update import TaskRecorder
 from tests.graph.attention_rows import AttentionDecoder, grow, make_rows
@@ -65,3 +67,45 @@ def test_changed_weights_are_seen_by_the_next_replay(decoder: AttentionDecoder) 
     decoder._table.mul_(2.0)  # in place: the graph reads the same address
 
     assert not torch.equal(decoder.replay(graph, rows), before)
+
+
+def test_graphs_share_addresses_so_an_output_left_in_the_pool_is_lost(
+    decoder: AttentionDecoder,
+) -> None:
+    first = torch.full((64, 64), 1.0, device=decoder.npu.device)
+    second = torch.full((32, 64), 2.0, device=decoder.npu.device)
+    outputs: list[torch.Tensor] = []
+    graphs = [
+        decoder.recording.record("f", lambda: outputs.append(weak_reference(first + first))),
+        decoder.recording.record("g", lambda: outputs.append(weak_reference(second + second))),
+    ]
+
+    graphs[0].replay()
+    before = outputs[0].cpu().clone()
+    graphs[1].replay()
+    after = outputs[0].cpu()
+
+    assert outputs[0].data_ptr() == outputs[1].data_ptr()
+    assert torch.equal(before, torch.full((64, 64), 2.0))
+    assert torch.equal(after[:32], torch.full((32, 64), 4.0))
+    assert decoder.pool.memory().live_bytes == 0
+    for graph in graphs:
+        decoder.recording.forget(graph)
+
+
+def test_whatever_order_graphs_are_captured_and_replayed_in_rows_stay_right(
+    decoder: AttentionDecoder,
+) -> None:
+    random = np.random.default_rng(3)
+    graphs = {int(bucket): decoder.capture(int(bucket)) for bucket in random.permutation(8) + 1}
+    rows = make_rows(8)
+
+    for step in range(200):
+        live = rows[: random.integers(1, 9)]
+        bucket = int(random.integers(len(live), 9))
+        if len(live[0].tokens) >= 100:
+            rows = make_rows(8, seed=step)
+            live = rows[: len(live)]
+        out = decoder.replay(graphs[bucket], live)
+        torch.testing.assert_close(out, decoder.expected(live), rtol=1e-4, atol=1e-5)
+        grow(live, step)
