@@ -23,13 +23,17 @@ def call_outside_of_lead(serve: Callable[[], None]) -> None:
     if os.getpgrp() != os.getpid():
         serve()
         return
+    # A signal that comes between the fork and the handlers waits for them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     child = os.fork()
     if child == 0:
         # If the leader is killed, the service drains and stops.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         serve()
         return
     for number in FORWARDED:
         signal.signal(number, lambda received, _: os.kill(child, received))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     _, status = os.waitpid(child, 0)
     raise SystemExit(os.waitstatus_to_exitcode(status))
