@@ -233,7 +233,7 @@ class Controller:
             for graph in self._largest([*families, *self._lazy_families]):
                 outcome = transaction.capture(graph)
                 if isinstance(outcome, CaptureFailure):
-                    continue  # the ranks cannot afford it alone; the plan will find out what they can
+                    continue  # not even alone; capture will find out what the ranks can afford
                 transaction.release([graph])
                 graphs.append(graph)
                 for cost, paid in zip(costs, outcome, strict=True):
@@ -311,7 +311,9 @@ class Controller:
 
         def show(record: CaptureRecord, graph: BatchDescriptor | None) -> None:
             done, total = len(record.costs), record.plan.num_graphs
-            self._progress = Progress(self._state.value, done, total, _progress_of(record, graph))
+            left = min(offer.available for offer in group.offers)
+            detail = _progress_of(record, graph, left)
+            self._progress = Progress(self._state.value, done, total, detail)
 
         record = capture_plan(transaction, plan, group.ledgers, show)
         timeout_s = self._config.timeouts.negotiate_s
@@ -433,11 +435,11 @@ class Controller:
         }
 
 
-def _progress_of(record: CaptureRecord, graph: BatchDescriptor | None) -> str:
-    """What is captured next, and what the graphs before it took on the rank that paid most."""
-    streams = sum(cost.streams for cost in record.costs.values())
+def _progress_of(record: CaptureRecord, graph: BatchDescriptor | None, available: int) -> str:
+    """What is captured next, and what the graphs before it have left on the tightest rank."""
+    left = available - sum(cost.streams for cost in record.costs.values())
     held = sum(cost.bytes for cost in record.costs.values())
-    return f"{graph or 'done'}; {streams} streams, {held / MIB:.1f} MiB taken"
+    return f"{graph or 'done'}; {left} streams left, {held / MIB:.1f} MiB taken"
 
 
 def _record_of(group: LockstepGroup) -> CaptureRecord:

@@ -164,7 +164,7 @@ def test_a_rank_that_holds_another_plan_is_named() -> None:
 def test_ranks_that_captured_different_operators_find_out_and_leave_nothing() -> None:
     group = FakeRanks((9, 9, 9), digests={(2, decode_graph(8)): "something else"})
 
-    with pytest.raises(RankDisagreementError, match="rank 2 .*captured other operators for full"):
+    with pytest.raises(RankDisagreementError, match=r"rank 2 .*captured other operators for full"):
         run(group)
 
     assert ("commit", decode_graph(8)) not in group.moves
