@@ -55,6 +55,18 @@ def test_a_port_in_use_is_said_before_anything_starts():
     assert "cannot be bound" in result.stderr
 
 
+def test_a_plan_is_drawn_beside_what_is_printed(tmp_path):
+    picture = tmp_path / "padding.png"
+
+    result = call("plan", CONFIG, "--json", "--plot", str(picture))
+
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["plans"][0]["families"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    refused = call("plan", CONFIG, "graph.mode=NONE", "--plot", str(picture))
+    assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
+
+
 def test_help_loads_nothing_heavy():
     code = (
         "import sys; sys.argv = ['x', '--help']\n"

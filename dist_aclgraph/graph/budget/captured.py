@@ -102,9 +102,9 @@ def _model_shapes(
         main = embedding + layers * (layer + ATTENTION) + head
         count = {d: steps * _in_full(d, layers) for d in workload.domains}
         return (Shape(f"{prefix}graph", 1, steps * main, _touched(count), overlaps),)
-    domains = [d for d in workload.domains if not d.in_attention_only]
-    first = {d: int("tp" in d.kinds) for d in domains}
-    later = {d: _after_attention(d) for d in domains}
+    # Collectives of context parallelism belong to attention, which pieces leave out.
+    first = {d: int("tp" in d.kinds) for d in workload.domains}
+    later = {d: _after_attention(d) for d in workload.domains}
     between = Shape(f"{prefix}pieces between", layers - 1, layer, _touched(later), overlaps)
     return (
         Shape(f"{prefix}first piece", 1, embedding + BEFORE_ATTENTION, _touched(first)),

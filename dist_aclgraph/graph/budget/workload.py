@@ -19,11 +19,6 @@ class Domain:
     num_ranks: int
     kinds: tuple[GroupKind, ...]
 
-    @property
-    def in_attention_only(self) -> bool:
-        """Whether its collectives belong to attention, which piecewise graphs leave out."""
-        return all(kind in ("pcp", "dcp") for kind in self.kinds)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:

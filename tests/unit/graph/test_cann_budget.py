@@ -190,6 +190,20 @@ def test_a_slow_probe_makes_its_step_dear() -> None:
     assert plan.families[0].buckets == (8,)
 
 
+def test_seconds_of_one_family_are_not_weighed_against_tokens_of_the_other() -> None:
+    workload = Workload(num_layers=4, mode="FULL_AND_PIECEWISE")
+    slow = Probe(graph=DECODE.describe(8, 8), streams=1, bytes=0, replay_s=1e6)
+    timed, untimed = (
+        StreamOffer(rank=0, available=12, probes=(probe,))
+        for probe in (slow, Probe(graph=slow.graph, streams=1, bytes=0))
+    )
+
+    plans = [negotiate([o], [DECODE, PIECES], CALIBRATED, workload) for o in (timed, untimed)]
+
+    assert plans[0] == plans[1]
+    assert plans[1].num_graphs < 6
+
+
 def test_every_line_of_a_price_reaches_the_ledger() -> None:
     workload = Workload(num_layers=4, tp=2, mode="FULL_AND_PIECEWISE")
     plan = negotiate([OFFER], [DECODE, PIECES], PINNED, workload)
