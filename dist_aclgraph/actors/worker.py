@@ -172,7 +172,8 @@ class Worker:
         Args:
             probes: what this rank paid for the capture of each of ``graphs``, given back since.
         """
-        self._book_streams("communication domains, by the first collective of each")
+        ranks, mode = self._group.ranks, self._config.device.hccl_expansion
+        self._book_streams(f"HCCL domain of {len(ranks)} ranks, expanded by {mode}")
         available = self._npu.available_streams()
         chips = ",".join(map(str, visible_devices() or (os.getpid(),)))
         return StreamOffer(
