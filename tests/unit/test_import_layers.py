@@ -47,6 +47,7 @@ LAYERS = {
     "engine": 4,
     "actors": 5,
     "serve": 6,
+    "simulate": 6,
     "cli": 6,
     "bench": 6,
 }
