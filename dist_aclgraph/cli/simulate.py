@@ -51,7 +51,7 @@ def render_simulation(report: dict[str, Any], console: Console) -> None:
         console.print(f"All groups: {_shares_in_words(report['overall'])}")
     if report["compare"] is not None:
         console.print("The same batches with other graphs:")
-        console.print(_comparison(report["compare"], report["groups"][0]["streams"]))
+        console.print(_comparison(report["compare"]))
     console.print(
         f"{speed['steps']:,} steps in {speed['seconds']:.2f} s of this machine: "
         f"{speed['steps_per_s']:,.0f} steps/s, after {speed['plan_seconds']:.2f} s of planning",
@@ -107,15 +107,15 @@ def _replays(group: dict[str, Any]) -> Table:
     return table
 
 
-def _comparison(rows: list[dict[str, Any]], streams: dict[str, Any]) -> Table:
+def _comparison(rows: list[dict[str, Any]]) -> Table:
     table = Table("graphs", "buckets", "streams", "padding", "eager steps", "of tokens")
     table.columns[0].no_wrap = True
-    have = streams["usable"] + streams["kept_for_lazy_graphs"]
     for row in rows:
+        lacks = "" if row["is_affordable"] else f", too many for {row['usable']}"
         table.add_row(
             row["name"],
             str(row["buckets"]),
-            f"{row['streams']}{'' if row['is_affordable'] else f' of {have}'}",
+            f"{row['streams']}{lacks}",
             f"{row['padding_share']:.1%}",
             f"{row['eager_step_share']:.1%}",
             f"{row['eager_token_share']:.1%}",

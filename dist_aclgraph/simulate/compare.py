@@ -6,13 +6,14 @@ out here. All rows have seen the same batches; no graph comes or goes but in the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from dist_aclgraph.config import GraphMode
 from dist_aclgraph.graph.buckets import GraphFamily, candidate_families, trim_sizes
+from dist_aclgraph.graph.budget import StreamOffer
 from dist_aclgraph.graph.dispatcher import GraphDispatcher
 from dist_aclgraph.graph.plan import GraphPlan
 from dist_aclgraph.simulate.deployment import AssumedDeployment, NegotiatedPlan, distinct
@@ -27,26 +28,30 @@ OTHER_MODES: tuple[GraphMode, ...] = ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 def compare(
     deployment: AssumedDeployment, group: SimulatedGroup, negotiated: NegotiatedPlan
 ) -> list[dict[str, Any]]:
-    """Return a row for each set of graphs: padding, eager steps, streams, and what they cost."""
+    """Return a row for each set of graphs: padding, eager steps, and streams.
+
+    ``is_affordable``: the ranks could capture it, with ``usable`` streams on the tightest.
+    """
     rows = [
         {
             "name": AS_SIMULATED,
             "buckets": len(group.dispatcher.graphs),
             "streams": group.most_streams["all"],
             "is_affordable": True,
+            "usable": group.tightest.usable,
             **group.tally.all.report(),
         }
     ]
-    for name, planned, plan in _plans(deployment, negotiated):
+    for name, planned, kept, plan in _plans(deployment, negotiated):
         dispatcher = GraphDispatcher(plan)
+        offers = distinct(kept)
         rows.append(
             {
                 "name": name,
                 "buckets": plan.num_graphs,
                 "streams": streams_held(planned, group.tightest)(dispatcher.graphs)["all"],
-                "is_affordable": all(
-                    is_affordable(planned, offer, plan) for offer in distinct(negotiated.offers)
-                ),
+                "is_affordable": all(is_affordable(planned, offer, plan) for offer in offers),
+                "usable": min(offer.usable for offer in offers),
                 **replay_batches(group.tally.by_batch, dispatcher).report(),
             }
         )
@@ -69,9 +74,10 @@ SETS: dict[str, Callable[[GraphFamily, int], tuple[int, ...]]] = {
 
 def _plans(
     deployment: AssumedDeployment, negotiated: NegotiatedPlan
-) -> Iterator[tuple[str, AssumedDeployment, GraphPlan]]:
+) -> Iterator[tuple[str, AssumedDeployment, Sequence[StreamOffer], GraphPlan]]:
     chosen = negotiated.plan
-    yield "first plan, held", deployment, chosen
+    offers = negotiated.offers
+    yield "first plan, held", deployment, offers, chosen
     candidates = candidate_families(deployment.config)
     counts = {family.name: len(family.buckets) for family in chosen.families}
     for name, sizes in SETS.items():
@@ -80,10 +86,10 @@ def _plans(
             for family in candidates
             if family.name in counts
         )
-        yield name, deployment, msgspec.structs.replace(chosen, families=families)
+        yield name, deployment, offers, msgspec.structs.replace(chosen, families=families)
     for mode in OTHER_MODES:
         other = deployment.with_mode(mode)
         if other.config.graph.mode == mode != deployment.config.graph.mode:
             # The same ranks, with the room that this mode keeps for lazy graphs.
-            offers = [deployment.offers[offer.rank] for offer in distinct(negotiated.offers)]
-            yield f"{mode}, held", other, other.negotiate(offers).plan
+            found = other.negotiate([other.offers[offer.rank] for offer in distinct(offers)])
+            yield f"{mode}, held", other, found.offers, found.plan

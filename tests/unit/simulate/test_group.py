@@ -175,6 +175,19 @@ def test_a_plan_follows_its_traffic_while_it_is_simulated(checkpoint: Path) -> N
     assert simulated.most_streams == {"full decode": 4, "fixed": 0, "all": 4}
 
 
+def test_groups_that_share_a_plan_have_seen_enough_the_sooner(checkpoint: Path) -> None:
+    config = make(
+        checkpoint,
+        scheduler={"max_num_seqs": 64, "max_num_batched_tokens": 64},
+        device={"emulator": {"streams": 34 + 4}},
+        graph={"rebucket_s": 100.0},
+    )
+
+    simulated = play(group(config, shares_plan_with=3), decode(*[17] * 1000))
+
+    assert 100 < simulated.versions[1]["at_s"] < 200
+
+
 def test_lazy_graphs_come_and_go_and_take_time(checkpoint: Path) -> None:
     config = make(
         checkpoint,

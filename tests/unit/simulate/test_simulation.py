@@ -5,9 +5,12 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from dist_aclgraph.cli.plan_report import plan_report
@@ -15,12 +18,13 @@ from dist_aclgraph.cli.simulate import render_simulation
 from dist_aclgraph.cli.simulate_plot import plot_simulation
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.graph.buckets import GraphFamily
+from dist_aclgraph.graph.buckets import GraphFamily, candidate_families, lazy_families
+from dist_aclgraph.graph.negotiation import keep_room, negotiate
 from dist_aclgraph.simulate.compare import AS_SIMULATED, powers_of_two
 from dist_aclgraph.simulate.deployment import AssumedDeployment
 from dist_aclgraph.simulate.simulation import LoadOptions, group_kinds, simulate
 from dist_aclgraph.simulate.times import StepTimes, line_times, read_times
-from tests.unit.simulate.deployments import make
+from tests.unit.simulate.deployments import SHAPE, make
 
 POISSON = LoadOptions(poisson=20.0, requests=60, prompt_tokens=20, output_tokens=10)
 
@@ -93,6 +97,48 @@ def test_requests_of_a_trace_are_dealt_in_turn(checkpoint: Path, tmp_path: Path)
     assert {row["tokens"] for row in every["by_tokens"]} == {1, 4}  # of every third request
     assert some["requests"]["finished"] == 3
     assert early["requests"]["finished"] == 4
+
+
+def test_each_group_gets_its_own_requests_of_a_trace(checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    lines = [f"{second},{4 + second % 2},1" for second in range(20)]
+    path.write_text("\n".join(["arrival_s,prompt_tokens,output_tokens", *lines]))
+    config = make(
+        checkpoint,
+        parallel={"dp": 2},
+        device={"emulator": {"streams_by_rank": {1: 34 + 2}}},
+        graph={"scope": "group"},
+    )
+
+    groups = run(config, LoadOptions(trace=path))["groups"]
+
+    tokens = {group["group"]: [row["tokens"] for row in group["by_tokens"]] for group in groups}
+    assert tokens == {0: [4], 1: [5]}
+
+
+@given(st.lists(st.integers(3, 9), min_size=1, max_size=6), st.integers(0, 3))
+def test_equal_ranks_speak_through_the_first_of_them(have: list[int], lazy_capacity: int) -> None:
+    with TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(SHAPE))
+        deployment = AssumedDeployment.from_config(
+            make(
+                Path(directory),
+                parallel={"dp": len(have)},
+                device={"emulator": {"streams_by_rank": {r: 34 + n for r, n in enumerate(have)}}},
+                graph={"lazy": "decode", "lazy_capacity": lazy_capacity},
+            )
+        )
+    config, model, workload = deployment.config, deployment.budget_model, deployment.workload
+
+    found = deployment.negotiate(deployment.offers)
+
+    kept, capacity = keep_room(
+        deployment.offers, lazy_families(config), lazy_capacity, model, workload
+    )
+    assert (found.offers, found.lazy_capacity) == (kept, capacity)
+    assert found.plan == negotiate(
+        kept, candidate_families(config), model, workload, max_num_seqs=8
+    )
 
 
 def test_the_plan_is_that_of_the_plan_command(checkpoint: Path) -> None:
