@@ -50,6 +50,7 @@ class LazyGraphs:
         self._used: dict[BatchDescriptor, None] = {}  # least recently used first
         self._wasted: Counter[BatchDescriptor] = Counter()  # tokens, by the shape that saves them
         self._failed: dict[BatchDescriptor, int] = {}  # step of the last failure
+        self.has_change = False  # whether ``next_change`` has something to say
 
     @property
     def graphs(self) -> tuple[BatchDescriptor, ...]:
@@ -69,15 +70,15 @@ class LazyGraphs:
         if saved <= 0 or step < self._failed.get(shape, -self._retry_steps) + self._retry_steps:
             return
         self._wasted[shape] += saved
+        self.has_change |= self._wasted[shape] >= self._min_tokens
 
     def next_change(self) -> LazyChange | None:
         """Return what would save most, if it is worth a capture; the tally of it starts again."""
-        if not self._wasted or not self._capacity:
+        if not self.has_change or not self._capacity:
             return None
-        shape, tokens = self._wasted.most_common(1)[0]
-        if tokens < self._min_tokens:
-            return None
+        (shape, _), *others = self._wasted.most_common(2)
         del self._wasted[shape]
+        self.has_change = any(tokens >= self._min_tokens for _, tokens in others)
         full = len(self._used) >= self._capacity
         return LazyChange(shape, next(iter(self._used)) if full else None)
 
