@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from dist_aclgraph.graph.buckets import GraphFamily, pad_to_bucket
-from dist_aclgraph.graph.descriptor import BatchDescriptor
+from dist_aclgraph.graph.buckets import GraphFamily
+from dist_aclgraph.graph.descriptor import BatchDescriptor, table_of
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,10 @@ class LazyGraphs:
         min_tokens: int,
         retry_steps: int,
     ) -> None:
-        self._families = families
-        self._max_num_seqs = max_num_seqs
+        self._tables = [
+            (family.query_len, table_of(family.describe(b, max_num_seqs) for b in family.buckets))
+            for family in families
+        ]
         self._capacity = capacity
         self._min_tokens = min_tokens
         self._retry_steps = retry_steps
@@ -95,9 +97,7 @@ class LazyGraphs:
         self._failed[graph] = step
 
     def _shape_of(self, num_tokens: int, query_len: int) -> BatchDescriptor | None:
-        for family in self._families:
-            if family.query_len in (0, query_len):
-                bucket = pad_to_bucket(num_tokens, family.buckets)
-                if bucket is not None:
-                    return family.describe(bucket, self._max_num_seqs)
+        for wanted, table in self._tables:
+            if wanted in (0, query_len) and num_tokens < len(table):
+                return table[num_tokens]
         return None
