@@ -24,8 +24,13 @@ class LedgerEntry(msgspec.Struct, kw_only=True):
 
     @property
     def is_off(self) -> bool:
-        """Whether prediction and measurement are more than 10 % apart."""
-        if self.measured is None:
+        """Whether prediction and measurement are more than 10 % apart.
+
+        Not where there is nothing to compare: nobody predicted bytes, or no stream seems to have
+        been taken; drivers with software queues do not tell once their pool is full.
+        """
+        nothing = self.predicted if self.unit == "bytes" else self.measured
+        if self.measured is None or not nothing:
             return False
         return abs(self.measured - self.predicted) > TOLERANCE * self.predicted
 

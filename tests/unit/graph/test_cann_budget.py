@@ -134,24 +134,26 @@ def test_shared_experts_beside_the_main_lane_cost_a_lane() -> None:
     assert price(PIECES, beside) == price(PIECES, plain) + 4
 
 
-def test_software_queues_cost_no_stream_at_capture() -> None:
-    workload = Workload(num_layers=90, tp=8, mode="FULL_AND_PIECEWISE")
+@given(workloads, families, st.integers(0, 4000))
+def test_with_software_queues_capture_takes_ids_all_the_same(workload, family, available) -> None:
+    offer = StreamOffer(rank=0, available=available)
 
-    plan = negotiate([StreamOffer(rank=0, available=1)], [DECODE, PIECES], SOFTWARE, workload)
-
-    assert plan.num_graphs == 6
-    assert total(SOFTWARE.price(PIECES, workload, OFFER)) == 0
-    assert "364 of 1024 queues" in SOFTWARE.price(PIECES, workload, OFFER)[0].why
+    assert SOFTWARE.price(family, workload, offer) == PINNED.price(family, workload, offer)
+    limits = SOFTWARE.limits([family], workload, offer)
+    for count in (0, 1, 7, 30):
+        fits = all(limit.admits([count]) for limit in limits)
+        assert fits == (count * price(family, workload) <= available)
 
 
 def test_a_graph_wider_than_all_queues_is_not_planned() -> None:
     deep = Workload(num_layers=100_000, mode="FULL_AND_PIECEWISE")
+    offer = StreamOffer(rank=0, available=1_000_000)
 
-    plan = negotiate([OFFER], [DECODE, PIECES], SOFTWARE, deep)
+    plan = negotiate([offer], [DECODE, PIECES], SOFTWARE, deep)
 
     assert [family.name for family in plan.families] == ["piecewise mixed"]
-    with pytest.raises(StreamBudgetError, match="not even one bucket"):
-        negotiate([OFFER], [DECODE], SOFTWARE, deep)
+    with pytest.raises(StreamBudgetError, match="graph of more than 1024 queues"):
+        negotiate([offer], [DECODE], SOFTWARE, deep)
 
 
 def probe_of(family: GraphFamily, streams: int, num_bytes: int) -> Probe:

@@ -270,6 +270,9 @@ def test_the_pool_is_predicted_to_take_what_the_largest_bucket_does() -> None:
 
     ledger.measure("graph pool", 879, "bytes")
 
+    ledger.measure("full decode 8", 0)  # the device does not tell
+    ledger.measure("something else", 5000, "bytes")  # nobody predicted it
+
     assert ledger.warnings() == []
     ledger.measure("graph pool", 881, "bytes")
     assert ledger.warnings() == ["rank 0: graph pool took 881 bytes, predicted 800"]
