@@ -172,8 +172,7 @@ class Worker:
         Args:
             probes: what this rank paid for the capture of each of ``graphs``, given back since.
         """
-        ranks, mode = self._group.ranks, self._config.device.hccl_expansion
-        self._book_streams(f"HCCL domain of {len(ranks)} ranks, expanded by {mode}")
+        self._phase = "CAPTURING"
         available = self._npu.available_streams()
         chips = ",".join(map(str, visible_devices() or (os.getpid(),)))
         return StreamOffer(
@@ -195,8 +194,6 @@ class Worker:
         """Do one move of a graph transaction: a call before serving, a message while serving."""
         from dist_aclgraph.device.failures import classify
 
-        if self._phase != "SERVING":
-            self._phase = "CAPTURING"
         self._doing = str(command)
         cost, failure, message = CaptureCost(), None, ""
         try:
@@ -223,13 +220,20 @@ class Worker:
         assert command.graph is not None
         if command.action == "capture":
             return self._runner.capture(command.graph)
-        moves = {
-            "prepare": self._runner.warm_up,
-            "commit": self._runner.commit,
-            "release": self._runner.release,
-        }
-        moves[command.action](command.graph)
+        if command.action == "prepare":
+            self._runner.warm_up(command.graph)
+            self._book_domain()
+        elif command.action == "commit":
+            self._runner.commit(command.graph)
+        else:
+            self._runner.release(command.graph)
         return None
+
+    def _book_domain(self) -> None:
+        """Before the offer: a domain takes its streams at its first collective."""
+        if self._phase == "NEGOTIATING":
+            size, mode = len(self._group.ranks), self._config.device.hccl_expansion
+            self._book_streams(f"HCCL domain of {size} ranks, expanded by {mode}")
 
     def adopt(self, plan: GraphPlan) -> None:
         """Hold a plan: from now on, steps must name its version."""
