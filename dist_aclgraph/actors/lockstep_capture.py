@@ -52,14 +52,14 @@ def capture_plan(
         CaptureError: no graph can be captured; names rank, graph and remedy.
         WorkerError: a rank died, hung or disagreed.
     """
-    transaction.adopt(plan)
+    _adopt(transaction, plan, ledgers)
     record = CaptureRecord(plan)
     while left := [g for g in record.plan.capture_order if g not in record.costs]:
         graph = left[0]
         on_graph(record, graph)
         outcome = transaction.capture(graph)
         if isinstance(outcome, CaptureFailure):
-            _shrink(transaction, record, outcome)
+            _shrink(transaction, record, outcome, ledgers)
             continue
         record.costs[graph] = most_of(outcome)
         for ledger, cost in zip(ledgers, outcome, strict=True):
@@ -78,7 +78,18 @@ def most_of(costs: list[CaptureCost]) -> CaptureCost:
     )
 
 
-def _shrink(transaction: GraphTransaction, record: CaptureRecord, failure: CaptureFailure) -> None:
+def _adopt(transaction: GraphTransaction, plan: GraphPlan, ledgers: list[Ledger]) -> None:
+    transaction.adopt(plan)
+    for ledger in ledgers:
+        ledger.keep(plan)
+
+
+def _shrink(
+    transaction: GraphTransaction,
+    record: CaptureRecord,
+    failure: CaptureFailure,
+    ledgers: list[Ledger],
+) -> None:
     graph = failure.graph
     decision = decide_after_failure(record.plan, failure)
     if isinstance(decision, GiveUp):
@@ -92,4 +103,4 @@ def _shrink(transaction: GraphTransaction, record: CaptureRecord, failure: Captu
     transaction.release(surplus)
     for dropped in surplus:
         del record.costs[dropped]
-    transaction.adopt(record.plan)
+    _adopt(transaction, record.plan, ledgers)

@@ -64,12 +64,16 @@ class Worker:
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def ping(self) -> dict[str, Any]:
-        """Say where this worker stands: rank, phase, last step, progress of loading."""
+        """Say where this worker stands: rank, phase, last step, progress of loading.
+
+        ``waits`` says whether its host waits for the device.
+        """
         return {
             "rank": self._rank,
             "phase": self._phase,
             "step": self._last_step,
             "doing": self._doing,
+            "waits": self._phase not in ("PLACING", "JOINING") and self._npu.is_waiting,
             "progress": self._progress,
         }
 

@@ -43,10 +43,14 @@ class Npu:
 
     Owns nothing but the handle to the runtime: tensors, streams and graphs belong to whoever makes
     them. Always device index 0: Ray narrows ASCEND_RT_VISIBLE_DEVICES to the one that was placed.
+
+    Attributes:
+        is_waiting: whether the host waits for the device; any thread may ask.
     """
 
     def __init__(self, kind: DeviceKind) -> None:
         self.kind = kind
+        self.is_waiting = False
         self.device = torch.device("npu", 0)
         runtime().set_device(0)
         self._acl = ctypes.CDLL("libascendcl.so")
@@ -83,8 +87,12 @@ class Npu:
         return Memory(free_bytes=free, total_bytes=total)
 
     def synchronize(self) -> None:
-        with translated("synchronizing the device"):
-            runtime().synchronize()
+        self.is_waiting = True
+        try:
+            with translated("synchronizing the device"):
+                runtime().synchronize()
+        finally:
+            self.is_waiting = False
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return host memory that the device copies from and to without a stop."""

@@ -144,7 +144,7 @@ class ModelRunner:
             StreamExhaustedError, OutOfDeviceMemoryError, CaptureError: nothing is left behind.
         """
         started_s = time.perf_counter()
-        runtime().synchronize()
+        self._npu.synchronize()
         streams, pool = self._npu.available_streams(), self._pool.memory()
         with OperatorDigest() as digest, torch.inference_mode():
             record = self._capture_whole if graph.mode == "FULL" else self._capture_pieces

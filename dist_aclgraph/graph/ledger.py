@@ -98,6 +98,11 @@ class Ledger(msgspec.Struct, kw_only=True):
                 return
         self.entries.append(LedgerEntry(term=term, unit=unit, predicted=0, measured=value))
 
+    def keep(self, plan: GraphPlan) -> None:
+        """Forget the graphs that ``plan`` does not have, with what they took."""
+        graphs = {str(graph) for graph in plan.capture_order}
+        self.entries = [e for e in self.entries if e.unit != "streams" or e.term in graphs]
+
     def warnings(self) -> list[str]:
         """Return a sentence for each term whose measurement is more than 10 % off."""
         return [f"rank {self.rank}: {entry.describe()}" for entry in self.entries if entry.is_off]

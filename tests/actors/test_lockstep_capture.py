@@ -129,6 +129,17 @@ def test_two_families_share_what_the_tightest_rank_can_capture(streams: int) -> 
     assert_all_hold(group, record.plan)
 
 
+def test_ledgers_forget_what_a_smaller_plan_leaves_out() -> None:
+    group = FakeRanks(streams=(100, 3))
+    ledgers = make_ledgers(group)
+
+    record = run(group, ledgers)
+
+    for ledger in ledgers:
+        assert {entry.term for entry in ledger.entries} == set(map(str, record.costs))
+        assert sum(entry.measured or 0 for entry in ledger.entries) == 3
+
+
 def test_a_new_plan_is_adopted_before_capture_goes_on() -> None:
     group = FakeRanks(failures={(0, decode_graph(16)): "memory"})
 
