@@ -28,11 +28,11 @@ from dist_aclgraph.actors.worker_group import WorkerGroup, fetch, same, start_gr
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError, DistAclGraphError, WorkerError
 from dist_aclgraph.graph.buckets import GraphFamily, candidate_families, lazy_families
-from dist_aclgraph.graph.budget import Workload, make_budget_model, total
+from dist_aclgraph.graph.budget import Probe, Workload, make_budget_model, total
 from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.graph.ledger import Ledger, pool_bytes
 from dist_aclgraph.graph.negotiation import negotiate
-from dist_aclgraph.graph.plan import CaptureCost, CaptureFailure, GraphPlan
+from dist_aclgraph.graph.plan import CaptureFailure, GraphPlan
 from dist_aclgraph.graph.traffic import Traffic
 from dist_aclgraph.kv.spec import KVCacheSpec, kv_heads_per_rank
 from dist_aclgraph.model_facts import read_model_facts
@@ -225,23 +225,21 @@ class Controller:
                     raise WorkerError(answer.message, answer.rank, "NEGOTIATING")
 
     def _ask_offers(self, group: LockstepGroup, families: tuple[GraphFamily, ...]) -> None:
-        """Collect the offers; where the budget model wants it, after capturing probes."""
-        timeouts = self._config.timeouts
-        graphs: list[BatchDescriptor] = []
-        costs: list[list[CaptureCost]] = [[] for _ in group.workers.ranks]
-        if self._config.graph.budget_model == "calibrated":
-            transaction = self._transaction(group)
-            for graph in self._largest([*families, *self._lazy_families]):
-                outcome = transaction.capture(graph)
-                if isinstance(outcome, CaptureFailure):
-                    continue  # the ranks cannot afford it alone; the plan will find out what they can
-                transaction.release([graph])
-                graphs.append(graph)
-                for cost, paid in zip(costs, outcome, strict=True):
-                    cost.append(paid)
-        group.offers = group.workers.call(
-            "offer", "NEGOTIATING", timeouts.negotiate_s, lambda index: (costs[index], graphs)
-        )
+        """Collect the offers, and probes for them where the budget model wants some."""
+        timeout_s = self._config.timeouts.negotiate_s
+        group.offers = group.workers.call("offer", "NEGOTIATING", timeout_s)
+        if self._config.graph.budget_model != "calibrated":
+            return
+        transaction = self._transaction(group)
+        for graph in self._largest([*families, *self._lazy_families]):
+            outcome = transaction.capture(graph)
+            if isinstance(outcome, CaptureFailure):
+                continue  # Too much for some rank; the plan will find out what is not.
+            transaction.release([graph])
+            group.offers = [
+                offer.with_probe(Probe(graph=graph, streams=cost.streams, bytes=cost.bytes))
+                for offer, cost in zip(group.offers, outcome, strict=True)
+            ]
 
     def _largest(self, families: Sequence[GraphFamily]) -> list[BatchDescriptor]:
         """The largest graph of each kind; of equal kinds, of the one that comes first."""

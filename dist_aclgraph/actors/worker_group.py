@@ -59,7 +59,7 @@ class WorkerGroup:
         Raises:
             WorkerLostError: a worker died, the others are not waited for; or one reported a failure
                 that others did not come back from.
-            WorkerStartTimeoutError: some did not answer; names them, and the one to blame if it shows.
+            WorkerStartTimeoutError: some did not answer; names them, and whom to blame if it shows.
             DistAclGraphError: what a worker raised.
         """
         refs = [

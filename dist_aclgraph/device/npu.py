@@ -23,6 +23,7 @@ from dist_aclgraph.errors import DeviceError
 
 # Seen on 910C with CANN 9.0: so many creations succeed, then 207005.
 STREAMS_OF_A_FRESH_DEVICE = 1979
+CAPTURE_THREAD_LOCAL = 1  # ACL_MODEL_RI_CAPTURE_MODE_THREAD_LOCAL
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,38 @@ class Npu:
         if code:
             raise DeviceError(f"aclrtGetStreamAvailableNum failed with {code}")
         return count.value
+
+    def try_capture(self, stream: Any) -> int:
+        """Capture nothing on ``stream``; return the streams that are left beside such a capture.
+
+        torch_npu's allocator does not recover from a capture that cannot begin, and has no part in
+        this one. No count of streams says as much: with software queues CANN counts other things
+        than captures take.
+
+        Raises:
+            RuntimeError: a capture cannot begin; with CANN's code.
+        """
+        handle, graph = ctypes.c_void_p(stream.npu_stream), ctypes.c_void_p()
+        if code := self._acl.aclmdlRICaptureBegin(handle, CAPTURE_THREAD_LOCAL):
+            raise RuntimeError(
+                f"no capture can begin ({code}); capture fewer sizes, or lower what "
+                "else holds streams"
+            )
+        self._acl.aclmdlRICaptureEnd(handle, ctypes.byref(graph))
+        left = self.available_streams()
+        if graph:
+            self._acl.aclmdlRIDestroy(graph)
+        return left
+
+    def counts_graphs(self, stream: Any) -> bool:
+        """Find out whether the count of streams falls with a capture and rises with its release.
+
+        With software queues it does not: CANN keeps the queues of released graphs for others.
+        """
+        before = self.available_streams()
+        if before == 0:
+            return True  # nothing to find it out with
+        return self.try_capture(stream) < before == self.available_streams()
 
     def memory(self) -> Memory:
         free, total = runtime().mem_get_info(0)

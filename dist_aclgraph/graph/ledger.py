@@ -51,6 +51,7 @@ class Ledger(msgspec.Struct, kw_only=True):
     offered_bytes: int
     entries: list[LedgerEntry]
     terms: dict[str, int] = {}  # the price of one bucket and the fixed price, itemised
+    counts_streams: bool = True  # whether the device's count tells what graphs took
 
     @classmethod
     def predict(
@@ -84,6 +85,7 @@ class Ledger(msgspec.Struct, kw_only=True):
                 for name, price in {**prices, "fixed": fixed}.items()
                 for term in price
             },
+            counts_streams=offer.counts_graphs,
         )
 
     @property
@@ -91,7 +93,12 @@ class Ledger(msgspec.Struct, kw_only=True):
         return sum(entry.predicted for entry in self.entries if entry.unit == "streams")
 
     def measure(self, term: str, value: int, unit: str = "streams") -> None:
-        """Enter what ``term`` really took; a term that nobody predicted counts as predicted 0."""
+        """Enter what ``term`` really took; a term that nobody predicted counts as predicted 0.
+
+        Streams are left out where the device's count does not follow graphs.
+        """
+        if unit == "streams" and not self.counts_streams:
+            return
         for entry in self.entries:
             if (entry.term, entry.unit) == (term, unit):
                 entry.measured = value
@@ -104,8 +111,13 @@ class Ledger(msgspec.Struct, kw_only=True):
         self.entries = [e for e in self.entries if e.unit != "streams" or e.term in graphs]
 
     def warnings(self) -> list[str]:
-        """Return a sentence for each term whose measurement is more than 10 % off."""
-        return [f"rank {self.rank}: {entry.describe()}" for entry in self.entries if entry.is_off]
+        """Return a sentence for each term whose measurement is more than 10 % off, or missing."""
+        off = [entry.describe() for entry in self.entries if entry.is_off]
+        if not self.counts_streams:
+            off.append(
+                "streams of graphs are not measured: this device's count does not follow them"
+            )
+        return [f"rank {self.rank}: {sentence}" for sentence in off]
 
 
 def _by_name(price: Price) -> dict[str, int]:

@@ -175,7 +175,7 @@ def test_a_rank_that_holds_another_plan_is_named() -> None:
 def test_ranks_that_captured_different_operators_find_out_and_leave_nothing() -> None:
     group = FakeRanks((9, 9, 9), digests={(2, decode_graph(8)): "something else"})
 
-    with pytest.raises(RankDisagreementError, match="rank 2 .*captured other operators for full"):
+    with pytest.raises(RankDisagreementError, match=r"rank 2 .*captured other operators for full"):
         run(group)
 
     assert ("commit", decode_graph(8)) not in group.moves
@@ -187,3 +187,9 @@ def test_a_rank_that_does_not_get_its_streams_back_ends_the_start() -> None:
 
     with pytest.raises(CaptureError, match="rank 0 did not get back 1 streams"):
         run(group)
+
+
+def test_ranks_whose_device_does_not_count_prove_their_bytes_alone() -> None:
+    group = FakeRanks(failures={(1, decode_graph(8)): "operator"}, leaks=0, counts=False)
+
+    assert buckets(run(group)) == (1, 2, 4, 16)

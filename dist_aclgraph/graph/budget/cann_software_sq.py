@@ -1,9 +1,10 @@
 """CANN's own accounting with new drivers (software queues): capture only records.
 
 A graph takes queues when it is executed, and idle graphs give theirs back, in the order of their
-creation. That capture takes no stream id either is what the emulator does, and what follows from
-the field: upstream dropped its formula for these drivers and captures thousands of graphs on
-devices of 2048 ids. The sources do not settle it; a rank that finds otherwise shrinks the plan.
+creation. That ids do not limit it follows from the field: upstream dropped its formula for these
+drivers and captures thousands of graphs. The sources do not settle it: there each captured stream
+takes an id, as in the emulator, and no call tells how many are left. A rank that runs out of them
+shrinks the plan; ``cann-pinned`` counts them beforehand.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ QUEUES = 1024  # of one graph, and of all graphs of a device that hold some at o
 
 @dataclass(frozen=True)
 class CannSoftwareSqBudget:
-    """No id for any graph; one whose lanes need more than 1024 queues can never run (EE1023).
+    """No limit by ids; one whose lanes need more than 1024 queues can never run (EE1023).
 
     Graphs that together need more than 1024 take turns: each then pays for being bound again.
     """
