@@ -82,6 +82,9 @@ class GraphConfig(Section):
     reserve_streams: int = Field(
         0, ge=0, le=2048, description="streams of a rank that no graph may take"
     )
+    send_ahead: bool = Field(
+        True, description="send the next step's attention lengths while the host would wait"
+    )
     scope: Literal["cluster", "group"] = Field(
         "cluster", description="one plan for all lockstep groups, or one for each"
     )
@@ -106,6 +109,9 @@ class GraphConfig(Section):
     )
     rebucket_gain: float = Field(
         0.05, gt=0, lt=1, description="share of the expected cost that a new plan must save"
+    )
+    rebucket_min_steps: int = Field(
+        256, ge=1, description="steps that must have been seen before sizes are chosen again"
     )
     traffic_half_life_s: float = Field(
         600.0, gt=0, description="after so long, a step counts half in the traffic"

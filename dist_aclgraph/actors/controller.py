@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 
 from dist_aclgraph.actors.engine import Engine, EngineSettings
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
-from dist_aclgraph.actors.lockstep_capture import CaptureRecord, capture_plan
+from dist_aclgraph.actors.lockstep_capture import CaptureRecord, capture_plan, probe_graphs
 from dist_aclgraph.actors.lockstep_group import LockstepGroup, group_report
 from dist_aclgraph.actors.rebucketing import Rebucketing
 from dist_aclgraph.actors.state import State, advance
@@ -28,11 +28,11 @@ from dist_aclgraph.actors.worker_group import WorkerGroup, fetch, same, start_gr
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError, DistAclGraphError, WorkerError
 from dist_aclgraph.graph.buckets import GraphFamily, candidate_families, lazy_families
-from dist_aclgraph.graph.budget import Probe, Workload, make_budget_model, total
+from dist_aclgraph.graph.budget import Workload, make_budget_model
 from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.graph.ledger import Ledger, pool_bytes
-from dist_aclgraph.graph.negotiation import negotiate
-from dist_aclgraph.graph.plan import CaptureFailure, GraphPlan
+from dist_aclgraph.graph.negotiation import keep_room, negotiate
+from dist_aclgraph.graph.plan import GraphPlan
 from dist_aclgraph.graph.traffic import Traffic
 from dist_aclgraph.kv.spec import KVCacheSpec, kv_heads_per_rank
 from dist_aclgraph.model_facts import read_model_facts
@@ -41,7 +41,6 @@ from dist_aclgraph.topology import ParallelLayout
 EPOCH = 1  # of a deployment that does not yet survive the death of a worker
 WATCH_S = 0.2
 MIB = 1 << 20
-LAZY_SHARE = 4  # at most this part of a rank's streams is kept for lazy graphs
 TRIAL_BLOCKS = 2  # a cache for padding rows alone: they use the dummy block
 WARM_UP = BatchDescriptor(1, 1, 1, "FULL")  # run eagerly where no graph is captured
 
@@ -228,18 +227,9 @@ class Controller:
         """Collect the offers, and probes for them where the budget model wants some."""
         timeout_s = self._config.timeouts.negotiate_s
         group.offers = group.workers.call("offer", "NEGOTIATING", timeout_s)
-        if self._config.graph.budget_model != "calibrated":
-            return
-        transaction = self._transaction(group)
-        for graph in self._largest([*families, *self._lazy_families]):
-            outcome = transaction.capture(graph)
-            if isinstance(outcome, CaptureFailure):
-                continue  # Too much for some rank; the plan will find out what is not.
-            transaction.release([graph])
-            group.offers = [
-                offer.with_probe(Probe(graph=graph, streams=cost.streams, bytes=cost.bytes))
-                for offer, cost in zip(group.offers, outcome, strict=True)
-            ]
+        if self._config.graph.budget_model == "calibrated":
+            largest = self._largest([*families, *self._lazy_families])
+            group.offers = probe_graphs(self._transaction(group), largest, group.offers)
 
     def _largest(self, families: Sequence[GraphFamily]) -> list[BatchDescriptor]:
         """The largest graph of each kind; of equal kinds, of the one that comes first."""
@@ -291,20 +281,17 @@ class Controller:
 
     def _keep_room_for_lazy_graphs(self, groups: list[LockstepGroup], workload: Workload) -> None:
         """Take the streams of lazy graphs out of the offers: as many as every rank can spare."""
-        offers = [offer for group in groups for offer in group.offers]
-        capacity, price = self._config.graph.lazy_capacity if self._lazy_families else 0, 0
-        for offer in offers:
-            for family in self._lazy_families:
-                each = total(self._budget_model.price(family, workload, offer))
-                price = max(price, each)
-                if each:
-                    capacity = min(capacity, offer.usable // LAZY_SHARE // each)
+        kept, capacity = keep_room(
+            [offer for group in groups for offer in group.offers],
+            self._lazy_families,
+            self._config.graph.lazy_capacity,
+            self._budget_model,
+            workload,
+        )
+        by_rank = {offer.rank: offer for offer in kept}
         for group in groups:
             group.lazy_capacity = capacity
-            group.offers = [
-                msgspec.structs.replace(offer, reserve=offer.reserve + capacity * price)
-                for offer in group.offers
-            ]
+            group.offers = [by_rank[offer.rank] for offer in group.offers]
 
     def _capture(self, group: LockstepGroup, plan: GraphPlan) -> CaptureRecord:
         transaction = self._transaction(group)
@@ -313,7 +300,9 @@ class Controller:
 
         def show(record: CaptureRecord, graph: BatchDescriptor | None) -> None:
             done, total = len(record.costs), record.plan.num_graphs
-            self._progress = Progress(self._state.value, done, total, _progress_of(record, graph))
+            left = min(offer.available for offer in group.offers)
+            detail = _progress_of(record, graph, left)
+            self._progress = Progress(self._state.value, done, total, detail)
 
         record = capture_plan(transaction, plan, group.ledgers, show)
         timeout_s = self._config.timeouts.negotiate_s
@@ -435,11 +424,11 @@ class Controller:
         }
 
 
-def _progress_of(record: CaptureRecord, graph: BatchDescriptor | None) -> str:
-    """What is captured next, and what the graphs before it took on the rank that paid most."""
-    streams = sum(cost.streams for cost in record.costs.values())
+def _progress_of(record: CaptureRecord, graph: BatchDescriptor | None, available: int) -> str:
+    """What is captured next, and what the graphs before it have left on the tightest rank."""
+    left = available - sum(cost.streams for cost in record.costs.values())
     held = sum(cost.bytes for cost in record.costs.values())
-    return f"{graph or 'done'}; {streams} streams, {held / MIB:.1f} MiB taken"
+    return f"{graph or 'done'}; {left} streams left, {held / MIB:.1f} MiB taken"
 
 
 def _record_of(group: LockstepGroup) -> CaptureRecord:

@@ -41,6 +41,15 @@ class EngineSettings:
     report: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class SeenTraffic:
+    """What a group has seen: its plan (None while that changes), batches, and step times."""
+
+    plan: GraphPlan | None
+    traffic: Traffic
+    step_seconds: dict[BatchDescriptor, float]
+
+
 class Engine:
     """Owns the loop, its sockets and their directory."""
 
@@ -123,10 +132,11 @@ class Engine:
         assert self._loop is not None
         self._loop.check()
 
-    def take_traffic(self) -> tuple[GraphPlan | None, Traffic]:
-        """Return the plan that holds (None while it changes), and the traffic since the last call."""
+    def take_traffic(self) -> SeenTraffic:
+        """Return what the group has seen since the last call."""
         assert self._loop is not None
-        return self._loop.plan, self._loop.take_traffic()
+        loop = self._loop
+        return SeenTraffic(loop.plan, loop.take_traffic(), loop.step_seconds())
 
     def change_plan(self, plan: GraphPlan, actions: Sequence[Action]) -> None:
         """Move to another graph plan while serving."""

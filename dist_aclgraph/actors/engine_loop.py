@@ -10,6 +10,7 @@ import secrets
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -37,6 +38,7 @@ from dist_aclgraph.errors import (
     InvalidParameterError,
     WorkerLostError,
 )
+from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.graph.plan import GraphPlan, plan_report
 from dist_aclgraph.graph.rebucketing import Action
 from dist_aclgraph.graph.traffic import Traffic
@@ -46,8 +48,21 @@ from dist_aclgraph.scheduler.step import StepPlan, StepResult, pack_ints, unpack
 
 IDLE_POLL_MS = 100
 INT_BYTES = 4  # of an int32
+MEAN_OF = 200  # steps
 
 Client = bytes  # ZeroMQ routing id
+
+
+@dataclass
+class _Mean:
+    """A running mean that forgets slowly."""
+
+    value: float = 0.0
+    count: int = 0
+
+    def add(self, value: float) -> None:
+        self.count = min(self.count + 1, MEAN_OF)
+        self.value += (value - self.value) / self.count
 
 
 class EngineLoop:
@@ -87,6 +102,7 @@ class EngineLoop:
         self._stopping = False
         self._timings_us: Counter[str] = Counter()
         self._num_steps = 0
+        self._step_times: defaultdict[BatchDescriptor, _Mean] = defaultdict(_Mean)
         self._num_tokens: Counter[str] = Counter()
 
     # ---- any thread
@@ -110,6 +126,10 @@ class EngineLoop:
     def take_traffic(self) -> Traffic:
         """Return how often batches of each size ran since the last call."""
         return self._scheduler.dispatcher.take_traffic()
+
+    def step_seconds(self) -> dict[BatchDescriptor, float]:
+        """Return how long a step takes that replays each graph, on average."""
+        return {graph: mean.value for graph, mean in list(self._step_times.items())}
 
     @property
     def failure(self) -> str:
@@ -159,6 +179,8 @@ class EngineLoop:
         outputs = self._scheduler.update(result)
         done_s = time.perf_counter()
         self._num_steps += 1
+        if plan.graph is not None:
+            self._step_times[plan.graph].add(received_s - sent_s)
         self._num_tokens["generation"] += sum(len(o.token_ids) for o in outputs)
         if result.timings_us:
             self._book(plan, result, scheduled_s - start_s, sent_s - scheduled_s,
@@ -200,6 +222,7 @@ class EngineLoop:
             "message": send_s * 1e6 + wait_s * 1e6 - worker_us,
             "result": update_s * 1e6,
             **result.timings_us,
+            **result.beside_us,
         }
         for stage, duration_us in stages.items():
             self._timings_us[f"{mode}.{stage}"] += duration_us  # type: ignore[assignment]
@@ -331,8 +354,18 @@ class EngineLoop:
             "prefix_cache_hits": scheduler.num_cached_tokens,
             "steps": self._num_steps,
             "graph": scheduler.dispatcher.report(),
+            "capture_seconds": {
+                str(graph): cost.seconds for graph, cost in dict(self._changes.costs).items()
+            },
             "pool_bytes": self._report.get("pool_bytes", 0),
+            "streams_predicted": self._streams("predicted"),
+            "streams_measured": self._streams("measured"),
         }
+
+    def _streams(self, which: str) -> dict[str, int]:
+        """What the first plan was to take, or took, of each rank's streams."""
+        ranks = self._report.get("ranks", [])
+        return {str(rank["rank"]): rank["streams"][which] for rank in ranks}
 
     def report(self) -> dict[str, Any]:
         """Plan, buckets with their counters, eager steps by reason, ranks: see ``LLM.report``."""
@@ -350,6 +383,8 @@ class EngineLoop:
                 "bytes": costs[graph].bytes,
                 "replays": counters["replays"].get(str(graph), 0),
                 "padded_tokens": counters["padded_by_graph"].get(str(graph), 0),
+                "wasted_fraction": counters["wasted_by_graph"].get(str(graph), 0.0),
+                "step_seconds": self._step_times[graph].value if graph in self._step_times else 0.0,
             }
             for graph in sorted(costs, key=lambda graph: (-graph.num_tokens, graph.mode))
         ]

@@ -11,8 +11,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
 from dist_aclgraph.actors.lockstep_capture import most_of
 from dist_aclgraph.actors.step_channel import StepSender

@@ -6,11 +6,12 @@ proved they can afford; every rank adopts the new plan before capture goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
 from dist_aclgraph.errors import CaptureError
+from dist_aclgraph.graph.budget import Probe, StreamOffer
 from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.graph.ledger import Ledger
 from dist_aclgraph.graph.plan import (
@@ -66,6 +67,26 @@ def capture_plan(
             ledger.measure(str(graph), cost.streams)
     on_graph(record, None)
     return record
+
+
+def probe_graphs(
+    transaction: GraphTransaction, graphs: Iterable[BatchDescriptor], offers: Sequence[StreamOffer]
+) -> list[StreamOffer]:
+    """Capture and release each graph; return the offers with what it took on their ranks.
+
+    A graph that is too much for some rank is left out: the plan finds out what is not.
+    """
+    probed = list(offers)
+    for graph in graphs:
+        outcome = transaction.capture(graph)
+        if isinstance(outcome, CaptureFailure):
+            continue
+        transaction.release([graph])
+        probed = [
+            offer.with_probe(Probe(graph=graph, streams=cost.streams, bytes=cost.bytes))
+            for offer, cost in zip(probed, outcome, strict=True)
+        ]
+    return probed
 
 
 def most_of(costs: list[CaptureCost]) -> CaptureCost:

@@ -9,17 +9,26 @@ import msgspec
 import ray
 from ray.exceptions import RayError
 
+from dist_aclgraph.actors.engine import SeenTraffic
 from dist_aclgraph.actors.lockstep_group import LockstepGroup
 from dist_aclgraph.config import Config
 from dist_aclgraph.graph.buckets import GraphFamily
-from dist_aclgraph.graph.budget import BudgetModel, StreamOffer, Workload
-from dist_aclgraph.graph.ledger import Ledger, pool_bytes
-from dist_aclgraph.graph.plan import GraphPlan
+from dist_aclgraph.graph.budget import BudgetModel, Probe, StreamOffer, Workload
+from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.graph.rebucketing import propose, transition
 from dist_aclgraph.graph.traffic import Traffic, fade, merge
 from dist_aclgraph.model_facts import ModelFacts
 
 ANSWER_S = 10.0
+
+
+def _slowest(seen: Sequence[SeenTraffic]) -> dict[BatchDescriptor, float]:
+    """Return for each graph the step time of the slowest group."""
+    found: dict[BatchDescriptor, float] = {}
+    for group in seen:
+        for graph, seconds in group.step_seconds.items():
+            found[graph] = max(seconds, found.get(graph, 0.0))
+    return found
 
 
 class Rebucketing:
@@ -51,16 +60,16 @@ class Rebucketing:
             return
         self._looked_s = now_s
         try:
-            answers = ray.get([g.engine.take_traffic.remote() for g in self._groups],
-                              timeout=ANSWER_S)  # fmt: skip
+            asked = [group.engine.take_traffic.remote() for group in self._groups]
+            seen: list[SeenTraffic] = ray.get(asked, timeout=ANSWER_S)
         except RayError:
             return  # the watcher will hear of it
         faded = fade(self._traffic, elapsed_s, self._config.traffic_half_life_s)
-        self._traffic = merge([faded, *(traffic for _, traffic in answers)])
-        plan: GraphPlan | None = answers[0][0]
-        if plan is None or any(other != plan for other, _ in answers):
+        self._traffic = merge([faded, *(group.traffic for group in seen)])
+        plan = seen[0].plan
+        if plan is None or any(group.plan != plan for group in seen):
             return
-        offers = self._offers_beside(plan)
+        offers = self._timed_offers(_slowest(seen))
         model, workload = self._budget_model, self._workload
         better = propose(
             plan,
@@ -70,22 +79,22 @@ class Rebucketing:
             model,
             workload,
             min_gain=self._config.rebucket_gain,
+            min_weight=self._config.rebucket_min_steps,
         )
         if better is not None:
             actions = transition(plan, better, offers, model, workload)
             for group in self._groups:
                 group.engine.change_plan.remote(better, actions)
 
-    def _offers_beside(self, plan: GraphPlan) -> list[StreamOffer]:
-        """The offers that ranks would make now, with the graphs of the plan captured."""
-        model, workload = self._budget_model, self._workload
+    def _timed_offers(self, step_seconds: dict[BatchDescriptor, float]) -> list[StreamOffer]:
+        """The offers that the plan was made of, with the times that its steps took since."""
+        timed = tuple(
+            Probe(graph=graph, streams=0, bytes=0, replay_s=seconds)
+            for graph, seconds in step_seconds.items()
+        )
         return [
-            msgspec.structs.replace(
-                offer,
-                available=offer.available
-                - Ledger.predict(offer, plan, model, workload).predicted_streams,
-                free_bytes=offer.free_bytes - pool_bytes(plan, offer, model, workload),
-            )
+            # Prices come from the first probe of a kind, times from all.
+            msgspec.structs.replace(offer, probes=offer.probes + timed if offer.probes else ())
             for group in self._groups
             for offer in group.offers
         ]

@@ -197,6 +197,10 @@ class StepReceiver:
         self._plans.setsockopt(zmq.SUBSCRIBE, b"")
         self._plans.connect(address.plans)
 
+    def has_message(self) -> bool:
+        """Say whether ``receive`` would find a message."""
+        return bool(int(self._plans.get(zmq.EVENTS)) & zmq.POLLIN)
+
     def receive(self, epoch: int) -> StepPlan | GraphCommand | None:
         """Return the next plan or command of ``epoch``, or None when the engine shuts down.
 

@@ -17,7 +17,7 @@ import ray
 from dist_aclgraph.actors.step_channel import ChannelAddress, StepReceiver
 from dist_aclgraph.config import Config, visible_devices
 from dist_aclgraph.errors import DistAclGraphError, RankDisagreementError
-from dist_aclgraph.graph.budget import StreamOffer
+from dist_aclgraph.graph.budget import StreamOffer, max_piecewise_sizes
 from dist_aclgraph.graph.commands import GraphAnswer, GraphCommand
 from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.graph.plan import CaptureCost, GraphPlan
@@ -173,6 +173,7 @@ class Worker:
         """
         self._book_streams("communication domains, by the first collective of each")
         available = self._npu.available_streams()
+        chips = ",".join(map(str, visible_devices() or (os.getpid(),)))
         return StreamOffer(
             rank=self._rank,
             available=available,
@@ -180,7 +181,8 @@ class Worker:
             reserve=self._config.graph.reserve_streams,
             free_bytes=self._npu.memory().free_bytes,
             device=self._npu.name,
-            card=f"{socket.gethostname()}:{','.join(map(str, visible_devices() or (os.getpid(),)))}",
+            card=f"{socket.gethostname()}:{chips}",
+            max_sizes=max_piecewise_sizes(self._npu.name),
             taken=self._streams_taken,
         )
 
@@ -270,5 +272,6 @@ class Worker:
                     channel.send(failure)
                     raise
                 channel.send(result)
+                self._runner.prepare_next(channel.has_message)
         finally:
             channel.close()

@@ -1,8 +1,9 @@
 """``make bench-decode``: decoding through the whole engine, in ratios of one run.
 
-Two questions. How fast is replayed decoding against transformers' ``generate`` on the same
-checkpoint and one thread? And what host time does a step cost when the emulator's kernels do
-nothing: what a host-bound NPU would feel? Figures of the emulator, never of an NPU.
+Three questions. How fast is replayed decoding against transformers' ``generate`` on the same
+checkpoint and one thread? What host time does a step cost when the emulator's kernels do nothing:
+what a host-bound NPU would feel? And what do updates of attention lengths cost, sent ahead of the
+step or only behind its replay? Figures of the emulator, never of an NPU.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +33,7 @@ HOST_SHAPES = tuple(
     Shape(hidden=512, layers=layers, heads=8, kv_heads=2, ffn=1024) for layers in (4, 28)
 )
 RATIO_GOALS = {1: 2.3, 8: 1.7, 32: 1.1}
+UPDATE_GOALS = {"us_per_layer": 60, "wait_share": 0.05}
 HOST_GOALS_MS = {4: {1: 1.2, 8: 1.2, 32: 1.5}, 28: {1: 3.0, 8: 3.0, 32: 3.3}}
 
 
@@ -46,16 +49,24 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         ratios = against_transformers(Path(folder), steps, repeats)
         hosts = {s.layers: host_time(s, Path(folder), steps, repeats) for s in HOST_SHAPES}
+        updates = [
+            row
+            for shape in HOST_SHAPES
+            for kernels in ("skip", "compute")
+            for row in update_cost(shape, kernels, Path(folder), steps, repeats)
+        ]
     results = {
         "device": "emulated NPU on the CPU; not an NPU figure",
         "against_transformers": ratios,
         "host_time": hosts,
+        "updates": updates,
     }
     out.mkdir(parents=True, exist_ok=True)
     (out / "decode.json").write_text(json.dumps(results, indent=2))
     console.print(_ratio_table(ratios))
     for layers, rows in hosts.items():
         console.print(_host_table(layers, rows))
+    console.print(_update_table(updates))
     console.print(f"Saved in {out / 'decode.json'}. {results['device']}.")
 
 
@@ -102,11 +113,54 @@ def host_time(shape: Shape, folder: Path, steps: int, repeats: int) -> list[dict
                     "batch": batch,
                     "step_ms": best.step_ms,
                     "goal_ms": HOST_GOALS_MS[shape.layers][batch],
-                    "update_us_per_layer": best.stages_us["update"] / shape.layers,
+                    "update_us_per_layer": best.stages_us["update_per_layer"],
                     "stages_us": best.stages_us,
                 }
             )
     return rows
+
+
+def update_cost(
+    shape: Shape, kernels: str, folder: Path, steps: int, repeats: int
+) -> list[dict[str, Any]]:
+    """Decode by turns with lengths sent ahead and only behind; return one record per batch."""
+    dtype = {"skip": "bfloat16", "compute": "float32"}[kernels]
+    path = write_checkpoint(shape, folder / f"{shape.name}-{dtype}", getattr(torch, dtype))
+    common = {"dtype": dtype, "device": {"emulator": {"kernels": kernels, "strict": False}}}
+    rows = []
+    with ExitStack() as stack:
+        engines = {
+            way: stack.enter_context(
+                DecodeEngine(
+                    path,
+                    max(BATCHES),
+                    graph={"send_ahead": way == "ahead", "sizes": BATCHES},
+                    **common,
+                )
+            )
+            for way in ("ahead", "behind")
+        }
+        for batch in BATCHES:
+            for engine in engines.values():
+                engine.decode(batch, PROMPT_LEN, 8)  # warm
+            runs: dict[str, list[DecodeRun]] = {way: [] for way in engines}
+            for _ in range(repeats):
+                for way, engine in engines.items():
+                    runs[way].append(engine.decode(batch, PROMPT_LEN, steps))
+            row: dict[str, Any] = {"layers": shape.layers, "kernels": kernels, "batch": batch}
+            for way, decodes in runs.items():
+                row[way] = {
+                    "step_ms": statistics.median(run.step_ms for run in decodes),
+                    "us_per_layer": _median_stage(decodes, "update_per_layer"),
+                    "wait_share": _median_stage(decodes, "update_wait")
+                    / statistics.median(run.step_ms * 1e3 for run in decodes),
+                }
+            rows.append(row)
+    return rows
+
+
+def _median_stage(runs: list[DecodeRun], stage: str) -> float:
+    return statistics.median(run.stages_us[stage] for run in runs)
 
 
 def _transformers_step_ms(path: Path) -> Callable[[int, int], float]:
@@ -162,6 +216,26 @@ def _host_table(layers: int, rows: list[dict[str, Any]]) -> Table:
             f"{row['goal_ms']:.1f}",
             *(f"{row['stages_us'][stage]:.0f}" for stage in stages),
             f"{row['update_us_per_layer']:.0f}",
+        )
+    return table
+
+
+def _update_table(rows: list[dict[str, Any]]) -> Table:
+    goals = f"goals: {UPDATE_GOALS['us_per_layer']} us, {UPDATE_GOALS['wait_share']:.0%}"
+    table = Table(title=f"Updates of attention lengths, ahead / only behind ({goals})")
+    names = ("layers", "kernels", "batch", "host us a layer", "device waits, share of a step")
+    for column in (*names, "step ms", "ratio"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        ahead, behind = row["ahead"], row["behind"]
+        table.add_row(
+            str(row["layers"]),
+            row["kernels"],
+            str(row["batch"]),
+            f"{ahead['us_per_layer']:.0f} / {behind['us_per_layer']:.0f}",
+            f"{ahead['wait_share']:.1%} / {behind['wait_share']:.1%}",
+            f"{ahead['step_ms']:.2f} / {behind['step_ms']:.2f}",
+            f"{behind['step_ms'] / ahead['step_ms']:.2f}",
         )
     return table
 

@@ -6,7 +6,7 @@ The numbers of a device that nobody asked are assumptions, and the report lists 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
@@ -14,7 +14,12 @@ from rich.table import Table
 
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.graph.buckets import GraphFamily, candidate_families, trim_sizes
+from dist_aclgraph.graph.buckets import (
+    GraphFamily,
+    candidate_families,
+    lazy_families,
+    trim_sizes,
+)
 from dist_aclgraph.graph.budget import (
     BudgetModel,
     Price,
@@ -27,7 +32,7 @@ from dist_aclgraph.graph.budget import (
 )
 from dist_aclgraph.graph.choice import padding_share
 from dist_aclgraph.graph.ledger import Ledger, pool_bytes
-from dist_aclgraph.graph.negotiation import negotiate
+from dist_aclgraph.graph.negotiation import keep_room, negotiate
 from dist_aclgraph.graph.plan import GraphPlan
 from dist_aclgraph.graph.traffic import Traffic, weights_of
 from dist_aclgraph.kv.spec import KVCacheSpec, kv_heads_per_rank
@@ -60,17 +65,19 @@ def plan_report(config: Config) -> dict[str, Any]:
         block_size=config.kv.block_size,
         dtype=config.dtype,
     )
-    free_bytes = _device_bytes(config) - facts.weight_bytes // config.parallel.tp
+    free_bytes = max(0, _device_bytes(config) - facts.weight_bytes // config.parallel.tp)
+    offers = [_offer(config, workload, rank, free_bytes) for rank in range(layout.world_size)]
+    families = candidate_families(config)
+    scopes = _plan_scopes(config, layout, offers, model, workload)
+    offers = [offer for scope in scopes for offer in scope.offers]
+    plans = [plan for scope in scopes for plan in [scope.plan] * scope.num_groups]
+    pools = [pool_bytes(scope.plan, o, model, workload) for scope in scopes for o in scope.offers]
     num_blocks = spec.choose_num_blocks(
         config.kv,
-        max(0, free_bytes),
+        max(0, free_bytes - max(pools)),
         max_num_seqs=config.scheduler.max_num_seqs,
         max_model_len=config.max_model_len or facts.max_model_len,
     )
-    left = max(0, free_bytes - spec.total_bytes(num_blocks))
-    offers = [_offer(config, workload, rank, left) for rank in range(layout.world_size)]
-    families = candidate_families(config)
-    plans = _plans(config, layout, offers, model, workload)
     return {
         "model": {"name": config.name, "path": config.model, **asdict(facts)},
         "layout": {
@@ -87,11 +94,12 @@ def plan_report(config: Config) -> dict[str, Any]:
             "fixed_price": total(model.fixed(workload, offers[0])),
             "fixed_terms": _terms(model.fixed(workload, offers[0])),
             "traffic": _traffic_in_words(config),
+            "lazy_capacity": min(scope.lazy_capacity for scope in scopes),
         },
         "plans": [_plan_entry(config, group, plan) for group, plan in enumerate(plans)],
         "ranks": [
             _rank_entry(offer, layout, plans[layout.lockstep_group_of(offer.rank)], model, workload)
-            for offer in offers
+            for offer in sorted(offers, key=lambda offer: offer.rank)
         ],
         "kv": {
             "block_size": spec.block_size,
@@ -120,6 +128,7 @@ def render_plan(report: dict[str, Any], console: Console) -> None:
         _print_terms(family["terms"], console)
     console.print(f"  {graph['fixed_price']} streams fixed")
     _print_terms(graph["fixed_terms"], console)
+    console.print(f"  streams are kept for {graph['lazy_capacity']} lazy graphs")
     for plan in report["plans"]:
         console.print(f"Group {plan['group']}: plan {plan['hash'][:12]}")
         for family in plan["families"]:
@@ -159,30 +168,42 @@ def _rank_table(ranks: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _plans(
+@dataclass(frozen=True)
+class _Scope:
+    """Lockstep groups that share one plan, and their offers with room kept for lazy graphs."""
+
+    plan: GraphPlan
+    num_groups: int
+    offers: list[StreamOffer]
+    lazy_capacity: int
+
+
+def _plan_scopes(
     config: Config,
     layout: ParallelLayout,
     offers: list[StreamOffer],
     model: BudgetModel,
     workload: Workload,
-) -> list[GraphPlan]:
-    """Return one plan per lockstep group; with scope cluster, the same for all."""
-    families = candidate_families(config)
-    traffic = Traffic.from_config(config.graph)
+) -> list[_Scope]:
+    """Negotiate one plan for all lockstep groups, or one for each, as a deployment would."""
 
-    def negotiated(ranks: list[StreamOffer]) -> GraphPlan:
-        return negotiate(
-            ranks,
-            families,
+    def negotiated(ranks: list[StreamOffer], num_groups: int) -> _Scope:
+        lazy, capacity = lazy_families(config), config.graph.lazy_capacity
+        kept, capacity = keep_room(ranks, lazy, capacity, model, workload)
+        plan = negotiate(
+            kept,
+            candidate_families(config),
             model,
             workload,
-            traffic=traffic,
+            traffic=Traffic.from_config(config.graph),
             max_num_seqs=config.scheduler.max_num_seqs,
         )
+        return _Scope(plan, num_groups, kept, capacity)
 
+    groups = layout.lockstep_groups
     if config.graph.scope == "cluster":
-        return [negotiated(offers)] * len(layout.lockstep_groups)
-    return [negotiated([offers[rank] for rank in group]) for group in layout.lockstep_groups]
+        return [negotiated(offers, len(groups))]
+    return [negotiated([offers[rank] for rank in group], 1) for group in groups]
 
 
 def _family_entry(family: GraphFamily, price: Price) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from dist_aclgraph.errors import ConfigError, EngineUnavailableError
 
 APP_NAME = "dist_aclgraph"
 SERVE_LOGGING = {"log_level": "WARNING", "enable_access_log": False}
-TABLE_KEYS = ("bucket", "mode", "streams", "bytes")
+TABLE_KEYS = ("graph", "streams", "bytes")
 POLL_S, WATCH_S = 0.2, 1.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

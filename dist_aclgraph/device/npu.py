@@ -9,7 +9,7 @@ import ctypes
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -165,10 +165,16 @@ def translated(doing: str) -> Iterator[None]:
 
 @dataclass
 class Stopwatch:
-    """Host time by stage of one step, in microseconds; costs nothing while off."""
+    """Host time by stage of one step, in microseconds; costs nothing while off.
+
+    Attributes:
+        stages: one after the other, from the plan's arrival to the result.
+        beside: what ran meanwhile or between two steps, since it was taken last.
+    """
 
     enabled: bool
-    stages: dict[str, float]
+    stages: dict[str, float] = field(default_factory=dict)
+    beside: dict[str, float] = field(default_factory=dict)
     last_s: float = 0.0
 
     def start(self) -> None:
@@ -176,12 +182,65 @@ class Stopwatch:
             self.stages = {}
             self.last_s = time.perf_counter()
 
-    def lap(self, stage: str) -> None:
-        """Book the time since the last lap under ``stage``."""
+    def lap(self, stage: str) -> float:
+        """Book the time since the last lap under ``stage``, and return it."""
+        if not self.enabled:
+            return 0.0
+        now_s = time.perf_counter()
+        duration_us = (now_s - self.last_s) * 1e6
+        self.stages[stage] = self.stages.get(stage, 0.0) + duration_us
+        self.last_s = now_s
+        return duration_us
+
+    def book(self, what: str, duration_us: float) -> None:
+        """Book time that is not on the step's way."""
         if self.enabled:
-            now_s = time.perf_counter()
-            self.stages[stage] = self.stages.get(stage, 0.0) + (now_s - self.last_s) * 1e6
-            self.last_s = now_s
+            self.beside[what] = self.beside.get(what, 0.0) + duration_us
+
+    def take_beside(self) -> dict[str, float]:
+        taken, self.beside = self.beside, {}
+        return taken
+
+
+class UpdateWait:
+    """How long the device stood in a replay and waited for its tasks to be updated.
+
+    The emulator counts it. Hardware does not tell: there it is the time from the replay's start to
+    the last record sent behind it, an upper bound, because the device also computes meanwhile.
+    """
+
+    def __init__(self, is_counted: bool) -> None:
+        self._is_counted = is_counted
+        self._has_replay = False
+        self._num_behind = 0
+        self._begin_ns = 0
+        self._begin, self._end = (runtime().Event(enable_timing=True) for _ in range(2))
+
+    def begin(self, main_stream: Any) -> None:
+        """Call before the replay is queued."""
+        self._has_replay = True
+        if self._is_counted:
+            self._begin_ns = emulator.counters()["external_wait_ns"]
+        else:
+            self._begin.record(main_stream)
+
+    def end(self, update_stream: Any, num_behind: int) -> None:
+        """Call behind its updates, of which ``num_behind`` were not sent ahead of it."""
+        self._num_behind = num_behind
+        if not self._is_counted and num_behind:
+            self._end.record(update_stream)
+
+    def take_us(self) -> float:
+        """Return the wait of the replay since the last call, if there was one; it has ended."""
+        has_replay, self._has_replay = self._has_replay, False
+        if not has_replay:
+            return 0.0
+        if self._is_counted:
+            return (emulator.counters()["external_wait_ns"] - self._begin_ns) / 1e3
+        if self._num_behind == 0:
+            return 0.0
+        self._end.synchronize()
+        return max(0.0, float(self._begin.elapsed_time(self._end)) * 1e3)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ the plan's decisions; makes none.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,14 +15,22 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.config import Config
-from dist_aclgraph.device.npu import GraphPool, Npu, PoolMemory, Stopwatch, runtime, translated
+from dist_aclgraph.device.npu import (
+    GraphPool,
+    Npu,
+    PoolMemory,
+    Stopwatch,
+    UpdateWait,
+    runtime,
+    translated,
+)
 from dist_aclgraph.engine.input_batch import InputBatch, StepInputs
 from dist_aclgraph.engine.sampler import SamplingRow, sample
 from dist_aclgraph.errors import ReplayMismatchError
 from dist_aclgraph.graph.captured_graph import CapturedGraph, capture
 from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.graph.digest import OperatorDigest
-from dist_aclgraph.graph.padding import pad_lens
+from dist_aclgraph.graph.padding import Lens, pad_lens
 from dist_aclgraph.graph.pieces import CapturedPieces
 from dist_aclgraph.graph.plan import CaptureCost
 from dist_aclgraph.graph.recording import Recording
@@ -80,6 +88,7 @@ class ModelRunner:
         owns_output: bool,
     ) -> None:
         self._npu = npu
+        self._max_len = max_len
         self._model = model
         self._owns_output = owns_output
         dtype = TORCH_DTYPES[config.dtype]
@@ -106,7 +115,11 @@ class ModelRunner:
         self._sampled_cpu = npu.pinned((config.scheduler.max_num_seqs,), torch.int32)
         self._sampled_np: IntArray = self._sampled_cpu.numpy()
         self._sampled_ready: Any = runtime().Event()
-        self._watch = Stopwatch(config.profile, {})
+        self._watch = Stopwatch(config.profile)
+        self._update_wait = UpdateWait(npu.kind == "emulated") if config.profile else None
+        self._sends_ahead = config.graph.send_ahead
+        # The graph that the last step replayed, and the lengths that it will most likely want next.
+        self._ahead: tuple[CapturedGraph, Lens] | None = None
         self.make_cache(num_blocks)
 
     def make_cache(self, num_blocks: int) -> None:
@@ -165,6 +178,7 @@ class ModelRunner:
         """Undo the capture of one bucket, if there is one, committed or not."""
         captured = self._uncommitted.pop(graph, None) or self._graphs.pop(graph, None)
         if captured is not None:
+            self._ahead = None
             self._npu.synchronize()
             captured.release()
 
@@ -201,6 +215,7 @@ class ModelRunner:
         """Run one step and return its new tokens (ranks without output: an acknowledgement)."""
         watch = self._watch
         watch.start()
+        self._ahead = None
         batch = plan.batches[dp_rank]
         self._batch.apply(batch)
         inputs = self._batch.step_inputs(batch)
@@ -218,7 +233,23 @@ class ModelRunner:
             token_ids=pack_ints(token_ids),
             logprobs=tuple(logprobs),
             timings_us=watch.stages,
+            beside_us=watch.take_beside(),
         )
+
+    def prepare_next(self, is_wanted_elsewhere: Callable[[], bool]) -> None:
+        """Until ``is_wanted_elsewhere``, do what the next step will most likely need."""
+        with translated("sending lengths ahead"):
+            self._send_ahead(is_wanted_elsewhere)
+
+    def _send_ahead(self, is_wanted_elsewhere: Callable[[], bool]) -> None:
+        if self._ahead is None:
+            return
+        graph, lens = self._ahead
+        start_s = time.perf_counter()
+        graph.send_ahead(self._update_stream, lens, is_wanted_elsewhere)
+        duration_us = (time.perf_counter() - start_s) * 1e6
+        self._watch.book("update_ahead", duration_us)
+        self._watch.book("update_per_layer", duration_us / graph.num_tasks)
 
     def _run(self, graph: BatchDescriptor | None, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         """Return logits and most probable tokens of the requests that get a token."""
@@ -245,12 +276,22 @@ class ModelRunner:
     def _replay_whole(self, graph: CapturedGraph, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         query_ends, kv_lens = pad_lens(graph.descriptor, inputs.query_ends, inputs.kv_lens)
         self._watch.lap("inputs")
+        if self._update_wait is not None:
+            self._update_wait.begin(self._main_stream)
         graph.replay(
             self._main_stream, self._update_stream, self._buffers.addresses, query_ends, kv_lens
         )
         self._watch.lap("replay")
-        graph.update(self._update_stream)
-        self._watch.lap("update")
+        num_behind = graph.update(self._main_stream, self._update_stream)
+        self._watch.book("update_per_layer", self._watch.lap("update") / graph.num_tasks)
+        if self._update_wait is not None:
+            self._update_wait.end(self._update_stream, num_behind)
+        n = len(inputs.rows)
+        is_decode = len(inputs.token_ids) == n
+        if self._sends_ahead and is_decode and int(inputs.kv_lens.max()) < self._max_len:
+            # Every live row one longer; padding stays.
+            live = (inputs.kv_lens + 1).tolist()
+            self._ahead = graph, (query_ends, live + kv_lens[n:])
         n = len(inputs.sampled)
         return self._buffers.logits[:n], self._buffers.sampled[:n]
 
@@ -304,8 +345,7 @@ class ModelRunner:
         """Return token ids and log-probabilities of the requests that get a token."""
         if not self._owns_output:
             # Acknowledge what has run, not what is queued: a fault here is then ours by name.
-            self._sampled_ready.record()
-            self._sampled_ready.synchronize()
+            self._wait_for_device()
             return None
         n = len(inputs.sampled)
         if n == 0:
@@ -323,9 +363,7 @@ class ModelRunner:
             chosen, reports = sample(picked, wanted, self._npu.upload)
             for index, report in zip(special, reports, strict=True):
                 logprobs[index] = report
-        # The step's result: the one place where the host waits for the device.
-        self._sampled_ready.record(self._main_stream)
-        self._sampled_ready.synchronize()
+        self._wait_for_device()
         self._buffers.mark_read()
         token_ids = self._sampled_np[:n].copy()
         if len(special):
@@ -333,6 +371,14 @@ class ModelRunner:
         if not any(logprobs):
             logprobs = []
         return token_ids, logprobs
+
+    def _wait_for_device(self) -> None:
+        """The one place where the host waits for a step, and does what it can meanwhile."""
+        self._sampled_ready.record(self._main_stream)
+        self._send_ahead(self._sampled_ready.query)
+        self._sampled_ready.synchronize()
+        if self._update_wait is not None:
+            self._watch.book("update_wait", self._update_wait.take_us())
 
     def _sampling_row(self, row: int) -> SamplingRow:
         length = self._batch.num_tokens[row]
@@ -360,7 +406,7 @@ class ModelRunner:
         buffers.sampled[: graph.num_reqs].copy_(logits.argmax(-1))
 
     def _run_pieces(self, graph: BatchDescriptor, step: StepInputs, run: RunSegment) -> Tensor:
-        """Run the segments on static inputs, attention on the live ones; return [bucket, hidden]."""
+        """Run the segments on static inputs, attention on the live; return [bucket, hidden]."""
         inputs = self._buffers.inputs(graph)
         slots = inputs.slot_mapping[: len(step.token_ids)]
         metadata = self._metadata(step, slots, inputs.block_table[: len(step.rows)])

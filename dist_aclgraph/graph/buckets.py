@@ -24,11 +24,15 @@ class GraphFamily(msgspec.Struct, frozen=True, kw_only=True):
         run_mode: FULL graphs hold their attention, PIECEWISE ones run it between their pieces.
         query_len: tokens of each request; 0 takes any mixture of prefill and decode.
         buckets: ascending, in tokens.
+        refused: sizes that some rank could not capture; they are not tried again.
+        max_buckets: the most that every rank could capture at once, known since one failed.
     """
 
     run_mode: RunMode
     query_len: int
     buckets: tuple[int, ...]
+    refused: tuple[int, ...] = ()
+    max_buckets: int | None = None
 
     @property
     def name(self) -> str:
@@ -47,14 +51,23 @@ class GraphFamily(msgspec.Struct, frozen=True, kw_only=True):
 
     def has(self, graph: BatchDescriptor) -> bool:
         """Whether the graph is one of this family's."""
-        kind = (graph.mode, graph.query_len) == (self.run_mode, self.query_len)
-        return kind and graph.num_tokens in self.buckets
+        return self.is_kind_of(graph) and graph.num_tokens in self.buckets
+
+    def is_kind_of(self, graph: BatchDescriptor) -> bool:
+        """Whether the graph is of this family's kind, at whatever size."""
+        return (graph.mode, graph.query_len) == (self.run_mode, self.query_len)
 
     def keep(self, without: BatchDescriptor | None, limit: int | None = None) -> GraphFamily:
-        """Return the family without one graph, and with at most ``limit`` of the others."""
+        """Return the family without one graph, and with at most ``limit`` of the others.
+
+        Both last: the size is not tried again, or no more than ``limit`` are.
+        """
         left = [b for b in self.buckets if without is None or b != without.num_tokens]
-        buckets = left if limit is None else trim_sizes(left, limit)
-        return msgspec.structs.replace(self, buckets=tuple(buckets))
+        if limit is not None:
+            buckets = tuple(trim_sizes(left, limit))
+            return msgspec.structs.replace(self, buckets=buckets, max_buckets=limit)
+        refused = self.refused if without is None else (*self.refused, without.num_tokens)
+        return msgspec.structs.replace(self, buckets=tuple(left), refused=refused)
 
 
 def stepped_sizes(largest: int) -> list[int]:

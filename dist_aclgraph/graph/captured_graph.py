@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dist_aclgraph.device.npu import runtime
 from dist_aclgraph.errors import ReplayMismatchError
 from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.graph.padding import Lens
 from dist_aclgraph.graph.recording import Recording
-from dist_aclgraph.graph.task_update import TaskRecorder, update_tasks
+from dist_aclgraph.graph.task_update import TaskRecorder, TaskUpdates
 
 Forward = Callable[[TaskRecorder], None]
 
@@ -35,9 +34,13 @@ class CapturedGraph:
         self._recorder = recorder
         self._recording = recording
         self._addresses = addresses
-        self._next_lens: Lens | None = None
-        self._sent_lens: Lens | None = None
-        self._before_replay = runtime().Event()
+        self._updates = TaskUpdates(recorder.tasks)
+        self._lens: Lens
+
+    @property
+    def num_tasks(self) -> int:
+        """Attention operators to update, one for each layer."""
+        return len(self._recorder.tasks)
 
     def replay(
         self,
@@ -51,7 +54,8 @@ class CapturedGraph:
 
         Args:
             addresses: of the buffers that hold the step's inputs.
-            query_ends, kv_lens: [num_reqs], padding included; ``update`` sends them.
+            query_ends, kv_lens: [num_reqs], padding included; ``update`` sends them where they
+                were not sent ahead.
 
         Raises:
             ReplayMismatchError: the inputs are not those of the capture; nothing was queued.
@@ -70,21 +74,26 @@ class CapturedGraph:
                 f"query ends up to {query_ends[-1]}; it takes {graph.num_reqs} of each, up to "
                 f"{graph.num_tokens}"
             )
-        self._next_lens = (query_ends, kv_lens)
-        # Orders this step's events behind the resets of the step before; see task_update.py.
-        self._before_replay.record(main_stream)
-        update_stream.wait_event(self._before_replay)
+        self._lens = (query_ends, kv_lens)
+        self._updates.before_replay(main_stream, update_stream, self._lens)
         self._graph.replay()
 
-    def update(self, update_stream: Any) -> None:
-        """Patch the tasks of the replay queued last, in layer order; the host waits for nothing.
+    def update(self, main_stream: Any, update_stream: Any) -> int:
+        """Send the lengths of the replay queued last to the tasks that were not sent them ahead.
 
-        Lengths that did not change since the replay before are not sent again.
+        Layer by layer; the host waits for nothing. Returns how many tasks that were.
         """
-        lens = None if self._next_lens == self._sent_lens else self._next_lens
-        self._sent_lens = self._next_lens
-        with runtime().stream(update_stream):
-            update_tasks(self._recorder.tasks, update_stream, lens)
+        return self._updates.after_replay(main_stream, update_stream, self._lens)
+
+    def send_ahead(
+        self, update_stream: Any, lens: Lens, is_wanted_elsewhere: Callable[[], bool]
+    ) -> None:
+        """Send the lengths that the next replay will most likely want; it may want others.
+
+        Call after ``update``, any number of times with the same lengths. Stops between two layers
+        as soon as ``is_wanted_elsewhere`` says so.
+        """
+        self._updates.send_ahead(update_stream, lens, is_wanted_elsewhere)
 
     def release(self) -> None:
         """Give streams and memory back."""

@@ -76,8 +76,9 @@ def choices(
     previous = np.zeros((limit + 1, n), np.int64)
     best = np.full(n + 1, np.inf)  # best[i]: k buckets, the last of them size i - 1
     best[0] = 0.0
+    total = np.empty_like(pays)
     for k in range(1, limit + 1):
-        total = pays + best
+        np.add(pays, best, out=total)
         previous[k] = total.argmin(axis=1)
         best = np.concatenate([[np.inf], total[np.arange(n), previous[k]]])
         exact[k] = best[n]

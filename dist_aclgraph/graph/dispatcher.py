@@ -122,6 +122,10 @@ class GraphDispatcher:
             "live_tokens": self.live_tokens,
             "padded_tokens": sum(padding.values()),
             "padded_by_graph": {str(graph): padding[graph] for graph in sorted(padding)},
+            "wasted_by_graph": {
+                str(graph): padding[graph] / (replays[graph] * graph.num_tokens)
+                for graph in sorted(padding)
+            },
         }
 
     def _make_tables(self) -> None:

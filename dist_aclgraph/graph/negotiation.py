@@ -18,22 +18,24 @@ from dist_aclgraph.graph.budget import (
     StreamOffer,
     Workload,
     share_cards,
+    total,
 )
 from dist_aclgraph.graph.choice import Choices, choices, step_costs
 from dist_aclgraph.graph.plan import GraphPlan
 from dist_aclgraph.graph.traffic import Traffic, weights_of
 
-__all__ = ["RankLimit", "StreamOffer", "negotiate", "step_seconds", "tightest_limits"]
+__all__ = ["RankLimit", "StreamOffer", "keep_room", "negotiate", "step_seconds", "tightest_limits"]
 
+LATER_SHARE = 4  # of a rank's streams, one part in so many is kept for graphs that come later
 NAMED_RANKS = 8  # in an error message; the others are counted
 
 
 @dataclass(frozen=True)
 class RankLimit:
-    """The tightest of equal limits, and a rank that has it."""
+    """The tightest of equal limits, and who has it: a rank, or all of them."""
 
     limit: Limit
-    rank: int
+    owner: str
 
 
 def negotiate(
@@ -82,8 +84,9 @@ def negotiate(
         raise GraphError("there are no candidate sizes to choose from")
     fitting, reasons = _fit_memory(families, offers, budget_model, workload)
     limits = tightest_limits(offers, fitting, budget_model, workload)
+    seconds = step_seconds(fitting, offers)
     menus = [
-        _menu(family, weights, limits, index, offers)
+        _menu(family, weights, seconds[index], limits, index)
         for index, (family, weights) in enumerate(
             zip(fitting, weights_of(traffic, fitting), strict=True)
         )
@@ -100,6 +103,34 @@ def negotiate(
     return plan([family for family in chosen if family.buckets], reasons)
 
 
+def keep_room(
+    offers: Sequence[StreamOffer],
+    families: Sequence[GraphFamily],
+    capacity: int,
+    budget_model: BudgetModel,
+    workload: Workload,
+) -> tuple[list[StreamOffer], int]:
+    """Return the offers with streams in reserve for graphs that come later, and how many those are.
+
+    As many of ``families`` as every rank can spare, at most ``capacity``: they must not cost the
+    plan more than a part of any rank's streams.
+    """
+    if not families:
+        return list(offers), 0
+    prices = [
+        [total(budget_model.price(family, workload, offer)) for family in families]
+        for offer in offers
+    ]
+    for price, shared in zip(prices, share_cards(offers), strict=True):
+        if dearest := max(price):
+            capacity = min(capacity, shared.usable // LATER_SHARE // dearest)
+    kept = [
+        msgspec.structs.replace(offer, reserve=offer.reserve + capacity * max(price))
+        for offer, price in zip(offers, prices, strict=True)
+    ]
+    return kept, capacity
+
+
 def tightest_limits(
     offers: Sequence[StreamOffer],
     families: Sequence[GraphFamily],
@@ -112,18 +143,33 @@ def tightest_limits(
         for limit in budget_model.limits(families, workload, offer):
             key = (limit.what, limit.prices)
             if key not in found or limit.amount < found[key].limit.amount:
-                found[key] = RankLimit(limit, offer.rank)
-    return list(found.values())
+                found[key] = RankLimit(limit, f"rank {offer.rank}")
+    return [*found.values(), *_proven_limits(families)]
 
 
-def step_seconds(family: GraphFamily, offers: Sequence[StreamOffer]) -> dict[int, float]:
-    """Return the seconds of a step by bucket, where ranks timed one: those of the slowest."""
-    seconds: dict[int, float] = {}
-    for probe in (probe for offer in offers for probe in offer.probes_of(family)):
-        if probe.seconds:
-            size = probe.graph.num_tokens
-            seconds[size] = max(seconds.get(size, 0.0), probe.seconds)
-    return seconds
+def _proven_limits(families: Sequence[GraphFamily]) -> Iterator[RankLimit]:
+    """Yield what earlier captures have shown, whatever the budget model says."""
+    for index, family in enumerate(families):
+        if family.max_buckets is not None:
+            prices = tuple(int(i == index) for i in range(len(families)))
+            limit = Limit(f"{family.name} graphs after a failure", family.max_buckets, prices)
+            yield RankLimit(limit, "the group")
+
+
+def step_seconds(
+    families: Sequence[GraphFamily], offers: Sequence[StreamOffer]
+) -> list[dict[int, float]]:
+    """Return for each family the seconds of a step by bucket, those of the slowest rank.
+
+    All empty unless ranks timed a step of every family: seconds do not add up with tokens.
+    """
+    found: list[dict[int, float]] = [{} for _ in families]
+    for family, seconds in zip(families, found, strict=True):
+        for probe in (probe for offer in offers for probe in offer.probes_of(family)):
+            if probe.replay_s:
+                size = probe.graph.num_tokens
+                seconds[size] = max(seconds.get(size, 0.0), probe.replay_s)
+    return found if all(found) else [{} for _ in families]
 
 
 @dataclass(frozen=True)
@@ -137,13 +183,13 @@ class _Menu:
 def _menu(
     family: GraphFamily,
     weights: Mapping[int, float],
+    seconds: Mapping[int, float],
     limits: Sequence[RankLimit],
     index: int,
-    offers: Sequence[StreamOffer],
 ) -> _Menu:
     alone = [most for item in limits if (most := item.limit.most(index)) is not None]
     count = min([len(family.buckets), *alone])
-    costs = step_costs(family.buckets, step_seconds(family, offers))
+    costs = step_costs(family.buckets, seconds)
     found = choices(family.buckets, weights, costs, count)
     return _Menu(found, sum(weights.values()))
 
@@ -239,7 +285,7 @@ def _why(
     if tight is None:
         return f"{count} of {wanted} {family.name} sizes serve the traffic as well as all"
     return (
-        f"rank {tight.rank} affords {count} of {wanted} {family.name} sizes by "
+        f"{tight.owner} affords {count} of {wanted} {family.name} sizes by "
         f"{budget_model.name}, having {tight.limit.amount} {tight.limit.what}"
     )
 

@@ -28,7 +28,7 @@ class CapturedPieces:
         self._next = 0
 
     def capture(self, segment: Segment, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Record the next piece; the caller keeps its outputs for as long as later pieces read them.
+        """Record the next piece; the caller keeps its outputs while later pieces read them.
 
         Raises:
             StreamExhaustedError, OutOfDeviceMemoryError, CaptureError: release what there is.

@@ -14,11 +14,9 @@ from dist_aclgraph.graph.budget import (
     StreamOffer,
     Workload,
     share_cards,
-    total,
 )
 from dist_aclgraph.graph.choice import expected_cost, step_costs
 from dist_aclgraph.graph.descriptor import BatchDescriptor
-from dist_aclgraph.graph.ledger import pool_bytes
 from dist_aclgraph.graph.negotiation import negotiate, step_seconds, tightest_limits
 from dist_aclgraph.graph.plan import GraphPlan
 from dist_aclgraph.graph.traffic import Traffic, weights_of
@@ -60,7 +58,7 @@ def propose(
 
     Args:
         traffic: seen since the plan holds, old steps faded.
-        offers: what the ranks have left now, with the graphs of ``plan`` captured.
+        offers: those that ``plan`` was negotiated over, before anything was captured.
         families: with all candidate sizes.
         min_gain: share of the expected cost that must be saved.
         min_weight: steps that must have been seen.
@@ -72,7 +70,7 @@ def propose(
         return None
     try:
         new = negotiate(
-            _without(plan, offers, budget_model, workload),
+            offers,
             [_candidates(family, families) for family in plan.families],
             budget_model,
             workload,
@@ -107,7 +105,7 @@ def transition(
     action, and the largest bucket of each family is there all the time.
 
     Args:
-        offers: what the ranks have left now, with the graphs of ``old`` captured.
+        offers: those that ``old`` was negotiated over, before anything was captured.
 
     Raises:
         GraphError: the plans differ in their families, or in the largest bucket of one.
@@ -116,9 +114,7 @@ def transition(
         raise GraphError(
             f"plan {new.version} lacks a family or the largest bucket of one of plan {old.version}"
         )
-    rank_limits = tightest_limits(
-        _without(old, offers, budget_model, workload), new.families, budget_model, workload
-    )
+    rank_limits = tightest_limits(share_cards(offers), new.families, budget_model, workload)
     return tuple(_actions(old, new, [item.limit for item in rank_limits]))
 
 
@@ -128,7 +124,7 @@ def apply(plan: GraphPlan, action: Action) -> GraphPlan:
     families = []
     for family in plan.families:
         buckets = set(family.buckets)
-        if (family.run_mode, family.query_len) == (graph.mode, graph.query_len):
+        if family.is_kind_of(graph):
             change = buckets.add if isinstance(action, Capture) else buckets.discard
             change(graph.num_tokens)
         families.append(msgspec.structs.replace(family, buckets=tuple(sorted(buckets))))
@@ -152,13 +148,12 @@ def _actions(old: GraphPlan, new: GraphPlan, limits: Sequence[Limit]) -> Iterato
 
 
 def _same_kind_first(surplus: Sequence[BatchDescriptor], graph: BatchDescriptor) -> BatchDescriptor:
-    kind = (graph.mode, graph.query_len)
-    return next((g for g in surplus if (g.mode, g.query_len) == kind), surplus[0])
+    same = [g for g in surplus if (g.mode, g.query_len) == (graph.mode, graph.query_len)]
+    return [*same, *surplus][0]
 
 
 def _admitted(graphs: Sequence[BatchDescriptor], plan: GraphPlan, limits: Sequence[Limit]) -> bool:
-    kinds = [(graph.mode, graph.query_len) for graph in graphs]
-    counts = [kinds.count((family.run_mode, family.query_len)) for family in plan.families]
+    counts = [sum(map(family.is_kind_of, graphs)) for family in plan.families]
     return all(limit.admits(counts) for limit in limits)
 
 
@@ -166,47 +161,29 @@ def _keeps_reach(old: GraphPlan, new: GraphPlan) -> bool:
     """Whether both have the same families with the same largest bucket."""
 
     def reach(plan: GraphPlan) -> list[tuple[str, int, int]]:
-        return sorted((f.run_mode, f.query_len, f.buckets[-1]) for f in plan.families)
+        return sorted((*_kind(f), f.buckets[-1]) for f in plan.families)
 
     return reach(old) == reach(new)
 
 
 def _candidates(family: GraphFamily, families: Sequence[GraphFamily]) -> GraphFamily:
-    """Return the sizes that a family may have: up to the largest that the ranks captured."""
-    kind = (family.run_mode, family.query_len)
-    wanted = next((f.buckets for f in families if (f.run_mode, f.query_len) == kind), ())
-    largest = family.buckets[-1]
-    sizes = sorted({*family.buckets, *(size for size in wanted if size <= largest)})
-    return msgspec.structs.replace(family, buckets=tuple(sizes))
+    """Return the sizes that a family may have: none above those that the ranks captured."""
+    wanted = next((f.buckets for f in families if _kind(f) == _kind(family)), ())
+    tried = {size for size in wanted if size <= family.buckets[-1]} - set(family.refused)
+    return msgspec.structs.replace(family, buckets=tuple(sorted({*family.buckets, *tried})))
 
 
-def _without(
-    plan: GraphPlan, offers: Sequence[StreamOffer], budget_model: BudgetModel, workload: Workload
-) -> list[StreamOffer]:
-    """Return the offers as they would be if no graph of the plan were captured."""
-
-    def held(offer: StreamOffer) -> int:
-        prices = (budget_model.price(family, workload, offer) for family in plan.families)
-        return sum(
-            total(price) * len(family.buckets)
-            for price, family in zip(prices, plan.families, strict=True)
-        )
-
-    return [
-        msgspec.structs.replace(
-            offer,
-            card="",  # its streams are divided already
-            available=offer.available + held(offer),
-            free_bytes=offer.free_bytes + pool_bytes(plan, offer, budget_model, workload),
-        )
-        for offer in share_cards(offers)
-    ]
+def _kind(family: GraphFamily) -> tuple[str, int]:
+    return family.run_mode, family.query_len
 
 
 def _expected_cost(plan: GraphPlan, traffic: Traffic, offers: Sequence[StreamOffer]) -> float:
+    families = plan.families
     cost = 0.0
-    for family, weights in zip(plan.families, weights_of(traffic, plan.families), strict=True):
-        costs = step_costs(family.buckets, step_seconds(family, offers))
+    for family, weights, seconds in zip(
+        families, weights_of(traffic, families), step_seconds(families, offers), strict=True
+    ):
+        costs = step_costs(family.buckets, seconds)
         cost += expected_cost(
             family.buckets, weights, dict(zip(family.buckets, costs, strict=True))
         )

@@ -1,10 +1,26 @@
-"""Attention operators inside a captured graph, and patching their host lists at each replay.
+"""Attention operators inside a captured graph, and patching their host lists for each replay.
 
 Capture puts, before each attention operator, a wait for an external event and its reset, and makes
-the operator a task group. At replay the update stream re-issues the operator with the step's
-lengths into the group and records the event; the graph goes on from there. Order on the device:
-the update stream first waits for the main stream, so that a record for step n + 1 cannot overtake
-the reset of step n (an event recorded before its reset is lost, and the device waits for ever).
+the operator a task group. A patch re-issues the operator with a step's lengths into the group, on
+the update stream; the event recorded behind it lets the graph pass. Lengths reach a graph
+
+- *behind* its replay: layer by layer a patch and a record, while the device follows; or
+- *ahead* of it: while the host would wait anyway, it sends what the next step will most likely
+  want. A task that is patched and recorded before its replay is queued is *open*. Open tasks are
+  always the first ones: whoever needs the host stops it between two layers, and what is missing
+  goes behind the replay.
+
+Orders on the device:
+
+1. No patch before the last replay has read the old lengths, and no record before it has reset the
+   event: such a record is lost, and the device waits for ever. So the update stream waits for the
+   end of the last replay before it opens the first task for the next one.
+2. An open task lets the graph pass. If the step wants other lengths, the open events are awaited
+   and reset on the update stream, as a replay would have done, and the main stream waits for that
+   before the replay; all tasks then go behind.
+3. Steps of other graphs and eager steps change nothing: tasks stay open until their own graph is
+   replayed, and then they fit or are closed.
+4. A graph is released only while the device is idle: what was sent ahead has run, or dies with it.
 """
 
 from __future__ import annotations
@@ -25,14 +41,29 @@ class UpdatableTask:
     """One captured attention operator.
 
     Attributes:
-        arguments: keyword arguments of ``operation``; device tensors by weak reference, so that
-            the graph's pool may reuse their memory inside the graph.
+        arguments: keyword arguments of ``operation``, with the lengths that were sent last; device
+            tensors by weak reference, so that the graph's pool may reuse their memory inside the
+            graph.
     """
 
     operation: Callable[..., Any]
     arguments: dict[str, Any]
     handle: Any
     event: Any
+
+    def patch(self, stream: Any, lens: Lens) -> None:
+        """Send lengths, unless they are those that the task has. ``stream`` must be current."""
+        arguments, (query_ends, kv_lens) = self.arguments, lens
+        if (
+            arguments["actual_seq_lengths_kv"] == kv_lens
+            and arguments["actual_seq_lengths"] == query_ends
+        ):
+            return
+        arguments["actual_seq_lengths"] = query_ends
+        arguments["actual_seq_lengths_kv"] = kv_lens
+        npu.begin_task_update(stream, self.handle)
+        self.operation(**arguments)
+        npu.end_task_update(stream)
 
 
 class TaskRecorder:
@@ -69,22 +100,59 @@ class TaskRecorder:
         self._workspace = None
 
 
-def update_tasks(tasks: list[UpdatableTask], stream: Any, lens: Lens | None) -> None:
-    """Patch every task with the step's lengths and let the graph pass it, in layer order.
+class TaskUpdates:
+    """Keeps the tasks of one graph in step with its replays; see the orders above."""
 
-    Call with ``stream`` as the current stream. None means that nothing changed since the last
-    replay: the tasks keep their parameters, only their events are recorded.
-    """
-    if lens is None:
-        for task in tasks:
-            task.event.record(stream)
-        return
-    query_ends, kv_lens = lens
-    for task in tasks:
-        arguments = task.arguments
-        arguments["actual_seq_lengths"] = query_ends
-        arguments["actual_seq_lengths_kv"] = kv_lens
-        npu.begin_task_update(stream, task.handle)
-        task.operation(**arguments)
-        npu.end_task_update(stream)
-        task.event.record(stream)
+    def __init__(self, tasks: list[UpdatableTask]) -> None:
+        self._tasks = tasks
+        self._num_open = 0
+        self._open_lens: Lens | None = None
+        self._replayed: Any = npu.runtime().Event()
+        self._closed: Any = npu.runtime().Event()
+
+    def before_replay(self, main_stream: Any, update_stream: Any, lens: Lens) -> None:
+        """Close what is open for other lengths than the replay's."""
+        if self._num_open == 0 or lens == self._open_lens:
+            return
+        for task in self._tasks[: self._num_open]:
+            task.event.wait(update_stream)
+            task.event.reset(update_stream)
+        self._num_open = 0
+        self._closed.record(update_stream)
+        main_stream.wait_event(self._closed)
+
+    def after_replay(self, main_stream: Any, update_stream: Any, lens: Lens) -> int:
+        """Open what the replay still lacks; return how many tasks that were."""
+        num_behind = len(self._tasks) - self._num_open
+        self._open(update_stream, lens, _nobody_waits)
+        self._num_open = 0
+        self._replayed.record(main_stream)
+        return num_behind
+
+    def send_ahead(
+        self, update_stream: Any, lens: Lens, is_wanted_elsewhere: Callable[[], bool]
+    ) -> None:
+        """Open tasks for the next replay until all are, or the host is needed for something else.
+
+        May be called again with the same lengths, to go on.
+        """
+        assert self._num_open == 0 or lens == self._open_lens
+        self._open_lens = lens
+        self._open(update_stream, lens, is_wanted_elsewhere)
+
+    def _open(self, update_stream: Any, lens: Lens, is_stopped: Callable[[], bool]) -> None:
+        if self._num_open == len(self._tasks) or is_stopped():
+            return
+        if self._num_open == 0:
+            update_stream.wait_event(self._replayed)
+        with npu.runtime().stream(update_stream):
+            for task in self._tasks[self._num_open :]:
+                task.patch(update_stream, lens)
+                task.event.record(update_stream)
+                self._num_open += 1
+                if is_stopped():
+                    return
+
+
+def _nobody_waits() -> bool:
+    return False

@@ -91,7 +91,8 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     """New tokens of a step, one for each record with ``sample`` set, in batch order.
 
     Ranks that own no output answer with empty ``token_ids``: that is their acknowledgement.
-    ``timings_us`` holds the worker's host time by stage, where the plan's worker measures it.
+    Where the worker measures: ``timings_us`` is its host time by stage, from plan to result;
+    ``beside_us`` what happened meanwhile or since the result before.
     """
 
     epoch: int
@@ -100,6 +101,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     token_ids: bytes = b""  # int32 [num_sampled]
     logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_sampled], or empty if nobody asked
     timings_us: dict[str, float] = {}
+    beside_us: dict[str, float] = {}
     error: str = ""  # the step failed on this rank; the epoch is over
 
 

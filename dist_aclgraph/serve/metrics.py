@@ -22,6 +22,12 @@ _PATHS = {
     "graph_replays": ("graph", "replays"),
     "eager_steps": ("graph", "misses"),
     "padding_tokens": ("graph", "padded_by_graph"),
+    "padding_fraction": ("graph", "wasted_by_graph"),
+    "graph_plan_version": ("graph", "plan_version"),
+    "graph_capture_seconds": ("capture_seconds",),
+    "graph_pool_bytes": ("pool_bytes",),
+    "graph_streams_predicted": ("streams_predicted",),
+    "graph_streams_measured": ("streams_measured",),
 }
 # metric, which is also the key unless _PATHS says else: (kind, label of an object's keys, help)
 ENGINE_METRICS: dict[str, tuple[str, str, str]] = {
@@ -36,6 +42,12 @@ ENGINE_METRICS: dict[str, tuple[str, str, str]] = {
     "graph_replays": ("counter", "graph", "Steps that replayed a captured graph."),
     "eager_steps": ("counter", "reason", "Steps that ran without a graph, by reason."),
     "padding_tokens": ("counter", "graph", "Padding tokens computed, by graph."),
+    "padding_fraction": ("gauge", "graph", "Share of a graph's tokens that was padding, 0 to 1."),
+    "graph_plan_version": ("gauge", "", "Version of the graph plan that holds."),
+    "graph_capture_seconds": ("gauge", "graph", "How long the capture of a graph took."),
+    "graph_pool_bytes": ("gauge", "", "Device memory that all captured graphs share."),
+    "graph_streams_predicted": ("gauge", "rank", "Streams that the first plan was to take."),
+    "graph_streams_measured": ("gauge", "rank", "Streams that it took."),
 }
 _LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _E2E_BUCKETS = (*_LATENCY_BUCKETS, 120.0, 300.0, 600.0)

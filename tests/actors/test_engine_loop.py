@@ -13,9 +13,9 @@ import zmq
 
 from dist_aclgraph.actors.engine_client import EngineClient
 from dist_aclgraph.actors.engine_loop import EngineLoop
-from dist_aclgraph.actors.messages import Deltas, Hello, Submit, encoder, from_engine_decoder
 from dist_aclgraph.actors.graph_changes import GraphChanges
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
+from dist_aclgraph.actors.messages import Deltas, Hello, Submit, encoder, from_engine_decoder
 from dist_aclgraph.actors.step_channel import StepReceiver, StepSender
 from dist_aclgraph.config import SchedulerConfig
 from dist_aclgraph.errors import EngineDeadError

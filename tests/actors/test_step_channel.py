@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -213,3 +214,22 @@ def test_messages_are_plain_messagepack() -> None:
     assert np.frombuffer(batch["scheduled"], "<i4").tolist() == [0, 0, 2, 1]
     assert batch["started"][0]["sampling"] == {"seed": 9}
     assert np.frombuffer(result["token_ids"], "<i4").tolist() == [11, -1]
+
+
+def test_a_worker_can_look_whether_a_plan_waits(tmp_path: Path) -> None:
+    sender = StepSender(1, str(tmp_path))
+    receiver = StepReceiver(sender.address)
+    try:
+        sender.wait_for_workers(WAIT_S, lambda: None)
+        assert not receiver.has_message()
+
+        sender.send(make_plan())
+
+        deadline_s = time.monotonic() + WAIT_S
+        while not receiver.has_message():
+            assert time.monotonic() < deadline_s
+        assert receiver.receive(EPOCH) == make_plan()
+        assert not receiver.has_message()
+    finally:
+        receiver.close()
+        sender.close(EPOCH)

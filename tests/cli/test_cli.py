@@ -76,7 +76,7 @@ def test_the_announcement_has_device_plan_and_a_curl_line(capsys):
         "device": "emulated NPU on this CPU",
         "plan": {"version": 1, "hash": "abcdef0123456789", "reasons": ["fits"]},
         "pool_bytes": 1234567,
-        "buckets": [{"bucket": 8, "mode": "FULL", "streams": 3, "bytes": 4096}],
+        "buckets": [{"graph": "full decode 8", "streams": 3, "bytes": 4096}],
     }
     console = Console(width=100)
 

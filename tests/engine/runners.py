@@ -97,6 +97,7 @@ class Sequences:
         self._step += 1
         rank_batch = RankBatch(pack_ints(records), **batch)
         result = self._runner.execute(StepPlan(1, self._step, 1, graph, (rank_batch,)), 0, 0)
+        self._runner.prepare_next(lambda: False)
         sampled = [row for row, sample in zip(records[::4], records[3::4], strict=True) if sample]
         for row, token in zip(sampled, unpack_ints(result.token_ids), strict=True):
             self.tokens[row].append(int(token))

@@ -8,13 +8,21 @@ from typing import Any
 
 import pytest
 
+from dist_aclgraph.device import emulator
 from dist_aclgraph.engine.model_runner import ModelRunner
 from dist_aclgraph.errors import ReplayMismatchError
+from dist_aclgraph.graph.descriptor import BatchDescriptor
 from tests.checkpoints import make_prompts
-from tests.engine.runners import Sequences, make_runner
+from tests.engine.runners import MAX_LEN, Sequences, make_runner
 from tests.plans import decode_graph, mixed_graph, pieces
 
 BUCKETS = (8, 4, 2, 1)
+
+
+def capture(runner: ModelRunner, graph: BatchDescriptor) -> None:
+    runner.warm_up(graph)
+    runner.capture(graph)
+    runner.commit(graph)
 
 
 @pytest.fixture
@@ -26,9 +34,7 @@ def test_replayed_tokens_equal_eager_ones_at_every_batch_size(
     npu: Any, checkpoint: Path, runner: ModelRunner
 ) -> None:
     for bucket in BUCKETS:
-        runner.warm_up(decode_graph(bucket))
-        runner.capture(decode_graph(bucket))
-        runner.commit(decode_graph(bucket))
+        capture(runner, decode_graph(bucket))
     eager, prompts = make_runner(npu, checkpoint), make_prompts([3, 30, 31, 32, 33, 60, 1, 64])
     replayed, plain = Sequences(runner, prompts), Sequences(eager, prompts)
     replayed.prefill()
@@ -48,9 +54,7 @@ def test_mixed_batches_replay_the_tokens_of_eager_steps(
     graphs = [pieces(b) if kind == "piecewise" else mixed_graph(b, 8) for b in (64, 32, 16, 8)]
     runner = make_runner(npu, checkpoint, 8, graphs)
     for graph in graphs:
-        runner.warm_up(graph)
-        runner.capture(graph)
-        runner.commit(graph)
+        capture(runner, graph)
     prompts = make_prompts([3, 30, 31, 32, 33, 60])
     replayed = Sequences(runner, prompts)
     plain = Sequences(make_runner(npu, checkpoint, 8), prompts)
@@ -80,6 +84,45 @@ def mixed_schedule(sequences: Sequences) -> Iterator[tuple[list[int], dict[str, 
     for _ in range(2):
         rows, appended = sequences.decoding(len(sequences.tokens))
         yield rows, {"appended": appended}
+
+
+def test_steps_after_a_right_guess_send_no_lengths(npu: Any, runner: ModelRunner) -> None:
+    capture(runner, decode_graph(4))
+    sequences = Sequences(runner, make_prompts([3, 5, 7]))
+    sequences.prefill()
+    sequences.decode(decode_graph(4))
+    npu.synchronize()
+
+    updates = []
+    for live in (3, 3, 2):
+        before = emulator.counters()["task_updates"]
+        sequences.decode(decode_graph(4), live)
+        npu.synchronize()  # what was sent ahead is carried out beside the step
+        updates.append(emulator.counters()["task_updates"] - before)
+
+    ahead = runner._model.spec.num_layers
+    assert updates == [ahead, ahead, 2 * ahead]  # the last guess was wrong
+
+
+def test_nothing_is_guessed_beyond_the_context(runner: ModelRunner) -> None:
+    capture(runner, decode_graph(1))
+    sequences = Sequences(runner, make_prompts([MAX_LEN - 3]))
+    sequences.prefill()
+
+    for _ in range(3):
+        sequences.decode(decode_graph(1))
+
+    assert len(sequences.tokens[0]) == MAX_LEN + 1
+
+
+def test_a_graph_may_go_while_lengths_for_it_were_sent_ahead(runner: ModelRunner) -> None:
+    sequences = Sequences(runner, make_prompts([3]))
+    sequences.prefill()
+    for _ in range(3):
+        capture(runner, decode_graph(1))
+        sequences.decode(decode_graph(1))
+        runner.release(decode_graph(1))
+        runner.prepare_next(lambda: False)
 
 
 def test_a_bucket_that_was_not_captured_is_refused(runner: ModelRunner) -> None:

@@ -1,4 +1,4 @@
-"""A decoder of one attention and nothing else, with what plain PyTorch makes of the same rows."""
+"""A decoder of attention and nothing else, with what plain PyTorch makes of the same rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dist_aclgraph.device.npu import GraphPool, Npu, runtime
 from dist_aclgraph.graph.captured_graph import CapturedGraph, capture
-from dist_aclgraph.graph.padding import PADDING_KV_LEN
+from dist_aclgraph.graph.padding import PADDING_KV_LEN, Lens
 from dist_aclgraph.graph.recording import Recording
 from dist_aclgraph.graph.step_buffers import StepBuffers
 from dist_aclgraph.graph.task_update import TaskRecorder
@@ -37,10 +37,14 @@ def make_buffers(npu: Npu, max_tokens: int = 8) -> StepBuffers:
 
 
 class AttentionDecoder:
-    """Graphs over one attention; token ids choose q, k and v from a table."""
+    """Graphs over attention; token ids choose q, k and v from a table.
 
-    def __init__(self, npu: Npu, max_tokens: int = 8) -> None:
+    All layers are the same and their mean is the output: one with other lengths shows.
+    """
+
+    def __init__(self, npu: Npu, max_tokens: int = 8, layers: int = 1) -> None:
         self.npu = npu
+        self.layers = layers
         self.buffers = make_buffers(npu, max_tokens)
         generator = torch.Generator().manual_seed(1)
         self._table_cpu = torch.randn(VOCAB, (HEADS + 2 * KV_HEADS) * DIM, generator=generator)
@@ -55,20 +59,25 @@ class AttentionDecoder:
         self.pool = GraphPool()
         self.recording = Recording(npu, self.pool)
 
-    def forward(self, bucket: int, tasks: TaskRecorder | None) -> None:
+    def forward(
+        self, bucket: int, tasks: TaskRecorder | None, kv_lens: list[int] | None = None
+    ) -> None:
         inputs = self.buffers.inputs(decode_graph(bucket))
         metadata = AttentionMetadata(
             slot_mapping=inputs.slot_mapping,
             block_table=inputs.block_table,
             query_ends=list(range(1, bucket + 1)),
-            kv_lens=[PADDING_KV_LEN] * bucket,
+            kv_lens=kv_lens or [PADDING_KV_LEN] * bucket,
             tasks=tasks,
         )
         with torch.inference_mode():
             q, k, v = self._split(self._table.index_select(0, inputs.token_ids))
-            out = torch.empty_like(q)
-            self._attention(q, k, v, out, self.cache, metadata)
-            self.buffers.logits[:bucket].copy_(out.flatten(1))
+            total = torch.zeros_like(self.buffers.logits[:bucket])
+            for _ in range(self.layers):
+                out = torch.empty_like(q)
+                self._attention(q, k, v, out, self.cache, metadata)
+                total += out.flatten(1)
+            self.buffers.logits[:bucket].copy_(total / self.layers)
 
     @staticmethod
     def _split(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,15 +121,30 @@ class AttentionDecoder:
         self, graph: CapturedGraph, rows: list[Row], kv_lens: list[int] | None = None, **other: Any
     ) -> Tensor:
         """Replay with the rows' true KV lengths, or with those given; return [num_rows, ...]."""
-        bucket = graph.descriptor.num_tokens
-        self.write(bucket, rows)
-        live = [len(row.tokens) for row in rows]
-        lens = kv_lens or live + [PADDING_KV_LEN] * (bucket - len(rows))
-        ends = list(range(1, bucket + 1))
-        addresses = other.get("addresses", self.buffers.addresses)
-        graph.replay(self.main, self.side, addresses, other.get("ends", ends), lens)
-        graph.update(self.side)
+        self.queue(graph, rows, kv_lens, **other)
         return self.buffers.logits[: len(rows)].cpu()
+
+    def queue(
+        self, graph: CapturedGraph, rows: list[Row], kv_lens: list[int] | None = None, **other: Any
+    ) -> int:
+        """Queue a replay and its updates; return how many were not sent ahead."""
+        self.write(graph.descriptor.num_tokens, rows)
+        ends, lens = self.lens(graph, rows)
+        graph.replay(
+            self.main,
+            self.side,
+            other.get("addresses", self.buffers.addresses),
+            other.get("ends", ends),
+            kv_lens or lens,
+        )
+        return graph.update(self.main, self.side)
+
+    @staticmethod
+    def lens(graph: CapturedGraph, rows: list[Row], longer: int = 0) -> Lens:
+        """What a replay with these rows wants, when each is ``longer`` tokens longer."""
+        bucket = graph.descriptor.num_tokens
+        live = [len(row.tokens) + longer for row in rows]
+        return list(range(1, bucket + 1)), live + [PADDING_KV_LEN] * (bucket - len(rows))
 
     def expected(self, rows: list[Row]) -> Tensor:
         """Attention of each row's last token over all its tokens, in plain PyTorch."""

@@ -20,7 +20,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     graph: BatchDescriptor
     streams: int
     bytes: int
-    seconds: float = 0.0  # of one replay, 0 where it was not timed
+    replay_s: float = 0.0  # of one replay, not of its capture; 0 where it was not timed
 
 
 class StreamOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,8 +47,7 @@ class StreamOffer(msgspec.Struct, frozen=True, kw_only=True):
 
     def probes_of(self, family: GraphFamily) -> tuple[Probe, ...]:
         """Return the probes of this kind of graph, the largest first."""
-        kind = (family.run_mode, family.query_len)
-        found = [p for p in self.probes if (p.graph.mode, p.graph.query_len) == kind]
+        found = [probe for probe in self.probes if family.is_kind_of(probe.graph)]
         return tuple(sorted(found, key=lambda probe: -probe.graph.num_tokens))
 
 

@@ -34,8 +34,8 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def make(checkpoint: Path, **sections: dict[str, Any]) -> Config:
-    # A formula from paper: its prices are known by heart.
-    graph = {"budget_model": "legacy-last", **sections.pop("graph", {})}
+    # A formula from paper, whose prices are known by heart; no lazy graphs unless asked for.
+    graph = {"budget_model": "legacy-last", "lazy": "off", **sections.pop("graph", {})}
     raw = {"model": str(checkpoint), "parallel": {"tp": 2, "dp": 2}, "graph": graph, **sections}
     return make_config(raw)
 
@@ -118,6 +118,21 @@ def test_a_plot_needs_graphs_and_a_place(checkpoint: Path, tmp_path: Path) -> No
         plot_padding(plan_report(make(checkpoint, graph={"mode": "NONE"})), tmp_path / "x.png")
     with pytest.raises(ConfigError, match="cannot write the plot"):
         plot_padding(plan_report(make(checkpoint)), tmp_path / "nowhere" / "x.png")
+
+
+def test_room_is_kept_for_lazy_graphs_and_shown(checkpoint: Path) -> None:
+    config = make(
+        checkpoint,
+        graph={"lazy": "decode", "budget_model": "cann-pinned", "lazy_capacity": 5},
+        device={"emulator": {"streams": 36 + 40}},
+    )
+
+    report = plan_report(config)
+
+    # Four ids each: of 40, a quarter is kept at most.
+    assert report["graph"]["lazy_capacity"] == 2
+    assert report["ranks"][0]["reserve"] == 8
+    assert report["ranks"][0]["planned_streams"] <= 32
 
 
 def test_a_rank_that_affords_nothing_is_an_error(checkpoint: Path) -> None:

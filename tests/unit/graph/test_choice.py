@@ -80,13 +80,13 @@ def test_measured_steps_keep_their_time_and_others_lie_between(seconds) -> None:
 
 
 def test_a_thousand_sizes_are_chosen_from_in_less_than_a_second() -> None:
-    """A demand on time, with a margin: it takes about a third of a second."""
+    """A demand on processor time, with a wide margin: it takes less than a tenth."""
     sizes = list(range(1, 1001))
     weights = {n: 1.0 / n for n in sizes}
 
-    start_s = time.perf_counter()
+    start_s = time.process_time()
     found = choices(sizes, weights, sizes, 64)
-    took_s = time.perf_counter() - start_s
+    took_s = time.process_time() - start_s
 
     assert len(found.buckets(64)) == 64
     assert took_s < 1

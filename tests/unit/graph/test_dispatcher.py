@@ -81,6 +81,7 @@ def test_the_report_counts_replays_and_padding() -> None:
         "live_tokens": 14,
         "padded_tokens": 3,
         "padded_by_graph": {"full decode 1": 0, "full decode 4": 1, "full decode 8": 2},
+        "wasted_by_graph": {"full decode 1": 0, "full decode 4": 1 / 8, "full decode 8": 1 / 4},
     }
 
 

@@ -12,7 +12,7 @@ from dist_aclgraph.graph.buckets import GraphFamily, stepped_sizes
 from dist_aclgraph.graph.budget import StreamOffer, Workload, make_budget_model, total
 from dist_aclgraph.graph.choice import expected_cost
 from dist_aclgraph.graph.negotiation import negotiate
-from dist_aclgraph.graph.plan import GraphPlan
+from dist_aclgraph.graph.plan import CaptureFailure, GraphPlan
 from dist_aclgraph.graph.rebucketing import Action, Capture, Release, apply, propose, transition
 from dist_aclgraph.graph.traffic import Traffic
 
@@ -62,7 +62,7 @@ def run(old: GraphPlan, actions: tuple[Action, ...]) -> list[GraphPlan]:
 @given(plans, plans, st.integers(0, 40))
 def test_every_step_keeps_the_budget_and_the_reach_of_each_family(old, new, spare) -> None:
     available = max(streams(old), streams(new)) + spare
-    offer = StreamOffer(rank=0, available=available - streams(old))
+    offer = StreamOffer(rank=0, available=available)
 
     actions = transition(old, new, [offer], MODEL, WORKLOAD)
 
@@ -95,7 +95,7 @@ histograms = st.dictionaries(st.integers(1, 64), st.floats(1, 1e4), max_size=12)
 @given(plans, histograms, histograms, st.integers(0, 30), st.floats(0, 0.5))
 def test_a_proposal_saves_what_was_asked_for_and_is_paid_for(old, decode, mixed, spare, min_gain):
     traffic = Traffic(decode=decode, mixed=mixed)
-    offers = [StreamOffer(rank=0, available=spare)]
+    offers = [StreamOffer(rank=0, available=streams(old) + spare)]
 
     new = propose(old, traffic, offers, FAMILIES, MODEL, WORKLOAD, min_gain=min_gain, min_weight=0)
 
@@ -104,9 +104,7 @@ def test_a_proposal_saves_what_was_asked_for_and_is_paid_for(old, decode, mixed,
     assert new.version == old.version + 1 and new.reasons[: len(old.reasons)] == old.reasons
     assert streams(new) <= streams(old) + spare
     assert [f.buckets[-1] for f in new.families] == [f.buckets[-1] for f in old.families]
-    left = [StreamOffer(rank=0, available=streams(old) + spare - streams(new))]
-    again = propose(new, traffic, left, FAMILIES, MODEL, WORKLOAD, min_weight=0)
-    assert again is None
+    assert propose(new, traffic, offers, FAMILIES, MODEL, WORKLOAD, min_weight=0) is None
 
 
 def test_traffic_that_moved_moves_the_buckets() -> None:
@@ -116,9 +114,8 @@ def test_traffic_that_moved_moves_the_buckets() -> None:
     workload = Workload(num_layers=3)
     old = negotiate(offers, [family], MODEL, workload, max_num_seqs=64)
     traffic = Traffic(decode=dict.fromkeys(range(45, 57), 100.0))
-    left = [StreamOffer(rank=0, available=0)]
 
-    new = propose(old, traffic, left, [family], MODEL, workload)
+    new = propose(old, traffic, offers, [family], MODEL, workload)
 
     assert new is not None
     cost = [
@@ -127,13 +124,13 @@ def test_traffic_that_moved_moves_the_buckets() -> None:
     ]
     assert cost[1] < cost[0]
     assert {48, 56, 64} <= set(new.families[0].buckets)
-    actions = transition(old, new, left, MODEL, workload)
+    actions = transition(old, new, offers, MODEL, workload)
     assert isinstance(actions[0], Release)  # no stream is left for both
 
 
 def test_a_little_traffic_or_a_little_gain_changes_nothing() -> None:
     old = make_plan((8, 64), (64,))
-    offers = [StreamOffer(rank=0, available=0)]
+    offers = [StreamOffer(rank=0, available=streams(old))]
     few = Traffic(decode={32: 10.0})
     many = Traffic(decode={32: 1000.0})
 
@@ -152,3 +149,26 @@ def test_a_family_that_was_given_up_stays_so_and_sizes_do_not_grow() -> None:
 
     assert new is not None
     assert [family.buckets for family in new.families] == [(1, 2, 4, 8, 16, 24, 32)]
+
+
+causes = st.sampled_from(["streams", "memory", "operator"])
+
+
+@given(plans, histograms, st.data(), causes, st.booleans())
+def test_what_failed_once_is_not_proposed_again(old, decode, data, cause, is_serving) -> None:
+    """The model believes in more than the ranks have; what they could not capture says so."""
+    offers = [StreamOffer(rank=0, available=900)]
+    failed = data.draw(st.sampled_from(old.capture_order))
+    if is_serving:
+        left = old.without(CaptureFailure(failed, 0, cause))
+    else:
+        left = old.shrink(failed, cause, 0)
+
+    new = propose(left, Traffic(decode=decode), offers, FAMILIES, MODEL, WORKLOAD, min_weight=0)
+
+    for before, family in zip(left.families, new.families if new else (), strict=False):
+        assert not set(before.refused) & set(family.buckets)
+        if before.max_buckets is not None:
+            assert len(family.buckets) <= before.max_buckets
+    if is_serving or cause == "operator":
+        assert failed not in (new or left).capture_order

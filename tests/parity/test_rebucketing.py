@@ -1,0 +1,70 @@
+"""Buckets that are chosen again under load: three plan versions, and every token as before."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from tests.deployments import ANSWER_S, Serving, greedy_params, make_deployment_config, serving
+from tests.parity.conftest import NUM_TOKENS
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
+
+NUM_STREAMS = 64
+PHASE_S = 30.0
+
+
+def run_wave(service: Serving, reference: Any, name: str, size: int) -> None:
+    """Run ``size`` requests together, and compare every token."""
+    chosen = [i % len(reference.prompts) for i in range(size)]
+    answers = [
+        service.submit(f"{name}-{n}", reference.prompts[i], greedy_params(NUM_TOKENS))
+        for n, i in enumerate(chosen)
+    ]
+    for i, answer in zip(chosen, answers, strict=True):
+        assert answer.ended.wait(ANSWER_S), "no answer"
+        assert answer.finish_reason == "length", answer.error
+        assert answer.tokens == reference.tokens[i]
+
+
+def test_three_plan_versions_under_load_change_no_token(references: Any) -> None:
+    reference = references("Qwen3ForCausalLM")
+    config = make_deployment_config(
+        reference.directory,
+        parallel={"tp": 2},
+        scheduler={"max_num_seqs": NUM_STREAMS, "max_num_batched_tokens": 512},
+        graph={
+            "rebucket_s": 0.3,
+            "rebucket_min_steps": 20,
+            "traffic_half_life_s": 3.0,
+            "lazy": "off",
+        },
+        # What is left after torch_npu and HCCL pays for a handful of buckets.
+        device={"emulator": {"strict": False, "streams": 54}},
+        kv={"block_size": 16, "num_blocks": 800},
+    )
+    versions, buckets = [], []
+
+    with serving(config) as service:
+        # The traffic moves from wave to wave; each lasts until the plan has followed it.
+        for phase, size in enumerate((20, 44, NUM_STREAMS)):
+            wave = 0
+            deadline_s = time.monotonic() + PHASE_S
+            while True:
+                run_wave(service, reference, f"{phase}-{wave}", size)
+                plan = service.report()["plan"]
+                wave += 1
+                if plan["version"] > phase + 1 or phase == 2 or time.monotonic() > deadline_s:
+                    break
+            versions.append(plan["version"])
+            buckets.append(plan["families"]["full decode"])
+        report = service.report()
+
+    assert versions[0] >= 2
+    assert versions[1] > versions[0]
+    assert 20 in buckets[0] or 24 in buckets[0]
+    assert all(sizes[-1] == NUM_STREAMS for sizes in buckets)
+    assert report["rollbacks"] == []
+    assert any("chosen again" in reason for reason in report["plan"]["reasons"])
