@@ -18,14 +18,14 @@ class LedgerEntry(msgspec.Struct, kw_only=True):
 
     term: str
     unit: str  # "streams" or "bytes"
-    predicted: int
+    predicted: int | None  # None where the budget model does not know
     measured: int | None = None  # filled by the rank that captures
     parts: dict[str, int] = {}  # the prediction by who takes it, where that is known
 
     @property
     def is_off(self) -> bool:
         """Whether prediction and measurement are more than 10 % apart."""
-        if self.measured is None:
+        if self.measured is None or self.predicted is None:
             return False
         return abs(self.measured - self.predicted) > TOLERANCE * self.predicted
 
@@ -35,7 +35,7 @@ class LedgerEntry(msgspec.Struct, kw_only=True):
         Devices tell how many streams are left and not who took them, so the part is a guess.
         """
         text = f"{self.term} took {self.measured} {self.unit}, predicted {self.predicted}"
-        if not self.parts or self.measured is None:
+        if not self.parts or self.measured is None or self.predicted is None:
             return text
         gap = abs(self.measured - self.predicted)
         nearest = min(self.parts, key=lambda name: abs(self.parts[name] - gap))
@@ -73,7 +73,8 @@ class Ledger(msgspec.Struct, kw_only=True):
             for family in plan.families
             if family.has(graph)
         ]
-        if pool := pool_bytes(plan, offer, budget_model, workload):
+        if plan.families:
+            pool = pool_bytes(plan, offer, budget_model, workload) or None
             entries.append(LedgerEntry(term="graph pool", unit="bytes", predicted=pool))
         return cls(
             rank=offer.rank,
@@ -90,7 +91,7 @@ class Ledger(msgspec.Struct, kw_only=True):
 
     @property
     def predicted_streams(self) -> int:
-        return sum(entry.predicted for entry in self.entries if entry.unit == "streams")
+        return sum(entry.predicted or 0 for entry in self.entries if entry.unit == "streams")
 
     def measure(self, term: str, value: int, unit: str = "streams") -> None:
         """Enter what ``term`` really took; a term that nobody predicted counts as predicted 0.
