@@ -17,7 +17,7 @@ import ray
 from dist_aclgraph.actors.step_channel import ChannelAddress, StepReceiver
 from dist_aclgraph.config import Config, launch_blocking, visible_devices
 from dist_aclgraph.errors import DistAclGraphError, RankDisagreementError
-from dist_aclgraph.graph.budget import Probe, StreamOffer, max_piecewise_sizes
+from dist_aclgraph.graph.budget import StreamOffer, max_piecewise_sizes
 from dist_aclgraph.graph.commands import GraphAnswer, GraphCommand
 from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.graph.modes import GraphSupport, normalise_mode
@@ -65,12 +65,16 @@ class Worker:
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def ping(self) -> dict[str, Any]:
-        """Say where this worker stands: rank, phase, last step, progress of loading."""
+        """Say where this worker stands: rank, phase, last step, progress of loading.
+
+        ``waits`` says whether its host waits for the device.
+        """
         return {
             "rank": self._rank,
             "phase": self._phase,
             "step": self._last_step,
             "doing": self._doing,
+            "waits": self._phase not in ("PLACING", "JOINING") and self._npu.is_waiting,
             "progress": self._progress,
         }
 
@@ -164,13 +168,11 @@ class Worker:
         with translated("allocating the KV cache"):
             self._runner.make_cache(num_blocks)
 
-    def offer(self, probes: list[CaptureCost], graphs: list[BatchDescriptor]) -> StreamOffer:
+    def offer(self) -> StreamOffer:
         """Say what this rank can give to graphs.
 
-        Called after eager steps, when the HCCL domains and side streams exist.
-
-        Args:
-            probes: what this rank paid for the capture of each of ``graphs``, given back since.
+        Called after eager steps, when the HCCL domains and side streams exist, and before any
+        capture: with software queues the count does not rise again when graphs are released.
         """
         self._phase = "CAPTURING"
         available = self._npu.available_streams()
@@ -178,16 +180,13 @@ class Worker:
         return StreamOffer(
             rank=self._rank,
             available=available,
+            counts_graphs=self._runner.free_streams is not None,
             reserve=self._config.graph.reserve_streams,
             free_bytes=self._npu.memory().free_bytes,
             device=self._npu.name,
             card=f"{socket.gethostname()}:{chips}",
             max_sizes=max_piecewise_sizes(self._npu.name),
             taken=self._streams_taken,
-            probes=tuple(
-                Probe(graph=graph, streams=cost.streams, bytes=cost.bytes)
-                for graph, cost in zip(graphs, probes, strict=True)
-            ),
         )
 
     def carry_out(self, command: GraphCommand) -> GraphAnswer:
@@ -209,7 +208,7 @@ class Worker:
             message=message,
             plan_hash=self._plan.hash,
             cost=cost,
-            free_streams=self._npu.available_streams(),
+            free_streams=self._runner.free_streams,
             live_bytes=self._runner.pool_memory.live_bytes,
         )
 

@@ -67,8 +67,8 @@ def plan_report(config: Config) -> dict[str, Any]:
         block_size=config.kv.block_size,
         dtype=config.dtype,
     )
-    free_bytes = max(0, _device_bytes(config) - facts.weight_bytes // config.parallel.tp)
-    offers = [_offer(config, workload, rank, free_bytes) for rank in range(layout.world_size)]
+    weight_bytes = facts.weight_bytes // config.parallel.tp
+    offers = [_offer(config, workload, rank, weight_bytes) for rank in range(layout.world_size)]
     families = candidate_families(config)
     scopes = _plan_scopes(config, layout, offers, model, workload)
     offers = [offer for scope in scopes for offer in scope.offers]
@@ -76,7 +76,7 @@ def plan_report(config: Config) -> dict[str, Any]:
     pools = [pool_bytes(scope.plan, o, model, workload) for scope in scopes for o in scope.offers]
     num_blocks = spec.choose_num_blocks(
         config.kv,
-        max(0, free_bytes - max(pools)),
+        max(0, min(o.free_bytes - pool for o, pool in zip(offers, pools, strict=True))),
         max_num_seqs=config.scheduler.max_num_seqs,
         max_model_len=config.max_model_len or facts.max_model_len,
     )
@@ -297,7 +297,7 @@ def _traffic_in_words(config: Config) -> str:
     return "traffic that nobody has seen yet, batches of n tokens weighing 1/n"
 
 
-def _offer(config: Config, workload: Workload, rank: int, free_bytes: int) -> StreamOffer:
+def _offer(config: Config, workload: Workload, rank: int, weight_bytes: int) -> StreamOffer:
     emulator = config.device.emulator
     is_npu = config.device.kind == "npu"
     streams = NPU_STREAMS if is_npu else emulator.streams_by_rank.get(rank, emulator.streams)
@@ -313,16 +313,17 @@ def _offer(config: Config, workload: Workload, rank: int, free_bytes: int) -> St
         available=max(0, streams - sum(taken.values())),
         taken={who: count for who, count in taken.items() if count},
         reserve=config.graph.reserve_streams,
-        free_bytes=free_bytes,
+        free_bytes=max(0, _device_bytes(config, rank) - weight_bytes),
         device=device,
         max_sizes=max_piecewise_sizes(device),
     )
 
 
-def _device_bytes(config: Config) -> int:
+def _device_bytes(config: Config, rank: int) -> int:
     if config.device.kind == "npu":
         return NPU_BYTES
-    return config.device.emulator.memory_mb << 20
+    emulator = config.device.emulator
+    return emulator.memory_mb_by_rank.get(rank, emulator.memory_mb) << 20
 
 
 def _assumptions(config: Config) -> list[str]:

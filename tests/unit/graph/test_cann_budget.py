@@ -160,6 +160,32 @@ def probe_of(family: GraphFamily, streams: int, num_bytes: int) -> Probe:
     return Probe(graph=family.describe(8, 8), streams=streams, bytes=num_bytes)
 
 
+def test_a_device_that_does_not_count_graphs_is_priced_by_pinned_ids() -> None:
+    offer = StreamOffer(
+        rank=0, available=9, counts_graphs=False, probes=(probe_of(DECODE, 0, 800),)
+    )
+    workload = Workload(num_layers=4, tp=2)
+
+    price = CALIBRATED.price(DECODE, workload, offer)
+
+    assert total(price) == 4
+    assert all("count does not follow graphs: cann-pinned" in term.why for term in price)
+    assert CALIBRATED.bytes_per_token(DECODE, workload, offer) == 100
+
+
+def test_what_is_not_counted_is_not_measured_and_the_ledger_says_so() -> None:
+    offer, workload = StreamOffer(rank=5, available=9, counts_graphs=False), Workload(num_layers=4)
+    plan = negotiate([offer], [DECODE], PINNED, workload)
+    ledger = Ledger.predict(offer, plan, PINNED, workload)
+
+    ledger.measure("full decode 8", 0)
+
+    assert all(entry.measured is None for entry in ledger.entries)
+    assert ledger.warnings() == [
+        "rank 5: streams of graphs are not measured: this device's count does not follow them"
+    ]
+
+
 def test_a_probe_prices_its_family_in_streams_and_bytes() -> None:
     workload = Workload(num_layers=4, mode="FULL_AND_PIECEWISE")
     probes = (probe_of(DECODE, 7, 800),)
