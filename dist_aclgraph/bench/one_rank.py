@@ -128,7 +128,7 @@ class LaunchCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _has_work(func: Any, inputs: list[Any], outputs: list[Any]) -> bool:
-    """Whether it writes to memory that is there, or makes a tensor and does not only allocate it."""
+    """Whether it writes to memory that was there, or fills memory that is new."""
     name = func._schema.name.partition("::")[2]
     if name.startswith(("empty", "new_empty")) or name.endswith("workspace"):
         return False

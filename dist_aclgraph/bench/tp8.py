@@ -12,6 +12,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -37,6 +38,7 @@ from dist_aclgraph.bench.workload import (
     Run,
     decode_workload,
     mean_stages,
+    median_stages,
     mixed_workload,
     padded_fraction,
     paired_ratio,
@@ -233,7 +235,8 @@ def _summary(
     gaps = [gap for run in runs for gap in run.gaps_ms]
     rounds = [percentile(run.gaps_ms, 50) for run in runs]
     base_rounds = [percentile(run.gaps_ms, 50) for run in base]
-    stages, steps = mean_stages([run.timings_us for run in runs])
+    means, counts = zip(*(mean_stages(run.timings_us) for run in runs), strict=True)
+    stages = median_stages(means)
     launching = sum(stages.get(stage, 0.0) for stage in LAUNCHING)
     updates = "update" in stages
     return {
@@ -244,7 +247,7 @@ def _summary(
         "tokens_per_s": statistics.median(run.num_tokens / run.seconds for run in runs),
         "stages_us": {k: v for k, v in stages.items() if k not in BESIDE},
         "beside_us": {k: v for k, v in stages.items() if k in BESIDE},
-        "steps": steps,
+        "steps": dict(sum(map(Counter, counts), Counter())),
         "launch_us_per_operator": launching / operators,
         "update_us_per_layer": stages.get("update_per_layer", stages["update"] / layers)
         if updates

@@ -38,7 +38,6 @@ def _draw_steps(axes: Axes, results: dict[str, Any]) -> None:
         for place, row in zip(places, rows, strict=True):
             rounds = row["rounds_step_ms_p50"]
             axes.plot([place] * len(rounds), rounds, "k.", markersize=3)
-    axes.set_yscale("log")
     axes.set_title("Step time: median (bar), of each round (dots), p99 (dash)", loc="left")
     axes.set_ylabel("ms")
     axes.legend(fontsize="small")
@@ -60,9 +59,10 @@ def _draw_stages(axes: Axes, results: dict[str, Any]) -> None:
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelsize="small")
-    axes.set_title("Host time of a step by stage, mean; sample waits for the device", loc="left")
+    axes.set_title("Host time of a step by stage; sample waits for the device", loc="left")
     axes.set_xlabel("ms")
-    axes.legend(fontsize="small", ncols=2)
+    axes.margins(x=0.35)  # room for the legend
+    axes.legend(fontsize="small", loc="center right")
     axes.grid(axis="x", alpha=0.3)
 
 

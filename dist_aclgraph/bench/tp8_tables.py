@@ -44,7 +44,7 @@ def _steps(results: dict[str, Any]) -> Table:
 
 def _stages(results: dict[str, Any]) -> Table:
     names = stage_names(results)
-    table = _table("Host time of a step by stage, rank 0 and engine (us)", "mode", "workload",
+    table = _table("Host time of a step by stage, rank 0 and engine (us; median of rounds' means)", "mode", "workload",
                    *names)  # fmt: skip
     for mode, name, row in _rows(results):
         table.add_row(mode, name, *(_or_dash(row["stages_us"].get(stage)) for stage in names))

@@ -180,18 +180,22 @@ def paired_ratio(base: Sequence[float], other: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(base, other, strict=True))
 
 
-def mean_stages(timings_us: Sequence[dict[str, float]]) -> tuple[dict[str, float], dict[str, int]]:
-    """Return microseconds a step by stage, over all modes and runs, and the steps of each mode."""
+def mean_stages(timings_us: dict[str, float]) -> tuple[dict[str, float], dict[str, int]]:
+    """Return microseconds a step by stage, over all modes of a run, and the steps of each mode."""
     total: Counter[str] = Counter()
     steps: Counter[str] = Counter()
-    for timings in timings_us:
-        for key, value in timings.items():
-            mode, _, stage = key.partition(".")
-            if stage == "steps":
-                steps[mode] += int(value)
-            else:
-                total[stage] += value  # type: ignore[assignment]
+    for key, value in timings_us.items():
+        mode, _, stage = key.partition(".")
+        if stage == "steps":
+            steps[mode] += int(value)
+        else:
+            total[stage] += value  # type: ignore[assignment]
     count = sum(steps.values())
-    return {stage: value / count for stage, value in total.items()}, {
-        mode: n for mode, n in steps.items() if n
-    }
+    stages = {stage: value / count for stage, value in total.items()}
+    return stages, {mode: n for mode, n in steps.items() if n}
+
+
+def median_stages(runs: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the median over runs of each stage; one that a run lacks took it no time."""
+    names = dict.fromkeys(stage for run in runs for stage in run)
+    return {name: statistics.median(run.get(name, 0.0) for run in runs) for name in names}
