@@ -44,8 +44,8 @@ def _steps(results: dict[str, Any]) -> Table:
 
 def _stages(results: dict[str, Any]) -> Table:
     names = stage_names(results)
-    table = _table("Host time of a step by stage, rank 0 and engine (us; median of rounds' means)", "mode", "workload",
-                   *names)  # fmt: skip
+    title = "Host time of a step by stage, rank 0 and engine (us; median of the rounds' means)"
+    table = _table(title, "mode", "workload", *names)
     for mode, name, row in _rows(results):
         table.add_row(mode, name, *(_or_dash(row["stages_us"].get(stage)) for stage in names))
     return table
