@@ -34,11 +34,19 @@ def _draw_steps(axes: Axes, results: dict[str, Any]) -> None:
     for mode, places, rows, width in _groups(axes, results):
         p50 = [row["step_ms_p50"] for row in rows]
         axes.bar(places, p50, width, label=mode)
-        axes.plot(places, [row["step_ms_p99"] for row in rows], "k_", markersize=9)
         for place, row in zip(places, rows, strict=True):
             rounds = row["rounds_step_ms_p50"]
             axes.plot([place] * len(rounds), rounds, "k.", markersize=3)
-    axes.set_title("Step time: median (bar), of each round (dots), p99 (dash)", loc="left")
+            axes.annotate(
+                f"{row['step_ms_p99']:.0f}",
+                (place, max(*rounds, row["step_ms_p50"])),
+                (0, 4),
+                textcoords="offset points",
+                ha="center",
+                fontsize="x-small",
+                color="gray",
+            )
+    axes.set_title("Step time: median (bar), of each round (dots); p99 (number)", loc="left")
     axes.set_ylabel("ms")
     axes.legend(fontsize="small")
     axes.grid(axis="y", alpha=0.3)

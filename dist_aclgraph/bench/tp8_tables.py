@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 MIB = 1 << 20
+SIZES = ("deployment", "separate", "needed_by_largest", "needed")  # of a pool's record
 
 
 def tables(results: dict[str, Any]) -> Iterator[Table]:
@@ -70,6 +71,41 @@ def _graphs(results: dict[str, Any]) -> Table:
             f"{pool['needed'] / MIB:.2f}",
         )
     return table
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """Return steps and graphs as tables for a document."""
+    ranks = f"TP {results['tp']} on {results['cores']} cores"
+    base = f"against {results['base']}"
+    lines = [
+        f"{ranks}, {results['repeats']} rounds of {results['steps']} tokens a request, "
+        f"{results['operators']} operators a step; {results['note']}.",
+        "",
+        f"| mode | workload | ms a step | p99 | {base} | tokens/s | launch, us an operator "
+        "| update, us a layer | padding |",
+        "| --- | --- |" + " ---: |" * 7,
+    ]
+    for mode, name, row in _rows(results):
+        lines.append(
+            f"| {mode} | {name} | {row['step_ms_p50']:.1f} | {row['step_ms_p99']:.0f} "
+            f"| {row['speedup']:.2f} | {row['tokens_per_s']:.0f} "
+            f"| {row['launch_us_per_operator']:.0f} | {_or_dash(row['update_us_per_layer'])} "
+            f"| {row['padded_fraction']:.0%} |"
+        )
+    lines += [
+        "",
+        "| mode | capture, s | one pool, MiB | separate pools | tensors: largest bucket | sum |",
+        "| --- |" + " ---: |" * 5,
+    ]
+    for mode, found in results["modes"].items():
+        if found["buckets"]:
+            pool = {key: size / MIB for key, size in found["pool"].items() if key in SIZES}
+            lines.append(
+                f"| {mode} | {found['capture_s']:.2f} | {pool['deployment']:.0f} "
+                f"| {pool['separate']:.0f} | {pool['needed_by_largest']:.2f} "
+                f"| {pool['needed']:.2f} |"
+            )
+    return "\n".join([*lines, ""])
 
 
 def stage_names(results: dict[str, Any]) -> list[str]:
