@@ -113,7 +113,7 @@ class ParallelLayout:
 
     def domains_of(self, rank: int) -> tuple[Ranks, ...]:
         """Return the communication domains that ``rank`` is a member of."""
-        return tuple(domain for domain in self.domains if rank in domain)
+        return tuple(self._domains_by_rank[rank])
 
     @cached_property
     def lockstep_groups(self) -> tuple[Ranks, ...]:
@@ -137,7 +137,19 @@ class ParallelLayout:
 
     def lockstep_group_of(self, rank: int) -> int:
         """Return the index of the lockstep group that holds ``rank``."""
-        return next(i for i, group in enumerate(self.lockstep_groups) if rank in group)
+        return self._group_by_rank[rank]
+
+    @cached_property
+    def _domains_by_rank(self) -> dict[int, list[Ranks]]:
+        found: dict[int, list[Ranks]] = {rank: [] for rank in range(self.world_size)}
+        for domain in self.domains:
+            for rank in domain:
+                found[rank].append(domain)
+        return found
+
+    @cached_property
+    def _group_by_rank(self) -> dict[int, int]:
+        return {rank: i for i, group in enumerate(self.lockstep_groups) for rank in group}
 
     @property
     def _dp(self) -> range:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import msgspec
 import ray
 from ray.exceptions import RayError
 
@@ -13,9 +12,9 @@ from dist_aclgraph.actors.engine import SeenTraffic
 from dist_aclgraph.actors.lockstep_group import LockstepGroup
 from dist_aclgraph.config import Config
 from dist_aclgraph.graph.buckets import GraphFamily
-from dist_aclgraph.graph.budget import BudgetModel, Probe, StreamOffer, Workload
+from dist_aclgraph.graph.budget import BudgetModel, Workload
 from dist_aclgraph.graph.descriptor import BatchDescriptor
-from dist_aclgraph.graph.rebucketing import propose, transition
+from dist_aclgraph.graph.rebucketing import choose_again
 from dist_aclgraph.graph.traffic import Traffic, fade, merge
 from dist_aclgraph.model_facts import ModelFacts
 
@@ -69,32 +68,16 @@ class Rebucketing:
         plan = seen[0].plan
         if plan is None or any(group.plan != plan for group in seen):
             return
-        offers = self._timed_offers(_slowest(seen))
-        model, workload = self._budget_model, self._workload
-        better = propose(
+        change = choose_again(
             plan,
             self._traffic,
-            offers,
+            [offer for group in self._groups for offer in group.offers],
+            _slowest(seen),
             self._families,
-            model,
-            workload,
-            min_gain=self._config.rebucket_gain,
-            min_weight=self._config.rebucket_min_steps,
+            self._budget_model,
+            self._workload,
+            self._config,
         )
-        if better is not None:
-            actions = transition(plan, better, offers, model, workload)
+        if change is not None:
             for group in self._groups:
-                group.engine.change_plan.remote(better, actions)
-
-    def _timed_offers(self, step_seconds: dict[BatchDescriptor, float]) -> list[StreamOffer]:
-        """The offers that the plan was made of, with the times that its steps took since."""
-        timed = tuple(
-            Probe(graph=graph, streams=0, bytes=0, replay_s=seconds)
-            for graph, seconds in step_seconds.items()
-        )
-        return [
-            # Prices come from the first probe of a kind, times from all.
-            msgspec.structs.replace(offer, probes=offer.probes + timed if offer.probes else ())
-            for group in self._groups
-            for offer in group.offers
-        ]
+                group.engine.change_plan.remote(*change)

@@ -1,4 +1,4 @@
-"""``dist-aclgraph run | serve | plan | doctor``. Heavy imports happen inside the commands.
+"""``dist-aclgraph run | serve | plan | simulate | doctor``. Commands import what is heavy.
 
 A user's mistake is one sentence on stderr and exit code 2; a failure of ours or the machine's is
 one sentence and exit code 1.
@@ -111,6 +111,66 @@ def plan(
             print(json.dumps(report, indent=2))
         else:
             render_plan(report, Console())
+
+
+@cli.command()
+def simulate(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="JSON lines or CSV: batches, or requests by arrival")
+    ] = None,
+    poisson: Annotated[
+        float | None, typer.Option(metavar="RATE", help="requests a second, at random")
+    ] = None,
+    requests: Annotated[int | None, typer.Option(help="end after so many requests")] = None,
+    seconds: Annotated[float | None, typer.Option(help="end after so many seconds")] = None,
+    seed: Annotated[int, typer.Option(help="of random requests")] = 0,
+    prompt_tokens: Annotated[float, typer.Option(help="mean of random prompts")] = 512.0,
+    output_tokens: Annotated[float, typer.Option(help="mean of random answers")] = 128.0,
+    times: Annotated[
+        Path | None, typer.Option(help="step times: the report of a deployment, as JSON")
+    ] = None,
+    step_ms: Annotated[float, typer.Option(help="assumed time of any step")] = 10.0,
+    token_ms: Annotated[float, typer.Option(help="and of each of its padded tokens")] = 0.05,
+    capture_ms: Annotated[float, typer.Option(help="assumed time of a capture")] = 50.0,
+    compare: Annotated[bool, typer.Option("--compare", help="try other sets of graphs")] = False,
+    as_json: AsJson = False,
+    plot: Annotated[Path | None, typer.Option(help="draw padding and eager steps: a .png")] = None,
+) -> None:
+    """Replay a load without a device: padding, eager steps, plan changes; step times assumed."""
+    with _user_errors():
+        from rich.console import Console
+
+        from dist_aclgraph.cli.simulate import render_simulation, simulate_with_progress
+        from dist_aclgraph.config import load_config, parse_overrides
+        from dist_aclgraph.simulate.simulation import LoadOptions
+        from dist_aclgraph.simulate.times import line_times, read_times
+
+        assumed = line_times(step_ms, token_ms, capture_ms)
+        options = LoadOptions(
+            trace=trace,
+            poisson=poisson,
+            requests=requests,
+            seconds=seconds,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            seed=seed,
+        )
+        report = simulate_with_progress(
+            load_config(config, parse_overrides(overrides or [])),
+            options,
+            assumed if times is None else read_times(times, capture_ms),
+            compare,
+        )
+        if plot is not None:
+            from dist_aclgraph.cli.simulate_plot import plot_simulation
+
+            plot_simulation(report, plot)
+        if as_json:
+            print(json.dumps(report, indent=2))
+        else:
+            render_simulation(report, Console())
 
 
 @cli.command()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
+from dist_aclgraph.config import GraphConfig
 from dist_aclgraph.errors import GraphError, StreamBudgetError
 from dist_aclgraph.graph.buckets import GraphFamily
 from dist_aclgraph.graph.budget import (
     BudgetModel,
     Limit,
+    Probe,
     StreamOffer,
     Workload,
     share_cards,
@@ -38,6 +40,46 @@ class Release(msgspec.Struct, frozen=True, tag=True):
 
 
 Action = Capture | Release
+
+
+def choose_again(
+    plan: GraphPlan,
+    traffic: Traffic,
+    offers: Sequence[StreamOffer],
+    step_seconds: Mapping[BatchDescriptor, float],
+    families: Sequence[GraphFamily],
+    budget_model: BudgetModel,
+    workload: Workload,
+    config: GraphConfig,
+) -> tuple[GraphPlan, tuple[Action, ...]] | None:
+    """Return a plan that serves the traffic better and what leads there, or None without one.
+
+    Args:
+        step_seconds: what steps took that replayed each graph.
+        offers, families: as in ``propose``.
+    """
+    timed = tuple(
+        Probe(graph=graph, streams=0, bytes=0, replay_s=seconds)
+        for graph, seconds in step_seconds.items()
+    )
+    # Prices come from the first probe of a kind, times from all.
+    offers = [
+        msgspec.structs.replace(offer, probes=offer.probes + timed if offer.probes else ())
+        for offer in offers
+    ]
+    better = propose(
+        plan,
+        traffic,
+        offers,
+        families,
+        budget_model,
+        workload,
+        min_gain=config.rebucket_gain,
+        min_weight=config.rebucket_min_steps,
+    )
+    if better is None:
+        return None
+    return better, transition(plan, better, offers, budget_model, workload)
 
 
 def propose(

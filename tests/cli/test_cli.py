@@ -28,6 +28,13 @@ def call(*arguments: str):
         (("run", CONFIG, "nonsense", "--prompt", "x"), "key=value"),
         (("run", CONFIG, "--prompt", "x", "--temperature", "9"), "temperature is 9"),
         (("run", CONFIG, "model=nowhere", "--prompt", "x"), "cannot read nowhere/config.json"),
+        (("simulate", CONFIG), "either --trace FILE or --poisson RATE"),
+        (("simulate", CONFIG, "--poisson", "0"), "--poisson is 0"),
+        (("simulate", CONFIG, "--trace", "nowhere"), "cannot read the trace nowhere"),
+        (("simulate", CONFIG, "--trace", CONFIG), "line 1: found '# The demo"),
+        (("simulate", CONFIG, "--poisson", "9", "--times", "nowhere"), "cannot read the times"),
+        (("simulate", CONFIG, "--poisson", "9", "--step-ms", "-1"), "none may be negative"),
+        (("simulate", CONFIG, "--poisson", "9", "--requests", "5", "--plot", "no/x.png"), "plot"),
         (("serve", CONFIG, "parallel.tp=two"), "parallel.tp"),
         (("serve", CONFIG, "kv.block_size=17"), "kv.block_size"),
         (("serve", CONFIG, "serve.port=8765", "parallel.tp=3"), "tp"),
@@ -79,6 +86,31 @@ def test_help_loads_nothing_heavy():
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert found.stdout.strip().endswith("[]")
+
+
+def test_a_simulation_prints_json_and_nothing_else_beside():
+    simulation = ("simulate", CONFIG, "--poisson", "20", "--requests", "30", "--compare")
+
+    result, again = (call(*simulation, "--seed", "5", "--json") for _ in range(2))
+
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    report = json.loads(result.stdout)
+    assert report["groups"][0]["requests"]["finished"] == 30
+    assert report["compare"][0]["name"] == "as simulated"
+    del report["speed"]
+    assert report.items() <= json.loads(again.stdout).items()
+
+
+def test_a_simulation_is_shown_as_tables():
+    result = call(
+        "simulate", CONFIG, "--poisson", "20", "--requests", "30", "scheduler.max_num_seqs=8"
+    )
+
+    assert result.exit_code == 0
+    assert "30 requests finished" in result.stdout
+    assert "step times are assumed, not measured" in result.stdout
+    assert "full decode 8" in result.stdout
 
 
 def test_the_announcement_has_device_plan_and_a_curl_line(capsys):

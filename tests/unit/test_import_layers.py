@@ -47,6 +47,7 @@ LAYERS = {
     "engine": 4,
     "actors": 5,
     "serve": 6,
+    "simulate": 6,
     "cli": 6,
     "bench": 6,
 }
@@ -116,7 +117,8 @@ def violations(module: Module) -> list[str]:
         elif (
             (top == "torch_npu" and module.top != "device")
             or (top == "ray" and layer < 5)
-            or (top == "torch" and module.top in ("serve", "text"))
+            or (top == "ray" and module.top == "simulate")
+            or (top == "torch" and module.top in ("serve", "text", "simulate"))
             or (layer < 2 and top not in PURE | sys.stdlib_module_names)
         ):
             bad.append(target)
@@ -195,6 +197,8 @@ def assigned_roots(tree: ast.AST) -> Iterator[tuple[int, str]]:
         ("engine.runner", "import ray"),
         ("engine.runner", "def f():\n    import torch_npu.npu"),
         ("serve.app", "from torch import nn"),
+        ("simulate.group", "import ray"),
+        ("simulate.group", "import torch"),
         ("actors.worker", "from dist_aclgraph.serve import app"),
     ],
 )

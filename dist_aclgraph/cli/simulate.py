@@ -1,0 +1,131 @@
+"""``dist-aclgraph simulate``: how far it is, and its report as tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from dist_aclgraph.config import Config
+from dist_aclgraph.simulate.simulation import LoadOptions, simulate
+from dist_aclgraph.simulate.times import StepTimes
+
+SHOWN_VERSIONS = 8
+
+
+def simulate_with_progress(
+    config: Config, options: LoadOptions, times: StepTimes, with_comparison: bool
+) -> dict[str, Any]:
+    """Simulate, and show on stderr how far it is where that is a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("Simulating"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("", total=1.0)
+        return simulate(
+            config,
+            options,
+            times,
+            with_comparison=with_comparison,
+            on_progress=lambda share: bar.update(task, completed=share),
+        )
+
+
+def render_simulation(report: dict[str, Any], console: Console) -> None:
+    """Print a report as tables."""
+    model, speed = report["model"], report["speed"]
+    console.print(
+        f"[bold]{model['name']}[/bold]: {report['num_ranks']} NPUs (tp {model['tp']}, dp "
+        f"{model['dp']}) in {report['num_groups']} lockstep groups; {report['mode']}, priced by "
+        f"{report['budget_model']}"
+    )
+    console.print(f"Load: {report['load']}", markup=False)
+    for sentence in report["assumptions"]:
+        console.print(f"  assumed: {sentence}", markup=False)
+    for group in report["groups"]:
+        _render_group(group, console)
+    if len(report["groups"]) > 1:
+        console.print(f"All groups: {_shares_in_words(report['overall'])}")
+    if report["compare"] is not None:
+        console.print("The same batches with other graphs:")
+        console.print(_comparison(report["compare"], report["groups"][0]["streams"]))
+    console.print(
+        f"{speed['steps']:,} steps in {speed['seconds']:.2f} s of this machine: "
+        f"{speed['steps_per_s']:,.0f} steps/s, after {speed['plan_seconds']:.2f} s of planning",
+        highlight=False,
+    )
+
+
+def _render_group(group: dict[str, Any], console: Console) -> None:
+    requests, lazy, streams = group["requests"], group["lazy"], group["streams"]
+    console.print(
+        f"Group {group['group']}: {group['steps']:,} steps in {group['seconds']:,.1f} simulated "
+        f"seconds; {_shares_in_words(group)}",
+        highlight=False,
+    )
+    eager = "; ".join(f"{reason} {count:,}" for reason, count in group["eager_steps"].items())
+    console.print(f"  eager steps by reason: {eager or 'none'}", highlight=False)
+    refused = "".join(f"; {count:,} refused ({n})" for n, count in requests["refused"].items())
+    console.print(
+        f"  {requests['finished']:,} requests finished{refused}; "
+        f"{requests['generated_tokens']:,} tokens generated; {group['preemptions']:,} preemptions; "
+        f"at most {requests['most_waiting']:,} waited",
+        highlight=False,
+    )
+    held = "; ".join(f"{n} {c}" for n, c in streams["at_most"].items() if c and n != "all")
+    console.print(
+        f"  streams by the budget model, at most: {streams['at_most']['all']} of "
+        f"{streams['usable'] + streams['kept_for_lazy_graphs']} on rank {streams['rank']} "
+        f"({held or 'none'}; {streams['kept_for_lazy_graphs']} are kept for lazy graphs)",
+        highlight=False,
+    )
+    console.print(
+        f"  lazy graphs: {lazy['captures']} captures, {lazy['evictions']} evictions, room for "
+        f"{lazy['capacity']}; the plan changed {group['plan_changes']} times by "
+        f"{group['plan_captures']} captures",
+        highlight=False,
+    )
+    for version in group["plan_versions"][-SHOWN_VERSIONS:]:
+        buckets = "; ".join(
+            f"{name} {', '.join(map(str, sizes))}" for name, sizes in version["families"].items()
+        )
+        console.print(
+            f"  from {version['at_s']:,.1f} s plan {version['version']}: {buckets or 'no graph'}",
+            highlight=False,
+        )
+    if group["replays"]:
+        console.print(_replays(group))
+
+
+def _replays(group: dict[str, Any]) -> Table:
+    table = Table("graph", "replays", "padding")
+    for name, count in group["replays"].items():
+        table.add_row(name, f"{count:,}", f"{group['wasted_by_graph'][name]:.1%}")
+    return table
+
+
+def _comparison(rows: list[dict[str, Any]], streams: dict[str, Any]) -> Table:
+    table = Table("graphs", "buckets", "streams", "padding", "eager steps", "of tokens")
+    table.columns[0].no_wrap = True
+    have = streams["usable"] + streams["kept_for_lazy_graphs"]
+    for row in rows:
+        table.add_row(
+            row["name"],
+            str(row["buckets"]),
+            f"{row['streams']}{'' if row['is_affordable'] else f' of {have}'}",
+            f"{row['padding_share']:.1%}",
+            f"{row['eager_step_share']:.1%}",
+            f"{row['eager_token_share']:.1%}",
+        )
+    return table
+
+
+def _shares_in_words(shares: dict[str, Any]) -> str:
+    return (
+        f"{shares['padding_share']:.1%} of replayed tokens are padding, "
+        f"{shares['eager_step_share']:.1%} of steps ({shares['eager_token_share']:.1%} of tokens) "
+        "run eagerly"
+    )

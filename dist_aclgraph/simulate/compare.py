@@ -1,0 +1,89 @@
+"""The batches of a simulation, replayed with other sets of graphs.
+
+Other graphs would change how long steps take, and so which requests meet in a batch: that is left
+out here. All rows have seen the same batches; no graph comes or goes but in the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from dist_aclgraph.config import GraphMode
+from dist_aclgraph.graph.buckets import GraphFamily, candidate_families, trim_sizes
+from dist_aclgraph.graph.dispatcher import GraphDispatcher
+from dist_aclgraph.graph.plan import GraphPlan
+from dist_aclgraph.simulate.deployment import AssumedDeployment, NegotiatedPlan, distinct
+from dist_aclgraph.simulate.group import SimulatedGroup
+from dist_aclgraph.simulate.streams import is_affordable, streams_held
+from dist_aclgraph.simulate.tally import replay_batches
+
+AS_SIMULATED = "as simulated"
+OTHER_MODES: tuple[GraphMode, ...] = ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
+
+
+def compare(
+    deployment: AssumedDeployment, group: SimulatedGroup, negotiated: NegotiatedPlan
+) -> list[dict[str, Any]]:
+    """Return a row for each set of graphs: padding, eager steps, streams, and what they cost."""
+    rows = [
+        {
+            "name": AS_SIMULATED,
+            "buckets": len(group.dispatcher.graphs),
+            "streams": group.most_streams["all"],
+            "is_affordable": True,
+            **group.tally.all.report(),
+        }
+    ]
+    for name, planned, plan in _plans(deployment, negotiated):
+        dispatcher = GraphDispatcher(plan)
+        rows.append(
+            {
+                "name": name,
+                "buckets": plan.num_graphs,
+                "streams": streams_held(planned, group.tightest)(dispatcher.graphs)["all"],
+                "is_affordable": all(
+                    is_affordable(planned, offer, plan) for offer in distinct(negotiated.offers)
+                ),
+                **replay_batches(group.tally.by_batch, dispatcher).report(),
+            }
+        )
+    return rows
+
+
+def powers_of_two(family: GraphFamily, count: int) -> tuple[int, ...]:
+    """Return the powers of two in whole requests, and the largest size."""
+    largest, unit = family.buckets[-1], family.query_len or 1
+    sizes = {unit << i for i in range((largest // unit).bit_length())}
+    return tuple(sorted({size for size in sizes if size < largest} | {largest}))
+
+
+SETS: dict[str, Callable[[GraphFamily, int], tuple[int, ...]]] = {
+    "all sizes": lambda family, count: family.buckets,
+    "as many, evenly by index": lambda family, count: tuple(trim_sizes(family.buckets, count)),
+    "powers of two": powers_of_two,
+}
+
+
+def _plans(
+    deployment: AssumedDeployment, negotiated: NegotiatedPlan
+) -> Iterator[tuple[str, AssumedDeployment, GraphPlan]]:
+    chosen = negotiated.plan
+    yield "first plan, held", deployment, chosen
+    candidates = candidate_families(deployment.config)
+    counts = {family.name: len(family.buckets) for family in chosen.families}
+    for name, sizes in SETS.items():
+        families = tuple(
+            msgspec.structs.replace(family, buckets=sizes(family, counts[family.name]))
+            for family in candidates
+            if family.name in counts
+        )
+        yield name, deployment, msgspec.structs.replace(chosen, families=families)
+    for mode in OTHER_MODES:
+        other = deployment.with_mode(mode)
+        if other.config.graph.mode == mode != deployment.config.graph.mode:
+            # The same ranks, with the room that this mode keeps for lazy graphs.
+            offers = [deployment.offers[offer.rank] for offer in distinct(negotiated.offers)]
+            yield f"{mode}, held", other, other.negotiate(offers).plan

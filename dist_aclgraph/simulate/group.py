@@ -1,0 +1,330 @@
+"""The loop of one simulated lockstep group: the real scheduler, dispatcher and graph changes.
+
+What is not real: the clock, which goes on by the time that a step is assumed to take; the ranks,
+whose captures always succeed; and the tokens, which mean nothing. No two prompts begin alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from dist_aclgraph.actors.graph_changes import GraphChanges
+from dist_aclgraph.actors.graph_transaction import GraphTransaction
+from dist_aclgraph.config import Config
+from dist_aclgraph.errors import DistAclGraphError
+from dist_aclgraph.graph.buckets import candidate_families, lazy_families
+from dist_aclgraph.graph.budget import Probe, StreamOffer, total
+from dist_aclgraph.graph.commands import GraphAction, GraphAnswer
+from dist_aclgraph.graph.descriptor import BatchDescriptor
+from dist_aclgraph.graph.lazy import LazyGraphs
+from dist_aclgraph.graph.plan import CaptureCost, GraphPlan
+from dist_aclgraph.graph.rebucketing import choose_again
+from dist_aclgraph.graph.traffic import Traffic, fade, merge
+from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.scheduler.request import Request
+from dist_aclgraph.scheduler.scheduler import Scheduler
+from dist_aclgraph.scheduler.step import RowSampling, StepPlan, StepResult
+from dist_aclgraph.simulate.deployment import AssumedDeployment, NegotiatedPlan, distinct
+from dist_aclgraph.simulate.load import Arrival, Batch
+from dist_aclgraph.simulate.streams import streams_held, tightest_offer
+from dist_aclgraph.simulate.tally import Tally, WatchedDispatcher
+from dist_aclgraph.simulate.times import StepTimes
+
+IDLE_POLL_S = 0.1  # between two graph changes of a group that has no requests
+MAX_VERSIONS = 256  # plan versions that are remembered, the latest
+STEPS_BETWEEN_LOOKS = 512  # of whoever watches the simulation
+SAMPLE = 3  # where a record of ``RankBatch.scheduled`` says that its row samples
+RECORD = 4
+
+OnProgress = Callable[[], None]
+
+
+@dataclass
+class SimulatedRanks:
+    """The ranks of a group, of which one answers for all. Every capture succeeds.
+
+    Attributes:
+        captures, releases: of single graphs.
+    """
+
+    plan: GraphPlan
+    ranks: tuple[int, ...] = (0,)
+    captures: int = 0
+    releases: int = 0
+
+    def carry_out(
+        self,
+        action: GraphAction,
+        timeout_s: float,
+        graph: BatchDescriptor | None = None,
+        plan: GraphPlan | None = None,
+    ) -> list[GraphAnswer]:
+        if plan is not None:
+            self.plan = plan
+        self.captures += action == "capture"
+        self.releases += action == "release"
+        return [GraphAnswer(0, 0, 0, plan_hash=self.plan.hash, cost=CaptureCost())]
+
+
+@dataclass
+class Counts:
+    """What happened beside steps."""
+
+    generated_tokens: int = 0
+    finished: int = 0
+    refused: Counter[str] = field(default_factory=Counter)  # by the kind of error
+    lazy_captures: int = 0
+    lazy_evictions: int = 0
+    plan_captures: int = 0
+    plan_changes: int = 0
+    most_waiting: int = 0
+
+
+class SimulatedGroup:
+    """One lockstep group and its clock.
+
+    Args:
+        shares_plan_with: groups that change their plan together, this one among them; the others
+            are taken to see what this one sees.
+    """
+
+    def __init__(
+        self,
+        deployment: AssumedDeployment,
+        negotiated: NegotiatedPlan,
+        num_blocks: int,
+        times: StepTimes,
+        *,
+        shares_plan_with: int = 1,
+    ) -> None:
+        config = deployment.config
+        self._config = config.graph
+        self._deployment = deployment
+        self._times = times
+        self._offers = _probed(deployment, distinct(negotiated.offers))
+        self._families = candidate_families(config)
+        self._weight = shares_plan_with
+        self._traffic = Traffic()
+        self._looked_s = 0.0
+        self._is_unseen = False  # whether steps ran since the last look
+        self.clock_s = 0.0
+        self.tally = Tally()
+        self.counts = Counts()
+        self.lazy_capacity = negotiated.lazy_capacity
+        self.reserve = config.graph.reserve_streams
+        self.tightest = tightest_offer(deployment, negotiated)
+        lazy = _make_lazy(config, negotiated.lazy_capacity)
+        self.dispatcher = WatchedDispatcher(negotiated.plan, lazy)
+        self.versions: deque[dict[str, Any]] = deque(maxlen=MAX_VERSIONS)
+        self._note_version()
+        self._streams_of = streams_held(deployment, self.tightest)
+        self.most_streams = self._streams_of(self.dispatcher.graphs)
+        self.ranks = SimulatedRanks(negotiated.plan)
+        self.changes = GraphChanges(
+            self.dispatcher,
+            GraphTransaction(self.ranks, vote_s=math.inf, work_s=math.inf),
+            dict.fromkeys(negotiated.plan.capture_order, CaptureCost()),
+        )
+        self.scheduler = Scheduler(
+            config.scheduler,
+            BlockPool(num_blocks, config.kv.block_size, prefix_cache=config.scheduler.prefix_cache),
+            self.dispatcher,
+            max_model_len=deployment.max_model_len,
+        )
+        self._no_tokens = bytes(4 * config.scheduler.max_num_seqs)
+
+    # ---- loads
+
+    def play_batches(
+        self, batches: Iterator[Batch], max_seconds: float, on_progress: OnProgress
+    ) -> None:
+        """Dispatch one batch after the other, as if the scheduler had made them."""
+        for batch in batches:
+            if self.clock_s >= max_seconds:
+                return
+            self._look_again()
+            self._change_graphs(is_idle=False, is_quiet=True)
+            self.dispatcher.dispatch(*batch)
+            self._end_step(on_progress)
+
+    def play_requests(self, arrivals: Iterator[Arrival], on_progress: OnProgress) -> None:
+        """Serve requests until all are finished."""
+        scheduler = self.scheduler
+        coming = next(arrivals, None)
+        while True:
+            while coming is not None and coming.arrival_s <= self.clock_s:
+                self._submit(coming)
+                coming = next(arrivals, None)
+            self._look_again()
+            is_changed = self._change_graphs(not scheduler.has_work, not scheduler.waiting)
+            plan = scheduler.schedule()
+            if plan is not None:
+                self._run(plan, on_progress)
+            elif coming is None:
+                assert not scheduler.has_work, "requests wait, and none can ever run"
+                return
+            else:
+                self._wait(coming.arrival_s, is_changed)
+
+    def _submit(self, arrival: Arrival) -> None:
+        name = self.counts.finished + self.scheduler.num_requests + self.counts.refused.total()
+        request = Request(
+            str(name),
+            [name % (1 << 31)] * arrival.prompt_tokens,
+            RowSampling(),
+            max_tokens=arrival.output_tokens,
+        )
+        try:
+            self.scheduler.add(request)
+        except DistAclGraphError as e:
+            self.counts.refused[type(e).__name__] += 1
+        self.counts.most_waiting = max(self.counts.most_waiting, len(self.scheduler.waiting))
+
+    def _run(self, plan: StepPlan, on_progress: OnProgress) -> None:
+        records = np.frombuffer(plan.batches[0].scheduled, dtype="<i4")
+        num_samples = int(records[SAMPLE::RECORD].sum())
+        self._end_step(on_progress)
+        outputs = self.scheduler.update(
+            StepResult(plan.epoch, plan.step, 0, self._no_tokens[: 4 * num_samples])
+        )
+        self.counts.generated_tokens += num_samples
+        for output in outputs:
+            if output.finish_reason is not None:
+                self.counts.finished += 1
+
+    def _end_step(self, on_progress: OnProgress) -> None:
+        """Let the time of the step pass that was dispatched last."""
+        step = self.dispatcher.last
+        self.tally.add(self.clock_s, step)
+        graph = step.graph
+        if graph is None:
+            self.clock_s += self._times.step_s(step.num_tokens, "NONE")
+        else:
+            self.clock_s += self._times.step_s(graph.num_tokens, graph.mode)
+        self._is_unseen = True
+        if self.dispatcher.step % STEPS_BETWEEN_LOOKS == 0:
+            on_progress()
+
+    def _wait(self, until_s: float, is_changed: bool) -> None:
+        """Let time pass without a request, up to whatever comes first."""
+        if is_changed or self.changes.is_changing:
+            until_s = min(until_s, self.clock_s + IDLE_POLL_S)
+        elif self._is_unseen and self._config.rebucket_s:
+            until_s = min(until_s, max(self.clock_s, self._looked_s + self._config.rebucket_s))
+        self.clock_s = until_s
+
+    # ---- graphs
+
+    def _change_graphs(self, is_idle: bool, is_quiet: bool) -> bool:
+        """Do what is due to the graphs; return whether anything was changed."""
+        if not self.changes.is_due(is_idle, is_quiet):
+            return False
+        ranks, counts = self.ranks, self.counts
+        is_planned, version = self.changes.is_changing, self.dispatcher.plan.version
+        captures, releases = ranks.captures, ranks.releases
+        self.changes.advance()
+        captures, releases = ranks.captures - captures, ranks.releases - releases
+        self.clock_s += captures * self._times.capture_s
+        if is_planned:
+            counts.plan_captures += captures
+        else:
+            counts.lazy_captures += captures
+            counts.lazy_evictions += releases
+        if self.dispatcher.plan.version != version:
+            counts.plan_changes += 1
+            self._note_version()
+        if captures or releases:
+            held = self._streams_of(self.dispatcher.graphs)
+            self.most_streams = max(held, self.most_streams, key=lambda found: found["all"])
+        return bool(captures or releases)
+
+    def _look_again(self) -> None:
+        """Where it is time, choose the buckets again, as the controller does."""
+        elapsed_s, config = self.clock_s - self._looked_s, self._config
+        if not config.rebucket_s or elapsed_s < config.rebucket_s:
+            return
+        self._looked_s = self.clock_s
+        self._is_unseen = False
+        seen = _times(self.dispatcher.take_traffic(), self._weight)
+        self._traffic = merge([fade(self._traffic, elapsed_s, config.traffic_half_life_s), seen])
+        if self.changes.is_changing:
+            return
+        change = choose_again(
+            self.dispatcher.plan,
+            self._traffic,
+            self._offers,
+            {g: self._times.step_s(g.num_tokens, g.mode) for g in self.dispatcher.replays},
+            self._families,
+            self._deployment.budget_model,
+            self._deployment.workload,
+            config,
+        )
+        if change is not None:
+            self.changes.change_plan(*change)
+
+    def _note_version(self) -> None:
+        plan = self.dispatcher.plan
+        self.versions.append(
+            {
+                "at_s": self.clock_s,
+                "step": self.dispatcher.step,
+                "version": plan.version,
+                "families": {family.name: list(family.buckets) for family in plan.families},
+                "reason": plan.reasons[-1] if plan.reasons else "",
+            }
+        )
+
+
+def _make_lazy(config: Config, capacity: int) -> LazyGraphs | None:
+    if not capacity:
+        return None
+    return LazyGraphs(
+        lazy_families(config),
+        config.scheduler.max_num_seqs,
+        capacity=capacity,
+        min_tokens=config.graph.lazy_min_tokens,
+        retry_steps=config.graph.lazy_retry_steps,
+    )
+
+
+def _probed(deployment: AssumedDeployment, offers: list[StreamOffer]) -> list[StreamOffer]:
+    """Return the offers with the probes that ranks of a calibrated budget would have captured.
+
+    With them, buckets are chosen again by the times of steps, else by their tokens.
+    """
+    config, model = deployment.config, deployment.budget_model
+    if model.name != "calibrated":
+        return offers
+    graphs = {
+        family.describe(family.buckets[-1], config.scheduler.max_num_seqs): family
+        for family in candidate_families(config)
+    }
+    return [
+        msgspec.structs.replace(
+            offer,
+            probes=tuple(
+                Probe(
+                    graph=graph,
+                    streams=total(model.price(family, deployment.workload, offer)),
+                    bytes=0,
+                )
+                for graph, family in graphs.items()
+            ),
+        )
+        for offer in offers
+    ]
+
+
+def _times(traffic: Traffic, count: int) -> Traffic:
+    """Return the traffic of so many groups that see the same."""
+    return Traffic(
+        decode={tokens: weight * count for tokens, weight in traffic.decode.items()},
+        mixed={tokens: weight * count for tokens, weight in traffic.mixed.items()},
+    )

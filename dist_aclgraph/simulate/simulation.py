@@ -1,0 +1,322 @@
+"""A whole simulation: one group for each distinct plan of a deployment, and what it all comes to.
+
+Groups that hold equal plans get equal shares of the load, so that one of them stands for all.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from dist_aclgraph.config import Config
+from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.graph.ledger import pool_bytes
+from dist_aclgraph.simulate.compare import compare
+from dist_aclgraph.simulate.deployment import (
+    AssumedDeployment,
+    NegotiatedPlan,
+    content_of,
+    distinct,
+)
+from dist_aclgraph.simulate.group import SimulatedGroup
+from dist_aclgraph.simulate.load import Arrival, Batch, Load, Poisson, Trace
+from dist_aclgraph.simulate.tally import Shares
+from dist_aclgraph.simulate.times import StepTimes
+
+DEFAULT_REQUESTS = 1000
+MAX_GROUPS = 8  # simulated, of those with distinct plans: those that stand for most
+
+OnProgress = Callable[[float], None]  # how much is done, from 0 to 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """What is played: a trace, or requests that come at ``poisson`` a second.
+
+    ``requests`` and ``seconds`` end it, both of the whole deployment.
+    """
+
+    trace: Path | None = None
+    poisson: float | None = None
+    requests: int | None = None
+    seconds: float | None = None
+    prompt_tokens: float = 512.0
+    output_tokens: float = 128.0
+    seed: int = 0
+
+    def check(self) -> None:
+        """Return if the options fit together.
+
+        Raises:
+            ConfigError: they do not; says how.
+        """
+        if (self.trace is None) == (self.poisson is None):
+            raise ConfigError("a simulation needs a load: either --trace FILE or --poisson RATE")
+        if self.requests is not None and self.seconds is not None:
+            raise ConfigError("--requests and --seconds both say where to end; give one of them")
+        for name in ("poisson", "requests", "seconds", "prompt_tokens", "output_tokens"):
+            value = getattr(self, name)
+            least = 1 if name.endswith("_tokens") else 0
+            if value is not None and not (least <= value < math.inf and value > 0):
+                option = name.replace("_", "-")
+                raise ConfigError(f"--{option} is {value:g}; it must be positive and finite"
+                                  + (", at least 1" if least else ""))  # fmt: skip
+        if self.seed < 0:
+            raise ConfigError(f"--seed is {self.seed}; it must be 0 or more")
+
+
+@dataclass(frozen=True)
+class GroupKind:
+    """Lockstep groups whose ranks offer the same, and that so hold the same plan.
+
+    Attributes:
+        first: index of the group that is simulated.
+        num_groups: for which it stands.
+    """
+
+    first: int
+    num_groups: int
+    negotiated: NegotiatedPlan
+
+
+def simulate(
+    config: Config,
+    options: LoadOptions,
+    times: StepTimes,
+    *,
+    with_comparison: bool = False,
+    on_progress: OnProgress = lambda share: None,
+) -> dict[str, Any]:
+    """Play a load and return what came of it, as plain values (JSON-able).
+
+    The same for equal arguments, but for ``speed``, which is that of this machine.
+
+    Raises:
+        ConfigError: the model, the options or the trace are not what they must be.
+        StreamBudgetError: a rank cannot afford a single bucket.
+    """
+    options.check()
+    deployment = AssumedDeployment.from_config(config)
+    trace = None
+    if options.trace is not None:
+        trace = Trace(options.trace, decode_len=config.speculative.num_tokens + 1)
+        if trace.kind == "batches" and options.requests is not None:
+            raise ConfigError(
+                f"{options.trace} is a trace of batches, which no --requests can end; "
+                "give --seconds"
+            )
+    began_s = time.perf_counter()
+    kinds = group_kinds(deployment)
+    planned_s = time.perf_counter() - began_s
+    played = kinds[:MAX_GROUPS]
+    num_blocks = _num_blocks(deployment, [kind.negotiated for kind in kinds])
+    is_shared = config.graph.scope == "cluster"
+    began_s = time.perf_counter()
+    groups = []
+    for index, kind in enumerate(played):
+        group = SimulatedGroup(
+            deployment,
+            kind.negotiated,
+            num_blocks,
+            times,
+            shares_plan_with=kind.num_groups if is_shared else 1,
+        )
+
+        def show(share: float, index: int = index) -> None:
+            on_progress((index + share) / len(played))
+
+        _play(group, kind, deployment, options, trace, num_blocks, show)
+        groups.append(group)
+    seconds = time.perf_counter() - began_s
+    steps = sum(group.dispatcher.step for group in groups)
+    num_groups = len(deployment.layout.lockstep_groups)
+    overall = Shares()
+    for group, kind in zip(groups, played, strict=True):
+        overall.merge(group.tally.all, kind.num_groups)
+    return {
+        "model": {"name": config.name, **deployment.config.parallel.model_dump()},
+        "num_ranks": deployment.layout.world_size,
+        "num_groups": num_groups,
+        "mode": deployment.config.graph.mode,
+        "budget_model": deployment.budget_model.name,
+        "load": _load_in_words(options, trace, num_groups),
+        "assumptions": [
+            *deployment.mode_reasons,
+            *deployment.assumptions,
+            times.in_words,
+            f"every capture succeeds and takes {times.capture_s * 1e3:g} ms, while which no step "
+            "runs",
+            *_groups_in_words(kinds, num_groups, trace),
+        ],
+        "overall": overall.report(),
+        "groups": [group_report(group, kind) for group, kind in zip(groups, played, strict=True)],
+        "compare": (
+            compare(deployment, groups[0], played[0].negotiated) if with_comparison else None
+        ),
+        "speed": {
+            "plan_seconds": planned_s,
+            "steps": steps,
+            "seconds": seconds,
+            "steps_per_s": steps / seconds,
+        },
+    }
+
+
+def group_kinds(deployment: AssumedDeployment) -> list[GroupKind]:
+    """Return the groups by what they offer, those that stand for most first."""
+    groups, offers = deployment.layout.lockstep_groups, deployment.offers
+    if deployment.config.graph.scope == "cluster":
+        return [GroupKind(0, len(groups), deployment.negotiate(offers))]
+    members: dict[tuple[bytes, ...], list[int]] = {}
+    for index, ranks in enumerate(groups):
+        key = tuple(sorted({content_of(offers[rank]) for rank in ranks}))
+        members.setdefault(key, []).append(index)
+    found = [
+        GroupKind(
+            indices[0],
+            len(indices),
+            deployment.negotiate([offers[rank] for rank in groups[indices[0]]]),
+        )
+        for indices in members.values()
+    ]
+    return sorted(found, key=lambda kind: (-kind.num_groups, kind.first))
+
+
+def group_report(group: SimulatedGroup, kind: GroupKind) -> dict[str, Any]:
+    """Return what came of one group, as plain values."""
+    counts, counters = group.counts, group.dispatcher.report()
+    lazy = group.dispatcher.lazy
+    offer = group.tightest
+    return {
+        "group": kind.first,
+        "stands_for": kind.num_groups,
+        "seconds": group.clock_s,
+        **group.tally.all.report(),
+        "eager_steps": counters["misses"],
+        "replays": counters["replays"],
+        "wasted_by_graph": counters["wasted_by_graph"],
+        "requests": {
+            "finished": counts.finished,
+            "refused": dict(sorted(counts.refused.items())),
+            "generated_tokens": counts.generated_tokens,
+            "most_waiting": counts.most_waiting,
+        },
+        "preemptions": group.scheduler.num_preemptions,
+        "num_blocks": group.scheduler.pool.num_blocks,
+        "streams": {
+            "rank": offer.rank,
+            "usable": offer.usable,
+            "kept_for_lazy_graphs": offer.reserve - group.reserve,
+            "at_most": group.most_streams,
+        },
+        "lazy": {
+            "capacity": group.lazy_capacity,
+            "captures": counts.lazy_captures,
+            "evictions": counts.lazy_evictions,
+            "graphs": [] if lazy is None else list(map(str, lazy.graphs)),
+        },
+        "plan_changes": counts.plan_changes,
+        "plan_captures": counts.plan_captures,
+        "plan_versions": list(group.versions),
+        "over_time": group.tally.over_time.report(),
+        "by_tokens": group.tally.by_tokens(),
+    }
+
+
+def _play(
+    group: SimulatedGroup,
+    kind: GroupKind,
+    deployment: AssumedDeployment,
+    options: LoadOptions,
+    trace: Trace | None,
+    num_blocks: int,
+    on_progress: OnProgress,
+) -> None:
+    num_groups = len(deployment.layout.lockstep_groups)
+    max_seconds = math.inf if options.seconds is None else options.seconds
+    if trace is not None and trace.kind == "batches":
+        batches: Load[Batch] = trace.batches()
+        group.play_batches(batches.begin(), max_seconds, lambda: on_progress(batches.progress()))
+        return
+    if trace is not None:
+        requests: Load[Arrival] = trace.requests()
+        dealt = islice(requests.begin(), kind.first, options.requests, num_groups)
+        arrivals = _until(dealt, max_seconds)
+        group.play_requests(arrivals, lambda: on_progress(requests.progress()))
+        return
+    assert options.poisson is not None
+    max_requests: float = options.requests or DEFAULT_REQUESTS
+    if options.seconds is not None:
+        max_requests = math.inf
+    share = math.inf if max_requests == math.inf else math.ceil(max_requests / num_groups)
+    cache_tokens = (num_blocks - 1) * deployment.config.kv.block_size + 1
+    drawn = Poisson(
+        rate=options.poisson / num_groups,
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+        max_total_tokens=min(deployment.max_model_len, cache_tokens),
+        max_requests=share,
+        max_seconds=max_seconds,
+        seed=(options.seed, kind.first),
+    )
+
+    def done() -> float:
+        if options.seconds is not None:
+            return min(1.0, group.clock_s / max_seconds)
+        return group.counts.finished / share
+
+    group.play_requests(iter(drawn), lambda: on_progress(done()))
+
+
+def _until(arrivals: Iterator[Arrival], max_seconds: float) -> Iterator[Arrival]:
+    for arrival in arrivals:
+        if arrival.arrival_s > max_seconds:
+            return
+        yield arrival
+
+
+def _num_blocks(deployment: AssumedDeployment, found: Sequence[NegotiatedPlan]) -> int:
+    model, workload = deployment.budget_model, deployment.workload
+    return deployment.num_blocks(
+        max(
+            pool_bytes(item.plan, offer, model, workload)
+            for item in found
+            for offer in distinct(item.offers)
+        )
+    )
+
+
+def _load_in_words(options: LoadOptions, trace: Trace | None, num_groups: int) -> str:
+    if trace is not None and trace.kind == "batches":
+        return f"the batches of {options.trace}, each a step of every group"
+    if trace is not None:
+        return f"the requests of {options.trace}, dealt to {num_groups} groups in turn"
+    return (
+        f"{options.poisson:g} requests a second at random, about {options.prompt_tokens:g} tokens "
+        f"each and as many as {options.output_tokens:g} in answer (means before clipping), spread "
+        f"lognormally; seed {options.seed}; each of {num_groups} groups gets an equal share"
+    )
+
+
+def _groups_in_words(kinds: Sequence[GroupKind], num_groups: int, trace: Trace | None) -> list[str]:
+    found = [
+        f"lockstep group {kind.first} was simulated and stands for {kind.num_groups} groups whose "
+        "ranks offer the same"
+        for kind in kinds[:MAX_GROUPS]
+        if kind.num_groups > 1
+    ]
+    left_out = sum(kind.num_groups for kind in kinds[MAX_GROUPS:])
+    if left_out:
+        found.append(
+            f"{left_out} of {num_groups} groups have plans of {len(kinds) - MAX_GROUPS} other "
+            "kinds and were not simulated"
+        )
+    if trace is None or trace.kind == "requests":
+        found.append("no two prompts begin alike, so that the prefix cache helps after preemption "
+                     "alone")  # fmt: skip
+    return found

@@ -1,0 +1,52 @@
+"""Streams of graphs as the budget model predicts them, on the rank that has the fewest to spare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from dist_aclgraph.graph.buckets import GraphFamily, candidate_families, lazy_families
+from dist_aclgraph.graph.budget import StreamOffer, total
+from dist_aclgraph.graph.descriptor import BatchDescriptor
+from dist_aclgraph.graph.ledger import Ledger
+from dist_aclgraph.graph.plan import GraphPlan
+from dist_aclgraph.simulate.deployment import AssumedDeployment, NegotiatedPlan, distinct
+
+Held = dict[str, int]  # streams by family, those that are gone before the first bucket, and all
+
+
+def tightest_offer(deployment: AssumedDeployment, negotiated: NegotiatedPlan) -> StreamOffer:
+    """Return the offer of the rank that the plan leaves the fewest streams."""
+    model, workload = deployment.budget_model, deployment.workload
+
+    def left(offer: StreamOffer) -> int:
+        ledger = Ledger.predict(offer, negotiated.plan, model, workload)
+        return offer.usable - ledger.predicted_streams - total(model.fixed(workload, offer))
+
+    return min(distinct(negotiated.offers), key=left)
+
+
+def streams_held(
+    deployment: AssumedDeployment, offer: StreamOffer
+) -> Callable[[Iterable[BatchDescriptor]], Held]:
+    """Return what says how many streams a set of graphs holds on the rank of an offer."""
+    config, model, workload = deployment.config, deployment.budget_model, deployment.workload
+    kinds = [*candidate_families(config), *lazy_families(config)]
+    families: dict[str, GraphFamily] = {family.name: family for family in kinds}
+    prices = {name: total(model.price(f, workload, offer)) for name, f in families.items()}
+    fixed = total(model.fixed(workload, offer)) if families else 0
+
+    def held(graphs: Iterable[BatchDescriptor]) -> Held:
+        found = dict.fromkeys(families, 0)
+        for graph in graphs:
+            name = next(name for name, family in families.items() if family.is_kind_of(graph))
+            found[name] += prices[name]
+        return {**found, "fixed": fixed, "all": sum(found.values()) + fixed}
+
+    return held
+
+
+def is_affordable(deployment: AssumedDeployment, offer: StreamOffer, plan: GraphPlan) -> bool:
+    """Whether the rank of an offer can pay for a plan, by the budget model."""
+    limits = deployment.budget_model.limits(plan.families, deployment.workload, offer)
+    counts = [len(family.buckets) for family in plan.families]
+    return all(limit.admits(counts) for limit in limits)

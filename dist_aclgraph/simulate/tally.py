@@ -1,0 +1,151 @@
+"""What a simulation counts beside the dispatcher: steps over time, and by the size of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dist_aclgraph.graph.descriptor import BatchDescriptor
+from dist_aclgraph.graph.dispatcher import Dispatch, GraphDispatcher
+
+MAX_BINS = 128  # of a time line; their width doubles when they are full
+FIRST_WIDTH_S = 1.0
+
+
+@dataclass
+class Shares:
+    """Steps, and what became of their tokens."""
+
+    steps: int = 0
+    eager_steps: int = 0
+    live_tokens: int = 0
+    eager_tokens: int = 0
+    padded_tokens: int = 0
+
+    def add(self, num_tokens: int, graph: BatchDescriptor | None, times: int = 1) -> None:
+        """Enter a step, or several alike."""
+        self.steps += times
+        self.live_tokens += num_tokens * times
+        if graph is None:
+            self.eager_steps += times
+            self.eager_tokens += num_tokens * times
+        else:
+            self.padded_tokens += (graph.num_tokens - num_tokens) * times
+
+    def merge(self, other: Shares, times: int = 1) -> None:
+        self.steps += other.steps * times
+        self.eager_steps += other.eager_steps * times
+        self.live_tokens += other.live_tokens * times
+        self.eager_tokens += other.eager_tokens * times
+        self.padded_tokens += other.padded_tokens * times
+
+    @property
+    def padding_share(self) -> float:
+        """Which part of all replayed tokens is padding."""
+        replayed = self.live_tokens - self.eager_tokens + self.padded_tokens
+        return self.padded_tokens / replayed if replayed else 0.0
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "steps": self.steps,
+            "live_tokens": self.live_tokens,
+            "padding_share": self.padding_share,
+            "eager_step_share": self.eager_steps / self.steps if self.steps else 0.0,
+            "eager_token_share": self.eager_tokens / self.live_tokens if self.live_tokens else 0.0,
+        }
+
+
+class TimeLine:
+    """Shares over time, in at most ``MAX_BINS`` bins of equal width."""
+
+    def __init__(self) -> None:
+        self.width_s = FIRST_WIDTH_S
+        self.bins: dict[int, Shares] = {}
+
+    def add(self, at_s: float, num_tokens: int, graph: BatchDescriptor | None) -> None:
+        index = int(at_s / self.width_s)
+        while index >= MAX_BINS:
+            self._widen()
+            index = int(at_s / self.width_s)
+        found = self.bins.get(index)
+        if found is None:
+            found = self.bins[index] = Shares()
+        found.add(num_tokens, graph)
+
+    def report(self) -> list[dict[str, Any]]:
+        """Return the bins in which any step ran, by the second at which they begin."""
+        return [
+            {"from_s": index * self.width_s, **self.bins[index].report()}
+            for index in sorted(self.bins)
+        ]
+
+    def _widen(self) -> None:
+        self.width_s *= 2
+        merged: dict[int, Shares] = {}
+        for index, shares in self.bins.items():
+            merged.setdefault(index // 2, Shares()).merge(shares)
+        self.bins = merged
+
+
+@dataclass
+class Tally:
+    """All steps of a group: over time, and by live tokens and uniform query length (or 0)."""
+
+    over_time: TimeLine = field(default_factory=TimeLine)
+    by_batch: dict[tuple[int, int], Shares] = field(default_factory=dict)
+
+    def add(self, at_s: float, step: LastStep) -> None:
+        self.over_time.add(at_s, step.num_tokens, step.graph)
+        key = step.num_tokens, step.query_len
+        found = self.by_batch.get(key)
+        if found is None:
+            found = self.by_batch[key] = Shares()
+        found.add(step.num_tokens, step.graph)
+
+    @property
+    def all(self) -> Shares:
+        found = Shares()
+        for shares in self.by_batch.values():
+            found.merge(shares)
+        return found
+
+    def by_tokens(self) -> list[dict[str, Any]]:
+        """Return the shares by live tokens, ascending."""
+        found: dict[int, Shares] = {}
+        for (num_tokens, _), shares in self.by_batch.items():
+            found.setdefault(num_tokens, Shares()).merge(shares)
+        return [{"tokens": n, **found[n].report()} for n in sorted(found)]
+
+
+@dataclass(frozen=True)
+class LastStep:
+    """What the dispatcher was asked, and what it said."""
+
+    num_tokens: int
+    query_len: int
+    graph: BatchDescriptor | None
+
+
+class WatchedDispatcher(GraphDispatcher):
+    """The dispatcher, and what it was asked last."""
+
+    last: LastStep
+
+    def dispatch(self, num_tokens: int, num_reqs: int, query_len: int) -> Dispatch:
+        graph, reason = super().dispatch(num_tokens, num_reqs, query_len)
+        uniform = query_len if num_tokens == num_reqs * query_len else 0
+        self.last = LastStep(num_tokens, uniform, graph)
+        return graph, reason
+
+
+def replay_batches(
+    by_batch: Mapping[tuple[int, int], Shares], dispatcher: GraphDispatcher
+) -> Shares:
+    """Return what becomes of batches that were counted before, with another set of graphs."""
+    found = Shares()
+    for (num_tokens, query_len), shares in by_batch.items():
+        num_reqs = num_tokens // query_len if query_len else 1
+        graph, _ = dispatcher.dispatch(num_tokens, num_reqs, query_len)
+        found.add(num_tokens, graph, shares.steps)
+    return found

@@ -1,0 +1,3 @@
+from tests.unit.simulate.deployments import checkpoint
+
+__all__ = ["checkpoint"]

@@ -1,0 +1,247 @@
+"""The simulated loop: counts known by hand, and the same decisions as the real scheduler's."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dist_aclgraph.config import Config
+from dist_aclgraph.graph.dispatcher import GraphDispatcher
+from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.scheduler.request import Request
+from dist_aclgraph.scheduler.scheduler import Scheduler
+from dist_aclgraph.scheduler.step import RowSampling
+from dist_aclgraph.simulate.deployment import AssumedDeployment
+from dist_aclgraph.simulate.group import SimulatedGroup
+from dist_aclgraph.simulate.load import Arrival, Batch
+from dist_aclgraph.simulate.times import StepTimes
+from tests.unit.scheduler.fake_worker import FakeWorker
+from tests.unit.simulate.deployments import make
+
+ONE_SECOND = StepTimes(base_s=1.0, token_s=0.0, capture_s=0.0)
+
+
+def group(config: Config, times: StepTimes = ONE_SECOND, **fields: Any) -> SimulatedGroup:
+    deployment = AssumedDeployment.from_config(config)
+    assert config.kv.num_blocks is not None
+    negotiated = deployment.negotiate(deployment.offers)
+    return SimulatedGroup(deployment, negotiated, config.kv.num_blocks, times, **fields)
+
+
+def play(simulated: SimulatedGroup, load: Sequence[Batch | Arrival]) -> SimulatedGroup:
+    if load and isinstance(load[0], Batch):
+        simulated.play_batches(iter(load), math.inf, lambda: None)  # type: ignore[arg-type]
+    else:
+        simulated.play_requests(iter(load), lambda: None)  # type: ignore[arg-type]
+    return simulated
+
+
+def decode(*sizes: int) -> list[Batch]:
+    return [Batch(size, size, 1) for size in sizes]
+
+
+def test_a_trace_of_batches_counts_as_by_hand(checkpoint: Path) -> None:
+    times = StepTimes(base_s=1.0, token_s=0.5)
+    found = play(
+        group(make(checkpoint), times), [*decode(1, 3, 3, 8), Batch(6, 2, 3), Batch(7, 1, 0)]
+    )
+
+    shares = found.tally.all
+    assert found.dispatcher.report()["replays"] == {
+        "full decode 1": 1, "full decode 4": 2, "full decode 8": 1
+    }  # fmt: skip
+    assert found.dispatcher.misses == {"prefill": 1, "mixed": 1}
+    assert (shares.steps, shares.eager_steps) == (6, 2)
+    assert (shares.live_tokens, shares.eager_tokens, shares.padded_tokens) == (28, 13, 2)
+    assert shares.padding_share == 2 / 17
+    # Six steps; replayed tokens 1 + 4 + 4 + 8, and thirteen that run eagerly.
+    assert found.clock_s == 6 * 1.0 + 0.5 * (17 + 13)
+
+
+def test_requests_count_as_by_hand(checkpoint: Path) -> None:
+    # Two prompts in one step, two decode steps; then a prompt of forty in two chunks.
+    found = play(group(make(checkpoint)), [Arrival(0, 5, 3), Arrival(0, 6, 3), Arrival(90, 40, 2)])
+
+    assert found.dispatcher.misses == {"mixed": 1, "prefill": 2}
+    assert found.dispatcher.report()["replays"] == {"full decode 1": 1, "full decode 2": 2}
+    assert [step["tokens"] for step in found.tally.by_tokens()] == [1, 2, 8, 11, 32]
+    assert found.counts.finished == 3
+    assert found.counts.generated_tokens == 3 + 3 + 2
+    assert found.clock_s == 90 + 3
+    assert [shares["from_s"] for shares in found.tally.over_time.report()] == [0, 1, 2, 90, 91, 92]
+
+
+def test_what_the_scheduler_refuses_is_counted(checkpoint: Path) -> None:
+    config = make(
+        checkpoint,
+        scheduler={"max_num_seqs": 1, "max_num_batched_tokens": 32, "max_waiting": 2},
+    )
+
+    found = play(group(config), [Arrival(0, 5000, 1), *[Arrival(0, 4, 2)] * 5])
+
+    assert found.counts.refused == {"RequestTooLongError": 1, "QueueFullError": 3}
+    assert found.counts.finished == 2
+    assert found.counts.most_waiting == 2
+
+
+def test_a_cache_that_is_too_small_preempts(checkpoint: Path) -> None:
+    config = make(checkpoint, kv={"block_size": 16, "num_blocks": 5})
+
+    found = play(group(config), [Arrival(0, 15, 40), Arrival(0, 15, 40)])
+
+    assert found.counts.finished == 2
+    assert found.scheduler.num_preemptions == 1
+
+
+arrivals = st.lists(
+    st.builds(Arrival, st.integers(0, 30).map(float), st.integers(1, 60), st.integers(1, 30)),
+    min_size=1,
+    max_size=14,
+).map(sorted)
+
+
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(arrivals, st.integers(1, 8), st.integers(8, 64), st.integers(7, 40))
+def test_the_simulation_decides_as_the_scheduler_does_with_a_worker(
+    checkpoint: Path, load, max_num_seqs: int, max_tokens: int, num_blocks: int
+) -> None:
+    config = make(
+        checkpoint,
+        scheduler={"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_tokens},
+        kv={"block_size": 16, "num_blocks": num_blocks},
+        graph={"mode": "FULL_AND_PIECEWISE"},
+    )
+    simulated = play(group(config), load)
+
+    plan = simulated.dispatcher.plan
+    dispatcher = GraphDispatcher(plan)
+    scheduler = Scheduler(
+        config.scheduler, BlockPool(num_blocks, 16), dispatcher, max_model_len=2048
+    )
+    worker = FakeWorker(num_blocks, 16)
+    second, coming = 0, list(enumerate(load))
+    while coming or scheduler.has_work:
+        while coming and coming[0][1].arrival_s <= second:
+            index, arrival = coming.pop(0)
+            prompt = [1000 + index] * arrival.prompt_tokens
+            scheduler.add(
+                Request(str(index), prompt, RowSampling(), max_tokens=arrival.output_tokens)
+            )
+        step = scheduler.schedule()
+        if step is not None:
+            scheduler.update(worker.execute(step))
+        second += 1
+
+    assert simulated.dispatcher.report() == dispatcher.report()
+    assert simulated.scheduler.num_preemptions == scheduler.num_preemptions
+    assert simulated.scheduler.stats() == scheduler.stats()
+    # What was counted beside the dispatcher agrees with it.
+    shares, counters = simulated.tally.all, dispatcher.report()
+    assert shares.eager_steps == sum(counters["misses"].values())
+    assert shares.padded_tokens == counters["padded_tokens"]
+    assert shares.live_tokens - shares.eager_tokens == counters["live_tokens"]
+
+
+def test_a_plan_follows_its_traffic_while_it_is_simulated(checkpoint: Path) -> None:
+    config = make(
+        checkpoint,
+        scheduler={"max_num_seqs": 64, "max_num_batched_tokens": 64},
+        # Each decode graph takes one id: the ranks afford four.
+        device={"emulator": {"streams": 34 + 4}},
+        graph={"rebucket_s": 100.0},
+    )
+    simulated = group(config)
+    first = simulated.dispatcher.plan.families[0].buckets
+
+    play(simulated, decode(*[17] * 2000))
+
+    assert len(first) == 4 and 24 not in first
+    assert 24 in simulated.dispatcher.plan.families[0].buckets
+    assert [version["version"] for version in simulated.versions] == [1, 2]
+    assert simulated.counts.plan_changes == 1
+    new = set(simulated.dispatcher.plan.families[0].buckets) - set(first)
+    assert simulated.counts.plan_captures == simulated.ranks.captures == len(new)
+    # 256 steps must have been seen; captures come one by one, steps between them.
+    assert 300 < simulated.versions[1]["at_s"] < 400
+    assert simulated.tally.over_time.report()[-1]["padding_share"] == 7 / 24
+    assert simulated.most_streams == {"full decode": 4, "fixed": 0, "all": 4}
+
+
+def test_lazy_graphs_come_and_go_and_take_time(checkpoint: Path) -> None:
+    config = make(
+        checkpoint,
+        scheduler={"max_num_seqs": 64, "max_num_batched_tokens": 64},
+        graph={"sizes": [64], "lazy": "decode", "lazy_capacity": 1, "lazy_min_tokens": 100},
+    )
+    simulated = group(config, StepTimes(base_s=1.0, token_s=0.0, capture_s=1000.0))
+
+    play(simulated, decode(*[8] * 100, *[16] * 100))
+
+    assert simulated.counts.lazy_captures == 2
+    assert simulated.counts.lazy_evictions == 1
+    assert simulated.counts.plan_captures == 0
+    assert simulated.dispatcher.replays.keys() == {
+        graph for graph in simulated.dispatcher.replays if graph.num_tokens in (8, 16, 64)
+    }
+    assert simulated.clock_s == 200 + 2 * 1000.0
+    # The plan's graph and one more at a time.
+    assert simulated.most_streams["all"] == 2
+
+
+def test_a_group_without_requests_changes_its_graphs_while_it_waits(checkpoint: Path) -> None:
+    config = make(
+        checkpoint,
+        scheduler={"max_num_seqs": 64, "max_num_batched_tokens": 64},
+        kv={"block_size": 16, "num_blocks": 1000},
+        device={"emulator": {"streams": 34 + 4}},
+        graph={"rebucket_s": 300.0, "rebucket_min_steps": 1},
+    )
+    simulated = group(config)
+
+    # All is over after two hundred seconds, and nobody comes before the buckets are chosen again.
+    load = [Arrival(0, 1, 200)] * 17 + [Arrival(10_000, 1, 2)]
+    play(simulated, load)
+
+    assert [version["version"] for version in simulated.versions] == [1, 2]
+    assert 300 <= simulated.versions[1]["at_s"] < 301
+
+
+def test_a_simulation_imports_neither_torch_nor_ray(checkpoint: Path) -> None:
+    (checkpoint / "x.yaml").write_text(f"model: {checkpoint}\n")
+    code = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from dist_aclgraph.cli.main import cli\n"
+        f"arguments = ['simulate', {str(checkpoint / 'x.yaml')!r}, '--poisson', '9', "
+        f"'--requests', '20', '--compare', '--plot', {str(checkpoint / 'x.png')!r}]\n"
+        "result = CliRunner().invoke(cli, arguments)\n"
+        "assert result.exit_code == 0, result.output\n"
+        "print([n for n in ('torch', 'ray', 'torch_npu', 'transformers') if n in sys.modules])"
+    )
+
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert found.stdout.strip().endswith("[]")
+
+
+@pytest.mark.parametrize("width", [1, 7, 300])
+def test_a_time_line_stays_small_and_loses_nothing(width: int) -> None:
+    from dist_aclgraph.simulate.tally import MAX_BINS, TimeLine
+
+    line = TimeLine()
+    for second in range(0, 3000 * width, width):
+        line.add(second, 2, None)
+
+    found = line.report()
+    assert len(found) <= MAX_BINS
+    assert sum(shares["steps"] for shares in found) == 3000
+    starts = [shares["from_s"] for shares in found]
+    assert starts == sorted(starts) and starts[-1] + line.width_s > 2999 * width

@@ -1,0 +1,285 @@
+"""Whole simulations: which groups stand for which, what ends a load, and what is compared."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from dist_aclgraph.cli.plan_report import plan_report
+from dist_aclgraph.cli.simulate import render_simulation
+from dist_aclgraph.cli.simulate_plot import plot_simulation
+from dist_aclgraph.config import Config
+from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.graph.buckets import GraphFamily
+from dist_aclgraph.simulate.compare import AS_SIMULATED, powers_of_two
+from dist_aclgraph.simulate.deployment import AssumedDeployment
+from dist_aclgraph.simulate.simulation import LoadOptions, group_kinds, simulate
+from dist_aclgraph.simulate.times import StepTimes, line_times, read_times
+from tests.unit.simulate.deployments import make
+
+POISSON = LoadOptions(poisson=20.0, requests=60, prompt_tokens=20, output_tokens=10)
+
+
+def run(config: Config, options: LoadOptions = POISSON, **fields: Any) -> dict[str, Any]:
+    report = simulate(config, options, StepTimes(), **fields)
+    assert report.pop("speed")["steps_per_s"] > 0
+    return json.loads(json.dumps(report))
+
+
+def rows(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in report["compare"]}
+
+
+def test_equal_seeds_simulate_equally_and_others_do_not(checkpoint: Path) -> None:
+    config = make(checkpoint)
+
+    report = run(config)
+
+    assert report == run(config)
+    other = LoadOptions(poisson=20.0, requests=60, prompt_tokens=20, output_tokens=10, seed=1)
+    assert report["groups"][0]["replays"] != run(config, other)["groups"][0]["replays"]
+
+
+def test_one_group_stands_for_all_that_offer_the_same(checkpoint: Path) -> None:
+    alone = run(make(checkpoint), LoadOptions(poisson=5.0, requests=15))
+    report = run(make(checkpoint, parallel={"dp": 4}), LoadOptions(poisson=20.0, requests=60))
+
+    (group,) = report["groups"]
+    assert (report["num_groups"], group["stands_for"]) == (4, 4)
+    assert "lockstep group 0 was simulated and stands for 4 groups" in str(report["assumptions"])
+    # A quarter of the load for each.
+    assert group["requests"] == alone["groups"][0]["requests"]
+    assert group["replays"] == alone["groups"][0]["replays"]
+    assert report["overall"]["steps"] == 4 * alone["overall"]["steps"]
+
+
+def test_groups_with_other_plans_are_simulated_too(checkpoint: Path) -> None:
+    config = make(
+        checkpoint,
+        parallel={"dp": 5},
+        device={"emulator": {"streams_by_rank": {1: 34 + 2, 4: 34 + 2}}},
+        graph={"scope": "group"},
+    )
+
+    report = run(config)
+
+    by_first = {group["group"]: group for group in report["groups"]}
+    assert {first: group["stands_for"] for first, group in by_first.items()} == {0: 3, 1: 2}
+    (version,) = by_first[1]["plan_versions"]
+    assert len(version["families"]["full decode"]) == 2
+    assert by_first[1]["streams"]["rank"] == 1
+    assert report["overall"]["steps"] == sum(
+        group["steps"] * group["stands_for"] for group in report["groups"]
+    )
+
+
+def test_requests_of_a_trace_are_dealt_in_turn(checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    lines = [f"{second},{4 + second % 3},2" for second in range(30)]
+    path.write_text("\n".join(["arrival_s,prompt_tokens,output_tokens", *lines]))
+    config = make(checkpoint, parallel={"dp": 3})
+
+    every = run(config, LoadOptions(trace=path))["groups"][0]
+    some = run(config, LoadOptions(trace=path, requests=7))["groups"][0]
+    early = run(config, LoadOptions(trace=path, seconds=10.0))["groups"][0]
+
+    assert every["requests"]["finished"] == 10
+    assert every["eager_steps"] == {"prefill": 10}
+    assert {row["tokens"] for row in every["by_tokens"]} == {1, 4}  # of every third request
+    assert some["requests"]["finished"] == 3
+    assert early["requests"]["finished"] == 4
+
+
+def test_the_plan_is_that_of_the_plan_command(checkpoint: Path) -> None:
+    config = make(checkpoint, parallel={"dp": 3}, device={"emulator": {"streams": 34 + 3}})
+
+    (kind,) = group_kinds(AssumedDeployment.from_config(config))
+
+    hashes = {plan["hash"] for plan in plan_report(config)["plans"]}
+    assert hashes == {kind.negotiated.plan.hash}
+
+
+@pytest.mark.parametrize("scope", ["cluster", "group"])
+def test_thousands_of_ranks_are_asked_once_for_each_kind(checkpoint: Path, scope: str) -> None:
+    config = make(
+        checkpoint,
+        parallel={"tp": 2, "dp": 2048},
+        device={"emulator": {"streams_by_rank": {77: 50, 4000: 60}}},
+        graph={"scope": scope},
+    )
+
+    report = run(config, LoadOptions(poisson=4096.0, requests=8192))
+
+    assert (report["num_ranks"], report["num_groups"]) == (4096, 2048)
+    assert sum(group["stands_for"] for group in report["groups"]) == 2048
+    assert len(report["groups"]) == (1 if scope == "cluster" else 3)
+    assert all(group["requests"]["finished"] == 4 for group in report["groups"])
+    tightest = {group["streams"]["rank"] for group in report["groups"]}
+    assert tightest == ({77} if scope == "cluster" else {0, 77, 4000})
+
+
+def test_the_same_batches_are_tried_with_other_graphs(checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    batches = [{"decode": 3}] * 6 + [{"decode": 20}] * 3 + [{"tokens": 30}]
+    path.write_text("\n".join(map(json.dumps, batches)))
+    config = make(
+        checkpoint,
+        scheduler={"max_num_seqs": 32, "max_num_batched_tokens": 32},
+        device={"emulator": {"streams": 34 + 2}},
+        graph={"traffic": {3: 6, 20: 3}},
+    )
+
+    report = run(config, LoadOptions(trace=path), with_comparison=True)
+
+    found = rows(report)
+    padding = {name: row["padding_share"] for name, row in found.items()}
+    # Live are 6 x 3 and 3 x 20; candidates are 1, 2, 4, 8, 16, 24 and 32.
+    chosen = 1 - 78 / (6 * 4 + 3 * 32)
+    assert padding[AS_SIMULATED] == padding["first plan, held"] == chosen
+    assert padding["powers of two"] == chosen
+    assert padding["all sizes"] == 1 - 78 / (6 * 4 + 3 * 24)
+    assert padding["as many, evenly by index"] == pytest.approx(1 - 78 / (9 * 32))
+    assert [row["buckets"] for row in report["compare"][:5]] == [2, 2, 7, 2, 6]
+    assert [row["is_affordable"] for row in report["compare"][:5]] == [
+        True, True, False, True, False
+    ]  # fmt: skip
+    assert all(row["eager_step_share"] == 0.1 for row in report["compare"][:5])
+
+
+def test_the_other_mode_is_negotiated_over_the_same_ranks(checkpoint: Path) -> None:
+    decode = run(make(checkpoint), with_comparison=True)
+    both = run(make(checkpoint, graph={"mode": "FULL_AND_PIECEWISE"}), with_comparison=True)
+
+    assert rows(decode)["FULL_AND_PIECEWISE, held"]["eager_step_share"] == 0
+    assert rows(decode)["first plan, held"]["eager_step_share"] > 0
+    assert rows(both)["FULL_DECODE_ONLY, held"]["eager_step_share"] > 0
+    assert rows(both)[AS_SIMULATED]["eager_step_share"] == 0
+
+
+@pytest.mark.parametrize(
+    ("query_len", "sizes", "powers"),
+    [
+        (1, (1, 24), (1, 2, 4, 8, 16, 24)),
+        (1, (16,), (1, 2, 4, 8, 16)),
+        (3, (30,), (3, 6, 12, 24, 30)),
+    ],
+)
+def test_powers_of_two_hold_whole_requests_and_the_largest(query_len, sizes, powers) -> None:
+    family = GraphFamily(run_mode="FULL", query_len=query_len, buckets=sizes)
+
+    assert powers_of_two(family, 0) == powers
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (LoadOptions(), "either --trace FILE or --poisson RATE"),
+        (LoadOptions(trace=Path("x"), poisson=1.0), "either --trace FILE or --poisson RATE"),
+        (LoadOptions(poisson=1.0, requests=1, seconds=1.0), "give one of them"),
+        (LoadOptions(poisson=0.0), "--poisson is 0"),
+        (LoadOptions(poisson=1.0, seconds=float("nan")), "--seconds is nan"),
+        (LoadOptions(poisson=1.0, requests=0), "--requests is 0"),
+        (LoadOptions(poisson=1.0, output_tokens=0.5), "--output-tokens is 0.5"),
+        (LoadOptions(poisson=1.0, seed=-1), "--seed is -1"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(checkpoint: Path, options, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        run(make(checkpoint), options)
+
+
+def test_a_trace_of_batches_ends_by_time_alone(checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("decode\n" + "1\n" * 100)
+
+    found = run(make(checkpoint), LoadOptions(trace=path, seconds=0.1))
+
+    assert found["overall"]["steps"] == 10  # of ten milliseconds and a bit
+    with pytest.raises(ConfigError, match="no --requests can end"):
+        run(make(checkpoint), LoadOptions(trace=path, requests=3))
+
+
+def test_progress_grows_to_the_end(checkpoint: Path) -> None:
+    seen: list[float] = []
+
+    run(make(checkpoint), LoadOptions(poisson=3.0, requests=60), on_progress=seen.append)
+
+    assert len(seen) > 3
+    assert seen == sorted(seen) and seen[0] >= 0 and 0.5 < seen[-1] <= 1
+
+
+def test_without_graphs_all_runs_eagerly(checkpoint: Path) -> None:
+    report = run(make(checkpoint, graph={"mode": "NONE"}), with_comparison=True)
+
+    assert report["overall"]["eager_step_share"] == 1
+    assert set(report["groups"][0]["eager_steps"]) == {"mode_none"}
+    assert report["groups"][0]["streams"]["at_most"]["all"] == 0
+
+
+def test_the_report_renders_as_text_and_as_a_picture(checkpoint: Path, tmp_path: Path) -> None:
+    config = make(checkpoint, parallel={"dp": 2}, graph={"scope": "group"})
+    report = simulate(config, POISSON, StepTimes(), with_comparison=True)
+    out, picture = io.StringIO(), tmp_path / "x.png"
+
+    render_simulation(report, Console(file=out, width=160))
+    plot_simulation(report, picture)
+
+    for words in ("step times are assumed", "stands for 2 groups", "powers of two", "steps/s"):
+        assert words in out.getvalue()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ConfigError, match="cannot write the plot"):
+        plot_simulation(report, tmp_path / "nowhere" / "x.png")
+
+
+def test_times_are_a_line_or_those_of_a_report(tmp_path: Path) -> None:
+    line = line_times(10.0, 0.5, 20.0)
+    buckets = [
+        {"mode": "FULL", "bucket": 8, "step_seconds": 0.2, "capture_seconds": 0.5},
+        {"mode": "FULL", "bucket": 4, "step_seconds": 0.1, "capture_seconds": 1.5},
+        {"mode": "FULL", "bucket": 2, "step_seconds": 0.0},
+    ]
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps({"buckets": buckets}))
+    measured = read_times(path, 20.0)
+    path.write_text(json.dumps({"groups": [{"buckets": buckets[:1]}, {"buckets": buckets[1:]}]}))
+
+    assert (line.step_s(4, "FULL"), line.capture_s) == (0.012, 0.02)
+    assert "assumed, not measured" in line.in_words
+    assert [measured.step_s(n, "FULL") for n in (4, 6, 8, 16)] == pytest.approx(
+        [0.1, 0.15, 0.2, 0.4]
+    )
+    assert measured.step_s(6, "NONE") == pytest.approx(0.15)
+    assert measured.capture_s == 1.0
+    assert str(path) in measured.in_words
+    assert read_times(path, 20.0).measured == measured.measured
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "cannot read"),
+        ("{", "not JSON"),
+        ("[]", "replayed nothing"),
+        ('{"buckets": [{"mode": "FULL", "bucket": 4, "step_seconds": 0.0}]}', "replayed nothing"),
+        ('{"buckets": [4]}', "no report of a deployment"),
+        ('{"buckets": [{"bucket": 4, "step_seconds": 1.0}]}', "no report of a deployment"),
+    ],
+)
+def test_what_is_no_report_is_refused(tmp_path: Path, text: str | None, words: str) -> None:
+    path = tmp_path / "report.json"
+    if text is not None:
+        path.write_text(text)
+
+    with pytest.raises(ConfigError, match=words):
+        read_times(path, 20.0)
+
+
+def test_steps_must_take_time() -> None:
+    for times in [(0.0, 0.0, 1.0), (-1.0, 2.0, 1.0), (1.0, 1.0, -1.0)]:
+        with pytest.raises(ConfigError, match="must take some time"):
+            line_times(*times)
