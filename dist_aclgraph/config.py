@@ -195,6 +195,9 @@ class EmulatorConfig(Section):
         default_factory=dict, description="stream ids where a world rank differs"
     )
     memory_mb: int = Field(4096, ge=16, description="device memory, counted and not reserved")
+    memory_mb_by_rank: dict[int, int] = Field(
+        default_factory=dict, description="device memory where a world rank differs"
+    )
     kernels: Literal["compute", "skip"] = Field(
         "compute", description="skip leaves out arithmetic, to measure host time alone"
     )

@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 
 from dist_aclgraph.actors.engine import Engine, EngineSettings
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
-from dist_aclgraph.actors.lockstep_capture import CaptureRecord, capture_plan
+from dist_aclgraph.actors.lockstep_capture import CaptureRecord, capture_plan, probe_graphs
 from dist_aclgraph.actors.lockstep_group import LockstepGroup, group_report
 from dist_aclgraph.actors.rebucketing import Rebucketing
 from dist_aclgraph.actors.state import State, advance
@@ -34,7 +34,7 @@ from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.graph.ledger import Ledger, pool_bytes
 from dist_aclgraph.graph.modes import with_possible_mode
 from dist_aclgraph.graph.negotiation import keep_room, negotiate
-from dist_aclgraph.graph.plan import CaptureCost, CaptureFailure, GraphPlan
+from dist_aclgraph.graph.plan import GraphPlan
 from dist_aclgraph.graph.traffic import Traffic
 from dist_aclgraph.kv.spec import KVCacheSpec, kv_heads_per_rank
 from dist_aclgraph.model_facts import read_model_facts
@@ -232,23 +232,12 @@ class Controller:
                     raise WorkerError(answer.message, answer.rank, "NEGOTIATING")
 
     def _ask_offers(self, group: LockstepGroup, families: tuple[GraphFamily, ...]) -> None:
-        """Collect the offers; where the budget model wants it, after capturing probes."""
-        timeouts = self._config.timeouts
-        graphs: list[BatchDescriptor] = []
-        costs: list[list[CaptureCost]] = [[] for _ in group.workers.ranks]
+        """Collect the offers, and probes for them where the budget model wants some."""
+        timeout_s = self._config.timeouts.negotiate_s
+        group.offers = group.workers.call("offer", "NEGOTIATING", timeout_s)
         if self._config.graph.budget_model == "calibrated":
-            transaction = self._transaction(group)
-            for graph in self._largest([*families, *self._lazy_families]):
-                outcome = transaction.capture(graph)
-                if isinstance(outcome, CaptureFailure):
-                    continue  # not even alone; capture will find out what the ranks can afford
-                transaction.release([graph])
-                graphs.append(graph)
-                for cost, paid in zip(costs, outcome, strict=True):
-                    cost.append(paid)
-        group.offers = group.workers.call(
-            "offer", "NEGOTIATING", timeouts.negotiate_s, lambda index: (costs[index], graphs)
-        )
+            largest = self._largest([*families, *self._lazy_families])
+            group.offers = probe_graphs(self._transaction(group), largest, group.offers)
 
     def _largest(self, families: Sequence[GraphFamily]) -> list[BatchDescriptor]:
         """The largest graph of each kind; of equal kinds, of the one that comes first."""

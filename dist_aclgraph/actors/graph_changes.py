@@ -91,7 +91,8 @@ class GraphChanges:
             is_idle: no request is there; nobody waits for us.
             is_quiet: no request is about to start.
         """
-        if self._wanted is None and self._coming is None and self.dispatcher.lazy is None:
+        lazy = self.dispatcher.lazy
+        if not self.is_changing and (lazy is None or not lazy.has_change):
             return False
         since = self.dispatcher.step - self._last_step
         return is_idle or since >= (STEPS_BETWEEN if is_quiet else PATIENCE_STEPS)

@@ -3,7 +3,7 @@
 Prepare, vote, capture, vote, commit. Each move has a deadline. A capture's vote carries a digest of
 the operators that were recorded: ranks that captured different graphs would hang in the first
 replay, so they find out before. What fails on one rank is undone on all, and every rank proves that
-its streams and the pool's bytes are back where they were.
+its streams, where its device counts them, and the pool's bytes are back where they were.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class GraphTransaction:
     def _undo(self, graph: BatchDescriptor, before: list[GraphAnswer]) -> None:
         after = self.ranks.carry_out("release", self.vote_s, graph)
         for rank, then, now in zip(self.ranks.ranks, before, after, strict=True):
-            streams = then.free_streams - now.free_streams
+            streams = (then.free_streams or 0) - (now.free_streams or 0)
             held = now.live_bytes - then.live_bytes
             if streams > 0 or held > 0:
                 raise CaptureError(

@@ -6,11 +6,12 @@ proved they can afford; every rank adopts the new plan before capture goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
 from dist_aclgraph.errors import CaptureError
+from dist_aclgraph.graph.budget import Probe, StreamOffer
 from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.graph.ledger import Ledger
 from dist_aclgraph.graph.plan import (
@@ -52,20 +53,40 @@ def capture_plan(
         CaptureError: no graph can be captured; names rank, graph and remedy.
         WorkerError: a rank died, hung or disagreed.
     """
-    transaction.adopt(plan)
+    _adopt(transaction, plan, ledgers)
     record = CaptureRecord(plan)
     while left := [g for g in record.plan.capture_order if g not in record.costs]:
         graph = left[0]
         on_graph(record, graph)
         outcome = transaction.capture(graph)
         if isinstance(outcome, CaptureFailure):
-            _shrink(transaction, record, outcome)
+            _shrink(transaction, record, outcome, ledgers)
             continue
         record.costs[graph] = most_of(outcome)
         for ledger, cost in zip(ledgers, outcome, strict=True):
             ledger.measure(str(graph), cost.streams)
     on_graph(record, None)
     return record
+
+
+def probe_graphs(
+    transaction: GraphTransaction, graphs: Iterable[BatchDescriptor], offers: Sequence[StreamOffer]
+) -> list[StreamOffer]:
+    """Capture and release each graph; return the offers with what it took on their ranks.
+
+    A graph that is too much for some rank is left out: the plan finds out what is not.
+    """
+    probed = list(offers)
+    for graph in graphs:
+        outcome = transaction.capture(graph)
+        if isinstance(outcome, CaptureFailure):
+            continue
+        transaction.release([graph])
+        probed = [
+            offer.with_probe(Probe(graph=graph, streams=cost.streams, bytes=cost.bytes))
+            for offer, cost in zip(probed, outcome, strict=True)
+        ]
+    return probed
 
 
 def most_of(costs: list[CaptureCost]) -> CaptureCost:
@@ -78,7 +99,18 @@ def most_of(costs: list[CaptureCost]) -> CaptureCost:
     )
 
 
-def _shrink(transaction: GraphTransaction, record: CaptureRecord, failure: CaptureFailure) -> None:
+def _adopt(transaction: GraphTransaction, plan: GraphPlan, ledgers: list[Ledger]) -> None:
+    transaction.adopt(plan)
+    for ledger in ledgers:
+        ledger.keep(plan)
+
+
+def _shrink(
+    transaction: GraphTransaction,
+    record: CaptureRecord,
+    failure: CaptureFailure,
+    ledgers: list[Ledger],
+) -> None:
     graph = failure.graph
     decision = decide_after_failure(record.plan, failure)
     if isinstance(decision, GiveUp):
@@ -92,4 +124,4 @@ def _shrink(transaction: GraphTransaction, record: CaptureRecord, failure: Captu
     transaction.release(surplus)
     for dropped in surplus:
         del record.costs[dropped]
-    transaction.adopt(record.plan)
+    _adopt(transaction, record.plan, ledgers)

@@ -17,7 +17,7 @@ import ray
 from dist_aclgraph.actors.step_channel import ChannelAddress, StepReceiver
 from dist_aclgraph.config import Config, launch_blocking, visible_devices
 from dist_aclgraph.errors import DistAclGraphError, RankDisagreementError
-from dist_aclgraph.graph.budget import Probe, StreamOffer, max_piecewise_sizes
+from dist_aclgraph.graph.budget import StreamOffer, max_piecewise_sizes
 from dist_aclgraph.graph.commands import GraphAnswer, GraphCommand
 from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.graph.modes import GraphSupport, normalise_mode
@@ -65,12 +65,16 @@ class Worker:
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def ping(self) -> dict[str, Any]:
-        """Say where this worker stands: rank, phase, last step, progress of loading."""
+        """Say where this worker stands: rank, phase, last step, progress of loading.
+
+        ``waits`` says whether its host waits for the device.
+        """
         return {
             "rank": self._rank,
             "phase": self._phase,
             "step": self._last_step,
             "doing": self._doing,
+            "waits": self._phase not in ("PLACING", "JOINING") and self._npu.is_waiting,
             "progress": self._progress,
         }
 
@@ -164,39 +168,31 @@ class Worker:
         with translated("allocating the KV cache"):
             self._runner.make_cache(num_blocks)
 
-    def offer(self, probes: list[CaptureCost], graphs: list[BatchDescriptor]) -> StreamOffer:
+    def offer(self) -> StreamOffer:
         """Say what this rank can give to graphs.
 
-        Called after eager steps, when the HCCL domains and side streams exist.
-
-        Args:
-            probes: what this rank paid for the capture of each of ``graphs``, given back since.
+        Called after eager steps, when the HCCL domains and side streams exist, and before any
+        capture: with software queues the count does not rise again when graphs are released.
         """
-        ranks, mode = self._group.ranks, self._config.device.hccl_expansion
-        self._book_streams(f"HCCL domain of {len(ranks)} ranks, expanded by {mode}")
+        self._phase = "CAPTURING"
         available = self._npu.available_streams()
         chips = ",".join(map(str, visible_devices() or (os.getpid(),)))
         return StreamOffer(
             rank=self._rank,
             available=available,
+            counts_graphs=self._runner.free_streams is not None,
             reserve=self._config.graph.reserve_streams,
             free_bytes=self._npu.memory().free_bytes,
             device=self._npu.name,
             card=f"{socket.gethostname()}:{chips}",
             max_sizes=max_piecewise_sizes(self._npu.name),
             taken=self._streams_taken,
-            probes=tuple(
-                Probe(graph=graph, streams=cost.streams, bytes=cost.bytes)
-                for graph, cost in zip(graphs, probes, strict=True)
-            ),
         )
 
     def carry_out(self, command: GraphCommand) -> GraphAnswer:
         """Do one move of a graph transaction: a call before serving, a message while serving."""
         from dist_aclgraph.device.failures import classify
 
-        if self._phase != "SERVING":
-            self._phase = "CAPTURING"
         self._doing = str(command)
         cost, failure, message = CaptureCost(), None, ""
         try:
@@ -212,7 +208,7 @@ class Worker:
             message=message,
             plan_hash=self._plan.hash,
             cost=cost,
-            free_streams=self._npu.available_streams(),
+            free_streams=self._runner.free_streams,
             live_bytes=self._runner.pool_memory.live_bytes,
         )
 
@@ -223,13 +219,20 @@ class Worker:
         assert command.graph is not None
         if command.action == "capture":
             return self._runner.capture(command.graph)
-        moves = {
-            "prepare": self._runner.warm_up,
-            "commit": self._runner.commit,
-            "release": self._runner.release,
-        }
-        moves[command.action](command.graph)
+        if command.action == "prepare":
+            self._runner.warm_up(command.graph)
+            self._book_domain()
+        elif command.action == "commit":
+            self._runner.commit(command.graph)
+        else:
+            self._runner.release(command.graph)
         return None
+
+    def _book_domain(self) -> None:
+        """Before the offer: a domain takes its streams at its first collective."""
+        if self._phase == "NEGOTIATING":
+            size, mode = len(self._group.ranks), self._config.device.hccl_expansion
+            self._book_streams(f"HCCL domain of {size} ranks, expanded by {mode}")
 
     def adopt(self, plan: GraphPlan) -> None:
         """Hold a plan: from now on, steps must name its version."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 
 from dist_aclgraph.actors import placement
@@ -20,6 +20,7 @@ from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.graph.plan import GraphPlan
 
 PEERS_OF_A_FAILURE_S = 5.0  # how long ranks are waited for once one of them has failed
+ASK_S = 2.0  # limit of asking ranks where they stand
 
 
 @dataclass
@@ -58,7 +59,7 @@ class WorkerGroup:
         Raises:
             WorkerLostError: a worker died, the others are not waited for; or one reported a failure
                 that others did not come back from.
-            WorkerStartTimeoutError: some did not answer; names them.
+            WorkerStartTimeoutError: some did not answer; names them, and whom to blame if it shows.
             DistAclGraphError: what a worker raised.
         """
         refs = [
@@ -73,13 +74,56 @@ class WorkerGroup:
             left_s = max(0.0, deadline_s - time.monotonic())
             ready, waiting = ray.wait(waiting, num_returns=1, timeout=left_s)
             if not ready:
-                silent = sorted(self.ranks[index_of[ref]] for ref in waiting)
-                raise _silence(method, phase, timeout_s, silent, list(answers.values()))
+                failed = next((answer for answer in answers.values() if _has_failed(answer)), None)
+                silent = sorted(index_of[ref] for ref in waiting)
+                raise self._silence(method, phase, timeout_s, silent, failed)
             index = index_of[ready[0]]
             answers[index] = fetch(ready[0], self.ranks[index], phase)
             if _has_failed(answers[index]):
                 deadline_s = min(deadline_s, time.monotonic() + PEERS_OF_A_FAILURE_S)
         return [answers[i] for i in range(len(refs))]
+
+    def _silence(
+        self,
+        method: str,
+        phase: str,
+        timeout_s: float,
+        silent: Sequence[int],
+        failed: GraphAnswer | None,
+    ) -> DistAclGraphError:
+        """The error for workers that did not answer: theirs, or of the rank that they wait for.
+
+        A rank that waits for its device may wait for its peers in a collective. One that is stuck
+        elsewhere, or does not even say where it stands, is the one to blame.
+        """
+        names = ", ".join(str(self.ranks[i]) for i in silent)
+        if failed is not None:
+            return WorkerLostError(
+                f"{method} failed, and rank {names} did not come back from it: {failed.message}",
+                failed.rank,
+                phase,
+            )
+        places = self._ask(silent)
+        blamed = [i for i in silent if (place := places[i]) is None or not place["waits"]] or silent
+        doing = next((place["doing"] for place in places.values() if place and place["doing"]), "")
+        where = "; ".join(f"rank {self.ranks[i]} {_standing(places[i])}" for i in silent)
+        return WorkerStartTimeoutError(
+            f"{doing or method} was not answered by rank {names} within {timeout_s:g} s: {where}",
+            self.ranks[blamed[0]] if len(blamed) == 1 else -1,
+            phase,
+        )
+
+    def _ask(self, indices: Sequence[int]) -> dict[int, dict[str, Any] | None]:
+        """Return where workers stand, asked on their control threads; None for no answer."""
+        refs = {i: self.workers[i].ping.remote() for i in indices}
+        ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=ASK_S)
+        places: dict[int, dict[str, Any] | None] = {}
+        for i, ref in refs.items():
+            try:
+                places[i] = ray.get(ref) if ref in ready else None
+            except (RayActorError, RayTaskError):
+                places[i] = None
+        return places
 
     def carry_out(
         self,
@@ -102,11 +146,9 @@ class WorkerGroup:
         return [worker.run_loop.remote(address) for worker in self.workers]
 
     def progress(self) -> list[dict[str, Any]]:
-        """Return where each worker stands, asked on its control thread."""
-        try:
-            return list(ray.get([worker.ping.remote() for worker in self.workers], timeout=2.0))
-        except (GetTimeoutError, RayActorError, RayTaskError):
-            return []
+        """Return where those workers stand that say so."""
+        places = self._ask(range(len(self.workers))).values()
+        return [place for place in places if place is not None]
 
     def kill(self) -> None:
         """End all workers now; a hung one too."""
@@ -124,21 +166,10 @@ def _has_failed(answer: Any) -> bool:
     return isinstance(answer, GraphAnswer) and answer.failure is not None
 
 
-def _silence(
-    method: str, phase: str, timeout_s: float, silent: list[int], answers: list[Any]
-) -> DistAclGraphError:
-    """The error for ranks that did not answer: theirs, or of the rank that left them waiting."""
-    names = ", ".join(str(rank) for rank in silent)
-    failed = next((answer for answer in answers if _has_failed(answer)), None)
-    if failed is not None:
-        return WorkerLostError(
-            f"{method} failed, and rank {names} did not come back from it: {failed.message}",
-            failed.rank,
-            phase,
-        )
-    return WorkerStartTimeoutError(
-        f"{method} was not answered by rank {names} within {timeout_s:g} s", silent[0], phase
-    )
+def _standing(place: dict[str, Any] | None) -> str:
+    if place is None:
+        return "does not say where it stands"
+    return "waits for its device" if place["waits"] else "is stuck on its host"
 
 
 def fetch(ref: Any, rank: int, phase: str) -> Any:

@@ -126,7 +126,10 @@ def update_cost(
     """Decode by turns with lengths sent ahead and only behind; return one record per batch."""
     dtype = {"skip": "bfloat16", "compute": "float32"}[kernels]
     path = write_checkpoint(shape, folder / f"{shape.name}-{dtype}", getattr(torch, dtype))
-    common = {"dtype": dtype, "device": {"emulator": {"kernels": kernels, "strict": False}}}
+    common: dict[str, Any] = {
+        "dtype": dtype,
+        "device": {"emulator": {"kernels": kernels, "strict": False}},
+    }
     rows = []
     with ExitStack() as stack:
         engines = {

@@ -38,10 +38,23 @@ class DecodeRun:
 
 
 class DecodeEngine:
-    """A deployment that decodes batches of equal requests. Use as a context manager."""
+    """A deployment that decodes batches of equal requests. Use as a context manager.
 
-    def __init__(self, model: Path, max_batch: int, **sections: Any) -> None:
-        self._config = make_config(
+    Attributes:
+        config: what was asked for.
+        deployment, client: what came of it; inside the context.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        max_batch: int,
+        *,
+        on_progress: deployment.OnProgress | None = None,
+        **sections: Any,
+    ) -> None:
+        self._on_progress = on_progress
+        self.config = make_config(
             {
                 "model": str(model),
                 "profile": True,
@@ -56,20 +69,20 @@ class DecodeEngine:
         )
 
     def __enter__(self) -> DecodeEngine:
-        self._deployment = deployment.start(self._config)
-        self._client = EngineClient(self._deployment.addresses, self._deployment.token)
+        self.deployment = deployment.start(self.config, self._on_progress)
+        self.client = EngineClient(self.deployment.addresses, self.deployment.token)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._client.close()
-        self._deployment.shut_down()
+        self.client.close()
+        self.deployment.shut_down()
 
     def decode(self, batch: int, prompt_len: int, steps: int) -> DecodeRun:
         """Decode ``steps`` tokens for ``batch`` random prompts of ``prompt_len`` tokens."""
         random = np.random.default_rng(batch)
         arrivals: list[list[float]] = [[] for _ in range(batch)]
         finished = threading.Semaphore(0)
-        before = self._deployment.report()["timings_us"]
+        before = self.deployment.report()["timings_us"]
 
         def record(delta: RequestDelta) -> None:
             arrivals[int(delta.request_id.rpartition("-")[2])].append(time.perf_counter())
@@ -80,11 +93,11 @@ class DecodeEngine:
             prompt = random.integers(0, 1000, prompt_len).tolist()
             params = SamplingParams(max_tokens=steps, temperature=0.0)
             name = f"b{batch}-{time.monotonic_ns()}-{index}"
-            self._client.submit(name, prompt, params, [], record)
+            self.client.submit(name, prompt, params, [], record)
         for _ in range(batch):
             if not finished.acquire(timeout=300):
                 raise TimeoutError(f"batch {batch} did not finish within 300 s")
-        after = self._deployment.report()["timings_us"]
+        after = self.deployment.report()["timings_us"]
         # The last request to start joins after its prompt: count what all decoded together.
         begin_s = max(times[0] for times in arrivals)
         together = sorted(t for t in arrivals[-1] if t > begin_s)

@@ -34,7 +34,7 @@ def emulator_settings(config: DeviceConfig, rank: int) -> dict[str, str | int | 
     settings: dict[str, str | int | bool] = {
         "strict": emulated.strict,
         "streams": emulated.streams_by_rank.get(rank, emulated.streams),
-        "hbm_mb": emulated.memory_mb,
+        "hbm_mb": emulated.memory_mb_by_rank.get(rank, emulated.memory_mb),
         "kernels": emulated.kernels,
         "accounting": emulated.accounting,
         "hccl_expansion": config.hccl_expansion,

@@ -23,6 +23,7 @@ from dist_aclgraph.errors import DeviceError
 
 # Seen on 910C with CANN 9.0: so many creations succeed, then 207005.
 STREAMS_OF_A_FRESH_DEVICE = 1979
+CAPTURE_THREAD_LOCAL = 1  # ACL_MODEL_RI_CAPTURE_MODE_THREAD_LOCAL
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,14 @@ class Npu:
 
     Owns nothing but the handle to the runtime: tensors, streams and graphs belong to whoever makes
     them. Always device index 0: Ray narrows ASCEND_RT_VISIBLE_DEVICES to the one that was placed.
+
+    Attributes:
+        is_waiting: whether the host waits for the device; any thread may ask.
     """
 
     def __init__(self, kind: DeviceKind) -> None:
         self.kind = kind
+        self.is_waiting = False
         self.device = torch.device("npu", 0)
         runtime().set_device(0)
         self._acl = ctypes.CDLL("libascendcl.so")
@@ -78,13 +83,49 @@ class Npu:
             raise DeviceError(f"aclrtGetStreamAvailableNum failed with {code}")
         return count.value
 
+    def try_capture(self, stream: Any) -> int:
+        """Capture nothing on ``stream``; return the streams that are left beside such a capture.
+
+        torch_npu's allocator does not recover from a capture that cannot begin, and has no part in
+        this one. No count of streams says as much: with software queues CANN counts other things
+        than captures take.
+
+        Raises:
+            RuntimeError: a capture cannot begin; with CANN's code.
+        """
+        handle, graph = ctypes.c_void_p(stream.npu_stream), ctypes.c_void_p()
+        if code := self._acl.aclmdlRICaptureBegin(handle, CAPTURE_THREAD_LOCAL):
+            raise RuntimeError(
+                f"no capture can begin ({code}); capture fewer sizes, or lower what "
+                "else holds streams"
+            )
+        self._acl.aclmdlRICaptureEnd(handle, ctypes.byref(graph))
+        left = self.available_streams()
+        if graph:
+            self._acl.aclmdlRIDestroy(graph)
+        return left
+
+    def counts_graphs(self, stream: Any) -> bool:
+        """Find out whether the count of streams falls with a capture and rises with its release.
+
+        With software queues it does not: CANN keeps the queues of released graphs for others.
+        """
+        before = self.available_streams()
+        if before == 0:
+            return True  # nothing to find it out with
+        return self.try_capture(stream) < before == self.available_streams()
+
     def memory(self) -> Memory:
         free, total = runtime().mem_get_info(0)
         return Memory(free_bytes=free, total_bytes=total)
 
     def synchronize(self) -> None:
-        with translated("synchronizing the device"):
-            runtime().synchronize()
+        self.is_waiting = True
+        try:
+            with translated("synchronizing the device"):
+                runtime().synchronize()
+        finally:
+            self.is_waiting = False
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return host memory that the device copies from and to without a stop."""

@@ -157,13 +157,14 @@ class ModelRunner:
             StreamExhaustedError, OutOfDeviceMemoryError, CaptureError: nothing is left behind.
         """
         started_s = time.perf_counter()
-        runtime().synchronize()
-        streams, pool = self._npu.available_streams(), self._pool.memory()
+        self._npu.synchronize()
+        streams, pool = self.free_streams, self._pool.memory()
         with OperatorDigest() as digest, torch.inference_mode():
             record = self._capture_whole if graph.mode == "FULL" else self._capture_pieces
             self._uncommitted[graph] = record(graph)
+        left = self.free_streams
         return CaptureCost(
-            streams=streams - self._npu.available_streams(),
+            streams=0 if streams is None or left is None else streams - left,
             bytes=self._pool.memory().total_bytes - pool.total_bytes,
             seconds=time.perf_counter() - started_s,
             digest=digest.hexdigest(),
@@ -180,6 +181,11 @@ class ModelRunner:
             self._ahead = None
             self._npu.synchronize()
             captured.release()
+
+    @property
+    def free_streams(self) -> int | None:
+        """Streams left for graphs; None where the device's count does not follow graphs."""
+        return self._npu.available_streams() if self._recording.counts_streams else None
 
     @property
     def pool_memory(self) -> PoolMemory:

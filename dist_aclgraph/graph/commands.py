@@ -45,7 +45,7 @@ class GraphAnswer(msgspec.Struct, frozen=True, tag="graph_answer"):
     Attributes:
         plan_hash: of the plan that the rank holds.
         cost: of a capture.
-        free_streams: that the device can still give.
+        free_streams: that the device can still give; None where its count does not follow graphs.
         live_bytes: of the graph pool, that something holds.
     """
 
@@ -56,5 +56,5 @@ class GraphAnswer(msgspec.Struct, frozen=True, tag="graph_answer"):
     message: str = ""
     plan_hash: str = ""
     cost: CaptureCost = CaptureCost()
-    free_streams: int = 0
+    free_streams: int | None = None
     live_bytes: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -27,3 +28,18 @@ class BatchDescriptor(msgspec.Struct, frozen=True, order=True):
     def __str__(self) -> str:
         kind = "decode" if self.query_len else "mixed"
         return f"{self.mode.lower()} {kind} {self.num_tokens}"
+
+
+Table = list[BatchDescriptor | None]  # by token count; index 0 is never asked for
+
+
+def table_of(graphs: Iterable[BatchDescriptor]) -> Table:
+    """Return the smallest graph that holds each number of tokens.
+
+    Args:
+        graphs: of one kind, ascending.
+    """
+    table: Table = [None]
+    for graph in graphs:
+        table += [graph] * (graph.num_tokens + 1 - len(table))
+    return table

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, Literal
 
-from dist_aclgraph.graph.descriptor import BatchDescriptor
+from dist_aclgraph.graph.descriptor import BatchDescriptor, table_of
 from dist_aclgraph.graph.lazy import LazyGraphs
 from dist_aclgraph.graph.plan import GraphPlan
 from dist_aclgraph.graph.traffic import Traffic
 
 MissReason = Literal["mode_none", "mixed", "prefill", "above_largest_bucket"]
 Dispatch = tuple[BatchDescriptor | None, MissReason | None]
-Table = list[BatchDescriptor | None]  # by token count; index 0 is never asked for
 
 
 class GraphDispatcher:
@@ -134,12 +133,5 @@ class GraphDispatcher:
         for graph in sorted(self.graphs):
             kind = (graph.mode != "FULL", graph.query_len == 0, graph.query_len)
             kinds.setdefault(kind, []).append(graph)
-        self._tables = [(kind[2], _table(kinds[kind])) for kind in sorted(kinds)]
+        self._tables = [(kind[2], table_of(kinds[kind])) for kind in sorted(kinds)]
         self._decode_len = max((wanted for wanted, _ in self._tables), default=1) or 1
-
-
-def _table(graphs: list[BatchDescriptor]) -> Table:
-    table: Table = [None]
-    for graph in graphs:
-        table += [graph] * (graph.num_tokens + 1 - len(table))
-    return table

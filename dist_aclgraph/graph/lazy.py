@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from dist_aclgraph.graph.buckets import GraphFamily, pad_to_bucket
-from dist_aclgraph.graph.descriptor import BatchDescriptor
+from dist_aclgraph.graph.buckets import GraphFamily
+from dist_aclgraph.graph.descriptor import BatchDescriptor, table_of
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,17 @@ class LazyGraphs:
         min_tokens: int,
         retry_steps: int,
     ) -> None:
-        self._families = families
-        self._max_num_seqs = max_num_seqs
+        self._tables = [
+            (family.query_len, table_of(family.describe(b, max_num_seqs) for b in family.buckets))
+            for family in families
+        ]
         self._capacity = capacity
         self._min_tokens = min_tokens
         self._retry_steps = retry_steps
         self._used: dict[BatchDescriptor, None] = {}  # least recently used first
         self._wasted: Counter[BatchDescriptor] = Counter()  # tokens, by the shape that saves them
         self._failed: dict[BatchDescriptor, int] = {}  # step of the last failure
+        self.has_change = False  # whether ``next_change`` has something to say
 
     @property
     def graphs(self) -> tuple[BatchDescriptor, ...]:
@@ -69,15 +72,15 @@ class LazyGraphs:
         if saved <= 0 or step < self._failed.get(shape, -self._retry_steps) + self._retry_steps:
             return
         self._wasted[shape] += saved
+        self.has_change |= self._wasted[shape] >= self._min_tokens
 
     def next_change(self) -> LazyChange | None:
         """Return what would save most, if it is worth a capture; the tally of it starts again."""
-        if not self._wasted or not self._capacity:
+        if not self.has_change or not self._capacity:
             return None
-        shape, tokens = self._wasted.most_common(1)[0]
-        if tokens < self._min_tokens:
-            return None
+        (shape, _), *others = self._wasted.most_common(2)
         del self._wasted[shape]
+        self.has_change = any(tokens >= self._min_tokens for _, tokens in others)
         full = len(self._used) >= self._capacity
         return LazyChange(shape, next(iter(self._used)) if full else None)
 
@@ -94,9 +97,7 @@ class LazyGraphs:
         self._failed[graph] = step
 
     def _shape_of(self, num_tokens: int, query_len: int) -> BatchDescriptor | None:
-        for family in self._families:
-            if family.query_len in (0, query_len):
-                bucket = pad_to_bucket(num_tokens, family.buckets)
-                if bucket is not None:
-                    return family.describe(bucket, self._max_num_seqs)
+        for wanted, table in self._tables:
+            if wanted in (0, query_len) and num_tokens < len(table):
+                return table[num_tokens]
         return None

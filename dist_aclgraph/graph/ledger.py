@@ -18,14 +18,14 @@ class LedgerEntry(msgspec.Struct, kw_only=True):
 
     term: str
     unit: str  # "streams" or "bytes"
-    predicted: int
+    predicted: int | None  # None where the budget model does not know
     measured: int | None = None  # filled by the rank that captures
     parts: dict[str, int] = {}  # the prediction by who takes it, where that is known
 
     @property
     def is_off(self) -> bool:
         """Whether prediction and measurement are more than 10 % apart."""
-        if self.measured is None:
+        if self.measured is None or self.predicted is None:
             return False
         return abs(self.measured - self.predicted) > TOLERANCE * self.predicted
 
@@ -35,7 +35,7 @@ class LedgerEntry(msgspec.Struct, kw_only=True):
         Devices tell how many streams are left and not who took them, so the part is a guess.
         """
         text = f"{self.term} took {self.measured} {self.unit}, predicted {self.predicted}"
-        if not self.parts or self.measured is None:
+        if not self.parts or self.measured is None or self.predicted is None:
             return text
         gap = abs(self.measured - self.predicted)
         nearest = min(self.parts, key=lambda name: abs(self.parts[name] - gap))
@@ -51,6 +51,7 @@ class Ledger(msgspec.Struct, kw_only=True):
     offered_bytes: int
     entries: list[LedgerEntry]
     terms: dict[str, int] = {}  # the price of one bucket and the fixed price, itemised
+    counts_streams: bool = True  # whether the device's count tells what graphs took
 
     @classmethod
     def predict(
@@ -72,7 +73,8 @@ class Ledger(msgspec.Struct, kw_only=True):
             for family in plan.families
             if family.has(graph)
         ]
-        if pool := pool_bytes(plan, offer, budget_model, workload):
+        if plan.families:
+            pool = pool_bytes(plan, offer, budget_model, workload) or None
             entries.append(LedgerEntry(term="graph pool", unit="bytes", predicted=pool))
         return cls(
             rank=offer.rank,
@@ -84,23 +86,39 @@ class Ledger(msgspec.Struct, kw_only=True):
                 for name, price in {**prices, "fixed": fixed}.items()
                 for term in price
             },
+            counts_streams=offer.counts_graphs,
         )
 
     @property
     def predicted_streams(self) -> int:
-        return sum(entry.predicted for entry in self.entries if entry.unit == "streams")
+        return sum(entry.predicted or 0 for entry in self.entries if entry.unit == "streams")
 
     def measure(self, term: str, value: int, unit: str = "streams") -> None:
-        """Enter what ``term`` really took; a term that nobody predicted counts as predicted 0."""
+        """Enter what ``term`` really took; a term that nobody predicted counts as predicted 0.
+
+        Streams are left out where the device's count does not follow graphs.
+        """
+        if unit == "streams" and not self.counts_streams:
+            return
         for entry in self.entries:
             if (entry.term, entry.unit) == (term, unit):
                 entry.measured = value
                 return
         self.entries.append(LedgerEntry(term=term, unit=unit, predicted=0, measured=value))
 
+    def keep(self, plan: GraphPlan) -> None:
+        """Forget the graphs that ``plan`` does not have, with what they took."""
+        graphs = {str(graph) for graph in plan.capture_order}
+        self.entries = [e for e in self.entries if e.unit != "streams" or e.term in graphs]
+
     def warnings(self) -> list[str]:
-        """Return a sentence for each term whose measurement is more than 10 % off."""
-        return [f"rank {self.rank}: {entry.describe()}" for entry in self.entries if entry.is_off]
+        """Return a sentence for each term whose measurement is more than 10 % off, or missing."""
+        off = [entry.describe() for entry in self.entries if entry.is_off]
+        if not self.counts_streams:
+            off.append(
+                "streams of graphs are not measured: this device's count does not follow them"
+            )
+        return [f"rank {self.rank}: {sentence}" for sentence in off]
 
 
 def _by_name(price: Price) -> dict[str, int]:

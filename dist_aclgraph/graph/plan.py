@@ -119,7 +119,8 @@ def plan_report(plan: GraphPlan) -> dict[str, Any]:
 class CaptureCost(msgspec.Struct, frozen=True):
     """What the capture of one bucket took on one rank; bytes are those that the pool grew by.
 
-    ``digest`` names the sequence of operators that was captured.
+    Streams are 0 where the device's count does not follow graphs. ``digest`` names the sequence of
+    operators that was captured.
     """
 
     streams: int = 0

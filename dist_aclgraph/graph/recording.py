@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
 from dist_aclgraph.device.npu import GraphPool, Npu, runtime, translated
-from dist_aclgraph.errors import StreamExhaustedError
 
 
 class Recording:
@@ -22,6 +22,11 @@ class Recording:
         self._pool = pool
         self.stream: Any = runtime().Stream()
 
+    @cached_property
+    def counts_streams(self) -> bool:
+        """Whether the device's count of streams tells what graphs take; found out at first use."""
+        return self._npu.counts_graphs(self.stream)
+
     def record(self, name: str, body: Callable[[], None]) -> Any:
         """Record ``body``; nothing runs. The pool counts the graph until ``forget``.
 
@@ -29,13 +34,9 @@ class Recording:
             StreamExhaustedError, OutOfDeviceMemoryError: what the device ran out of.
             CaptureError: any other refusal, with the operator's name.
         """
-        # torch_npu's allocator would be left half-way into a capture that cannot begin.
-        if self._npu.available_streams() < 1:
-            raise StreamExhaustedError(
-                f"capturing {name}: no stream is left on this device (207008); capture fewer "
-                "sizes, or lower what else holds streams"
-            )
         self._npu.synchronize()
+        with translated(f"capturing {name}"):
+            self._npu.try_capture(self.stream)
         graph = runtime().NPUGraph()
         self._pool.add_graph()
         try:

@@ -51,7 +51,7 @@ class AssumedDeployment:
 
     Attributes:
         config: with a graph mode that the model can have; ``mode_reasons`` say what was changed.
-        free_bytes: of a rank, with the weights loaded.
+        free_bytes: of the poorest rank, with the weights loaded.
         offers: of all ranks, in their order.
     """
 
@@ -76,7 +76,9 @@ class AssumedDeployment:
         config, reasons = with_possible_mode(config, facts, launch_blocking=launch_blocking())
         layout = ParallelLayout.from_config(config.parallel)
         workload = Workload.from_config(config, facts)
-        free_bytes = max(0, _device_bytes(config) - facts.weight_bytes // config.parallel.tp)
+        weight_bytes = facts.weight_bytes // config.parallel.tp
+        ranks = range(layout.world_size)
+        offers = [_offer(config, workload, rank, weight_bytes) for rank in ranks]
         return cls(
             config,
             reasons,
@@ -84,8 +86,8 @@ class AssumedDeployment:
             layout,
             workload,
             make_budget_model(config.graph.budget_model),
-            free_bytes,
-            [_offer(config, workload, rank, free_bytes) for rank in range(layout.world_size)],
+            min(offer.free_bytes for offer in offers),
+            offers,
         )
 
     def with_mode(self, mode: GraphMode) -> AssumedDeployment:
@@ -183,7 +185,7 @@ def content_of(offer: StreamOffer) -> bytes:
     return msgspec.msgpack.encode(msgspec.structs.replace(offer, rank=0))
 
 
-def _offer(config: Config, workload: Workload, rank: int, free_bytes: int) -> StreamOffer:
+def _offer(config: Config, workload: Workload, rank: int, weight_bytes: int) -> StreamOffer:
     emulator = config.device.emulator
     is_npu = config.device.kind == "npu"
     streams = NPU_STREAMS if is_npu else emulator.streams_by_rank.get(rank, emulator.streams)
@@ -199,13 +201,14 @@ def _offer(config: Config, workload: Workload, rank: int, free_bytes: int) -> St
         available=max(0, streams - sum(taken.values())),
         taken={who: count for who, count in taken.items() if count},
         reserve=config.graph.reserve_streams,
-        free_bytes=free_bytes,
+        free_bytes=max(0, _device_bytes(config, rank) - weight_bytes),
         device=device,
         max_sizes=max_piecewise_sizes(device),
     )
 
 
-def _device_bytes(config: Config) -> int:
+def _device_bytes(config: Config, rank: int) -> int:
     if config.device.kind == "npu":
         return NPU_BYTES
-    return config.device.emulator.memory_mb << 20
+    emulator = config.device.emulator
+    return emulator.memory_mb_by_rank.get(rank, emulator.memory_mb) << 20

@@ -31,6 +31,7 @@ class FakeRanks:
         digests: by (rank, graph), of ranks that capture something of their own.
         holds_another_plan: a rank that adopts something else.
         leaks: a rank that does not get a stream back.
+        counts: whether the devices count what graphs take.
     """
 
     streams: tuple[int, ...] = (100, 100)
@@ -39,6 +40,7 @@ class FakeRanks:
     digests: dict[tuple[int, BatchDescriptor], str] = field(default_factory=dict)
     holds_another_plan: int | None = None
     leaks: int | None = None
+    counts: bool = True
 
     def __post_init__(self) -> None:
         self.ranks = tuple(range(len(self.streams)))
@@ -88,7 +90,7 @@ class FakeRanks:
             message="as told" if failure else "",
             plan_hash=held or "",
             cost=cost,
-            free_streams=state.streams - len(state.captured),
+            free_streams=state.streams - len(state.captured) if self.counts else None,
         )
 
     def _capture(self, state: FakeRank, graph: BatchDescriptor) -> CaptureCause | None:

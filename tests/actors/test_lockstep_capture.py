@@ -129,6 +129,17 @@ def test_two_families_share_what_the_tightest_rank_can_capture(streams: int) -> 
     assert_all_hold(group, record.plan)
 
 
+def test_ledgers_forget_what_a_smaller_plan_leaves_out() -> None:
+    group = FakeRanks(streams=(100, 3))
+    ledgers = make_ledgers(group)
+
+    record = run(group, ledgers)
+
+    for ledger in ledgers:
+        assert {entry.term for entry in ledger.entries} == set(map(str, record.costs))
+        assert sum(entry.measured or 0 for entry in ledger.entries) == 3
+
+
 def test_a_new_plan_is_adopted_before_capture_goes_on() -> None:
     group = FakeRanks(failures={(0, decode_graph(16)): "memory"})
 
@@ -176,3 +187,9 @@ def test_a_rank_that_does_not_get_its_streams_back_ends_the_start() -> None:
 
     with pytest.raises(CaptureError, match="rank 0 did not get back 1 streams"):
         run(group)
+
+
+def test_ranks_whose_device_does_not_count_prove_their_bytes_alone() -> None:
+    group = FakeRanks(failures={(1, decode_graph(8)): "operator"}, leaks=0, counts=False)
+
+    assert buckets(run(group)) == (1, 2, 4, 16)

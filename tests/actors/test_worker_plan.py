@@ -6,7 +6,7 @@ import pytest
 
 from dist_aclgraph.actors.worker import Worker
 from dist_aclgraph.config import make_config
-from dist_aclgraph.errors import RankDisagreementError
+from dist_aclgraph.errors import ConfigError, RankDisagreementError
 from dist_aclgraph.scheduler.step import RankBatch, StepPlan
 from tests.plans import decode_graph, make_plan
 
@@ -28,3 +28,12 @@ def test_a_step_of_the_confirmed_plan_is_accepted() -> None:
 def test_a_step_of_another_plan_is_refused_with_both_versions() -> None:
     with pytest.raises(RankDisagreementError, match="names graph plan 1, this rank holds 2"):
         make_worker(2).check_plan(make_step(1))
+
+
+def test_blocking_launches_are_refused_where_graphs_are_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ASCEND_LAUNCH_BLOCKING", "1")
+
+    with pytest.raises(ConfigError, match="ASCEND_LAUNCH_BLOCKING is 1"):
+        make_worker(1).join(0, 0, 1, "unused")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dist_aclgraph.errors import CaptureError, DistAclGraphError
+from dist_aclgraph.errors import CaptureError, DistAclGraphError, StreamExhaustedError
 from dist_aclgraph.graph.task_update import TaskRecorder
 from tests.graph.attention_rows import AttentionDecoder, make_rows
+from tests.streams import HeldStreams
 
 
 def fail_with_a_host_read(decoder: AttentionDecoder, bucket: int) -> None:
@@ -70,3 +71,20 @@ def test_streams_come_back_with_every_release(decoder: AttentionDecoder) -> None
         graph.release()
 
     assert decoder.npu.available_streams() == before
+
+
+def test_a_capture_that_cannot_begin_is_recovered_from(decoder: AttentionDecoder) -> None:
+    kept, rows = decoder.capture(4), make_rows(3)
+    pool = decoder.pool.handle
+    with HeldStreams(left=0):
+        for _ in range(2):
+            with pytest.raises(StreamExhaustedError, match="207008"):
+                decoder.capture(2)
+
+    graph = decoder.capture(2)
+
+    assert decoder.pool.handle == pool
+    for replayed, batch in ((kept, rows), (graph, make_rows(2))):
+        torch.testing.assert_close(
+            decoder.replay(replayed, batch), decoder.expected(batch), rtol=1e-4, atol=1e-5
+        )

@@ -25,20 +25,23 @@ from dist_aclgraph.graph.budget.workload import Workload
 class CalibratedBudget:
     """A rank's probes say what its buckets take: as many streams each, and bytes by tokens.
 
-    Each rank captures and releases the largest bucket of each family before it offers. A family
-    that nobody probed is priced by CANN's accounting with pinned ids, and its lines say so.
+    Each rank captures and releases the largest bucket of each family. A family that nobody probed,
+    or a device whose count of streams does not follow graphs, is priced by CANN's accounting with
+    pinned ids, and the lines say so: of the readings of CANN's sources it is the most careful.
     """
 
     name: BudgetModelName = "calibrated"
     fallback: BudgetModel = field(default_factory=CannPinnedBudget)
 
     def price(self, family: GraphFamily, workload: Workload, offer: StreamOffer) -> Price:
-        if probes := offer.probes_of(family):
+        probes = offer.probes_of(family)
+        if probes and offer.counts_graphs:
             why = f"what {probes[0].graph} took on rank {offer.rank}"
             return (BudgetTerm("probed", probes[0].streams, why),)
+        cause = "the device's count does not follow graphs" if probes else "not probed"
         guessed = self.fallback.price(family, workload, offer)
         return tuple(
-            replace(term, why=f"{term.why} (not probed: {self.fallback.name})") for term in guessed
+            replace(term, why=f"{term.why} ({cause}: {self.fallback.name})") for term in guessed
         )
 
     def fixed(self, workload: Workload, offer: StreamOffer) -> Price:

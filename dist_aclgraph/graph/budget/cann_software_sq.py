@@ -1,9 +1,10 @@
-"""CANN's own accounting with new drivers (software queues): capture only records.
+"""CANN's own accounting with new drivers: graphs borrow their queues.
 
-A graph takes queues when it is executed, and idle graphs give theirs back, in the order of their
-creation. That capture takes no stream id either is what the emulator does, and what follows from
-the field: upstream dropped its formula for these drivers and captures thousands of graphs on
-devices of 2048 ids. The sources do not settle it; a rank that finds otherwise shrinks the plan.
+Capture takes a stream id for each lane as before; queues are bound when a graph runs, and idle
+graphs lose theirs in the order of their creation. So ids still bound the number of graphs, and
+queues only the width of one. What ``aclrtGetStreamAvailableNum`` tells is free queues: equal to the
+ids that are left before anything was captured, when offers are made, and not after that. All this
+is a reading of CANN's sources; a rank that finds otherwise shrinks the plan.
 """
 
 from __future__ import annotations
@@ -13,40 +14,30 @@ from dataclasses import dataclass
 
 from dist_aclgraph.config import BudgetModelName
 from dist_aclgraph.graph.buckets import GraphFamily
-from dist_aclgraph.graph.budget.captured import price_of, shapes
-from dist_aclgraph.graph.budget.model import BudgetTerm, Limit, Price, driver_limit, total
+from dist_aclgraph.graph.budget.cann_pinned import CannPinnedBudget
+from dist_aclgraph.graph.budget.captured import shapes
+from dist_aclgraph.graph.budget.model import Limit, total
 from dist_aclgraph.graph.budget.offer import StreamOffer
 from dist_aclgraph.graph.budget.workload import Workload
 
-QUEUES = 1024  # of one graph, and of all graphs of a device that hold some at once
+QUEUES = 1024  # of one graph, and of all graphs of a device that are bound at once
 
 
 @dataclass(frozen=True)
-class CannSoftwareSqBudget:
-    """No id for any graph; one whose lanes need more than 1024 queues can never run (EE1023).
+class CannSoftwareSqBudget(CannPinnedBudget):
+    """Ids as with pinned queues; a graph of more than 1024 queues cannot run (EE1023).
 
-    Graphs that together need more than 1024 take turns: each then pays for being bound again.
+    Graphs that together need more than 1024 take turns, and each pays for being bound again.
     """
 
     name: BudgetModelName = "cann-software-sq"
-
-    def price(self, family: GraphFamily, workload: Workload, offer: StreamOffer) -> Price:
-        queues = total(price_of(shapes(family, workload), workload))
-        why = f"capture takes none; {queues} of {QUEUES} queues while the bucket's graphs run"
-        return (BudgetTerm("stream ids", 0, why),)
-
-    def fixed(self, workload: Workload, offer: StreamOffer) -> Price:
-        return ()
 
     def limits(
         self, families: Sequence[GraphFamily], workload: Workload, offer: StreamOffer
     ) -> tuple[Limit, ...]:
         too_wide = tuple(int(_widest(family, workload) > QUEUES) for family in families)
-        one_graph = Limit(f"buckets whose graphs need more than {QUEUES} queues", 0, too_wide)
-        return (one_graph, *driver_limit(families, offer))
-
-    def bytes_per_token(self, family: GraphFamily, workload: Workload, offer: StreamOffer) -> float:
-        return workload.bytes_per_token
+        one_graph = Limit(f"buckets with a graph of more than {QUEUES} queues", 0, too_wide)
+        return (*super().limits(families, workload, offer), one_graph)
 
 
 def _widest(family: GraphFamily, workload: Workload) -> int:

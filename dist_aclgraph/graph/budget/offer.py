@@ -28,6 +28,7 @@ class StreamOffer(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int  # world rank
     available: int  # streams that the device still has
+    counts_graphs: bool = True  # whether that number falls and rises with graphs
     reserve: int = 0  # of these, streams that no graph may take
     free_bytes: int = ANY_BYTES  # device memory that graphs may take
     device: str = ""  # name of the chip
@@ -39,6 +40,10 @@ class StreamOffer(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def usable(self) -> int:
         return max(0, self.available - self.reserve)
+
+    def with_probe(self, probe: Probe) -> StreamOffer:
+        """Return the offer with one probe more."""
+        return msgspec.structs.replace(self, probes=(*self.probes, probe))
 
     def probes_of(self, family: GraphFamily) -> tuple[Probe, ...]:
         """Return the probes of this kind of graph, the largest first."""

@@ -134,28 +134,56 @@ def test_shared_experts_beside_the_main_lane_cost_a_lane() -> None:
     assert price(PIECES, beside) == price(PIECES, plain) + 4
 
 
-def test_software_queues_cost_no_stream_at_capture() -> None:
-    workload = Workload(num_layers=90, tp=8, mode="FULL_AND_PIECEWISE")
+@given(workloads, families, st.integers(0, 4000))
+def test_with_software_queues_capture_takes_ids_all_the_same(workload, family, available) -> None:
+    offer = StreamOffer(rank=0, available=available)
 
-    plan = negotiate([StreamOffer(rank=0, available=1)], [DECODE, PIECES], SOFTWARE, workload)
-
-    assert plan.num_graphs == 6
-    assert total(SOFTWARE.price(PIECES, workload, OFFER)) == 0
-    assert "364 of 1024 queues" in SOFTWARE.price(PIECES, workload, OFFER)[0].why
+    assert SOFTWARE.price(family, workload, offer) == PINNED.price(family, workload, offer)
+    limits = SOFTWARE.limits([family], workload, offer)
+    for count in (0, 1, 7, 30):
+        fits = all(limit.admits([count]) for limit in limits)
+        assert fits == (count * price(family, workload) <= available)
 
 
 def test_a_graph_wider_than_all_queues_is_not_planned() -> None:
     deep = Workload(num_layers=100_000, mode="FULL_AND_PIECEWISE")
+    offer = StreamOffer(rank=0, available=1_000_000)
 
-    plan = negotiate([OFFER], [DECODE, PIECES], SOFTWARE, deep)
+    plan = negotiate([offer], [DECODE, PIECES], SOFTWARE, deep)
 
     assert [family.name for family in plan.families] == ["piecewise mixed"]
-    with pytest.raises(StreamBudgetError, match="not even one bucket"):
-        negotiate([OFFER], [DECODE], SOFTWARE, deep)
+    with pytest.raises(StreamBudgetError, match="graph of more than 1024 queues"):
+        negotiate([offer], [DECODE], SOFTWARE, deep)
 
 
 def probe_of(family: GraphFamily, streams: int, num_bytes: int) -> Probe:
     return Probe(graph=family.describe(8, 8), streams=streams, bytes=num_bytes)
+
+
+def test_a_device_that_does_not_count_graphs_is_priced_by_pinned_ids() -> None:
+    offer = StreamOffer(
+        rank=0, available=9, counts_graphs=False, probes=(probe_of(DECODE, 0, 800),)
+    )
+    workload = Workload(num_layers=4, tp=2)
+
+    price = CALIBRATED.price(DECODE, workload, offer)
+
+    assert total(price) == 4
+    assert all("count does not follow graphs: cann-pinned" in term.why for term in price)
+    assert CALIBRATED.bytes_per_token(DECODE, workload, offer) == 100
+
+
+def test_what_is_not_counted_is_not_measured_and_the_ledger_says_so() -> None:
+    offer, workload = StreamOffer(rank=5, available=9, counts_graphs=False), Workload(num_layers=4)
+    plan = negotiate([offer], [DECODE], PINNED, workload)
+    ledger = Ledger.predict(offer, plan, PINNED, workload)
+
+    ledger.measure("full decode 8", 0)
+
+    assert all(entry.measured is None for entry in ledger.entries)
+    assert ledger.warnings() == [
+        "rank 5: streams of graphs are not measured: this device's count does not follow them"
+    ]
 
 
 def test_a_probe_prices_its_family_in_streams_and_bytes() -> None:

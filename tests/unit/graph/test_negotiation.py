@@ -270,9 +270,21 @@ def test_the_pool_is_predicted_to_take_what_the_largest_bucket_does() -> None:
 
     ledger.measure("graph pool", 879, "bytes")
 
+
     assert ledger.warnings() == []
     ledger.measure("graph pool", 881, "bytes")
     assert ledger.warnings() == ["rank 0: graph pool took 881 bytes, predicted 800"]
+
+
+def test_a_pool_that_the_model_does_not_know_is_measured_without_a_warning() -> None:
+    offer, workload = StreamOffer(rank=0, available=2000), Workload(num_layers=4)
+    plan = negotiate([offer], [decode_family(1, 8)], MODEL, workload)
+    ledger = Ledger.predict(offer, plan, MODEL, workload)
+
+    ledger.measure("graph pool", 1 << 21, "bytes")
+
+    assert (ledger.entries[-1].predicted, ledger.entries[-1].measured) == (None, 1 << 21)
+    assert ledger.warnings() == []
 
 
 @given(offer_lists, workloads, st.data(), st.integers(0, 20))

@@ -1,0 +1,62 @@
+"""The ranks of a group as plain objects of this process: no Ray, no HCCL, the device is real."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dist_aclgraph.actors.worker import Worker
+from dist_aclgraph.config import Config, make_config
+from dist_aclgraph.graph.commands import GraphAction, GraphAnswer, GraphCommand
+from dist_aclgraph.graph.descriptor import BatchDescriptor
+from dist_aclgraph.graph.plan import GraphPlan
+
+MAX_LEN = 128
+
+
+@dataclass
+class LocalRanks:
+    """Workers that are groups of their own, one after another on one device."""
+
+    workers: list[Worker]
+
+    def __post_init__(self) -> None:
+        self.ranks = tuple(range(len(self.workers)))
+
+    def carry_out(
+        self,
+        action: GraphAction,
+        timeout_s: float,
+        graph: BatchDescriptor | None = None,
+        plan: GraphPlan | None = None,
+    ) -> list[GraphAnswer]:
+        command = GraphCommand(0, 0, action, graph, plan)
+        answers = [worker.carry_out(command) for worker in self.workers]
+        # One device for all: what it has left when the last is done.
+        left = answers[-1].free_streams
+        return [msgspec.structs.replace(answer, free_streams=left) for answer in answers]
+
+
+def make_local_config(checkpoint: Path, **emulator: Any) -> Config:
+    return make_config(
+        {
+            "model": str(checkpoint),
+            "dtype": "float32",
+            "scheduler": {"max_num_seqs": 12, "max_num_batched_tokens": 64},
+            "graph": {"reserve_streams": 0},
+            "device": {"kind": "emulated", "emulator": {"strict": False, **emulator}},
+        }
+    )
+
+
+def start_rank(config: Config, rank: int, graphs: Sequence[BatchDescriptor]) -> Worker:
+    """Return a worker that can capture ``graphs``."""
+    worker = Worker(config, epoch=1)
+    worker.join(rank, 0, 1, "")
+    worker.load()
+    worker.make_runner(2, MAX_LEN, list(graphs))
+    return worker

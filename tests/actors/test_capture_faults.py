@@ -1,0 +1,160 @@
+"""Faults in the middle of a capture, on one rank of two: what the deployment makes of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_aclgraph.actors import deployment
+from dist_aclgraph.config import Config
+from dist_aclgraph.errors import WorkerError
+from tests.actors.leftovers import assert_all_npus_are_free
+from tests.checkpoints import make_prompts
+from tests.deployments import Serving, greedy_params, make_deployment_config, serving
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
+
+SIZES = (1, 2, 4, 8, 12)
+LAYERS = 3  # of the checkpoint; each records one aclnnSwiGlu
+MIXED_SIZES = (4, 8, 16)
+STREAMS_BEFORE = 36  # of a rank, when it offers
+STREAMS_PER_GRAPH = 4  # of a decode graph of two ranks: two lanes, and a domain at two
+SMALLEST_SEGMENT = 2 << 20  # that torch's allocator takes from the device
+CAPTURE_S, STOP_S = 4.0, 2.0
+SLACK_S = 5.0  # for asking ranks where they stand, and for a slow machine
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    yield
+    assert_all_npus_are_free()
+
+
+def make_faulty_config(
+    checkpoint: Path,
+    mode: str = "FULL_DECODE_ONLY",
+    fault: Any = None,
+    max_tokens: int = 32,
+    **emulator: Any,
+) -> Config:
+    graph = {
+        "mode": mode,
+        # No probes and no reserve: the first captures are the plan's own, and nothing is held back.
+        "budget_model": "legacy-0.11",
+        "reserve_streams": 0,
+        "sizes": SIZES,
+        "lazy": "off",
+    }
+    if mode == "FULL_AND_PIECEWISE":
+        graph["mixed_sizes"] = MIXED_SIZES
+    fault = {"rank": 1, **fault} if fault else {}
+    return make_deployment_config(
+        checkpoint,
+        parallel={"tp": 2},
+        scheduler={"max_num_batched_tokens": max_tokens},
+        graph=graph,
+        device={"emulator": {"strict": False, "fault": fault, **emulator}},
+        timeouts={"step_s": 10.0, "capture_s": CAPTURE_S, "stop_s": STOP_S},
+    )
+
+
+def families(report: dict[str, Any]) -> dict[str, list[int]]:
+    return dict(report["plan"]["families"])
+
+
+def assert_serves(service: Serving) -> None:
+    answers = service.generate(make_prompts([3, 20, 40]), greedy_params(12))
+    assert all(len(answer.tokens) == 12 for answer in answers)
+    assert sum(bucket["replays"] for bucket in service.report()["buckets"]) > 0
+
+
+def test_a_rank_out_of_streams_in_its_third_bucket_leaves_two_on_all(checkpoint: Path) -> None:
+    streams = STREAMS_BEFORE + 2 * STREAMS_PER_GRAPH + 2
+    with serving(make_faulty_config(checkpoint, streams_by_rank={1: streams})) as service:
+        assert_serves(service)
+        report = service.report()
+
+    assert families(report) == {"full decode": [1, 12]}
+    (rollback,) = report["rollbacks"]
+    assert "full decode 4 was undone on all ranks: rank 1 failed (streams)" in rollback
+    assert "capture of full decode 4 failed on rank 1 (streams)" in report["plan"]["reasons"][-1]
+    for rank in report["ranks"]:
+        assert rank["streams"]["measured"] == 2 * STREAMS_PER_GRAPH
+
+
+def test_memory_that_runs_out_inside_a_capture_costs_that_bucket_alone(checkpoint: Path) -> None:
+    # The second allocation: some of the bucket's pieces exist by then, and hold memory.
+    fault = {"op": "alloc", "call": 2}
+    config = make_faulty_config(checkpoint, "FULL_AND_PIECEWISE", fault, max_tokens=512)
+    with serving(config) as service:
+        assert_serves(service)
+        report = service.report()
+
+    assert families(report) == {"full decode": list(SIZES), "piecewise mixed": list(MIXED_SIZES)}
+    (rollback,) = report["rollbacks"]
+    assert "piecewise mixed 512 was undone on all ranks: rank 1 failed (memory)" in rollback
+    assert report["ranks"][0]["streams"]["measured"] == report["ranks"][1]["streams"]["measured"]
+    # What the undone bucket had taken is back: smaller ones fit in the smallest segment there is.
+    assert report["pool_bytes"] == SMALLEST_SEGMENT
+
+
+def test_an_operator_that_fails_while_captured_costs_that_bucket_alone(checkpoint: Path) -> None:
+    fault = {"op": "aclnnSwiGlu", "when": "capture", "call": 2 * LAYERS + 2}
+    with serving(make_faulty_config(checkpoint, fault=fault)) as service:
+        assert_serves(service)
+        report = service.report()
+
+    assert families(report) == {"full decode": [1, 2, 8, 12]}
+    (rollback,) = report["rollbacks"]
+    assert "full decode 4 was undone on all ranks: rank 1 failed (operator)" in rollback
+    assert "SwiGlu" in rollback
+
+
+def fail_to_start(config: Config) -> tuple[WorkerError, float]:
+    """Return the error of a start, and the seconds from the beginning of capture to it."""
+    began_s = time.monotonic()
+
+    def note(progress: Any) -> None:
+        nonlocal began_s
+        if progress.state in ("PLACING", "JOINING", "LOADING", "NEGOTIATING"):
+            began_s = time.monotonic()
+
+    with pytest.raises(WorkerError) as caught:
+        deployment.start(config, note).shut_down()
+    return caught.value, time.monotonic() - began_s
+
+
+def test_a_rank_that_stalls_in_a_capture_is_named_alone_in_bounded_time(checkpoint: Path) -> None:
+    fault = {"op": "aclnnSwiGlu", "when": "capture", "call": 5, "kind": "stall", "stall_s": 100.0}
+
+    error, seconds = fail_to_start(make_faulty_config(checkpoint, fault=fault))
+
+    assert (error.rank, error.phase) == (1, "CAPTURING")
+    assert "capture full decode 8 was not answered by rank 1 within 4 s" in str(error)
+    assert seconds < CAPTURE_S + STOP_S + SLACK_S
+
+
+def test_ranks_silent_in_a_collective_are_all_named_and_none_is_blamed(checkpoint: Path) -> None:
+    # Call 5 of the device belongs to the eager run before the first capture.
+    fault = {"op": "aclnnSwiGlu", "call": LAYERS + 2, "kind": "stall", "stall_s": 100.0}
+
+    error, seconds = fail_to_start(make_faulty_config(checkpoint, fault=fault))
+
+    assert (error.rank, error.phase) == (-1, "CAPTURING")
+    assert "prepare full decode 12 was not answered by rank 0, 1 within 4 s" in str(error)
+    assert "rank 0 waits for its device; rank 1 waits for its device" in str(error)
+    assert seconds < CAPTURE_S + STOP_S + SLACK_S
+
+
+def test_a_rank_that_dies_in_a_capture_ends_the_start_at_once(checkpoint: Path) -> None:
+    fault = {"op": "aclnnSwiGlu", "when": "capture", "call": 5, "kind": "die"}
+
+    error, seconds = fail_to_start(make_faulty_config(checkpoint, fault=fault))
+
+    assert (error.rank, error.phase) == (1, "CAPTURING")
+    assert "died" in str(error)
+    assert seconds < 15.0

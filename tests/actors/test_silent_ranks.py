@@ -1,0 +1,82 @@
+"""Whom a group blames where several ranks do not answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import ray
+
+from dist_aclgraph.actors.worker_group import WorkerGroup
+from dist_aclgraph.errors import WorkerStartTimeoutError
+from tests.plans import decode_graph
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
+
+ASLEEP_S = 60.0
+
+
+class SilentWorker:
+    """Answers no command; says where it stands, unless it is stuck as a whole."""
+
+    def __init__(self, waits: bool | None) -> None:
+        self._waits = waits
+
+    @ray.method(concurrency_group="control")
+    def ping(self) -> dict[str, Any]:
+        if self._waits is None:
+            time.sleep(ASLEEP_S)
+        return {"doing": "capture full decode 4", "waits": self._waits}
+
+    def carry_out(self, command: Any) -> None:
+        time.sleep(ASLEEP_S)
+
+
+@pytest.fixture
+def make_group() -> Iterator[Callable[..., WorkerGroup]]:
+    actor = ray.remote(concurrency_groups={"control": 1}, num_cpus=0)(SilentWorker)
+    started: list[Any] = []
+
+    def make(*waits: bool | None) -> WorkerGroup:
+        started.extend(actor.remote(each) for each in waits)
+        bundles: Any = None
+        group = WorkerGroup(tuple(range(4, 4 + len(waits))), list(started), bundles)
+        talking = [
+            w.ping.remote() for w, each in zip(started, waits, strict=True) if each is not None
+        ]
+        ray.wait(talking, num_returns=len(talking), timeout=20.0)
+        return group
+
+    yield make
+    for worker in started:
+        ray.kill(worker)
+
+
+def silence_of(group: WorkerGroup) -> WorkerStartTimeoutError:
+    with pytest.raises(WorkerStartTimeoutError, match=r"within 0\.5 s") as caught:
+        group.carry_out("capture", 0.5, decode_graph(4))
+    return caught.value
+
+
+def test_a_rank_stuck_on_its_host_is_blamed_before_those_that_wait(make_group: Any) -> None:
+    error = silence_of(make_group(True, False, True))
+
+    assert error.rank == 5
+    assert "capture full decode 4 was not answered by rank 4, 5, 6" in str(error)
+    assert "rank 4 waits for its device; rank 5 is stuck on its host" in str(error)
+
+
+def test_a_rank_that_says_nothing_is_blamed_before_those_that_wait(make_group: Any) -> None:
+    error = silence_of(make_group(True, None))
+
+    assert error.rank == 5
+    assert "rank 5 does not say where it stands" in str(error)
+
+
+def test_nobody_is_blamed_where_all_wait(make_group: Any) -> None:
+    error = silence_of(make_group(True, True))
+
+    assert error.rank == -1
+    assert "rank 4, 5" in str(error)
