@@ -15,6 +15,9 @@ from dist_aclgraph.graph.buckets import GraphFamily
 from dist_aclgraph.graph.descriptor import BatchDescriptor, table_of
 
 
+MAX_DOUBLINGS = 16
+
+
 @dataclass(frozen=True)
 class LazyChange:
     """Capture ``graph``; where there is no room for it, release ``victim`` before."""
@@ -52,6 +55,7 @@ class LazyGraphs:
         self._used: dict[BatchDescriptor, None] = {}  # least recently used first
         self._wasted: Counter[BatchDescriptor] = Counter()  # tokens, by the shape that saves them
         self._failed: dict[BatchDescriptor, int] = {}  # step of the last failure
+        self._evicted: Counter[BatchDescriptor] = Counter()
         self.has_change = False  # whether ``next_change`` has something to say
 
     @property
@@ -72,17 +76,24 @@ class LazyGraphs:
         if saved <= 0 or step < self._failed.get(shape, -self._retry_steps) + self._retry_steps:
             return
         self._wasted[shape] += saved
-        self.has_change |= self._wasted[shape] >= self._min_tokens
+        self.has_change |= self._pays(shape)
 
     def next_change(self) -> LazyChange | None:
         """Return what would save most, if it is worth a capture; the tally of it starts again."""
         if not self.has_change or not self._capacity:
             return None
-        (shape, _), *others = self._wasted.most_common(2)
+        shape = max(filter(self._pays, self._wasted), key=self._wasted.__getitem__)
         del self._wasted[shape]
-        self.has_change = any(tokens >= self._min_tokens for _, tokens in others)
-        full = len(self._used) >= self._capacity
-        return LazyChange(shape, next(iter(self._used)) if full else None)
+        self.has_change = any(map(self._pays, self._wasted))
+        if len(self._used) < self._capacity:
+            return LazyChange(shape)
+        victim = next(iter(self._used))
+        self._evicted[victim] += 1
+        return LazyChange(shape, victim)
+
+    def _pays(self, shape: BatchDescriptor) -> bool:
+        # Twice as dear after each eviction: more shapes than there is room for must not take turns.
+        return self._wasted[shape] >= self._min_tokens << min(self._evicted[shape], MAX_DOUBLINGS)
 
     def enter(self, graph: BatchDescriptor) -> None:
         """Every rank has captured it."""

@@ -75,6 +75,24 @@ def test_the_least_recently_used_graph_makes_room() -> None:
     assert lazy.next_change() == LazyChange(decode_graph(32), victim=decode_graph(16))
 
 
+def test_more_shapes_than_there_is_room_for_take_turns_ever_less_often() -> None:
+    lazy, captures = make_lazy(capacity=1, min_tokens=100), []
+
+    for step in range(4000):
+        batch = 8 if step // 50 % 2 else 16
+        used = decode_graph(batch) if decode_graph(batch) in lazy.graphs else None
+        lazy.note(batch, 1, used, step)
+        change = lazy.next_change()
+        if change is not None:
+            if change.victim is not None:
+                lazy.leave(change.victim)
+            lazy.enter(change.graph)
+            captures.append(step)
+
+    assert len([step for step in captures if step < 500]) >= 4
+    assert len([step for step in captures if step >= 2000]) <= 2
+
+
 def test_a_shape_that_failed_is_left_alone_for_a_while() -> None:
     lazy = make_lazy(min_tokens=1, retry_steps=50)
     lazy.fail(decode_graph(8), step=10)

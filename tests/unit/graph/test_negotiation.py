@@ -270,7 +270,6 @@ def test_the_pool_is_predicted_to_take_what_the_largest_bucket_does() -> None:
 
     ledger.measure("graph pool", 879, "bytes")
 
-
     assert ledger.warnings() == []
     ledger.measure("graph pool", 881, "bytes")
     assert ledger.warnings() == ["rank 0: graph pool took 881 bytes, predicted 800"]
