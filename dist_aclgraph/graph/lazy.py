@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from dist_aclgraph.graph.buckets import GraphFamily
 from dist_aclgraph.graph.descriptor import BatchDescriptor, table_of
 
-
 MAX_DOUBLINGS = 16
 
 
