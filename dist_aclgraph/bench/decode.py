@@ -208,16 +208,16 @@ def _ratio_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def _host_table(layers: int, rows: list[dict[str, Any]]) -> Table:
-    stages = list(rows[0]["stages_us"])
+    stages = [stage for stage in rows[0]["stages_us"] if not stage.startswith("update_")]
     table = Table(title=f"Host time of a step, {layers} layers, bfloat16, kernels skipped (us)")
-    for column in ("batch", "step ms", "goal ms", *stages, "update, layer"):
+    for column in ("batch", "step ms", "goal ms", *stages, "ahead", "a layer"):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
             str(row["batch"]),
             f"{row['step_ms']:.2f}",
             f"{row['goal_ms']:.1f}",
-            *(f"{row['stages_us'][stage]:.0f}" for stage in stages),
+            *(f"{row['stages_us'][stage]:.0f}" for stage in (*stages, "update_ahead")),
             f"{row['update_us_per_layer']:.0f}",
         )
     return table
