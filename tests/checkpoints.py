@@ -35,6 +35,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"head_dim": 64, "rope_parameters": LINEAR_ROPE},
     "Qwen2ForCausalLM": {"rope_parameters": YARN_ROPE, "tie_word_embeddings": True},
     "LlamaForCausalLM": {"rope_parameters": LLAMA3_ROPE, "attention_bias": True},
+    "Qwen3MoeForCausalLM": {
+        "head_dim": 64,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 98,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    },
 }
 ARCHITECTURES = tuple(SPECIAL)
 

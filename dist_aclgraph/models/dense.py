@@ -1,4 +1,5 @@
-"""Dense decoders: Llama, Qwen2 and Qwen3, one implementation with the switches of ``ModelSpec``.
+"""Decoders with grouped-query attention: Llama, Qwen2, Qwen3 and Qwen3-MoE, one implementation with
+the switches of ``ModelSpec``.
 
 The forward pass is a chain of segments split at attention (``before_attention`` and
 ``after_attention`` of each layer), so that a graph can be captured for the whole or for the pieces.
@@ -16,6 +17,7 @@ from torch import Tensor
 from dist_aclgraph.comm.groups import CommGroup
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.layers.attention import AttentionMetadata, KVCache, PagedAttention
+from dist_aclgraph.layers.experts import ExpertLayer, Router
 from dist_aclgraph.layers.linear import Linear, RowParallelLinear
 from dist_aclgraph.layers.rotary import rope_tables
 from dist_aclgraph.layers.vocabulary import (
@@ -25,7 +27,7 @@ from dist_aclgraph.layers.vocabulary import (
 )
 from dist_aclgraph.models.checkpoint import Checkpoint, Progress
 from dist_aclgraph.models.segments import RunSegment, Segment, run_directly
-from dist_aclgraph.models.spec import ModelSpec
+from dist_aclgraph.models.spec import ExpertSpec, ModelSpec
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,18 @@ def share_heads(spec: ModelSpec, group: CommGroup) -> HeadShare:
 
 
 @dataclass(frozen=True)
+class Mlp:
+    """The feed-forward part of a layer, split over the group by its inner width."""
+
+    gate_up: Linear
+    down: RowParallelLinear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[n, hidden] -> [n, hidden]."""
+        return self.down(torch.ops.npu.npu_swiglu(self.gate_up(x)))
+
+
+@dataclass(frozen=True)
 class DecoderLayer:
     """One decoder layer of this rank."""
 
@@ -71,8 +85,7 @@ class DecoderLayer:
     k_norm: Tensor | None
     attention: PagedAttention
     output: RowParallelLinear
-    gate_up: Linear
-    down: RowParallelLinear
+    mlp: Mlp | ExpertLayer
     eps: float
 
     def before_attention(
@@ -106,7 +119,7 @@ class DecoderLayer:
         h, _, residual = npu.npu_add_rms_norm(
             self.output(attended.flatten(1)), residual, self.post_attention_norm, self.eps
         )
-        return self.down(npu.npu_swiglu(self.gate_up(h))), residual
+        return self.mlp(h), residual
 
 
 class DenseDecoder:
@@ -220,9 +233,6 @@ class _Loader:
         self._heads = heads
         self._checkpoint = checkpoint
         self._device = device
-        # Zero columns pad a feed-forward width that the group does not divide: silu(0) * 0 = 0.
-        width = -(-spec.intermediate_size // group.size)
-        self._ffn = (group.rank * width, (group.rank + 1) * width)
 
     def whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self._checkpoint.read(name, shape).to(self._device)
@@ -265,12 +275,50 @@ class _Loader:
                 (heads.first_head + heads.num_heads) * spec.head_dim,
                 spec.has_output_bias,
             ),
-            gate_up=self._gate_up(mlp),
-            down=self._row_parallel(
-                f"{mlp}.down_proj", spec.intermediate_size, *self._ffn, spec.has_mlp_bias
-            ),
+            mlp=self._mlp(index, mlp),
             eps=spec.rms_norm_eps,
         )
+
+    def _mlp(self, index: int, prefix: str) -> Mlp | ExpertLayer:
+        spec = self._spec
+        if spec.experts is not None and index in spec.experts.layers:
+            return self._experts(spec.experts, prefix)
+        width, has_bias = spec.intermediate_size, spec.has_mlp_bias
+        down = self._row_parallel(f"{prefix}.down_proj", width, *self._share(width), has_bias)
+        return Mlp(self._gate_up(prefix), down)
+
+    def _experts(self, experts: ExpertSpec, prefix: str) -> ExpertLayer:
+        hidden, width = self._spec.hidden_size, experts.width
+        share = self._share(width)
+        gate_up, down = [], []
+        for index in range(experts.num_experts):
+            expert = f"{prefix}.experts.{index}"
+            parts = [
+                self._columns(f"{expert}.{name}.weight", width, hidden, *share)
+                for name in ("gate_proj", "up_proj")
+            ]
+            gate_up.append(torch.cat(parts, dim=1))
+            shape = (hidden, width)
+            down.append(
+                self._checkpoint.read_part(f"{expert}.down_proj.weight", shape, 1, *share).t()
+            )
+        router = self._columns(
+            f"{prefix}.gate.weight", experts.num_experts, hidden, 0, experts.num_experts
+        )
+        return ExpertLayer(
+            Router(self._place(router), experts.top_k, experts.renormalizes),
+            self._place(torch.stack(gate_up)),
+            self._place(torch.stack(down)),
+            self._group,
+        )
+
+    def _share(self, width: int) -> tuple[int, int]:
+        """This rank's part of an inner width.
+
+        Zero columns pad a width that the group does not divide: silu(0) * 0 = 0.
+        """
+        part = -(-width // self._group.size)
+        return self._group.rank * part, (self._group.rank + 1) * part
 
     def _qkv(self, prefix: str) -> Linear:
         spec, heads = self._spec, self._heads
@@ -287,7 +335,8 @@ class _Loader:
 
     def _gate_up(self, prefix: str) -> Linear:
         names = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
-        parts = [(name, self._spec.intermediate_size, *self._ffn) for name in names]
+        width = self._spec.intermediate_size
+        parts = [(name, width, *self._share(width)) for name in names]
         return self._fused(parts, self._spec.has_mlp_bias)
 
     def _fused(self, parts: list[tuple[str, int, int, int]], has_bias: bool) -> Linear:

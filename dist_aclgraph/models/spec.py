@@ -1,7 +1,8 @@
 """What a checkpoint's config.json says, as one frozen value; nothing here needs torch.
 
-Supported: ``Qwen3ForCausalLM``, ``Qwen2ForCausalLM``, ``LlamaForCausalLM``. They are one decoder
-with switches: biases of q, k and v, of the output and of the MLP; RMS norms of q and k heads.
+Supported: ``Qwen3ForCausalLM``, ``Qwen2ForCausalLM``, ``LlamaForCausalLM``, ``Qwen3MoeForCausalLM``.
+They are one decoder with switches: biases of q, k and v, of the output and of the MLP; RMS norms of
+q and k heads; experts in place of the MLP.
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ from typing import Any
 
 from dist_aclgraph.errors import ModelError, UnsupportedModelError
 
-ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
+ARCHITECTURES = (
+    "Qwen3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "LlamaForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -37,8 +43,25 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertSpec:
+    """The experts of a decoder, and which layers have them.
+
+    Attributes:
+        width: inner width of one expert.
+        renormalizes: whether the weights of a token's experts sum to one.
+        layers: layers that have experts; the others have a dense MLP.
+    """
+
+    num_experts: int
+    top_k: int
+    width: int
+    renormalizes: bool
+    layers: frozenset[int]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """The shape of a dense decoder."""
+    """The shape of a decoder."""
 
     architecture: str
     vocab_size: int
@@ -57,6 +80,7 @@ class ModelSpec:
     max_position_embeddings: int
     rope: RopeSpec
     eos_token_ids: tuple[int, ...]
+    experts: ExpertSpec | None = None
 
 
 def read_model_spec(directory: str | Path) -> ModelSpec:
@@ -103,10 +127,23 @@ def read_model_spec(directory: str | Path) -> ModelSpec:
         has_qkv_bias=architecture == "Qwen2ForCausalLM" or attention_bias,
         has_output_bias=architecture != "Qwen2ForCausalLM" and attention_bias,
         has_mlp_bias=architecture == "LlamaForCausalLM" and bool(raw.get("mlp_bias", False)),
-        has_qk_norm=architecture == "Qwen3ForCausalLM",
+        has_qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
         max_position_embeddings=raw["max_position_embeddings"],
         rope=_rope_spec(raw),
         eos_token_ids=_eos_token_ids(Path(directory), raw),
+        experts=_expert_spec(raw) if architecture == "Qwen3MoeForCausalLM" else None,
+    )
+
+
+def _expert_spec(raw: dict[str, Any]) -> ExpertSpec:
+    step, dense = raw.get("decoder_sparse_step", 1), set(raw.get("mlp_only_layers") or ())
+    layers = (i for i in range(raw["num_hidden_layers"]) if (i + 1) % step == 0)
+    return ExpertSpec(
+        num_experts=raw["num_experts"],
+        top_k=raw["num_experts_per_tok"],
+        width=raw["moe_intermediate_size"],
+        renormalizes=bool(raw.get("norm_topk_prob", False)),
+        layers=frozenset(layers) - dense,
     )
 
 
