@@ -2,8 +2,8 @@
 
 Operators: ``npu_moe_gating_top_k``, ``npu_moe_init_routing_v2`` (copies each token once for each of
 its experts, sorted by expert), ``npu_grouped_matmul`` (one product for all experts) and
-``npu_moe_finalize_routing`` (the weighted sum, back in token order). No size depends on the routing,
-so that graphs hold it.
+``npu_moe_finalize_routing`` (the weighted sum, back in token order). No size depends on the
+routing, so that graphs hold it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a checkpoint's config.json says, as one frozen value; nothing here needs torch.
 
-Supported: ``Qwen3ForCausalLM``, ``Qwen2ForCausalLM``, ``LlamaForCausalLM``, ``Qwen3MoeForCausalLM``.
-They are one decoder with switches: biases of q, k and v, of the output and of the MLP; RMS norms of
-q and k heads; experts in place of the MLP.
+Supported: ``Qwen3ForCausalLM``, ``Qwen2ForCausalLM``, ``LlamaForCausalLM`` and
+``Qwen3MoeForCausalLM``. They are one decoder with switches: biases of q, k and v, of the output and
+of the MLP; RMS norms of q and k heads; experts in place of the MLP.
 """
 
 from __future__ import annotations
