@@ -168,3 +168,17 @@ def test_a_lazy_graph_that_becomes_part_of_a_plan_is_not_captured_again() -> Non
     assert serving.dispatcher.lazy is not None
     assert serving.dispatcher.lazy.graphs == ()
     assert [m for m in ranks.moves if m[0] == "capture"] == [("capture", decode_graph(16))]
+
+
+def test_a_graph_of_the_plan_never_makes_room_for_a_lazy_one() -> None:
+    serving = Serving(FakeRanks(), make_plan(32), lazy=make_lazy())
+    plan = make_plan(16, 32, version=2)
+    for _ in range(STEPS_BETWEEN):
+        serving.dispatcher.dispatch(12, 12, 1)  # 16 would pay as a lazy graph
+    serving.changes.change_plan(plan, (Capture(decode_graph(16)),))
+
+    for batch in (12, 5):
+        for _ in range(60):
+            serving.run(batch)
+
+    serving.assert_all_hold(plan, lazy=[8])
