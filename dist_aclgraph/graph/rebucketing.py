@@ -58,15 +58,7 @@ def choose_again(
         step_seconds: what steps took that replayed each graph.
         offers, families: as in ``propose``.
     """
-    timed = tuple(
-        Probe(graph=graph, streams=0, bytes=0, replay_s=seconds)
-        for graph, seconds in step_seconds.items()
-    )
-    # Prices come from the first probe of a kind, times from all.
-    offers = [
-        msgspec.structs.replace(offer, probes=offer.probes + timed if offer.probes else ())
-        for offer in offers
-    ]
+    offers = [_timed(offer, step_seconds) for offer in offers]
     better = propose(
         plan,
         traffic,
@@ -80,6 +72,20 @@ def choose_again(
     if better is None:
         return None
     return better, transition(plan, better, offers, budget_model, workload)
+
+
+def _timed(offer: StreamOffer, step_seconds: Mapping[BatchDescriptor, float]) -> StreamOffer:
+    """Return the offer with step times as probes behind its own, the first of which tell prices.
+
+    Only of kinds that were probed: any other would seem to cost nothing.
+    """
+    probed = {(probe.graph.mode, probe.graph.query_len) for probe in offer.probes}
+    times = (
+        Probe(graph=graph, streams=0, bytes=0, replay_s=seconds)
+        for graph, seconds in step_seconds.items()
+        if (graph.mode, graph.query_len) in probed
+    )
+    return msgspec.structs.replace(offer, probes=(*offer.probes, *times))
 
 
 def propose(
