@@ -25,6 +25,7 @@ from dist_aclgraph.graph.traffic import Traffic, weights_of
 
 MIN_GAIN = 0.05  # share of the expected cost that a new plan must save to be worth its captures
 MIN_WEIGHT = 256.0  # steps seen, old ones faded, before their histogram is believed
+MAX_REASONS = 32  # the oldest go: a plan travels, and is chosen again for as long as it serves
 
 
 class Capture(msgspec.Struct, frozen=True, tag=True):
@@ -136,7 +137,7 @@ def propose(
     if gain < min_gain or new.families == plan.families:
         return None
     reason = f"chosen again for {traffic.weight:.0f} steps seen: expected cost falls by {gain:.0%}"
-    return msgspec.structs.replace(new, reasons=(*plan.reasons, reason))
+    return msgspec.structs.replace(new, reasons=(*plan.reasons, reason)[-MAX_REASONS:])
 
 
 def transition(

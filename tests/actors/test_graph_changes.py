@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dist_aclgraph.actors.graph_changes import PATIENCE_STEPS, STEPS_BETWEEN, GraphChanges
+from dist_aclgraph.actors.graph_changes import (
+    MAX_FAILURES,
+    PATIENCE_STEPS,
+    STEPS_BETWEEN,
+    GraphChanges,
+)
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
 from dist_aclgraph.graph.buckets import GraphFamily
 from dist_aclgraph.graph.dispatcher import GraphDispatcher
@@ -168,6 +173,18 @@ def test_a_lazy_graph_that_becomes_part_of_a_plan_is_not_captured_again() -> Non
     assert serving.dispatcher.lazy is not None
     assert serving.dispatcher.lazy.graphs == ()
     assert [m for m in ranks.moves if m[0] == "capture"] == [("capture", decode_graph(16))]
+
+
+def test_a_shape_that_always_fails_fills_no_report() -> None:
+    failing = FakeRanks(failures={(1, decode_graph(16)): "streams"})
+    family = GraphFamily(run_mode="FULL", query_len=1, buckets=(16,))
+    lazy = LazyGraphs((family,), 64, capacity=1, min_tokens=1, retry_steps=1)
+    serving = Serving(failing, lazy=lazy)
+
+    for _ in range(2 * MAX_FAILURES * STEPS_BETWEEN):
+        serving.run(12)
+
+    assert len(serving.changes.failures) == MAX_FAILURES
 
 
 def test_a_graph_of_the_plan_never_makes_room_for_a_lazy_one() -> None:

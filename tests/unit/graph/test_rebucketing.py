@@ -15,6 +15,7 @@ from dist_aclgraph.graph.choice import expected_cost
 from dist_aclgraph.graph.negotiation import negotiate, tightest_limits
 from dist_aclgraph.graph.plan import CaptureFailure, GraphPlan
 from dist_aclgraph.graph.rebucketing import (
+    MAX_REASONS,
     Action,
     Capture,
     Release,
@@ -182,6 +183,19 @@ def test_what_failed_once_is_not_proposed_again(old, decode, data, cause, is_ser
         assert not is_limited or len(family.buckets) <= len(before.buckets)
     if is_serving or cause == "operator":
         assert failed not in (new or left).capture_order
+
+
+def test_a_plan_that_is_chosen_again_and_again_does_not_grow() -> None:
+    families, workload = FAMILIES[:1], Workload(num_layers=3)
+    offers = [StreamOffer(rank=0, available=3)]
+    plan = negotiate(offers, families, MODEL, workload, max_num_seqs=64)
+
+    for batch in (10, 30, 50) * MAX_REASONS:
+        traffic = Traffic(decode={batch: 500.0})
+        plan = propose(plan, traffic, offers, families, MODEL, workload) or plan
+
+    assert plan.version > MAX_REASONS
+    assert len(plan.reasons) == MAX_REASONS
 
 
 def test_step_times_make_no_graph_free_that_could_not_be_probed() -> None:
