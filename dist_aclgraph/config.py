@@ -31,6 +31,7 @@ BudgetModelName = Literal[
 ]
 HcclExpansion = Literal["AIV", "AICPU", "FFTS"]
 
+MAX_WEIGHT = 1e15  # of traffic; sums of larger ones lose the smaller, and at last are infinite
 
 # How HCCL_OP_EXPANSION_MODE calls them. FFTS+ is what an A2 takes when the host expands.
 HCCL_EXPANSION_NAMES: dict[HcclExpansion, str] = {"AIV": "AIV", "AICPU": "AI_CPU", "FFTS": "HOST"}
@@ -123,8 +124,12 @@ class GraphConfig(Section):
             if sizes is not None and (not sizes or min(sizes) < 1):
                 raise ValueError("must be a non-empty list of positive token counts")
         for traffic in (self.traffic, self.mixed_traffic):
-            if traffic is not None and any(n < 1 or weight < 0 for n, weight in traffic.items()):
-                raise ValueError("traffic maps positive token counts to weights of at least 0")
+            if traffic is not None and not all(
+                n >= 1 and 0 <= weight <= MAX_WEIGHT for n, weight in traffic.items()
+            ):
+                raise ValueError(
+                    f"traffic maps positive token counts to weights from 0 to {MAX_WEIGHT:g}"
+                )
         return self
 
 

@@ -22,6 +22,7 @@ from dist_aclgraph.graph.plan import CaptureCost, CaptureFailure, GraphPlan
 from dist_aclgraph.graph.rebucketing import Action, Release
 
 STEPS_BETWEEN = 16  # so that no two captures delay the same tokens
+MAX_FAILURES = 100  # that are told of; a shape that always fails is tried for as long as we serve
 PATIENCE_STEPS = 200  # a group that is never quiet changes its graphs all the same
 
 
@@ -59,13 +60,13 @@ class GraphChanges:
 
     Attributes:
         costs: of every graph that exists, the most that any rank paid.
-        failures: sentences about captures that were undone.
+        failures: sentences about captures that were undone, the latest ones.
     """
 
     dispatcher: GraphDispatcher
     transaction: GraphTransaction
     costs: dict[BatchDescriptor, CaptureCost]
-    failures: list[str] = field(default_factory=list)
+    failures: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_FAILURES))
     _wanted: tuple[GraphPlan, Sequence[Action]] | None = None  # handed over by another thread
     _coming: GraphPlan | None = None
     _todo: deque[Action] = field(default_factory=deque)

@@ -14,7 +14,13 @@ from ray.util.placement_group import PlacementGroup
 from dist_aclgraph.actors import placement
 from dist_aclgraph.actors.worker import Worker, WorkerInfo
 from dist_aclgraph.config import Config, child_environment
-from dist_aclgraph.errors import DistAclGraphError, WorkerLostError, WorkerStartTimeoutError
+from dist_aclgraph.errors import (
+    DeviceError,
+    DistAclGraphError,
+    GraphError,
+    WorkerLostError,
+    WorkerStartTimeoutError,
+)
 from dist_aclgraph.graph.commands import GraphAction, GraphAnswer, GraphCommand
 from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.graph.plan import GraphPlan
@@ -185,6 +191,9 @@ def fetch(ref: Any, rank: int, phase: str) -> Any:
         raise WorkerLostError(f"the process died: {_summary(e)}", rank, phase) from None
     except RayTaskError as e:
         cause = e.cause if isinstance(e.cause, Exception) else e
+        if rank >= 0 and isinstance(cause, DeviceError | GraphError):
+            # A device does not know whose it is.
+            raise type(cause)(f"rank {rank} in {phase}: {cause}") from None
         if isinstance(cause, DistAclGraphError):
             raise cause from None
         raise WorkerLostError(f"{type(cause).__name__}: {_summary(cause)}", rank, phase) from e

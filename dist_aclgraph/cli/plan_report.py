@@ -5,7 +5,7 @@ The numbers of a device that nobody asked are assumptions, and the report lists 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -102,8 +102,9 @@ def render_plan(report: dict[str, Any], console: Console) -> None:
     console.print(f"  {graph['fixed_price']} streams fixed")
     _print_terms(graph["fixed_terms"], console)
     console.print(f"  streams are kept for {graph['lazy_capacity']} lazy graphs")
-    for plan in report["plans"]:
-        console.print(f"Group {plan['group']}: plan {plan['hash'][:12]}")
+    for plan, groups in _alike(report["plans"], "group"):
+        name = f"Group {groups}" if groups.isdecimal() else f"Groups {groups}"
+        console.print(f"{name}: plan {plan['hash'][:12]}")
         for family in plan["families"]:
             buckets = ", ".join(map(str, family["buckets"]))
             console.print(f"  {family['name']} buckets {buckets}")
@@ -126,12 +127,37 @@ def _print_terms(terms: list[dict[str, Any]], console: Console) -> None:
         console.print(f"    {term['total']:5} {term['name']}: {term['why']}")
 
 
+def _alike(entries: list[dict[str, Any]], *numbers: str) -> Iterator[tuple[Any, ...]]:
+    """Yield each entry that differs in more than ``numbers``, with those of all that are like it.
+
+    Thousands of ranks are a few lines then.
+    """
+    found: dict[str, list[dict[str, Any]]] = {}
+    for entry in entries:
+        rest = {key: value for key, value in entry.items() if key not in numbers}
+        found.setdefault(repr(rest), []).append(entry)
+    for alike in found.values():
+        yield alike[0], *(_ranges({entry[name] for entry in alike}) for name in numbers)
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Return ascending numbers in few words: 0-2, 5."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][-1] + 1:
+            found[-1][1:] = [number]
+        else:
+            found.append([number])
+    return ", ".join("-".join(map(str, ends)) for ends in found)
+
+
 def _rank_table(ranks: list[dict[str, Any]]) -> Table:
-    table = Table("rank", "group", "device", "offers", "captures", "costs", "left")
-    for entry in ranks:
+    table = Table("ranks", "groups", "device", "offers", "captures", "costs", "left")
+    shown = [{k: v for k, v in entry.items() if k != "domains"} for entry in ranks]
+    for entry, names, groups in _alike(shown, "rank", "group"):
         table.add_row(
-            str(entry["rank"]),
-            str(entry["group"]),
+            names,
+            groups,
             entry["device"],
             f"{entry['usable']} of {entry['available']} streams",
             f"{entry['num_buckets']} buckets",

@@ -158,6 +158,9 @@ class ModelRunner:
         """
         started_s = time.perf_counter()
         self._npu.synchronize()
+        # A capture cannot take back what the allocator keeps for others, such as the pool of a
+        # capture that was undone.
+        runtime().empty_cache()
         streams, pool = self.free_streams, self._pool.memory()
         with OperatorDigest() as digest, torch.inference_mode():
             record = self._capture_whole if graph.mode == "FULL" else self._capture_pieces

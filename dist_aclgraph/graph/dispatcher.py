@@ -111,9 +111,10 @@ class GraphDispatcher:
     def report(self) -> dict[str, Any]:
         """Return the counters: replays and padding by graph, misses by reason.
 
-        For any thread: copies are taken at once, while the engine's thread may add keys.
+        For any thread: copies are taken at once, while the engine's thread may add keys. It adds
+        a graph's replays before its padding, so that the copies are taken the other way round.
         """
-        replays, padding = dict(self.replays), dict(self.padding)
+        padding, replays = dict(self.padding), dict(self.replays)
         return {
             "plan_version": self.plan.version,
             "replays": {str(graph): replays[graph] for graph in sorted(replays)},

@@ -99,8 +99,10 @@ class LazyGraphs:
         self._used[graph] = None
 
     def leave(self, graph: BatchDescriptor) -> None:
-        """It was released, or became part of the plan."""
+        """It was released, or became part of the plan, which asks for no lazy graph of its own."""
         self._used.pop(graph, None)
+        self._wasted.pop(graph, None)
+        self.has_change = any(map(self._pays, self._wasted))
 
     def fail(self, graph: BatchDescriptor, step: int) -> None:
         """It could not be captured."""

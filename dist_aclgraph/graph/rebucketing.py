@@ -25,6 +25,7 @@ from dist_aclgraph.graph.traffic import Traffic, weights_of
 
 MIN_GAIN = 0.05  # share of the expected cost that a new plan must save to be worth its captures
 MIN_WEIGHT = 256.0  # steps seen, old ones faded, before their histogram is believed
+MAX_REASONS = 32  # the oldest go: a plan travels, and is chosen again for as long as it serves
 
 
 class Capture(msgspec.Struct, frozen=True, tag=True):
@@ -58,15 +59,7 @@ def choose_again(
         step_seconds: what steps took that replayed each graph.
         offers, families: as in ``propose``.
     """
-    timed = tuple(
-        Probe(graph=graph, streams=0, bytes=0, replay_s=seconds)
-        for graph, seconds in step_seconds.items()
-    )
-    # Prices come from the first probe of a kind, times from all.
-    offers = [
-        msgspec.structs.replace(offer, probes=offer.probes + timed if offer.probes else ())
-        for offer in offers
-    ]
+    offers = [_timed(offer, step_seconds) for offer in offers]
     better = propose(
         plan,
         traffic,
@@ -80,6 +73,20 @@ def choose_again(
     if better is None:
         return None
     return better, transition(plan, better, offers, budget_model, workload)
+
+
+def _timed(offer: StreamOffer, step_seconds: Mapping[BatchDescriptor, float]) -> StreamOffer:
+    """Return the offer with step times as probes behind its own, the first of which tell prices.
+
+    Only of kinds that were probed: any other would seem to cost nothing.
+    """
+    probed = {(probe.graph.mode, probe.graph.query_len) for probe in offer.probes}
+    times = (
+        Probe(graph=graph, streams=0, bytes=0, replay_s=seconds)
+        for graph, seconds in step_seconds.items()
+        if (graph.mode, graph.query_len) in probed
+    )
+    return msgspec.structs.replace(offer, probes=(*offer.probes, *times))
 
 
 def propose(
@@ -130,7 +137,7 @@ def propose(
     if gain < min_gain or new.families == plan.families:
         return None
     reason = f"chosen again for {traffic.weight:.0f} steps seen: expected cost falls by {gain:.0%}"
-    return msgspec.structs.replace(new, reasons=(*plan.reasons, reason))
+    return msgspec.structs.replace(new, reasons=(*plan.reasons, reason)[-MAX_REASONS:])
 
 
 def transition(

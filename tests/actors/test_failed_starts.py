@@ -18,6 +18,7 @@ from dist_aclgraph.errors import (
     MissingTensorError,
     PlacementError,
     StreamBudgetError,
+    StreamExhaustedError,
     UnsupportedModelError,
     WorkerError,
 )
@@ -118,3 +119,13 @@ def test_a_worker_that_stalls_at_start_is_named_in_bounded_time(checkpoint: Path
         start(config)
 
     assert caught.value.phase == "NEGOTIATING"
+
+
+def test_a_device_without_streams_for_the_runtime_is_named_by_its_rank(checkpoint: Path) -> None:
+    emulator = {"strict": False, "streams_by_rank": {1: 24}}
+    config = make_deployment_config(
+        checkpoint, parallel={"tp": 2}, device={"kind": "emulated", "emulator": emulator}
+    )
+
+    with pytest.raises(StreamExhaustedError, match="rank 1 in"):
+        start(config)

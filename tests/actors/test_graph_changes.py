@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dist_aclgraph.actors.graph_changes import PATIENCE_STEPS, STEPS_BETWEEN, GraphChanges
+from dist_aclgraph.actors.graph_changes import (
+    MAX_FAILURES,
+    PATIENCE_STEPS,
+    STEPS_BETWEEN,
+    GraphChanges,
+)
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
 from dist_aclgraph.graph.buckets import GraphFamily
 from dist_aclgraph.graph.dispatcher import GraphDispatcher
@@ -168,3 +173,29 @@ def test_a_lazy_graph_that_becomes_part_of_a_plan_is_not_captured_again() -> Non
     assert serving.dispatcher.lazy is not None
     assert serving.dispatcher.lazy.graphs == ()
     assert [m for m in ranks.moves if m[0] == "capture"] == [("capture", decode_graph(16))]
+
+
+def test_a_shape_that_always_fails_fills_no_report() -> None:
+    failing = FakeRanks(failures={(1, decode_graph(16)): "streams"})
+    family = GraphFamily(run_mode="FULL", query_len=1, buckets=(16,))
+    lazy = LazyGraphs((family,), 64, capacity=1, min_tokens=1, retry_steps=1)
+    serving = Serving(failing, lazy=lazy)
+
+    for _ in range(2 * MAX_FAILURES * STEPS_BETWEEN):
+        serving.run(12)
+
+    assert len(serving.changes.failures) == MAX_FAILURES
+
+
+def test_a_graph_of_the_plan_never_makes_room_for_a_lazy_one() -> None:
+    serving = Serving(FakeRanks(), make_plan(32), lazy=make_lazy())
+    plan = make_plan(16, 32, version=2)
+    for _ in range(STEPS_BETWEEN):
+        serving.dispatcher.dispatch(12, 12, 1)  # 16 would pay as a lazy graph
+    serving.changes.change_plan(plan, (Capture(decode_graph(16)),))
+
+    for batch in (12, 5):
+        for _ in range(60):
+            serving.run(batch)
+
+    serving.assert_all_hold(plan, lazy=[8])

@@ -146,6 +146,18 @@ def test_a_capture_works_after_the_only_graph_was_released(runner: ModelRunner) 
     sequences.decode(decode_graph(4))
 
 
+def test_a_capture_takes_the_memory_of_one_that_was_undone(npu: Any, runner: ModelRunner) -> None:
+    runner.warm_up(decode_graph(8))
+    free = []
+
+    for _ in range(4):
+        runner.capture(decode_graph(8))
+        free.append(npu.memory().free_bytes)
+        runner.release(decode_graph(8))
+
+    assert free[0] - free[-1] < 1 << 20  # a pool takes two
+
+
 def test_release_of_what_was_never_captured_is_ignored(runner: ModelRunner) -> None:
     runner.release(decode_graph(8))
 

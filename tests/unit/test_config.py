@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,6 +70,8 @@ def test_a_model_that_is_nowhere_stays_as_it_was_given(tmp_path: Path) -> None:
         ({"model": "m", "parallel": {"ep": 2}}, "parallel.ep is 2"),
         ({"model": "m", "kv": {"block_size": 40}}, "kv.block_size is 40"),
         ({"model": "m", "graph": {"sizes": []}}, "graph: must be a non-empty list"),
+        ({"model": "m", "graph": {"traffic": {8: math.nan}}}, "weights from 0 to"),
+        ({"model": "m", "graph": {"mixed_traffic": {8: 1e308}}}, "weights from 0 to"),
         ({"model": "m", "graph": {"mode": "ALL"}}, "graph.mode is .ALL."),
         ({"model": "m", "speculative": {"num_tokens": 1}}, "speculative.num_tokens is 1"),
         (

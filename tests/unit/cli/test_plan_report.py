@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -180,3 +181,22 @@ def test_what_is_not_a_checkpoint_is_refused(tmp_path: Path, write, message: str
 
     with pytest.raises(ConfigError, match=message):
         plan_report(make_config({"model": str(directory)}))
+
+
+def test_thousands_of_equal_ranks_are_shown_in_a_few_lines_and_at_once(checkpoint: Path) -> None:
+    config = make(
+        checkpoint,
+        parallel={"tp": 2, "dp": 2048},
+        graph={"scope": "group"},
+        device={"emulator": {"streams_by_rank": {3: 36 + 3}}},
+    )
+    out = io.StringIO()
+
+    began_s = time.perf_counter()
+    render_plan(plan_report(config), Console(file=out, width=160))
+    took_s = time.perf_counter() - began_s
+
+    assert "Groups 0, 2-2047: plan" in out.getvalue() and "Group 1: plan" in out.getvalue()
+    assert "0-1, 4-4095" in out.getvalue()
+    assert len(out.getvalue().splitlines()) < 40
+    assert took_s < 2

@@ -7,13 +7,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_aclgraph.config import GraphConfig
 from dist_aclgraph.errors import GraphError
 from dist_aclgraph.graph.buckets import GraphFamily, stepped_sizes
-from dist_aclgraph.graph.budget import StreamOffer, Workload, make_budget_model, total
+from dist_aclgraph.graph.budget import Probe, StreamOffer, Workload, make_budget_model, total
 from dist_aclgraph.graph.choice import expected_cost
-from dist_aclgraph.graph.negotiation import negotiate
+from dist_aclgraph.graph.negotiation import negotiate, tightest_limits
 from dist_aclgraph.graph.plan import CaptureFailure, GraphPlan
-from dist_aclgraph.graph.rebucketing import Action, Capture, Release, apply, propose, transition
+from dist_aclgraph.graph.rebucketing import (
+    MAX_REASONS,
+    Action,
+    Capture,
+    Release,
+    apply,
+    choose_again,
+    propose,
+    transition,
+)
 from dist_aclgraph.graph.traffic import Traffic
 
 MODEL = make_budget_model("cann-pinned")
@@ -173,3 +183,44 @@ def test_what_failed_once_is_not_proposed_again(old, decode, data, cause, is_ser
         assert not is_limited or len(family.buckets) <= len(before.buckets)
     if is_serving or cause == "operator":
         assert failed not in (new or left).capture_order
+
+
+def test_a_plan_that_is_chosen_again_and_again_does_not_grow() -> None:
+    families, workload = FAMILIES[:1], Workload(num_layers=3)
+    offers = [StreamOffer(rank=0, available=3)]
+    plan = negotiate(offers, families, MODEL, workload, max_num_seqs=64)
+
+    for batch in (10, 30, 50) * MAX_REASONS:
+        traffic = Traffic(decode={batch: 500.0})
+        plan = propose(plan, traffic, offers, families, MODEL, workload) or plan
+
+    assert plan.version > MAX_REASONS
+    assert len(plan.reasons) == MAX_REASONS
+
+
+def test_step_times_make_no_graph_free_that_could_not_be_probed() -> None:
+    family = FAMILIES[0]
+    probe = Probe(graph=family.describe(64, 64), streams=2, bytes=640)
+    offers = [StreamOffer(rank=0, available=16, probes=(probe,))]
+    calibrated = make_budget_model("calibrated")
+    plan = negotiate(offers, FAMILIES, calibrated, WORKLOAD, max_num_seqs=64)
+    times = {graph: 0.01 + graph.num_tokens for graph in plan.capture_order}
+
+    found = choose_again(
+        plan,
+        Traffic(decode={3: 500.0, 5: 500.0}, mixed=dict.fromkeys(range(1, 60, 3), 100.0)),
+        offers,
+        times,
+        FAMILIES,
+        calibrated,
+        WORKLOAD,
+        GraphConfig(),
+    )
+
+    assert found is not None
+    better, _ = found
+    counts = [len(family.buckets) for family in better.families]
+    assert all(
+        item.limit.admits(counts)
+        for item in tightest_limits(offers, FAMILIES, calibrated, WORKLOAD)
+    )
