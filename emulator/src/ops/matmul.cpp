@@ -1,5 +1,5 @@
 // Matrix products: float32 by the own loops or sgemm, half-width types in float32.
-#include "ops/bind.h"
+#include "ops/matmul.h"
 
 using namespace emu;
 using kernels::MatMul;
@@ -26,12 +26,23 @@ static void check(const Tensor &a, const Tensor &b, const Tensor &out) {
          ": float32, float16 or bfloat16 is needed");
 }
 
-static Task multiply_task(const Tensor &a, const Tensor &b, const Tensor &out) {
+std::optional<MatMul> emu::bind_product(const Tensor &a, const Tensor &b, const Tensor &out) {
   check(a, b, out);
   bool transposed = !has_rows(b);
   bool direct = is_kernel_type(a) && is_kernel_type(out) && has_rows(a) && has_rows(out) &&
                 (has_rows(b) || has_columns(b));
   if (!direct)
+    return {};
+  return MatMul{data_of(a),     data_of(b),
+                data_of(out),   a.size(0),
+                b.size(1),      a.size(1),
+                row_stride(a),  transposed ? column_stride(b) : row_stride(b),
+                row_stride(out), transposed};
+}
+
+Task emu::multiply_task(const Tensor &a, const Tensor &b, const Tensor &out) {
+  auto mm = bind_product(a, b, out);
+  if (!mm)
     return arithmetic([=] {
       AtenScope scope;
       if (is_kernel_type(a))
@@ -39,12 +50,7 @@ static Task multiply_task(const Tensor &a, const Tensor &b, const Tensor &out) {
       else
         out.copy_(at::mm(a, b));
     });
-  MatMul mm{data_of(a),     data_of(b),
-            data_of(out),   a.size(0),
-            b.size(1),      a.size(1),
-            row_stride(a),  transposed ? column_stride(b) : row_stride(b),
-            row_stride(out), transposed};
-  return arithmetic([mm] {
+  return arithmetic([mm = *mm] {
     AtenScope scope;  // for the number of threads of the MKL
     kernels::matmul(mm);
   });

@@ -1,0 +1,189 @@
+// GroupedMatmul: one product for each expert. The sizes of the groups lie in device memory, so they
+// are read when the task runs.
+#include "ops/matmul.h"
+
+using namespace emu;
+using kernels::MatMul;
+
+namespace {
+
+struct Grouped {
+  std::vector<MatMul> products;  // one for each group; where x is one tensor, of all its rows
+  std::vector<OptTensor> bias;
+  OptTensor list;  // null: each group has an x of its own
+  bool cumulative;
+};
+
+void multiply_with_bias(const MatMul &mm, const Tensor &bias) {
+  Tensor sum = at::empty({mm.m, mm.n}, at::kFloat), row = bias.to(at::kFloat);
+  MatMul product = mm;
+  product.out = data_of(sum);
+  product.out_stride = mm.n;
+  kernels::matmul(product);
+  sum.add_(row);
+  for (int64_t i = 0; i < mm.m; i++)
+    kernels::store_floats(sum.data_ptr<float>() + i * mm.n, mm.out, i * mm.out_stride, mm.n);
+}
+
+kernels::Data shifted(kernels::Data d, int64_t elements) {
+  return {static_cast<char *>(d.p) + elements * static_cast<int64_t>(bytes_of(d.type)), d.type};
+}
+
+void run(const Grouped &g) {
+  AtenScope scope;
+  const int64_t *list = g.list ? g.list->data_ptr<int64_t>() : nullptr;
+  int64_t start = 0;
+  for (size_t i = 0; i < g.products.size(); i++) {
+    MatMul mm = g.products[i];
+    if (list) {
+      int64_t end = g.cumulative ? list[i] : start + list[i];
+      TORCH_CHECK(end >= start && end <= mm.m, "group_list gives group ", i, " the rows ", start,
+                  " to ", end, " of ", mm.m);
+      mm.a = shifted(mm.a, start * mm.a_stride);
+      mm.out = shifted(mm.out, start * mm.out_stride);
+      mm.m = end - start;
+      start = end;
+    }
+    if (!mm.m)
+      continue;
+    if (g.bias[i])
+      multiply_with_bias(mm, *g.bias[i]);
+    else
+      kernels::matmul(mm);
+  }
+}
+
+// Section "约束说明", table 2: bias of the type of x, float32 with bfloat16.
+void check_types(const Tensors &x, const Tensors &weight, const Tensors &bias) {
+  for (const Tensor &t : x)
+    require_kernel_type("x", t);
+  for (const Tensor &t : weight)
+    require_same_type("weight", t, x[0]);
+  for (const Tensor &t : bias) {
+    auto wanted = x[0].scalar_type() == at::kBFloat16 ? at::kFloat : x[0].scalar_type();
+    require_kernel_type("bias", t);
+    demand(t.scalar_type() == wanted, "bias must be ", wanted, " with x of ", x[0].scalar_type(),
+           ", got ", t.scalar_type());
+  }
+  bool single = x.size() == 1 && weight.size() == 1;
+  demand(single || x[0].scalar_type() != at::kFloat,
+         "float32 needs x, weight and y of one tensor each");
+}
+
+// The rest of the section: inner dimensions, strides, lengths of lists.
+void check_shapes(const Tensors &x, const Tensors &weight) {
+  for (const Tensor &t : x) {
+    refuse_unless(t.dim() == 2, "x must have 2 dimensions, got ", t.sizes());
+    require_contiguous("x", t);
+    demand(t.size(1) < 65536, "the last dimension of x, ", t.size(1), ", must be below 65536");
+  }
+  bool single = weight.size() == 1 && weight[0].dim() == 3;
+  for (const Tensor &t : weight) {
+    refuse_unless(t.dim() == (single ? 3 : 2), "weight of shape ", t.sizes(),
+                  ": one tensor of rank 3, or one of rank 2 for each group");
+    bool plain = t.is_contiguous(), turned = t.transpose(-1, -2).is_contiguous();
+    refuse_unless(plain || turned, "weight must be contiguous or a transposed view, got strides ",
+                  t.strides());
+    demand(t.size(plain ? -1 : -2) < 65536, "the inner dimension of weight ", t.sizes(),
+           " must be below 65536");
+    demand(plain == weight[0].is_contiguous() || turned == weight[0].transpose(-1, -2).is_contiguous(),
+           "all weights must be transposed, or none");
+  }
+  demand(x.size() <= 128 && weight.size() <= 128, x.size(), " and ", weight.size(),
+         " tensors, at most 128");
+}
+
+void check_list(const OptTensor &list, int64_t kind, int64_t groups, bool single) {
+  refuse_unless(list, "group_list must be given where x is one tensor");
+  refuse_unless(list->scalar_type() == at::kLong && list->dim() == 1 && list->is_contiguous(),
+                "group_list must be int64 of rank 1, got ", list->scalar_type(), " ",
+                list->sizes());
+  refuse_unless(list->numel() == groups, "group_list has ", list->numel(), " entries for ", groups,
+                " groups");
+  refuse_unless(kind == 0 || kind == 1, "group_list_type ", kind,
+                " is not emulated (int8 only), 0 and 1 are");
+  demand(kind == 0 || groups > 1, "group_list must not have one entry with group_list_type 1");
+  demand(groups <= (single ? 1024 : 128), groups, " groups, at most ", single ? 1024 : 128);
+}
+
+// Rules: op-plugin document npu_grouped_matmul, for group_list as a tensor, without quantisation.
+// The document wants the groups to cover x. Ranks that hold part of the experts give less in the
+// field; the rows beyond are then not written here.
+Task bind_grouped(const Tensors &x, const Tensors &weight, const Tensors &bias, const OptTensor &list,
+                  int64_t split_item, int64_t group_type, int64_t list_type, int64_t activation,
+                  const Tensors &y) {
+  refuse_unless(!x.empty() && !weight.empty() && !y.empty(), "x, weight or y is empty");
+  refuse_unless(activation == 0, "act_type ", activation, " is for quantised products, 0 else");
+  refuse_unless(group_type == 0 || group_type == -1, "group_type ", group_type,
+                " is not emulated, 0 and -1 are");
+  check_types(x, weight, bias);
+  check_shapes(x, weight);
+  bool single = weight[0].dim() == 3;
+  size_t groups = single ? weight[0].size(0) : weight.size();
+  bool one_y = split_item == 2 || split_item == 3;
+  refuse_unless(group_type == 0 ? one_y : split_item == 0 || split_item == 1, "split_item ",
+                split_item, " does not go with group_type ", group_type);
+  refuse_unless(y.size() == (one_y ? 1 : groups), "y has ", y.size(), " tensors for ", groups,
+                " groups");
+  refuse_unless(x.size() == groups || (one_y && x.size() == 1), "x has ", x.size(),
+                " tensors for ", groups, " groups");
+  if (group_type == -1)
+    refuse_unless(!list && !single, "group_type -1 takes no group_list, and weights of rank 2");
+  bool shared = one_y && x.size() == 1;
+  if (shared)
+    check_list(list, list_type, groups, single);
+  refuse_unless(bias.empty() || bias.size() == weight.size(), "bias has ", bias.size(),
+                " tensors, weight ", weight.size());
+  Grouped g{};
+  g.list = shared ? list : OptTensor();
+  g.cumulative = list_type == 0;
+  int64_t start = 0;
+  for (size_t i = 0; i < groups; i++) {
+    const Tensor &left = shared ? x[0] : x[i];
+    Tensor out = one_y ? (shared ? y[0] : y[0].narrow(0, start, left.size(0))) : y[i];
+    start += left.size(0);
+    auto product = bind_product(left, single ? weight[0][i] : weight[i], out);
+    refuse_unless(product && out.size(0) == left.size(0) && out.size(1) == product->n,
+                  "y of shape ", out.sizes(), " does not fit x ", left.sizes());
+    g.products.push_back(*product);
+    OptTensor row;
+    if (!bias.empty()) {
+      row = single ? bias[0][i] : bias[i];
+      refuse_unless(row->dim() == 1 && row->size(0) == product->n, "bias of shape ", row->sizes(),
+                    " for ", product->n, " columns");
+    }
+    g.bias.push_back(row);
+  }
+  return arithmetic([g] { run(g); });
+}
+
+void refuse_quantised(std::initializer_list<std::pair<const char *, const Tensors *>> lists) {
+  for (auto &[name, list] : lists)
+    for (const Tensor &t : *list)
+      refuse_unless(t.numel() == 0, name, " is not emulated");
+}
+
+}  // namespace
+
+OP(aclnnGroupedMatmulV4,
+   [](Tensors x, Tensors weight, Tensors bias, Tensors scale, Tensors offset,
+      Tensors antiquant_scale, Tensors antiquant_offset, Tensors per_token_scale, OptTensor list,
+      Tensors, Tensors, Tensors, int64_t split_item, int64_t group_type, int64_t list_type,
+      int64_t activation, Tensors y, Tensors, Tensors) -> Task {
+     refuse_quantised({{"scale", &scale}, {"offset", &offset},
+                       {"antiquant_scale", &antiquant_scale},
+                       {"antiquant_offset", &antiquant_offset},
+                       {"per_token_scale", &per_token_scale}});
+     return bind_grouped(x, weight, bias, list, split_item, group_type, list_type, activation, y);
+   })
+OP(aclnnGroupedMatmulV5,
+   [](Tensors x, Tensors weight, Tensors bias, Tensors scale, Tensors offset,
+      Tensors antiquant_scale, Tensors antiquant_offset, Tensors per_token_scale, OptTensor list,
+      Tensors, Tensors, Tensors, int64_t split_item, int64_t group_type, int64_t list_type,
+      int64_t activation, Ints, Tensors y, Tensors, Tensors) -> Task {
+     refuse_quantised({{"scale", &scale}, {"offset", &offset},
+                       {"antiquant_scale", &antiquant_scale},
+                       {"antiquant_offset", &antiquant_offset},
+                       {"per_token_scale", &per_token_scale}});
+     return bind_grouped(x, weight, bias, list, split_item, group_type, list_type, activation, y);
+   })

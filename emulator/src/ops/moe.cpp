@@ -1,0 +1,243 @@
+// Routing of mixture-of-experts models: choice of experts, sorting of rows, adding up.
+#include "kernels/moe.h"
+#include "ops/bind.h"
+
+#include <cstring>
+
+using namespace emu;
+
+// Rules: op-plugin document npu_moe_gating_top_k. x in float16, bfloat16, float32, strided too; at
+// most 2048 experts, with groups padded to multiples of 32 as well; groups of more than two experts;
+// k at most the experts of the kept groups; renorm is 0 only.
+OP(aclnnMoeGatingTopK,
+   [](Tensor x, OptTensor bias, int64_t k, int64_t kept_groups, int64_t groups, int64_t group_mode,
+      int64_t renorm, int64_t norm, bool wants_scores, double scale, double epsilon,
+      Tensor weights, Tensor chosen, Tensor scores) -> Task {
+     require_kernel_type("x", x);
+     refuse_unless(x.dim() == 2, "x must have 2 dimensions, got ", x.sizes());
+     int64_t experts = x.size(1);
+     demand(experts <= 2048, experts, " experts, at most 2048");
+     refuse_unless(groups > 0 && experts % groups == 0, experts,
+                   " experts cannot be divided into group_count ", groups);
+     int64_t size = experts / groups;
+     demand(size > 2, "group_count ", groups, " leaves ", size,
+            " experts in a group, more than 2 are needed");
+     demand((size + 31) / 32 * 32 * groups <= 2048, "group_count ", groups, " with groups of ", size,
+            ": padded to 32s they exceed 2048");
+     refuse_unless(kept_groups >= 1 && kept_groups <= groups, "k_group ", kept_groups,
+                   " is not 1 to group_count ", groups);
+     refuse_unless(k >= 1 && k <= size * kept_groups, "k ", k, " is not 1 to ", size * kept_groups,
+                   ", the experts of the chosen groups");
+     refuse_unless(group_mode == 0 || group_mode == 1, "group_select_mode ", group_mode,
+                   " is not 0 or 1");
+     refuse_unless(norm == 0 || norm == 1, "norm_type ", norm, " is not 0 or 1");
+     refuse_unless(renorm == 0, "renorm ", renorm, ", only 0 exists");
+     if (bias) {
+       require_same_type("bias", *bias, x);
+       refuse_unless(bias->dim() == 1 && bias->size(0) == experts, "bias of shape ", bias->sizes(),
+                     " for ", experts, " experts");
+     }
+     for (auto &[what, t] : {std::pair{"y", &weights}, {"expert_idx", &chosen}, {"out", &scores}})
+       require_contiguous(what, *t);
+     kernels::Gating g{};
+     g.weights = data_of(weights);
+     g.chosen = chosen.data_ptr<int32_t>();
+     g.scores = wants_scores ? scores.data_ptr<float>() : nullptr;
+     g.rows = x.size(0);
+     g.experts = experts;
+     g.k = k;
+     g.groups = groups;
+     g.kept_groups = kept_groups;
+     g.group_by_two = group_mode == 1;
+     g.sigmoid = norm == 1;
+     g.scale = static_cast<float>(scale);
+     g.epsilon = static_cast<float>(epsilon);
+     return [=]() mutable {
+       AtenScope scope;
+       if (skipping()) {
+         chosen.zero_();
+         return;
+       }
+       Tensor dense = x.contiguous(), dense_bias = bias ? bias->contiguous() : Tensor();
+       g.x = data_of(dense);
+       g.bias = bias ? data_of(dense_bias) : kernels::Data{};
+       kernels::gating(g);
+     };
+   })
+
+// ---- rows sorted by expert
+
+// The outputs that depend on `route` besides the rows: positions of choices, and counts.
+static void write_index(const std::vector<int64_t> &to, bool scatter, int32_t *index) {
+  for (size_t i = 0; i < to.size(); i++)
+    if (!scatter)
+      index[i] = static_cast<int32_t>(to[i]);
+    else if (to[i] >= 0)
+      index[to[i]] = static_cast<int32_t>(i);
+}
+
+enum TokenCounts { Cumulative = 0, Counts = 1, Pairs = 2 };
+
+static void write_tokens(const std::vector<int64_t> &tokens, int64_t first, int64_t kind,
+                         const Tensor &out) {
+  auto *p = out.data_ptr<int64_t>();
+  int64_t sum = 0, pairs = 0;
+  for (size_t e = 0; e < tokens.size(); e++) {
+    sum += tokens[e];
+    if (kind != Pairs)
+      p[e] = kind == Cumulative ? sum : tokens[e];
+    else if (tokens[e]) {
+      p[2 * pairs] = first + static_cast<int64_t>(e);
+      p[2 * pairs++ + 1] = tokens[e];
+    }
+  }
+  if (kind == Pairs && pairs < out.size(0))
+    p[2 * pairs] = p[2 * pairs + 1] = 0;  // ends the list
+}
+
+// Rules: op-plugin document npu_moe_init_routing_v2 (A2, A3). Quantisation is not emulated. What
+// the document calls invalid or meaningless stays unwritten: rows beyond the choices of active
+// experts, counts without the flag. A negative expert id is outside any range; an id of expert_num
+// or more stops the device.
+OP(aclnnMoeInitRoutingV3,
+   [](Tensor x, Tensor experts, OptTensor scale, OptTensor offset, int64_t active_num,
+      int64_t capacity, int64_t expert_num, int64_t drop_pad, int64_t tokens_kind,
+      bool wants_tokens, int64_t quant_mode, Ints range, int64_t index_kind, Tensor rows,
+      Tensor index, Tensor tokens, Tensor row_scale) -> Task {
+     refuse_unless(quant_mode == -1 && !offset, "quant_mode ", quant_mode, " is not emulated");
+     refuse_unless(is_kernel_type(x) || x.scalar_type() == at::kChar,
+                   "x must be float16, bfloat16, float32 or int8, got ", x.scalar_type());
+     refuse_unless(experts.scalar_type() == at::kInt, "expert_idx must be int32, got ",
+                   experts.scalar_type());
+     refuse_unless(x.dim() == 2 && experts.dim() == 2 && x.size(0) == experts.size(0), "x ",
+                   x.sizes(), " and expert_idx ", experts.sizes(), " must have the same rows");
+     if (range.empty())
+       range = {0, expert_num};
+     demand(expert_num > 0 && expert_num <= (tokens_kind == Pairs ? 5120 : 10240), "expert_num ",
+            expert_num, ", at most 10240 (5120 with key and value)");
+     refuse_unless(range.size() == 2 && range[0] >= 0 && range[0] < range[1] &&
+                       range[1] <= expert_num,
+                   "active_expert_range ", range, " does not lie in 0 to expert_num ", expert_num);
+     refuse_unless(tokens_kind >= Cumulative && tokens_kind <= Pairs, "expert_tokens_num_type ",
+                   tokens_kind, " is not 0 to 2");
+     refuse_unless(index_kind == 0 || index_kind == 1, "row_idx_type ", index_kind,
+                   " is not 0 or 1");
+     refuse_unless(active_num >= -1, "active_num ", active_num, " is less than -1");
+     refuse_unless(drop_pad == 0 || drop_pad == 1, "drop_pad_mode ", drop_pad, " is not 0 or 1");
+     if (drop_pad) {
+       refuse_unless(range[0] == 0 && range[1] == expert_num,
+                     "active_expert_range must be all experts with drop_pad_mode 1, got ", range);
+       refuse_unless(capacity > 0, "expert_capacity ", capacity, " with drop_pad_mode 1");
+       demand(capacity < x.size(0), "expert_capacity ", capacity, " must be less than the ",
+              x.size(0), " rows of x");
+       refuse_unless(index_kind == 0, "row_idx_type 1 with drop_pad_mode 1");
+     }
+     if (scale)
+       refuse_unless(scale->dim() == 1 && scale->size(0) == x.size(0) &&
+                         scale->scalar_type() == at::kFloat,
+                     "scale must be float32, one for each row of x, got ", scale->sizes());
+     for (auto &[what, t] : {std::pair{"x", &x}, {"expert_idx", &experts}, {"expanded_x", &rows}})
+       require_contiguous(what, *t);
+     int64_t columns = x.size(1), k = experts.size(1);
+     int64_t room = columns ? rows.numel() / columns : 0;
+     refuse_unless(index.numel() == experts.numel(), "expanded_row_idx of shape ", index.sizes());
+     // torch_npu keeps the default range of its first call: give active_expert_range always.
+     int64_t counted = tokens_kind == Pairs ? 2 * expert_num : range[1] - range[0];
+     refuse_unless(tokens.numel() == counted, "expert_tokens_count_or_cumsum of shape ",
+                   tokens.sizes(), " for ", counted, " numbers");
+     kernels::Routing r{experts.data_ptr<int32_t>(), experts.numel(), range[0], range[1],
+                        drop_pad ? capacity : 0};
+     return [=] {
+       for (int64_t i = 0; settings().strict && i < r.count; i++)
+         TORCH_CHECK(r.experts[i] < expert_num, "expert_idx ", r.experts[i], " of ", expert_num,
+                     " experts");
+       std::vector<int64_t> counts, to = kernels::route(r, counts);
+       write_index(to, index_kind == 1, index.data_ptr<int32_t>());
+       if (wants_tokens)
+         write_tokens(counts, range[0], drop_pad ? Counts : tokens_kind, tokens);
+       int64_t bytes = columns * x.element_size();
+       auto *from = static_cast<const char *>(x.data_ptr());
+       auto *out = static_cast<char *>(rows.data_ptr());
+       if (drop_pad)
+         memset(out, 0, room * bytes);
+       if (drop_pad && scale)
+         memset(row_scale.data_ptr(), 0, row_scale.nbytes());
+       for (int64_t i = 0; i < r.count; i++) {
+         if (to[i] < 0 || to[i] >= room)
+           continue;
+         memcpy(out + to[i] * bytes, from + i / k * bytes, bytes);
+         if (scale)
+           row_scale.data_ptr<float>()[to[i]] = scale->data_ptr<float>()[i / k * scale->stride(0)];
+       }
+     };
+   })
+
+// ---- results added up
+
+// Rules: op-plugin document npu_moe_finalize_routing, and the operator's tiling where it says more:
+// rows of rank 2 (drop_pad_mode 0, 2; then exactly tokens * k of them) or 3 (1, 3); skip2 only with
+// skip1; a bias comes with the experts, not fewer than k; one type, but scales may be float32 where
+// the rows are bfloat16. Index -1, a dropped row, exists in modes 1 and 3; elsewhere the device is
+// stopped in strict mode, because the kernel would add what its buffer holds.
+OP(aclnnMoeFinalizeRoutingV2,
+   [](Tensor rows, Tensor sources, OptTensor skip1, OptTensor skip2, OptTensor bias,
+      OptTensor scales, OptTensor experts, int64_t mode, Tensor out) -> Task {
+     require_kernel_type("expanded_permuted_rows", rows);
+     refuse_unless(mode >= 0 && mode <= 3, "drop_pad_mode ", mode, " is not 0 to 3");
+     bool drops = mode % 2 == 1;
+     refuse_unless(rows.dim() == (drops ? 3 : 2), "expanded_permuted_rows must have ",
+                   drops ? 3 : 2, " dimensions with drop_pad_mode ", mode, ", got ", rows.sizes());
+     refuse_unless(sources.dim() == 1 && sources.scalar_type() == at::kInt,
+                   "expanded_src_to_dst_row must be int32 of rank 1, got ", sources.sizes());
+     int64_t k = scales ? scales->size(-1) : 1, columns = rows.size(-1);
+     int64_t tokens = k ? sources.numel() / k : 0;
+     refuse_unless(k > 0 && tokens * k == sources.numel() && out.dim() == 2 &&
+                       out.size(0) == tokens && out.size(1) == columns,
+                   "expanded_src_to_dst_row of ", sources.numel(), " entries, k ", k,
+                   ", do not fit the result ", out.sizes());
+     demand(drops || rows.size(0) == sources.numel(), "expanded_permuted_rows has ", rows.size(0),
+            " rows, expanded_src_to_dst_row ", sources.numel());
+     demand(!skip2 || skip1, "skip2 is given without skip1");
+     for (auto &[what, t] : {std::pair{"skip1", &skip1}, {"skip2", &skip2}, {"bias", &bias}})
+       if (*t) {
+         require_same_type(what, **t, rows);
+         require_contiguous(what, **t);
+         bool fits = t == &bias ? (*t)->dim() == 2 && (*t)->size(1) == columns
+                                : (*t)->sizes() == out.sizes();
+         refuse_unless(fits, what, " of shape ", (*t)->sizes(), " for the result ", out.sizes());
+       }
+     if (scales) {
+       refuse_unless(scales->dim() == 2 && scales->size(0) == tokens && is_kernel_type(*scales),
+                     "scales of shape ", scales->sizes(), " for ", tokens, " tokens");
+       bool wider = rows.scalar_type() == at::kBFloat16 && scales->scalar_type() == at::kFloat;
+       demand(wider || scales->scalar_type() == rows.scalar_type(), "scales must be ",
+              rows.scalar_type(), ", got ", scales->scalar_type());
+       require_contiguous("scales", *scales);
+     }
+     refuse_unless(!bias || experts, "bias needs expert_for_source_row");
+     if (experts)
+       refuse_unless(experts->scalar_type() == at::kInt && experts->is_contiguous() &&
+                         experts->dim() == 2 && experts->size(0) == tokens &&
+                         experts->size(1) == k,
+                     "expert_for_source_row must be int32 [", tokens, ", ", k, "], got ",
+                     experts->sizes());
+     demand(!bias || bias->size(0) >= k, "bias of ", bias ? bias->size(0) : 0,
+            " experts, fewer than k ", k);
+     for (auto &[what, t] : {std::pair{"expanded_permuted_rows", &rows},
+                             {"expanded_src_to_dst_row", &sources}, {"out", &out}})
+       require_contiguous(what, *t);
+     bool by_token = mode >= 2;
+     kernels::Combine c{data_of(rows), data_of(out), data_of(skip1), data_of(skip2), data_of(bias),
+                        data_of(scales)};
+     c.sources = sources.data_ptr<int32_t>();
+     c.experts = experts ? experts->data_ptr<int32_t>() : nullptr;
+     c.tokens = tokens;
+     c.k = k;
+     c.columns = columns;
+     c.limit = columns ? rows.numel() / columns : 0;
+     c.token_stride = by_token ? k : 1;
+     c.choice_stride = by_token ? 1 : tokens;
+     c.expert_count = bias ? bias->size(0) : 0;
+     c.may_miss = drops || !settings().strict;
+     return arithmetic([c] { kernels::combine(c); });
+   })
