@@ -39,7 +39,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "head_dim": 64,
         "num_experts": 8,
         "num_experts_per_tok": 3,
-        "moe_intermediate_size": 98,
+        "moe_intermediate_size": 96,
         "norm_topk_prob": True,
         "mlp_only_layers": [0],
     },

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from dist_aclgraph.comm.groups import CommGroup
 
-COUNTS = (
-    1  # of npu_moe_init_routing_v2 and npu_grouped_matmul: tokens of each expert, not their sum
-)
+SOFTMAX = 0  # norm_type of npu_moe_gating_top_k
+COUNTS = 1  # group lists hold the tokens of each expert, not their running sum
 
 
 @dataclass(frozen=True)
@@ -37,11 +36,10 @@ class Router:
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[n, hidden] -> weights [n, top_k], experts [n, top_k] int32."""
         scores = torch.mm(x, self.weight)
-        # Softmax over the chosen ones is what renormalizing a softmax over all gives.
-        order = int(self.renormalizes)
-        weights, experts, _ = torch.ops.npu.npu_moe_gating_top_k(
-            scores, k=self.top_k, renorm=order, norm_type=0
-        )
+        gate = torch.ops.npu.npu_moe_gating_top_k
+        weights, experts, _ = gate(scores, k=self.top_k, norm_type=SOFTMAX)
+        if self.renormalizes:
+            weights = weights / weights.sum(-1, keepdim=True)
         return weights, experts
 
 

@@ -139,7 +139,7 @@ def _expert_spec(raw: dict[str, Any]) -> ExpertSpec:
     step, dense = raw.get("decoder_sparse_step", 1), set(raw.get("mlp_only_layers") or ())
     layers = (i for i in range(raw["num_hidden_layers"]) if (i + 1) % step == 0)
     return ExpertSpec(
-        num_experts=raw["num_experts"],
+        num_experts=raw.get("num_experts") or raw["num_local_experts"],
         top_k=raw["num_experts_per_tok"],
         width=raw["moe_intermediate_size"],
         renormalizes=bool(raw.get("norm_topk_prob", False)),

@@ -122,11 +122,21 @@ def assert_logprobs_near(reference: Reference, rows: list[RowLogprobs]) -> None:
         assert (found - exact).abs().max() <= allowed
 
 
-@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"])
+@pytest.mark.parametrize(
+    ("architecture", "mode"),
+    [
+        ("Qwen3ForCausalLM", "PIECEWISE"),
+        ("Qwen3ForCausalLM", "FULL"),
+        ("Qwen3ForCausalLM", "FULL_AND_PIECEWISE"),
+        ("Qwen3ForCausalLM", "FULL_DECODE_ONLY"),
+        ("Qwen3MoeForCausalLM", "FULL"),
+        ("Qwen3MoeForCausalLM", "FULL_AND_PIECEWISE"),
+    ],
+)
 def test_two_ranks_in_every_mode_under_arrivals_aborts_and_preemptions(
-    references: Any, mode: str
+    references: Any, architecture: str, mode: str
 ) -> None:
-    reference = references("Qwen3ForCausalLM")
+    reference = references(architecture)
     random = np.random.default_rng(len(mode))
     config = make_deployment_config(
         reference.directory,
