@@ -25,6 +25,20 @@ RowStrides strides_of(const Tensor &t, FiaLayout layout, int64_t heads) {
   }
 }
 
+RowStrides out_strides_of(const FiaArguments &f) {
+  const Tensor &t = f.out;
+  switch (f.out_layout) {
+  case FiaOut::BSND:
+    return strides_of(t, FiaLayout::BSND, f.heads);
+  case FiaOut::NBSD:
+    return {t.stride(1), t.stride(2), t.stride(0)};
+  case FiaOut::NTD:
+    return {0, t.stride(1), t.stride(0)};
+  default:
+    return strides_of(t, f.layout, f.heads);
+  }
+}
+
 Pages pages_of(const FiaArguments &f, const Tensor &t) {
   if (!f.paged()) {
     auto s = strides_of(t, f.layout, f.kv_heads);
@@ -114,7 +128,7 @@ Task bind(FiaArguments f) {
   a.value_dim = f.value_dim();
   a.scale = static_cast<float>(f.scale);
   auto q = strides_of(f.query, f.layout, f.heads);
-  auto o = strides_of(f.out, f.out_is_bsnd ? FiaLayout::BSND : f.layout, f.heads);
+  auto o = out_strides_of(f);
   a.query_token_stride = q.token;
   a.query_head_stride = q.head;
   a.out_token_stride = o.token;

@@ -6,6 +6,7 @@
 namespace emu {
 
 enum class FiaLayout { TND, BNSD, BSND, BSH };
+enum class FiaOut { AsQuery, BSND, NBSD, NTD };  // what stands behind the _ of input_layout
 
 struct FiaArguments {
   Tensor query;
@@ -21,7 +22,7 @@ struct FiaArguments {
   Tensor out, lse;
 
   FiaLayout layout = FiaLayout::TND;
-  bool out_is_bsnd = false;  // layout BNSD_BSND
+  FiaOut out_layout = FiaOut::AsQuery;
 
   const Tensor &key() const { return keys.at(0); }
   const Tensor &value() const { return values.at(0); }
@@ -32,6 +33,8 @@ struct FiaArguments {
   int64_t query_rows() const;  // of one sequence; TND: of all
   int64_t head_dim() const;
   int64_t value_dim() const;
+  // Multi-head latent attention after absorption: one head of 512 plus 64 for all queries.
+  bool latent() const { return query_rope && head_dim() == 512; }
 
   // Reads the layout and fills in defaults; throws Refusal.
   void prepare();
@@ -41,6 +44,8 @@ struct FiaArguments {
 private:
   void check_types() const;
   void check_heads() const;
+  void check_rope() const;
+  void check_latent() const;
   void check_lengths() const;
   void check_pages() const;
   void check_mask() const;

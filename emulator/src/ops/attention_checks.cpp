@@ -3,6 +3,8 @@
 // that is not enforced, because other sizes are in use in the field.
 #include "ops/attention.h"
 
+#include <set>
+
 namespace emu {
 
 // The tiling of the operator refuses with this code.
@@ -24,17 +26,16 @@ void FiaArguments::prepare() {
   must(keys.size() == 1 && values.size() == 1, "a list of keys is not emulated");
   if (kv_heads == 0)
     kv_heads = heads;
-  if (layout_name == "TND")
-    layout = FiaLayout::TND;
-  else if (layout_name == "BNSD" || layout_name == "BNSD_BSND")
-    layout = FiaLayout::BNSD;
-  else if (layout_name == "BSND")
-    layout = FiaLayout::BSND;
-  else if (layout_name == "BSH")
-    layout = FiaLayout::BSH;
-  else
-    must(false, "input_layout ", layout_name, " is not emulated");
-  out_is_bsnd = layout_name == "BNSD_BSND";
+  std::string in = layout_name.substr(0, layout_name.find('_'));
+  std::string to = in == layout_name ? "" : layout_name.substr(in.size() + 1);
+  layout = in == "TND" ? FiaLayout::TND : in == "BNSD" ? FiaLayout::BNSD
+           : in == "BSND" ? FiaLayout::BSND : FiaLayout::BSH;
+  out_layout = to == "" ? FiaOut::AsQuery : to == "BSND" ? FiaOut::BSND
+               : to == "NBSD" ? FiaOut::NBSD : FiaOut::NTD;
+  static const std::set<std::string> known = {"TND",       "BNSD",      "BSND",     "BSH",
+                                              "BNSD_BSND", "BNSD_NBSD", "BSND_NBSD", "BSH_NBSD",
+                                              "TND_NTD"};
+  must(known.count(layout_name), "input_layout ", layout_name, " is not emulated");
   size_t rank = layout == FiaLayout::TND || layout == FiaLayout::BSH ? 3 : 4;
   must(query.dim() == static_cast<int64_t>(rank), "query of rank ", query.dim(),
        " does not fit input_layout ", layout_name);
@@ -78,7 +79,7 @@ void FiaArguments::check_heads() const {
   must(heads > 0 && kv_heads > 0, "num_heads ", heads, ", num_key_value_heads ", kv_heads);
   must(heads % kv_heads == 0, "num_heads ", heads, " is not a multiple of num_key_value_heads ",
        kv_heads);
-  should(heads / kv_heads <= 64, "num_heads / num_key_value_heads is ", heads / kv_heads,
+  should(latent() || heads / kv_heads <= 64, "num_heads / num_key_value_heads is ", heads / kv_heads,
          ", at most 64");
   should(heads <= 256 && kv_heads <= 256, "num_heads ", heads, ", at most 256");
   if (tnd())
@@ -90,10 +91,52 @@ void FiaArguments::check_heads() const {
   int64_t dim = head_dim();
   should(dim <= 512, "head size ", dim, ", at most 512");
   should(dim % 16 == 0, "head size ", dim, " is not a multiple of 16");
-  if (query_rope) {  // section "MLA约束"
-    should(dim == 512 || dim == 128, "with query_rope the head size must be 512 or 128, got ", dim);
-    should(query_rope->size(-1) == 64, "query_rope must have D 64, got ", query_rope->size(-1));
+}
+
+// Section "MLA约束": head size 512 or 128 and 64 more; all other dimensions as those of query, key.
+void FiaArguments::check_rope() const {
+  if (!query_rope)
+    return;
+  int64_t dim = head_dim(), in_row = layout == FiaLayout::BSH ? heads : 1;
+  should(dim == 512 || dim == 128, "with query_rope the head size must be 512 or 128, got ", dim);
+  must(query_rope->dim() == query.dim() &&
+           query_rope->sizes().slice(0, query.dim() - 1) ==
+               query.sizes().slice(0, query.dim() - 1),
+       "query_rope of shape ", query_rope->sizes(), " does not fit query ", query.sizes());
+  must(key_rope->dim() == key().dim() &&
+           key_rope->sizes().slice(0, key().dim() - 1) == key().sizes().slice(0, key().dim() - 1),
+       "key_rope of shape ", key_rope->sizes(), " does not fit key ", key().sizes());
+  int64_t rope = query_rope->size(-1) / in_row;
+  should(rope == 64, "query_rope must have D 64, got ", rope);
+  bool flat = key_rope->dim() == 3 && (paged() || layout == FiaLayout::BSH);
+  must(key_rope->size(-1) == rope * (flat ? kv_heads : 1), "key_rope of shape ", key_rope->sizes(),
+       " has not D ", rope);
+  for (auto &[what, t] : {std::pair{"query_rope", &*query_rope}, {"key_rope", &*key_rope}}) {
+    must(t->scalar_type() == query.scalar_type(), what, " must be ", query.scalar_type(), ", got ",
+         t->scalar_type());
+    should(t->is_contiguous(), what, " must be contiguous, got strides ", t->strides());
+    must(t->stride(-1) == 1, what, " must have a contiguous last dimension");
   }
+}
+
+// Section "MLA约束", head size 512. NBSD is documented for more than one query row; one row is in
+// use in the field. At most 16 rows: section of input_layout, for TND by the operator's tiling.
+void FiaArguments::check_latent() const {
+  if (out_layout == FiaOut::NBSD || out_layout == FiaOut::NTD)
+    should(latent(), "input_layout ", layout_name, " needs query_rope and head size 512");
+  if (!latent())
+    return;
+  should(heads <= 128 && (heads & (heads - 1)) == 0, "with head size 512 num_heads must be 1, 2, 4, ",
+         "8, 16, 32, 64 or 128, got ", heads);
+  should(kv_heads == 1, "with head size 512 num_key_value_heads must be 1, got ", kv_heads);
+  should(sparse_mode == 0 || sparse_mode == 3 || sparse_mode == 4,
+         "with head size 512 sparse_mode must be 0, 3 or 4, got ", sparse_mode);
+  should(out_layout != FiaOut::BSND, "with head size 512 input_layout ", layout_name, " is excluded");
+  should(query.numel() > 0, "query must not be empty");
+  int64_t rows = tnd() ? 0 : query_rows();
+  for (size_t i = 0; tnd() && i < query_lengths->size(); i++)
+    rows = std::max(rows, (*query_lengths)[i] - (i ? (*query_lengths)[i - 1] : 0));
+  should(rows <= 16, "with head size 512 a sequence may have 16 query rows, one has ", rows);
 }
 
 // Section "TND布局约束": both lists given, cumulative, at most 4096 sequences; the rows are all of
@@ -135,7 +178,7 @@ void FiaArguments::check_pages() const {
        table.sizes());
   must(kv_lengths && !kv_lengths->empty(), "actual_seq_lengths_kv must be given with a block_table");
   must(block_size > 0, "block_size must be given with a block_table");
-  if (tnd())  // section "TND布局约束"
+  if (tnd() || latent())  // sections "TND布局约束", "MLA约束"
     should(block_size % 16 == 0 && block_size <= 1024, "block_size ", block_size,
            " must be a multiple of 16 and at most 1024 (TND)");
   else if (query_rows() > 1)
@@ -204,7 +247,9 @@ void FiaArguments::check_mask() const {
 void FiaArguments::check() const {
   check_types();
   check_heads();
+  check_rope();
   check_lengths();
+  check_latent();
   check_pages();
   check_mask();
   should(inner_precise >= 0 && inner_precise <= 3, "inner_precise ", inner_precise);

@@ -1,0 +1,27 @@
+// Kernels around multi-head latent attention, in mla.cpp.
+#pragma once
+
+#include "kernels/kernels.h"
+
+namespace emu::kernels {
+
+// out = x with pairs brought apart (even elements, then odd ones), then rotated by halves.
+struct PairRotary {
+  Data x, cos, sin, out;
+  int64_t dim;
+};
+void rotate_pairs(const PairRotary &r, int64_t x_offset, int64_t angle_offset, int64_t out_offset);
+
+// Rows [rms | rope] of kv: the first part normed into `latent`, the second rotated into `rope`.
+struct LatentRows {
+  Data kv, gamma, cos, sin;
+  Data rope, latent;            // caches
+  Data rope_copy, latent_copy;  // [rows, ...] as given; null unless asked for
+  const int64_t *slots;         // -1: not cached
+  int64_t rows, rows_per_batch, batch_slots;  // slots count from their batch; 0: from the start
+  int64_t capacity, rms_dim, rope_dim;
+  float epsilon;
+};
+void norm_rope_cache(const LatentRows &l);
+
+}  // namespace emu::kernels
