@@ -33,7 +33,7 @@ from dist_aclgraph.graph.budget import Workload, make_budget_model
 from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.graph.ledger import Ledger, pool_bytes
 from dist_aclgraph.graph.modes import with_possible_mode
-from dist_aclgraph.graph.negotiation import keep_room, negotiate
+from dist_aclgraph.graph.negotiation import fit_memory, keep_room, negotiate
 from dist_aclgraph.graph.plan import GraphPlan
 from dist_aclgraph.graph.traffic import Traffic
 from dist_aclgraph.kv.spec import KVCacheSpec, kv_heads_per_rank
@@ -264,9 +264,9 @@ class Controller:
             self._enter(State.CAPTURING)
             for group in self._groups:
                 group.workers.phase = self._state.value
-        everything = msgspec.structs.replace(
-            plan, families=(*plan.families, *self._lazy_families[: len(plan.families)])
-        )
+        # What has no room now is not kept room for: it would leave none for the cache.
+        lazy, _ = fit_memory(self._lazy_families if plan.families else (), offers, model, workload)
+        everything = msgspec.structs.replace(plan, families=(*plan.families, *lazy))
         for group in groups:
             group.num_blocks = self._cache_spec.choose_num_blocks(
                 config.kv,

@@ -24,7 +24,15 @@ from dist_aclgraph.graph.choice import Choices, choices, step_costs
 from dist_aclgraph.graph.plan import GraphPlan
 from dist_aclgraph.graph.traffic import Traffic, weights_of
 
-__all__ = ["RankLimit", "StreamOffer", "keep_room", "negotiate", "step_seconds", "tightest_limits"]
+__all__ = [
+    "RankLimit",
+    "StreamOffer",
+    "fit_memory",
+    "keep_room",
+    "negotiate",
+    "step_seconds",
+    "tightest_limits",
+]
 
 LATER_SHARE = 4  # of a rank's streams, one part in so many is kept for graphs that come later
 NAMED_RANKS = 8  # in an error message; the others are counted
@@ -82,7 +90,11 @@ def negotiate(
         return plan((), ["graph.mode is NONE"])
     if not families or not all(family.buckets for family in families):
         raise GraphError("there are no candidate sizes to choose from")
-    fitting, reasons = _fit_memory(families, offers, budget_model, workload)
+    fitting, reasons = fit_memory(families, offers, budget_model, workload)
+    if not fitting:
+        raise StreamBudgetError(
+            f"{'; '.join(reasons)}; lower kv.memory_fraction, or set graph.mode to NONE"
+        )
     limits = tightest_limits(offers, fitting, budget_model, workload)
     seconds = step_seconds(fitting, offers)
     menus = [
@@ -229,7 +241,7 @@ def _maximal(limits: Sequence[Limit], most: Sequence[int]) -> Iterator[tuple[int
         yield (*counts, min([last, *rest]))
 
 
-def _fit_memory(
+def fit_memory(
     families: Sequence[GraphFamily],
     offers: Sequence[StreamOffer],
     budget_model: BudgetModel,
@@ -254,10 +266,6 @@ def _fit_memory(
         if len(buckets) < len(family.buckets):
             reasons.append(f"{family.name} sizes above {buckets[-1]} need more than the {have}")
         fitting.append(msgspec.structs.replace(family, buckets=buckets))
-    if not fitting:
-        raise StreamBudgetError(
-            f"{'; '.join(lacking)}; lower kv.memory_fraction, or set graph.mode to NONE"
-        )
     return fitting, [*lacking, *reasons]
 
 

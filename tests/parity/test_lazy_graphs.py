@@ -35,3 +35,18 @@ def test_frequent_shapes_are_captured_while_serving(references: Any, tp: int) ->
     assert any(bucket["replays"] > 0 for bucket in lazy.values())
     assert report["plan"]["families"] == {"full decode": [1, 12]}
     assert report["rollbacks"] == []
+
+
+def test_the_cache_leaves_the_bytes_that_lazy_graphs_of_another_kind_need(references: Any) -> None:
+    directory, blocks = references("Qwen3ForCausalLM").directory, {}
+    for mode, lazy in (("FULL_DECODE_ONLY", "on"), ("FULL_AND_PIECEWISE", "off")):
+        config = make_deployment_config(
+            directory,
+            graph={"mode": mode, "lazy": lazy, "sizes": (12,), "mixed_sizes": (512,)},
+            device={"emulator": {"strict": False, "memory_mb": 128}},
+            kv={"num_blocks": None, "block_size": 16, "memory_fraction": 0.2},
+        )
+        with serving(config) as service:
+            blocks[mode] = service.report()["num_blocks"]
+
+    assert blocks["FULL_DECODE_ONLY"] == blocks["FULL_AND_PIECEWISE"]
