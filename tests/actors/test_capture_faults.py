@@ -24,7 +24,7 @@ MIXED_SIZES = (4, 8, 16)
 STREAMS_BEFORE = 36  # of a rank, when it offers
 STREAMS_PER_GRAPH = 4  # of a decode graph of two ranks: two lanes, and a domain at two
 SMALLEST_SEGMENT = 2 << 20  # that torch's allocator takes from the device
-CAPTURE_S, STOP_S = 4.0, 2.0
+CAPTURE_S, STOP_S = 8.0, 2.0
 SLACK_S = 10.0  # for asking ranks where they stand, and for a slow machine
 
 
