@@ -21,7 +21,12 @@ from ray.exceptions import RayError
 
 from dist_aclgraph.actors.engine import Engine, EngineSettings
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
-from dist_aclgraph.actors.lockstep_capture import CaptureRecord, capture_plan, probe_graphs
+from dist_aclgraph.actors.lockstep_capture import (
+    CaptureRecord,
+    agree,
+    capture_plan,
+    probe_graphs,
+)
 from dist_aclgraph.actors.lockstep_group import LockstepGroup, group_report
 from dist_aclgraph.actors.rebucketing import Rebucketing
 from dist_aclgraph.actors.state import State, advance
@@ -281,11 +286,13 @@ class Controller:
             )
             group.ledgers = [Ledger.predict(o, plan, model, workload) for o in group.offers]
             group.record = self._capture(group, plan)
-        smallest = min(groups, key=lambda g: _plan_of(g).num_graphs)
-        for group in groups:
-            # One plan for all: a group that could capture more gives the surplus up.
-            if _plan_of(group) != _plan_of(smallest):
-                group.record = self._capture(group, _plan_of(smallest))
+
+        def capture_again(index: int, plan: GraphPlan) -> CaptureRecord:
+            group = groups[index]
+            group.record = self._capture(group, plan)
+            return group.record
+
+        agree([_record_of(group) for group in groups], capture_again)
 
     def _keep_room_for_lazy_graphs(self, groups: list[LockstepGroup], workload: Workload) -> None:
         """Take the streams of lazy graphs out of the offers: as many as every rank can spare."""

@@ -69,6 +69,28 @@ def capture_plan(
     return record
 
 
+def agree(
+    records: Sequence[CaptureRecord], capture_again: Callable[[int, GraphPlan], CaptureRecord]
+) -> None:
+    """Bring groups to one plan: those that could capture more than others give the surplus up.
+
+    A group may fail at the plan of another one, which then is too large for it: all come again,
+    with fewer graphs each time.
+
+    Args:
+        records: of each group.
+        capture_again: has the group of this index capture a plan in place of its own.
+    """
+    left = list(records)
+    while True:
+        plan = min((record.plan for record in left), key=lambda plan: plan.num_graphs)
+        others = [index for index, record in enumerate(left) if record.plan != plan]
+        if not others:
+            return
+        for index in others:
+            left[index] = capture_again(index, plan)
+
+
 def probe_graphs(
     transaction: GraphTransaction, graphs: Iterable[BatchDescriptor], offers: Sequence[StreamOffer]
 ) -> list[StreamOffer]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
-from dist_aclgraph.actors.lockstep_capture import CaptureRecord, capture_plan
+from dist_aclgraph.actors.lockstep_capture import CaptureRecord, agree, capture_plan
 from dist_aclgraph.errors import CaptureError, RankDisagreementError
 from dist_aclgraph.graph.ledger import Ledger, LedgerEntry
 from dist_aclgraph.graph.plan import GraphPlan
@@ -193,3 +193,24 @@ def test_ranks_whose_device_does_not_count_prove_their_bytes_alone() -> None:
     group = FakeRanks(failures={(1, decode_graph(8)): "operator"}, leaks=0, counts=False)
 
     assert buckets(run(group)) == (1, 2, 4, 16)
+
+
+def test_groups_that_fail_at_different_graphs_end_with_one_plan() -> None:
+    plan = make_plan(1, 2, 4, 8)
+    groups = [
+        FakeRanks(failures={(0, decode_graph(2)): "operator"}),
+        FakeRanks(failures={(1, decode_graph(4)): "operator"}),
+        FakeRanks(),
+    ]
+    records = [run(group, plan=plan) for group in groups]
+
+    def capture_again(index: int, plan: GraphPlan) -> CaptureRecord:
+        GraphTransaction(groups[index], 1.0, 1.0).release(records[index].plan.capture_order)
+        records[index] = run(groups[index], plan=plan)
+        return records[index]
+
+    agree(records, capture_again)
+
+    assert [buckets(record) for record in records] == [(1, 8)] * 3
+    for group in groups:
+        assert_all_hold(group, records[0].plan)
