@@ -399,7 +399,10 @@ class Controller:
                     self._lose(group, reason)
                     return
             for rebucketing in self._rebucketing:
-                rebucketing.look(time.monotonic())
+                try:
+                    rebucketing.look(time.monotonic())
+                except Exception:  # whatever it is: the watch over lives goes on
+                    logger.exception("choosing buckets again failed")
 
     def _lose(self, group: LockstepGroup, reason: str) -> None:
         """End the epoch of a group: its requests get the reason, its workers are killed."""

@@ -14,7 +14,8 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.graph.buckets import GraphFamily
 from dist_aclgraph.graph.budget import BudgetModel, Workload
 from dist_aclgraph.graph.descriptor import BatchDescriptor
-from dist_aclgraph.graph.rebucketing import choose_again
+from dist_aclgraph.graph.plan import GraphPlan
+from dist_aclgraph.graph.rebucketing import Release, choose_again, reunite
 from dist_aclgraph.graph.traffic import Traffic, fade, merge
 from dist_aclgraph.model_facts import ModelFacts
 
@@ -52,7 +53,8 @@ class Rebucketing:
     def look(self, now_s: float) -> None:
         """Where it is time, take the traffic in, and move to a better plan if there is one.
 
-        Groups that hold different plans, or are still changing theirs, are left alone.
+        Groups that are still changing their plan are left alone; those that hold different ones,
+        because a capture failed on some, come to one again.
         """
         elapsed_s = now_s - self._looked_s
         if not self._config.rebucket_s or elapsed_s < self._config.rebucket_s:
@@ -65,8 +67,12 @@ class Rebucketing:
             return  # the watcher will hear of it
         faded = fade(self._traffic, elapsed_s, self._config.traffic_half_life_s)
         self._traffic = merge([faded, *(group.traffic for group in seen)])
-        plan = seen[0].plan
-        if plan is None or any(group.plan != plan for group in seen):
+        plans = [group.plan for group in seen if group.plan is not None]
+        if len(plans) < len(seen):
+            return
+        plan = plans[0]
+        if any(other != plan for other in plans):
+            self._reunite(plans)
             return
         change = choose_again(
             plan,
@@ -81,3 +87,9 @@ class Rebucketing:
         if change is not None:
             for group in self._groups:
                 group.engine.change_plan.remote(*change)
+
+    def _reunite(self, plans: Sequence[GraphPlan]) -> None:
+        common = reunite(plans)
+        for group, plan in zip(self._groups, plans, strict=True):
+            surplus = [g for g in plan.capture_order if g not in common.capture_order]
+            group.engine.change_plan.remote(common, tuple(map(Release, surplus)))

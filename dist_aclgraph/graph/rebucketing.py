@@ -167,6 +167,36 @@ def transition(
     return tuple(_actions(old, new, [item.limit for item in rank_limits]))
 
 
+def reunite(plans: Sequence[GraphPlan]) -> GraphPlan:
+    """Return the plan that groups come to after a capture failed on some: what all of them have.
+
+    Its version is newer than theirs. What one of them was refused is not tried on any again.
+    """
+    newest = max(plans, key=lambda plan: plan.version)
+    families = []
+    for family in newest.families:
+        alike = [f for plan in plans for f in plan.families if _kind(f) == _kind(family)]
+        if len(alike) < len(plans):
+            continue
+        buckets = set.intersection(*(set(f.buckets) for f in alike))
+        limits = [f.max_buckets for f in alike if f.max_buckets is not None]
+        families.append(
+            msgspec.structs.replace(
+                family,
+                buckets=tuple(sorted(buckets)),
+                refused=tuple(sorted({size for f in alike for size in f.refused})),
+                max_buckets=min(limits, default=None),
+            )
+        )
+    reason = "groups that captured different graphs keep what all of them have"
+    return msgspec.structs.replace(
+        newest,
+        version=newest.version + 1,
+        families=tuple(family for family in families if family.buckets),
+        reasons=(*newest.reasons, reason)[-MAX_REASONS:],
+    )
+
+
 def apply(plan: GraphPlan, action: Action) -> GraphPlan:
     """Return the plan that holds after an action, as its next version."""
     graph = action.graph

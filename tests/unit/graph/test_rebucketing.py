@@ -22,9 +22,12 @@ from dist_aclgraph.graph.rebucketing import (
     apply,
     choose_again,
     propose,
+    reunite,
     transition,
 )
 from dist_aclgraph.graph.traffic import Traffic
+from tests.plans import decode_graph
+from tests.plans import make_plan as plan_of
 
 MODEL = make_budget_model("cann-pinned")
 WORKLOAD = Workload(num_layers=3, mode="FULL_AND_PIECEWISE")  # a piecewise bucket takes 4 ids
@@ -224,3 +227,17 @@ def test_step_times_make_no_graph_free_that_could_not_be_probed() -> None:
         item.limit.admits(counts)
         for item in tightest_limits(offers, FAMILIES, calibrated, WORKLOAD)
     )
+
+
+def test_groups_that_differ_come_to_what_all_have_and_forget_no_refusal() -> None:
+    first = plan_of(1, 8, 32, mixed=(16, 64), version=4)
+    failure = CaptureFailure(decode_graph(8), 1, "streams")
+    second = first.without(failure)
+
+    common = reunite([first, second])
+
+    assert common.version == second.version + 1
+    assert [family.buckets for family in common.families] == [(1, 32), (16, 64)]
+    assert common.families[0].refused == (8,)
+    assert set(common.capture_order) <= set(first.capture_order) & set(second.capture_order)
+    assert reunite([second, first]) == common
