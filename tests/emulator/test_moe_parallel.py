@@ -46,6 +46,19 @@ def check(out, x, ids, scales):
 
 def to_device(*tensors):
     return [t.npu() for t in tensors]
+
+def refused(rule, x=None, ids=None, domain=None, **options):
+    given = batch(4, 0)
+    x = given[0] if x is None else x
+    ids = given[1] if ids is None else ids
+    try:
+        torch_npu.npu_moe_distribute_dispatch_v2(
+            x.npu(), ids.npu(), *(domain or (group, n, rank, EXPERTS)), **options
+        )
+    except RuntimeError as error:
+        assert "aclnnMoeDistributeDispatchV2: " + rule in str(error), error
+    else:
+        raise AssertionError(rule)
 """
 
 
@@ -125,19 +138,6 @@ def test_what_documents_exclude_is_refused(run_ranks):
     results = run_ranks(
         SETUP
         + """
-def refused(rule, x=None, ids=None, domain=None, **options):
-    given = batch(4, 0)
-    x = given[0] if x is None else x
-    ids = given[1] if ids is None else ids
-    try:
-        torch_npu.npu_moe_distribute_dispatch_v2(
-            x.npu(), ids.npu(), *(domain or (group, n, rank, EXPERTS)), **options
-        )
-    except RuntimeError as error:
-        assert "aclnnMoeDistributeDispatchV2: " + rule in str(error), error
-    else:
-        raise AssertionError(rule)
-
 refused("x must be float16 or bfloat16", x=torch.zeros(4, H))
 refused("group_ep nobody has no rank", domain=("nobody", n, rank, EXPERTS))
 refused("ep_world_size 4, but group_ep has 2", domain=(group, 4, rank, EXPERTS))
@@ -165,5 +165,24 @@ os._exit(0)  # the device is stopped
 """,
         2,
         devices=2,
+    )
+    assert_all_pass(results)
+
+
+def test_limits_are_those_of_the_product(run_ranks):
+    results = run_ranks(
+        SETUP
+        + """
+refused("H 64 is not 1024 to 8192")
+wide = torch.zeros(4, 1024).half()
+refused("expert_scales is for comm_alg hierarchy", x=wide, expert_scales=torch.ones(4, K).npu())
+refused("comm_alg fullmesh is not one", x=wide, comm_alg="fullmesh")
+H = 1024
+given = batch(6, 0)
+check(Layer(comm_alg="fullmesh_v1")(*to_device(*given))[0], *given)
+""",
+        2,
+        devices=2,
+        soc="Ascend910_9391",
     )
     assert_all_pass(results)
