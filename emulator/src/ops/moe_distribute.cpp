@@ -14,7 +14,6 @@ namespace {
 
 struct Parallel {
   Domain domain;
-  std::string name;
   int64_t experts, local, ranks, rank, most_rows;  // most_rows: of one rank's batch
 };
 
@@ -56,7 +55,7 @@ Parallel bind_parallel(const std::string &group, int64_t ranks, int64_t rank, in
            " must be a multiple of 32, at most ", algorithm == "hierarchy" ? 10240 : 7168);
   refuse_unless(global_rows % ranks == 0 && rows <= global_rows / ranks, "global_bs ", global_rows,
                 " does not hold ", rows, " rows for each of ", ranks, " ranks");
-  return {*domain, group, experts, experts / ranks, ranks, rank, global_rows / ranks};
+  return {*domain, experts, experts / ranks, ranks, rank, global_rows / ranks};
 }
 
 void require_activations(const char *what, const Tensor &t) {
@@ -102,7 +101,7 @@ std::string describe(const char *what, const Parallel &p, int64_t hidden, int64_
               p.most_rows * p.ranks);
 }
 
-// Of all ranks, with the sizes of their offers in front.
+// The offers of all ranks, one after the other; all are of one size.
 std::vector<char> gather(const Domain &domain, const std::string &what,
                          const std::vector<char> &offer) {
   std::vector<char> all(offer.size() * domain.ranks);
