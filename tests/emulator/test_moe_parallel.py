@@ -186,3 +186,19 @@ check(Layer(comm_alg="fullmesh_v1")(*to_device(*given))[0], *given)
         soc="Ascend910_9391",
     )
     assert_all_pass(results)
+
+
+def test_without_arithmetic_ranks_stay_in_step(run_ranks):
+    results = run_ranks(
+        SETUP
+        + """
+layer = Layer()
+for seed in range(2):
+    out, tokens = layer(*to_device(*batch(6, seed)))
+    assert out.shape == (6, H) and tokens.tolist() == [0] * local
+""",
+        2,
+        devices=2,
+        kernels="skip",
+    )
+    assert_all_pass(results)
