@@ -176,15 +176,18 @@ class LatentPages:
 SCALE = 192**-0.5
 
 
-def reference(query, rope, latent, key_rope, causal):
-    """[rows, heads, 512] over the tokens of one sequence."""
+def latent_scores(query, rope, latent, key_rope, causal):
+    """[heads, rows, tokens] of one sequence."""
     scores = torch.einsum("qhd,kd->hqk", query.float(), latent)
     scores = (scores + torch.einsum("qhd,kd->hqk", rope.float(), key_rope)) * SCALE
-    if causal:
-        rows, length = scores.shape[1:]
-        scores = scores.masked_fill(
-            torch.ones(rows, length).triu(length - rows + 1).bool(), -math.inf
-        )
+    rows, length = scores.shape[1:]
+    hidden = torch.ones(rows, length).triu(length - rows + 1).bool()
+    return scores.masked_fill(hidden, -math.inf) if causal else scores
+
+
+def reference(query, rope, latent, key_rope, causal):
+    """[rows, heads, 512] over the tokens of one sequence."""
+    scores = latent_scores(query, rope, latent, key_rope, causal)
     return torch.einsum("hqk,kd->qhd", scores.softmax(-1), latent)
 
 
@@ -264,6 +267,24 @@ def test_latent_attention(dtype, layout, rows, heads):
     for b, length in enumerate(lengths):
         want = reference(query[b], rope[b], *pages.tokens(b, length), causal=rows > 1)
         assert_close(got[b], want)
+
+
+@pytest.mark.parametrize(
+    "layout,rows",
+    [("TND", 3), ("TND_NTD", 2), ("BNSD", 1), ("BNSD", 3), ("BSND", 1), ("BNSD_NBSD", 1)],
+)
+def test_log_sum_exp_of_latent_attention(layout, rows):
+    lengths = [20, 50]
+    query, rope, pages = make(2, rows, 8, lengths, torch.bfloat16)
+    arguments = latent_arguments(query, rope, pages, layout, lengths, return_softmax_lse=True)
+
+    _, lse = torch_npu.npu_fused_infer_attention_score_v2(**arguments)
+
+    got = lse.cpu()[..., 0]
+    got = got.unflatten(0, (2, rows)) if layout.startswith("TND") else got.transpose(1, 2)
+    for b, length in enumerate(lengths):
+        scores = latent_scores(query[b], rope[b], *pages.tokens(b, length), causal=rows > 1)
+        assert torch.allclose(got[b], scores.logsumexp(-1).t(), atol=1e-4)
 
 
 def test_the_first_interface_takes_latent_attention_too():

@@ -1,5 +1,6 @@
 // The collectives and point-to-point calls. Each is one task of the stream, so that it may be
 // captured like any other.
+#include "hccl/domain.h"
 #include "hccl/handles.h"
 #include "hccl/reduce.h"
 #include "runtime/services.h"
@@ -232,4 +233,17 @@ EMU_API HcclResult HcclRecv(void *data, uint64_t count, HcclDataType type, uint3
   Comm c = communicator(comm);
   size_t bytes = count * element_bytes(type);
   return launch_on(c, "HcclRecv", stream, [=] { c->receive(data, bytes, from); });
+}
+
+std::optional<Domain> emu::hccl::find_domain(const std::string &name, uint32_t rank) {
+  Comm c = find(name, rank);
+  if (!c)
+    return {};
+  auto exchange = [c](const std::string &what, const char *offer, size_t bytes,
+                      Domain::Consume consume) {
+    Call call{};
+    snprintf(call.text, sizeof call.text, "%s", what.c_str());
+    all_to_each(*c, call, offer, bytes, consume);
+  };
+  return Domain{c->ranks, c->rank, exchange};
 }

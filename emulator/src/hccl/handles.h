@@ -17,4 +17,8 @@ inline const std::shared_ptr<Communicator> &communicator(HcclComm comm) {
   return static_cast<Handle *>(comm)->communicator;
 }
 
+// Communicators of this process that live, for those who know only the name.
+void remember(const std::shared_ptr<Communicator> &communicator);
+std::shared_ptr<Communicator> find(const std::string &name, uint32_t rank);
+
 }  // namespace emu::hccl

@@ -4,8 +4,24 @@
 #include "runtime/services.h"
 
 #include <cstring>
+#include <map>
+#include <mutex>
 
 namespace emu::hccl {
+
+static std::mutex known_mutex;
+static std::map<std::pair<std::string, uint32_t>, std::weak_ptr<Communicator>> known;
+
+void remember(const std::shared_ptr<Communicator> &communicator) {
+  std::lock_guard<std::mutex> lock(known_mutex);
+  std::erase_if(known, [](const auto &entry) { return entry.second.expired(); });
+  known[{communicator->name, communicator->rank}] = communicator;
+}
+std::shared_ptr<Communicator> find(const std::string &name, uint32_t rank) {
+  std::lock_guard<std::mutex> lock(known_mutex);
+  auto found = known.find({name, rank});
+  return found == known.end() ? nullptr : found->second.lock();
+}
 
 static HcclResult open(const std::string &name, uint32_t ranks, uint32_t rank, HcclComm *out) {
   int device = 0;
@@ -14,6 +30,7 @@ static HcclResult open(const std::string &name, uint32_t ranks, uint32_t rank, H
   try {
     auto comm = std::make_shared<Communicator>(name, ranks, rank);
     comm->device = device;
+    remember(comm);
     set_fault_identity(static_cast<int>(rank));
     *out = new Handle{comm};
     return HCCL_SUCCESS;

@@ -153,15 +153,14 @@ Task bind(FiaArguments f) {
   bind_sequences(f, a, q, o);
   if (f.wants_lse) {
     a.lse = f.lse.data_ptr<float>();
-    bool bns = !f.tnd();  // [B, N, S, 1], else [T, N, 1]
-    a.lse_token_stride = bns ? 1 : f.heads;
-    a.lse_head_stride = bns ? f.query_rows() : 1;
-    refuse_unless(!bns || f.batch() == 1 || f.query_rows() == 1,
-                  "softmax_lse of several sequences with several rows is not emulated");
-    if (bns && f.query_rows() == 1) {
-      a.lse_token_stride = f.heads;  // token index is the sequence
-      a.lse_head_stride = 1;
-    }
+    // [T, N, 1] with TND, else [B, N, S, 1], where a sequence begins at a multiple of N * S: only
+    // an out of the same order, or one row for each sequence, counts tokens like that.
+    bool bns = !f.tnd(), in_order = f.layout == FiaLayout::BNSD && f.out_layout == FiaOut::AsQuery;
+    bool by_row = bns && (in_order || f.query_rows() > 1);
+    a.lse_token_stride = by_row ? 1 : f.heads;
+    a.lse_head_stride = by_row ? f.query_rows() : 1;
+    refuse_unless(!by_row || in_order || f.batch() == 1,
+                  "softmax_lse of several sequences with several rows is only emulated for BNSD");
   }
   OptTensor triangle;
   if (settings().strict && f.sparse_mode >= 2)

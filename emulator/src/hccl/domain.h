@@ -1,0 +1,23 @@
+// What operators that communicate inside their kernel need of a communicator. Exported by libhccl.
+#pragma once
+
+#include "emulator.h"
+
+#include <functional>
+#include <optional>
+#include <string>
+
+namespace emu::hccl {
+
+struct Domain {
+  uint32_t ranks, rank;
+  // For tasks. Every rank offers as many bytes; `consume(begin, size, parts)` sees that stretch of
+  // all offers, again and again until the end. `what` is compared between ranks.
+  using Consume = std::function<void(size_t begin, size_t size, const char *const *parts)>;
+  std::function<void(const std::string &what, const char *offer, size_t bytes, Consume)> exchange;
+};
+
+// By the name that HcclGetCommName tells; nothing if this process has no such rank.
+EMU_SHARED std::optional<Domain> find_domain(const std::string &name, uint32_t rank);
+
+}  // namespace emu::hccl

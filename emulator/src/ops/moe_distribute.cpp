@@ -1,0 +1,300 @@
+// MoeDistributeDispatch and Combine: rows go to the ranks of their experts, and come back. On the
+// device they communicate inside the kernel; here by gathering what all ranks offer. They take no
+// stream ids of the domain.
+#include "hccl/domain.h"
+#include "ops/bind.h"
+
+#include <cstring>
+#include <set>
+
+using namespace emu;
+using hccl::Domain;
+
+namespace {
+
+struct Parallel {
+  Domain domain;
+  int64_t experts, local, ranks, rank, most_rows;  // most_rows: of one rank's batch
+};
+
+bool is_a3() { return settings().soc.rfind("Ascend910_93", 0) == 0; }
+
+// Rules: op-plugin documents npu_moe_distribute_dispatch_v2 and _combine_v2. Not emulated:
+// quantisation, ranks of shared experts, tensor-parallel groups.
+Parallel bind_parallel(const std::string &group, int64_t ranks, int64_t rank, int64_t experts,
+                       int64_t tp_ranks, int64_t shard_type, int64_t shared_ranks,
+                       const std::string &algorithm, int64_t global_rows, int64_t rows, int64_t k,
+                       int64_t hidden) {
+  refuse_unless(!group.empty() && group.size() < 128, "group_ep has ", group.size(),
+                " characters, 1 to 127 are allowed");
+  auto domain = hccl::find_domain(group, static_cast<uint32_t>(rank));
+  refuse_unless(domain, "group_ep ", group, " has no rank ", rank, " in this process");
+  refuse_unless(domain->ranks == ranks, "ep_world_size ", ranks, ", but group_ep has ",
+                domain->ranks, " ranks");
+  refuse_unless(shared_ranks == 0 && shard_type == 0, "ranks of shared experts are not emulated");
+  refuse_unless(tp_ranks <= 1, "tp_world_size ", tp_ranks, ", only 0 or 1");
+  static const std::set<int64_t> a2_sizes = {2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128, 256};
+  demand(is_a3() ? ranks >= 2 && ranks <= 768 : a2_sizes.count(ranks) > 0, "ep_world_size ", ranks,
+         " is not among those of this product");
+  bool known = algorithm.empty() || algorithm == "hierarchy" ||
+               (is_a3() ? algorithm == "fullmesh_v1" || algorithm == "fullmesh_v2"
+                        : algorithm == "fullmesh");
+  refuse_unless(known, "comm_alg ", algorithm, " is not one of this product");
+  demand(algorithm != "hierarchy" || ranks >= 16, "comm_alg hierarchy needs 16 ranks, got ", ranks);
+  demand(experts >= 1 && experts <= 1024, "moe_expert_num ", experts, " is not 1 to 1024");
+  refuse_unless(experts % ranks == 0, "moe_expert_num ", experts, " is not a multiple of ", ranks,
+                " ranks");
+  demand(k > 0 && k <= 16 && k <= experts, "K ", k, " is not 1 to 16");
+  int64_t most = is_a3() ? (algorithm == "hierarchy" ? 256 : 512)
+                         : (algorithm == "hierarchy" ? 512 : 256);
+  demand(rows > 0 && rows <= most, "BS ", rows, " is not 1 to ", most);
+  if (is_a3())
+    demand(hidden >= 1024 && hidden <= 8192, "H ", hidden, " is not 1024 to 8192");
+  else
+    demand(hidden % 32 == 0 && hidden <= (algorithm == "hierarchy" ? 10240 : 7168), "H ", hidden,
+           " must be a multiple of 32, at most ", algorithm == "hierarchy" ? 10240 : 7168);
+  refuse_unless(global_rows % ranks == 0 && rows <= global_rows / ranks, "global_bs ", global_rows,
+                " does not hold ", rows, " rows for each of ", ranks, " ranks");
+  return {*domain, experts, experts / ranks, ranks, rank, global_rows / ranks};
+}
+
+void require_activations(const char *what, const Tensor &t) {
+  require_kernel_type(what, t);
+  demand(is_half(t), what, " must be float16 or bfloat16, got ", t.scalar_type());
+}
+
+void check_mask(const OptTensor &mask, const Tensor &ids) {
+  if (mask)
+    refuse_unless(mask->scalar_type() == at::kBool && mask->is_contiguous() &&
+                      (mask->sizes() == ids.sizes() ||
+                       (mask->dim() == 1 && mask->size(0) == ids.size(0))),
+                  "x_active_mask must be bool [BS] or [BS, K], got ", mask->sizes());
+}
+
+bool is_active(const OptTensor &mask, int64_t row, int64_t choice, int64_t k) {
+  if (!mask)
+    return true;
+  auto *p = static_cast<const char *>(mask->data_ptr());
+  return mask->dim() == 1 ? p[row] : p[row * k + choice];
+}
+
+// Ids in range and different in each row, masked rows last: what the document leaves to the caller.
+void require_ids(const int32_t *ids, int64_t rows, int64_t k, int64_t experts,
+                 const OptTensor &mask) {
+  for (int64_t row = 0; row < rows; row++) {
+    std::set<int32_t> seen;
+    for (int64_t i = 0; i < k; i++) {
+      if (!is_active(mask, row, i, k))
+        continue;
+      int32_t id = ids[row * k + i];
+      TORCH_CHECK(id >= 0 && id < experts, "expert_ids has ", id, " of ", experts, " experts");
+      TORCH_CHECK(seen.insert(id).second, "expert_ids has ", id, " twice in row ", row);
+    }
+    TORCH_CHECK(!mask || mask->dim() == 2 || !row || is_active(mask, row - 1, 0, k) ||
+                    !is_active(mask, row, 0, k),
+                "x_active_mask has true after false, at row ", row);
+  }
+}
+
+std::string describe(const char *what, const Parallel &p, int64_t hidden, int64_t k) {
+  return text(what, " moe_expert_num=", p.experts, " H=", hidden, " K=", k, " global_bs=",
+              p.most_rows * p.ranks);
+}
+
+// The offers of all ranks, one after the other; all are of one size.
+std::vector<char> gather(const Domain &domain, const std::string &what,
+                         const std::vector<char> &offer) {
+  std::vector<char> all(offer.size() * domain.ranks);
+  domain.exchange(what, offer.data(), offer.size(),
+                  [&](size_t begin, size_t size, const char *const *parts) {
+                    for (uint32_t r = 0; r < domain.ranks; r++)
+                      memcpy(all.data() + r * offer.size() + begin, parts[r], size);
+                  });
+  return all;
+}
+
+// A received row: from which rank, which of its rows, which choice. 128 numbers are reserved.
+struct Origin {
+  int32_t rank, row, choice;
+};
+
+struct Dispatch {
+  Parallel parallel;
+  Tensor x, ids;
+  OptTensor mask, scales;
+  Tensor rows, origins, tokens, counts, row_scales;
+  bool cumulative;
+};
+
+// An offer: the number of rows, whether a mask is given, expert of each choice (-1: none), scales,
+// rows.
+void run(const Dispatch &d) {
+  AtenScope scope;
+  const Parallel &p = d.parallel;
+  Tensor x = d.x.contiguous(), ids = d.ids.contiguous();
+  Tensor scales = d.scales ? d.scales->contiguous() : Tensor();
+  int64_t k = ids.size(1), mine = ids.size(0), bytes = x.size(1) * x.element_size();
+  int64_t choices = p.most_rows * k;
+  int64_t scales_at = 8 + choices * 4, rows_at = scales_at + choices * 4;
+  int64_t offer_bytes = rows_at + p.most_rows * bytes;
+  std::vector<char> offer(offer_bytes, 0);
+  auto *head = reinterpret_cast<int32_t *>(offer.data());
+  head[0] = static_cast<int32_t>(mine);
+  head[1] = d.mask.has_value();
+  if (settings().strict && !skipping())
+    require_ids(ids.data_ptr<int32_t>(), mine, k, p.experts, d.mask);
+  for (int64_t i = 0; i < choices; i++)
+    head[2 + i] = i < mine * k && is_active(d.mask, i / k, i % k, k) && !skipping()
+                      ? ids.data_ptr<int32_t>()[i]
+                      : -1;
+  if (d.scales)
+    memcpy(offer.data() + scales_at, scales.data_ptr(), mine * k * 4);
+  memcpy(offer.data() + rows_at, x.data_ptr(), mine * bytes);
+  auto all = gather(p.domain, describe("MoeDistributeDispatch", p, x.size(1), k), offer);
+
+  auto of = [&](int64_t r) { return reinterpret_cast<const int32_t *>(&all[r * offer_bytes]); };
+  if (settings().strict)
+    for (int64_t r = 0; r < p.ranks; r++)
+      TORCH_CHECK(!head[1] || of(r)[0] == mine,
+                  "x_active_mask is for ranks of equal BS: rank ", r, " has ", of(r)[0],
+                  " rows, this one ", mine);
+  int64_t place = 0, room = d.rows.size(0);
+  auto *tokens = d.tokens.data_ptr<int64_t>();
+  auto *counts = d.counts.data_ptr<int32_t>();
+  auto *origins = d.origins.data_ptr<int32_t>();
+  for (int64_t e = 0; e < p.local; e++) {
+    int64_t before = place;
+    for (int64_t r = 0; r < p.ranks; r++) {
+      for (int64_t i = 0; i < choices; i++) {
+        if (of(r)[2 + i] != p.rank * p.local + e)
+          continue;
+        TORCH_CHECK(place < room, "more rows than expand_x holds, ", room);
+        memcpy(static_cast<char *>(d.rows.data_ptr()) + place * bytes,
+               &all[r * offer_bytes + rows_at + i / k * bytes], bytes);
+        Origin origin{static_cast<int32_t>(r), static_cast<int32_t>(i / k),
+                      static_cast<int32_t>(i % k)};
+        memcpy(origins + place * 3, &origin, sizeof origin);
+        if (d.scales)
+          memcpy(d.row_scales.data_ptr<float>() + place,
+                 &all[r * offer_bytes + scales_at + i * 4], 4);
+        place++;
+      }
+      counts[e * p.ranks + r] = static_cast<int32_t>(place);
+    }
+    tokens[e] = d.cumulative ? place : place - before;
+  }
+}
+
+struct Return {
+  Parallel parallel;
+  Tensor rows, ids, origins, counts, scales;
+  OptTensor mask;
+  Tensor out;
+};
+
+// First how many rows each rank returns, then the rows with their origins.
+void run(const Return &c) {
+  AtenScope scope;
+  const Parallel &p = c.parallel;
+  Tensor rows = c.rows.contiguous(), scales = c.scales.contiguous();
+  int64_t k = c.ids.size(1), tokens = c.ids.size(0), hidden = rows.size(1);
+  std::string what = describe("MoeDistributeCombine", p, hidden, k);
+  int32_t returned = skipping() ? 0 : c.counts.data_ptr<int32_t>()[p.local * p.ranks - 1];
+  std::vector<char> own(4);
+  memcpy(own.data(), &returned, 4);
+  auto numbers = gather(p.domain, what, own);
+  int32_t most = 0;
+  for (int64_t r = 0; r < p.ranks; r++)
+    most = std::max(most, reinterpret_cast<const int32_t *>(numbers.data())[r]);
+  int64_t bytes = hidden * rows.element_size(), rows_at = most * int64_t(sizeof(Origin));
+  std::vector<char> offer(rows_at + most * bytes, 0);
+  memcpy(offer.data(), c.origins.data_ptr(), returned * sizeof(Origin));
+  memcpy(offer.data() + rows_at, rows.data_ptr(), returned * bytes);
+  auto all = gather(p.domain, what, offer);
+  if (skipping())
+    return;
+  Tensor parts = at::zeros({tokens, k, hidden}, rows.options());
+  for (int64_t r = 0; r < p.ranks; r++) {
+    const char *from = all.data() + r * offer.size();
+    for (int32_t i = 0; i < reinterpret_cast<const int32_t *>(numbers.data())[r]; i++) {
+      Origin o;
+      memcpy(&o, from + i * sizeof o, sizeof o);
+      if (o.rank != p.rank)
+        continue;
+      TORCH_CHECK(o.row >= 0 && o.row < tokens && o.choice >= 0 && o.choice < k,
+                  "assist_info_for_combine is not what dispatch gave");
+      memcpy(static_cast<char *>(parts.data_ptr()) + (o.row * k + o.choice) * bytes,
+             from + rows_at + i * bytes, bytes);
+    }
+  }
+  Tensor sums = at::bmm(scales.to(at::kFloat).unsqueeze(1), parts.to(at::kFloat)).squeeze(1);
+  for (int64_t t = 0; t < tokens; t++)  // masked tokens are not written
+    for (int64_t i = 0; i < k; i++)
+      if (is_active(c.mask, t, i, k)) {
+        c.out[t].copy_(sums[t]);
+        break;
+      }
+}
+
+}  // namespace
+
+OP(aclnnMoeDistributeDispatchV2,
+   [](Tensor x, Tensor ids, OptTensor quant_scales, OptTensor mask, OptTensor scales,
+      std::string group, int64_t ranks, int64_t rank, int64_t experts, std::string,
+      int64_t tp_ranks, int64_t, int64_t shard_type, int64_t, int64_t shared_ranks,
+      int64_t quant_mode, int64_t global_rows, int64_t tokens_kind, std::string algorithm,
+      Tensor rows, Tensor, Tensor origins, Tensor tokens, Tensor counts, Tensor,
+      Tensor row_scales) -> Task {
+     refuse_unless(quant_mode == 0 && !quant_scales, "quant_mode ", quant_mode,
+                   " with scales is not emulated");
+     require_activations("x", x);
+     refuse_unless(x.dim() == 2 && ids.dim() == 2 && ids.size(0) == x.size(0) &&
+                       ids.scalar_type() == at::kInt,
+                   "expert_ids must be int32 [BS, K], got ", ids.sizes(), " for x ", x.sizes());
+     Parallel p = bind_parallel(group, ranks, rank, experts, tp_ranks, shard_type, shared_ranks,
+                                algorithm, global_rows, x.size(0), ids.size(1), x.size(1));
+     check_mask(mask, ids);
+     demand(!mask || is_a3() || algorithm != "hierarchy", "x_active_mask with comm_alg hierarchy");
+     demand(!scales || !is_a3() || algorithm == "hierarchy",
+            "expert_scales is for comm_alg hierarchy on this product");
+     refuse_unless(!scales || (scales->sizes() == ids.sizes() && scales->scalar_type() == at::kFloat),
+                   "expert_scales must be float32 [BS, K]");
+     refuse_unless(tokens.numel() == p.local && counts.numel() >= p.local * ranks &&
+                       rows.size(1) == x.size(1),
+                   "the results do not fit ", p.local, " experts on ", ranks, " ranks");
+     int64_t least = global_rows * std::min(p.local, ids.size(1));
+     refuse_unless(rows.size(0) >= least && origins.numel() >= 3 * least, "expand_x has ",
+                   rows.size(0), " rows, ", least, " may come");
+     for (auto &[what, t] : {std::pair{"expand_x", &rows}, {"ep_recv_counts", &counts}})
+       require_contiguous(what, *t);
+     Dispatch d{p, x, ids, mask, scales, rows, origins, tokens, counts, row_scales,
+                tokens_kind == 0};
+     return [d] { run(d); };
+   })
+
+OP(aclnnMoeDistributeCombineV2,
+   [](Tensor rows, Tensor ids, Tensor origins, Tensor counts, Tensor scales, OptTensor,
+      OptTensor mask, OptTensor, OptTensor, OptTensor, OptTensor, OptTensor shared,
+      std::string group, int64_t ranks, int64_t rank, int64_t experts, std::string,
+      int64_t tp_ranks, int64_t, int64_t shard_type, int64_t, int64_t shared_ranks,
+      int64_t global_rows, int64_t, int64_t quant_mode, int64_t, std::string algorithm,
+      Tensor out) -> Task {
+     refuse_unless(quant_mode == 0, "comm_quant_mode ", quant_mode, " is not emulated");
+     refuse_unless(!shared, "shared_expert_x is for ranks of shared experts, not emulated");
+     require_activations("expand_x", rows);
+     refuse_unless(ids.dim() == 2 && ids.scalar_type() == at::kInt && rows.dim() == 2,
+                   "expert_ids must be int32 [BS, K], got ", ids.sizes());
+     refuse_unless(scales.sizes() == ids.sizes() && scales.scalar_type() == at::kFloat,
+                   "expert_scales must be float32 ", ids.sizes(), ", got ", scales.scalar_type(),
+                   " ", scales.sizes());
+     Parallel p = bind_parallel(group, ranks, rank, experts, tp_ranks, shard_type, shared_ranks,
+                                algorithm, global_rows, ids.size(0), ids.size(1), rows.size(1));
+     check_mask(mask, ids);
+     refuse_unless(counts.scalar_type() == at::kInt && counts.numel() >= p.local * ranks &&
+                       origins.scalar_type() == at::kInt && origins.numel() >= 3 * rows.size(0),
+                   "assist_info_for_combine or ep_send_counts are not what dispatch gave");
+     require_same_type("the result", out, rows);
+     require_contiguous("the result", out);
+     Return c{p, rows, ids, origins, counts, scales, mask, out};
+     return [c] { run(c); };
+   })

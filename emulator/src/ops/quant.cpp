@@ -1,0 +1,105 @@
+// int8: quantisation of activations token by token, and products of quantised matrices.
+#include "ops/bind.h"
+
+using namespace emu;
+
+// Rules: op-plugin document npu_dynamic_quant. x in float16 or bfloat16 with more than one
+// dimension, strided too; smooth_scales [last], or [groups, last] with the ends of the groups in
+// group_index (int32). Only int8 results.
+OP(aclnnDynamicQuantV2,
+   [](Tensor x, OptTensor smooth, OptTensor ends, int32_t type, Tensor out, Tensor scale,
+      OptTensor) -> Task {
+     require_kernel_type("x", x);
+     demand(is_half(x), "x must be float16 or bfloat16, got ", x.scalar_type());
+     refuse_unless(x.dim() > 1, "x must have more than one dimension");
+     refuse_unless(type == ACL_INT8 && out.scalar_type() == at::kChar,
+                   "dst_type other than int8 is not emulated");
+     int64_t columns = x.size(-1), rows = columns ? x.numel() / columns : 0;
+     refuse_unless(scale.numel() == rows, "scale of shape ", scale.sizes(), " for ", rows, " rows");
+     refuse_unless(!ends || smooth, "group_index without smooth_scales");
+     if (smooth) {
+       require_same_type("smooth_scales", *smooth, x);
+       refuse_unless(smooth->dim() == (ends ? 2 : 1) && smooth->size(-1) == columns,
+                     "smooth_scales of shape ", smooth->sizes(), " for rows of ", columns);
+     }
+     if (ends)
+       refuse_unless(ends->scalar_type() == at::kInt && ends->dim() == 1 &&
+                         ends->size(0) == smooth->size(0),
+                     "group_index must be int32, one for each row of smooth_scales");
+     return arithmetic([=] {
+       AtenScope scope;
+       Tensor values = x.to(at::kFloat).reshape({rows, columns});
+       if (smooth && !ends)
+         values = values * smooth->to(at::kFloat);
+       if (ends) {
+         values = values.clone();
+         int64_t start = 0;
+         for (int64_t g = 0; g < ends->size(0); g++) {
+           int64_t end = (*ends)[g].item<int32_t>();
+           TORCH_CHECK(end >= start && end <= rows, "group_index ends group ", g, " at ", end);
+           values.slice(0, start, end).mul_((*smooth)[g].to(at::kFloat));
+           start = end;
+         }
+       }
+       Tensor step = std::get<0>(values.abs().max(1, true)) / 127;
+       // A row of zeros has step 0.
+       Tensor quotient = at::where(step > 0, values / step, at::zeros({}, at::kFloat));
+       out.copy_(quotient.round().view(out.sizes()));
+       scale.copy_(step.view(scale.sizes()));
+     });
+   })
+
+// Rules: op-plugin document npu_quant_matmul, table 2, int8 with results in bfloat16 (scale float32
+// or bfloat16), float16 (scale and pertoken_scale float32) and int32. The other rows (int8 results,
+// prepared int64 scales, int4) are not emulated. An integer bias is added before the scale.
+OP(aclnnQuantMatmulV5,
+   [](Tensor a, Tensor b, OptTensor row_scale, OptTensor scale, OptTensor out_scale, OptTensor,
+      OptTensor offset, OptTensor, OptTensor bias, bool turn_a, bool turn_b, int64_t group,
+      Tensor out) -> Task {
+     refuse_unless(a.scalar_type() == at::kChar && b.scalar_type() == at::kChar,
+                   "x1 and x2 must be int8, got ", a.scalar_type(), " and ", b.scalar_type());
+     refuse_unless(!turn_a && !turn_b && group == 0 && !(out_scale && out_scale->numel()) && !offset,
+                   "transposed, grouped or offset products are not emulated");
+     refuse_unless(a.dim() >= 2 && b.dim() >= 2 && a.size(-1) == b.size(-2), "shapes ", a.sizes(),
+                   " and ", b.sizes(), " do not multiply");
+     demand(a.dim() <= 6 && b.dim() <= 6, "x1 and x2 may have 6 dimensions");
+     demand(a.numel() > 0 && b.numel() > 0, "x1 and x2 must not be empty");
+     demand(a.size(-1) <= 65535 && b.size(-1) <= 65535,
+            "the last dimensions of x1 and x2 may be 65535");
+     auto type = out.scalar_type();
+     refuse_unless(type == at::kBFloat16 || type == at::kHalf || type == at::kInt, "output_dtype ",
+                   type, " is not emulated");
+     int64_t columns = b.size(-1), rows = a.size(-2);
+     refuse_unless(scale && scale->dim() == 1 &&
+                       (scale->numel() == 1 || scale->numel() == columns),
+                   "scale must have 1 or ", columns, " elements");
+     bool is_float = scale->scalar_type() == at::kFloat;
+     refuse_unless(is_float || (scale->scalar_type() == at::kBFloat16 && type != at::kHalf),
+                   "scale of ", scale->scalar_type(), " for results of ", type);
+     refuse_unless(type != at::kHalf || row_scale, "float16 results need a pertoken_scale");
+     refuse_unless(type != at::kInt || !row_scale, "int32 results take no pertoken_scale");
+     if (row_scale)
+       refuse_unless(row_scale->scalar_type() == at::kFloat && row_scale->dim() == 1 &&
+                         row_scale->numel() == rows,
+                     "pertoken_scale must be float32, one for each of ", rows, " rows");
+     if (bias)
+       refuse_unless((bias->scalar_type() == at::kInt || type != at::kInt) &&
+                         bias->size(-1) == columns && (bias->dim() == 1 || bias->dim() == 3),
+                     "bias of ", bias->scalar_type(), " ", bias->sizes(), " for ", columns,
+                     " columns");
+     return arithmetic([=] {
+       AtenScope scope;
+       Tensor sum = at::matmul(a.to(at::kDouble), b.to(at::kDouble));  // exact
+       bool integers = bias && bias->scalar_type() == at::kInt;
+       if (integers)
+         sum = sum + *bias;
+       if (type != at::kInt) {
+         sum = sum * scale->to(at::kFloat);
+         if (row_scale)
+           sum = sum * row_scale->unsqueeze(-1);
+         if (bias && !integers)
+           sum = sum + bias->to(at::kFloat);
+       }
+       out.copy_(sum);
+     });
+   })

@@ -1,0 +1,204 @@
+"""Experts on several ranks: dispatch and combine over HCCL equal the sum over all experts."""
+
+import pytest
+
+SETUP = """
+dist.init_process_group("hccl")
+n = dist.get_world_size()
+dist.all_reduce(torch.ones(1).npu())  # communicators are made at the first use
+group = dist.group.WORLD._get_backend(torch.device("npu")).get_hccl_comm_name(rank)
+EXPERTS, K, H = 8, 3, 64
+local = EXPERTS // n
+torch.manual_seed(0)
+factors = torch.randn(EXPERTS)
+
+class Layer:
+    def __init__(self, **options):
+        self.domain = (group, n, rank, EXPERTS)
+        self.options = options
+        self.factors = factors[rank * local : (rank + 1) * local].half().npu()
+
+    def __call__(self, x, ids, scales, mask=None):
+        options = {"x_active_mask": mask, **self.options}
+        rows, _, origins, tokens, counts, tp_counts, row_scales = (
+            torch_npu.npu_moe_distribute_dispatch_v2(
+                x, ids, *self.domain, expert_token_nums_type=0, **options
+            )
+        )
+        # The expert multiplies by its factor; rows beyond the last are left as they are.
+        place = torch.arange(rows.shape[0], device="npu")[:, None]
+        expert = (place >= tokens[None, :]).sum(1).clamp(max=local - 1)
+        out = torch_npu.npu_moe_distribute_combine_v2(
+            rows * self.factors[expert][:, None], ids, origins, counts, scales, *self.domain,
+            **options,
+        )
+        return out, tokens
+
+def batch(rows, seed):
+    g = torch.Generator().manual_seed(seed * 100 + rank)
+    x = torch.randn(rows, H, generator=g).half()
+    ids = torch.rand(rows, EXPERTS, generator=g).topk(K).indices.int()
+    return x, ids, torch.rand(rows, K, generator=g)
+
+def check(out, x, ids, scales):
+    want = x.float() * (factors[ids.long()] * scales).sum(1, keepdim=True)
+    assert torch.allclose(out.cpu().float(), want, atol=2e-2, rtol=1e-2)
+
+def to_device(*tensors):
+    return [t.npu() for t in tensors]
+
+def refused(rule, x=None, ids=None, domain=None, **options):
+    given = batch(4, 0)
+    x = given[0] if x is None else x
+    ids = given[1] if ids is None else ids
+    try:
+        torch_npu.npu_moe_distribute_dispatch_v2(
+            x.npu(), ids.npu(), *(domain or (group, n, rank, EXPERTS)), **options
+        )
+    except RuntimeError as error:
+        assert "aclnnMoeDistributeDispatchV2: " + rule in str(error), error
+    else:
+        raise AssertionError(rule)
+"""
+
+
+def assert_all_pass(results):
+    for rank, (status, output) in enumerate(results):
+        assert status == 0, f"rank {rank}:\n{output}"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_experts_of_all_ranks(run_ranks, ranks):
+    results = run_ranks(
+        SETUP
+        + """
+layer = Layer()
+for seed in range(3):
+    given = batch(6, seed)
+    out, tokens = layer(*to_device(*given))
+    check(out, *given)
+    everyone = [torch.empty(6, K, dtype=torch.int32, device="npu") for _ in range(n)]
+    dist.all_gather(everyone, given[1].npu())
+    counts = torch.cat(everyone).cpu().flatten().long().bincount(minlength=EXPERTS)
+    assert tokens.tolist() == counts[rank * local : (rank + 1) * local].cumsum(0).tolist()
+""",
+        ranks,
+        devices=ranks,
+    )
+    assert_all_pass(results)
+
+
+def test_batches_of_different_sizes_and_masked_tokens(run_ranks):
+    results = run_ranks(
+        SETUP
+        + """
+given = batch(2 + 3 * rank, 1)
+out, _ = Layer(global_bs=5 * n)(*to_device(*given))
+check(out, *given)
+
+given, live = batch(6, 2), 2 + rank
+mask = torch.arange(6) < live
+out, tokens = Layer()(*to_device(*given), mask=mask.npu())
+check(out[:live], *(t[:live] for t in given))
+total = tokens[-1:].clone()
+dist.all_reduce(total)
+assert total.item() == K * sum(2 + r for r in range(n))
+""",
+        2,
+        devices=2,
+    )
+    assert_all_pass(results)
+
+
+def test_a_captured_layer_sends_what_it_is_given_at_replay(run_ranks):
+    results = run_ranks(
+        SETUP
+        + """
+layer = Layer()
+x, ids, scales = to_device(*batch(6, 0))
+layer(x, ids, scales)
+torch.npu.synchronize()
+graph = torch.npu.NPUGraph()
+with torch.npu.graph(graph):
+    out, _ = layer(x, ids, scales)
+for seed in range(1, 4):
+    given = batch(6, seed)
+    for mine, new in zip((x, ids, scales), given):
+        mine.copy_(new)
+    graph.replay()
+    check(out, *given)
+""",
+        2,
+        devices=2,
+    )
+    assert_all_pass(results)
+
+
+def test_what_documents_exclude_is_refused(run_ranks):
+    results = run_ranks(
+        SETUP
+        + """
+refused("x must be float16 or bfloat16", x=torch.zeros(4, H))
+refused("group_ep nobody has no rank", domain=("nobody", n, rank, EXPERTS))
+refused("ep_world_size 4, but group_ep has 2", domain=(group, 4, rank, EXPERTS))
+refused("moe_expert_num 7 is not a multiple", domain=(group, n, rank, 7))
+refused("moe_expert_num 1026 is not 1 to 1024", domain=(group, n, rank, 1026))
+refused("H 40 must be a multiple of 32", x=torch.zeros(4, 40).half())
+refused("BS 257 is not 1 to 256", *batch(257, 0)[:2])
+refused("quant_mode 2", quant_mode=2)
+refused("global_bs 6 does not hold 4 rows", global_bs=6)
+refused("comm_alg fullmesh_v1 is not one", comm_alg="fullmesh_v1")
+refused("comm_alg hierarchy needs 16 ranks", comm_alg="hierarchy")
+refused("x_active_mask must be bool", x_active_mask=torch.ones(4).npu())
+
+twice = torch.zeros(4, K, dtype=torch.int32)
+try:
+    torch_npu.npu_moe_distribute_dispatch_v2(
+        batch(4, 0)[0].npu(), twice.npu(), group, n, rank, EXPERTS
+    )
+    torch.npu.synchronize()
+except RuntimeError as error:
+    assert "expert_ids has 0 twice in row 0" in str(error), error
+else:
+    raise AssertionError("twice")
+os._exit(0)  # the device is stopped
+""",
+        2,
+        devices=2,
+    )
+    assert_all_pass(results)
+
+
+def test_limits_are_those_of_the_product(run_ranks):
+    results = run_ranks(
+        SETUP
+        + """
+refused("H 64 is not 1024 to 8192")
+wide = torch.zeros(4, 1024).half()
+refused("expert_scales is for comm_alg hierarchy", x=wide, expert_scales=torch.ones(4, K).npu())
+refused("comm_alg fullmesh is not one", x=wide, comm_alg="fullmesh")
+H = 1024
+given = batch(6, 0)
+check(Layer(comm_alg="fullmesh_v1")(*to_device(*given))[0], *given)
+""",
+        2,
+        devices=2,
+        soc="Ascend910_9391",
+    )
+    assert_all_pass(results)
+
+
+def test_without_arithmetic_ranks_stay_in_step(run_ranks):
+    results = run_ranks(
+        SETUP
+        + """
+layer = Layer()
+for seed in range(2):
+    out, tokens = layer(*to_device(*batch(6, seed)))
+    assert out.shape == (6, H) and tokens.tolist() == [0] * local
+""",
+        2,
+        devices=2,
+        kernels="skip",
+    )
+    assert_all_pass(results)
