@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dist_aclgraph.graph.buckets import DECODE_MODES, GraphFamily
+from dist_aclgraph.graph.choice import choices
 from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.graph.plan import GraphPlan
 
@@ -34,3 +36,10 @@ def mixed_graph(bucket: int, max_num_seqs: int = 64) -> BatchDescriptor:
 
 def pieces(bucket: int) -> BatchDescriptor:
     return BatchDescriptor(bucket, 0, 0, "PIECEWISE")
+
+
+def choose(
+    sizes: Sequence[int], weights: Mapping[int, float], costs: Sequence[float], max_buckets: int
+) -> tuple[int, ...]:
+    """Return the at most ``max_buckets`` sizes of least expected cost, ascending."""
+    return choices(sizes, weights, costs, max_buckets).buckets(min(max_buckets, len(sizes)))

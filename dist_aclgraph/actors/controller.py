@@ -344,7 +344,6 @@ class Controller:
                 max_model_len=self._max_model_len,
                 plan=_plan_of(group),
                 costs=_record_of(group).costs,
-                lazy_families=self._lazy_families,
                 lazy_capacity=group.lazy_capacity,
                 token=self._token,
                 report=self._group_report(index),

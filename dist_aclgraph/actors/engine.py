@@ -15,7 +15,6 @@ from dist_aclgraph.actors.graph_transaction import GraphTransaction
 from dist_aclgraph.actors.run_directory import make_run_directory, remove_run_directory
 from dist_aclgraph.actors.step_channel import ChannelAddress, StepSender
 from dist_aclgraph.config import Config
-from dist_aclgraph.graph.buckets import GraphFamily
 from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.graph.dispatcher import GraphDispatcher
 from dist_aclgraph.graph.lazy import LazyGraphs
@@ -35,7 +34,6 @@ class EngineSettings:
     max_model_len: int
     plan: GraphPlan
     costs: dict[BatchDescriptor, CaptureCost]
-    lazy_families: tuple[GraphFamily, ...]
     lazy_capacity: int
     token: str
     report: dict[str, Any]
@@ -79,7 +77,9 @@ class Engine:
         """Wait for all workers to listen, start the loop, and return the clients' address."""
         config = self._config
         self._channel.wait_for_workers(config.timeouts.join_s, lambda: None)
-        dispatcher = GraphDispatcher(settings.plan, self._make_lazy(settings))
+        dispatcher = GraphDispatcher(
+            settings.plan, LazyGraphs.from_config(config, settings.lazy_capacity)
+        )
         scheduler = Scheduler(
             config.scheduler,
             BlockPool(
@@ -115,18 +115,6 @@ class Engine:
         self._thread = threading.Thread(target=self._loop.run, name="engine-loop", daemon=True)
         self._thread.start()
         return address
-
-    def _make_lazy(self, settings: EngineSettings) -> LazyGraphs | None:
-        graph = self._config.graph
-        if not settings.lazy_capacity:
-            return None
-        return LazyGraphs(
-            settings.lazy_families,
-            self._config.scheduler.max_num_seqs,
-            capacity=settings.lazy_capacity,
-            min_tokens=graph.lazy_min_tokens,
-            retry_steps=graph.lazy_retry_steps,
-        )
 
     def _check(self) -> None:
         assert self._loop is not None

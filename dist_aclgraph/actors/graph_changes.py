@@ -144,10 +144,7 @@ class GraphChanges:
         self._last_step = self.dispatcher.step
         outcome = self.transaction.capture(graph)
         if isinstance(outcome, CaptureFailure):
-            self.failures.append(
-                f"{graph} was undone on all ranks: rank {outcome.rank} failed ({outcome.cause}): "
-                f"{outcome.message}"
-            )
+            self.failures.append(outcome.undone)
             return outcome
         self.costs[graph] = most_of(outcome)
         self.dispatcher.add(graph)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from dist_aclgraph.errors import CaptureError, RankDisagreementError
+from dist_aclgraph.errors import CaptureError, RankDisagreementError, WorkerError
 from dist_aclgraph.graph.commands import GraphAction, GraphAnswer
 from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.graph.plan import CaptureCost, CaptureFailure, GraphPlan
@@ -57,7 +57,7 @@ class GraphTransaction:
         Raises:
             RankDisagreementError: a rank holds another plan.
         """
-        answers = self.ranks.carry_out("adopt", self.vote_s, plan=plan)
+        answers = self._demand("adopt", plan=plan)
         for rank, answer in zip(self.ranks.ranks, answers, strict=True):
             if answer.plan_hash != plan.hash:
                 raise RankDisagreementError(
@@ -73,6 +73,7 @@ class GraphTransaction:
         Raises:
             RankDisagreementError: the ranks recorded different operators; nothing is left behind.
             CaptureError: a rank did not get its streams or bytes back.
+            WorkerError: a rank could not commit the graph, or not undo it.
         """
         before = self.ranks.carry_out("prepare", self.work_s, graph)
         if (failure := self._first_failure(graph, before)) is not None:
@@ -85,13 +86,31 @@ class GraphTransaction:
         if len(set(digests)) > 1:
             self._undo(graph, before)
             raise self._disagreement(graph, digests)
-        self.ranks.carry_out("commit", self.vote_s, graph)
+        self._demand("commit", graph)
         return [answer.cost for answer in captured]
 
     def release(self, graphs: Iterable[BatchDescriptor]) -> None:
-        """Give the streams of these graphs back, on all ranks."""
+        """Give the streams of these graphs back, on all ranks.
+
+        Raises:
+            WorkerError: a rank could not.
+        """
         for graph in sorted(graphs):
-            self.ranks.carry_out("release", self.vote_s, graph)
+            self._demand("release", graph)
+
+    def _demand(
+        self,
+        action: GraphAction,
+        graph: BatchDescriptor | None = None,
+        plan: GraphPlan | None = None,
+    ) -> list[GraphAnswer]:
+        """Have every rank do what takes nothing, and so has no excuse to fail."""
+        answers = self.ranks.carry_out(action, self.vote_s, graph, plan)
+        for rank, answer in zip(self.ranks.ranks, answers, strict=True):
+            if answer.failure is not None:
+                what = graph if plan is None else f"plan {plan.version}"
+                raise WorkerError(f"{action} of {what}: {answer.message}", rank, "CAPTURING")
+        return answers
 
     def _first_failure(
         self, graph: BatchDescriptor, answers: list[GraphAnswer]
@@ -102,7 +121,7 @@ class GraphTransaction:
         return None
 
     def _undo(self, graph: BatchDescriptor, before: list[GraphAnswer]) -> None:
-        after = self.ranks.carry_out("release", self.vote_s, graph)
+        after = self._demand("release", graph)
         for rank, then, now in zip(self.ranks.ranks, before, after, strict=True):
             streams = (then.free_streams or 0) - (now.free_streams or 0)
             held = now.live_bytes - then.live_bytes

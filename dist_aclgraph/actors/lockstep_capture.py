@@ -138,10 +138,7 @@ def _shrink(
     if isinstance(decision, GiveUp):
         raise CaptureError(f"capture of {graph}: {decision.reason}")
     record.plan = decision.plan
-    record.rollbacks.append(
-        f"{graph} was undone on all ranks: rank {failure.rank} failed ({failure.cause}): "
-        f"{failure.message}"
-    )
+    record.rollbacks.append(failure.undone)
     surplus = set(record.costs) - set(record.plan.capture_order)
     transaction.release(surplus)
     for dropped in surplus:

@@ -42,16 +42,6 @@ class Choices:
         return tuple(reversed(chosen))
 
 
-def choose(
-    sizes: Sequence[int], weights: Mapping[int, float], costs: Sequence[float], max_buckets: int
-) -> tuple[int, ...]:
-    """Return the at most ``max_buckets`` sizes of least expected cost, ascending.
-
-    The largest size is always one of them. See ``choices``.
-    """
-    return choices(sizes, weights, costs, max_buckets).buckets(min(max_buckets, len(sizes)))
-
-
 def choices(
     sizes: Sequence[int], weights: Mapping[int, float], costs: Sequence[float], max_buckets: int
 ) -> Choices:

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from dist_aclgraph.graph.buckets import GraphFamily
+from dist_aclgraph.config import Config
+from dist_aclgraph.graph.buckets import GraphFamily, lazy_families
 from dist_aclgraph.graph.descriptor import BatchDescriptor, table_of
 
 MAX_DOUBLINGS = 16
@@ -56,6 +57,19 @@ class LazyGraphs:
         self._failed: dict[BatchDescriptor, int] = {}  # step of the last failure
         self._evicted: Counter[BatchDescriptor] = Counter()
         self.has_change = False  # whether ``next_change`` has something to say
+
+    @classmethod
+    def from_config(cls, config: Config, capacity: int) -> LazyGraphs | None:
+        """Return what the configuration asks for, with room for ``capacity``; None for none."""
+        if not capacity:
+            return None
+        return cls(
+            lazy_families(config),
+            config.scheduler.max_num_seqs,
+            capacity=capacity,
+            min_tokens=config.graph.lazy_min_tokens,
+            retry_steps=config.graph.lazy_retry_steps,
+        )
 
     @property
     def graphs(self) -> tuple[BatchDescriptor, ...]:

@@ -137,6 +137,14 @@ class CaptureFailure(msgspec.Struct, frozen=True):
     cause: CaptureCause
     message: str = ""
 
+    @property
+    def undone(self) -> str:
+        """What became of it, as a sentence for reports."""
+        return (
+            f"{self.graph} was undone on all ranks: rank {self.rank} failed ({self.cause}): "
+            f"{self.message}"
+        )
+
 
 class Shrink(msgspec.Struct, frozen=True):
     """Roll back, release what the new plan lacks, and go on with the new plan."""

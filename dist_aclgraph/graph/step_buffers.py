@@ -43,6 +43,7 @@ class StepBuffers:
     """Inputs by address, for graphs; host twins, for the input batch.
 
     Attributes:
+        addresses: what a captured graph has baked in.
         logits: [max_reqs, vocab]; sampled: [max_reqs] int32, the most probable token.
     """
 
@@ -62,6 +63,9 @@ class StepBuffers:
         self._block_table = torch.zeros((max_reqs, max_blocks), dtype=torch.int32, device=device)
         self.logits = torch.zeros((max_reqs, vocab_size), dtype=dtype, device=device)
         self.sampled = torch.zeros(max_reqs, dtype=torch.int32, device=device)
+        tensors = (self._inputs, self._block_table, self.logits, self.sampled)
+        self.addresses = tuple(tensor.data_ptr() for tensor in tensors)
+        self._views: dict[BatchDescriptor, GraphInputs] = {}
         self._inputs_cpu = npu.pinned((size,), torch.int32)
         self._block_table_cpu = npu.pinned((max_reqs, max_blocks), torch.int32)
         self._inputs_np: IntArray = self._inputs_cpu.numpy()
@@ -70,12 +74,6 @@ class StepBuffers:
         self._stream = runtime().current_stream()
         self._copied: Any = runtime().Event()
         self._is_read = True  # whether the device is known to be done with the pinned twins
-
-    @property
-    def addresses(self) -> tuple[int, ...]:
-        """What a captured graph has baked in."""
-        tensors = (self._inputs, self._block_table, self.logits, self.sampled)
-        return tuple(t.data_ptr() for t in tensors)
 
     def write(
         self,
@@ -126,9 +124,13 @@ class StepBuffers:
         self._is_read = True
 
     def inputs(self, graph: BatchDescriptor) -> GraphInputs:
-        """Return a graph's inputs as views."""
-        bucket = graph.num_tokens
-        packed = self._inputs
+        """Return a graph's inputs as views, the same ones each time."""
+        if graph not in self._views:
+            self._views[graph] = self._make_views(graph)
+        return self._views[graph]
+
+    def _make_views(self, graph: BatchDescriptor) -> GraphInputs:
+        bucket, packed = graph.num_tokens, self._inputs
         return GraphInputs(
             packed[:bucket],
             packed[bucket : 2 * bucket],

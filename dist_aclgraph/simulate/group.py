@@ -17,9 +17,8 @@ import numpy as np
 
 from dist_aclgraph.actors.graph_changes import GraphChanges
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
-from dist_aclgraph.config import Config
 from dist_aclgraph.errors import DistAclGraphError
-from dist_aclgraph.graph.buckets import candidate_families, lazy_families
+from dist_aclgraph.graph.buckets import candidate_families
 from dist_aclgraph.graph.budget import Probe, StreamOffer, total
 from dist_aclgraph.graph.commands import GraphAction, GraphAnswer
 from dist_aclgraph.graph.descriptor import BatchDescriptor
@@ -120,7 +119,7 @@ class SimulatedGroup:
         self.lazy_capacity = negotiated.lazy_capacity
         self.reserve = config.graph.reserve_streams
         self.tightest = tightest_offer(deployment, negotiated)
-        lazy = _make_lazy(config, negotiated.lazy_capacity)
+        lazy = LazyGraphs.from_config(config, negotiated.lazy_capacity)
         self.dispatcher = WatchedDispatcher(negotiated.plan, lazy)
         self.versions: deque[dict[str, Any]] = deque(maxlen=MAX_VERSIONS)
         self._note_version()
@@ -280,18 +279,6 @@ class SimulatedGroup:
                 "reason": plan.reasons[-1] if plan.reasons else "",
             }
         )
-
-
-def _make_lazy(config: Config, capacity: int) -> LazyGraphs | None:
-    if not capacity:
-        return None
-    return LazyGraphs(
-        lazy_families(config),
-        config.scheduler.max_num_seqs,
-        capacity=capacity,
-        min_tokens=config.graph.lazy_min_tokens,
-        retry_steps=config.graph.lazy_retry_steps,
-    )
 
 
 def _probed(deployment: AssumedDeployment, offers: list[StreamOffer]) -> list[StreamOffer]:

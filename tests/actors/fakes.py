@@ -31,6 +31,7 @@ class FakeRanks:
         digests: by (rank, graph), of ranks that capture something of their own.
         holds_another_plan: a rank that adopts something else.
         leaks: a rank that does not get a stream back.
+        breaks: a rank whose device refuses this action.
         counts: whether the devices count what graphs take.
     """
 
@@ -40,6 +41,7 @@ class FakeRanks:
     digests: dict[tuple[int, BatchDescriptor], str] = field(default_factory=dict)
     holds_another_plan: int | None = None
     leaks: int | None = None
+    breaks: tuple[int, GraphAction] | None = None
     counts: bool = True
 
     def __post_init__(self) -> None:
@@ -81,6 +83,8 @@ class FakeRanks:
             elif state.rank != self.leaks:
                 state.captured.discard(graph)
                 state.committed.discard(graph)
+        if self.breaks == (state.rank, action):
+            failure = "operator"
         held = "f00d" if state.rank == self.holds_another_plan else state.plan and state.plan.hash
         return GraphAnswer(
             1,

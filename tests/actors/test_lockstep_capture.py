@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
 from dist_aclgraph.actors.lockstep_capture import CaptureRecord, agree, capture_plan
-from dist_aclgraph.errors import CaptureError, RankDisagreementError
+from dist_aclgraph.errors import CaptureError, RankDisagreementError, WorkerError
 from dist_aclgraph.graph.ledger import Ledger, LedgerEntry
 from dist_aclgraph.graph.plan import GraphPlan
 from tests.actors.fakes import FakeRanks
@@ -214,3 +216,11 @@ def test_groups_that_fail_at_different_graphs_end_with_one_plan() -> None:
     assert [buckets(record) for record in records] == [(1, 8)] * 3
     for group in groups:
         assert_all_hold(group, records[0].plan)
+
+
+@pytest.mark.parametrize("action", ["adopt", "commit", "release"])
+def test_what_has_no_excuse_to_fail_ends_the_start_with_its_rank(action: Any) -> None:
+    group = FakeRanks(failures={(0, decode_graph(8)): "operator"}, breaks=(1, action))
+
+    with pytest.raises(WorkerError, match=f"rank 1 in CAPTURING: {action} of .*: as told"):
+        run(group)

@@ -47,16 +47,28 @@ def most(model, families, workload, offer) -> int:
     return min(n for n in alone if n is not None)
 
 
+each_record = pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(SAMPLE, id="sample"),
+        pytest.param(
+            FULL,
+            id="full",
+            marks=pytest.mark.skipif(
+                not FULL.exists(), reason="the full record is not beside this checkout"
+            ),
+        ),
+    ],
+)
+
+
 def lines(path: Path) -> Iterator[dict]:
     with path.open(encoding="utf-8") as file:
         yield from map(json.loads, file)
 
 
-@pytest.mark.parametrize("path", [SAMPLE, FULL], ids=["sample", "full"])
+@each_record
 def test_formulas_reproduce_every_recorded_line(path: Path) -> None:
-    if not path.exists():
-        pytest.skip("the full record is not beside this checkout")
-
     for line in lines(path):
         inputs = LegacyInputs(**line["config"])
 
@@ -108,10 +120,8 @@ def test_trimming_keeps_order_both_ends_and_the_limit(sizes: set[int], limit: in
     assert limit <= 1 or kept[0] == ascending[0]
 
 
-@pytest.mark.parametrize("path", [SAMPLE, FULL], ids=["sample", "full"])
+@each_record
 def test_piecewise_models_equal_their_formula_on_a_device_of_2048_streams(path: Path) -> None:
-    if not path.exists():
-        pytest.skip("the full record is not beside this checkout")
     names = {"v0.11": "legacy-0.11", "v0.13": "legacy-0.13", "v0.20": "legacy-0.20"}
     offer = StreamOffer(rank=0, available=2048, reserve=32)
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_aclgraph.graph.buckets import trim_sizes
-from dist_aclgraph.graph.choice import choices, choose, expected_cost, step_costs
+from dist_aclgraph.graph.choice import choices, expected_cost, step_costs
+from tests.plans import choose
 
 weights = st.dictionaries(st.integers(1, 60), st.floats(0, 1000), max_size=30)
 

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from dist_aclgraph.errors import GraphError, StreamBudgetError
 from dist_aclgraph.graph.buckets import GraphFamily, capture_sizes
 from dist_aclgraph.graph.budget import Workload, make_budget_model, share_cards, total
-from dist_aclgraph.graph.choice import choose, expected_cost
+from dist_aclgraph.graph.choice import expected_cost
 from dist_aclgraph.graph.ledger import Ledger
 from dist_aclgraph.graph.negotiation import StreamOffer, keep_room, negotiate
 from dist_aclgraph.graph.plan import GraphPlan
 from dist_aclgraph.graph.traffic import weights_of
+from tests.plans import choose
 
 MODEL = make_budget_model("legacy-last")
 WORKLOAD = Workload(num_layers=4, tp=2)  # 40 fixed, 3 streams each

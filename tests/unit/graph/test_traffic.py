@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from dist_aclgraph.config import make_config
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.graph.buckets import GraphFamily, stepped_sizes, trim_sizes
-from dist_aclgraph.graph.choice import choose
 from dist_aclgraph.graph.traffic import PRIOR_SHARE, Traffic, fade, merge, prior, weights_of
+from tests.plans import choose
 
 histograms = st.dictionaries(st.integers(1, 600), st.floats(0.01, 1e6), max_size=20)
 traffics = st.builds(Traffic, decode=histograms, mixed=histograms)
