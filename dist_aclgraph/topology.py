@@ -7,7 +7,7 @@ group: one scheduler, one graph plan, one failure domain.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -15,6 +15,7 @@ from dist_aclgraph.config import ParallelConfig
 from dist_aclgraph.errors import ConfigError
 
 GroupKind = Literal["tp", "dp", "pcp", "dcp", "ep"]
+ExchangeKind = Literal["all_gather", "all_to_all", "mc2"]  # how tokens travel to their experts
 GROUP_KINDS: tuple[GroupKind, ...] = ("tp", "dp", "pcp", "dcp", "ep")
 
 Ranks = tuple[int, ...]
@@ -67,6 +68,13 @@ class ParallelLayout:
     @property
     def world_size(self) -> int:
         return self.dp * self.pcp * self.tp
+
+    @property
+    def within_group(self) -> ParallelLayout:
+        """The layout of one lockstep group, whose ranks are numbered from 0."""
+        size = len(self.lockstep_groups[0])
+        dp = size // (self.tp * self.pcp)
+        return replace(self, dp=dp)
 
     def coordinates(self, rank: int) -> Coordinates:
         """Return where world rank ``rank`` stands."""

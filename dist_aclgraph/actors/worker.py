@@ -24,6 +24,7 @@ from dist_aclgraph.graph.modes import GraphSupport, normalise_mode
 from dist_aclgraph.graph.plan import CaptureCost, GraphPlan
 from dist_aclgraph.models.spec import read_model_spec
 from dist_aclgraph.scheduler.step import StepPlan, StepResult
+from dist_aclgraph.topology import ParallelLayout
 
 if TYPE_CHECKING:
     from dist_aclgraph.device.npu import Npu
@@ -97,7 +98,7 @@ class Worker:
             rank: world rank.
             group_rank, group_size: place in the lockstep group.
         """
-        from dist_aclgraph.comm.groups import join_lockstep_group, make_group
+        from dist_aclgraph.comm.groups import join_lockstep_group, make_groups
         from dist_aclgraph.device.npu import open_npu
 
         self._rank, self._phase = rank, "JOINING"
@@ -107,8 +108,9 @@ class Worker:
         self._available_streams = self._npu.available_streams()
         if group_size > 1:
             join_lockstep_group(rendezvous, group_rank, group_size, self._config.timeouts.join_s)
-        # A dense model's lockstep group is one tensor parallel group.
-        self._group = make_group(range(group_size), group_rank)
+        self._group_rank = group_rank
+        layout = ParallelLayout.from_config(self._config.parallel).within_group
+        self._groups = make_groups(layout, group_rank)
         self._book_streams("joining HCCL groups")
         return self._npu.description
 
@@ -131,7 +133,7 @@ class Worker:
         before = self._npu.memory().free_bytes
         self._model = DenseDecoder(
             spec,
-            self._group,
+            self._groups,
             Checkpoint(config.model, TORCH_DTYPES[config.dtype]),
             device=self._npu.device,
             max_len=config.max_model_len or spec.max_position_embeddings,
@@ -157,7 +159,7 @@ class Worker:
                 num_blocks=num_blocks,
                 max_len=max_len,
                 graphs=graphs,
-                owns_output=self._group.rank == 0,
+                owns_output=self._groups.tp.rank == 0,
             )
         self._book_streams("main, update and capture streams")
 
@@ -203,7 +205,7 @@ class Worker:
         return GraphAnswer(
             command.epoch,
             command.number,
-            self._group.rank,
+            self._group_rank,
             failure=failure,
             message=message,
             plan_hash=self._plan.hash,
@@ -231,7 +233,7 @@ class Worker:
     def _book_domain(self) -> None:
         """Before the offer: a domain takes its streams at its first collective."""
         if self._phase == "NEGOTIATING":
-            size, mode = len(self._group.ranks), self._config.device.hccl_expansion
+            size, mode = self._groups.tp.size, self._config.device.hccl_expansion
             self._book_streams(f"HCCL domain of {size} ranks, expanded by {mode}")
 
     def adopt(self, plan: GraphPlan) -> None:
@@ -274,9 +276,9 @@ class Worker:
                 self._last_step = plan.step
                 try:
                     self.check_plan(plan)
-                    result = self._runner.execute(plan, 0, self._group.rank)
+                    result = self._runner.execute(plan, self._groups.dp_rank, self._group_rank)
                 except Exception as e:
-                    failure = StepResult(plan.epoch, plan.step, self._group.rank, error=str(e))
+                    failure = StepResult(plan.epoch, plan.step, self._group_rank, error=str(e))
                     channel.send(failure)
                     raise
                 channel.send(result)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dist_aclgraph.comm.groups import CommGroup
+from dist_aclgraph.comm.groups import ALONE, CommGroup, RankGroups
 from dist_aclgraph.config import Config
 from dist_aclgraph.device.npu import Npu, open_npu, runtime
 from dist_aclgraph.engine.model_runner import TORCH_DTYPES, ModelRunner
@@ -59,9 +59,10 @@ class OneRank:
     def __init__(self, config: Config) -> None:
         self._npu: Npu = open_npu(config.device, 0)
         self._max_len = config.max_model_len or 0
+        group = LoneGroup(tuple(range(config.parallel.tp)), 0)
         self._model = DenseDecoder(
             read_model_spec(config.model),
-            LoneGroup(tuple(range(config.parallel.tp)), 0),
+            RankGroups(tp=group, ep=ALONE),
             Checkpoint(config.model, TORCH_DTYPES[config.dtype]),
             device=self._npu.device,
             max_len=self._max_len,

@@ -7,7 +7,6 @@ layers need no case for a single rank.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dist_aclgraph.device.npu import translated
+from dist_aclgraph.topology import GroupKind, ParallelLayout
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,25 @@ class CommGroup:
         return out
 
 
+@dataclass(frozen=True)
+class RankGroups:
+    """The groups of one rank.
+
+    Attributes:
+        tp: ranks that share each layer; ``ep``: ranks that share the experts, a group of one where
+            every tensor parallel group has them all.
+        dp_rank: which of its lockstep group's batches the rank runs.
+    """
+
+    tp: CommGroup
+    ep: CommGroup
+    dp_rank: int = 0
+
+
+ALONE = CommGroup((0,), 0)
+ONE_RANK = RankGroups(ALONE, ALONE)
+
+
 def join_lockstep_group(rendezvous: str, rank: int, size: int, timeout_s: float) -> None:
     """Make this process a member of its lockstep group's HCCL world.
 
@@ -74,14 +93,22 @@ def join_lockstep_group(rendezvous: str, rank: int, size: int, timeout_s: float)
         )
 
 
-def make_group(ranks: Sequence[int], rank: int) -> CommGroup:
-    """Return the group of ``ranks`` that ``rank`` belongs to.
+def make_groups(layout: ParallelLayout, rank: int) -> RankGroups:
+    """Return the groups of ``rank``; groups of the same ranks share one communicator.
 
-    Collective: every rank of the world calls it with the same groups in the same order.
+    Collective: every rank of the world calls it.
+
+    Args:
+        layout: of the lockstep group, see ``ParallelLayout.within_group``.
+        rank: within the lockstep group.
     """
-    members = tuple(ranks)
-    handle = None
-    if len(members) > 1:
-        is_world = len(members) == dist.get_world_size()
-        handle = dist.group.WORLD if is_world else dist.new_group(list(members))
-    return CommGroup(members, members.index(rank), handle)
+    handles: dict[tuple[int, ...], Any] = {}
+    for members in layout.domains:
+        is_world = len(members) == layout.world_size
+        handles[members] = dist.group.WORLD if is_world else dist.new_group(list(members))
+
+    def group_of(kind: GroupKind) -> CommGroup:
+        members = layout.group_of(kind, rank)
+        return CommGroup(members, members.index(rank), handles.get(members))
+
+    return RankGroups(group_of("tp"), group_of("ep"), layout.coordinates(rank).dp)

@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dist_aclgraph.comm.groups import CommGroup
+from dist_aclgraph.comm.groups import CommGroup, RankGroups
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.layers.attention import AttentionMetadata, KVCache, PagedAttention
 from dist_aclgraph.layers.experts import ExpertLayer, Router
@@ -131,7 +131,7 @@ class DenseDecoder:
     def __init__(
         self,
         spec: ModelSpec,
-        group: CommGroup,
+        groups: RankGroups,
         checkpoint: Checkpoint,
         *,
         device: torch.device,
@@ -145,8 +145,8 @@ class DenseDecoder:
             MissingTensorError: names the first tensor that lacks or has another shape.
         """
         self.spec = spec
-        self.heads = share_heads(spec, group)
-        loader = _Loader(spec, group, self.heads, checkpoint, device)
+        self.heads = share_heads(spec, groups.tp)
+        loader = _Loader(spec, groups.tp, self.heads, checkpoint, device)
         self.embedding = loader.embedding()
         self.layers = []
         for index in range(spec.num_layers):

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from dist_aclgraph.graph.commands import GraphAnswer, GraphCommand
 from dist_aclgraph.graph.descriptor import BatchDescriptor
+from dist_aclgraph.topology import ExchangeKind
 
 IntArray = npt.NDArray[np.int32]
 
@@ -57,10 +58,14 @@ class RankBatch(msgspec.Struct, frozen=True):
     """What the ranks of one data-parallel rank run in this step.
 
     ``scheduled`` has one record per request of the batch, in batch order; token and output arrays
-    follow that order. ``appended`` and ``blocks`` bring the rows up to date before the step.
+    follow that order: row, num_computed_tokens, num_scheduled_tokens, num_logits. The last
+    ``num_logits`` tokens of a request are sampled after: none in the middle of a prompt, one at its
+    end, k + 1 where the row's k draft tokens are verified, which only the device knows.
+    ``appended`` and ``blocks`` bring the rows up to date before the step. A data-parallel rank
+    without work has an empty batch, and runs along.
     """
 
-    scheduled: bytes  # int32 [num_reqs, 4]: row, num_computed_tokens, num_scheduled_tokens, sample
+    scheduled: bytes  # int32 [num_reqs, 4]
     appended: bytes = b""  # int32 [k, 2]: row, token id sampled in an earlier step
     blocks: bytes = b""  # int32 [k, 3]: row, index in the block table, block id
     started: tuple[RowStart, ...] = ()
@@ -70,6 +75,7 @@ class StepPlan(msgspec.Struct, frozen=True, tag="step"):
     """One decision for every rank of a lockstep group.
 
     ``graph`` is what every rank replays, idle ones included; None runs the step eagerly.
+    ``exchange`` is how tokens travel to their experts, None where experts are not spread.
     """
 
     epoch: int
@@ -77,6 +83,7 @@ class StepPlan(msgspec.Struct, frozen=True, tag="step"):
     plan_version: int
     graph: BatchDescriptor | None
     batches: tuple[RankBatch, ...]  # one per data-parallel rank of the lockstep group
+    exchange: ExchangeKind | None = None
 
 
 class RowLogprobs(msgspec.Struct, frozen=True):
@@ -88,9 +95,13 @@ class RowLogprobs(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, tag="result"):
-    """New tokens of a step, one for each record with ``sample`` set, in batch order.
+    """New tokens of a step for each record with logits, in batch order.
 
     Ranks that own no output answer with empty ``token_ids``: that is their acknowledgement.
+    ``counts`` says how many tokens each request got, one and the accepted drafts; it is empty
+    where nothing was drafted: one each. Every rank says how many tokens its experts have computed
+    since it started, and how many tokens found no room in their exchange: then the step counts for
+    nothing, and is run again.
     Where the worker measures: ``timings_us`` is its host time by stage, from plan to result;
     ``beside_us`` what happened meanwhile or since the result before.
     """
@@ -98,8 +109,11 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     epoch: int
     step: int
     rank: int
-    token_ids: bytes = b""  # int32 [num_sampled]
-    logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_sampled], or empty if nobody asked
+    token_ids: bytes = b""  # int32 [num_new], request by request
+    counts: bytes = b""  # int32 [num_sampled]
+    logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new], or empty if nobody asked
+    expert_tokens: int = 0
+    num_unplaced: int = 0
     timings_us: dict[str, float] = {}
     beside_us: dict[str, float] = {}
     error: str = ""  # the step failed on this rank; the epoch is over

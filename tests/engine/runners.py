@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dist_aclgraph.comm.groups import CommGroup
+from dist_aclgraph.comm.groups import ONE_RANK
 from dist_aclgraph.config import make_config
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.engine.model_runner import ModelRunner
@@ -43,7 +43,7 @@ def make_runner(
     )
     model = DenseDecoder(
         read_model_spec(directory),
-        CommGroup((0,), 0),
+        ONE_RANK,
         Checkpoint(directory, torch.float32),
         device=npu.device,
         max_len=MAX_LEN,
