@@ -316,7 +316,7 @@ class ModelRunner:
         token_ids, positions, slots, last_tokens = arrays
         metadata = self._metadata(inputs, slots, table.view(inputs.block_table.shape))
         self._watch.lap("inputs")
-        hidden = self._model.forward(token_ids, positions, self._caches, metadata)
+        hidden = self._model.forward(token_ids, positions, slots, self._caches, metadata)
         return self._choose(hidden, last_tokens)
 
     def _choose(self, hidden: Tensor, last_tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -401,7 +401,9 @@ class ModelRunner:
             causal_mask=None if graph.query_len == 1 else self._causal_mask,
             tasks=tasks,
         )
-        hidden = self._model.forward(inputs.token_ids, inputs.positions, self._caches, metadata)
+        hidden = self._model.forward(
+            inputs.token_ids, inputs.positions, inputs.slot_mapping, self._caches, metadata
+        )
         if graph.query_len != 1:
             hidden = hidden.index_select(0, inputs.last_tokens)
         logits = self._model.logits(hidden, buffers.logits[: graph.num_reqs])
@@ -413,4 +415,6 @@ class ModelRunner:
         inputs = self._buffers.inputs(graph)
         slots = inputs.slot_mapping[: len(step.token_ids)]
         metadata = self._metadata(step, slots, inputs.block_table[: len(step.rows)])
-        return self._model.forward(inputs.token_ids, inputs.positions, self._caches, metadata, run)
+        return self._model.forward(
+            inputs.token_ids, inputs.positions, inputs.slot_mapping, self._caches, metadata, run
+        )

@@ -14,9 +14,27 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.comm.groups import CommGroup
+from dist_aclgraph.topology import ExchangeKind
 
 SOFTMAX = 0  # norm_type of npu_moe_gating_top_k
 COUNTS = 1  # group lists hold the tokens of each expert, not their running sum
+
+
+@dataclass(frozen=True)
+class ExpertStep:
+    """How the tokens of a step meet their experts; the same on every rank.
+
+    Attributes:
+        exchange: None where every tensor parallel group has all experts.
+        tally: [2] int64, added to: tokens that this rank's experts computed, and tokens that found
+            no room in an exchange.
+    """
+
+    exchange: ExchangeKind | None = None
+    tally: Tensor | None = None
+
+
+ALL_HERE = ExpertStep()
 
 
 @dataclass(frozen=True)
@@ -57,8 +75,13 @@ class ExpertLayer:
     down: Tensor
     group: CommGroup
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[n, hidden] -> [n, hidden], summed over the group."""
+    def __call__(self, x: Tensor, slots: Tensor, step: ExpertStep) -> Tensor:
+        """[n, hidden] -> [n, hidden], summed over the group.
+
+        Args:
+            slots: [n] int32, where each token's KV is written; -1 is padding, whose result means
+                nothing.
+        """
         npu, num_experts = torch.ops.npu, self.gate_up.shape[0]
         weights, experts = self.router(x)
         rows, order, counts, _ = npu.npu_moe_init_routing_v2(

@@ -17,7 +17,7 @@ from torch import Tensor
 from dist_aclgraph.comm.groups import CommGroup, RankGroups
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.layers.attention import AttentionMetadata, KVCache, PagedAttention
-from dist_aclgraph.layers.experts import ExpertLayer, Router
+from dist_aclgraph.layers.experts import ALL_HERE, ExpertLayer, ExpertStep, Router
 from dist_aclgraph.layers.linear import Linear, RowParallelLinear
 from dist_aclgraph.layers.rotary import rope_tables
 from dist_aclgraph.layers.vocabulary import (
@@ -69,8 +69,8 @@ class Mlp:
     gate_up: Linear
     down: RowParallelLinear
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[n, hidden] -> [n, hidden]."""
+    def __call__(self, x: Tensor, slots: Tensor, step: ExpertStep) -> Tensor:
+        """[n, hidden] -> [n, hidden]; the other arguments are for layers of experts."""
         return self.down(torch.ops.npu.npu_swiglu(self.gate_up(x)))
 
 
@@ -113,13 +113,15 @@ class DecoderLayer:
         v = v.reshape(n, a.num_kv_heads, a.head_dim).contiguous()
         return q, k, v, torch.empty_like(q), residual
 
-    def after_attention(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def after_attention(
+        self, attended: Tensor, residual: Tensor, slots: Tensor, step: ExpertStep
+    ) -> tuple[Tensor, Tensor]:
         """Return the layer's output before its residual sum, and the residual stream."""
         npu = torch.ops.npu
         h, _, residual = npu.npu_add_rms_norm(
             self.output(attended.flatten(1)), residual, self.post_attention_norm, self.eps
         )
-        return self.mlp(h), residual
+        return self.mlp(h, slots, step), residual
 
 
 class DenseDecoder:
@@ -158,37 +160,39 @@ class DenseDecoder:
         dtype = self.norm.dtype
         cos, sin = rope_tables(spec.rope, spec.head_dim, max_len, dtype)
         self._cos, self._sin = cos.to(device), sin.to(device)
-        self._segments = self._make_segments()
 
     def forward(
         self,
         token_ids: Tensor,
         positions: Tensor,
+        slots: Tensor,
         caches: list[KVCache],
         metadata: AttentionMetadata,
         run: RunSegment = run_directly,
+        step: ExpertStep = ALL_HERE,
     ) -> Tensor:
         """Run all layers.
 
         Args:
             token_ids: [num_tokens] int32.
             positions: [num_tokens] int32.
+            slots: [num_tokens] int32, -1 is padding.
             caches: one per layer.
             run: what becomes of each segment between two attentions: run now, captured, replayed.
 
         Returns:
             [num_tokens, hidden], normalised.
         """
-        first, *between, last = self._segments
+        first, *between, last = self._segments(step)
         q, k, v, attended, residual, cos, sin = run(first, token_ids, positions)
         for layer, cache, segment in zip(self.layers, caches, [*between, last], strict=True):
             layer.attention(q, k, v, attended, cache, metadata)
             if segment is not last:
-                q, k, v, attended, residual = run(segment, attended, residual, cos, sin)
-        (hidden,) = run(last, attended, residual)
+                q, k, v, attended, residual = run(segment, attended, residual, slots, cos, sin)
+        (hidden,) = run(last, attended, residual, slots)
         return hidden
 
-    def _make_segments(self) -> list[Segment]:
+    def _segments(self, step: ExpertStep) -> list[Segment]:
         """The forward pass, cut at attention: one segment more than there are layers."""
         layers, shape = self.layers, (1, -1, 1, self.spec.head_dim)
 
@@ -200,12 +204,12 @@ class DenseDecoder:
             return *layers[0].before_attention(x, None, cos, sin), cos, sin
 
         def between(above: DecoderLayer, below: DecoderLayer, *state: Tensor) -> tuple[Tensor, ...]:
-            attended, residual, cos, sin = state
-            x, residual = above.after_attention(attended, residual)
+            attended, residual, slots, cos, sin = state
+            x, residual = above.after_attention(attended, residual, slots, step)
             return below.before_attention(x, residual, cos, sin)
 
-        def last(attended: Tensor, residual: Tensor) -> tuple[Tensor]:
-            x, residual = layers[-1].after_attention(attended, residual)
+        def last(attended: Tensor, residual: Tensor, slots: Tensor) -> tuple[Tensor]:
+            x, residual = layers[-1].after_attention(attended, residual, slots, step)
             eps = self.spec.rms_norm_eps
             return (torch.ops.npu.npu_add_rms_norm(x, residual, self.norm, eps)[0],)
 
