@@ -17,7 +17,7 @@ from torch import Tensor
 from dist_aclgraph.comm.groups import CommGroup, RankGroups
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.layers.attention import AttentionMetadata, KVCache, PagedAttention
-from dist_aclgraph.layers.experts import ALL_HERE, ExpertLayer, ExpertStep, Router
+from dist_aclgraph.layers.experts import ALL_HERE, ExpertLayer, ExpertStep
 from dist_aclgraph.layers.linear import Linear, RowParallelLinear
 from dist_aclgraph.layers.rotary import rope_tables
 from dist_aclgraph.layers.vocabulary import (
@@ -26,8 +26,10 @@ from dist_aclgraph.layers.vocabulary import (
     vocabulary_part,
 )
 from dist_aclgraph.models.checkpoint import Checkpoint, Progress
+from dist_aclgraph.models.expert_weights import load_experts
+from dist_aclgraph.models.loading import WeightSlices
 from dist_aclgraph.models.segments import RunSegment, Segment, run_directly
-from dist_aclgraph.models.spec import ExpertSpec, ModelSpec
+from dist_aclgraph.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -148,14 +150,15 @@ class DenseDecoder:
         """
         self.spec = spec
         self.heads = share_heads(spec, groups.tp)
-        loader = _Loader(spec, groups.tp, self.heads, checkpoint, device)
+        slices = WeightSlices(checkpoint, groups.tp, device)
+        loader = _Loader(spec, self.heads, slices)
         self.embedding = loader.embedding()
         self.layers = []
         for index in range(spec.num_layers):
             self.layers.append(loader.layer(index))
             if progress is not None:
                 progress(index + 1, spec.num_layers)
-        self.norm = loader.whole("model.norm.weight", (spec.hidden_size,))
+        self.norm = slices.whole("model.norm.weight", (spec.hidden_size,))
         self.head = loader.head(self.embedding)
         dtype = self.norm.dtype
         cos, sin = rope_tables(spec.rope, spec.head_dim, max_len, dtype)
@@ -224,59 +227,50 @@ class DenseDecoder:
 class _Loader:
     """Cuts one rank's weights out of a checkpoint with Hugging Face's names."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        group: CommGroup,
-        heads: HeadShare,
-        checkpoint: Checkpoint,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, spec: ModelSpec, heads: HeadShare, slices: WeightSlices) -> None:
         self._spec = spec
-        self._group = group
         self._heads = heads
-        self._checkpoint = checkpoint
-        self._device = device
-
-    def whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self._checkpoint.read(name, shape).to(self._device)
+        self._slices = slices
 
     def embedding(self) -> VocabularyEmbedding:
-        start, stop = vocabulary_part(self._spec.vocab_size, self._group)
-        shape = (self._spec.vocab_size, self._spec.hidden_size)
-        rows = self._checkpoint.read_part("model.embed_tokens.weight", shape, 0, start, stop)
-        return VocabularyEmbedding(rows.contiguous().to(self._device), start, self._group)
+        spec, group = self._spec, self._slices.group
+        start, stop = vocabulary_part(spec.vocab_size, group)
+        shape = (spec.vocab_size, spec.hidden_size)
+        rows = self._slices.part("model.embed_tokens.weight", shape, 0, start, stop)
+        return VocabularyEmbedding(self._slices.place(rows), start, group)
 
     def head(self, embedding: VocabularyEmbedding) -> VocabularyHead:
-        spec = self._spec
+        spec, group = self._spec, self._slices.group
         if spec.tie_word_embeddings:
-            return VocabularyHead(embedding.weight.t(), spec.vocab_size, self._group)
-        start, stop = vocabulary_part(spec.vocab_size, self._group)
-        weight = self._columns("lm_head.weight", spec.vocab_size, spec.hidden_size, start, stop)
-        return VocabularyHead(self._place(weight), spec.vocab_size, self._group)
+            return VocabularyHead(embedding.weight.t(), spec.vocab_size, group)
+        part = vocabulary_part(spec.vocab_size, group)
+        weight = self._slices.columns("lm_head.weight", spec.vocab_size, spec.hidden_size, *part)
+        return VocabularyHead(self._slices.place(weight), spec.vocab_size, group)
 
     def layer(self, index: int) -> DecoderLayer:
-        spec, heads = self._spec, self._heads
+        spec, heads, slices = self._spec, self._heads, self._slices
         prefix = f"model.layers.{index}"
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         norm = (spec.hidden_size,)
         head_norm = (spec.head_dim,)
+        d = spec.head_dim
+        first, last = heads.first_head * d, (heads.first_head + heads.num_heads) * d
         return DecoderLayer(
-            input_norm=self.whole(f"{prefix}.input_layernorm.weight", norm),
-            post_attention_norm=self.whole(f"{prefix}.post_attention_layernorm.weight", norm),
+            input_norm=slices.whole(f"{prefix}.input_layernorm.weight", norm),
+            post_attention_norm=slices.whole(f"{prefix}.post_attention_layernorm.weight", norm),
             qkv=self._qkv(attention),
-            q_norm=self.whole(f"{attention}.q_norm.weight", head_norm)
+            q_norm=slices.whole(f"{attention}.q_norm.weight", head_norm)
             if spec.has_qk_norm
             else None,
-            k_norm=self.whole(f"{attention}.k_norm.weight", head_norm)
+            k_norm=slices.whole(f"{attention}.k_norm.weight", head_norm)
             if spec.has_qk_norm
             else None,
-            attention=PagedAttention(heads.num_heads, heads.num_kv_heads, spec.head_dim),
-            output=self._row_parallel(
+            attention=PagedAttention(heads.num_heads, heads.num_kv_heads, d),
+            output=slices.row_parallel(
                 f"{attention}.o_proj",
-                spec.num_heads * spec.head_dim,
-                heads.first_head * spec.head_dim,
-                (heads.first_head + heads.num_heads) * spec.head_dim,
+                (spec.hidden_size, spec.num_heads * d),
+                first,
+                last,
                 spec.has_output_bias,
             ),
             mlp=self._mlp(index, mlp),
@@ -284,45 +278,14 @@ class _Loader:
         )
 
     def _mlp(self, index: int, prefix: str) -> Mlp | ExpertLayer:
-        spec = self._spec
+        spec, slices = self._spec, self._slices
+        hidden, width, has_bias = spec.hidden_size, spec.intermediate_size, spec.has_mlp_bias
         if spec.experts is not None and index in spec.experts.layers:
-            return self._experts(spec.experts, prefix)
-        width, has_bias = spec.intermediate_size, spec.has_mlp_bias
-        down = self._row_parallel(f"{prefix}.down_proj", width, *self._share(width), has_bias)
-        return Mlp(self._gate_up(prefix), down)
-
-    def _experts(self, experts: ExpertSpec, prefix: str) -> ExpertLayer:
-        hidden, width = self._spec.hidden_size, experts.width
-        share = self._share(width)
-        gate_up, down = [], []
-        for index in range(experts.num_experts):
-            expert = f"{prefix}.experts.{index}"
-            parts = [
-                self._columns(f"{expert}.{name}.weight", width, hidden, *share)
-                for name in ("gate_proj", "up_proj")
-            ]
-            gate_up.append(torch.cat(parts, dim=1))
-            shape = (hidden, width)
-            down.append(
-                self._checkpoint.read_part(f"{expert}.down_proj.weight", shape, 1, *share).t()
-            )
-        router = self._columns(
-            f"{prefix}.gate.weight", experts.num_experts, hidden, 0, experts.num_experts
-        )
-        return ExpertLayer(
-            Router(self._place(router), experts.top_k, experts.renormalizes),
-            self._place(torch.stack(gate_up)),
-            self._place(torch.stack(down)),
-            self._group,
-        )
-
-    def _share(self, width: int) -> tuple[int, int]:
-        """This rank's part of an inner width.
-
-        Zero columns pad a width that the group does not divide: silu(0) * 0 = 0.
-        """
-        part = -(-width // self._group.size)
-        return self._group.rank * part, (self._group.rank + 1) * part
+            return load_experts(slices, spec.experts, hidden, prefix)
+        share = slices.share(width)
+        parts = [(f"{prefix}.{name}", width, *share) for name in ("gate_proj", "up_proj")]
+        down = slices.row_parallel(f"{prefix}.down_proj", (hidden, width), *share, has_bias)
+        return Mlp(slices.fused(parts, hidden, has_bias), down)
 
     def _qkv(self, prefix: str) -> Linear:
         spec, heads = self._spec, self._heads
@@ -335,37 +298,4 @@ class _Loader:
             (f"{prefix}.k_proj", *kv, kv_stop),
             (f"{prefix}.v_proj", *kv, kv_stop),
         ]
-        return self._fused(parts, spec.has_qkv_bias)
-
-    def _gate_up(self, prefix: str) -> Linear:
-        names = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
-        width = self._spec.intermediate_size
-        parts = [(name, width, *self._share(width)) for name in names]
-        return self._fused(parts, self._spec.has_mlp_bias)
-
-    def _fused(self, parts: list[tuple[str, int, int, int]], has_bias: bool) -> Linear:
-        hidden = self._spec.hidden_size
-        weights = [self._columns(f"{n}.weight", width, hidden, a, b) for n, width, a, b in parts]
-        bias = None
-        if has_bias:
-            biases = [
-                self._checkpoint.read_part(f"{n}.bias", (width,), 0, a, b)
-                for n, width, a, b in parts
-            ]
-            bias = torch.cat(biases).to(self._device)
-        return Linear(self._place(torch.cat(weights, dim=1)), bias)
-
-    def _row_parallel(
-        self, name: str, width: int, start: int, stop: int, has_bias: bool
-    ) -> RowParallelLinear:
-        shape = (self._spec.hidden_size, width)
-        part = self._checkpoint.read_part(f"{name}.weight", shape, 1, start, stop)
-        bias = self.whole(f"{name}.bias", (self._spec.hidden_size,)) if has_bias else None
-        return RowParallelLinear(self._place(part.t()), bias, self._group)
-
-    def _columns(self, name: str, out: int, hidden: int, start: int, stop: int) -> Tensor:
-        """Output features [start, stop) of a [out, in] weight, as [in, stop - start]."""
-        return self._checkpoint.read_part(name, (out, hidden), 0, start, stop).t()
-
-    def _place(self, weight: Tensor) -> Tensor:
-        return weight.contiguous().to(self._device)
+        return self._slices.fused(parts, spec.hidden_size, spec.has_qkv_bias)
