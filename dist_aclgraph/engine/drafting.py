@@ -22,8 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-PADDING_SLOT = -1
-
+from dist_aclgraph.graph.step_buffers import PADDING_SLOT
 
 RunModule = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
 """Runs the next-token module: iteration (its KV lengths are longer by that), token ids, positions
