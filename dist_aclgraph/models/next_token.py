@@ -88,9 +88,7 @@ def load_next_token_module(
         embedding,
         slices.whole(f"{prefix}.enorm.weight", norm),
         slices.whole(f"{prefix}.hnorm.weight", norm),
-        Linear(
-            slices.place(slices.columns(f"{prefix}.eh_proj.weight", width, 2 * width, 0, width))
-        ),
+        Linear(slices.place(mix)),
         LayerStack(
             kind,
             [load_layer(slices, spec, kind, spec.num_layers)],
