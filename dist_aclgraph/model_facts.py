@@ -18,6 +18,7 @@ class ModelFacts:
 
     Attributes:
         max_model_len: longest context that the checkpoint declares.
+        latent_size: elements that latent attention keeps of a token in each layer, 0 without it.
         weight_bytes: size of its safetensors files, 0 where there are none.
     """
 
@@ -28,9 +29,14 @@ class ModelFacts:
     head_size: int
     max_model_len: int
     moe: bool = False
-    mla: bool = False  # multi-head latent attention
+    latent_size: int = 0
     is_encoder_decoder: bool = False
     weight_bytes: int = 0
+
+    @property
+    def mla(self) -> bool:
+        """Whether the model has multi-head latent attention."""
+        return self.latent_size > 0
 
 
 def read_model_facts(directory: str | Path) -> ModelFacts:
@@ -64,11 +70,17 @@ def read_model_facts(directory: str | Path) -> ModelFacts:
         num_kv_heads=int(shape.get("num_key_value_heads") or num_heads),
         head_size=int(shape.get("head_dim") or _integer(shape, "hidden_size", path) // num_heads),
         max_model_len=int(shape.get("max_position_embeddings") or 2048),
-        mla=bool(shape.get("kv_lora_rank")),
+        latent_size=_latent_size(shape, path),
         is_encoder_decoder=bool(raw.get("is_encoder_decoder")),
         moe=any(shape.get(key) for key in EXPERT_KEYS),
         weight_bytes=sum(file.stat().st_size for file in directory.glob("*.safetensors")),
     )
+
+
+def _latent_size(shape: dict[str, Any], path: Path) -> int:
+    if not shape.get("kv_lora_rank"):
+        return 0
+    return _integer(shape, "kv_lora_rank", path) + _integer(shape, "qk_rope_head_dim", path)
 
 
 def _integer(shape: dict[str, Any], key: str, path: Path) -> int:
