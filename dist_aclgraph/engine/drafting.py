@@ -17,36 +17,16 @@ keeps the places after it from being seen.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dist_aclgraph.graph.step_buffers import PADDING_SLOT
+from dist_aclgraph.graph.draft_places import PADDING_SLOT
+from dist_aclgraph.graph.step_buffers import DraftInputs
 
 RunModule = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
 """Runs the next-token module: iteration (its KV lengths are longer by that), token ids, positions
 and slots [n] int32, hidden states [n, hidden] of the places before; returns [n, hidden]."""
-
-
-@dataclass(frozen=True)
-class DraftInputs:
-    """Where drafting goes on, for the requests that are sampled in a step.
-
-    Attributes:
-        rows: [num_reqs] int32, their rows; padding has the spare row, which nobody reads.
-        most: [num_reqs] int32, how many drafts may pass: k, or 0 where none were run.
-        positions: [num_reqs, k + 1] int32, of the places.
-        slots: [num_reqs, 2 k] int32, of the positions from the first place on; -1 has none.
-        places: [num_reqs * (k + 1)] int32, their indices into the tokens of the step; the last one
-            is repeated where a request has fewer.
-    """
-
-    rows: Tensor
-    most: Tensor
-    positions: Tensor
-    slots: Tensor
-    places: Tensor
 
 
 class Drafter:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dist_aclgraph.device.npu import Npu
-from dist_aclgraph.engine.drafting import Drafter, DraftInputs, count_accepted
+from dist_aclgraph.engine.drafting import Drafter, count_accepted
+from dist_aclgraph.graph.step_buffers import DraftInputs
 
 VOCAB = 50
 tokens = st.integers(0, 2)

@@ -1,4 +1,4 @@
-"""Where drafting goes on, as the host knows it before a step: see ``drafting.DraftInputs``."""
+"""Where drafting goes on, as the host knows it before a step: see ``step_buffers.DraftInputs``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dist_aclgraph.graph.step_buffers import PADDING_SLOT
 from dist_aclgraph.scheduler.step import IntArray
+
+PADDING_SLOT = -1  # written nowhere
 
 
 @dataclass(frozen=True)

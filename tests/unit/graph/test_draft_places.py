@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_aclgraph.engine.draft_places import draft_places, slots_of
+from dist_aclgraph.graph.draft_places import draft_places, slots_of
 
 BLOCK_SIZE, MAX_BLOCKS, MAX_ROWS = 4, 5, 6
 
