@@ -111,6 +111,7 @@ class Worker:
         self._group_rank = group_rank
         layout = ParallelLayout.from_config(self._config.parallel).within_group
         self._groups = make_groups(layout, group_rank)
+        self._domains = layout.domains_of(group_rank)
         self._book_streams("joining HCCL groups")
         return self._npu.description
 
@@ -224,18 +225,19 @@ class Worker:
             return self._runner.capture(command.graph)
         if command.action == "prepare":
             self._runner.warm_up(command.graph)
-            self._book_domain()
+            self._book_domains()
         elif command.action == "commit":
             self._runner.commit(command.graph)
         else:
             self._runner.release(command.graph)
         return None
 
-    def _book_domain(self) -> None:
+    def _book_domains(self) -> None:
         """Before the offer: a domain takes its streams at its first collective."""
         if self._phase == "NEGOTIATING":
-            size, mode = self._groups.tp.size, self._config.device.hccl_expansion
-            self._book_streams(f"HCCL domain of {size} ranks, expanded by {mode}")
+            sizes = " and ".join(str(len(ranks)) for ranks in self._domains) or "no"
+            mode = self._config.device.hccl_expansion
+            self._book_streams(f"HCCL domains of {sizes} ranks, expanded by {mode}")
 
     def adopt(self, plan: GraphPlan) -> None:
         """Hold a plan: from now on, steps must name its version."""

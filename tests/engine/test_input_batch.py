@@ -116,3 +116,12 @@ def test_a_row_taken_over_has_no_blocks_of_its_predecessor() -> None:
         batch.apply(RankBatch(b"", started=(start,)))
 
     assert batch.block_table[0].nonzero()[0].tolist() == [0]
+
+
+def test_an_empty_batch_runs_nothing() -> None:
+    batch = InputBatch(ROWS, MAX_LEN, BLOCK)
+    batch.apply(RankBatch(b""))
+
+    inputs = batch.step_inputs(RankBatch(b""))
+
+    assert len(inputs.rows) == inputs.num_tokens == inputs.num_samples == 0
