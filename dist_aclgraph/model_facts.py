@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError
 
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
@@ -18,6 +19,7 @@ class ModelFacts:
 
     Attributes:
         max_model_len: longest context that the checkpoint declares.
+        num_draft_layers: next-token modules, which propose drafts.
         latent_size: elements that latent attention keeps of a token in each layer, 0 without it.
         weight_bytes: size of its safetensors files, 0 where there are none.
     """
@@ -29,6 +31,7 @@ class ModelFacts:
     head_size: int
     max_model_len: int
     moe: bool = False
+    num_draft_layers: int = 0
     latent_size: int = 0
     is_encoder_decoder: bool = False
     weight_bytes: int = 0
@@ -37,6 +40,24 @@ class ModelFacts:
     def mla(self) -> bool:
         """Whether the model has multi-head latent attention."""
         return self.latent_size > 0
+
+
+def check_model(config: Config, facts: ModelFacts) -> None:
+    """Check what a deployment wants of its model.
+
+    Raises:
+        ConfigError: the model has not what ``parallel.ep`` or ``speculative.num_tokens`` need.
+    """
+    if config.parallel.ep > 1 and not facts.moe:
+        raise ConfigError(
+            f"parallel.ep is {config.parallel.ep}; {facts.architecture} has no experts to spread: "
+            "set parallel.ep=1"
+        )
+    if config.speculative.num_tokens and not facts.num_draft_layers:
+        raise ConfigError(
+            f"speculative.num_tokens is {config.speculative.num_tokens}; {facts.architecture} has "
+            "no next-token modules to draft with: set speculative.num_tokens=0"
+        )
 
 
 def read_model_facts(directory: str | Path) -> ModelFacts:
@@ -70,6 +91,9 @@ def read_model_facts(directory: str | Path) -> ModelFacts:
         num_kv_heads=int(shape.get("num_key_value_heads") or num_heads),
         head_size=int(shape.get("head_dim") or _integer(shape, "hidden_size", path) // num_heads),
         max_model_len=int(shape.get("max_position_embeddings") or 2048),
+        num_draft_layers=int(
+            shape.get("num_nextn_predict_layers", shape.get("num_mtp_layers")) or 0
+        ),
         latent_size=_latent_size(shape, path),
         is_encoder_decoder=bool(raw.get("is_encoder_decoder")),
         moe=any(shape.get(key) for key in EXPERT_KEYS),

@@ -42,7 +42,7 @@ from dist_aclgraph.graph.negotiation import fit_memory, keep_room, negotiate
 from dist_aclgraph.graph.plan import GraphPlan
 from dist_aclgraph.graph.traffic import Traffic
 from dist_aclgraph.kv.spec import KVCacheSpec
-from dist_aclgraph.model_facts import read_model_facts
+from dist_aclgraph.model_facts import check_model, read_model_facts
 from dist_aclgraph.topology import ParallelLayout
 
 logger = logging.getLogger(__name__)
@@ -151,6 +151,7 @@ class Controller:
             ModelError, ConfigError: it cannot be served, or not so.
         """
         self._facts = read_model_facts(self._config.model)
+        check_model(self._config, self._facts)
         config, self._mode_reasons = with_possible_mode(self._config, self._facts)
         self._config = config
         for reason in self._mode_reasons:

@@ -26,7 +26,7 @@ from dist_aclgraph.graph.negotiation import keep_room, negotiate
 from dist_aclgraph.graph.plan import GraphPlan
 from dist_aclgraph.graph.traffic import Traffic
 from dist_aclgraph.kv.spec import KVCacheSpec
-from dist_aclgraph.model_facts import ModelFacts, read_model_facts
+from dist_aclgraph.model_facts import ModelFacts, check_model, read_model_facts
 from dist_aclgraph.topology import ParallelLayout
 
 NPU_STREAMS = 2048
@@ -73,6 +73,7 @@ class AssumedDeployment:
                 match.
         """
         facts = read_model_facts(config.model)
+        check_model(config, facts)
         config, reasons = with_possible_mode(config, facts, launch_blocking=launch_blocking())
         layout = ParallelLayout.from_config(config.parallel)
         workload = Workload.from_config(config, facts)
