@@ -61,7 +61,11 @@ class Forms:
 
 
 def choose_forms(
-    query_ends: Sequence[int], kv_lens: Sequence[int], max_tokens: int = MAX_PLAIN_TOKENS
+    query_ends: Sequence[int],
+    kv_lens: Sequence[int],
+    *,
+    max_tokens: int = MAX_PLAIN_TOKENS,
+    max_queries: int = MAX_ABSORBED_QUERIES,
 ) -> Forms:
     """Return the forms of a step; the absorbed ends before the first request that is too long.
 
@@ -69,9 +73,10 @@ def choose_forms(
         query_ends: cumulative query lengths [num_reqs].
         kv_lens: [num_reqs], queries included.
         max_tokens: KV tokens of a chunk, where a request has not more queries than that.
+        max_queries: of an absorbed request.
     """
     query_lens = np.diff(query_ends, prepend=0).tolist()
-    too_long = (i for i, length in enumerate(query_lens) if length > MAX_ABSORBED_QUERIES)
+    too_long = (i for i, length in enumerate(query_lens) if length > max_queries)
     num_absorbed = next(too_long, len(query_lens))
     parts: list[PlainPart] = []
     together: list[tuple[int, int]] = []

@@ -149,7 +149,7 @@ class MultiHeadLatent:
             return weight
         dim = self._sizes.rope_dim
         heads = weight.reshape(len(weight), -1, width)
-        plain, halves = heads.split([width - dim, dim], dim=-1)
+        plain, halves = torch.split(heads, [width - dim, dim], dim=-1)
         pairs = halves.reshape(*halves.shape[:-1], 2, dim // 2).transpose(-1, -2).flatten(-2)
         return torch.cat([plain, pairs], dim=-1).flatten(1)
 
@@ -160,7 +160,7 @@ class MultiHeadLatent:
         up = slices.columns(
             f"{prefix}.kv_b_proj.weight", out, sizes.kv_rank, heads.start * d, heads.stop * d
         ).reshape(sizes.kv_rank, len(heads), d)
-        keys, values = up.split([sizes.plain_dim, sizes.value_dim], dim=-1)  # [512, heads, 128]
+        keys, values = torch.split(up, [sizes.plain_dim, sizes.value_dim], dim=-1)
         return LatentAttention(
             norm=slices.whole(f"{prefix}.kv_a_layernorm.weight", (sizes.kv_rank,)),
             absorbed_keys=slices.place(keys.permute(1, 2, 0)),
