@@ -28,8 +28,9 @@ lint: setup-dev ## Check style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-demo-model: setup ## Train models/tiny-qwen3 again, about half an hour on one core
-	$(BIN)/python models/make_tiny_qwen3.py
+DEMO ?= tiny_qwen3
+demo-model: setup ## Train a demo model again, half an hour on one core; DEMO=tiny_deepseek
+	$(BIN)/python models/make_$(DEMO).py
 
 bench-decode: setup emulator ## Decode against transformers, and host time by stage
 	$(BIN)/python -m dist_aclgraph.bench.decode

@@ -25,7 +25,7 @@ from dist_aclgraph.device.npu import (
     translated,
 )
 from dist_aclgraph.engine.input_batch import InputBatch, StepInputs
-from dist_aclgraph.engine.sampler import SamplingRow, sample
+from dist_aclgraph.engine.sampler import SamplingRow, choose_tokens, report_logprobs
 from dist_aclgraph.errors import ReplayMismatchError
 from dist_aclgraph.graph.captured_graph import CapturedGraph, capture
 from dist_aclgraph.graph.descriptor import BatchDescriptor
@@ -360,14 +360,15 @@ class ModelRunner:
             if len(special) < n:
                 picked = logits.index_select(0, self._npu.upload(special.astype(np.int32)))
             wanted = [self._sampling_row(int(row)) for row in rows[special]]
-            chosen, reports = sample(picked, wanted, self._npu.upload)
+            chosen = choose_tokens(picked, wanted, self._npu.upload)
+            reports = report_logprobs(picked, chosen, wanted)
             for index, report in zip(special, reports, strict=True):
                 logprobs[index] = report
         self._wait_for_device()
         self._buffers.mark_read()
         token_ids = self._sampled_np[:n].copy()
         if len(special):
-            token_ids[special] = chosen
+            token_ids[special] = chosen.cpu().numpy()
         if not any(logprobs):
             logprobs = []
         return token_ids, logprobs

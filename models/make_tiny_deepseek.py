@@ -1,0 +1,158 @@
+"""Makes models/tiny-deepseek: a DeepSeek V3 checkpoint of four million parameters that can talk a
+little: latent attention, experts, and a next-token module that is trained jointly.
+
+Seeded and offline, see ``tiny_chat.py``. ``--evaluate`` only measures what is there: answers by
+transformers' DeepSeek V3, and how often the next-token module is right about them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+# Training runs on the CPU: keep torch and transformers from loading torch_npu, which wants CANN.
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+sys.modules["torch_npu"] = None  # type: ignore[assignment]
+
+import tiny_chat
+import tokenizers
+import torch
+import transformers
+from deepseek_training import DeepSeek, Shape, checkpoint_tensors, load_tensors
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import DeepseekV3ForCausalLM
+
+NEXT_TOKEN_WEIGHT = 0.3  # of the module's loss
+
+
+def save(model: DeepSeek, tokenizer: tokenizers.Tokenizer, out: Path) -> None:
+    save_file(checkpoint_tensors(model), out / "model.safetensors", {"format": "pt"})
+    tiny_chat.save_tokenizer(tokenizer, out)
+    config = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        **dataclasses.asdict(model.shape),
+        "num_key_value_heads": model.shape.num_attention_heads,
+        "num_nextn_predict_layers": 1,
+        "moe_layer_freq": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "rope_interleave": True,
+        "rope_scaling": None,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.02,
+        "bos_token_id": None,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+    }
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def generator(out: Path, batches: tiny_chat.Batches) -> tiny_chat.Generate:
+    """Greedy answers of transformers, with the weights that were saved."""
+    model = DeepseekV3ForCausalLM.from_pretrained(out.resolve(), dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def generate(ids: list[int]) -> list[int]:
+        made = model.generate(
+            torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            max_new_tokens=120, do_sample=False, eos_token_id=[batches.end, batches.end_of_text],
+            pad_token_id=batches.end_of_text,
+        )  # fmt: skip
+        return made[0, len(ids) :].tolist()
+
+    return generate
+
+
+@torch.no_grad()
+def acceptance(
+    model: DeepSeek, generate: tiny_chat.Generate, batches: tiny_chat.Batches, prompts: list[str]
+) -> str:
+    """How many tokens of greedy answers, from the second on, the module knew one step before."""
+    model.eval()
+    right = total = 0
+    for prompt in map(batches.prompt, prompts):
+        answer = generate(prompt)
+        ids = torch.tensor([prompt + answer])
+        guesses = model(ids)[1][0].argmax(-1)  # guess i is about token i + 2
+        first = len(prompt) + 1
+        right += int((guesses[first - 2 : -1] == ids[0, first:]).sum())
+        total += len(answer) - 1
+    model.train()
+    return f"{right}/{total}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "tiny-deepseek")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the training steps")
+    parser.add_argument("--evaluate", action="store_true", help="measure the model in --out")
+    parser.add_argument("--polish", action="store_true", help="only the last stage, on --out")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    transformers.logging.set_verbosity_error()  # it does not know next-token modules
+    args.out.mkdir(parents=True, exist_ok=True)
+    stages = []
+    if args.evaluate or args.polish:
+        tokenizer = tokenizers.Tokenizer.from_file(str(args.out / "tokenizer.json"))
+        model = DeepSeek(Shape(vocab_size=tiny_chat.padded_vocab_size(tokenizer)))
+        load_tensors(model, load_file(args.out / "model.safetensors"))
+        batches = tiny_chat.Batches(tokenizer, seed=1)
+    else:
+        tokenizer = tiny_chat.train_tokenizer()
+        model = DeepSeek(Shape(vocab_size=tiny_chat.padded_vocab_size(tokenizer)))
+        batches = tiny_chat.Batches(tokenizer, seed=0)
+        stages.append((tiny_chat.SCHEDULE, 3e-3))
+    if not args.evaluate:
+        stages.append((tiny_chat.POLISH, 1.5e-3))
+    print(f"{sum(p.numel() for p in model.parameters())} parameters", flush=True)
+
+    def loss_of(ids: Tensor, weights: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits, further = model(ids)
+        loss = tiny_chat.weighted_loss(logits[:, :-1], ids[:, 1:], weights[:, 1:])
+        next_token = tiny_chat.weighted_loss(further[:, :-1], ids[:, 2:], weights[:, 2:])
+        return loss + NEXT_TOKEN_WEIGHT * next_token
+
+    for schedule, rate in stages:
+        progress = tiny_chat.train(
+            model, loss_of, batches, schedule, peak_rate=rate, scale=args.scale
+        )
+        for _ in progress:
+            save(model, tokenizer, args.out)
+            generate = generator(args.out, batches)
+            print("saved", tiny_chat.evaluate(generate, batches, 10), flush=True)
+            print("drafts", acceptance(model, generate, batches, PROMPTS), flush=True)
+    generate = generator(args.out, batches)
+    for kind, result in tiny_chat.evaluate(generate, batches, 100).items():
+        print(f"{kind}: {result}")
+    print("drafts accepted:", acceptance(model, generate, batches, PROMPTS))
+
+
+PROMPTS = [
+    "Count from 3 to 9.",
+    "Count down from 12 to 4.",
+    "Repeat: fox 7 red",
+    "Hello!",
+    "Tell me a story about a fox in the forest.",
+    "who are you",
+    "Count from 20 to 40.",
+    "Tell me a story about a bear.",
+]
+
+if __name__ == "__main__":
+    main()
