@@ -8,6 +8,7 @@ cache), ``npu_transpose_batchmatmul`` (a product for each head) and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +20,10 @@ from dist_aclgraph.layers.attention import (
     SPARSE_MODE_NONE,
     AttentionMetadata,
     AttentionOperator,
+    LatentStep,
     launch,
 )
-from dist_aclgraph.layers.latent_forms import Chunk, PlainPart
+from dist_aclgraph.layers.latent_forms import Chunk
 
 LATENT_ATTENTION = AttentionOperator(
     "npu_fused_infer_attention_score_v2", "actual_seq_qlen", "actual_seq_kvlen"
@@ -47,22 +49,18 @@ class LatentAttention:
 
     Attributes:
         norm: [512], of the latent.
-        absorbed_keys: [heads, 128, 512], from a query head to the latent.
-        absorbed_values: [heads, 512, 128], from attended latents to a value head.
-        plain_keys, plain_values: [512, heads * 128], the same weights as the plain form wants them.
+        keys, values: [heads, 128, 512], what makes each head's key and value of a latent.
         scale: of scores.
     """
 
     norm: Tensor
-    absorbed_keys: Tensor
-    absorbed_values: Tensor
-    plain_keys: Tensor
-    plain_values: Tensor
+    keys: Tensor
+    values: Tensor
     scale: float
 
     @property
     def num_heads(self) -> int:
-        return self.absorbed_keys.shape[0]
+        return self.keys.shape[0]
 
     def __call__(
         self,
@@ -89,9 +87,12 @@ class LatentAttention:
             return
         self._write(kv[:num_live], rope, cache, metadata.slot_mapping)
         if n := step.num_absorbed_tokens:
-            self._attend_absorbed(q[:n], q_rope[:n], out[:n], cache, metadata)
+            self._attend_absorbed(q[:n], q_rope[:n], out[:n], cache, step, metadata)
         for part in step.plain:
-            self._attend_plain(part, q, q_rope, out, cache, metadata)
+            assert step.kv_slots is not None
+            rows = slice(part.start, part.stop)
+            plain = _PlainStep(self, cache, step.kv_slots, metadata.causal_mask)
+            plain.attend(part.chunks, q[rows], q_rope[rows], out[rows])
 
     def _write(
         self, kv: Tensor, rope: tuple[Tensor, Tensor], cache: LatentCache, slots: Tensor
@@ -116,24 +117,23 @@ class LatentAttention:
         q_rope: Tensor,
         out: Tensor,
         cache: LatentCache,
+        step: LatentStep,
         metadata: AttentionMetadata,
     ) -> None:
-        step = metadata.latent
-        assert step is not None
-        product, n = torch.ops.npu.npu_transpose_batchmatmul, len(q)
-        heads, rank = self.num_heads, self.absorbed_keys.shape[2]
-        keep, swap = [0, 1, 2], [1, 0, 2]
-        attended = torch.empty((heads, n, rank), dtype=q.dtype, device=q.device)
+        absorbed = torch.ops.npu.npu_transpose_batchmatmul(  # [n, heads, 512]
+            q, self.keys, perm_x1=[1, 0, 2], perm_x2=[0, 1, 2], perm_y=[1, 0, 2]
+        )
+        attended = absorbed.new_empty((self.num_heads, len(q), self.keys.shape[2]))
         latents = cache.latents.flatten(2)  # [num_blocks, block_size, 512]
         arguments: dict[str, Any] = {
-            "query": product(q, self.absorbed_keys, perm_x1=swap, perm_x2=keep, perm_y=swap),
+            "query": absorbed,
             "key": latents,
             "value": latents,
             "query_rope": q_rope,
             "key_rope": cache.rope_keys.flatten(2),
             "atten_mask": metadata.causal_mask,
             "block_table": step.block_table,
-            "num_query_heads": heads,
+            "num_query_heads": self.num_heads,
             "num_key_value_heads": 1,
             "softmax_scale": self.scale,
             "input_layout": "TND_NTD",
@@ -144,29 +144,34 @@ class LatentAttention:
         }
         lens = step.query_ends, step.kv_lens
         launch(LATENT_ATTENTION, arguments, *lens, attended, metadata.tasks)
-        # Back to [tokens, heads, 128].
-        out.copy_(product(attended, self.absorbed_values, perm_x1=keep, perm_x2=keep, perm_y=swap))
+        out.copy_(torch.bmm(attended, self.values.transpose(1, 2)).transpose(0, 1))
 
-    def _attend_plain(
-        self,
-        part: PlainPart,
-        q: Tensor,
-        q_rope: Tensor,
-        out: Tensor,
-        cache: LatentCache,
-        metadata: AttentionMetadata,
-    ) -> None:
-        assert metadata.tasks is None, "a graph's attention is absorbed"
-        rows = slice(part.start, part.stop)
-        q, q_rope, out = q[rows], q_rope[rows], out[rows]
-        if len(part.chunks) == 1:
-            self._attend_chunk(part.chunks[0], q, q_rope, out, None, cache, metadata)
+
+@dataclass(frozen=True)
+class _PlainStep:
+    """Attention over keys and values that are made for it, in an eager step.
+
+    Attributes:
+        kv_slots: of the KV tokens that chunks count.
+    """
+
+    attention: LatentAttention
+    cache: LatentCache
+    kv_slots: Tensor
+    causal_mask: Tensor | None
+
+    def attend(self, chunks: Sequence[Chunk], q: Tensor, q_rope: Tensor, out: Tensor) -> None:
+        """Attend over all chunks, one by one."""
+        if len(chunks) == 1:
+            no_sums = torch.empty(1, dtype=torch.float32, device=out.device)
+            self._attend_chunk(chunks[0], q, q_rope, out, no_sums, needs_sums=False)
             return
-        # The softmax of all chunks is that of each, weighted by the sums of their exponentials.
-        outs = q.new_empty((len(part.chunks), *out.shape))
-        sums = q.new_empty((*outs.shape[:-1], 1), dtype=torch.float32)
-        for chunk, chunk_out, log_sum in zip(part.chunks, outs, sums, strict=True):
-            self._attend_chunk(chunk, q, q_rope, chunk_out, log_sum, cache, metadata)
+        # The softmax of all is that of each, weighted by the sums of their exponentials.
+        outs = out.new_empty((len(chunks), *out.shape))
+        sums = out.new_empty((len(chunks), *out.shape[:-1], 1), dtype=torch.float32)
+        for each in zip(chunks, outs, sums, strict=True):
+            chunk, chunk_out, chunk_sums = each
+            self._attend_chunk(chunk, q, q_rope, chunk_out, chunk_sums, needs_sums=True)
         out.copy_((outs.float() * sums.softmax(0)).sum(0))
 
     def _attend_chunk(
@@ -175,40 +180,35 @@ class LatentAttention:
         q: Tensor,
         q_rope: Tensor,
         out: Tensor,
-        log_sum: Tensor | None,
-        cache: LatentCache,
-        metadata: AttentionMetadata,
+        sums: Tensor,
+        *,
+        needs_sums: bool,
     ) -> None:
-        """Make keys and values of a chunk and attend to them.
-
-        Args:
-            log_sum: [num_tokens, heads, 1] float32, filled with the log of the summed exponentials
-                of scores, or None where nobody needs it.
-        """
-        step = metadata.latent
-        assert step is not None
-        assert step.kv_slots is not None
-        heads, slots = self.num_heads, step.kv_slots[chunk.start : chunk.stop]
-        latents = cache.latents.view(-1, cache.latents.shape[-1]).index_select(0, slots)
-        rope_keys = cache.rope_keys.view(-1, 1, cache.rope_keys.shape[-1]).index_select(0, slots)
-        if log_sum is None:
-            needs_sum, log_sum = False, torch.empty(1, dtype=torch.float32, device=out.device)
-        else:
-            needs_sum = True
+        """Fill ``out``, and ``sums`` [n, heads, 1] with the logs of the summed exponentials."""
+        heads, slots = self.attention.num_heads, self.kv_slots[chunk.start : chunk.stop]
+        latents, rope_keys = (
+            cache.view(-1, cache.shape[-1]).index_select(0, slots)
+            for cache in (self.cache.latents, self.cache.rope_keys)
+        )
+        # One product for all heads: their weights lie one after the other.
+        key, value = (
+            torch.mm(latents, weight.flatten(0, 1).t()).view(len(slots), heads, -1)
+            for weight in (self.attention.keys, self.attention.values)
+        )
         LATENT_ATTENTION.overload(
             query=q,
-            key=torch.mm(latents, self.plain_keys).view(len(slots), heads, -1),
-            value=torch.mm(latents, self.plain_values).view(len(slots), heads, -1),
+            key=key,
+            value=value,
             query_rope=q_rope,
-            key_rope=rope_keys.expand(-1, heads, -1).contiguous(),
-            atten_mask=metadata.causal_mask if chunk.is_causal else None,
+            key_rope=rope_keys.unsqueeze(1).expand(-1, heads, -1).contiguous(),
+            atten_mask=self.causal_mask if chunk.is_causal else None,
             actual_seq_qlen=chunk.query_ends,
             actual_seq_kvlen=chunk.kv_ends,
             num_query_heads=heads,
             num_key_value_heads=heads,
-            softmax_scale=self.scale,
+            softmax_scale=self.attention.scale,
             input_layout="TND",
             sparse_mode=SPARSE_MODE_CAUSAL if chunk.is_causal else SPARSE_MODE_NONE,
-            return_softmax_lse=needs_sum,
-            out=[out, log_sum],
+            return_softmax_lse=needs_sums,
+            out=[out, sums],
         )

@@ -157,16 +157,14 @@ class MultiHeadLatent:
         sizes, heads = self._sizes, self._heads
         d = sizes.plain_dim + sizes.value_dim
         out = self._spec.num_heads * d
-        up = slices.columns(
-            f"{prefix}.kv_b_proj.weight", out, sizes.kv_rank, heads.start * d, heads.stop * d
-        ).reshape(sizes.kv_rank, len(heads), d)
-        keys, values = torch.split(up, [sizes.plain_dim, sizes.value_dim], dim=-1)
+        up = slices.part(
+            f"{prefix}.kv_b_proj.weight", (out, sizes.kv_rank), 0, heads.start * d, heads.stop * d
+        ).view(len(heads), d, sizes.kv_rank)
+        keys, values = torch.split(up, [sizes.plain_dim, sizes.value_dim], dim=1)
         return LatentAttention(
             norm=slices.whole(f"{prefix}.kv_a_layernorm.weight", (sizes.kv_rank,)),
-            absorbed_keys=slices.place(keys.permute(1, 2, 0)),
-            absorbed_values=slices.place(values.permute(1, 0, 2)),
-            plain_keys=slices.place(keys.flatten(1)),
-            plain_values=slices.place(values.flatten(1)),
+            keys=slices.place(keys),
+            values=slices.place(values),
             scale=(sizes.plain_dim + sizes.rope_dim) ** -0.5 * score_factor(self._spec.rope),
         )
 

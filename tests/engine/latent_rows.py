@@ -20,15 +20,9 @@ SCALE = 192**-0.5
 
 def make_attention(npu: Npu) -> LatentAttention:
     generator = torch.Generator().manual_seed(3)
-    keys, values = torch.randn(2, 512, HEADS, 128, generator=generator) / 512**0.5
-    parts = (
-        torch.rand(512, generator=generator) + 0.5,
-        keys.permute(1, 2, 0).contiguous(),
-        values.permute(1, 0, 2).contiguous(),
-        keys.flatten(1),
-        values.flatten(1),
-    )
-    return LatentAttention(*(part.to(npu.device) for part in parts), SCALE)
+    norm = torch.rand(512, generator=generator) + 0.5
+    keys, values = torch.randn(2, HEADS, 128, 512, generator=generator) / 512**0.5
+    return LatentAttention(*(part.to(npu.device) for part in (norm, keys, values)), SCALE)
 
 
 class LatentRows:
@@ -96,17 +90,17 @@ class LatentRows:
 
     def expected(self, attention: LatentAttention) -> Tensor:
         """Attention over what the cache holds now, each key and value made of its latent."""
-        keys, values = attention.plain_keys.cpu(), attention.plain_values.cpu()
+        weights = attention.keys.cpu(), attention.values.cpu()
         outs, start = [], 0
         for row, end, length in zip(self.table, self.query_ends, self.kv_lens, strict=True):
             slots = torch.from_numpy(slots_of(row[None], [length], BLOCK)).long()
             latents = self.rows_of(self.cache.latents, slots)
             rope_keys = self.rows_of(self.cache.rope_keys, slots)
-            k, v = ((latents @ weight).view(length, HEADS, 128) for weight in (keys, values))
+            k, v = (torch.einsum("kc,hdc->khd", latents, weight) for weight in weights)
             scores = torch.einsum("qhd,khd->hqk", self.q[start:end], k)
             scores += torch.einsum("qhd,kd->hqk", self.q_rope[start:end], rope_keys)
             hidden = torch.ones(end - start, length).triu(length - (end - start) + 1).bool()
-            weights = (scores * SCALE).masked_fill(hidden, -torch.inf).softmax(-1)
-            outs.append(torch.einsum("hqk,khd->qhd", weights, v))
+            scores = (scores * SCALE).masked_fill(hidden, -torch.inf)
+            outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
             start = end
         return torch.cat(outs)
