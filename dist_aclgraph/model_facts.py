@@ -32,6 +32,7 @@ class ModelFacts:
 
     Attributes:
         max_model_len: longest context that the checkpoint declares.
+        latent_size: elements that latent attention keeps of a token in each layer, 0 without it.
         weight_bytes: size of its safetensors files, 0 where there are none.
     """
 
@@ -43,13 +44,18 @@ class ModelFacts:
     max_model_len: int
     hidden_size: int = 0
     experts: ExpertFacts | None = None
-    mla: bool = False  # multi-head latent attention
+    latent_size: int = 0
     is_encoder_decoder: bool = False
     weight_bytes: int = 0
 
     @property
     def moe(self) -> bool:
         return self.experts is not None
+
+    @property
+    def mla(self) -> bool:
+        """Whether the model has multi-head latent attention."""
+        return self.latent_size > 0
 
 
 def read_model_facts(directory: str | Path) -> ModelFacts:
@@ -83,7 +89,7 @@ def read_model_facts(directory: str | Path) -> ModelFacts:
         num_kv_heads=int(shape.get("num_key_value_heads") or num_heads),
         head_size=int(shape.get("head_dim") or _integer(shape, "hidden_size", path) // num_heads),
         max_model_len=int(shape.get("max_position_embeddings") or 2048),
-        mla=bool(shape.get("kv_lora_rank")),
+        latent_size=_latent_size(shape, path),
         is_encoder_decoder=bool(raw.get("is_encoder_decoder")),
         hidden_size=_integer(shape, "hidden_size", path),
         experts=_experts(shape, path),
@@ -100,6 +106,12 @@ def _experts(shape: dict[str, Any], path: Path) -> ExpertFacts | None:
         top_k=_integer(shape, "num_experts_per_tok", path),
         num_shared=int(shape.get("n_shared_experts") or 0),
     )
+
+
+def _latent_size(shape: dict[str, Any], path: Path) -> int:
+    if not shape.get("kv_lora_rank"):
+        return 0
+    return _integer(shape, "kv_lora_rank", path) + _integer(shape, "qk_rope_head_dim", path)
 
 
 def _integer(shape: dict[str, Any], key: str, path: Path) -> int:

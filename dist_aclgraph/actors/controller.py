@@ -41,7 +41,7 @@ from dist_aclgraph.graph.modes import with_possible_mode
 from dist_aclgraph.graph.negotiation import fit_memory, keep_room, negotiate
 from dist_aclgraph.graph.plan import GraphPlan
 from dist_aclgraph.graph.traffic import Traffic
-from dist_aclgraph.kv.spec import KVCacheSpec, kv_heads_per_rank
+from dist_aclgraph.kv.spec import KVCacheSpec
 from dist_aclgraph.model_facts import read_model_facts
 from dist_aclgraph.topology import ParallelLayout
 
@@ -162,13 +162,7 @@ class Controller:
                 f"max_model_len is {self._max_model_len}; the model's context is "
                 f"{self._facts.max_model_len} tokens"
             )
-        self._cache_spec = KVCacheSpec(
-            num_layers=self._facts.num_layers,
-            num_kv_heads=kv_heads_per_rank(self._facts.num_kv_heads, config.parallel.tp),
-            head_size=self._facts.head_size,
-            block_size=config.kv.block_size,
-            dtype=config.dtype,
-        )
+        self._cache_spec = KVCacheSpec.from_config(config, self._facts)
 
     def _place(self) -> None:
         for ranks in self._layout.lockstep_groups:

@@ -23,6 +23,7 @@ from dist_aclgraph.graph.rebucketing import Action
 from dist_aclgraph.graph.traffic import Traffic
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.scheduler.scheduler import Scheduler
+from dist_aclgraph.topology import ParallelLayout
 
 
 @dataclass(frozen=True)
@@ -76,20 +77,26 @@ class Engine:
     def serve(self, settings: EngineSettings) -> str:
         """Wait for all workers to listen, start the loop, and return the clients' address."""
         config = self._config
+        layout = ParallelLayout.from_config(config.parallel).within_group
         self._channel.wait_for_workers(config.timeouts.join_s, lambda: None)
         dispatcher = GraphDispatcher(
             settings.plan, LazyGraphs.from_config(config, settings.lazy_capacity)
         )
         scheduler = Scheduler(
             config.scheduler,
-            BlockPool(
-                settings.num_blocks,
-                config.kv.block_size,
-                prefix_cache=config.scheduler.prefix_cache,
-            ),
+            [
+                BlockPool(
+                    settings.num_blocks,
+                    config.kv.block_size,
+                    prefix_cache=config.scheduler.prefix_cache,
+                )
+                for _ in range(layout.dp)
+            ],
             dispatcher,
             max_model_len=settings.max_model_len,
             epoch=settings.epoch,
+            num_drafts=config.speculative.num_tokens,
+            tp=layout.tp,
         )
         address = f"ipc://{self._directory}/clients"
         ranks = ChannelRanks(

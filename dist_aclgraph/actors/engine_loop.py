@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from dist_aclgraph.actors.engine_report import LoopCounts, group_metrics, group_report
 from dist_aclgraph.actors.graph_changes import GraphChanges
 from dist_aclgraph.actors.messages import (
     MAX_MESSAGE_BYTES,
@@ -39,7 +40,7 @@ from dist_aclgraph.errors import (
     WorkerLostError,
 )
 from dist_aclgraph.graph.descriptor import BatchDescriptor
-from dist_aclgraph.graph.plan import GraphPlan, plan_report
+from dist_aclgraph.graph.plan import GraphPlan
 from dist_aclgraph.graph.rebucketing import Action
 from dist_aclgraph.graph.traffic import Traffic
 from dist_aclgraph.scheduler.request import Request, RequestOutput
@@ -175,24 +176,17 @@ class EngineLoop:
         self._deliver(outputs)
         results = self._channel.receive(plan, self._step_timeout_s, self.check)
         received_s = time.perf_counter()
-        result = self._output_of(results)
-        outputs = self._scheduler.update(result)
+        outputs = self._scheduler.update(results)
         done_s = time.perf_counter()
         self._num_steps += 1
         if plan.graph is not None:
             self._step_times[plan.graph].add(received_s - sent_s)
         self._num_tokens["generation"] += sum(len(o.token_ids) for o in outputs)
-        if result.timings_us:
-            self._book(plan, result, scheduled_s - start_s, sent_s - scheduled_s,
+        first = next(result for result in results if result.rank == 0)
+        if first.timings_us:
+            self._book(plan, first, scheduled_s - start_s, sent_s - scheduled_s,
                        received_s - sent_s, done_s - received_s)  # fmt: skip
         return outputs
-
-    def _output_of(self, results: list[StepResult]) -> StepResult:
-        """The result that carries tokens: group rank 0 samples, the others acknowledge."""
-        for result in results:
-            if result.rank == 0:
-                return result
-        raise WorkerLostError("no result of rank 0 in a complete step", 0, "SERVING")
 
     def check(self) -> None:
         """While a step runs: end the wait when a worker is known to be gone.
@@ -341,59 +335,16 @@ class EngineLoop:
 
     def metrics(self) -> dict[str, Any]:
         """Counters and gauges of this group, for /metrics."""
-        scheduler = self._scheduler
-        pool = scheduler.pool
-        return {
-            "num_requests_running": len(scheduler.running),
-            "num_requests_waiting": len(scheduler.waiting),
-            "kv_cache_usage": pool.num_used / pool.num_usable,
-            "num_preemptions": scheduler.num_preemptions,
-            "prompt_tokens": self._num_tokens["prompt"],
-            "generation_tokens": self._num_tokens["generation"],
-            "prefix_cache_queries": scheduler.num_admitted_tokens,
-            "prefix_cache_hits": scheduler.num_cached_tokens,
-            "steps": self._num_steps,
-            "graph": scheduler.dispatcher.report(),
-            "capture_seconds": {
-                str(graph): cost.seconds for graph, cost in dict(self._changes.costs).items()
-            },
-            "pool_bytes": self._report.get("pool_bytes", 0),
-            "streams_predicted": self._streams("predicted"),
-            "streams_measured": self._streams("measured"),
-        }
-
-    def _streams(self, which: str) -> dict[str, int]:
-        """What the first plan was to take, or took, of each rank's streams."""
-        ranks = self._report.get("ranks", [])
-        return {str(rank["rank"]): rank["streams"][which] for rank in ranks}
+        tokens = self._num_tokens
+        counts = LoopCounts(tokens["prompt"], tokens["generation"], self._num_steps)
+        return group_metrics(self._scheduler, counts, dict(self._changes.costs), self._report)
 
     def report(self) -> dict[str, Any]:
         """Plan, buckets with their counters, eager steps by reason, ranks: see ``LLM.report``."""
-        dispatcher, costs = self._scheduler.dispatcher, dict(self._changes.costs)
-        counters = dispatcher.report()
-        lazy = () if dispatcher.lazy is None else dispatcher.lazy.graphs
-        buckets = [
-            {
-                "graph": str(graph),
-                "mode": graph.mode,
-                "bucket": graph.num_tokens,
-                "is_lazy": graph in lazy,
-                "capture_seconds": costs[graph].seconds,
-                "streams": costs[graph].streams,
-                "bytes": costs[graph].bytes,
-                "replays": counters["replays"].get(str(graph), 0),
-                "padded_tokens": counters["padded_by_graph"].get(str(graph), 0),
-                "wasted_fraction": counters["wasted_by_graph"].get(str(graph), 0.0),
-                "step_seconds": self._step_times[graph].value if graph in self._step_times else 0.0,
-            }
-            for graph in sorted(costs, key=lambda graph: (-graph.num_tokens, graph.mode))
-        ]
         return {
             **self._report,
-            "plan": plan_report(dispatcher.plan),
-            "buckets": buckets,
+            **group_report(self._scheduler, dict(self._changes.costs), self.step_seconds()),
             "rollbacks": [*self._report.get("rollbacks", []), *self._changes.failures],
-            "eager_steps": counters["misses"],
             "metrics": self.metrics(),
             "timings_us": dict(self._timings_us),
         }

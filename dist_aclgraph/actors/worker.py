@@ -29,7 +29,7 @@ from dist_aclgraph.topology import ParallelLayout
 if TYPE_CHECKING:
     from dist_aclgraph.device.npu import Npu
     from dist_aclgraph.engine.model_runner import ModelRunner
-    from dist_aclgraph.models.dense import DenseDecoder
+    from dist_aclgraph.models.decoder import Decoder
 
 NO_PLAN = GraphPlan(version=0, mode="NONE", budget_model="legacy-last")
 
@@ -59,7 +59,7 @@ class Worker:
         self._streams_taken: dict[str, int] = {}
         self._plan = NO_PLAN
         self._npu: Npu
-        self._model: DenseDecoder
+        self._model: Decoder
         self._runner: ModelRunner
 
     # ---- answered at any time, on a thread of its own
@@ -125,13 +125,13 @@ class Worker:
         """Load this rank's weights; return their bytes."""
         from dist_aclgraph.engine.model_runner import TORCH_DTYPES
         from dist_aclgraph.models.checkpoint import Checkpoint
-        from dist_aclgraph.models.dense import DenseDecoder
+        from dist_aclgraph.models.decoder import Decoder
 
         self._phase = "LOADING"
         config = self._config
         spec = read_model_spec(config.model)
         before = self._npu.memory().free_bytes
-        self._model = DenseDecoder(
+        self._model = Decoder(
             spec,
             self._groups,
             Checkpoint(config.model, TORCH_DTYPES[config.dtype]),

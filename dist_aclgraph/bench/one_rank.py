@@ -22,7 +22,7 @@ from dist_aclgraph.engine.model_runner import TORCH_DTYPES, ModelRunner
 from dist_aclgraph.graph.buckets import candidate_families
 from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.models.checkpoint import Checkpoint
-from dist_aclgraph.models.dense import DenseDecoder
+from dist_aclgraph.models.decoder import Decoder
 from dist_aclgraph.models.spec import read_model_spec
 
 DUMMY_BLOCKS = 2
@@ -60,7 +60,7 @@ class OneRank:
         self._npu: Npu = open_npu(config.device, 0)
         self._max_len = config.max_model_len or 0
         group = LoneGroup(tuple(range(config.parallel.tp)), 0)
-        self._model = DenseDecoder(
+        self._model = Decoder(
             read_model_spec(config.model),
             RankGroups(tp=group, ep=ALONE),
             Checkpoint(config.model, TORCH_DTYPES[config.dtype]),

@@ -36,7 +36,7 @@ def make_scheduler(num_reqs: int, num_steps: int, *, num_waiting: int = 0) -> Sc
     )
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=num_reqs, max_num_batched_tokens=8192),
-        BlockPool((length // BLOCK_SIZE + 2) * num_reqs + 1, BLOCK_SIZE),
+        [BlockPool((length // BLOCK_SIZE + 2) * num_reqs + 1, BLOCK_SIZE)],
         GraphDispatcher(plan),
         max_model_len=length,
     )
@@ -56,7 +56,7 @@ def run_step(scheduler: Scheduler, token_ids: bytes) -> tuple[StepPlan, int, int
     num_samples = int(np.frombuffer(plan.batches[0].scheduled, dtype="<i4")[3::4].sum())
     result = StepResult(plan.epoch, plan.step, 0, token_ids[: num_samples * 4])
     before = time.perf_counter_ns()
-    scheduler.update(result)
+    scheduler.update([result])
     return plan, middle - begin, time.perf_counter_ns() - before
 
 

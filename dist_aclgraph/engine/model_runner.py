@@ -25,7 +25,7 @@ from dist_aclgraph.device.npu import (
     translated,
 )
 from dist_aclgraph.engine.input_batch import InputBatch, StepInputs
-from dist_aclgraph.engine.sampler import SamplingRow, sample
+from dist_aclgraph.engine.sampler import SamplingRow, choose_tokens, report_logprobs
 from dist_aclgraph.errors import ReplayMismatchError
 from dist_aclgraph.graph.captured_graph import CapturedGraph, capture
 from dist_aclgraph.graph.descriptor import BatchDescriptor
@@ -36,8 +36,9 @@ from dist_aclgraph.graph.plan import CaptureCost
 from dist_aclgraph.graph.recording import Recording
 from dist_aclgraph.graph.step_buffers import StepBuffers
 from dist_aclgraph.graph.task_update import TaskRecorder
-from dist_aclgraph.layers.attention import AttentionMetadata, KVCache, make_causal_mask
-from dist_aclgraph.models.dense import DenseDecoder
+from dist_aclgraph.layers.attention import AttentionMetadata, make_causal_mask
+from dist_aclgraph.models.attention import Cache
+from dist_aclgraph.models.decoder import Decoder
 from dist_aclgraph.models.segments import RunSegment, run_directly
 from dist_aclgraph.scheduler.step import (
     IntArray,
@@ -80,7 +81,7 @@ class ModelRunner:
         self,
         config: Config,
         npu: Npu,
-        model: DenseDecoder,
+        model: Decoder,
         *,
         num_blocks: int,
         max_len: int,
@@ -95,7 +96,7 @@ class ModelRunner:
         block_size = config.kv.block_size
         self._batch = InputBatch(config.scheduler.max_num_seqs, max_len, block_size)
         self._dtype, self._block_size = dtype, block_size
-        self._caches: list[KVCache] = []
+        self._caches: list[Cache] = []
         self._causal_mask = make_causal_mask(npu.device)
         max_reqs = max([config.scheduler.max_num_seqs + 1, *(g.num_reqs for g in graphs)])
         self._buffers = StepBuffers(
@@ -126,16 +127,8 @@ class ModelRunner:
         """Replace the KV cache by an empty one; no graph may be captured, as it holds addresses."""
         assert not self._graphs
         assert not self._uncommitted
-        self._caches.clear()
-        heads, head_dim = self._model.heads.num_kv_heads, self._model.spec.head_dim
-        shape = (num_blocks, self._block_size, heads, head_dim)
-        for _ in range(self._model.spec.num_layers):
-            keys = torch.empty(shape, dtype=self._dtype, device=self._npu.device)
-            values = torch.empty(shape, dtype=self._dtype, device=self._npu.device)
-            # Padding rows read block 0: it must hold numbers.
-            keys[0].zero_()
-            values[0].zero_()
-            self._caches.append(KVCache(keys, values))
+        self._caches.clear()  # before the new one: there may be no room for both
+        self._caches = self._model.make_caches(num_blocks, self._block_size, self._dtype)
 
     # ---- graphs
 
@@ -334,13 +327,17 @@ class ModelRunner:
         self, inputs: StepInputs, slots: Tensor, block_table: Tensor
     ) -> AttentionMetadata:
         is_decode = len(inputs.token_ids) == len(inputs.rows)
-        return AttentionMetadata(
+        metadata = AttentionMetadata(
             slot_mapping=slots,
             block_table=block_table,
             query_ends=inputs.query_ends.tolist(),
             kv_lens=inputs.kv_lens.tolist(),
             causal_mask=None if is_decode else self._causal_mask,
         )
+        return self._prepared(metadata, inputs.block_table)
+
+    def _prepared(self, metadata: AttentionMetadata, block_table: IntArray) -> AttentionMetadata:
+        return self._model.kind.prepare(metadata, block_table, self._block_size, self._npu.upload)
 
     def _sample(
         self, inputs: StepInputs, logits: Tensor, tokens: Tensor
@@ -363,14 +360,15 @@ class ModelRunner:
             if len(special) < n:
                 picked = logits.index_select(0, self._npu.upload(special.astype(np.int32)))
             wanted = [self._sampling_row(int(row)) for row in rows[special]]
-            chosen, reports = sample(picked, wanted, self._npu.upload)
+            chosen = choose_tokens(picked, wanted, self._npu.upload)
+            reports = report_logprobs(picked, chosen, wanted)
             for index, report in zip(special, reports, strict=True):
                 logprobs[index] = report
         self._wait_for_device()
         self._buffers.mark_read()
         token_ids = self._sampled_np[:n].copy()
         if len(special):
-            token_ids[special] = chosen
+            token_ids[special] = chosen.cpu().numpy()
         if not any(logprobs):
             logprobs = []
         return token_ids, logprobs
@@ -401,6 +399,7 @@ class ModelRunner:
             causal_mask=None if graph.query_len == 1 else self._causal_mask,
             tasks=tasks,
         )
+        metadata = self._prepared(metadata, NO_STEP.block_table)
         hidden = self._model.forward(
             inputs.token_ids, inputs.positions, inputs.slot_mapping, self._caches, metadata
         )

@@ -25,41 +25,48 @@ class SamplingRow:
     """One row to sample.
 
     Attributes:
-        token_ids: [num_tokens], prompt and output so far.
+        token_ids: [num_tokens], prompt and output so far, as far as the host knows.
+        num_drafts: how many drafts lie between those and the place that is sampled.
     """
 
     sampling: RowSampling
     token_ids: IntArray
+    num_drafts: int = 0
+
+    @property
+    def position(self) -> int:
+        """Of the token that is sampled."""
+        return len(self.token_ids) + self.num_drafts
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.sampling.num_prompt_tokens
+        return self.position - self.sampling.num_prompt_tokens
 
 
-def sample(
-    logits: Tensor, rows: Sequence[SamplingRow], to_device: ToDevice
-) -> tuple[IntArray, list[RowLogprobs | None]]:
-    """Choose one token per row and report log-probabilities where they are asked for.
+def choose_tokens(logits: Tensor, rows: Sequence[SamplingRow], to_device: ToDevice) -> Tensor:
+    """Choose one token per row; the host waits for nothing.
 
     Args:
         logits: [num_rows, vocab], any float type; not modified.
         to_device: copies a small array to the device.
 
     Returns:
-        [num_rows] token ids, and per row its log-probabilities or None. They are those of the raw
-        distribution, before penalties and temperature.
+        [num_rows] int32.
     """
-    raw = logits.float()
-    adjusted = _suppress(_penalise(raw, rows, to_device), rows, to_device)
+    adjusted = _suppress(_penalise(logits.float(), rows, to_device), rows, to_device)
     greedy = adjusted.argmax(-1)
     if any(row.sampling.temperature > 0.0 for row in rows):
-        chosen = _draw(adjusted, greedy, rows, to_device)
-    else:
-        chosen = greedy
-    logprobs: list[RowLogprobs | None] = [None] * len(rows)
-    if any(row.sampling.logprobs >= 0 for row in rows):
-        logprobs = _logprobs(raw, chosen, rows)
-    return chosen.int().cpu().numpy(), logprobs
+        return _draw(adjusted, greedy, rows, to_device).int()
+    return greedy.int()
+
+
+def has_penalties(sampling: RowSampling) -> bool:
+    """Whether a token's chances depend on the tokens before it, other than by the model."""
+    return (
+        sampling.presence_penalty != 0.0
+        or sampling.frequency_penalty != 0.0
+        or sampling.repetition_penalty != 1.0
+    )
 
 
 def _penalise(logits: Tensor, rows: Sequence[SamplingRow], to_device: ToDevice) -> Tensor:
@@ -71,7 +78,7 @@ def _penalise(logits: Tensor, rows: Sequence[SamplingRow], to_device: ToDevice) 
     entries: list[tuple[int, IntArray, IntArray, RowSampling]] = []
     for index, row in enumerate(rows):
         s = row.sampling
-        if s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1.0:
+        if has_penalties(s):
             ids, inverse = np.unique(row.token_ids, return_inverse=True)
             output = inverse[s.num_prompt_tokens :]
             counts = np.bincount(output, minlength=len(ids)).astype(np.int32)
@@ -118,7 +125,7 @@ def _draw(
     """Sample rows with a temperature; the others keep their greedy token."""
     vocab = logits.shape[1]
     settings = [row.sampling for row in rows]
-    positions = np.asarray([len(row.token_ids) for row in rows], dtype=np.int32)
+    positions = np.asarray([row.position for row in rows], dtype=np.int32)
     seeds = np.asarray([s.seed for s in settings], dtype=np.int64)
     numbers = np.stack(
         [
@@ -148,13 +155,23 @@ def _draw(
     return torch.where(is_random, drawn, greedy)
 
 
-def _logprobs(
+def report_logprobs(
     logits: Tensor, chosen: Tensor, rows: Sequence[SamplingRow]
 ) -> list[RowLogprobs | None]:
-    all_logprobs = torch.log_softmax(logits, dim=-1)
+    """Return per row its log-probabilities, or None where it asks for none; the host waits.
+
+    They are those of the raw distribution, before penalties and temperature.
+
+    Args:
+        logits: [num_rows, vocab].
+        chosen: [num_rows] int32.
+    """
+    most = max((row.sampling.logprobs for row in rows), default=-1)
+    if most < 0:
+        return [None] * len(rows)
+    all_logprobs = torch.log_softmax(logits.float(), dim=-1)
     of_chosen = all_logprobs.gather(1, chosen.long().unsqueeze(-1))  # [n, 1]
     rank = (all_logprobs > of_chosen).sum(-1) + 1
-    most = max(row.sampling.logprobs for row in rows)
     count = min(max(most, 1), logits.shape[1])
     best, best_ids = all_logprobs.topk(count, dim=-1)
     chosen_np, of_chosen_np = chosen.cpu().numpy(), of_chosen.squeeze(-1).cpu().numpy()

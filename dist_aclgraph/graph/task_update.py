@@ -34,6 +34,7 @@ from torch import Tensor
 
 from dist_aclgraph.device import npu
 from dist_aclgraph.graph.padding import Lens
+from dist_aclgraph.layers.attention import AttentionOperator, AttentionTasks
 
 
 @dataclass(frozen=True)
@@ -41,28 +42,28 @@ class UpdatableTask:
     """One captured attention operator.
 
     Attributes:
-        arguments: keyword arguments of ``operation``, with the lengths that were sent last; device
-            tensors by weak reference, so that the graph's pool may reuse their memory inside the
-            graph.
+        arguments: of the operator, with the lengths that were sent last; device tensors by weak
+            reference, so that the graph's pool may reuse their memory inside the graph.
+        ahead: how much longer its KV lengths are than those of the step, in a draft.
     """
 
-    operation: Callable[..., Any]
+    operator: AttentionOperator
     arguments: dict[str, Any]
     handle: Any
     event: Any
+    ahead: int = 0
 
     def patch(self, stream: Any, lens: Lens) -> None:
         """Send lengths, unless they are those that the task has. ``stream`` must be current."""
-        arguments, (query_ends, kv_lens) = self.arguments, lens
-        if (
-            arguments["actual_seq_lengths_kv"] == kv_lens
-            and arguments["actual_seq_lengths"] == query_ends
-        ):
+        operator, arguments, (query_ends, kv_lens) = self.operator, self.arguments, lens
+        if self.ahead:
+            kv_lens = [length + self.ahead for length in kv_lens]
+        if arguments[operator.kv_lens] == kv_lens and arguments[operator.query_ends] == query_ends:
             return
-        arguments["actual_seq_lengths"] = query_ends
-        arguments["actual_seq_lengths_kv"] = kv_lens
+        arguments[operator.query_ends] = query_ends
+        arguments[operator.kv_lens] = kv_lens
         npu.begin_task_update(stream, self.handle)
-        self.operation(**arguments)
+        operator.overload(**arguments)
         npu.end_task_update(stream)
 
 
@@ -77,27 +78,40 @@ class TaskRecorder:
         self._workspace: Tensor | None = None
         self.tasks: list[UpdatableTask] = []
 
-    def run(self, operation: Callable[..., Any], out: Tensor, arguments: dict[str, Any]) -> None:
-        """Capture ``operation.out`` as a task group behind an event of its own."""
+    def ahead(self, by: int) -> AttentionTasks:
+        """Return where to run operators whose KV lengths are longer by so much."""
+        return _TasksAhead(self, by)
+
+    def run(
+        self, operator: AttentionOperator, out: Tensor, arguments: dict[str, Any], ahead: int = 0
+    ) -> None:
+        """Capture the operator as a task group behind an event of its own."""
         if self._workspace is None:
             # The largest that any lengths can ask for: an update must never need more.
-            sizing = torch.ops.npu._npu_fused_infer_attention_score_get_max_workspace
-            self._workspace = sizing(**arguments)
-        overload = operation.out  # type: ignore[attr-defined]
+            self._workspace = operator.max_workspace(arguments)
         softmax_lse = torch.empty(1, dtype=torch.float32, device=out.device)
         outputs = {"workspace": self._workspace, "out": [out, softmax_lse]}
         event = npu.external_event()
         event.wait(self._stream)
         event.reset(self._stream)
         npu.begin_task_group(self._stream)
-        overload(**arguments, **outputs)
+        operator.overload(**arguments, **outputs)
         handle = npu.end_task_group(self._stream)
         weak = {key: npu.weak_reference(value) for key, value in (arguments | outputs).items()}
-        self.tasks.append(UpdatableTask(overload, weak, handle, event))
+        self.tasks.append(UpdatableTask(operator, weak, handle, event, ahead))
 
     def forget_workspace(self) -> None:
         """After the capture: the pool may give the workspace's memory to other graphs."""
         self._workspace = None
+
+
+@dataclass(frozen=True)
+class _TasksAhead:
+    recorder: TaskRecorder
+    by: int
+
+    def run(self, operator: AttentionOperator, out: Tensor, arguments: dict[str, Any]) -> None:
+        self.recorder.run(operator, out, arguments, self.by)
 
 
 class TaskUpdates:

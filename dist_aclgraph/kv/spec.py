@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dist_aclgraph.config import KVConfig
+from dist_aclgraph.config import Config, KVConfig
 from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.model_facts import ModelFacts
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 MIN_BLOCKS = 2  # the dummy block and one for requests
@@ -25,26 +26,52 @@ def kv_heads_per_rank(num_kv_heads: int, tp: int) -> int:
     return max(1, num_kv_heads // tp)
 
 
+def elements_per_token(facts: ModelFacts, tp: int) -> int:
+    """Return what one TP rank keeps of a token in each layer.
+
+    Keys and values of the rank's heads; with latent attention the latent and the rotated key, which
+    all heads share and every rank holds.
+
+    Raises:
+        ConfigError: heads cannot be spread evenly.
+    """
+    if facts.mla:
+        return facts.latent_size
+    return 2 * kv_heads_per_rank(facts.num_kv_heads, tp) * facts.head_size
+
+
 @dataclass(frozen=True, kw_only=True)
 class KVCacheSpec:
-    """The shape of the KV cache on one rank, keys and values of all layers.
+    """The shape of the KV cache on one rank, all layers.
 
     Attributes:
-        num_kv_heads: heads that this rank holds.
+        elements_per_token: what is kept of a token in each layer.
         dtype: name of the cache's type, as in the configuration.
     """
 
     num_layers: int
-    num_kv_heads: int
-    head_size: int
+    elements_per_token: int
     block_size: int
     dtype: str = "bfloat16"
 
+    @classmethod
+    def from_config(cls, config: Config, facts: ModelFacts) -> KVCacheSpec:
+        """Return the cache of one rank.
+
+        Raises:
+            ConfigError: heads cannot be spread evenly.
+        """
+        return cls(
+            num_layers=facts.num_layers,
+            elements_per_token=elements_per_token(facts, config.parallel.tp),
+            block_size=config.kv.block_size,
+            dtype=config.dtype,
+        )
+
     @property
     def bytes_per_layer_block(self) -> int:
-        """Bytes of one block in one layer, keys and values."""
-        elements = 2 * self.block_size * self.num_kv_heads * self.head_size
-        return elements * DTYPE_BYTES[self.dtype]
+        """Bytes of one block in one layer."""
+        return self.block_size * self.elements_per_token * DTYPE_BYTES[self.dtype]
 
     @property
     def bytes_per_block(self) -> int:

@@ -6,7 +6,6 @@ Operators: ``npu_scatter_pa_kv_cache`` (its address is fixed, the slot is data) 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,11 +16,40 @@ CAUSAL_MASK_SIZE = 2048  # what sparse_mode 3 demands, whatever the lengths
 SPARSE_MODE_NONE, SPARSE_MODE_CAUSAL = 0, 3
 
 
+@dataclass(frozen=True)
+class AttentionOperator:
+    """An operator of torch_npu whose lengths are host lists.
+
+    Attributes:
+        query_ends, kv_lens: what it calls the cumulative query lengths and the KV lengths.
+    """
+
+    name: str
+    query_ends: str
+    kv_lens: str
+
+    @property
+    def overload(self) -> Any:
+        """The form that writes to given tensors."""
+        return getattr(torch.ops.npu, self.name).out
+
+    def max_workspace(self, arguments: dict[str, Any]) -> Tensor:
+        """Return a workspace that suffices whatever the lengths."""
+        sizing = getattr(torch.ops.npu, f"_{self.name}_get_max_workspace")
+        workspace: Tensor = sizing(**arguments)
+        return workspace
+
+
+FUSED_ATTENTION = AttentionOperator(
+    "npu_fused_infer_attention_score", "actual_seq_lengths", "actual_seq_lengths_kv"
+)
+
+
 class AttentionTasks(Protocol):
     """Where a graph under capture keeps its attention operators, so that replay can patch them."""
 
-    def run(self, operation: Callable[..., Any], out: Tensor, arguments: dict[str, Any]) -> None:
-        """Capture ``operation.out(**arguments)`` as a task group of its own."""
+    def run(self, operator: AttentionOperator, out: Tensor, arguments: dict[str, Any]) -> None:
+        """Capture the operator, writing to ``out``, as a task group of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +122,6 @@ class PagedAttention:
             "key": cache.keys.flatten(2),  # [num_blocks, block_size, num_kv_heads * head_dim]
             "value": cache.values.flatten(2),
             "atten_mask": metadata.causal_mask,
-            "actual_seq_lengths": metadata.query_ends,
-            "actual_seq_lengths_kv": metadata.kv_lens,
             "block_table": metadata.block_table,
             "num_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
@@ -106,12 +132,29 @@ class PagedAttention:
                 SPARSE_MODE_NONE if metadata.causal_mask is None else SPARSE_MODE_CAUSAL
             ),
         }
-        operation = torch.ops.npu.npu_fused_infer_attention_score
-        if metadata.tasks is not None:
-            metadata.tasks.run(operation, out, arguments)
-        else:
-            no_lse = torch.empty(1, dtype=torch.float32, device=out.device)
-            operation.out(**arguments, out=[out, no_lse])
+        lens = metadata.query_ends, metadata.kv_lens
+        launch(FUSED_ATTENTION, arguments, *lens, out, metadata.tasks)
+
+
+def launch(
+    operator: AttentionOperator,
+    arguments: dict[str, Any],
+    query_ends: list[int],
+    kv_lens: list[int],
+    out: Tensor,
+    tasks: AttentionTasks | None,
+) -> None:
+    """Run an attention operator into ``out``, or capture it as a task of a graph.
+
+    Args:
+        arguments: all but the lengths.
+    """
+    arguments[operator.query_ends], arguments[operator.kv_lens] = query_ends, kv_lens
+    if tasks is not None:
+        tasks.run(operator, out, arguments)
+    else:
+        no_lse = torch.empty(1, dtype=torch.float32, device=out.device)
+        operator.overload(**arguments, out=[out, no_lse])
 
 
 def make_causal_mask(device: torch.device) -> Tensor:

@@ -1,4 +1,7 @@
-"""Reading a checkpoint slice by slice: safetensors only, and no more than a rank needs."""
+"""Reading a checkpoint slice by slice: safetensors only, and no more than a rank needs.
+
+Weights in FP8 are multiplied by their blocks' scales while they are read.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dist_aclgraph.errors import MissingTensorError, ModelError
+from dist_aclgraph.models import block_scales
 
 Progress = Callable[[int, int], None]  # tensors read, tensors in all
 
@@ -38,7 +42,7 @@ class Checkpoint:
             MissingTensorError: no such tensor, or one of another shape.
         """
         whole: Tensor = self._slice(name, shape)[:]
-        return whole.to(self._dtype)
+        return self._in_dtype(whole, name, shape, (0, 0))
 
     def read_part(
         self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int
@@ -52,13 +56,21 @@ class Checkpoint:
         end = min(stop, shape[dim])
         start_in = min(start, end)
         part: Tensor = source[start_in:end] if dim == 0 else source[:, start_in:end]
-        part = part.to(self._dtype)
+        part = self._in_dtype(part, name, shape, (start_in, 0) if dim == 0 else (0, start_in))
         missing = (stop - start) - (end - start_in)
         if missing == 0:
             return part
         padding = list(part.shape)
         padding[dim] = missing
         return torch.cat([part, torch.zeros(padding, dtype=self._dtype)], dim)
+
+    def _in_dtype(
+        self, part: Tensor, name: str, shape: tuple[int, ...], first: tuple[int, int]
+    ) -> Tensor:
+        if part.dtype != torch.float8_e4m3fn:
+            return part.to(self._dtype)
+        scales = self._slice(name + block_scales.SUFFIX, block_scales.scales_shape(shape))[:]
+        return block_scales.dequantise(part, scales, first, self._dtype)
 
     def _slice(self, name: str, shape: tuple[int, ...]) -> Any:
         if name not in self._file_of:

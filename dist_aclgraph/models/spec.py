@@ -1,8 +1,9 @@
 """What a checkpoint's config.json says, as one frozen value; nothing here needs torch.
 
-Supported: ``Qwen3ForCausalLM``, ``Qwen2ForCausalLM``, ``LlamaForCausalLM`` and
-``Qwen3MoeForCausalLM``. They are one decoder with switches: biases of q, k and v, of the output and
-of the MLP; RMS norms of q and k heads; experts in place of the MLP.
+Supported: ``Qwen3ForCausalLM``, ``Qwen2ForCausalLM``, ``LlamaForCausalLM``,
+``Qwen3MoeForCausalLM``, ``DeepseekV2ForCausalLM`` and ``DeepseekV3ForCausalLM``. They are one
+decoder with switches: biases of q, k and v, of the output and of the MLP; RMS norms of q and k
+heads; latent attention in place of grouped queries; experts in place of the MLP.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dist_aclgraph.errors import ModelError, UnsupportedModelError
 
@@ -19,7 +20,10 @@ ARCHITECTURES = (
     "Qwen2ForCausalLM",
     "LlamaForCausalLM",
     "Qwen3MoeForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
 )
+LATENT_SIZES = (512, 128, 64, 128)  # latent, plain and rotated part of a head, value
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -48,8 +52,15 @@ class ExpertSpec:
 
     Attributes:
         width: inner width of one expert.
-        renormalizes: whether the weights of a token's experts sum to one.
-        layers: layers that have experts; the others have a dense MLP.
+        renormalizes: whether the weights of a token's experts sum to one, before ``scaling``.
+        layers: layers that have experts, those behind the decoder's own included; the others have
+            a dense MLP.
+        scoring: how a router's logits become the weights of experts.
+        num_groups, top_groups: experts are chosen from the best groups only; 1 of 1: no groups.
+        group_score: what is compared of groups, their best expert or the sum of their best two.
+        scaling: factor on the weights.
+        num_shared: experts that every token runs, as one of their joint width.
+        has_bias: whether the choice, but not the weights, adds a bias to the scores.
     """
 
     num_experts: int
@@ -57,11 +68,44 @@ class ExpertSpec:
     width: int
     renormalizes: bool
     layers: frozenset[int]
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    scaling: float = 1.0
+    num_shared: int = 0
+    has_bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentSpec:
+    """Multi-head latent attention: keys and values of all heads are made of one latent per token.
+
+    Attributes:
+        q_rank: width that queries are squeezed through, None where they are not.
+        kv_rank: width of the latent.
+        plain_dim, rope_dim: parts of a query or key head without and with rotary embedding.
+        value_dim: width of a value head.
+        interleaves: whether the checkpoint rotates neighbouring elements, not those half a head
+            apart.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    plain_dim: int
+    rope_dim: int
+    value_dim: int
+    interleaves: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """The shape of a decoder."""
+    """The shape of a decoder.
+
+    Attributes:
+        has_qkv_bias: of q, k and v; with latent attention, of the products before its norms.
+        num_draft_layers: layers behind the decoder's own that predict tokens further ahead.
+    """
 
     architecture: str
     vocab_size: int
@@ -81,6 +125,8 @@ class ModelSpec:
     rope: RopeSpec
     eos_token_ids: tuple[int, ...]
     experts: ExpertSpec | None = None
+    latent: LatentSpec | None = None
+    num_draft_layers: int = 0
 
 
 def read_model_spec(directory: str | Path) -> ModelSpec:
@@ -111,6 +157,7 @@ def read_model_spec(directory: str | Path) -> ModelSpec:
         raise UnsupportedModelError("quantized checkpoints are not supported")
     if raw.get("use_sliding_window"):
         raise UnsupportedModelError("sliding window attention is not supported")
+    is_deepseek = architecture.startswith("Deepseek")
     num_heads = raw["num_attention_heads"]
     attention_bias = bool(raw.get("attention_bias", False))
     return ModelSpec(
@@ -131,11 +178,79 @@ def read_model_spec(directory: str | Path) -> ModelSpec:
         max_position_embeddings=raw["max_position_embeddings"],
         rope=_rope_spec(raw),
         eos_token_ids=_eos_token_ids(Path(directory), raw),
-        experts=_expert_spec(raw) if architecture == "Qwen3MoeForCausalLM" else None,
+        experts=_read_experts(architecture, raw),
+        latent=_latent_spec(raw) if is_deepseek else None,
+        num_draft_layers=_num_draft_layers(raw) if is_deepseek else 0,
     )
 
 
-def _expert_spec(raw: dict[str, Any]) -> ExpertSpec:
+def _read_experts(architecture: str, raw: dict[str, Any]) -> ExpertSpec | None:
+    if architecture == "Qwen3MoeForCausalLM":
+        return _qwen3_experts(raw)
+    if architecture.startswith("Deepseek") and raw.get("n_routed_experts"):
+        return _deepseek_experts(raw, is_v3=architecture == "DeepseekV3ForCausalLM")
+    return None
+
+
+def _deepseek_experts(raw: dict[str, Any], *, is_v3: bool) -> ExpertSpec:
+    scoring, method = ("sigmoid", "noaux_tc") if is_v3 else ("softmax", "greedy")
+    scoring, method = raw.get("scoring_func", scoring), raw.get("topk_method", method)
+    known = (
+        (("sigmoid", "noaux_tc"),)
+        if is_v3
+        else (("softmax", "greedy"), ("softmax", "group_limited_greedy"))
+    )
+    if (scoring, method) not in known:
+        raise UnsupportedModelError(
+            f"experts chosen by {scoring} scores and {method} are not supported here; supported: "
+            f"{', '.join(' and '.join(pair) for pair in known)}"
+        )
+    has_groups = method != "greedy"
+    first, step = raw.get("first_k_dense_replace", 0), raw.get("moe_layer_freq", 1)
+    num_layers = raw["num_hidden_layers"] + _num_draft_layers(raw)
+    return ExpertSpec(
+        num_experts=raw["n_routed_experts"],
+        top_k=raw["num_experts_per_tok"],
+        width=raw["moe_intermediate_size"],
+        # Weights of V2 are scaled or renormalised, never both; published ones are scaled.
+        renormalizes=is_v3 and bool(raw.get("norm_topk_prob", True)),
+        layers=frozenset(i for i in range(first, num_layers) if i % step == 0),
+        scoring=scoring,
+        num_groups=(has_groups and raw.get("n_group")) or 1,
+        top_groups=(has_groups and raw.get("topk_group")) or 1,
+        group_score="top2" if is_v3 else "max",
+        scaling=float(raw.get("routed_scaling_factor") or 1.0),
+        num_shared=raw.get("n_shared_experts") or 0,
+        has_bias=is_v3,
+    )
+
+
+def _num_draft_layers(raw: dict[str, Any]) -> int:
+    return int(raw.get("num_nextn_predict_layers", raw.get("num_mtp_layers")) or 0)
+
+
+def _latent_spec(raw: dict[str, Any]) -> LatentSpec:
+    if raw.get("mlp_bias"):
+        raise UnsupportedModelError("mlp_bias is not supported beside latent attention")
+    latent = LatentSpec(
+        q_rank=raw["q_lora_rank"],
+        kv_rank=raw["kv_lora_rank"],
+        plain_dim=raw["qk_nope_head_dim"],
+        rope_dim=raw["qk_rope_head_dim"],
+        value_dim=raw["v_head_dim"],
+        interleaves=bool(raw.get("rope_interleave", True)),
+    )
+    sizes = (latent.kv_rank, latent.plain_dim, latent.rope_dim, latent.value_dim)
+    if sizes != LATENT_SIZES:
+        raise UnsupportedModelError(
+            "kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and v_head_dim are "
+            f"{', '.join(map(str, sizes))}; the attention operators take "
+            f"{', '.join(map(str, LATENT_SIZES))} only"
+        )
+    return latent
+
+
+def _qwen3_experts(raw: dict[str, Any]) -> ExpertSpec:
     step, dense = raw.get("decoder_sparse_step", 1), set(raw.get("mlp_only_layers") or ())
     layers = (i for i in range(raw["num_hidden_layers"]) if (i + 1) % step == 0)
     return ExpertSpec(

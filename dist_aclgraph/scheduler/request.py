@@ -30,8 +30,11 @@ class Request:
     Attributes:
         tokens: prompt and output.
         num_computed_tokens: tokens whose KV is in cache; it catches up with ``tokens``.
-        num_started_tokens: tokens that the row began with; later ones were sampled.
-        row: its place in the workers' batch, -1 while waiting.
+        num_started: tokens that the row began with; later ones were sampled.
+        num_new_tokens: those that the last step brought, which the workers' row does not hold yet.
+        arrival: when it came, counted in requests.
+        dp_rank: the data-parallel rank that runs it; row: its place in the batch there, -1 while
+            waiting.
         block_ids: its block table.
         hashes: of its full blocks, as far as they were needed; they outlive a preemption.
         num_stored_blocks: full blocks that were handed to the prefix cache.
@@ -39,7 +42,9 @@ class Request:
     """
 
     __slots__ = (
+        "arrival",
         "block_ids",
+        "dp_rank",
         "finish_reason",
         "hashes",
         "max_tokens",
@@ -47,8 +52,9 @@ class Request:
         "min_total_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_new_tokens",
         "num_prompt_tokens",
-        "num_started_tokens",
+        "num_started",
         "num_stored_blocks",
         "request_id",
         "row",
@@ -86,20 +92,29 @@ class Request:
         self.tokens = [*prompt_token_ids, *output_token_ids]
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_computed_tokens = 0
-        self.num_started_tokens = 0
+        self.num_started = 0
+        self.num_new_tokens = 1
         self.num_cached_tokens = -1  # until it is first admitted
         self.num_stored_blocks = 0
+        self.arrival = -1
+        self.dp_rank = -1
         self.row = -1
         self.block_ids: list[int] = []
         self.hashes: list[bytes] = []
         self.finish_reason: FinishReason | None = None
-        self.max_total_tokens = 0  # filled by the scheduler, which knows the context
+        self.max_total_tokens = 0  # filled by the scheduler, as arrival is; it knows the context
         self.min_total_tokens = self.num_prompt_tokens + sampling.min_tokens
 
-    def start(self, row: int) -> RowStart:
-        """Return the message that puts the request into a row of every worker."""
-        self.row = row
-        self.num_started_tokens = len(self.tokens)
+    @property
+    def has_drafts(self) -> bool:
+        """Whether its row has sampled, so that workers that draft have drafts for it."""
+        return len(self.tokens) > self.num_started
+
+    def start(self, dp_rank: int, row: int) -> RowStart:
+        """Return the message that puts the request into a row of every worker of a rank."""
+        self.dp_rank, self.row = dp_rank, row
+        self.num_started = len(self.tokens)
+        self.num_new_tokens = 1
         return RowStart(row, pack_ints(self.tokens), pack_ints(self.block_ids), self.sampling)
 
     def leave_row(self) -> None:
@@ -108,6 +123,15 @@ class Request:
         self.block_ids = []
         self.num_computed_tokens = 0
         self.num_stored_blocks = 0
+
+    def append(self, token_ids: Sequence[int]) -> int:
+        """Add tokens up to the one that ends the request; return how many those are."""
+        for index, token_id in enumerate(token_ids):
+            self.tokens.append(token_id)
+            self.finish_reason = self.finish_reason_after(token_id)
+            if self.finish_reason is not None:
+                return index + 1
+        return len(token_ids)
 
     def finish_reason_after(self, token_id: int) -> FinishReason | None:
         """Return why the request ends with ``token_id``, its last token, or None to go on."""

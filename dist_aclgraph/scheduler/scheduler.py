@@ -1,12 +1,16 @@
 """Scheduler: who runs next. One decision per step, for every rank of a lockstep group.
 
-There are no phases: each request's ``num_computed_tokens`` catches up with its tokens, whether
-they are a prompt in chunks, the one token sampled last, or a history after preemption.
+Requests wait together; each runs on one data-parallel rank, chosen when it is admitted. All ranks
+run one step at a time, idle ones too, and replay the graph that the largest batch among them needs.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
 
 from dist_aclgraph.config import SchedulerConfig
 from dist_aclgraph.errors import (
@@ -16,56 +20,85 @@ from dist_aclgraph.errors import (
     WorkerError,
 )
 from dist_aclgraph.graph.dispatcher import GraphDispatcher
-from dist_aclgraph.kv.block_pool import BlockPool, hash_block
-from dist_aclgraph.scheduler.batch import BatchDraft, DecodeBatch
+from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.scheduler.batch import largest_of
+from dist_aclgraph.scheduler.rank import RankScheduler
 from dist_aclgraph.scheduler.request import FinishReason, Request, RequestOutput
-from dist_aclgraph.scheduler.step import RankBatch, RowLogprobs, StepPlan, StepResult, unpack_ints
+from dist_aclgraph.scheduler.step import RankBatch, StepPlan, StepResult
+from dist_aclgraph.topology import ExchangeKind
+
+ChooseExchange = Callable[[int], ExchangeKind | None]  # by the padded tokens of each rank
+
+
+def no_exchange(num_tokens: int) -> ExchangeKind | None:
+    """The rule where every tensor parallel group has all experts, or there are none."""
+    return None
 
 
 class Scheduler:
-    """Owns requests, rows and the block pool. Knows nothing about devices, channels or time.
+    """Owns requests, and decides for all data-parallel ranks of a lockstep group. Knows nothing
+    about devices, channels or time.
 
-    One step is in flight at a time: ``schedule()``, then ``update()`` with its result.
-    Running requests are ordered by arrival, and every waiting one arrived after all of them.
+    One step is in flight at a time: ``schedule()``, then ``update()`` with its results.
+
+    Args:
+        pools: of the data-parallel ranks, all alike.
+        num_drafts: draft tokens that workers have for each request that has sampled.
+        tp: ranks of a data-parallel rank; the first of them owns its output.
+        choose_exchange: how the tokens of a step travel to their experts.
     """
 
     def __init__(
         self,
         config: SchedulerConfig,
-        pool: BlockPool,
+        pools: Sequence[BlockPool],
         dispatcher: GraphDispatcher,
         *,
         max_model_len: int,
         epoch: int = 0,
+        num_drafts: int = 0,
+        tp: int = 1,
+        choose_exchange: ChooseExchange = no_exchange,
     ) -> None:
         self.config = config
-        self.pool = pool
         self.dispatcher = dispatcher
         self.max_model_len = max_model_len
+        self.num_drafts = num_drafts
         self.epoch = epoch
         self.step = 0
-        self.running: list[Request] = []
-        self.waiting: deque[Request] = deque()
+        self.ranks = [
+            RankScheduler(index, config, pool, num_drafts) for index, pool in enumerate(pools)
+        ]
+        self.waiting: deque[Request] = deque()  # by arrival
+        self._tp = tp
+        self._choose_exchange = choose_exchange
         self._requests: dict[str, Request] = {}
-        self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
-        self._in_flight: BatchDraft | None = None
-        self._aborted: list[Request] = []  # left while a step was in flight, still own blocks
-        self._steady: DecodeBatch | None = None  # set while the decode batch goes on unchanged
-        self._full_rows: list[Request] = []  # of the last step, whose last block is full
-        self._last_tokens = b""  # int32, what the last step sampled
-        self._stuck: tuple[Request, int] | None = None  # waits for more than so many free blocks
-        self.num_preemptions = 0
+        self._num_arrived = 0
+        self._in_flight: StepPlan | None = None
+        self._is_void = False  # the step in flight counts for nothing, and is to be run again
+        self.num_reruns = 0
         self.num_admitted_tokens = 0  # tokens of admitted requests, and
         self.num_cached_tokens = 0  # those of them found in the prefix cache
+        self.expert_tokens: dict[int, int] = {}  # computed by each rank's experts
+
+    @property
+    def running(self) -> list[Request]:
+        return [request for rank in self.ranks for request in rank.running]
 
     @property
     def has_work(self) -> bool:
         """Whether a step is in flight or could be scheduled."""
-        return bool(self.running or self.waiting or self._in_flight is not None)
+        return bool(
+            self.waiting or self._in_flight is not None or any(rank.running for rank in self.ranks)
+        )
 
     @property
     def num_requests(self) -> int:
         return len(self._requests)
+
+    @property
+    def num_preemptions(self) -> int:
+        return sum(rank.num_preemptions for rank in self.ranks)
 
     def add(self, request: Request) -> None:
         """Put a request at the end of the waiting ones.
@@ -82,6 +115,8 @@ class Scheduler:
                 f"{len(self.waiting)} requests are waiting, the limit is scheduler.max_waiting"
             )
         request.max_total_tokens = self._max_total_tokens(request)
+        request.arrival = self._num_arrived
+        self._num_arrived += 1
         self._requests[request.request_id] = request
         self.waiting.append(request)
 
@@ -97,13 +132,8 @@ class Scheduler:
         if request.row < 0:
             self.waiting.remove(request)
         else:
-            self.running.remove(request)
-            self._steady = None
-            if self._in_flight is None:
-                self._release(request)
-            else:
-                self._aborted.append(request)
-        return _last_output(request)
+            self.ranks[request.dp_rank].abort(request)
+        return RequestOutput(request_id, (), reason, (), max(0, request.num_cached_tokens))
 
     def abort_all(self, reason: FinishReason = "error") -> list[RequestOutput]:
         """End every request, e.g. because the group cannot be rebuilt."""
@@ -113,252 +143,174 @@ class Scheduler:
     def restart(self, epoch: int, dispatcher: GraphDispatcher | None = None) -> None:
         """Begin a new epoch after workers were lost: their KV is gone, requests start again.
 
-        Every request keeps its tokens; running ones come first, in the order of their arrival.
+        Every request keeps its tokens, and its place in the order of arrival.
         """
         self.epoch = epoch
         self.dispatcher = dispatcher or self.dispatcher
         self._in_flight = None
-        self._steady = None
-        self._stuck = None
-        self._aborted.clear()
-        for request in reversed(self.running):
-            request.leave_row()
-            self.waiting.appendleft(request)
-        self.running.clear()
-        self.pool.clear()
-        self._free_rows = list(range(self.config.max_num_seqs - 1, -1, -1))
+        self._is_void = False
+        for rank in self.ranks:
+            for request in rank.clear():
+                insort(self.waiting, request, key=_arrival)
+
+    # ---- one step
 
     def schedule(self) -> StepPlan | None:
-        """Decide the next step, or return None where no request can run.
+        """Decide the next step, or return None where no rank can run.
 
         The step before must have been updated.
         """
+        if self._is_void and self._in_flight is not None:
+            return self._run_again(self._in_flight)
         assert self._in_flight is None, "a step is in flight; update() comes first"
-        if self._steady is not None and self._can_go_on():
-            return self._go_on(self._steady)
-        draft = BatchDraft()
-        if self._schedule_running(draft):
-            self._admit_waiting(draft)
-        if not draft.requests:
-            return None
-        goes_on = draft.is_decode and len(draft.requests) == len(self.running)
-        self._steady = draft.to_decode_batch() if goes_on else None
-        return self._plan(draft, draft.build(), draft.query_len)
+        first = self.waiting[0] if self.waiting else None
+        may_admit = first is not None and any(rank.may_admit(first) for rank in self.ranks)
+        for rank in self.ranks:
+            if may_admit or not rank.go_on():
+                for victim in rank.draft():
+                    insort(self.waiting, victim, key=_arrival)
+        while self.waiting and self._admit(self.waiting[0]):
+            self.waiting.popleft()
+        return self._decide()
 
-    def update(self, result: StepResult) -> list[RequestOutput]:
-        """Take in a step's tokens; return what is new, one output per request that sampled.
+    def update(self, results: Sequence[StepResult]) -> list[RequestOutput]:
+        """Take in the results of all ranks; return what is new, one output per request that
+        sampled.
 
-        A result of another epoch or step is stale and changes nothing.
+        Results of another epoch or step are stale and change nothing. Where tokens found no room
+        on their way to their experts, the step counts for nothing: ``schedule()`` issues it again.
 
         Raises:
-            WorkerError: the step failed on a rank, or did not bring one token for each sample;
+            WorkerError: the step failed on a rank, or did not bring the tokens that it should;
                 the epoch is over, and ``restart()`` or ``abort_all()`` comes next.
         """
-        draft = self._in_flight
-        if draft is None or (result.epoch, result.step) != (self.epoch, self.step):
+        plan = self._in_flight
+        if plan is None or self._is_void:
             return []
-        if result.error:
-            raise WorkerError(result.error, result.rank, "SERVING")
-        token_ids: list[int] = unpack_ints(result.token_ids).tolist()
-        num_samples = sum(draft.samples)
-        if len(token_ids) != num_samples:
-            raise WorkerError(
-                f"step {self.step} brought {len(token_ids)} tokens, {num_samples} were sampled",
-                result.rank,
-                "SERVING",
-            )
+        current: dict[int, StepResult] = {}
+        for result in results:
+            if result.step == self.step and result.epoch == self.epoch:
+                if result.error:
+                    raise WorkerError(result.error, result.rank, "SERVING")
+                current[result.rank] = result
+        if not current:
+            return []
+        if plan.exchange is not None and self._is_void_after(plan, current):
+            return []
+        # All are read before any is taken in: what one brings must not outlive a failed step.
+        brought = [rank.in_flight.read(self._output_of(rank, current)) for rank in self.ranks]
         self._in_flight = None
-        self._last_tokens = result.token_ids
-        outputs = self._advance(draft, token_ids, result.logprobs)
-        for request in self._aborted:
-            self._release(request)
-        self._aborted.clear()
+        outputs: list[RequestOutput] = []
+        for rank, new in zip(self.ranks, brought, strict=True):
+            found, finished = rank.advance(new)
+            outputs += found
+            for request in finished:
+                del self._requests[request.request_id]
         return outputs
 
     def stats(self) -> dict[str, int]:
         """Return gauges and counters for metrics."""
+        num_verified = sum(rank.num_verified for rank in self.ranks)
         return {
             "running": len(self.running),
             "waiting": len(self.waiting),
-            "blocks_used": self.pool.num_used,
-            "blocks_usable": self.pool.num_usable,
+            "blocks_used": sum(rank.pool.num_used for rank in self.ranks),
+            "blocks_usable": sum(rank.pool.num_usable for rank in self.ranks),
             "preemptions": self.num_preemptions,
             "admitted_tokens": self.num_admitted_tokens,
             "cached_tokens": self.num_cached_tokens,
+            "reruns": self.num_reruns,
+            "drafts": num_verified,
+            "draft_tokens": num_verified * self.num_drafts,
+            "accepted_tokens": sum(self.accepted_by_position),
         }
 
-    def _can_go_on(self) -> bool:
-        """Whether nobody can join the steady batch, and every row in it can get its block."""
-        return (not self.waiting or not self._free_rows or self._is_stuck()) and len(
-            self._full_rows
-        ) <= self.pool.num_free
+    @property
+    def accepted_by_position(self) -> list[int]:
+        """[num_drafts], how often the first, the second, ... draft token was accepted."""
+        counts = [rank.accepted_by_position for rank in self.ranks]
+        return [sum(at_position) for at_position in zip(*counts, strict=True)]
 
-    def _go_on(self, steady: DecodeBatch) -> StepPlan:
-        blocks: list[int] = []
-        for request in self._full_rows:
-            (block_id,) = self.pool.allocate(1)
-            blocks += (request.row, len(request.block_ids), block_id)
-            request.block_ids.append(block_id)
-        return self._plan(steady.draft, steady.advance(self._last_tokens, blocks), 1)
+    # ---- the decision
 
-    def _plan(self, draft: BatchDraft, batch: RankBatch, query_len: int) -> StepPlan:
-        self._in_flight = draft
-        self._full_rows.clear()
+    def _admit(self, request: Request) -> bool:
+        """Give the first waiting request to a rank: the longest cached beginning decides, then the
+        fewest running requests, then the most free blocks. Returns False where none can take it.
+        """
+        offers = []
+        for rank in self.ranks:
+            if rank.has_room_for(request):
+                shared = rank.match(request)
+                order = (-len(shared), len(rank.running), -rank.pool.num_free, rank.index)
+                offers.append((order, shared))
+        for (*_, index), shared in sorted(offers):
+            if self.ranks[index].admit(request, shared):
+                self.num_admitted_tokens += len(request.tokens)
+                self.num_cached_tokens += request.num_computed_tokens
+                return True
+        return False
+
+    def _decide(self) -> StepPlan | None:
+        """Make the plan of what the ranks have drafted."""
+        drafts = [draft for rank in self.ranks if (draft := rank.in_flight).requests]
+        if not drafts:
+            for rank in self.ranks:
+                rank.drop()
+            return None
+        num_tokens, num_reqs, query_len = largest_of(drafts)
+        graph, _ = self.dispatcher.dispatch(num_tokens, num_reqs, query_len)
         self.step += 1
-        graph, _ = self.dispatcher.dispatch(draft.num_tokens, len(draft.requests), query_len)
-        return StepPlan(self.epoch, self.step, self.dispatcher.plan.version, graph, (batch,))
+        plan = self._in_flight = StepPlan(
+            self.epoch,
+            self.step,
+            self.dispatcher.plan.version,
+            graph,
+            tuple([rank.build() for rank in self.ranks]),
+            self._choose_exchange(num_tokens if graph is None else graph.num_tokens),
+        )
+        return plan
 
-    def _schedule_running(self, draft: BatchDraft) -> bool:
-        """Give every running request its next tokens; return False where one was preempted."""
-        budget = self.config.max_num_batched_tokens
-        num_preemptions = self.num_preemptions
-        index = 0
-        while index < len(self.running) and draft.num_tokens < budget:
-            request = self.running[index]
-            computed = request.num_computed_tokens
-            length = min(len(request.tokens) - computed, budget - draft.num_tokens)
-            if not self._make_room(draft, request, computed + length):
-                break
-            draft.schedule(request, length)
-            index += 1
-        return num_preemptions == self.num_preemptions
+    # ---- steps that count for nothing
 
-    def _make_room(self, draft: BatchDraft, request: Request, num_tokens: int) -> bool:
-        """Give a request blocks for ``num_tokens``, at the cost of whoever arrived last.
-
-        Returns False where that was the request itself. A victim is never part of the draft, as
-        requests are scheduled in the order of their arrival.
-        """
-        while (missing := self._blocks_for(num_tokens) - len(request.block_ids)) > 0:
-            if missing <= self.pool.num_free:
-                for block_id in self.pool.allocate(missing):
-                    draft.add_block(request, block_id)
-                break
-            victim = self.running.pop()
-            self._release(victim)
-            self.waiting.appendleft(victim)
-            self.num_preemptions += 1
-            if victim is request:
-                return False
-        return True
-
-    def _admit_waiting(self, draft: BatchDraft) -> None:
-        budget = self.config.max_num_batched_tokens
-        while self.waiting and self._free_rows and draft.num_tokens < budget:
-            request = self.waiting[0]
-            if self._is_stuck() or not self._take_blocks(request):
-                return
-            self.waiting.popleft()
-            self.running.append(request)
-            draft.started.append(request.start(self._free_rows.pop()))
-            length = len(request.tokens) - request.num_computed_tokens
-            draft.schedule(request, min(length, budget - draft.num_tokens))
-
-    def _take_blocks(self, request: Request) -> bool:
-        """Give a waiting request cached blocks of its beginning and new ones for the rest.
-
-        At least one token stays to be computed: its logits choose the next one. All blocks of the
-        known tokens are taken at once, so that no prompt is preempted half-way.
-        """
-        num_tokens = len(request.tokens)
-        shared: list[int] = []
-        if self.pool.prefix_cache:
-            num_hashes = (num_tokens - 1) // self.pool.block_size
-            self._hash_blocks(request, num_hashes)
-            shared = self.pool.match(request.hashes[:num_hashes])
-        missing = self._blocks_for(num_tokens) - len(shared)
-        if missing > self.pool.num_free_without(shared):
-            self._stuck = (request, self.pool.num_free)
-            return False
-        self.pool.share(shared)
-        request.block_ids = shared + self.pool.allocate(missing)
-        request.num_stored_blocks = len(shared)
-        cached = request.num_computed_tokens = len(shared) * self.pool.block_size
-        if request.num_cached_tokens < 0:
-            request.num_cached_tokens = min(cached, request.num_prompt_tokens)
-        self.num_admitted_tokens += num_tokens
-        self.num_cached_tokens += cached
-        return True
-
-    def _is_stuck(self) -> bool:
-        """Whether the first waiting request lacked blocks, and none were freed since."""
-        if self._stuck is None:
-            return False
-        request, num_free = self._stuck
-        return self.waiting[0] is request and self.pool.num_free <= num_free
-
-    def _advance(
-        self, draft: BatchDraft, token_ids: list[int], logprobs: tuple[RowLogprobs | None, ...]
-    ) -> list[RequestOutput]:
-        block_size = self.pool.block_size
-        outputs: list[RequestOutput] = []
-        finished: list[Request] = []
-        position = -1
-        for request, length, sample in zip(
-            draft.requests, draft.lengths, draft.samples, strict=True
-        ):
-            position += sample
-            if request.finish_reason is not None:
-                continue  # aborted while the step was in flight
-            request.num_computed_tokens = computed = request.num_computed_tokens + length
-            if computed >= (request.num_stored_blocks + 1) * block_size:
-                self._store_full_blocks(request)
-                if computed == len(request.block_ids) * block_size:
-                    self._full_rows.append(request)
-            if not sample:
-                continue
-            token_id = token_ids[position]
-            tokens = request.tokens
-            tokens.append(token_id)
-            reason = None
-            if token_id in request.stop_ids or len(tokens) >= request.max_total_tokens:
-                reason = request.finish_reason = request.finish_reason_after(token_id)
-                if reason is not None:
-                    finished.append(request)
-            outputs.append(
-                RequestOutput(
-                    request.request_id,
-                    (token_id,),
-                    reason,
-                    (logprobs[position],) if logprobs else (),
-                    request.num_cached_tokens,
+    def _is_void_after(self, plan: StepPlan, results: dict[int, StepResult]) -> bool:
+        """Note what the experts did; say whether tokens found no room."""
+        for result in results.values():
+            self.expert_tokens[result.rank] = result.expert_tokens
+            if result.num_unplaced and plan.exchange == "all_gather":
+                raise WorkerError(
+                    f"{result.num_unplaced} tokens found no room in an exchange that has room for "
+                    "all",
+                    result.rank,
+                    "SERVING",
                 )
-            )
-        if finished:
-            self._finish(finished)
-        return outputs
+        self._is_void = any(result.num_unplaced for result in results.values())
+        return self._is_void
 
-    def _finish(self, finished: list[Request]) -> None:
-        self._steady = None
-        self.running = [request for request in self.running if request.finish_reason is None]
-        for request in finished:
-            del self._requests[request.request_id]
-            self._release(request)
+    def _run_again(self, plan: StepPlan) -> StepPlan:
+        """Issue a step again, with an exchange that has room for all tokens.
 
-    def _store_full_blocks(self, request: Request) -> None:
-        num_full = request.num_computed_tokens // self.pool.block_size
-        if self.pool.prefix_cache:
-            self._hash_blocks(request, num_full)
-            for index in range(request.num_stored_blocks, num_full):
-                self.pool.store(request.block_ids[index], request.hashes[index])
-        request.num_stored_blocks = num_full
+        The rows are up to date already, and what was written to the KV cache is written again.
+        """
+        self._is_void = False
+        self.num_reruns += 1
+        self.step += 1
+        self._in_flight = msgspec.structs.replace(
+            plan,
+            step=self.step,
+            plan_version=self.dispatcher.plan.version,
+            graph=None,
+            batches=tuple(RankBatch(batch.scheduled) for batch in plan.batches),
+            exchange="all_gather",
+        )
+        return self._in_flight
 
-    def _hash_blocks(self, request: Request, count: int) -> None:
-        """Extend the request's hashes to ``count`` full blocks; each is computed once."""
-        size = self.pool.block_size
-        hashes = request.hashes
-        while len(hashes) < count:
-            start = len(hashes) * size
-            parent = hashes[-1] if hashes else b""
-            hashes.append(hash_block(parent, request.tokens[start : start + size]))
-
-    def _release(self, request: Request) -> None:
-        self.pool.free(request.block_ids)
-        self._free_rows.append(request.row)
-        request.leave_row()
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.pool.block_size)
+    def _output_of(self, rank: RankScheduler, results: dict[int, StepResult]) -> StepResult:
+        """The result that carries a data-parallel rank's tokens: of the first of its ranks."""
+        owner = rank.index * self._tp
+        result = results.get(owner)
+        if result is None:
+            raise WorkerError(f"step {self.step} brought no result", owner, "SERVING")
+        return result
 
     def _max_total_tokens(self, request: Request) -> int:
         """Return the prompt plus output at which the request ends.
@@ -366,7 +318,8 @@ class Scheduler:
         The KV of the last token is never needed, so the cache may be one token too small for it.
         Without ``max_tokens`` a request makes do with the cache there is.
         """
-        cache = self.pool.num_usable * self.pool.block_size + 1
+        pool = self.ranks[0].pool
+        cache = pool.num_usable * pool.block_size + 1
         max_tokens = request.max_tokens
         limit = self.max_model_len
         if max_tokens is None:
@@ -389,7 +342,5 @@ class Scheduler:
         return limit
 
 
-def _last_output(request: Request) -> RequestOutput:
-    return RequestOutput(
-        request.request_id, (), request.finish_reason, (), max(0, request.num_cached_tokens)
-    )
+def _arrival(request: Request) -> int:
+    return request.arrival

@@ -25,7 +25,7 @@ from dist_aclgraph.graph.modes import with_possible_mode
 from dist_aclgraph.graph.negotiation import keep_room, negotiate
 from dist_aclgraph.graph.plan import GraphPlan
 from dist_aclgraph.graph.traffic import Traffic
-from dist_aclgraph.kv.spec import KVCacheSpec, kv_heads_per_rank
+from dist_aclgraph.kv.spec import KVCacheSpec
 from dist_aclgraph.model_facts import ModelFacts, read_model_facts
 from dist_aclgraph.topology import ParallelLayout
 
@@ -127,13 +127,7 @@ class AssumedDeployment:
     @property
     def cache_spec(self) -> KVCacheSpec:
         """The KV cache of one rank."""
-        return KVCacheSpec(
-            num_layers=self.facts.num_layers,
-            num_kv_heads=kv_heads_per_rank(self.facts.num_kv_heads, self.config.parallel.tp),
-            head_size=self.facts.head_size,
-            block_size=self.config.kv.block_size,
-            dtype=self.config.dtype,
-        )
+        return KVCacheSpec.from_config(self.config, self.facts)
 
     def num_blocks(self, pool_bytes: int) -> int:
         """Return the KV blocks of a rank whose graphs take so many bytes."""

@@ -133,7 +133,11 @@ class SimulatedGroup:
         )
         self.scheduler = Scheduler(
             config.scheduler,
-            BlockPool(num_blocks, config.kv.block_size, prefix_cache=config.scheduler.prefix_cache),
+            [
+                BlockPool(
+                    num_blocks, config.kv.block_size, prefix_cache=config.scheduler.prefix_cache
+                )
+            ],
             self.dispatcher,
             max_model_len=deployment.max_model_len,
         )
@@ -191,7 +195,7 @@ class SimulatedGroup:
         num_samples = int(records[SAMPLE::RECORD].sum())
         self._end_step(on_progress)
         outputs = self.scheduler.update(
-            StepResult(plan.epoch, plan.step, 0, self._no_tokens[: 4 * num_samples])
+            [StepResult(plan.epoch, plan.step, 0, self._no_tokens[: 4 * num_samples])]
         )
         self.counts.generated_tokens += num_samples
         for output in outputs:

@@ -207,7 +207,7 @@ def group_report(group: SimulatedGroup, kind: GroupKind) -> dict[str, Any]:
             "most_waiting": counts.most_waiting,
         },
         "preemptions": group.scheduler.num_preemptions,
-        "num_blocks": group.scheduler.pool.num_blocks,
+        "num_blocks": group.scheduler.ranks[0].pool.num_blocks,
         "streams": {
             "rank": offer.rank,
             "usable": offer.usable,

@@ -46,7 +46,7 @@ class Group:
         dispatcher = GraphDispatcher(plan)
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
-            BlockPool(NUM_BLOCKS, BLOCK, prefix_cache=True),
+            [BlockPool(NUM_BLOCKS, BLOCK, prefix_cache=True)],
             dispatcher,
             max_model_len=128,
             epoch=EPOCH,

@@ -91,7 +91,7 @@ def test_the_rank_with_less_memory_sizes_the_cache_of_both(checkpoint: Path) -> 
         report = service.report()
 
     assert streams_of(report["plan"]) == 8  # of the ten that rank 1 may give
-    spec = KVCacheSpec(num_layers=3, num_kv_heads=1, head_size=64, block_size=128, dtype="float32")
+    spec = KVCacheSpec(num_layers=3, elements_per_token=128, block_size=128, dtype="float32")
     poor, rich = (rank["ledger"]["offered_bytes"] for rank in report["ranks"])
     fraction, most = config.kv.memory_fraction, config.kv.max_bytes
     assert poor < rich

@@ -14,7 +14,7 @@ from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.engine.model_runner import ModelRunner
 from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.models.checkpoint import Checkpoint
-from dist_aclgraph.models.dense import DenseDecoder
+from dist_aclgraph.models.decoder import Decoder
 from dist_aclgraph.models.spec import read_model_spec
 from dist_aclgraph.scheduler.step import (
     RankBatch,
@@ -41,7 +41,7 @@ def make_runner(
             "kv": {"block_size": BLOCK_SIZE},
         }
     )
-    model = DenseDecoder(
+    model = Decoder(
         read_model_spec(directory),
         ONE_RANK,
         Checkpoint(directory, torch.float32),

@@ -70,7 +70,7 @@ def run(
     """Play the arrivals through a scheduler and a runner; return each request's tokens."""
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS),
-        BlockPool(num_blocks, BLOCK_SIZE),
+        [BlockPool(num_blocks, BLOCK_SIZE)],
         GraphDispatcher(plan),
         max_model_len=MAX_LEN,
     )
@@ -89,7 +89,7 @@ def run(
                 scheduler.abort(str(index))
         step_plan = scheduler.schedule()
         if step_plan is not None:
-            for output in scheduler.update(runner.execute(step_plan, 0, 0)):
+            for output in scheduler.update([runner.execute(step_plan, 0, 0)]):
                 tokens[output.request_id] += output.token_ids
         step += 1
         assert step < 2000

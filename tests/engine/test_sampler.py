@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from dist_aclgraph.engine.sampler import SamplingRow, sample
+from dist_aclgraph.engine.sampler import SamplingRow, choose_tokens, report_logprobs
 from dist_aclgraph.scheduler.step import RowSampling, unpack_ints
 
 VOCAB = 24
@@ -27,8 +28,9 @@ def run(npu: Any, logits: torch.Tensor, rows: list[SamplingRow]) -> tuple[list[i
     def to_device(array: Any) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(npu.device)
 
-    ids, logprobs = sample(logits.to(npu.device), rows, to_device)
-    return ids.tolist(), logprobs
+    on_device = logits.to(npu.device)
+    chosen = choose_tokens(on_device, rows, to_device)
+    return chosen.cpu().tolist(), report_logprobs(on_device, chosen, rows)
 
 
 def target(logits: torch.Tensor, s: RowSampling) -> np.ndarray:
@@ -195,3 +197,12 @@ def test_logits_are_not_modified(npu: Any) -> None:
                                min_tokens=9, suppressed=(3,))])  # fmt: skip
 
     assert torch.equal(logits.cpu(), before)
+
+
+def test_a_place_behind_drafts_is_sampled_as_if_they_were_tokens(npu: Any) -> None:
+    logits = make_logits(8)
+    sampling = {"temperature": 1.0, "seed": 5}
+    known = [make_row(4 + i, **sampling) for i in range(8)]
+    drafted = [replace(make_row(4, **sampling), num_drafts=i) for i in range(8)]
+
+    assert run(npu, logits, known)[0] == run(npu, logits, drafted)[0]

@@ -214,8 +214,9 @@ def test_the_wait_for_updates_is_measured(decoder: AttentionDecoder, is_counted:
         decoder.npu.synchronize()
         return wait.take_us()
 
-    assert step(0.05) > 45e3  # behind: the device stood while the host slept
-    assert step(0.05) < 5e3  # ahead
+    behind = step(0.05)
+    assert behind > 45e3  # the device stood while the host slept
+    assert step(0.05) < behind / 2  # ahead
     assert wait.take_us() == 0.0
 
 

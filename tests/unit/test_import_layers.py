@@ -31,6 +31,7 @@ LAYERS = {
     "graph.commands": 1,
     "graph.descriptor": 1,
     "graph.dispatcher": 1,
+    "graph.draft_places": 1,
     "graph.exchange": 1,
     "graph.lazy": 1,
     "graph.ledger": 1,

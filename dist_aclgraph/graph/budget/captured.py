@@ -15,7 +15,7 @@ from dist_aclgraph.graph.budget.workload import Domain, Workload
 
 QUEUE_ENTRIES = 2016  # of a captured stream: 2048 less 32 that CANN reserves
 
-# Operators of a dense layer (models/dense.py), counted in the dumps of captured graphs: norm, qkv,
+# Operators of a dense layer (models/gqa.py), counted in the dumps of captured graphs: norm, qkv,
 # two head norms, two rotations and the contiguous v before attention; output product, norm, two
 # products and the activation after it. Models without head norms have two less.
 BEFORE_ATTENTION = 7

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.kv.spec import KVCacheSpec, kv_heads_per_rank
+from dist_aclgraph.kv.spec import KVCacheSpec, elements_per_token, kv_heads_per_rank
+from dist_aclgraph.model_facts import ModelFacts
 
 
 def make_spec(**changes) -> KVCacheSpec:
-    values = {"num_layers": 64, "num_kv_heads": 1, "head_size": 128, "block_size": 128}
+    values = {"num_layers": 64, "elements_per_token": 2 * 128, "block_size": 128}
     return KVCacheSpec(**(values | changes))
 
 
@@ -18,6 +19,31 @@ def test_a_block_holds_keys_and_values_of_every_layer() -> None:
     assert make_spec().bytes_per_layer_block == 65536
     assert make_spec().bytes_per_block == 64 * 65536
     assert make_spec(dtype="float32").total_bytes(3) == 3 * 2 * 64 * 65536
+
+
+def make_facts(**changes) -> ModelFacts:
+    values = {
+        "architecture": "DeepseekV3ForCausalLM",
+        "num_layers": 61,
+        "num_heads": 128,
+        "num_kv_heads": 128,
+        "head_size": 64,
+        "max_model_len": 163840,
+    }
+    return ModelFacts(**(values | changes))
+
+
+def test_every_rank_keeps_the_whole_latent_and_its_own_heads() -> None:
+    latent, grouped = make_facts(latent_size=576), make_facts(num_kv_heads=8, head_size=128)
+
+    assert [elements_per_token(latent, tp) for tp in (1, 8, 16)] == [576] * 3
+    assert [elements_per_token(grouped, tp) for tp in (1, 8, 16)] == [2048, 256, 256]
+
+
+def test_a_token_of_deepseek_v3_takes_seventy_thousand_bytes() -> None:
+    spec = make_spec(num_layers=61, elements_per_token=576)
+
+    assert spec.bytes_per_block / spec.block_size == 70272
 
 
 def test_the_last_tokens_take_a_whole_block() -> None:

@@ -41,7 +41,7 @@ def make_scheduler(
     )
     return Scheduler(
         config,
-        BlockPool(num_blocks, block_size),
+        [BlockPool(num_blocks, block_size)],
         GraphDispatcher(plan),
         max_model_len=max_model_len,
         **options,
@@ -60,7 +60,7 @@ def records(plan: StepPlan | None) -> list[list[int]]:
 def run(scheduler: Scheduler, *token_ids: int, **fields) -> list[RequestOutput]:
     """Update with the tokens of the step in flight."""
     result = StepResult(scheduler.epoch, scheduler.step, 0, pack_ints(list(token_ids)), **fields)
-    return scheduler.update(result)
+    return scheduler.update([result])
 
 
 def test_a_prompt_runs_eagerly_and_its_decode_replays_a_graph() -> None:
@@ -148,7 +148,7 @@ def test_a_request_ends_at_the_first_limit_it_meets(params, tokens, reason) -> N
 
     assert [token for output in outputs for token in output.token_ids] == tokens
     assert [output.finish_reason for output in outputs][-1] == reason
-    assert scheduler.pool.num_used == 0
+    assert scheduler.ranks[0].pool.num_used == 0
 
 
 def test_the_workers_are_told_which_ends_to_suppress() -> None:
@@ -206,13 +206,13 @@ def test_what_a_step_brings_for_an_aborted_request_is_dropped() -> None:
     scheduler.schedule()
 
     last = scheduler.abort("a")
-    used_in_flight = scheduler.pool.num_used
+    used_in_flight = scheduler.ranks[0].pool.num_used
     outputs = run(scheduler, 1, 2)
 
     assert last == RequestOutput("a", (), "abort")
     assert used_in_flight == 2, "the step still writes to its block"
     assert [(output.request_id, output.token_ids) for output in outputs] == [("b", (2,))]
-    assert scheduler.pool.num_used == 1
+    assert scheduler.ranks[0].pool.num_used == 1
     assert scheduler.abort("a") is None
 
 
@@ -236,7 +236,7 @@ def test_all_requests_can_be_ended_at_once() -> None:
 
     assert {(o.request_id, o.finish_reason) for o in outputs} == {("a", "error"), ("b", "error")}
     assert run(scheduler, 1) == []
-    assert scheduler.pool.num_used == 0
+    assert scheduler.ranks[0].pool.num_used == 0
 
 
 def test_a_new_epoch_starts_every_request_again_with_its_tokens() -> None:
@@ -252,7 +252,7 @@ def test_a_new_epoch_starts_every_request_again_with_its_tokens() -> None:
     plan = scheduler.schedule()
 
     assert plan is not None and plan.epoch == 1
-    assert scheduler.update(StepResult(0, stale.step, 0, pack_ints([3, 4]))) == []
+    assert scheduler.update([StepResult(0, stale.step, 0, pack_ints([3, 4]))]) == []
     tokens = [unpack_ints(start.token_ids).tolist() for start in plan.batches[0].started]
     assert tokens == [[0, 1, 2, 3, 1], [0, 1, 2, 3, 2]]
     assert [record[1] for record in records(plan)] == [0, 0], "the lost cache is not trusted"
@@ -331,7 +331,7 @@ def test_a_failed_or_short_result_ends_the_epoch() -> None:
     scheduler.add(make_request("a"))
     scheduler.schedule()
 
-    with pytest.raises(WorkerError, match="brought 0 tokens, 1 were sampled"):
+    with pytest.raises(WorkerError, match="brought 0 tokens, 1 requests were sampled"):
         run(scheduler)
     with pytest.raises(WorkerError, match="107027"):
         run(scheduler, error="107027")

@@ -86,7 +86,7 @@ def make_scheduler(
     plan = make_plan(1, 2, 4)
     return Scheduler(
         SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens),
-        BlockPool(num_blocks, BLOCK_SIZE, prefix_cache=prefix_cache),
+        [BlockPool(num_blocks, BLOCK_SIZE, prefix_cache=prefix_cache)],
         GraphDispatcher(plan),
         max_model_len=MAX_MODEL_LEN,
     )
@@ -101,6 +101,7 @@ def assert_consistent(scheduler: Scheduler, worker: FakeWorker, max_tokens: int)
     assert plan.graph is None or plan.graph.num_tokens >= records[:, 2].sum()
     assert all(length > 0 for length in records[:, 2])
     writable: Counter[int] = Counter()
+    pool = scheduler.ranks[0].pool
     scheduled = set(records[:, 0].tolist())
     for request in scheduler.running:
         if request.row in scheduled:
@@ -109,7 +110,7 @@ def assert_consistent(scheduler: Scheduler, worker: FakeWorker, max_tokens: int)
             assert row.blocks == request.block_ids
         first = request.num_computed_tokens // BLOCK_SIZE
         writable.update(request.block_ids[first:])
-        assert not any(scheduler.pool.is_stored(block) for block in request.block_ids[first:])
+        assert not any(pool.is_stored(block) for block in request.block_ids[first:])
     assert not writable or max(writable.values()) == 1
     arrived = [int(request.request_id) for request in [*scheduler.running, *scheduler.waiting]]
     assert arrived == sorted(arrived), "requests are ordered by arrival"
@@ -170,10 +171,10 @@ def test_every_request_gets_its_tokens_and_every_block_comes_back(
         if step == lost_at:
             worker.lose_cache()
             scheduler.restart(epoch=scheduler.epoch + 1)
-        take(scheduler.update(result))
+        take(scheduler.update([result]))
 
     assert not scheduler.has_work and scheduler.num_requests == 0
-    assert scheduler.pool.num_used == 0
+    assert scheduler.ranks[0].pool.num_used == 0
     assert reasons.keys() == got.keys()
     for index, arrival in enumerate(plan_of_arrivals):
         tokens, reason = arrival.expected(index)

@@ -124,7 +124,7 @@ def test_the_simulation_decides_as_the_scheduler_does_with_a_worker(
     plan = simulated.dispatcher.plan
     dispatcher = GraphDispatcher(plan)
     scheduler = Scheduler(
-        config.scheduler, BlockPool(num_blocks, 16), dispatcher, max_model_len=2048
+        config.scheduler, [BlockPool(num_blocks, 16)], dispatcher, max_model_len=2048
     )
     worker = FakeWorker(num_blocks, 16)
     second, coming = 0, list(enumerate(load))
@@ -137,7 +137,7 @@ def test_the_simulation_decides_as_the_scheduler_does_with_a_worker(
             )
         step = scheduler.schedule()
         if step is not None:
-            scheduler.update(worker.execute(step))
+            scheduler.update([worker.execute(step)])
         second += 1
 
     assert simulated.dispatcher.report() == dispatcher.report()

@@ -1,0 +1,102 @@
+"""What an engine tells of its group: counters and gauges for /metrics, and the report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dist_aclgraph.graph.descriptor import BatchDescriptor
+from dist_aclgraph.graph.plan import CaptureCost, plan_report
+from dist_aclgraph.scheduler.scheduler import Scheduler
+
+Costs = Mapping[BatchDescriptor, CaptureCost]
+
+
+@dataclass(frozen=True)
+class LoopCounts:
+    """What the loop itself has counted."""
+
+    prompt_tokens: int
+    generation_tokens: int
+    steps: int
+
+
+def group_metrics(
+    scheduler: Scheduler, counts: LoopCounts, costs: Costs, ranks_report: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return counters and gauges of a group; an object is one value per key.
+
+    Args:
+        costs: of every graph that exists.
+        ranks_report: what the controller knows of the ranks.
+    """
+    stats = scheduler.stats()
+    return {
+        "num_requests_running": stats["running"],
+        "num_requests_waiting": stats["waiting"],
+        "num_requests_running_by_dp_rank": {
+            str(rank.index): len(rank.running) for rank in scheduler.ranks
+        },
+        "kv_cache_usage": stats["blocks_used"] / stats["blocks_usable"],
+        "kv_cache_usage_by_dp_rank": {
+            str(rank.index): rank.pool.num_used / rank.pool.num_usable for rank in scheduler.ranks
+        },
+        "num_preemptions": stats["preemptions"],
+        "prompt_tokens": counts.prompt_tokens,
+        "generation_tokens": counts.generation_tokens,
+        "prefix_cache_queries": stats["admitted_tokens"],
+        "prefix_cache_hits": stats["cached_tokens"],
+        "spec_decode_num_drafts": stats["drafts"],
+        "spec_decode_num_draft_tokens": stats["draft_tokens"],
+        "spec_decode_num_accepted_tokens": stats["accepted_tokens"],
+        "spec_decode_num_accepted_tokens_per_pos": {
+            str(position): count for position, count in enumerate(scheduler.accepted_by_position)
+        },
+        "expert_tokens": {
+            str(rank): count for rank, count in sorted(dict(scheduler.expert_tokens).items())
+        },
+        "steps": counts.steps,
+        "step_reruns": stats["reruns"],
+        "graph": scheduler.dispatcher.report(),
+        "capture_seconds": {str(graph): cost.seconds for graph, cost in costs.items()},
+        "pool_bytes": ranks_report.get("pool_bytes", 0),
+        "streams_predicted": _streams(ranks_report, "predicted"),
+        "streams_measured": _streams(ranks_report, "measured"),
+    }
+
+
+def _streams(ranks_report: Mapping[str, Any], which: str) -> dict[str, int]:
+    """What the first plan was to take, or took, of each rank's streams."""
+    ranks = ranks_report.get("ranks", [])
+    return {str(rank["rank"]): rank["streams"][which] for rank in ranks}
+
+
+def group_report(
+    scheduler: Scheduler, costs: Costs, step_seconds: Mapping[BatchDescriptor, float]
+) -> dict[str, Any]:
+    """Return the plan that holds, and the graphs that exist with their counters."""
+    dispatcher = scheduler.dispatcher
+    counters = dispatcher.report()
+    lazy = () if dispatcher.lazy is None else dispatcher.lazy.graphs
+    buckets = [
+        {
+            "graph": str(graph),
+            "mode": graph.mode,
+            "bucket": graph.num_tokens,
+            "is_lazy": graph in lazy,
+            "capture_seconds": costs[graph].seconds,
+            "streams": costs[graph].streams,
+            "bytes": costs[graph].bytes,
+            "replays": counters["replays"].get(str(graph), 0),
+            "padded_tokens": counters["padded_by_graph"].get(str(graph), 0),
+            "wasted_fraction": counters["wasted_by_graph"].get(str(graph), 0.0),
+            "step_seconds": step_seconds.get(graph, 0.0),
+        }
+        for graph in sorted(costs, key=lambda graph: (-graph.num_tokens, graph.mode))
+    ]
+    return {
+        "plan": plan_report(dispatcher.plan),
+        "buckets": buckets,
+        "eager_steps": counters["misses"],
+    }

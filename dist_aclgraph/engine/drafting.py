@@ -1,0 +1,124 @@
+"""Multi-token prediction: drafts that the next step verifies, all on the device.
+
+A step gives the target model each request's last token and its k drafts, and samples a token at
+every one of these places, as it would without drafts. The drafts that equal what was sampled before
+them were right; the token after the last right one comes for free. So what is sampled never depends
+on the drafts: greedy or random, with or without, a request gets the same tokens. (For drafts that
+are chosen without chance this is rejection sampling: a draft passes with the probability that the
+target gives it, and otherwise the target's other tokens are left.)
+
+Then the next-token module runs over the same places with the tokens that were sampled, and from the
+last right place on it proposes k tokens, one after another. How many drafts passed is known to the
+device alone, and nothing on the host may depend on it. So every request keeps k + 1 places in each
+of these runs, of which only the one behind its last right place writes to the cache; causality
+keeps the places after it from being seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dist_aclgraph.graph.draft_places import PADDING_SLOT
+from dist_aclgraph.graph.step_buffers import DraftInputs
+
+RunModule = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Runs the next-token module: iteration (its KV lengths are longer by that), token ids, positions
+and slots [n] int32, hidden states [n, hidden] of the places before; returns [n, hidden]."""
+
+
+class Drafter:
+    """Owns the drafts of all rows: int32 [max_rows + 1, k], the last row is spare."""
+
+    def __init__(self, k: int, max_rows: int, device: torch.device) -> None:
+        self._drafts = torch.zeros((max_rows + 1, k), dtype=torch.int32, device=device)
+
+    @property
+    def k(self) -> int:
+        return self._drafts.shape[1]
+
+    @property
+    def spare_row(self) -> int:
+        return self._drafts.shape[0] - 1
+
+    def fill_in(self, token_ids: Tensor) -> Tensor:
+        """Replace references to drafts by the drafts: token ids -1 - (row * k + index)."""
+        places = (-1 - token_ids).clamp(min=0)
+        return torch.where(token_ids < 0, self._drafts.view(-1).index_select(0, places), token_ids)
+
+    def propose(
+        self,
+        logits: Callable[[Tensor], Tensor],
+        run: RunModule,
+        token_ids: Tensor,
+        next_tokens: Tensor | None,
+        positions: Tensor,
+        slots: Tensor,
+        hidden: Tensor,
+        sampled: Tensor,
+        inputs: DraftInputs,
+    ) -> Tensor:
+        """Count the drafts that passed, and draft what follows.
+
+        Args:
+            logits: of the module's results: [num_reqs, hidden] -> [num_reqs, vocab].
+            token_ids, positions, slots: [n] int32, of the step, drafts filled in.
+            next_tokens: [n] int32, the token after each, where it is known; None where every token
+                is a place, in order.
+            hidden: [n, hidden], the target model's.
+            sampled: [num_reqs, k + 1] int32, at the places.
+
+        Returns:
+            [num_reqs] int32, how many drafts of each request passed.
+        """
+        num_reqs, num_places = sampled.shape
+        drafted = token_ids.index_select(0, inputs.places).view(num_reqs, num_places)[:, 1:]
+        accepted = count_accepted(sampled, drafted, inputs.most)
+        chosen = sampled.reshape(-1)
+        if next_tokens is not None:
+            chosen = next_tokens.index_copy(0, inputs.places.long(), chosen)
+        hidden = run(0, chosen, positions, slots, hidden)
+        if next_tokens is not None:
+            hidden = hidden.index_select(0, inputs.places)
+        columns = torch.arange(num_places, dtype=torch.int32, device=sampled.device)
+        first = torch.arange(num_reqs, dtype=torch.int32, device=sampled.device) * num_places
+        last_right = first + accepted
+        goes_on = columns == accepted.unsqueeze(1)  # [num_reqs, k + 1]
+        proposed = []
+        for iteration in range(1, self.k + 1):
+            best = logits(hidden.index_select(0, last_right)).argmax(-1).int()
+            proposed.append(best)
+            if iteration == self.k:
+                break
+            slot = inputs.slots.gather(1, (accepted + iteration).long().unsqueeze(1))
+            hidden = run(
+                iteration,
+                best.unsqueeze(1).expand(-1, num_places).reshape(-1),
+                (inputs.positions + iteration).view(-1),
+                torch.where(goes_on, slot, PADDING_SLOT).view(-1),
+                hidden,
+            )
+        self._drafts.index_copy_(0, inputs.rows.long(), torch.stack(proposed, 1))
+        return accepted
+
+
+def count_accepted(sampled: Tensor, drafted: Tensor, most: Tensor) -> Tensor:
+    """Count the drafts before the first wrong one.
+
+    Args:
+        sampled: [num_reqs, k + 1] int32, what the target chose at each place.
+        drafted: [num_reqs, k] int32.
+        most: [num_reqs] int32.
+
+    Returns:
+        [num_reqs] int32, from 0 to k, and not above ``most``.
+    """
+    right = (sampled[:, :-1] == drafted).int()
+    passed = right[:, 0]
+    accepted = passed
+    for index in range(1, right.shape[1]):
+        passed = passed * right[:, index]
+        accepted = accepted + passed
+    return torch.minimum(accepted, most)

@@ -1,0 +1,102 @@
+"""A decoder on one rank: embedding, layers, head; what kind of attention, the spec says."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dist_aclgraph.comm.groups import RankGroups
+from dist_aclgraph.layers.attention import AttentionMetadata
+from dist_aclgraph.layers.experts import ALL_HERE, ExpertStep
+from dist_aclgraph.layers.vocabulary import VocabularyEmbedding, VocabularyHead, vocabulary_part
+from dist_aclgraph.models.attention import AttentionKind, Cache
+from dist_aclgraph.models.checkpoint import Checkpoint, Progress
+from dist_aclgraph.models.gqa import GroupedQuery
+from dist_aclgraph.models.layer_stack import LayerStack, load_layer
+from dist_aclgraph.models.loading import WeightSlices
+from dist_aclgraph.models.segments import RunSegment, run_directly
+from dist_aclgraph.models.spec import ModelSpec
+
+
+class Decoder:
+    """A decoder's part on one tensor parallel rank.
+
+    Owns the weights. Knows nothing about requests, batches or graphs.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        groups: RankGroups,
+        checkpoint: Checkpoint,
+        *,
+        device: torch.device,
+        max_len: int,
+        progress: Progress | None = None,
+    ) -> None:
+        """Load this rank's slices.
+
+        Raises:
+            ConfigError: the heads cannot be split over the group.
+            MissingTensorError: names the first tensor that lacks or has another shape.
+        """
+        self.spec = spec
+        slices = WeightSlices(checkpoint, groups.tp, device)
+        self._embedding = _load_embedding(slices, spec)
+        norm = slices.whole("model.norm.weight", (spec.hidden_size,))
+        self.kind: AttentionKind = GroupedQuery(
+            spec, groups.tp, device=device, dtype=norm.dtype, max_len=max_len
+        )
+        layers = []
+        for index in range(spec.num_layers):
+            layers.append(load_layer(slices, spec, self.kind, index))
+            if progress is not None:
+                progress(index + 1, spec.num_layers)
+        self._stack = LayerStack(self.kind, layers, norm, spec.rms_norm_eps)
+        self._head = _load_head(slices, spec, self._embedding)
+
+    def make_caches(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> list[Cache]:
+        """Return an empty KV cache for each layer."""
+        return [
+            self.kind.make_cache(num_blocks, block_size, dtype) for _ in range(self.spec.num_layers)
+        ]
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        caches: list[Cache],
+        metadata: AttentionMetadata,
+        run: RunSegment = run_directly,
+        step: ExpertStep = ALL_HERE,
+    ) -> Tensor:
+        """Return [num_tokens, hidden], normalised; see ``LayerStack.forward``.
+
+        Args:
+            token_ids: [num_tokens] int32.
+        """
+        return self._stack.forward(
+            self._embedding, (token_ids,), positions, slots, caches, metadata, run, step
+        )
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[n, hidden] -> [n, vocab], on every rank; written to ``out`` where one is given."""
+        return self._head(hidden, out)
+
+
+def _load_embedding(slices: WeightSlices, spec: ModelSpec) -> VocabularyEmbedding:
+    start, stop = vocabulary_part(spec.vocab_size, slices.group)
+    shape = (spec.vocab_size, spec.hidden_size)
+    rows = slices.part("model.embed_tokens.weight", shape, 0, start, stop)
+    return VocabularyEmbedding(slices.place(rows), start, slices.group)
+
+
+def _load_head(
+    slices: WeightSlices, spec: ModelSpec, embedding: VocabularyEmbedding
+) -> VocabularyHead:
+    if spec.tie_word_embeddings:
+        return VocabularyHead(embedding.weight.t(), spec.vocab_size, slices.group)
+    part = vocabulary_part(spec.vocab_size, slices.group)
+    weight = slices.columns("lm_head.weight", spec.vocab_size, spec.hidden_size, *part)
+    return VocabularyHead(slices.place(weight), spec.vocab_size, slices.group)

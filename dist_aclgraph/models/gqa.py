@@ -1,0 +1,152 @@
+"""Grouped-query attention of a decoder: Llama, Qwen2, Qwen3 and Qwen3-MoE, by the switches of
+``ModelSpec``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dist_aclgraph.comm.groups import CommGroup
+from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.layers.attention import AttentionMetadata, KVCache, PagedAttention
+from dist_aclgraph.layers.linear import Linear, RowParallelLinear
+from dist_aclgraph.layers.rotary import rope_tables
+from dist_aclgraph.models.attention import Rope, Upload
+from dist_aclgraph.models.loading import WeightSlices
+from dist_aclgraph.models.spec import ModelSpec
+from dist_aclgraph.scheduler.step import IntArray
+
+
+@dataclass(frozen=True)
+class HeadShare:
+    """Which heads a rank has. KV heads are replicated where there are fewer than ranks."""
+
+    num_heads: int
+    num_kv_heads: int
+    first_head: int
+    first_kv_head: int
+
+
+def share_heads(spec: ModelSpec, group: CommGroup) -> HeadShare:
+    """Split the heads over the tensor parallel group.
+
+    Raises:
+        ConfigError: the group does not divide the heads, or they do not line up with KV heads.
+    """
+    size = group.size
+    if spec.num_heads % size:
+        raise ConfigError(
+            f"parallel.tp is {size}: it must divide the model's {spec.num_heads} attention heads"
+        )
+    if spec.num_kv_heads % size and size % spec.num_kv_heads:
+        raise ConfigError(
+            f"parallel.tp is {size}: it must divide the model's {spec.num_kv_heads} KV heads or be "
+            "a multiple of them"
+        )
+    num_heads = spec.num_heads // size
+    num_kv_heads = max(1, spec.num_kv_heads // size)
+    first_kv_head = group.rank * spec.num_kv_heads // size
+    return HeadShare(num_heads, num_kv_heads, group.rank * num_heads, first_kv_head)
+
+
+@dataclass(frozen=True)
+class GroupedQueryAttention:
+    """The attention of one layer on this rank."""
+
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    paged: PagedAttention
+    output_product: RowParallelLinear
+    eps: float
+
+    def project(self, h: Tensor, rope: Rope) -> tuple[Tensor, ...]:
+        """Return q and k [num_tokens, heads, head_dim], rotated, v, and room like q."""
+        npu, a = torch.ops.npu, self.paged
+        n = h.shape[0]
+        widths = [a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim]
+        q, k, v = torch.split(self.qkv(h), [widths[0], widths[1], widths[1]], dim=-1)
+        q = q.reshape(1, n, a.num_heads, a.head_dim)
+        k = k.reshape(1, n, a.num_kv_heads, a.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q = npu.npu_rms_norm(q, self.q_norm, self.eps)[0]
+            k = npu.npu_rms_norm(k, self.k_norm, self.eps)[0]
+        q = npu.npu_rotary_mul(q, *rope)[0]
+        k = npu.npu_rotary_mul(k, *rope)[0]
+        # The cache write takes contiguous rows only.
+        v = v.reshape(n, a.num_kv_heads, a.head_dim).contiguous()
+        return q, k, v, torch.empty_like(q)
+
+    def attend(
+        self, inputs: tuple[Tensor, ...], rope: Rope, cache: KVCache, metadata: AttentionMetadata
+    ) -> None:
+        q, k, v, out = inputs
+        self.paged(q, k, v, out, cache, metadata)
+
+    def output(self, attended: Tensor) -> Tensor:
+        return self.output_product(attended.flatten(1))
+
+
+class GroupedQuery:
+    """What the layers share: the rank's heads and the rotary tables."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        group: CommGroup,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_len: int,
+    ) -> None:
+        """Build the tables for positions below ``max_len``.
+
+        Raises:
+            ConfigError: the heads cannot be split over the group.
+        """
+        self._spec = spec
+        self._heads = share_heads(spec, group)
+        self._device = device
+        cos, sin = rope_tables(spec.rope, spec.head_dim, max_len, dtype)
+        self._cos, self._sin = cos.to(device), sin.to(device)
+
+    def load(self, slices: WeightSlices, prefix: str) -> GroupedQueryAttention:
+        spec, heads, d = self._spec, self._heads, self._spec.head_dim
+        q = (spec.num_heads * d, heads.first_head * d, (heads.first_head + heads.num_heads) * d)
+        last_kv_head = heads.first_kv_head + heads.num_kv_heads
+        kv = (spec.num_kv_heads * d, heads.first_kv_head * d, last_kv_head * d)
+        parts = [(f"{prefix}.q_proj", *q), (f"{prefix}.k_proj", *kv), (f"{prefix}.v_proj", *kv)]
+        has_norms, norm = spec.has_qk_norm, (d,)
+        return GroupedQueryAttention(
+            qkv=slices.fused(parts, spec.hidden_size, spec.has_qkv_bias),
+            q_norm=slices.whole(f"{prefix}.q_norm.weight", norm) if has_norms else None,
+            k_norm=slices.whole(f"{prefix}.k_norm.weight", norm) if has_norms else None,
+            paged=PagedAttention(heads.num_heads, heads.num_kv_heads, d),
+            output_product=slices.row_parallel(
+                f"{prefix}.o_proj", (spec.hidden_size, q[0]), *q[1:], spec.has_output_bias
+            ),
+            eps=spec.rms_norm_eps,
+        )
+
+    def rope(self, positions: Tensor) -> Rope:
+        """[n] -> cos and sin [1, n, 1, head_dim], from tables that were built at load."""
+        shape = (1, -1, 1, self._spec.head_dim)
+        return (
+            self._cos.index_select(0, positions).view(shape),
+            self._sin.index_select(0, positions).view(shape),
+        )
+
+    def make_cache(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> KVCache:
+        shape = (num_blocks, block_size, self._heads.num_kv_heads, self._spec.head_dim)
+        cache = KVCache(*(torch.empty(shape, dtype=dtype, device=self._device) for _ in range(2)))
+        cache.keys[0].zero_()
+        cache.values[0].zero_()
+        return cache
+
+    def prepare(
+        self, metadata: AttentionMetadata, block_table: IntArray, block_size: int, upload: Upload
+    ) -> AttentionMetadata:
+        return metadata

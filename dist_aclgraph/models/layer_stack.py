@@ -1,0 +1,172 @@
+"""Decoder layers in a row: norms, residual stream, attention of any kind, feed-forward part.
+
+The forward pass is a chain of segments split at attention (``before_attention`` and
+``after_attention`` of each layer), so that a graph can be captured for the whole or for the pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dist_aclgraph.layers.attention import AttentionMetadata
+from dist_aclgraph.layers.experts import ALL_HERE, ExpertStep
+from dist_aclgraph.layers.linear import Linear, RowParallelLinear
+from dist_aclgraph.models.attention import AttentionKind, Cache, LayerAttention, Rope
+from dist_aclgraph.models.expert_weights import load_experts
+from dist_aclgraph.models.loading import WeightSlices
+from dist_aclgraph.models.segments import RunSegment, Segment, run_directly
+from dist_aclgraph.models.spec import ModelSpec
+
+Embed = Callable[..., Tensor]  # of tensors with one row for each token: [num_tokens, hidden]
+
+
+class FeedForward(Protocol):
+    """The part of a layer behind attention."""
+
+    def __call__(self, x: Tensor, slots: Tensor, step: ExpertStep) -> Tensor:
+        """[n, hidden] -> [n, hidden], summed over the ranks."""
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """The feed-forward part of a layer, split over the group by its inner width."""
+
+    gate_up: Linear
+    down: RowParallelLinear
+
+    def __call__(self, x: Tensor, slots: Tensor, step: ExpertStep) -> Tensor:
+        """[n, hidden] -> [n, hidden]; the other arguments are for layers of experts."""
+        return self.down(torch.ops.npu.npu_swiglu(self.gate_up(x)))
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """One decoder layer of this rank."""
+
+    input_norm: Tensor
+    attention: LayerAttention
+    post_attention_norm: Tensor
+    feed_forward: FeedForward
+    eps: float
+
+    def before_attention(
+        self, x: Tensor, residual: Tensor | None, rope: Rope
+    ) -> tuple[Tensor, ...]:
+        """Return the residual stream, and the inputs of attention."""
+        npu = torch.ops.npu
+        if residual is None:
+            h, residual = npu.npu_rms_norm(x, self.input_norm, self.eps)[0], x
+        else:
+            h, _, residual = npu.npu_add_rms_norm(x, residual, self.input_norm, self.eps)
+        return residual, *self.attention.project(h, rope)
+
+    def after_attention(
+        self, attended: Tensor, residual: Tensor, slots: Tensor, step: ExpertStep
+    ) -> tuple[Tensor, Tensor]:
+        """Return the layer's output before its residual sum, and the residual stream."""
+        npu = torch.ops.npu
+        h, _, residual = npu.npu_add_rms_norm(
+            self.attention.output(attended), residual, self.post_attention_norm, self.eps
+        )
+        return self.feed_forward(h, slots, step), residual
+
+
+def load_layer(
+    slices: WeightSlices, spec: ModelSpec, kind: AttentionKind, index: int
+) -> DecoderLayer:
+    """Return this rank's part of layer ``index``, which may lie beyond the decoder's own."""
+    prefix, norm = f"model.layers.{index}", (spec.hidden_size,)
+    return DecoderLayer(
+        slices.whole(f"{prefix}.input_layernorm.weight", norm),
+        kind.load(slices, f"{prefix}.self_attn"),
+        slices.whole(f"{prefix}.post_attention_layernorm.weight", norm),
+        _load_feed_forward(slices, spec, index, f"{prefix}.mlp"),
+        spec.rms_norm_eps,
+    )
+
+
+def _load_feed_forward(
+    slices: WeightSlices, spec: ModelSpec, index: int, prefix: str
+) -> FeedForward:
+    hidden, width, has_bias = spec.hidden_size, spec.intermediate_size, spec.has_mlp_bias
+    if spec.experts is not None and index in spec.experts.layers:
+        return load_experts(slices, spec.experts, hidden, prefix)
+    share = slices.share(width)
+    parts = [(f"{prefix}.{name}", width, *share) for name in ("gate_proj", "up_proj")]
+    down = slices.row_parallel(f"{prefix}.down_proj", (hidden, width), *share, has_bias)
+    return Mlp(slices.fused(parts, hidden, has_bias), down)
+
+
+@dataclass(frozen=True)
+class LayerStack:
+    """Layers one after another, and the norm behind them.
+
+    Attributes:
+        norm: [hidden].
+    """
+
+    kind: AttentionKind
+    layers: Sequence[DecoderLayer]
+    norm: Tensor
+    eps: float
+
+    def forward(
+        self,
+        embed: Embed,
+        inputs: tuple[Tensor, ...],
+        positions: Tensor,
+        slots: Tensor,
+        caches: Sequence[Cache],
+        metadata: AttentionMetadata,
+        run: RunSegment = run_directly,
+        step: ExpertStep = ALL_HERE,
+    ) -> Tensor:
+        """Run all layers.
+
+        Args:
+            embed: makes the first layer's input of ``inputs``, as part of the first segment.
+            inputs: [num_tokens, ...] each.
+            positions: [num_tokens] int32.
+            slots: [num_tokens] int32, -1 is padding.
+            caches: one per layer.
+            metadata: prepared by the kind of attention.
+            run: what becomes of each segment between two attentions: run now, captured, replayed.
+
+        Returns:
+            [num_tokens, hidden], normalised.
+        """
+        first, *between, last = self._segments(embed, step)
+        cos, sin, residual, *state = run(first, positions, *inputs)
+        for layer, cache, segment in zip(self.layers, caches, [*between, last], strict=True):
+            layer.attention.attend(tuple(state), (cos, sin), cache, metadata)
+            if segment is not last:
+                residual, *state = run(segment, state[-1], residual, slots, cos, sin)
+        (hidden,) = run(last, state[-1], residual, slots)
+        return hidden
+
+    def _segments(self, embed: Embed, step: ExpertStep) -> list[Segment]:
+        """The forward pass, cut at attention: one segment more than there are layers."""
+        layers = self.layers
+
+        def first(positions: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+            rope = self.kind.rope(positions)
+            return *rope, *layers[0].before_attention(embed(*inputs), None, rope)
+
+        def between(above: DecoderLayer, below: DecoderLayer, *state: Tensor) -> tuple[Tensor, ...]:
+            attended, residual, slots, cos, sin = state
+            x, residual = above.after_attention(attended, residual, slots, step)
+            return below.before_attention(x, residual, (cos, sin))
+
+        def last(attended: Tensor, residual: Tensor, slots: Tensor) -> tuple[Tensor]:
+            x, residual = layers[-1].after_attention(attended, residual, slots, step)
+            return (torch.ops.npu.npu_add_rms_norm(x, residual, self.norm, self.eps)[0],)
+
+        middle = [partial(between, *pair) for pair in pairwise(layers)]
+        return [first, *middle, last]

@@ -1,0 +1,99 @@
+"""The module of a checkpoint that predicts one token further than the decoder.
+
+A decoder layer of its own behind a mix of two things: the hidden state at a place, and the token
+that came after it. Embedding and head are the decoder's; checkpoints repeat them. Reference: the
+DeepSeek-V3 report, section 2.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dist_aclgraph.layers.attention import AttentionMetadata
+from dist_aclgraph.layers.experts import ExpertStep
+from dist_aclgraph.layers.linear import Linear
+from dist_aclgraph.layers.vocabulary import VocabularyEmbedding, VocabularyHead
+from dist_aclgraph.models.attention import AttentionKind, Cache
+from dist_aclgraph.models.layer_stack import LayerStack, load_layer
+from dist_aclgraph.models.loading import WeightSlices
+from dist_aclgraph.models.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class NextTokenModule:
+    """One rank's part.
+
+    Attributes:
+        token_norm, hidden_norm: [hidden].
+        mix: [2 * hidden, hidden], the token's half first; whole on every rank.
+        stack: one layer, and the norm before the head.
+    """
+
+    embedding: VocabularyEmbedding
+    token_norm: Tensor
+    hidden_norm: Tensor
+    mix: Linear
+    stack: LayerStack
+    head: VocabularyHead
+
+    def make_cache(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> Cache:
+        """Return the layer's KV cache; its blocks are those of the decoder's layers."""
+        return self.stack.kind.make_cache(num_blocks, block_size, dtype)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        cache: Cache,
+        metadata: AttentionMetadata,
+        step: ExpertStep,
+    ) -> Tensor:
+        """Return [n, hidden], normalised: for ``logits``, and for the token after that.
+
+        Args:
+            token_ids: [n] int32, the token after each place.
+            hidden: [n, hidden] at each place, of the decoder or of this module.
+            positions: [n] int32, of the places.
+        """
+        inputs = (token_ids, hidden)
+        return self.stack.forward(self._mix, inputs, positions, slots, [cache], metadata, step=step)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] -> [n, vocab], on every rank."""
+        return self.head(hidden)
+
+    def _mix(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
+        npu, eps = torch.ops.npu, self.stack.eps
+        token = npu.npu_rms_norm(self.embedding(token_ids), self.token_norm, eps)[0]
+        return self.mix(torch.cat([token, npu.npu_rms_norm(hidden, self.hidden_norm, eps)[0]], -1))
+
+
+def load_next_token_module(
+    slices: WeightSlices,
+    spec: ModelSpec,
+    kind: AttentionKind,
+    embedding: VocabularyEmbedding,
+    head: VocabularyHead,
+) -> NextTokenModule:
+    """Load the first next-token module: the layer behind the decoder's last."""
+    width = spec.hidden_size
+    prefix, norm = f"model.layers.{spec.num_layers}", (width,)
+    mix = slices.columns(f"{prefix}.eh_proj.weight", width, 2 * width, 0, width)
+    return NextTokenModule(
+        embedding,
+        slices.whole(f"{prefix}.enorm.weight", norm),
+        slices.whole(f"{prefix}.hnorm.weight", norm),
+        Linear(slices.place(mix)),
+        LayerStack(
+            kind,
+            [load_layer(slices, spec, kind, spec.num_layers)],
+            slices.whole(f"{prefix}.shared_head.norm.weight", norm),
+            spec.rms_norm_eps,
+        ),
+        head,
+    )

@@ -1,0 +1,112 @@
+"""Drafting against a plain loop over requests, with a module whose answers are easy to foresee."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dist_aclgraph.device.npu import Npu
+from dist_aclgraph.engine.drafting import Drafter, count_accepted
+from dist_aclgraph.graph.step_buffers import DraftInputs
+
+VOCAB = 50
+tokens = st.integers(0, 2)
+
+
+def ints(values: object, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.asarray(values, dtype=np.int32)).to(device)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_drafts_count_up_to_the_first_wrong_one(npu: Npu, data: st.DataObject) -> None:
+    k, num_reqs = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
+    rows = st.lists(tokens, min_size=k + 1, max_size=k + 1)
+    sampled = data.draw(st.lists(rows, min_size=num_reqs, max_size=num_reqs))
+    drafted = [row[:k] for row in data.draw(st.lists(rows, min_size=num_reqs, max_size=num_reqs))]
+    most = data.draw(st.lists(st.sampled_from((0, k)), min_size=num_reqs, max_size=num_reqs))
+    found = count_accepted(
+        ints(sampled, npu.device), ints(drafted, npu.device), ints(most, npu.device)
+    )
+    expected = []
+    for target, draft, limit in zip(sampled, drafted, most, strict=True):
+        count = 0
+        while count < limit and target[count] == draft[count]:
+            count += 1
+        expected.append(count)
+    assert found.cpu().tolist() == expected
+
+
+class Recorder:
+    """A module that says ``hidden + token + 1`` and notes what it would have written where."""
+
+    def __init__(self) -> None:
+        self.cache: dict[int, tuple[int, int]] = {}  # slot: position, token
+
+    def run(
+        self, step: int, ids: Tensor, positions: Tensor, slots: Tensor, hidden: Tensor
+    ) -> Tensor:
+        for token, position, slot in zip(
+            ids.tolist(), positions.tolist(), slots.tolist(), strict=True
+        ):
+            if slot >= 0:
+                self.cache[slot] = (position, token)
+        return hidden + ids.unsqueeze(1) + 1
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot(hidden[:, 0].long() % VOCAB, VOCAB).float()
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_proposals_go_on_behind_the_last_right_draft(k: int) -> None:
+    cpu = torch.device("cpu")
+    drafter = Drafter(k, 4, cpu)
+    q = k + 1
+    # Row 2 verifies drafts at positions 10 on; row 0 ends its prompt of three at position 2.
+    right, hidden_of = 1, 7.0
+    sampled_row = [20 + i for i in range(q)]
+    drafts = [sampled_row[0]] * right + [49] * (k - right)
+    token_ids = ints([3, *drafts, 4, 5, 6], cpu)
+    positions = [*range(10, 10 + q), 0, 1, 2]
+    recorder = Recorder()
+    inputs = DraftInputs(
+        rows=ints([2, 0], cpu),
+        most=ints([k, 0], cpu),
+        positions=ints([range(10, 10 + q), range(2, 2 + q)], cpu),
+        slots=ints([range(110, 110 + 2 * k), range(202, 202 + 2 * k)], cpu),
+        places=ints([*range(q), *[q + 2] * q], cpu),
+    )
+    accepted = drafter.propose(
+        recorder.logits,
+        recorder.run,
+        token_ids,
+        ints([0] * q + [5, 6, 0], cpu),
+        ints(positions, cpu),
+        ints([*range(110, 110 + q), 200, 201, 202], cpu),
+        torch.full((q + 3, 1), hidden_of),
+        ints([sampled_row, [30] * q], cpu),
+        inputs,
+    )
+    assert accepted.tolist() == [right, 0]
+    for row, token, at, slot in ((2, sampled_row[right], 10 + right, 110 + right), (0, 30, 2, 202)):
+        hidden, expected = hidden_of, []
+        for step in range(k):
+            assert recorder.cache[slot + step] == (at + step, token)
+            hidden += token + 1
+            token = int(hidden) % VOCAB
+            expected.append(token)
+        assert (
+            drafter.fill_in(ints([-1 - (row * k + i) for i in range(k)], cpu)).tolist() == expected
+        )
+    # What lay in the cache before the last right place is the target's, not the drafts'.
+    assert recorder.cache[110] == (10, sampled_row[0])
+    assert recorder.cache[200] == (0, 5)
+
+
+def test_known_tokens_are_left_alone() -> None:
+    drafter = Drafter(2, 3, torch.device("cpu"))
+    assert drafter.fill_in(ints([0, 17, 3], torch.device("cpu"))).tolist() == [0, 17, 3]
