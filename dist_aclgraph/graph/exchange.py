@@ -32,6 +32,17 @@ def expert_capacity(num_rows: int, ep: int, top_k: int, factor: float) -> int:
     return min(num_rows, max(MIN_CAPACITY, math.ceil(factor * expected)))
 
 
+def experts_per_rank(num_experts: int, ep: int) -> int:
+    """Return how many whole experts each of ``ep`` ranks has.
+
+    Raises:
+        ConfigError: they cannot be divided.
+    """
+    if num_experts % ep:
+        raise ConfigError(f"parallel.ep is {ep}; it must divide the model's {num_experts} experts")
+    return num_experts // ep
+
+
 class Decision(NamedTuple):
     """How tokens travel, and why."""
 
@@ -82,11 +93,7 @@ class ExchangeRule:
         if parallel.ep > 1:
             if experts is None:
                 raise ConfigError(f"parallel.ep is {parallel.ep}; the model has no experts: set 1")
-            if experts.num_experts % parallel.ep:
-                raise ConfigError(
-                    f"parallel.ep is {parallel.ep}; it must divide the model's "
-                    f"{experts.num_experts} experts"
-                )
+            experts_per_rank(experts.num_experts, parallel.ep)
             mc2 = Mc2(
                 ep=parallel.ep,
                 num_experts=experts.num_experts,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dist_aclgraph.comm.groups import RankGroups
 from dist_aclgraph.layers.attention import AttentionMetadata
-from dist_aclgraph.layers.experts import ALL_HERE, ExpertStep
+from dist_aclgraph.layers.experts import ALL_HERE, ExpertSetup, ExpertStep
 from dist_aclgraph.layers.vocabulary import VocabularyEmbedding, VocabularyHead, vocabulary_part
 from dist_aclgraph.models.attention import AttentionKind, Cache
 from dist_aclgraph.models.checkpoint import Checkpoint, Progress
@@ -33,15 +33,19 @@ class Decoder:
         device: torch.device,
         max_len: int,
         progress: Progress | None = None,
+        experts: ExpertSetup | None = None,
     ) -> None:
         """Load this rank's slices.
+
+        Args:
+            experts: None runs them as ``ExpertSetup`` has it by default.
 
         Raises:
             ConfigError: the heads cannot be split over the group.
             MissingTensorError: names the first tensor that lacks or has another shape.
         """
         self.spec = spec
-        slices = WeightSlices(checkpoint, groups.tp, device)
+        slices = WeightSlices(checkpoint, groups.tp, device, experts or ExpertSetup(groups))
         self._embedding = _load_embedding(slices, spec)
         norm = slices.whole("model.norm.weight", (spec.hidden_size,))
         self.kind: AttentionKind = GroupedQuery(
