@@ -36,6 +36,7 @@ from dist_aclgraph.errors import ConfigError, DistAclGraphError, WorkerError
 from dist_aclgraph.graph.buckets import GraphFamily, candidate_families, lazy_families
 from dist_aclgraph.graph.budget import Workload, make_budget_model
 from dist_aclgraph.graph.descriptor import BatchDescriptor
+from dist_aclgraph.graph.exchange import ExchangeRule
 from dist_aclgraph.graph.ledger import Ledger, pool_bytes
 from dist_aclgraph.graph.modes import with_possible_mode
 from dist_aclgraph.graph.negotiation import fit_memory, keep_room, negotiate
@@ -219,11 +220,14 @@ class Controller:
         """Have every rank make a runner that can try things out: its cache holds dummies only."""
         timeout_s = self._config.timeouts.negotiate_s
         largest = self._largest([*families, *self._lazy_families]) or [WARM_UP]
+        # The cache write of latent attention wants a slot for each row, padding or not.
+        rows = max((graph.num_tokens for graph in largest if graph.query_len), default=0)
+        num_blocks = max(TRIAL_BLOCKS, self._cache_spec.blocks_for(rows))
         group.workers.call(
             "make_runner",
             "NEGOTIATING",
             timeout_s,
-            same(TRIAL_BLOCKS, self._max_model_len, largest),
+            same(num_blocks, self._max_model_len, largest),
         )
         # An eager step of each kind creates HCCL domains and side streams: offers count them.
         for graph in largest:
@@ -340,6 +344,9 @@ class Controller:
                 plan=_plan_of(group),
                 costs=_record_of(group).costs,
                 lazy_capacity=group.lazy_capacity,
+                exchange=ExchangeRule.from_config(
+                    self._config, self._facts, group.offers[0].device
+                ),
                 token=self._token,
                 report=self._group_report(index),
             )

@@ -20,8 +20,10 @@ from dist_aclgraph.errors import DistAclGraphError, RankDisagreementError
 from dist_aclgraph.graph.budget import StreamOffer, max_piecewise_sizes
 from dist_aclgraph.graph.commands import GraphAnswer, GraphCommand
 from dist_aclgraph.graph.descriptor import BatchDescriptor
+from dist_aclgraph.graph.exchange import ExchangeRule
 from dist_aclgraph.graph.modes import GraphSupport, normalise_mode
 from dist_aclgraph.graph.plan import CaptureCost, GraphPlan
+from dist_aclgraph.model_facts import read_model_facts
 from dist_aclgraph.models.spec import read_model_spec
 from dist_aclgraph.scheduler.step import StepPlan, StepResult
 from dist_aclgraph.topology import ParallelLayout
@@ -125,6 +127,7 @@ class Worker:
     def load(self) -> int:
         """Load this rank's weights; return their bytes."""
         from dist_aclgraph.engine.model_runner import TORCH_DTYPES
+        from dist_aclgraph.layers.experts import ExpertSetup
         from dist_aclgraph.models.checkpoint import Checkpoint
         from dist_aclgraph.models.decoder import Decoder
 
@@ -140,6 +143,7 @@ class Worker:
             max_len=config.max_model_len or spec.max_position_embeddings,
             drafts=config.speculative.num_tokens > 0,
             progress=self._note_progress,
+            experts=ExpertSetup(self._groups, config.parallel.expert_capacity),
         )
         self._npu.synchronize()
         return before - self._npu.memory().free_bytes
@@ -162,6 +166,9 @@ class Worker:
                 max_len=max_len,
                 graphs=graphs,
                 owns_output=self._groups.tp.rank == 0,
+                choose_exchange=ExchangeRule.from_config(
+                    self._config, read_model_facts(self._config.model), self._npu.name
+                ).choose,
             )
         self._book_streams("main, update and capture streams")
 
