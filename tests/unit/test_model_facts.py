@@ -36,7 +36,7 @@ def test_what_a_model_lacks_is_refused(tmp_path: Path, sections: Any, message: s
 def test_what_a_model_has_is_taken(tmp_path: Path) -> None:
     config = {"model": "m", "parallel": {"ep": 2, "dp": 2}, "speculative": {"num_tokens": 3}}
 
-    facts = read(tmp_path, n_routed_experts=8, num_nextn_predict_layers=1)
+    facts = read(tmp_path, n_routed_experts=8, num_experts_per_tok=2, num_nextn_predict_layers=1)
 
     assert facts.num_draft_layers == 1
     check_model(make_config(config), facts)
