@@ -21,8 +21,8 @@ QUEUE_ENTRIES = 2016  # of a captured stream: 2048 less 32 that CANN reserves
 BEFORE_ATTENTION = 7
 AFTER_ATTENTION = 5
 # Of a layer of experts, in place of a dense one's three: router, routing, products, shared experts;
-# gathered tokens take five more, an all-to-all's indices thirty-one.
-EXPERTS, GATHER, ALL_TO_ALL, DENSE = 22, 5, 31, 3
+# gathered tokens take six more, an all-to-all with its indices thirty-five.
+EXPERTS, GATHER, ALL_TO_ALL, DENSE = 22, 6, 35, 3
 SHARED = 5  # on the lane of shared experts: a wait, two products, the activation, a record
 # Cache write and attention, and the wait for its parameters with its reset: four entries each.
 ATTENTION = 10

@@ -139,9 +139,9 @@ def test_layers_of_experts_are_longer_lanes() -> None:
     experts = replace(dense, moe=True)
 
     # 61 layers of 12 + 10 + 4 entries, and 23 beside them, fit one queue; with experts of other
-    # ranks a layer has 50 more and 4 for their exchanges, which takes two queues more.
+    # ranks a layer has 54 more and 4 for their exchanges, which takes two queues more.
     assert price(DECODE, experts) == price(DECODE, dense) + 2
-    # Where only gathering is possible, 24 more and 4: one queue more.
+    # Where only gathering is possible, 25 more and 4: one queue more.
     assert price(DECODE, replace(experts, exchange="all_gather")) == price(DECODE, dense) + 1
 
 
