@@ -29,7 +29,22 @@ YARN_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+DEEPSEEK_ROPE = {
+    **YARN_ROPE,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+
+LATENT = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_key_value_heads": 4,
+    "rope_parameters": DEEPSEEK_ROPE,
+    "first_k_dense_replace": 3,
+}
 
 SPECIAL: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"head_dim": 64, "rope_parameters": LINEAR_ROPE},
@@ -43,6 +58,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "mlp_only_layers": [0],
     },
+    "DeepseekV3ForCausalLM": {**LATENT, "q_lora_rank": 96, "num_mtp_layers": 0},
+    "DeepseekV2ForCausalLM": {**LATENT, "q_lora_rank": None},
 }
 ARCHITECTURES = tuple(SPECIAL)
 
@@ -70,8 +87,11 @@ def make_reference(architecture: str, directory: Path | None = None, **overrides
     model = getattr(transformers, architecture)(config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):  # transformers starts them at zero, which would test nothing
+            # What transformers starts at zeros and ones would test nothing.
+            if name.endswith("bias"):
                 parameter.normal_(0.0, 0.1)
+            elif name.endswith("norm.weight"):
+                parameter.uniform_(0.5, 1.5)
     if directory is not None:
         model.save_pretrained(directory)
     return model

@@ -218,11 +218,14 @@ class Controller:
         """Have every rank make a runner that can try things out: its cache holds dummies only."""
         timeout_s = self._config.timeouts.negotiate_s
         largest = self._largest([*families, *self._lazy_families]) or [WARM_UP]
+        # The cache write of latent attention wants a slot for each row, padding or not.
+        rows = max((graph.num_tokens for graph in largest if graph.query_len), default=0)
+        num_blocks = max(TRIAL_BLOCKS, self._cache_spec.blocks_for(rows))
         group.workers.call(
             "make_runner",
             "NEGOTIATING",
             timeout_s,
-            same(TRIAL_BLOCKS, self._max_model_len, largest),
+            same(num_blocks, self._max_model_len, largest),
         )
         # An eager step of each kind creates HCCL domains and side streams: offers count them.
         for graph in largest:

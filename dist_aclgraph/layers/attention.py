@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from dist_aclgraph.layers.latent_forms import PlainPart
+
 CAUSAL_MASK_SIZE = 2048  # what sparse_mode 3 demands, whatever the lengths
 SPARSE_MODE_NONE, SPARSE_MODE_CAUSAL = 0, 3
 
@@ -53,17 +55,37 @@ class AttentionTasks(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentStep:
+    """What latent attention must know of a step: the absorbed requests, and the plain parts.
+
+    Attributes:
+        num_absorbed_tokens: the first so many tokens are absorbed.
+        query_ends, kv_lens: [num_absorbed].
+        block_table: [num_absorbed, max_blocks] int32.
+        kv_slots: slots of all KV tokens of the requests in plain form, None where none is.
+    """
+
+    num_absorbed_tokens: int
+    query_ends: list[int]
+    kv_lens: list[int]
+    block_table: Tensor
+    plain: tuple[PlainPart, ...] = ()
+    kv_slots: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
     """Where the tokens of a step stand; one value for all layers.
 
     Attributes:
         slot_mapping: [num_tokens] int32, -1 is padding and written nowhere; shorter than the
-            activations where these are padded and attention is not.
+            activations where these are padded and attention is not. For latent attention int64.
         block_table: [num_reqs, max_blocks] int32.
         query_ends: cumulative query lengths [num_reqs]; the last is num_tokens.
         kv_lens: KV length of each request, its queries included [num_reqs].
         causal_mask: [2048, 2048] bool, or None where every request has one query.
         tasks: the graph under capture, or None in an eager step.
+        latent: for latent attention only.
     """
 
     slot_mapping: Tensor
@@ -72,6 +94,7 @@ class AttentionMetadata:
     kv_lens: list[int]
     causal_mask: Tensor | None = None
     tasks: AttentionTasks | None = None
+    latent: LatentStep | None = None
 
 
 @dataclass(frozen=True)

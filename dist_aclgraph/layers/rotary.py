@@ -38,6 +38,16 @@ def rope_tables(
     return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
 
+def score_factor(rope: RopeSpec) -> float:
+    """Return the factor on attention scores that goes with a scaled embedding's ``mscale_all_dim``.
+
+    DeepSeek's rule; other models put all of YaRN's factor on cos and sin.
+    """
+    if rope.kind == "default" or not rope.mscale_all_dim:
+        return 1.0
+    return _mscale(rope.factor, rope.mscale_all_dim) ** 2
+
+
 def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
     original = rope.original_max_position_embeddings or rope.max_position_embeddings
     wavelengths = 2 * math.pi / frequencies
@@ -70,9 +80,10 @@ def _yarn_attention_factor(rope: RopeSpec) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
 
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
-
     if rope.mscale and rope.mscale_all_dim:
-        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
-    return mscale(1.0)
+        return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
+    return _mscale(rope.factor, 1.0)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -14,9 +14,12 @@ from dist_aclgraph.models.checkpoint import Checkpoint, Progress
 from dist_aclgraph.models.gqa import GroupedQuery
 from dist_aclgraph.models.layer_stack import LayerStack, load_layer
 from dist_aclgraph.models.loading import WeightSlices
+from dist_aclgraph.models.mla import MultiHeadLatent
 from dist_aclgraph.models.next_token import NextTokenModule, load_next_token_module
 from dist_aclgraph.models.segments import RunSegment, run_directly
 from dist_aclgraph.models.spec import ModelSpec
+
+SPARE_POSITIONS = 16  # of drafts that run past the longest context, to be thrown away
 
 
 class Decoder:
@@ -50,8 +53,9 @@ class Decoder:
         slices = WeightSlices(checkpoint, groups.tp, device, experts or ExpertSetup(groups))
         self._embedding = _load_embedding(slices, spec)
         norm = slices.whole("model.norm.weight", (spec.hidden_size,))
-        self.kind: AttentionKind = GroupedQuery(
-            spec, groups.tp, device=device, dtype=norm.dtype, max_len=max_len
+        make_kind = GroupedQuery if spec.latent is None else MultiHeadLatent
+        self.kind: AttentionKind = make_kind(
+            spec, groups.tp, device=device, dtype=norm.dtype, max_len=max_len + SPARE_POSITIONS
         )
         layers = []
         for index in range(spec.num_layers):

@@ -103,7 +103,6 @@ class ModelSpec:
     """The shape of a decoder.
 
     Attributes:
-        has_qkv_bias: of q, k and v; with latent attention, of the products before its norms.
         num_draft_layers: layers behind the decoder's own that predict tokens further ahead.
     """
 
@@ -230,8 +229,9 @@ def _num_draft_layers(raw: dict[str, Any]) -> int:
 
 
 def _latent_spec(raw: dict[str, Any]) -> LatentSpec:
-    if raw.get("mlp_bias"):
-        raise UnsupportedModelError("mlp_bias is not supported beside latent attention")
+    for key in ("attention_bias", "mlp_bias"):
+        if raw.get(key):
+            raise UnsupportedModelError(f"{key} is not supported beside latent attention")
     latent = LatentSpec(
         q_rank=raw["q_lora_rank"],
         kv_rank=raw["kv_lora_rank"],

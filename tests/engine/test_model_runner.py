@@ -30,9 +30,12 @@ def runner(npu: Any, checkpoint: Path) -> ModelRunner:
     return make_runner(npu, checkpoint)
 
 
+@pytest.mark.parametrize("model", ["checkpoint", "deepseek"])
 def test_replayed_tokens_equal_eager_ones_at_every_batch_size(
-    npu: Any, checkpoint: Path, runner: ModelRunner
+    npu: Any, request: pytest.FixtureRequest, model: str
 ) -> None:
+    checkpoint = request.getfixturevalue(model)
+    runner = make_runner(npu, checkpoint)
     for bucket in BUCKETS:
         capture(runner, decode_graph(bucket))
     eager, prompts = make_runner(npu, checkpoint), make_prompts([3, 30, 31, 32, 33, 60, 1, 64])
@@ -45,6 +48,25 @@ def test_replayed_tokens_equal_eager_ones_at_every_batch_size(
         plain.decode(None, live)
 
     assert replayed.tokens == plain.tokens
+
+
+@pytest.mark.parametrize("model", ["checkpoint", "deepseek"])
+def test_two_queries_of_each_request_replay_the_tokens_of_eager_steps(
+    npu: Any, request: pytest.FixtureRequest, model: str
+) -> None:
+    checkpoint, graph = request.getfixturevalue(model), BatchDescriptor(8, 4, 2, "FULL")
+    runner = make_runner(npu, checkpoint, 8, [graph])
+    capture(runner, graph)
+    prompts = make_prompts([3, 33, 70])
+    replayed, plain = Sequences(runner, prompts), Sequences(runner, prompts)
+
+    plain.prefill()
+    ends = [(row, len(prompt) - 2) for row, prompt in enumerate(prompts)]
+    starts = tuple(map(replayed.start, range(len(prompts))))
+    replayed.step(None, [x for row, n in ends for x in (row, 0, n, 0)], started=starts)
+    replayed.step(graph, [x for row, n in ends for x in (row, n, 2, 1)])
+
+    assert replayed.new == plain.new
 
 
 @pytest.mark.parametrize("kind", ["full", "piecewise"])

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_aclgraph.config import SchedulerConfig
+from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.engine.model_runner import ModelRunner
 from dist_aclgraph.graph.dispatcher import GraphDispatcher
 from dist_aclgraph.graph.plan import GraphPlan
@@ -52,16 +53,25 @@ arrivals = st.lists(
 )
 
 
-@pytest.fixture(scope="module")
-def runners(npu: Any, checkpoint: Path) -> dict[str, ModelRunner]:
+def make_runners(npu: Npu, checkpoint: Path, plans: dict[str, GraphPlan]) -> dict[str, ModelRunner]:
     found = {"NONE": make_runner(npu, checkpoint, MAX_SEQS)}
-    for mode, plan in PLANS.items():
+    for mode, plan in plans.items():
         runner = found[mode] = make_runner(npu, checkpoint, MAX_SEQS, plan.capture_order)
         for graph in plan.capture_order:
             runner.warm_up(graph)
             runner.capture(graph)
             runner.commit(graph)
     return found
+
+
+@pytest.fixture(scope="module")
+def runners(npu: Any, checkpoint: Path) -> dict[str, ModelRunner]:
+    return make_runners(npu, checkpoint, PLANS)
+
+
+@pytest.fixture(scope="module")
+def latent_runners(npu: Any, deepseek: Path) -> dict[str, ModelRunner]:
+    return make_runners(npu, deepseek, {mode: PLANS[mode] for mode in PLANS if mode != "FULL"})
 
 
 def run(
@@ -109,6 +119,19 @@ def test_every_mode_gives_the_tokens_of_eager_steps(
         assert tokens == expected, mode
         if mode == "FULL":
             assert not scheduler.dispatcher.misses
+
+
+@settings(max_examples=25)
+@given(arrivals, st.integers(12, 40))
+def test_every_mode_of_latent_attention_gives_the_tokens_of_eager_steps(
+    latent_runners: dict[str, ModelRunner], arrivals: list[Arrival], num_blocks: int
+) -> None:
+    expected, _ = run(latent_runners["NONE"], EAGER, arrivals, num_blocks)
+
+    for mode in latent_runners.keys() - {"NONE"}:
+        tokens, _ = run(latent_runners[mode], PLANS[mode], arrivals, num_blocks)
+
+        assert tokens == expected, mode
 
 
 def test_a_small_cache_preempts_and_still_gives_the_same_tokens(

@@ -175,6 +175,7 @@ def test_every_second_layer_may_have_experts(tmp_path: Path) -> None:
         ({"scoring_func": "softmax"}, "softmax scores and noaux_tc"),
         ({"topk_method": "greedy"}, "sigmoid scores and greedy"),
         ({"mlp_bias": True}, "mlp_bias"),
+        ({"attention_bias": True}, "attention_bias"),
     ],
 )
 def test_what_is_not_implemented_is_refused(

@@ -1,0 +1,211 @@
+"""Multi-head latent attention of a decoder (DeepSeek V2 and V3): products, norms and weights around
+the attention of ``layers/mla.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dist_aclgraph.comm.groups import CommGroup
+from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.layers.attention import AttentionMetadata, LatentStep
+from dist_aclgraph.layers.latent_forms import choose_forms, slots_of
+from dist_aclgraph.layers.linear import Linear, RowParallelLinear
+from dist_aclgraph.layers.mla import NORM_EPS, LatentAttention, LatentCache
+from dist_aclgraph.layers.rotary import rope_tables, score_factor
+from dist_aclgraph.models.attention import Rope, Upload
+from dist_aclgraph.models.loading import WeightSlices
+from dist_aclgraph.models.spec import LatentSpec, ModelSpec
+from dist_aclgraph.scheduler.step import IntArray
+
+MAX_HEADS = 128  # of a rank, and a power of two: the operator's limits
+
+
+def share_latent_heads(num_heads: int, group: CommGroup) -> range:
+    """Return this rank's heads.
+
+    Raises:
+        ConfigError: the group does not divide the heads, or into numbers that the attention
+            operator does not take.
+    """
+    count, rest = divmod(num_heads, group.size)
+    if rest or count > MAX_HEADS or count & (count - 1):
+        raise ConfigError(
+            f"parallel.tp is {group.size}: it must divide the model's {num_heads} attention heads "
+            f"into powers of two up to {MAX_HEADS}, the numbers of heads that latent attention can "
+            "have on a rank"
+        )
+    return range(group.rank * count, (group.rank + 1) * count)
+
+
+@dataclass(frozen=True)
+class MultiHeadLatentAttention:
+    """The attention of one layer on this rank.
+
+    Attributes:
+        down: [hidden, queries + 512 + 64]: what becomes queries, the latent and its rotated key.
+        q_norm, q_up: [q_rank] and [q_rank, heads * 192], None where ``down`` gives the queries.
+    """
+
+    down: Linear
+    q_norm: Tensor | None
+    q_up: Linear | None
+    latent: LatentAttention
+    output_product: RowParallelLinear
+    sizes: LatentSpec
+
+    def project(self, h: Tensor, rope: Rope) -> tuple[Tensor, ...]:
+        """Return q [n, heads, 128] and [n, heads, 64] rotated, kv [n, 576], and room like q."""
+        npu, sizes, n = torch.ops.npu, self.sizes, h.shape[0]
+        x = self.down(h)
+        width = sizes.kv_rank + sizes.rope_dim
+        q, kv = torch.split(x, [x.shape[1] - width, width], dim=-1)
+        if self.q_norm is not None and self.q_up is not None:
+            q = self.q_up(npu.npu_rms_norm(q, self.q_norm, NORM_EPS)[0])
+        q = q.view(n, self.latent.num_heads, -1)
+        q, q_rope = torch.split(q, [sizes.plain_dim, sizes.rope_dim], dim=-1)
+        q_rope = npu.npu_interleave_rope(q_rope.unsqueeze(2).contiguous(), *rope).squeeze(2)
+        shape = (n, self.latent.num_heads, sizes.value_dim)
+        out = torch.empty(shape, dtype=h.dtype, device=h.device)
+        return q.contiguous(), q_rope, kv.contiguous(), out
+
+    def attend(
+        self,
+        inputs: tuple[Tensor, ...],
+        rope: Rope,
+        cache: LatentCache,
+        metadata: AttentionMetadata,
+    ) -> None:
+        q, q_rope, kv, out = inputs
+        self.latent(q, q_rope, kv, out, rope, cache, metadata)
+
+    def output(self, attended: Tensor) -> Tensor:
+        return self.output_product(attended.flatten(1))
+
+
+class MultiHeadLatent:
+    """What the layers share: the rank's heads and the rotary tables."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        group: CommGroup,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_len: int,
+    ) -> None:
+        """Build the tables for positions below ``max_len``.
+
+        Raises:
+            ConfigError: the heads cannot be split over the group.
+        """
+        assert spec.latent is not None
+        self._spec, self._sizes = spec, spec.latent
+        self._heads = share_latent_heads(spec.num_heads, group)
+        self._device = device
+        cos, sin = rope_tables(spec.rope, self._sizes.rope_dim, max_len, dtype)
+        self._cos, self._sin = cos.to(device), sin.to(device)
+
+    def load(self, slices: WeightSlices, prefix: str) -> MultiHeadLatentAttention:
+        hidden, sizes, rank = self._spec.hidden_size, self._sizes, self._sizes.q_rank
+        width = sizes.kv_rank + sizes.rope_dim
+        kv = slices.columns(f"{prefix}.kv_a_proj_with_mqa.weight", width, hidden, 0, width)
+        q_norm, q_up = None, None
+        if rank is None:
+            queries = self._queries(slices, f"{prefix}.q_proj", hidden)
+        else:
+            queries = slices.columns(f"{prefix}.q_a_proj.weight", rank, hidden, 0, rank)
+            q_norm = slices.whole(f"{prefix}.q_a_layernorm.weight", (rank,))
+            q_up = Linear(slices.place(self._queries(slices, f"{prefix}.q_b_proj", rank)))
+        d = sizes.value_dim
+        return MultiHeadLatentAttention(
+            down=Linear(slices.place(torch.cat([queries, self._paired(kv, width)], dim=1))),
+            q_norm=q_norm,
+            q_up=q_up,
+            latent=self._latent(slices, prefix),
+            output_product=slices.row_parallel(
+                f"{prefix}.o_proj",
+                (hidden, self._spec.num_heads * d),
+                self._heads.start * d,
+                self._heads.stop * d,
+                has_bias=False,
+            ),
+            sizes=sizes,
+        )
+
+    def _queries(self, slices: WeightSlices, name: str, width: int) -> Tensor:
+        """[width, heads * 192] of this rank's heads."""
+        d = self._sizes.plain_dim + self._sizes.rope_dim
+        out, first, last = self._spec.num_heads * d, self._heads.start * d, self._heads.stop * d
+        return self._paired(slices.columns(f"{name}.weight", out, width, first, last), d)
+
+    def _paired(self, weight: Tensor, width: int) -> Tensor:
+        """Order what is rotated, at the end of each ``width`` columns, in neighbouring pairs."""
+        if self._sizes.interleaves:
+            return weight
+        dim = self._sizes.rope_dim
+        heads = weight.reshape(len(weight), -1, width)
+        plain, halves = torch.split(heads, [width - dim, dim], dim=-1)
+        pairs = halves.reshape(*halves.shape[:-1], 2, dim // 2).transpose(-1, -2).flatten(-2)
+        return torch.cat([plain, pairs], dim=-1).flatten(1)
+
+    def _latent(self, slices: WeightSlices, prefix: str) -> LatentAttention:
+        sizes, heads = self._sizes, self._heads
+        d = sizes.plain_dim + sizes.value_dim
+        out = self._spec.num_heads * d
+        up = slices.part(
+            f"{prefix}.kv_b_proj.weight", (out, sizes.kv_rank), 0, heads.start * d, heads.stop * d
+        ).view(len(heads), d, sizes.kv_rank)
+        keys, values = torch.split(up, [sizes.plain_dim, sizes.value_dim], dim=1)
+        return LatentAttention(
+            norm=slices.whole(f"{prefix}.kv_a_layernorm.weight", (sizes.kv_rank,)),
+            keys=slices.place(keys),
+            values=slices.place(values),
+            scale=(sizes.plain_dim + sizes.rope_dim) ** -0.5 * score_factor(self._spec.rope),
+        )
+
+    def rope(self, positions: Tensor) -> Rope:
+        """[n] -> cos and sin [n, 1, 1, 64], from tables that were built at load."""
+        shape = (-1, 1, 1, self._sizes.rope_dim)
+        return (
+            self._cos.index_select(0, positions).view(shape),
+            self._sin.index_select(0, positions).view(shape),
+        )
+
+    def make_cache(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> LatentCache:
+        widths = (self._sizes.kv_rank, self._sizes.rope_dim)
+        cache = LatentCache(
+            *(
+                torch.empty((num_blocks, block_size, 1, width), dtype=dtype, device=self._device)
+                for width in widths
+            )
+        )
+        cache.latents[0].zero_()
+        cache.rope_keys[0].zero_()
+        return cache
+
+    def prepare(
+        self, metadata: AttentionMetadata, block_table: IntArray, block_size: int, upload: Upload
+    ) -> AttentionMetadata:
+        query_ends, kv_lens = metadata.query_ends, metadata.kv_lens
+        forms = choose_forms(query_ends, kv_lens)
+        n = forms.num_absorbed
+        kv_slots = None
+        if forms.plain:
+            kv_slots = upload(slots_of(block_table[n:], kv_lens[n:], block_size))
+        return replace(
+            metadata,
+            slot_mapping=metadata.slot_mapping.long(),  # as the cache write wants it
+            latent=LatentStep(
+                num_absorbed_tokens=query_ends[n - 1] if n else 0,
+                query_ends=query_ends[:n],
+                kv_lens=kv_lens[:n],
+                block_table=metadata.block_table[:n],
+                plain=forms.plain,
+                kv_slots=kv_slots,
+            ),
+        )

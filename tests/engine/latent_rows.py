@@ -1,0 +1,106 @@
+"""A step of latent attention on random rows, and what plain PyTorch makes of the same cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dist_aclgraph.device.npu import Npu
+from dist_aclgraph.layers.attention import AttentionMetadata, LatentStep, make_causal_mask
+from dist_aclgraph.layers.latent_forms import Forms, slots_of
+from dist_aclgraph.layers.mla import LatentAttention, LatentCache
+
+HEADS, BLOCK, BLOCKS_PER_REQUEST = 4, 16, 10
+SCALE = 192**-0.5
+
+
+def make_attention(npu: Npu) -> LatentAttention:
+    generator = torch.Generator().manual_seed(3)
+    norm = torch.rand(512, generator=generator) + 0.5
+    keys, values = torch.randn(2, HEADS, 128, 512, generator=generator) / 512**0.5
+    return LatentAttention(*(part.to(npu.device) for part in (norm, keys, values)), SCALE)
+
+
+class LatentRows:
+    """Requests of (queries, tokens before them), whose earlier tokens are random."""
+
+    def __init__(self, npu: Npu, lens: Sequence[tuple[int, int]]) -> None:
+        generator = torch.Generator().manual_seed(len(lens))
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        self.npu = npu
+        self.query_ends = list(accumulate(query_len for query_len, _ in lens))
+        self.kv_lens = [sum(each) for each in lens]
+        n, num_blocks = self.query_ends[-1], BLOCKS_PER_REQUEST * len(lens) + 1
+        self.q, self.q_rope, self.kv = normal(n, HEADS, 128), normal(n, HEADS, 64), normal(n, 576)
+        angles = normal(n, 1, 1, 32).repeat(1, 1, 1, 2)
+        self.rope = angles.cos(), angles.sin()
+        self.cache = LatentCache(
+            normal(num_blocks, BLOCK, 1, 512).to(npu.device),
+            normal(num_blocks, BLOCK, 1, 64).to(npu.device),
+        )
+        order = np.random.RandomState(1).permutation(num_blocks - 1) + 1
+        self.table = order.reshape(len(lens), -1).astype(np.int32)
+        self.slots = torch.cat(
+            [
+                torch.from_numpy(slots_of(row[None], [kv_len], BLOCK))[-query_len:]
+                for row, kv_len, (query_len, _) in zip(self.table, self.kv_lens, lens, strict=True)
+            ]
+        ).long()
+
+    def run(self, attention: LatentAttention, forms: Forms, num_padding: int = 0) -> Tensor:
+        """Return [n + num_padding, heads, 128]; padding rows begin and should stay at seven."""
+        device, n = self.npu.device, forms.num_absorbed
+
+        def padded(rows: Tensor) -> Tensor:
+            return torch.cat([rows, rows.new_full((num_padding, *rows.shape[1:]), 9.0)]).to(device)
+
+        kv_slots = slots_of(self.table[n:], self.kv_lens[n:], BLOCK) if forms.plain else None
+        table = torch.from_numpy(self.table).to(device)
+        metadata = AttentionMetadata(
+            slot_mapping=self.slots.to(device),
+            block_table=table,
+            query_ends=self.query_ends,
+            kv_lens=self.kv_lens,
+            causal_mask=make_causal_mask(device),
+            latent=LatentStep(
+                num_absorbed_tokens=self.query_ends[n - 1] if n else 0,
+                query_ends=self.query_ends[:n],
+                kv_lens=self.kv_lens[:n],
+                block_table=table[:n],
+                plain=forms.plain,
+                kv_slots=None if kv_slots is None else torch.from_numpy(kv_slots).to(device),
+            ),
+        )
+        out = torch.full((len(self.q) + num_padding, HEADS, 128), 7.0, device=device)
+        inputs = [padded(rows) for rows in (self.q, self.q_rope, self.kv)]
+        cos, sin = (padded(rows) for rows in self.rope)
+        with torch.inference_mode():
+            attention(*inputs, out, (cos, sin), self.cache, metadata)
+        return out.cpu()
+
+    def rows_of(self, cache: Tensor, slots: Tensor) -> Tensor:
+        return cache.cpu().flatten(0, 2)[slots]
+
+    def expected(self, attention: LatentAttention) -> Tensor:
+        """Attention over what the cache holds now, each key and value made of its latent."""
+        weights = attention.keys.cpu(), attention.values.cpu()
+        outs, start = [], 0
+        for row, end, length in zip(self.table, self.query_ends, self.kv_lens, strict=True):
+            slots = torch.from_numpy(slots_of(row[None], [length], BLOCK)).long()
+            latents = self.rows_of(self.cache.latents, slots)
+            rope_keys = self.rows_of(self.cache.rope_keys, slots)
+            k, v = (torch.einsum("kc,hdc->khd", latents, weight) for weight in weights)
+            scores = torch.einsum("qhd,khd->hqk", self.q[start:end], k)
+            scores += torch.einsum("qhd,kd->hqk", self.q_rope[start:end], rope_keys)
+            hidden = torch.ones(end - start, length).triu(length - (end - start) + 1).bool()
+            scores = (scores * SCALE).masked_fill(hidden, -torch.inf)
+            outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+            start = end
+        return torch.cat(outs)
