@@ -137,6 +137,7 @@ class Worker:
             Checkpoint(config.model, TORCH_DTYPES[config.dtype]),
             device=self._npu.device,
             max_len=config.max_model_len or spec.max_position_embeddings,
+            drafts=config.speculative.num_tokens > 0,
             progress=self._note_progress,
         )
         self._npu.synchronize()

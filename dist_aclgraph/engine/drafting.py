@@ -74,6 +74,10 @@ class Drafter:
             [num_reqs] int32, how many drafts of each request passed.
         """
         num_reqs, num_places = sampled.shape
+        if num_reqs == 0:  # chunks of prompts only
+            assert next_tokens is not None
+            run(0, next_tokens, positions, slots, hidden)
+            return sampled.new_empty(0)
         drafted = token_ids.index_select(0, inputs.places).view(num_reqs, num_places)[:, 1:]
         accepted = count_accepted(sampled, drafted, inputs.most)
         chosen = sampled.reshape(-1)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from dist_aclgraph.graph.draft_places import DraftPlaces, draft_places, slots_of
 from dist_aclgraph.scheduler.step import IntArray, RankBatch, RowSampling, unpack_ints
 
 
@@ -20,11 +21,17 @@ class StepInputs:
 
     Attributes:
         rows: [num_reqs], row of each request.
-        token_ids, positions, slots: [num_tokens].
+        token_ids, positions, slots: [num_tokens]; a draft, which only the device knows, is named by
+            -1 - (row * k + index), and a token without a block has slot -1.
         query_ends, kv_lens: [num_reqs], cumulative query lengths and KV lengths.
-        block_table: [num_reqs, num_blocks], as wide as the longest request needs.
-        sampled: [num_sampled], indices into the batch of the requests that get a token.
-        last_tokens: [num_sampled], indices into the tokens of what those are sampled from.
+        block_table: [num_reqs, num_blocks], as wide as the longest request and its drafts need.
+        sampled: [num_samples], indices into the batch of the requests that get tokens.
+        num_logits: [num_samples], how many places of each are sampled.
+        places: [num_samples * (k + 1)], indices into the tokens of what is sampled; the last one of
+            a request is repeated where it has fewer.
+        next_tokens: [num_tokens], the token after each where the host knows it; empty without
+            drafts.
+        drafts: where drafting goes on; None without drafts.
     """
 
     rows: IntArray
@@ -35,21 +42,57 @@ class StepInputs:
     kv_lens: IntArray
     block_table: IntArray
     sampled: npt.NDArray[np.intp]
-    last_tokens: IntArray
+    num_logits: IntArray
+    places: IntArray
+    next_tokens: IntArray
+    drafts: DraftPlaces | None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.sampled)
+
+    @property
+    def sampled_rows(self) -> IntArray:
+        """[num_samples], rows of the requests that get tokens."""
+        return self.rows[self.sampled]
+
+
+NO_INTS = np.empty(0, np.int32)
+NO_STEP = StepInputs(
+    rows=NO_INTS,
+    token_ids=NO_INTS,
+    positions=NO_INTS,
+    slots=NO_INTS,
+    query_ends=NO_INTS,
+    kv_lens=NO_INTS,
+    block_table=np.empty((0, 1), np.int32),
+    sampled=np.empty(0, np.intp),
+    num_logits=NO_INTS,
+    places=NO_INTS,
+    next_tokens=NO_INTS,
+    drafts=None,
+)
 
 
 class InputBatch:
     """Owns tokens, block tables and sampling parameters of all rows."""
 
-    def __init__(self, max_rows: int, max_len: int, block_size: int) -> None:
+    def __init__(self, max_rows: int, max_len: int, block_size: int, num_drafts: int = 0) -> None:
         self._block_size = block_size
-        max_blocks = -(-max_len // block_size)
+        self._num_drafts = num_drafts
         # One token more than the context: the last one sampled is never computed.
         self.token_ids: IntArray = np.zeros((max_rows, max_len + 1), dtype=np.int32)
         self.num_tokens: IntArray = np.zeros(max_rows, dtype=np.int32)
-        self.block_table: IntArray = np.zeros((max_rows, max_blocks), dtype=np.int32)
+        self.block_table: IntArray = np.zeros(
+            (max_rows, table_width(max_len, block_size, num_drafts)), dtype=np.int32
+        )
         self.sampling: list[RowSampling] = [RowSampling()] * max_rows
         self.is_plain = np.ones(max_rows, dtype=bool)
+        self.may_draft = np.ones(max_rows, dtype=bool)
 
     def apply(self, batch: RankBatch) -> None:
         """Bring the rows up to date."""
@@ -59,25 +102,30 @@ class InputBatch:
             self.token_ids[row, : len(tokens)] = tokens
             self.num_tokens[row] = len(tokens)
             self.block_table[row, : len(blocks)] = blocks
+            self.block_table[row, len(blocks) :] = 0  # drafts may look beyond: no block of others
             self.sampling[row] = start.sampling
-            self.is_plain[row] = is_plain(start.sampling)
+            self.is_plain[row] = start.sampling.is_plain
+            self.may_draft[row] = not start.sampling.has_penalties
         if batch.blocks:
             rows, indices, ids = unpack_ints(batch.blocks, 3).T
             self.block_table[rows, indices] = ids
         if batch.appended:
-            rows, tokens = unpack_ints(batch.appended, 2).T
-            # A row may get several tokens in one step: number them within their row.
-            if len(rows) > 1 and len(np.unique(rows)) < len(rows):
-                for row, token in zip(rows, tokens, strict=True):
-                    self.token_ids[row, self.num_tokens[row]] = token
-                    self.num_tokens[row] += 1
-            else:
-                self.token_ids[rows, self.num_tokens[rows]] = tokens
-                self.num_tokens[rows] += 1
+            self._append(*unpack_ints(batch.appended, 2).T)
+
+    def _append(self, rows: IntArray, tokens: IntArray) -> None:
+        """Add tokens; those of one row stand together."""
+        starts = np.flatnonzero(np.concatenate([[True], rows[1:] != rows[:-1]]))
+        counts = np.diff(starts, append=len(rows)).astype(np.int32)
+        index = np.arange(len(rows), dtype=np.int32) - np.repeat(starts, counts)
+        self.token_ids[rows, self.num_tokens[rows] + index] = tokens
+        self.num_tokens[rows[starts]] += counts
 
     def step_inputs(self, batch: RankBatch) -> StepInputs:
         """Gather what the scheduled requests run in this step."""
-        rows, computed, scheduled, sample = unpack_ints(batch.scheduled, 4).T
+        if not batch.scheduled:
+            return NO_STEP
+        records = unpack_ints(batch.scheduled, 4)
+        rows, computed, scheduled, num_logits = records.T
         kv_lens = computed + scheduled
         query_ends = np.cumsum(scheduled, dtype=np.int32)
         if int(query_ends[-1]) == len(rows):  # one token each: decoding
@@ -86,30 +134,50 @@ class InputBatch:
             token_rows = np.repeat(rows, scheduled)
             starts = np.repeat(computed - (query_ends - scheduled), scheduled)
             positions = np.arange(query_ends[-1], dtype=np.int32) + starts
-        size = self._block_size
-        slots = self.block_table[token_rows, positions // size] * size + positions % size
-        width = (int(kv_lens.max()) + size - 1) // size
-        sampled = np.flatnonzero(sample)
+        size, k = self._block_size, self._num_drafts
+        sampled = np.flatnonzero(num_logits)
+        if k == 0:
+            token_ids = self.token_ids[token_rows, positions]
+            slots = self.block_table[token_rows, positions // size] * size + positions % size
+            places, next_tokens, drafts = query_ends[sampled] - 1, NO_INTS, None
+        else:
+            token_ids, next_tokens = self._tokens_and_next(token_rows, positions)
+            slots = slots_of(self.block_table, token_rows, positions, size)
+            drafts = draft_places(records, k, self.block_table, size, self.may_draft)
+            places = drafts.places.ravel()
+        width = table_width(int(kv_lens.max()), size, k)
         return StepInputs(
             rows=rows,
-            token_ids=self.token_ids[token_rows, positions],
+            token_ids=token_ids,
             positions=positions,
             slots=slots,
             query_ends=query_ends,
             kv_lens=kv_lens,
             block_table=self.block_table[rows, :width],
             sampled=sampled,
-            last_tokens=query_ends[sampled] - 1,
+            num_logits=num_logits[sampled],
+            places=places,
+            next_tokens=next_tokens,
+            drafts=drafts,
+        )
+
+    def _tokens_and_next(self, rows: IntArray, positions: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the tokens at positions, drafts by reference, and those after them, 0 where the
+        host knows none.
+        """
+        ahead = positions - self.num_tokens[rows]  # 0 is the first draft
+        last = self.token_ids.shape[1] - 1
+        token_ids = self.token_ids[rows, np.minimum(positions, last)]
+        references = -1 - (rows * self._num_drafts + ahead)
+        after = self.token_ids[rows, np.minimum(positions + 1, last)]
+        return (
+            np.where(ahead < 0, token_ids, references).astype(np.int32),
+            np.where(ahead < -1, after, 0).astype(np.int32),
         )
 
 
-def is_plain(sampling: RowSampling) -> bool:
-    """Say whether a row wants the most probable token and nothing else."""
-    return (
-        sampling.temperature == 0.0
-        and sampling.presence_penalty == 0.0
-        and sampling.frequency_penalty == 0.0
-        and sampling.repetition_penalty == 1.0
-        and sampling.logprobs < 0
-        and not sampling.suppressed
-    )
+def table_width(num_tokens: int, block_size: int, num_drafts: int) -> int:
+    """Return the blocks that so many tokens may touch; each iteration of drafting looks one token
+    further, from behind the last draft.
+    """
+    return -(-(num_tokens + 2 * num_drafts) // block_size)

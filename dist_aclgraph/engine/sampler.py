@@ -60,15 +60,6 @@ def choose_tokens(logits: Tensor, rows: Sequence[SamplingRow], to_device: ToDevi
     return greedy.int()
 
 
-def has_penalties(sampling: RowSampling) -> bool:
-    """Whether a token's chances depend on the tokens before it, other than by the model."""
-    return (
-        sampling.presence_penalty != 0.0
-        or sampling.frequency_penalty != 0.0
-        or sampling.repetition_penalty != 1.0
-    )
-
-
 def _penalise(logits: Tensor, rows: Sequence[SamplingRow], to_device: ToDevice) -> Tensor:
     """Apply repetition, frequency and presence penalties at the tokens that occurred.
 
@@ -78,7 +69,7 @@ def _penalise(logits: Tensor, rows: Sequence[SamplingRow], to_device: ToDevice) 
     entries: list[tuple[int, IntArray, IntArray, RowSampling]] = []
     for index, row in enumerate(rows):
         s = row.sampling
-        if has_penalties(s):
+        if s.has_penalties:
             ids, inverse = np.unique(row.token_ids, return_inverse=True)
             output = inverse[s.num_prompt_tokens :]
             counts = np.bincount(output, minlength=len(ids)).astype(np.int32)

@@ -11,7 +11,7 @@ from dist_aclgraph.graph.padding import Lens
 from dist_aclgraph.graph.recording import Recording
 from dist_aclgraph.graph.task_update import TaskRecorder, TaskUpdates
 
-Forward = Callable[[TaskRecorder], None]
+Forward = Callable[[TaskRecorder | None], None]
 
 
 class CapturedGraph:

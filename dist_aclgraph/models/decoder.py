@@ -15,6 +15,7 @@ from dist_aclgraph.models.gqa import GroupedQuery
 from dist_aclgraph.models.layer_stack import LayerStack, load_layer
 from dist_aclgraph.models.loading import WeightSlices
 from dist_aclgraph.models.mla import MultiHeadLatent
+from dist_aclgraph.models.next_token import NextTokenModule, load_next_token_module
 from dist_aclgraph.models.segments import RunSegment, run_directly
 from dist_aclgraph.models.spec import ModelSpec
 
@@ -35,9 +36,10 @@ class Decoder:
         *,
         device: torch.device,
         max_len: int,
+        drafts: bool = False,
         progress: Progress | None = None,
     ) -> None:
-        """Load this rank's slices.
+        """Load this rank's slices; the next-token module only where it ``drafts``.
 
         Raises:
             ConfigError: the heads cannot be split over the group.
@@ -58,6 +60,11 @@ class Decoder:
                 progress(index + 1, spec.num_layers)
         self._stack = LayerStack(self.kind, layers, norm, spec.rms_norm_eps)
         self._head = _load_head(slices, spec, self._embedding)
+        self.next_token: NextTokenModule | None = None
+        if drafts:
+            self.next_token = load_next_token_module(
+                slices, spec, self.kind, self._embedding, self._head
+            )
 
     def make_caches(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> list[Cache]:
         """Return an empty KV cache for each layer."""

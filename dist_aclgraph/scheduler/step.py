@@ -44,6 +44,25 @@ class RowSampling(msgspec.Struct, frozen=True, omit_defaults=True):
     suppressed: tuple[int, ...] = ()  # end ids, while fewer than min_tokens exist
     min_tokens: int = 0
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens before change a token's chances, other than by the model."""
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the row wants the most probable token and nothing else."""
+        return (
+            self.temperature == 0.0
+            and not self.has_penalties
+            and self.logprobs < 0
+            and not self.suppressed
+        )
+
 
 class RowStart(msgspec.Struct, frozen=True):
     """A request that begins (or resumes) at ``row``; whatever the row held before is forgotten."""

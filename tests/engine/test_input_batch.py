@@ -66,7 +66,7 @@ def test_steps_gather_what_a_naive_model_gathers(data: st.DataObject) -> None:
         assert inputs.slots.tolist() == [naive.slot(row, p) for row, p in places]
         assert inputs.kv_lens.tolist() == [at + length for _, at, length, _ in scheduled]
         assert inputs.query_ends.tolist() == np.cumsum([r[2] for r in scheduled]).tolist()
-        assert inputs.sampled.tolist() == [i for i, r in enumerate(scheduled) if r[3]]
+        assert inputs.sampled_rows.tolist() == [row for row, _, _, logits in scheduled if logits]
         for i, (row, at, length, _) in enumerate(scheduled):
             width = -(-(at + length) // BLOCK)
             assert inputs.block_table[i, :width].tolist() == naive.blocks[row][:width]
@@ -90,3 +90,29 @@ def test_a_row_taken_over_forgets_its_sampling() -> None:
 
     assert batch.is_plain[0]
     assert batch.num_tokens[0] == 1
+
+
+def test_drafts_are_named_by_row_and_index_and_what_has_no_block_has_no_slot() -> None:
+    batch = InputBatch(ROWS, MAX_LEN, BLOCK, num_drafts=2)
+    long = RowStart(3, pack_ints(list(range(BLOCK - 1))), pack_ints([5]), RowSampling())
+    prompt = RowStart(1, pack_ints([7, 8, 9]), pack_ints([2]), RowSampling())
+    records = [3, BLOCK - 2, 3, 3, 1, 0, 3, 1]
+    step = RankBatch(pack_ints(records), started=(long, prompt))
+
+    batch.apply(step)
+    inputs = batch.step_inputs(step)
+
+    assert inputs.token_ids.tolist() == [BLOCK - 2, -1 - (3 * 2), -1 - (3 * 2 + 1), 7, 8, 9]
+    assert inputs.next_tokens.tolist() == [0, 0, 0, 8, 9, 0]
+    first = 5 * BLOCK + BLOCK - 2
+    assert inputs.slots.tolist() == [first, first + 1, -1, 2 * BLOCK, 2 * BLOCK + 1, 2 * BLOCK + 2]
+    assert inputs.places.tolist() == [0, 1, 2, 5, 5, 5]
+
+
+def test_a_row_taken_over_has_no_blocks_of_its_predecessor() -> None:
+    batch = InputBatch(ROWS, MAX_LEN, BLOCK, num_drafts=2)
+    for blocks in ([4, 5, 6], [7]):
+        start = RowStart(0, pack_ints([1]), pack_ints(blocks), RowSampling())
+        batch.apply(RankBatch(b"", started=(start,)))
+
+    assert batch.block_table[0].nonzero()[0].tolist() == [0]

@@ -1,0 +1,141 @@
+"""The captured graphs of one rank: captured, let into use, and given back, one bucket at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from dist_aclgraph.device.npu import GraphPool, Npu, PoolMemory, runtime
+from dist_aclgraph.errors import ReplayMismatchError
+from dist_aclgraph.graph.captured_graph import CapturedGraph, Forward, capture
+from dist_aclgraph.graph.descriptor import BatchDescriptor
+from dist_aclgraph.graph.digest import OperatorDigest
+from dist_aclgraph.graph.pieces import CapturedPieces
+from dist_aclgraph.graph.plan import CaptureCost
+from dist_aclgraph.graph.recording import Recording
+
+WholeStep = tuple[CapturedGraph, ...]
+"""The full graphs of a step, replayed one after another: the decoder, then its drafts if any."""
+
+Captured = WholeStep | CapturedPieces
+
+
+class GraphStore:
+    """Owns the graphs, their pool and the stream that they are recorded on."""
+
+    def __init__(self, npu: Npu) -> None:
+        self._npu = npu
+        self._pool = GraphPool()
+        self._recording = Recording(npu, self._pool)
+        self._graphs: dict[BatchDescriptor, Captured] = {}
+        self._uncommitted: dict[BatchDescriptor, Captured] = {}  # no step replays them yet
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._graphs and not self._uncommitted
+
+    def find(self, graph: BatchDescriptor) -> Captured:
+        """Return what was captured for a descriptor.
+
+        Raises:
+            ReplayMismatchError: nothing that steps may replay.
+        """
+        captured = self._graphs.get(graph)
+        if captured is None:
+            raise ReplayMismatchError(
+                f"the plan asks for {graph}; captured here are "
+                f"{', '.join(map(str, self._graphs)) or 'none'}"
+            )
+        return captured
+
+    def capture_whole(
+        self, graph: BatchDescriptor, forwards: Sequence[Forward], addresses: tuple[int, ...]
+    ) -> CaptureCost:
+        """Capture each of ``forwards`` as a full graph; see ``capture``.
+
+        Args:
+            addresses: of the buffers that all of them read and write.
+        """
+
+        def record() -> WholeStep:
+            made: list[CapturedGraph] = []
+            try:
+                for forward in forwards:
+                    made.append(
+                        capture(graph, forward, recording=self._recording, addresses=addresses)
+                    )
+            except BaseException:
+                _release(tuple(made))
+                raise
+            return tuple(made)
+
+        return self._capture(graph, record)
+
+    def capture_pieces(
+        self, graph: BatchDescriptor, run: Callable[[CapturedPieces], object]
+    ) -> CaptureCost:
+        """Capture what ``run`` hands over to the pieces; see ``capture``."""
+
+        def record() -> CapturedPieces:
+            pieces = CapturedPieces(graph, self._recording)
+            try:
+                run(pieces)
+            except BaseException:
+                pieces.release()
+                raise
+            return pieces
+
+        return self._capture(graph, record)
+
+    def commit(self, graph: BatchDescriptor) -> None:
+        """Let steps replay a bucket: every rank has it."""
+        self._graphs[graph] = self._uncommitted.pop(graph)
+
+    def release(self, graph: BatchDescriptor) -> None:
+        """Undo the capture of one bucket, if there is one, committed or not."""
+        captured = self._uncommitted.pop(graph, None) or self._graphs.pop(graph, None)
+        if captured is not None:
+            self._npu.synchronize()
+            _release(captured)
+
+    @property
+    def free_streams(self) -> int | None:
+        """Streams left for graphs; None where the device's count does not follow graphs."""
+        return self._npu.available_streams() if self._recording.counts_streams else None
+
+    @property
+    def pool_memory(self) -> PoolMemory:
+        """What all captures together hold."""
+        return self._pool.memory()
+
+    def _capture(self, graph: BatchDescriptor, record: Callable[[], Captured]) -> CaptureCost:
+        """Capture one bucket and return what it took.
+
+        Raises:
+            StreamExhaustedError, OutOfDeviceMemoryError, CaptureError: nothing is left behind.
+        """
+        started_s = time.perf_counter()
+        self._npu.synchronize()
+        # A capture cannot take back what the allocator keeps for others, such as the pool of a
+        # capture that was undone.
+        runtime().empty_cache()
+        streams, pool = self.free_streams, self._pool.memory()
+        with OperatorDigest() as digest, torch.inference_mode():
+            self._uncommitted[graph] = record()
+        left = self.free_streams
+        return CaptureCost(
+            streams=0 if streams is None or left is None else streams - left,
+            bytes=self._pool.memory().total_bytes - pool.total_bytes,
+            seconds=time.perf_counter() - started_s,
+            digest=digest.hexdigest(),
+        )
+
+
+def _release(captured: Captured) -> None:
+    if isinstance(captured, CapturedPieces):
+        captured.release()
+        return
+    for graph in captured:
+        graph.release()
