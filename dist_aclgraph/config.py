@@ -30,6 +30,7 @@ BudgetModelName = Literal[
     "calibrated",
 ]
 HcclExpansion = Literal["AIV", "AICPU", "FFTS"]
+ExchangeSetting = Literal["auto", "all_gather", "all_to_all", "mc2"]
 
 MAX_WEIGHT = 1e15  # of traffic; sums of larger ones lose the smaller, and at last are infinite
 
@@ -53,6 +54,17 @@ class ParallelConfig(Section):
     )
     dp: int = Field(1, ge=1, le=4096, description="data parallel size: copies of the model")
     ep: int = Field(1, ge=1, le=4096, description="expert parallel size; 1 for dense models")
+    exchange: ExchangeSetting = Field(
+        "auto",
+        description="how tokens travel to experts of other ranks; auto decides for each size of "
+        "batch, see `dist-aclgraph plan`",
+    )
+    expert_capacity: float = Field(
+        2.0,
+        ge=1.0,
+        description="room of an all_to_all, as a multiple of what random routing needs; steps that "
+        "find too little are run again with all_gather",
+    )
     dcp: int = Field(1, ge=1, le=1024, description="decode context parallel size")
     pcp: int = Field(1, ge=1, le=1024, description="prefill context parallel size")
 
@@ -90,6 +102,9 @@ class GraphConfig(Section):
     )
     scope: Literal["cluster", "group"] = Field(
         "cluster", description="one plan for all lockstep groups, or one for each"
+    )
+    overlap_shared_experts: bool = Field(
+        False, description="run shared experts on a stream of their own, beside the routed ones"
     )
     lazy: Literal["off", "decode", "on"] = Field(
         "decode",
@@ -230,6 +245,13 @@ class DeviceConfig(Section):
         description="who unrolls a collective: vector cores, AI CPU (the default of A3), or the "
         "host with FFTS+ (that of A2); it decides what communication costs in streams",
     )
+    hccl_buffer_mb: int = Field(
+        200,
+        ge=1,
+        le=65536,
+        description="HCCL's buffer of a communication domain (HCCL_BUFFSIZE); MC2 needs more for "
+        "larger batches",
+    )
     emulator: EmulatorConfig = EmulatorConfig()
 
 
@@ -358,6 +380,7 @@ def child_environment(config: Config) -> dict[str, str]:
         # A lost rank holds its peers for so long; the step's deadline ends them sooner.
         "HCCL_EXEC_TIMEOUT": str(math.ceil(config.timeouts.step_s)),
         "HCCL_OP_EXPANSION_MODE": HCCL_EXPANSION_NAMES[config.device.hccl_expansion],
+        "HCCL_BUFFSIZE": str(config.device.hccl_buffer_mb),
         "HCCL_CONNECT_TIMEOUT": str(math.ceil(max(120.0, config.timeouts.join_s))),
     }
 

@@ -13,6 +13,20 @@ EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertFacts:
+    """The experts of a model's layers.
+
+    Attributes:
+        top_k: experts of a token, shared ones not counted.
+        num_shared: experts that every token visits.
+    """
+
+    num_experts: int
+    top_k: int
+    num_shared: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelFacts:
     """The shape of a model.
 
@@ -28,10 +42,15 @@ class ModelFacts:
     num_kv_heads: int
     head_size: int
     max_model_len: int
-    moe: bool = False
+    hidden_size: int = 0
+    experts: ExpertFacts | None = None
     latent_size: int = 0
     is_encoder_decoder: bool = False
     weight_bytes: int = 0
+
+    @property
+    def moe(self) -> bool:
+        return self.experts is not None
 
     @property
     def mla(self) -> bool:
@@ -72,8 +91,20 @@ def read_model_facts(directory: str | Path) -> ModelFacts:
         max_model_len=int(shape.get("max_position_embeddings") or 2048),
         latent_size=_latent_size(shape, path),
         is_encoder_decoder=bool(raw.get("is_encoder_decoder")),
-        moe=any(shape.get(key) for key in EXPERT_KEYS),
+        hidden_size=_integer(shape, "hidden_size", path),
+        experts=_experts(shape, path),
         weight_bytes=sum(file.stat().st_size for file in directory.glob("*.safetensors")),
+    )
+
+
+def _experts(shape: dict[str, Any], path: Path) -> ExpertFacts | None:
+    num_experts = next((int(shape[key]) for key in EXPERT_KEYS if shape.get(key)), 0)
+    if not num_experts:
+        return None
+    return ExpertFacts(
+        num_experts=num_experts,
+        top_k=_integer(shape, "num_experts_per_tok", path),
+        num_shared=int(shape.get("n_shared_experts") or 0),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -49,6 +50,39 @@ class CommGroup:
         out = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
         dist.all_gather_single(out, x, group=self.handle)
         return out
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Sum ``x`` over the group and return this member's part: [n * size, ...] -> [n, ...].
+
+        The first part is the first member's.
+        """
+        if self.size == 1:
+            return x
+        out = torch.empty((x.shape[0] // self.size, *x.shape[1:]), dtype=x.dtype, device=x.device)
+        dist.reduce_scatter_single(out, x, group=self.handle)
+        return out
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """Send each member its part of ``x``, and return the parts that are for this one.
+
+        [n * size, ...] -> [n * size, ...]: parts are equal, and in group order.
+        """
+        if self.size == 1:
+            return x
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x, group=self.handle)
+        return out
+
+    @cached_property
+    def hccl_name(self) -> str:
+        """HCCL's name of the communicator, for operators that communicate by themselves.
+
+        Collective where it is asked for first, outside captures: HCCL makes a communicator when it
+        is used.
+        """
+        device = torch.device("npu")
+        dist.all_reduce(torch.ones(1, device=device), group=self.handle)
+        return str(self.handle._get_backend(device).get_hccl_comm_name(self.rank))
 
 
 @dataclass(frozen=True)

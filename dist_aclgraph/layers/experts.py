@@ -1,23 +1,20 @@
-"""A layer of experts: each token runs a few of them, chosen by a router.
-
-Operators: ``npu_moe_gating_top_k``, ``npu_moe_init_routing_v2`` (copies each token once for each of
-its experts, sorted by expert), ``npu_grouped_matmul`` (one product for all experts) and
-``npu_moe_finalize_routing`` (the weighted sum, back in token order). No size depends on the
-routing, so that graphs hold it.
-"""
+"""A layer of experts: each token runs a few of them, chosen by a router, and all shared ones."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dist_aclgraph.comm.groups import CommGroup
+from dist_aclgraph.comm.groups import RankGroups
+from dist_aclgraph.layers.exchanges import Exchange
+from dist_aclgraph.layers.local_experts import LocalExperts
+from dist_aclgraph.layers.router import Router
+from dist_aclgraph.layers.shared_experts import SharedExperts, SideStream
 from dist_aclgraph.topology import ExchangeKind
-
-SOFTMAX = 0  # norm_type of npu_moe_gating_top_k
-COUNTS = 1  # group lists hold the tokens of each expert, not their running sum
 
 
 @dataclass(frozen=True)
@@ -38,84 +35,78 @@ ALL_HERE = ExpertStep()
 
 
 @dataclass(frozen=True)
-class Router:
-    """Chooses the experts of each token by softmax scores.
+class ExpertSetup:
+    """How a rank runs its layers of experts.
 
     Attributes:
-        weight: [hidden, num_experts].
-        top_k: experts of a token.
-        renormalizes: whether the chosen experts' weights sum to one.
+        capacity_factor: room of an all-to-all, see ``expert_capacity``.
+        side: where shared experts run beside the routed ones; None: before them.
     """
 
-    weight: Tensor
-    top_k: int
-    renormalizes: bool
-
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[n, hidden] -> weights [n, top_k], experts [n, top_k] int32."""
-        scores = torch.mm(x, self.weight)
-        gate = torch.ops.npu.npu_moe_gating_top_k
-        weights, experts, _ = gate(scores, k=self.top_k, norm_type=SOFTMAX)
-        if self.renormalizes:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return weights, experts
+    groups: RankGroups
+    capacity_factor: float = 2.0
+    side: SideStream | None = None
 
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """All experts, each split over the tensor parallel group by its inner width.
+    """The experts of a layer, routed and shared.
+
+    Without expert parallelism each routed expert is split over the tensor parallel group; with it
+    each rank of the expert parallel group has some as a whole. Shared ones are always split. What
+    remains to be added up over the tensor parallel group is one sum for both.
 
     Attributes:
-        gate_up: [num_experts, hidden, 2 * width / size].
-        down: [num_experts, width / size, hidden].
+        exchanges: to experts of other ranks; none without expert parallelism.
     """
 
     router: Router
-    gate_up: Tensor
-    down: Tensor
-    group: CommGroup
+    local: LocalExperts
+    groups: RankGroups
+    exchanges: Mapping[ExchangeKind, Exchange]
+    shared: SharedExperts | None = None
 
     def __call__(self, x: Tensor, slots: Tensor, step: ExpertStep) -> Tensor:
-        """[n, hidden] -> [n, hidden], summed over the group.
+        """[n, hidden] -> [n, hidden], on all ranks of the tensor parallel group.
 
         Args:
-            slots: [n] int32, where each token's KV is written; -1 is padding, whose result means
-                nothing.
+            x: the same on all ranks of the tensor parallel group; ``n`` is equal on all ranks of
+                the expert parallel group.
+            slots: [n] int32, where each token's KV is written; negative is padding, which comes
+                last, goes to no expert, and whose result means nothing.
         """
-        npu, num_experts = torch.ops.npu, self.gate_up.shape[0]
-        weights, experts = self.router(x)
-        rows, order, counts, _ = npu.npu_moe_init_routing_v2(
-            x,
-            experts,
-            active_num=experts.numel(),
-            expert_num=num_experts,
-            expert_tokens_num_type=COUNTS,
-            expert_tokens_num_flag=True,
-            active_expert_range=[0, num_experts],
-            row_idx_type=0,
-        )
-        hidden = npu.npu_swiglu(_product(rows, self.gate_up, counts))
-        y = npu.npu_moe_finalize_routing(
-            _product(hidden, self.down, counts),
-            None,
-            None,
-            None,
-            weights.to(x.dtype),
-            order,
-            experts,
-            drop_pad_mode=2,
-        )
-        return self.group.all_reduce(y)
+        if self._is_together(step):
+            with self._running_shared(x) as shared:
+                routed = self.local(x, *self.router(x, slots), step.tally)
+            total = routed if shared is None else routed.add_(shared)
+            return self.groups.tp.all_reduce(total)
+        assert step.exchange is not None
+        return self._exchanged(x, slots, self.exchanges[step.exchange], step.tally)
 
+    def _is_together(self, step: ExpertStep) -> bool:
+        """Whether the tensor parallel group has all experts, and nothing else is asked for."""
+        tp, ep = self.groups.tp, self.groups.ep
+        return step.exchange is None or (step.exchange == "all_gather" and tp.ranks == ep.ranks)
 
-def _product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """Multiply each expert's rows with its weight: [rows, in] -> [rows, out]."""
-    out: Tensor = torch.ops.npu.npu_grouped_matmul(
-        [rows],
-        [weights],
-        group_list=counts,
-        group_list_type=COUNTS,
-        group_type=0,
-        split_item=3,
-    )[0]
-    return out
+    def _exchanged(
+        self, x: Tensor, slots: Tensor, exchange: Exchange, tally: Tensor | None
+    ) -> Tensor:
+        """Let each rank exchange its slice, and put the slices together."""
+        tp, n = self.groups.tp, x.shape[0]
+        # On all ranks, although the last ones alone lack tokens: all must capture the same.
+        missing = -n % tp.size
+        if missing:
+            x = torch.nn.functional.pad(x, (0, 0, 0, missing))
+            slots = torch.nn.functional.pad(slots, (0, missing), value=-1)
+        m = x.shape[0] // tp.size
+        mine = slice(tp.rank * m, (tp.rank + 1) * m)
+        with self._running_shared(x) as shared:
+            own = x[mine]
+            routed = exchange(own, *self.router(own, slots[mine]), tally)
+        if shared is None:
+            return tp.all_gather(routed).flatten(0, 1)[:n]
+        shared[mine].add_(routed)
+        return tp.all_reduce(shared)[:n]
+
+    def _running_shared(self, x: Tensor) -> AbstractContextManager[Tensor | None]:
+        return nullcontext() if self.shared is None else self.shared.running(x)

@@ -35,6 +35,15 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
+    def read_float32(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a whole unquantised tensor, in float32 whatever the dtype of the others.
+
+        Raises:
+            MissingTensorError: as ``read``.
+        """
+        whole: Tensor = self._slice(name, shape)[:]
+        return whole.float()
+
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a whole tensor in the dtype of the checkpoint object.
 

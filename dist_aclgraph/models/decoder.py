@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dist_aclgraph.comm.groups import RankGroups
 from dist_aclgraph.layers.attention import AttentionMetadata
-from dist_aclgraph.layers.experts import ALL_HERE, ExpertStep
+from dist_aclgraph.layers.experts import ALL_HERE, ExpertSetup, ExpertStep
 from dist_aclgraph.layers.vocabulary import VocabularyEmbedding, VocabularyHead, vocabulary_part
 from dist_aclgraph.models.attention import AttentionKind, Cache
 from dist_aclgraph.models.checkpoint import Checkpoint, Progress
@@ -38,15 +38,19 @@ class Decoder:
         max_len: int,
         drafts: bool = False,
         progress: Progress | None = None,
+        experts: ExpertSetup | None = None,
     ) -> None:
         """Load this rank's slices; the next-token module only where it ``drafts``.
+
+        Args:
+            experts: None runs them as ``ExpertSetup`` has it by default.
 
         Raises:
             ConfigError: the heads cannot be split over the group.
             MissingTensorError: names the first tensor that lacks or has another shape.
         """
         self.spec = spec
-        slices = WeightSlices(checkpoint, groups.tp, device)
+        slices = WeightSlices(checkpoint, groups.tp, device, experts or ExpertSetup(groups))
         self._embedding = _load_embedding(slices, spec)
         norm = slices.whole("model.norm.weight", (spec.hidden_size,))
         make_kind = GroupedQuery if spec.latent is None else MultiHeadLatent

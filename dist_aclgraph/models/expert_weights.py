@@ -1,39 +1,103 @@
-"""Loading a layer's experts: each split over the tensor parallel group by its inner width."""
+"""Loading a layer's experts: without expert parallelism each split over the tensor parallel group
+by its inner width, with it those that the rank has, as a whole; shared ones are always split.
+"""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from dist_aclgraph.layers.experts import ExpertLayer, Router
+from dist_aclgraph.errors import UnsupportedModelError
+from dist_aclgraph.graph.exchange import experts_per_rank
+from dist_aclgraph.layers.exchanges import make_exchanges
+from dist_aclgraph.layers.experts import ExpertLayer
+from dist_aclgraph.layers.local_experts import LocalExperts
+from dist_aclgraph.layers.router import Router
+from dist_aclgraph.layers.shared_experts import SharedExperts
 from dist_aclgraph.models.loading import WeightSlices
 from dist_aclgraph.models.spec import ExpertSpec
+
+MIN_EXPERTS_OF_A_GROUP = 3  # for npu_moe_gating_top_k
 
 
 def load_experts(
     slices: WeightSlices, experts: ExpertSpec, hidden: int, prefix: str
 ) -> ExpertLayer:
-    """Return this rank's part of the experts.
+    """Return this rank's part of the experts; no others are read.
 
     Args:
         hidden: width of the layer's input and output.
         prefix: of the feed-forward part's names, such as ``model.layers.3.mlp``.
+
+    Raises:
+        ConfigError: the experts cannot be divided among the ranks.
+        UnsupportedModelError: the router's operator does not choose like that.
     """
-    width, share = experts.width, slices.share(experts.width)
-    gate_up, down = [], []
-    for index in range(experts.num_experts):
-        expert = f"{prefix}.experts.{index}"
-        parts = [
-            slices.columns(f"{expert}.{name}.weight", width, hidden, *share)
-            for name in ("gate_proj", "up_proj")
-        ]
-        gate_up.append(torch.cat(parts, dim=1))
-        down.append(slices.part(f"{expert}.down_proj.weight", (hidden, width), 1, *share).t())
-    router = slices.columns(
-        f"{prefix}.gate.weight", experts.num_experts, hidden, 0, experts.num_experts
-    )
+    setup, ep = slices.experts, slices.experts.groups.ep
+    num_local = experts_per_rank(experts.num_experts, ep.size)
+    first = ep.rank * num_local
+    share = slices.share(experts.width) if ep.size == 1 else (0, experts.width)
+    parts = [
+        _mlp(slices, f"{prefix}.experts.{index}", hidden, experts.width, share)
+        for index in range(first, first + num_local)
+    ]
+    gate_up, down = (slices.place(torch.stack(weights)) for weights in zip(*parts, strict=True))
+    local = LocalExperts(gate_up, down, first, experts.num_experts)
     return ExpertLayer(
-        Router(slices.place(router), experts.top_k, experts.renormalizes),
-        slices.place(torch.stack(gate_up)),
-        slices.place(torch.stack(down)),
-        slices.group,
+        _load_router(slices, experts, hidden, f"{prefix}.gate"),
+        local,
+        setup.groups,
+        make_exchanges(ep, local, setup.capacity_factor) if ep.size > 1 else {},
+        _load_shared(slices, experts, hidden, f"{prefix}.shared_experts"),
     )
+
+
+def _load_router(slices: WeightSlices, experts: ExpertSpec, hidden: int, prefix: str) -> Router:
+    if experts.scoring == "sigmoid" and not experts.renormalizes:
+        raise UnsupportedModelError(
+            "norm_topk_prob is false: weights of sigmoid scores that do not sum to one are not "
+            "supported"
+        )
+    group = experts.num_experts // experts.num_groups
+    if experts.num_groups > 1 and group < MIN_EXPERTS_OF_A_GROUP:
+        raise UnsupportedModelError(
+            f"n_group is {experts.num_groups}: groups of {group} experts are not supported; they "
+            f"must have {MIN_EXPERTS_OF_A_GROUP} at least"
+        )
+    read, count = slices.checkpoint.read_float32, experts.num_experts
+    bias = None
+    if experts.has_bias:
+        bias = slices.place(read(f"{prefix}.e_score_correction_bias", (count,)))
+    return Router(
+        slices.place(read(f"{prefix}.weight", (count, hidden)).t()),
+        experts.top_k,
+        experts.renormalizes,
+        scoring=experts.scoring,
+        bias=bias,
+        num_groups=experts.num_groups,
+        top_groups=experts.top_groups,
+        group_score=experts.group_score,
+        scale=experts.scaling,
+    )
+
+
+def _load_shared(
+    slices: WeightSlices, experts: ExpertSpec, hidden: int, prefix: str
+) -> SharedExperts | None:
+    if not experts.num_shared:
+        return None
+    width = experts.num_shared * experts.width
+    gate_up, down = _mlp(slices, prefix, hidden, width, slices.share(width))
+    return SharedExperts(slices.place(gate_up), slices.place(down), slices.experts.side)
+
+
+def _mlp(
+    slices: WeightSlices, prefix: str, hidden: int, width: int, share: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """Part of an MLP's inner width, on the host: [hidden, 2 * part] and [part, hidden]."""
+    gate, up = (
+        slices.columns(f"{prefix}.{name}.weight", width, hidden, *share)
+        for name in ("gate_proj", "up_proj")
+    )
+    down = slices.part(f"{prefix}.down_proj.weight", (hidden, width), 1, *share).t()
+    return torch.cat([gate, up], dim=1), down

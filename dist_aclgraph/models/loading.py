@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.comm.groups import CommGroup
+from dist_aclgraph.layers.experts import ExpertSetup
 from dist_aclgraph.layers.linear import Linear, RowParallelLinear
 from dist_aclgraph.models.checkpoint import Checkpoint
 
@@ -18,11 +19,13 @@ class WeightSlices:
 
     Attributes:
         group: tensor parallel ranks among which weights are split.
+        experts: how whole experts are divided among ranks, and run.
     """
 
     checkpoint: Checkpoint
     group: CommGroup
     device: torch.device
+    experts: ExpertSetup
 
     def whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self.checkpoint.read(name, shape).to(self.device)

@@ -1,0 +1,94 @@
+"""The experts whose weights a rank holds: computed for whatever rows are given.
+
+Operators: ``npu_moe_init_routing_v2`` (copies each token once for each of its experts here, sorted
+by expert), ``npu_grouped_matmul`` (one product for all experts) and ``npu_moe_finalize_routing``
+(the weighted sum, back in token order). No size depends on the routing, so that graphs hold it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CUMULATIVE, COUNTS = 0, 1  # what a group list holds of each expert: where it ends, or its rows
+
+
+@dataclass(frozen=True)
+class LocalExperts:
+    """A range of a layer's experts, or a part of all of them split by inner width.
+
+    Attributes:
+        gate_up: [num_local, hidden, 2 * width].
+        down: [num_local, width, hidden].
+        first: the first of them among all.
+        num_experts: of the layer.
+    """
+
+    gate_up: Tensor
+    down: Tensor
+    first: int
+    num_experts: int
+
+    @property
+    def num_local(self) -> int:
+        return self.gate_up.shape[0]
+
+    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, tally: Tensor | None) -> Tensor:
+        """Return what these experts add to each token: [n, hidden], zero where none was chosen.
+
+        Args:
+            x: [n, hidden].
+            experts: [n, top_k] int32, of the whole layer; negative ones are nobody's.
+            weights: [n, top_k] float32.
+            tally: see ``ExpertStep``.
+        """
+        npu = torch.ops.npu
+        rows, order, counts, _ = npu.npu_moe_init_routing_v2(
+            x,
+            experts,
+            active_num=experts.numel(),
+            expert_num=self.num_experts,
+            expert_tokens_num_type=COUNTS,
+            expert_tokens_num_flag=True,
+            active_expert_range=[self.first, self.first + self.num_local],
+            row_idx_type=0,
+        )
+        y: Tensor = npu.npu_moe_finalize_routing(
+            self.compute(rows, counts, tally)[None],
+            None,
+            None,
+            None,
+            # The operator takes wider weights beside bfloat16 only.
+            weights if x.dtype == torch.bfloat16 else weights.to(x.dtype),
+            order,
+            experts,
+            drop_pad_mode=3,  # rows of rank 3, of which some choices have none
+        )
+        return y
+
+    def compute(self, rows: Tensor, counts: Tensor, tally: Tensor | None) -> Tensor:
+        """Run each row through its expert: [rows, hidden] -> [rows, hidden].
+
+        Args:
+            rows: sorted by expert; those beyond the last expert's are left alone.
+            counts: [num_local] int64, rows of each expert.
+        """
+        if tally is not None:
+            tally[0].add_(counts.sum())
+        hidden = torch.ops.npu.npu_swiglu(self._product(rows, self.gate_up, counts))
+        return self._product(hidden, self.down, counts)
+
+    def _product(self, rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+        """Multiply each expert's rows with its weight: [rows, in] -> [rows, out]."""
+        out: Tensor = torch.ops.npu.npu_grouped_matmul(
+            [rows],
+            [weights],
+            group_list=counts,
+            # A list of one count is refused; where the only expert ends is the same number.
+            group_list_type=COUNTS if self.num_local > 1 else CUMULATIVE,
+            group_type=0,
+            split_item=3,
+        )[0]
+        return out

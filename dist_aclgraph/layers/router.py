@@ -1,0 +1,65 @@
+"""Which experts a token goes to, and how much each of them counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Scoring = Literal["softmax", "sigmoid"]
+GroupScore = Literal["max", "top2"]
+# What npu_moe_gating_top_k calls them.
+NORM_TYPES: dict[Scoring, int] = {"softmax": 0, "sigmoid": 1}
+GROUP_SELECT_MODES: dict[GroupScore, int] = {"max": 0, "top2": 1}
+NOWHERE = -1  # the expert of a padding token: outside every rank's range
+
+
+@dataclass(frozen=True)
+class Router:
+    """Chooses the experts of each token by ``npu_moe_gating_top_k``.
+
+    Softmax scores (Qwen3, DeepSeek V2) count as they are, or divided by their sum; sigmoid scores
+    (DeepSeek V3) are always divided by it. Either may be scaled after that.
+
+    Attributes:
+        weight: [hidden, num_experts] float32: rounding must not decide between near experts.
+        top_k: experts of a token.
+        renormalizes: whether the weights of a token's softmax scores sum to one.
+        bias: [num_experts] float32, added to scores for the choice alone.
+        num_groups, top_groups: groups of experts, and how many of them a token may choose from.
+        group_score: what is compared of groups, their best score or the sum of their best two.
+        scale: factor of all weights.
+    """
+
+    weight: Tensor
+    top_k: int
+    renormalizes: bool
+    scoring: Scoring = "softmax"
+    bias: Tensor | None = None
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: GroupScore = "max"
+    scale: float = 1.0
+
+    def __call__(self, x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Return experts [n, top_k] int32, NOWHERE for padding, and weights [n, top_k] float32.
+
+        Args:
+            x: [n, hidden].
+            slots: [n] int32, negative is padding.
+        """
+        weights, experts, _ = torch.ops.npu.npu_moe_gating_top_k(
+            torch.mm(x.float(), self.weight),
+            k=self.top_k,
+            bias=self.bias,
+            k_group=self.top_groups,
+            group_count=self.num_groups,
+            group_select_mode=GROUP_SELECT_MODES[self.group_score],
+            norm_type=NORM_TYPES[self.scoring],
+            routed_scaling_factor=self.scale,
+        )
+        if self.scoring == "softmax" and self.renormalizes:
+            weights = weights * (self.scale / weights.sum(-1, keepdim=True))
+        return experts.masked_fill((slots < 0).unsqueeze(1), NOWHERE), weights

@@ -1,0 +1,203 @@
+"""Run by every rank: a layer of experts in all ways, against every expert for every token in
+float32 on the CPU. Prints one JSON object: what went wrong by check, and digests of captures.
+
+Nothing is raised, so that all ranks stay in step. Arguments: tp dp.
+"""
+
+import json
+import sys
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dist_aclgraph.comm.groups import make_groups
+from dist_aclgraph.graph.digest import OperatorDigest
+from dist_aclgraph.graph.exchange import expert_capacity
+from dist_aclgraph.layers.exchanges import make_exchanges
+from dist_aclgraph.layers.experts import ExpertLayer, ExpertStep
+from dist_aclgraph.layers.local_experts import LocalExperts
+from dist_aclgraph.layers.router import Router
+from dist_aclgraph.layers.shared_experts import SharedExperts, SideStream
+from dist_aclgraph.topology import ParallelLayout
+
+TP, DP = int(sys.argv[1]), int(sys.argv[2])
+EP = TP * DP
+HIDDEN, WIDTH, EXPERTS, K = 64, 32, 8, 3
+KINDS = ("all_gather", "all_to_all", "mc2")
+# Live tokens by data parallel rank: all, some, none; numbers of rows that tp divides, and not.
+BATCHES = [(6, (6, 4)), (5, (1, 5)), (7, (3, 0)), (1, (1, 0))]
+
+dist.init_process_group("hccl")
+rank = dist.get_rank()
+groups = make_groups(ParallelLayout(tp=TP, dp=DP, ep=EP), rank)
+tp, ep = groups.tp, groups.ep
+problems: dict[str, list[str]] = {}
+digests: dict[str, str] = {}
+
+
+def random(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+ROUTER = random(1, EXPERTS, HIDDEN)
+GATE, UP = (random(seed, EXPERTS, WIDTH, HIDDEN).half() / HIDDEN**0.5 for seed in (2, 3))
+DOWN = random(4, EXPERTS, HIDDEN, WIDTH).half() / WIDTH**0.5
+SHARED_GATE, SHARED_UP = (random(seed, WIDTH, HIDDEN).half() / HIDDEN**0.5 for seed in (5, 6))
+SHARED_DOWN = random(7, HIDDEN, WIDTH).half() / WIDTH**0.5
+
+
+def place(t):
+    return t.contiguous().npu()
+
+
+def make_layer(factor=4.0, with_shared=True, side=None):
+    local = EXPERTS // EP
+    mine = slice(ep.rank * local, (ep.rank + 1) * local)
+    part = slice(tp.rank * WIDTH // TP, (tp.rank + 1) * WIDTH // TP)
+    experts = LocalExperts(
+        place(torch.cat([GATE[mine], UP[mine]], 1).transpose(1, 2)),
+        place(DOWN[mine].transpose(1, 2)),
+        mine.start,
+        EXPERTS,
+    )
+    shared = SharedExperts(
+        place(torch.cat([SHARED_GATE[part], SHARED_UP[part]]).t()),
+        place(SHARED_DOWN[:, part].t()),
+        side,
+    )
+    return ExpertLayer(
+        Router(place(ROUTER.t()), K, True),
+        experts,
+        groups,
+        make_exchanges(ep, experts, factor),
+        shared if with_shared else None,
+    )
+
+
+def batch(seed, n, live, dp_rank=None):
+    """x [n, hidden] and slots [n] of a data parallel rank; dead rows hold what must not matter."""
+    x = random(100 * seed + (groups.dp_rank if dp_rank is None else dp_rank), n, HIDDEN).half()
+    slots = torch.arange(n, dtype=torch.int32)
+    x[live:], slots[live:] = 100.0, -1
+    return x, slots
+
+
+def choices(x):
+    weights, chosen = (x.float() @ ROUTER.t()).softmax(-1).topk(K)
+    return weights / weights.sum(-1, keepdim=True), chosen
+
+
+def mlp(x, gate, up, down):
+    gate, up, down = gate.float(), up.float(), down.float()
+    return (torch.nn.functional.silu(x @ gate.t()) * (x @ up.t())) @ down.t()
+
+
+def dense(x, with_shared):
+    x = x.float()
+    weights, chosen = choices(x)
+    out = mlp(x, SHARED_GATE, SHARED_UP, SHARED_DOWN) if with_shared else torch.zeros_like(x)
+    for e in range(EXPERTS):
+        out += (weights * (chosen == e)).sum(1, keepdim=True) * mlp(x, GATE[e], UP[e], DOWN[e])
+    return out
+
+
+def expect(what, is_so, told=""):
+    problems.setdefault(what, [])
+    if not is_so:
+        problems[what].append(str(told))
+
+
+def expect_dense(what, out, x, live, with_shared=True):
+    got, want = out.cpu().float()[:live], dense(x[:live], with_shared)
+    expect(what, out.shape == x.shape and bool(torch.isfinite(out.cpu()).all()), out.shape)
+    expect(what, torch.allclose(got, want, atol=1e-2, rtol=1e-2), f"{live} rows of {len(x)}")
+
+
+def new_tally():
+    return torch.zeros(2, dtype=torch.int64).npu()
+
+
+def load(seed, n, lives):
+    """Tokens that this rank's experts compute, of all data parallel ranks' batches."""
+    counts = np.zeros(EXPERTS, np.int64)
+    for dp_rank in range(DP):
+        chosen = choices(batch(seed, n, lives[dp_rank], dp_rank)[0][: lives[dp_rank]])[1]
+        counts += np.bincount(chosen.flatten().numpy(), minlength=EXPERTS)
+    return counts.reshape(EP, -1).sum(1)[ep.rank]
+
+
+def run_eagerly(kind):
+    for with_shared in (True, False):
+        layer = make_layer(with_shared=with_shared)
+        for seed, (n, lives) in enumerate(BATCHES):
+            tally, live = new_tally(), lives[groups.dp_rank]
+            x, slots = batch(seed, n, live)
+            out = layer(x.npu(), slots.npu(), ExpertStep(kind, tally))
+            expect_dense(f"sum {kind}", out, x, live, with_shared)
+            wanted = [load(seed, n, lives), 0]
+            expect(f"load {kind}", tally.tolist() == wanted, f"{tally.tolist()} not {wanted}")
+
+
+def run_captured(kind):
+    # Two layers after another: what one frees, the next may take.
+    side, n, total = SideStream(), 5, 0
+    layers = [make_layer(side=side), make_layer(side=side)]
+    x, slots = (t.npu() for t in batch(0, n, n))
+    tally = new_tally()
+    step = ExpertStep(kind, tally)
+    for layer in layers:
+        layer(x, slots, step)
+    torch.npu.synchronize()
+    tally.zero_()
+    graph = torch.npu.NPUGraph()
+    with OperatorDigest() as digest, torch.npu.graph(graph):
+        outs = [layer(x, slots, step) for layer in layers]
+    digests[kind] = digest.hexdigest()
+    for seed, lives in enumerate([(5, 2), (0, 5), (3, 3)], start=1):
+        live = lives[groups.dp_rank]
+        given = batch(seed, n, live)
+        x.copy_(given[0])
+        slots.copy_(given[1])
+        graph.replay()
+        for out in outs:
+            expect_dense(f"replay {kind}", out, given[0], live)
+        total += 2 * load(seed, n, lives)
+        expect(f"replay {kind}", tally.tolist() == [total, 0], f"{tally.tolist()} not {total}")
+
+
+def run_beside(kind):
+    plain, beside = make_layer(), make_layer(side=SideStream())
+    for seed, (n, lives) in enumerate(BATCHES):
+        x, slots = (t.npu() for t in batch(seed, n, lives[groups.dp_rank]))
+        live = lives[groups.dp_rank]
+        outs = [layer(x, slots, ExpertStep(kind))[:live].cpu() for layer in (plain, beside)]
+        expect(f"overlap {kind}", torch.equal(*outs), "not the same bits")
+
+
+def run_overflow():
+    """All tokens of a rank choose alike, and only so many find room."""
+    layer, n, live = make_layer(factor=1.0), 96, 90
+    x, slots = batch(0, n, live)
+    x[:live] = x[0]
+    tally, m = new_tally(), n // TP
+    out = layer(x.npu(), slots.npu(), ExpertStep("all_to_all", tally))
+    capacity = expert_capacity(m, EP, K, 1.0)
+    sent = [min(m, max(0, live - r * m)) for r in range(TP)]  # live tokens of each slice
+    num_ranks = len(set((choices(x[:1])[1] // (EXPERTS // EP)).flatten().tolist()))
+    lost = num_ranks * max(0, sent[tp.rank] - capacity)
+    expect("overflow", tally[1].item() == lost, f"{tally[1].item()} not {lost} of {capacity}")
+    for r in range(TP):
+        fitting = slice(r * m, r * m + min(sent[r], capacity))
+        expect_dense("overflow", out[fitting], x[fitting], len(x[fitting]))
+    total = tally.clone()
+    dist.all_reduce(total)
+    expect("overflow", total[1].item() > 0, "nothing overflowed anywhere")
+
+
+for kind in KINDS:
+    run_eagerly(kind)
+    run_captured(kind)
+    run_beside(kind)
+run_overflow()
+print("RESULT " + json.dumps({"problems": problems, "digests": digests}))

@@ -1,0 +1,65 @@
+"""Layers of experts over tensor and data parallel ranks: scripts/expert_layer.py says what is run.
+
+One run of each layout serves all its tests, because starting ranks takes most of the time.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+SCRIPT = (Path(__file__).parent / "scripts" / "expert_layer.py").read_text(encoding="utf-8")
+LAYOUTS = [(1, 2), (2, 1), (2, 2)]  # tp, dp
+KINDS = ["all_gather", "all_to_all", "mc2"]
+
+
+@pytest.fixture(scope="module")
+def done() -> dict:
+    return {}
+
+
+@pytest.fixture
+def results(done, run_ranks):
+    """What the ranks of a layout print."""
+
+    def of(layout):
+        if layout not in done:
+            tp, dp = layout
+            code = f"sys.argv = ['', '{tp}', '{dp}']\n" + SCRIPT
+            done[layout] = run_ranks(code, tp * dp, timeout_s=300, devices=tp * dp)
+        return [parse(*result) for result in done[layout]]
+
+    return of
+
+
+def parse(status: int, output: str) -> dict:
+    assert status == 0, output
+    return json.loads(output.partition("RESULT ")[2].partition("\n")[0])
+
+
+def assert_no_problems(results, check: str) -> None:
+    assert [result["problems"][check] for result in results] == [[] for _ in results]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+class TestEveryExchange:
+    def test_gives_the_dense_sum(self, results, layout, kind):
+        assert_no_problems(results(layout), f"sum {kind}")
+
+    def test_counts_what_each_ranks_experts_compute(self, results, layout, kind):
+        assert_no_problems(results(layout), f"load {kind}")
+
+    def test_replays_with_other_tokens_as_it_runs(self, results, layout, kind):
+        assert_no_problems(results(layout), f"replay {kind}")
+
+    def test_gives_the_same_with_shared_experts_on_a_side_stream(self, results, layout, kind):
+        assert_no_problems(results(layout), f"overlap {kind}")
+
+    def test_is_the_same_operators_on_all_ranks(self, results, layout, kind):
+        assert len({result["digests"][kind] for result in results(layout)}) == 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_without_room_are_counted_and_the_others_complete(results, layout):
+    assert_no_problems(results(layout), "overflow")
