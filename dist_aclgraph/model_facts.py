@@ -56,6 +56,10 @@ class ModelFacts:
         return self.experts is not None
 
     @property
+    def has_shared_experts(self) -> bool:
+        return self.experts is not None and self.experts.num_shared > 0
+
+    @property
     def mla(self) -> bool:
         """Whether the model has multi-head latent attention."""
         return self.latent_size > 0

@@ -24,13 +24,14 @@ from dist_aclgraph.graph.exchange import ExchangeRule
 from dist_aclgraph.graph.modes import GraphSupport, normalise_mode
 from dist_aclgraph.graph.plan import CaptureCost, GraphPlan
 from dist_aclgraph.model_facts import read_model_facts
-from dist_aclgraph.models.spec import read_model_spec
+from dist_aclgraph.models.spec import ModelSpec, read_model_spec
 from dist_aclgraph.scheduler.step import StepPlan, StepResult
 from dist_aclgraph.topology import ParallelLayout
 
 if TYPE_CHECKING:
     from dist_aclgraph.device.npu import Npu
     from dist_aclgraph.engine.model_runner import ModelRunner
+    from dist_aclgraph.layers.experts import ExpertSetup
     from dist_aclgraph.models.decoder import Decoder
 
 NO_PLAN = GraphPlan(version=0, mode="NONE", budget_model="legacy-last")
@@ -127,7 +128,6 @@ class Worker:
     def load(self) -> int:
         """Load this rank's weights; return their bytes."""
         from dist_aclgraph.engine.model_runner import TORCH_DTYPES
-        from dist_aclgraph.layers.experts import ExpertSetup
         from dist_aclgraph.models.checkpoint import Checkpoint
         from dist_aclgraph.models.decoder import Decoder
 
@@ -143,10 +143,19 @@ class Worker:
             max_len=config.max_model_len or spec.max_position_embeddings,
             drafts=config.speculative.num_tokens > 0,
             progress=self._note_progress,
-            experts=ExpertSetup(self._groups, config.parallel.expert_capacity),
+            experts=self._make_expert_setup(spec),
         )
         self._npu.synchronize()
         return before - self._npu.memory().free_bytes
+
+    def _make_expert_setup(self, spec: ModelSpec) -> ExpertSetup:
+        from dist_aclgraph.layers.experts import ExpertSetup
+        from dist_aclgraph.layers.shared_experts import SideStream
+
+        has_shared = spec.experts is not None and spec.experts.num_shared > 0
+        side = SideStream() if has_shared and self._config.graph.overlap_shared_experts else None
+        self._book_streams("side stream of shared experts")
+        return ExpertSetup(self._groups, self._config.parallel.expert_capacity, side)
 
     def _note_progress(self, done: int, total: int) -> None:
         self._progress = (done, total)

@@ -12,6 +12,7 @@ from dist_aclgraph.comm.groups import ALONE, ONE_RANK, CommGroup
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.layers.attention import AttentionMetadata, make_causal_mask
+from dist_aclgraph.layers.experts import ExpertSetup
 from dist_aclgraph.layers.latent_forms import choose_forms
 from dist_aclgraph.layers.mla import LatentAttention
 from dist_aclgraph.models.checkpoint import Checkpoint
@@ -35,7 +36,8 @@ def attention(npu: Any) -> LatentAttention:
 
 
 def load_slices(npu: Npu, directory: Path) -> WeightSlices:
-    return WeightSlices(Checkpoint(directory, torch.float32), ALONE, npu.device)
+    checkpoint = Checkpoint(directory, torch.float32)
+    return WeightSlices(checkpoint, ALONE, npu.device, ExpertSetup(ONE_RANK))
 
 
 def load_decoder(npu: Npu, directory: Path) -> Decoder:
