@@ -34,8 +34,8 @@ class Shape:
     n_routed_experts: int = 8
     n_shared_experts: int = 1
     num_experts_per_tok: int = 2
-    n_group: int = 4
-    topk_group: int = 2
+    n_group: int = 2
+    topk_group: int = 1
     routed_scaling_factor: float = 2.5
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6

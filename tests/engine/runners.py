@@ -37,6 +37,7 @@ def make_runner(
     directory: Path,
     max_tokens: int = 8,
     graphs: Sequence[BatchDescriptor] = (),
+    num_drafts: int = 0,
     **options: Any,
 ) -> ModelRunner:
     config = make_config(
@@ -45,6 +46,7 @@ def make_runner(
             "dtype": "float32",
             "scheduler": {"max_num_seqs": max_tokens},
             "kv": {"block_size": BLOCK_SIZE},
+            "speculative": {"num_tokens": num_drafts},
         }
     )
     model = Decoder(
@@ -53,6 +55,7 @@ def make_runner(
         Checkpoint(directory, torch.float32),
         device=npu.device,
         max_len=MAX_LEN,
+        drafts=num_drafts > 0,
     )
     return ModelRunner(
         config,

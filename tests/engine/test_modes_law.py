@@ -75,7 +75,12 @@ def latent_runners(npu: Any, deepseek: Path) -> dict[str, ModelRunner]:
 
 
 def run(
-    runner: ModelRunner, plan: GraphPlan, arrivals: list[Arrival], num_blocks: int
+    runner: ModelRunner,
+    plan: GraphPlan,
+    arrivals: list[Arrival],
+    num_blocks: int,
+    num_drafts: int = 0,
+    **sampling: Any,
 ) -> tuple[dict[str, list[int]], Scheduler]:
     """Play the arrivals through a scheduler and a runner; return each request's tokens."""
     scheduler = Scheduler(
@@ -83,6 +88,7 @@ def run(
         [BlockPool(num_blocks, BLOCK_SIZE)],
         GraphDispatcher(plan),
         max_model_len=MAX_LEN,
+        num_drafts=num_drafts,
     )
     tokens: dict[str, list[int]] = {}
     last = max(a.at_step for a in arrivals)
@@ -91,7 +97,9 @@ def run(
         for index, arrival in enumerate(arrivals):
             if arrival.at_step == step:
                 params = SamplingParams(
-                    max_tokens=arrival.max_tokens, temperature=0.0, ignore_eos=True
+                    max_tokens=arrival.max_tokens,
+                    ignore_eos=True,
+                    **{"temperature": 0.0, **sampling},
                 )
                 scheduler.add(submit(str(index), arrival.prompt, params))
                 tokens[str(index)] = []

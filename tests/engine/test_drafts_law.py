@@ -1,0 +1,77 @@
+"""Law: whatever the schedule, drafts change no token, eagerly and in graphs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dist_aclgraph.engine.model_runner import ModelRunner
+from dist_aclgraph.graph.plan import GraphPlan
+from tests.engine.runners import make_runner
+from tests.engine.test_modes_law import EAGER, MAX_SEQS, Arrival, arrivals, run
+from tests.plans import make_plan
+
+DEMO = Path(__file__).parents[2] / "models" / "tiny-deepseek"
+SAMPLINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0, "seed": 3},
+    {"temperature": 0.7, "top_p": 0.9, "seed": 5, "repetition_penalty": 1.3},
+    {"frequency_penalty": 0.5, "logprobs": 2},
+    {"min_tokens": 5, "logprobs": 1},
+]
+# What the demo model was made to say: much of it is drafted rightly.
+PROMPTS = {"counting": "Count from 3 to 20.", "story": "Tell me a story about a fox in the forest."}
+
+Runners = dict[str, tuple[ModelRunner, GraphPlan]]
+
+
+def make_runners(npu: Any, directory: Path, k: int) -> Runners:
+    """Eagerly, in full graphs, and in pieces besides; all with k drafts, 0 without."""
+    q = k + 1
+    decode = tuple(q * size for size in (1, 2, 4, MAX_SEQS))
+    plans = {"eager": EAGER}
+    if k:
+        plans["full"] = make_plan(*decode, query_len=q, max_num_seqs=MAX_SEQS)
+        plans["both"] = make_plan(*decode, mixed=(16, 48), query_len=q, max_num_seqs=MAX_SEQS)
+    found = {}
+    for name, plan in plans.items():
+        runner = make_runner(npu, directory, MAX_SEQS, plan.capture_order, num_drafts=k)
+        for graph in plan.capture_order:
+            runner.warm_up(graph)
+            runner.capture(graph)
+            runner.commit(graph)
+        found[name] = runner, plan
+    return found
+
+
+@pytest.fixture(scope="module")
+def without(npu: Any) -> Runners:
+    return make_runners(npu, DEMO, 0)
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3])
+def drafting(npu: Any, request: pytest.FixtureRequest) -> tuple[int, Runners]:
+    return request.param, make_runners(npu, DEMO, request.param)
+
+
+@settings(max_examples=20)
+@given(arrivals, st.integers(12, 40), st.sampled_from(SAMPLINGS))
+def test_drafts_change_no_token(
+    without: Runners,
+    drafting: tuple[int, Runners],
+    arrivals: list[Arrival],
+    num_blocks: int,
+    sampling: dict[str, Any],
+) -> None:
+    k, runners = drafting
+    expected, _ = run(*without["eager"], arrivals, num_blocks, **sampling)
+
+    for name, (runner, plan) in runners.items():
+        found, scheduler = run(runner, plan, arrivals, num_blocks, k, **sampling)
+
+        assert found == expected, name
+        assert all(rank.pool.num_used == 0 for rank in scheduler.ranks)
