@@ -35,7 +35,8 @@ def attention(npu: Any) -> LatentAttention:
 
 
 def load_slices(npu: Npu, directory: Path) -> WeightSlices:
-    return WeightSlices(Checkpoint(directory, torch.float32), ALONE, npu.device)
+    checkpoint = Checkpoint(directory, torch.float32)
+    return WeightSlices(checkpoint, ALONE, npu.device, ExpertSetup(ONE_RANK))
 
 
 def load_decoder(npu: Npu, directory: Path) -> Decoder:

@@ -50,25 +50,6 @@ def test_replayed_tokens_equal_eager_ones_at_every_batch_size(
     assert replayed.tokens == plain.tokens
 
 
-@pytest.mark.parametrize("model", ["checkpoint", "deepseek"])
-def test_two_queries_of_each_request_replay_the_tokens_of_eager_steps(
-    npu: Any, request: pytest.FixtureRequest, model: str
-) -> None:
-    checkpoint, graph = request.getfixturevalue(model), BatchDescriptor(8, 4, 2, "FULL")
-    runner = make_runner(npu, checkpoint, 8, [graph])
-    capture(runner, graph)
-    prompts = make_prompts([3, 33, 70])
-    replayed, plain = Sequences(runner, prompts), Sequences(runner, prompts)
-
-    plain.prefill()
-    ends = [(row, len(prompt) - 2) for row, prompt in enumerate(prompts)]
-    starts = tuple(map(replayed.start, range(len(prompts))))
-    replayed.step(None, [x for row, n in ends for x in (row, 0, n, 0)], started=starts)
-    replayed.step(graph, [x for row, n in ends for x in (row, n, 2, 1)])
-
-    assert replayed.new == plain.new
-
-
 @pytest.mark.parametrize("kind", ["full", "piecewise"])
 def test_mixed_batches_replay_the_tokens_of_eager_steps(
     npu: Any, checkpoint: Path, kind: str
