@@ -12,6 +12,7 @@ from dist_aclgraph.comm.groups import ALONE, ONE_RANK, CommGroup
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.layers.attention import AttentionMetadata, make_causal_mask
+from dist_aclgraph.layers.experts import ExpertSetup
 from dist_aclgraph.layers.latent_forms import choose_forms
 from dist_aclgraph.layers.mla import LatentAttention
 from dist_aclgraph.models.checkpoint import Checkpoint
