@@ -86,7 +86,10 @@ class ExpertLayer:
     def _is_together(self, step: ExpertStep) -> bool:
         """Whether the tensor parallel group has all experts, and nothing else is asked for."""
         tp, ep = self.groups.tp, self.groups.ep
-        return step.exchange is None or (step.exchange == "all_gather" and tp.ranks == ep.ranks)
+        has_all = ep.size == 1 or ep.ranks == tp.ranks
+        # Without an exchange, spread experts would give the sum of a few of them.
+        assert has_all or step.exchange is not None
+        return has_all and step.exchange in (None, "all_gather")
 
     def _exchanged(
         self, x: Tensor, slots: Tensor, exchange: Exchange, tally: Tensor | None
