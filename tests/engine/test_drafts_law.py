@@ -21,11 +21,8 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 1.0, "seed": 3},
     {"temperature": 0.7, "top_p": 0.9, "seed": 5, "repetition_penalty": 1.3},
     {"frequency_penalty": 0.5, "logprobs": 2},
-    {"min_tokens": 5, "logprobs": 1},
+    {"min_tokens": 1, "logprobs": 1},
 ]
-# What the demo model was made to say: much of it is drafted rightly.
-PROMPTS = {"counting": "Count from 3 to 20.", "story": "Tell me a story about a fox in the forest."}
-
 Runners = dict[str, tuple[ModelRunner, GraphPlan]]
 
 
@@ -73,5 +70,10 @@ def test_drafts_change_no_token(
     for name, (runner, plan) in runners.items():
         found, scheduler = run(runner, plan, arrivals, num_blocks, k, **sampling)
 
-        assert found == expected, name
+        for index, arrival in enumerate(arrivals):
+            tokens, wanted = found[str(index)], expected[str(index)]
+            if arrival.abort_at is not None:  # drafts were faster, or came later to a small cache
+                length = min(len(tokens), len(wanted))
+                tokens, wanted = tokens[:length], wanted[:length]
+            assert tokens == wanted, name
         assert all(rank.pool.num_used == 0 for rank in scheduler.ranks)
