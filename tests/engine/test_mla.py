@@ -12,6 +12,7 @@ from dist_aclgraph.comm.groups import ALONE, ONE_RANK, CommGroup
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.layers.attention import AttentionMetadata, make_causal_mask
+from dist_aclgraph.layers.experts import ExpertSetup
 from dist_aclgraph.layers.latent_forms import choose_forms
 from dist_aclgraph.layers.mla import LatentAttention
 from dist_aclgraph.models.checkpoint import Checkpoint
@@ -35,7 +36,8 @@ def attention(npu: Any) -> LatentAttention:
 
 
 def load_slices(npu: Npu, directory: Path) -> WeightSlices:
-    return WeightSlices(Checkpoint(directory, torch.float32), ALONE, npu.device)
+    checkpoint = Checkpoint(directory, torch.float32)
+    return WeightSlices(checkpoint, ALONE, npu.device, ExpertSetup(ONE_RANK))
 
 
 def load_decoder(npu: Npu, directory: Path) -> Decoder:
@@ -130,6 +132,17 @@ def test_the_scale_of_scores_equals_that_of_transformers(
 
     assert isinstance(attention, MultiHeadLatentAttention)
     assert attention.latent.scale == pytest.approx(model.model.layers[0].self_attn.scaling)
+
+
+def test_rotary_tables_have_room_for_drafts_past_the_context(npu: Any, tmp_path: Path) -> None:
+    model = make_reference("DeepseekV3ForCausalLM", tmp_path, num_hidden_layers=1)
+    positions = torch.arange(120, 144)  # of a context of 128
+
+    cos, sin = load_decoder(npu, tmp_path).kind.rope(positions.int().to(npu.device))
+
+    expected = model.model.rotary_emb(torch.zeros(1), positions[None])
+    for table, values in zip((cos, sin), expected, strict=True):
+        torch.testing.assert_close(table[:, 0, 0].cpu(), values[0], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("q_lora_rank", [None, 96])
