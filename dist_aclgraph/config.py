@@ -52,8 +52,20 @@ class ParallelConfig(Section):
     tp: int = Field(
         1, ge=1, le=1024, description="tensor parallel size: NPUs that share each layer"
     )
-    dp: int = Field(1, ge=1, le=4096, description="data parallel size: copies of the model")
-    ep: int = Field(1, ge=1, le=4096, description="expert parallel size; 1 for dense models")
+    dp: int = Field(
+        1,
+        ge=1,
+        le=4096,
+        description="data parallel size: copies of the model, of attention alone where ep spreads "
+        "the experts",
+    )
+    ep: int = Field(
+        1,
+        ge=1,
+        le=4096,
+        description="expert parallel size: ranks that share one set of experts, a multiple of tp; "
+        "1 for dense models",
+    )
     exchange: ExchangeSetting = Field(
         "auto",
         description="how tokens travel to experts of other ranks; auto decides for each size of "
@@ -153,22 +165,18 @@ class GraphConfig(Section):
 class SchedulerConfig(Section):
     """What one step may hold."""
 
-    max_num_seqs: int = Field(32, ge=1, le=4096, description="requests that run at once")
+    max_num_seqs: int = Field(
+        32, ge=1, le=4096, description="requests that run at once on each data parallel rank"
+    )
     max_num_batched_tokens: int = Field(
-        512, ge=1, le=131072, description="tokens of one step; longer prompts run in chunks"
+        512,
+        ge=1,
+        le=131072,
+        description="tokens of one step on each data parallel rank, drafts included; longer "
+        "prompts run in chunks",
     )
     max_waiting: int = Field(1024, ge=1, description="requests that may wait; more are refused")
     prefix_cache: bool = Field(True, description="reuse blocks of equal prompt beginnings")
-
-    @model_validator(mode="after")
-    def _check_tokens(self) -> SchedulerConfig:
-        # A step that cannot hold every running request would starve the latest of them.
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
-                f"max_num_seqs ({self.max_num_seqs})"
-            )
-        return self
 
 
 class KVConfig(Section):
@@ -187,7 +195,9 @@ class KVConfig(Section):
 class SpeculativeConfig(Section):
     """Multi-token prediction."""
 
-    num_tokens: int = Field(0, ge=0, le=0, description="draft tokens per step; 0 is off")
+    num_tokens: int = Field(
+        0, ge=0, le=3, description="draft tokens of each request and step; 0 is off"
+    )
 
 
 class FaultConfig(Section):
@@ -307,12 +317,22 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_supported(self) -> Config:
-        for key in ("ep", "dcp", "pcp"):
+        for key in ("dcp", "pcp"):
             size = getattr(self.parallel, key)
             if size != 1:
-                raise ValueError(
-                    f"parallel.{key} is {size}; the dense models of this version allow 1"
-                )
+                raise ValueError(f"parallel.{key} is {size}; this version allows 1")
+        return self
+
+    @model_validator(mode="after")
+    def _check_tokens(self) -> Config:
+        # A step that cannot hold every running request would starve the latest of them.
+        limits, drafts = self.scheduler, self.speculative.num_tokens
+        if limits.max_num_batched_tokens < limits.max_num_seqs * (drafts + 1):
+            with_drafts = f" x (1 + speculative.num_tokens {drafts})" if drafts else ""
+            raise ValueError(
+                f"scheduler.max_num_batched_tokens ({limits.max_num_batched_tokens}) must be at "
+                f"least max_num_seqs ({limits.max_num_seqs}){with_drafts}"
+            )
         return self
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError
 
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
@@ -32,6 +33,7 @@ class ModelFacts:
 
     Attributes:
         max_model_len: longest context that the checkpoint declares.
+        num_draft_layers: next-token modules, which propose drafts.
         latent_size: elements that latent attention keeps of a token in each layer, 0 without it.
         weight_bytes: size of its safetensors files, 0 where there are none.
     """
@@ -42,6 +44,7 @@ class ModelFacts:
     num_kv_heads: int
     head_size: int
     max_model_len: int
+    num_draft_layers: int = 0
     hidden_size: int = 0
     experts: ExpertFacts | None = None
     latent_size: int = 0
@@ -53,9 +56,31 @@ class ModelFacts:
         return self.experts is not None
 
     @property
+    def has_shared_experts(self) -> bool:
+        return self.experts is not None and self.experts.num_shared > 0
+
+    @property
     def mla(self) -> bool:
         """Whether the model has multi-head latent attention."""
         return self.latent_size > 0
+
+
+def check_model(config: Config, facts: ModelFacts) -> None:
+    """Check what a deployment wants of its model.
+
+    Raises:
+        ConfigError: the model has not what ``parallel.ep`` or ``speculative.num_tokens`` need.
+    """
+    if config.parallel.ep > 1 and not facts.moe:
+        raise ConfigError(
+            f"parallel.ep is {config.parallel.ep}; {facts.architecture} has no experts to spread: "
+            "set parallel.ep=1"
+        )
+    if config.speculative.num_tokens and not facts.num_draft_layers:
+        raise ConfigError(
+            f"speculative.num_tokens is {config.speculative.num_tokens}; {facts.architecture} has "
+            "no next-token modules to draft with: set speculative.num_tokens=0"
+        )
 
 
 def read_model_facts(directory: str | Path) -> ModelFacts:
@@ -89,6 +114,9 @@ def read_model_facts(directory: str | Path) -> ModelFacts:
         num_kv_heads=int(shape.get("num_key_value_heads") or num_heads),
         head_size=int(shape.get("head_dim") or _integer(shape, "hidden_size", path) // num_heads),
         max_model_len=int(shape.get("max_position_embeddings") or 2048),
+        num_draft_layers=int(
+            shape.get("num_nextn_predict_layers", shape.get("num_mtp_layers")) or 0
+        ),
         latent_size=_latent_size(shape, path),
         is_encoder_decoder=bool(raw.get("is_encoder_decoder")),
         hidden_size=_integer(shape, "hidden_size", path),

@@ -6,7 +6,7 @@ group: one scheduler, one graph plan, one failure domain.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -19,6 +19,12 @@ ExchangeKind = Literal["all_gather", "all_to_all", "mc2"]  # how tokens travel t
 GROUP_KINDS: tuple[GroupKind, ...] = ("tp", "dp", "pcp", "dcp", "ep")
 
 Ranks = tuple[int, ...]
+ChooseExchange = Callable[[int], ExchangeKind | None]  # by the padded tokens of each rank
+
+
+def no_exchange(num_tokens: int) -> ExchangeKind | None:
+    """The rule where every tensor parallel group has all experts, or there are none."""
+    return None
 
 
 class Coordinates(NamedTuple):

@@ -36,13 +36,14 @@ from dist_aclgraph.errors import ConfigError, DistAclGraphError, WorkerError
 from dist_aclgraph.graph.buckets import GraphFamily, candidate_families, lazy_families
 from dist_aclgraph.graph.budget import Workload, make_budget_model
 from dist_aclgraph.graph.descriptor import BatchDescriptor
+from dist_aclgraph.graph.exchange import ExchangeRule
 from dist_aclgraph.graph.ledger import Ledger, pool_bytes
 from dist_aclgraph.graph.modes import with_possible_mode
 from dist_aclgraph.graph.negotiation import fit_memory, keep_room, negotiate
 from dist_aclgraph.graph.plan import GraphPlan
 from dist_aclgraph.graph.traffic import Traffic
 from dist_aclgraph.kv.spec import KVCacheSpec
-from dist_aclgraph.model_facts import read_model_facts
+from dist_aclgraph.model_facts import check_model, read_model_facts
 from dist_aclgraph.topology import ParallelLayout
 
 logger = logging.getLogger(__name__)
@@ -151,6 +152,7 @@ class Controller:
             ModelError, ConfigError: it cannot be served, or not so.
         """
         self._facts = read_model_facts(self._config.model)
+        check_model(self._config, self._facts)
         config, self._mode_reasons = with_possible_mode(self._config, self._facts)
         self._config = config
         for reason in self._mode_reasons:
@@ -342,6 +344,9 @@ class Controller:
                 plan=_plan_of(group),
                 costs=_record_of(group).costs,
                 lazy_capacity=group.lazy_capacity,
+                exchange=ExchangeRule.from_config(
+                    self._config, self._facts, group.offers[0].device
+                ),
                 token=self._token,
                 report=self._group_report(index),
             )

@@ -17,6 +17,7 @@ from dist_aclgraph.actors.step_channel import ChannelAddress, StepSender
 from dist_aclgraph.config import Config
 from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.graph.dispatcher import GraphDispatcher
+from dist_aclgraph.graph.exchange import ExchangeRule
 from dist_aclgraph.graph.lazy import LazyGraphs
 from dist_aclgraph.graph.plan import CaptureCost, GraphPlan
 from dist_aclgraph.graph.rebucketing import Action
@@ -36,6 +37,7 @@ class EngineSettings:
     plan: GraphPlan
     costs: dict[BatchDescriptor, CaptureCost]
     lazy_capacity: int
+    exchange: ExchangeRule
     token: str
     report: dict[str, Any]
 
@@ -97,6 +99,7 @@ class Engine:
             epoch=settings.epoch,
             num_drafts=config.speculative.num_tokens,
             tp=layout.tp,
+            choose_exchange=settings.exchange.choose,
         )
         address = f"ipc://{self._directory}/clients"
         ranks = ChannelRanks(

@@ -20,15 +20,18 @@ from dist_aclgraph.errors import DistAclGraphError, RankDisagreementError
 from dist_aclgraph.graph.budget import StreamOffer, max_piecewise_sizes
 from dist_aclgraph.graph.commands import GraphAnswer, GraphCommand
 from dist_aclgraph.graph.descriptor import BatchDescriptor
+from dist_aclgraph.graph.exchange import ExchangeRule
 from dist_aclgraph.graph.modes import GraphSupport, normalise_mode
 from dist_aclgraph.graph.plan import CaptureCost, GraphPlan
-from dist_aclgraph.models.spec import read_model_spec
+from dist_aclgraph.model_facts import read_model_facts
+from dist_aclgraph.models.spec import ModelSpec, read_model_spec
 from dist_aclgraph.scheduler.step import StepPlan, StepResult
 from dist_aclgraph.topology import ParallelLayout
 
 if TYPE_CHECKING:
     from dist_aclgraph.device.npu import Npu
     from dist_aclgraph.engine.model_runner import ModelRunner
+    from dist_aclgraph.layers.experts import ExpertSetup
     from dist_aclgraph.models.decoder import Decoder
 
 NO_PLAN = GraphPlan(version=0, mode="NONE", budget_model="legacy-last")
@@ -111,6 +114,7 @@ class Worker:
         self._group_rank = group_rank
         layout = ParallelLayout.from_config(self._config.parallel).within_group
         self._groups = make_groups(layout, group_rank)
+        self._domains = layout.domains_of(group_rank)
         self._book_streams("joining HCCL groups")
         return self._npu.description
 
@@ -139,9 +143,19 @@ class Worker:
             max_len=config.max_model_len or spec.max_position_embeddings,
             drafts=config.speculative.num_tokens > 0,
             progress=self._note_progress,
+            experts=self._make_expert_setup(spec),
         )
         self._npu.synchronize()
         return before - self._npu.memory().free_bytes
+
+    def _make_expert_setup(self, spec: ModelSpec) -> ExpertSetup:
+        from dist_aclgraph.layers.experts import ExpertSetup
+        from dist_aclgraph.layers.shared_experts import SideStream
+
+        has_shared = spec.experts is not None and spec.experts.num_shared > 0
+        side = SideStream() if has_shared and self._config.graph.overlap_shared_experts else None
+        self._book_streams("side stream of shared experts")
+        return ExpertSetup(self._groups, self._config.parallel.expert_capacity, side)
 
     def _note_progress(self, done: int, total: int) -> None:
         self._progress = (done, total)
@@ -161,6 +175,9 @@ class Worker:
                 max_len=max_len,
                 graphs=graphs,
                 owns_output=self._groups.tp.rank == 0,
+                choose_exchange=ExchangeRule.from_config(
+                    self._config, read_model_facts(self._config.model), self._npu.name
+                ).choose,
             )
         self._book_streams("main, update and capture streams")
 
@@ -224,18 +241,19 @@ class Worker:
             return self._runner.capture(command.graph)
         if command.action == "prepare":
             self._runner.warm_up(command.graph)
-            self._book_domain()
+            self._book_domains()
         elif command.action == "commit":
             self._runner.commit(command.graph)
         else:
             self._runner.release(command.graph)
         return None
 
-    def _book_domain(self) -> None:
+    def _book_domains(self) -> None:
         """Before the offer: a domain takes its streams at its first collective."""
         if self._phase == "NEGOTIATING":
-            size, mode = self._groups.tp.size, self._config.device.hccl_expansion
-            self._book_streams(f"HCCL domain of {size} ranks, expanded by {mode}")
+            sizes = " and ".join(str(len(ranks)) for ranks in self._domains) or "no"
+            mode = self._config.device.hccl_expansion
+            self._book_streams(f"HCCL domains of {sizes} ranks, expanded by {mode}")
 
     def adopt(self, plan: GraphPlan) -> None:
         """Hold a plan: from now on, steps must name its version."""

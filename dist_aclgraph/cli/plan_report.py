@@ -16,6 +16,7 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.graph.buckets import GraphFamily, candidate_families, trim_sizes
 from dist_aclgraph.graph.budget import Price, StreamOffer, total
 from dist_aclgraph.graph.choice import padding_share
+from dist_aclgraph.graph.exchange import ExchangeRule
 from dist_aclgraph.graph.ledger import Ledger, pool_bytes
 from dist_aclgraph.graph.plan import GraphPlan
 from dist_aclgraph.graph.traffic import Traffic, weights_of
@@ -70,6 +71,7 @@ def plan_report(config: Config) -> dict[str, Any]:
             "traffic": _traffic_in_words(config),
             "lazy_capacity": min(item.lazy_capacity for item in found),
         },
+        "exchanges": _exchange_entries(deployment.exchange),
         "plans": [_plan_entry(config, group, plan) for group, plan in enumerate(plans)],
         "ranks": ranks,
         "kv": {
@@ -102,6 +104,9 @@ def render_plan(report: dict[str, Any], console: Console) -> None:
     console.print(f"  {graph['fixed_price']} streams fixed")
     _print_terms(graph["fixed_terms"], console)
     console.print(f"  streams are kept for {graph['lazy_capacity']} lazy graphs")
+    for entry in report["exchanges"]:
+        sizes = f"{entry['first']} to {entry['last']} tokens"
+        console.print(f"Experts for {sizes}: {entry['kind']}; {entry['reason']}")
     for plan, groups in _alike(report["plans"], "group"):
         name = f"Group {groups}" if groups.isdecimal() else f"Groups {groups}"
         console.print(f"{name}: plan {plan['hash'][:12]}")
@@ -120,6 +125,15 @@ def render_plan(report: dict[str, Any], console: Console) -> None:
         f"{kv['bytes_per_block']} bytes each, {kv['bytes'] / GIB:.2f} GiB in all; "
         f"{kv['tokens']} tokens, the longest request {kv['max_model_len']}"
     )
+
+
+def _exchange_entries(rule: ExchangeRule) -> list[dict[str, Any]]:
+    """How tokens travel to experts of other ranks, by size of batch; empty where none do."""
+    return [
+        {"first": first, "last": last, "kind": decision.kind, "reason": decision.reason}
+        for first, last, decision in rule.stretches()
+        if decision.kind is not None
+    ]
 
 
 def _print_terms(terms: list[dict[str, Any]], console: Console) -> None:

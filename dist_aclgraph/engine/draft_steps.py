@@ -91,10 +91,15 @@ class DraftSteps:
         experts = ExpertStep(self._choose_exchange(len(sampled)), self._tally)
 
         def run(
-            iteration: int, token_ids: Tensor, positions: Tensor, slots: Tensor, hidden: Tensor
+            iteration: int,
+            token_ids: Tensor,
+            positions: Tensor,
+            slots: Tensor,
+            written: Tensor,
+            hidden: Tensor,
         ) -> Tensor:
             metadata = AttentionMetadata(
-                slot_mapping=slots,
+                slot_mapping=written,
                 block_table=inputs.block_table,
                 query_ends=query_ends,
                 kv_lens=[length + iteration for length in kv_lens],
@@ -142,7 +147,12 @@ class DraftSteps:
         spread = ExpertStep(self._choose_exchange(num_samples * num_places), self._tally)
 
         def run(
-            iteration: int, token_ids: Tensor, positions: Tensor, slots: Tensor, hidden: Tensor
+            iteration: int,
+            token_ids: Tensor,
+            positions: Tensor,
+            slots: Tensor,
+            written: Tensor,
+            hidden: Tensor,
         ) -> Tensor:
             if iteration == 0:
                 experts = ExpertStep(exchange, self._tally)
@@ -150,7 +160,7 @@ class DraftSteps:
             assert inputs.drafts is not None
             ends = inputs.drafts.positions[:, -1] + 1 + iteration
             later = AttentionMetadata(
-                slot_mapping=slots[: live * num_places],
+                slot_mapping=written[: live * num_places],
                 block_table=step.draft_table,
                 query_ends=list(range(num_places, live * num_places + 1, num_places)),
                 kv_lens=ends.tolist(),

@@ -17,6 +17,7 @@ keeps the places after it from being seen.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,9 +25,28 @@ from torch import Tensor
 from dist_aclgraph.graph.draft_places import PADDING_SLOT
 from dist_aclgraph.graph.step_buffers import DraftInputs
 
-RunModule = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Runs the next-token module: iteration (its KV lengths are longer by that), token ids, positions
-and slots [n] int32, hidden states [n, hidden] of the places before; returns [n, hidden]."""
+
+class RunModule(Protocol):
+    """Runs the next-token module in one iteration of drafting."""
+
+    def __call__(
+        self,
+        iteration: int,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        written: Tensor,
+        hidden: Tensor,
+    ) -> Tensor:
+        """Return [n, hidden].
+
+        Args:
+            iteration: from 0; KV lengths are longer by that.
+            token_ids, positions: [n] int32.
+            slots: [n] int32, negative is padding.
+            written: [n] int32, slots of what is written to the cache, -1 is not.
+            hidden: [n, hidden], of the places before.
+        """
 
 
 class Drafter:
@@ -76,14 +96,14 @@ class Drafter:
         num_reqs, num_places = sampled.shape
         if num_reqs == 0:  # chunks of prompts only
             assert next_tokens is not None
-            run(0, next_tokens, positions, slots, hidden)
+            run(0, next_tokens, positions, slots, slots, hidden)
             return sampled.new_empty(0)
         drafted = token_ids.index_select(0, inputs.places).view(num_reqs, num_places)[:, 1:]
         accepted = count_accepted(sampled, drafted, inputs.most)
         chosen = sampled.reshape(-1)
         if next_tokens is not None:
             chosen = next_tokens.index_copy(0, inputs.places.long(), chosen)
-        hidden = run(0, chosen, positions, slots, hidden)
+        hidden = run(0, chosen, positions, slots, slots, hidden)
         if next_tokens is not None:
             hidden = hidden.index_select(0, inputs.places)
         columns = torch.arange(num_places, dtype=torch.int32, device=sampled.device)
@@ -101,6 +121,7 @@ class Drafter:
                 iteration,
                 best.unsqueeze(1).expand(-1, num_places).reshape(-1),
                 (inputs.positions + iteration).view(-1),
+                inputs.slots[:, :num_places].reshape(-1),
                 torch.where(goes_on, slot, PADDING_SLOT).view(-1),
                 hidden,
             )

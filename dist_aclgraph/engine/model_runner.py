@@ -36,20 +36,13 @@ from dist_aclgraph.models.attention import Cache
 from dist_aclgraph.models.decoder import Decoder
 from dist_aclgraph.models.segments import RunSegment, run_directly
 from dist_aclgraph.scheduler.step import IntArray, StepPlan, StepResult, pack_ints
-from dist_aclgraph.topology import ExchangeKind
+from dist_aclgraph.topology import ChooseExchange, no_exchange
 
 TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "float32": torch.float32,
 }
-
-ChooseExchange = Callable[[int], ExchangeKind | None]  # by the padded tokens of each rank
-
-
-def no_exchange(num_tokens: int) -> ExchangeKind | None:
-    """The rule where every tensor parallel group has all experts, or there are none."""
-    return None
 
 
 @dataclass(frozen=True)

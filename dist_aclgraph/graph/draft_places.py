@@ -40,7 +40,7 @@ def draft_places(
 
     Args:
         records: [num_reqs, 4], as in ``RankBatch.scheduled``.
-        block_table: [max_rows, max_blocks]; block 0 is none.
+        block_table: [max_rows, max_blocks].
         may_draft: [max_rows], whether drafts of a row may pass.
     """
     query_ends = np.cumsum(records[:, 2], dtype=np.int32)
@@ -63,15 +63,13 @@ def draft_places(
 def slots_of(
     block_table: IntArray, rows: IntArray, positions: IntArray, block_size: int
 ) -> IntArray:
-    """Return where the KV of positions is written; -1 where the row has no block for it.
+    """Return where the KV of positions is written: in the dummy block where the row has no other.
 
     Args:
-        block_table: [max_rows, max_blocks].
+        block_table: [max_rows, max_blocks]; block 0 is the dummy.
         rows, positions: of one shape, or such that can be broadcast.
     """
     blocks = positions // block_size
-    is_there = blocks < block_table.shape[1]
-    ids = np.where(is_there, block_table[rows, np.minimum(blocks, block_table.shape[1] - 1)], 0)
-    return np.where(ids > 0, ids * block_size + positions % block_size, PADDING_SLOT).astype(
-        np.int32
-    )
+    last = block_table.shape[1] - 1
+    ids = np.where(blocks <= last, block_table[rows, np.minimum(blocks, last)], 0)
+    return (ids * block_size + positions % block_size).astype(np.int32)

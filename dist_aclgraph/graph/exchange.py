@@ -17,8 +17,8 @@ from dist_aclgraph.model_facts import ModelFacts
 from dist_aclgraph.topology import ExchangeKind
 
 # What another way than gathering must save in each layer: what a link of 20 GB/s moves in the time
-# of a dozen small operators. Nobody has measured it on an NPU.
-MIN_SAVED_BYTES = MIB
+# of two dozen small operators. Nobody has measured it on an NPU.
+MIN_SAVED_BYTES = 2 * MIB
 MIN_CAPACITY = 16  # rows for one rank; the fewer tokens, the less evenly they spread
 
 
@@ -155,12 +155,13 @@ class ExchangeRule:
     def stretches(self) -> list[Stretch]:
         """Return what is decided for all sizes of batch, from one token to the most."""
         found: list[Stretch] = []
-        for num_tokens in range(1, self.max_tokens + 1):
-            decision = self.decide(num_tokens)
+        for first in range(1, self.max_tokens + 1, self.tp):
+            last = min(self.max_tokens, first + self.tp - 1)  # as many rows of each rank
+            decision = self.decide(first)
             if found and found[-1].decision.kind == decision.kind:
-                found[-1] = found[-1]._replace(last=num_tokens)
+                found[-1] = found[-1]._replace(last=last)
             else:
-                found.append(Stretch(num_tokens, num_tokens, decision))
+                found.append(Stretch(first, last, decision))
         return found
 
     def _saved_bytes(self, gathered: int, sent: float) -> float:

@@ -30,7 +30,7 @@ class DraftInputs(NamedTuple):
         rows: [num_reqs] int32, their rows; padding has the spare row, which nobody reads.
         most: [num_reqs] int32, how many drafts may pass: k, or 0 where none were run.
         positions: [num_reqs, k + 1] int32, of the places.
-        slots: [num_reqs, 2 k] int32, of the positions from the first place on; -1 has none.
+        slots: [num_reqs, 2 k] int32, of the positions from the first place on; -1 is padding.
         places: [num_reqs * (k + 1)] int32, their indices into the tokens of the step; the last one
             is repeated where a request has fewer.
     """

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dist_aclgraph.comm.groups import CommGroup
 from dist_aclgraph.graph.exchange import expert_capacity
@@ -74,8 +75,8 @@ class AllToAll:
         if tally is not None:
             tally[1].add_((is_wanted & ~fits).sum())
         place = place + ranks * capacity
-        rows = self._sent(pack(x, experts, weights), place, fits, size * capacity, hidden, top_k)
-        received = self.group.all_to_all(rows)
+        sent = self._sent(x, experts, weights, place, fits, size * capacity)
+        received = self.group.all_to_all(sent)
         partial = self.local(*unpack(received, hidden), tally)
         returned = self.group.all_to_all(partial)
         y: Tensor = torch.ops.npu.npu_moe_finalize_routing(
@@ -91,19 +92,22 @@ class AllToAll:
         return y
 
     def _sent(
-        self, packed: Tensor, place: Tensor, fits: Tensor, num_places: int, hidden: int, top_k: int
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        place: Tensor,
+        fits: Tensor,
+        num_places: int,
     ) -> Tensor:
         """Return the rows to send, [num_places, columns]; places that nobody takes hold padding."""
-        m, device = packed.shape[0], packed.device
-        nothing = packed.new_zeros(1, hidden)
-        nobody = torch.full((1, top_k), NOWHERE, dtype=torch.int32, device=device)
-        no_weight = torch.zeros((1, top_k), device=device)
-        candidates = torch.cat([packed, pack(nothing, nobody, no_weight)])
-        # One place more, for what is not sent.
+        more, m, device = (0, 0, 0, 1), x.shape[0], x.device
+        # One token more, which is padding, and one place more, for what is not sent.
+        tokens = pack(pad(x, more), pad(experts, more, value=NOWHERE), pad(weights, more))
         source = torch.full((num_places + 1,), m, device=device)
-        tokens = torch.arange(m, device=device).unsqueeze(1).expand_as(place)
-        source.scatter_(0, torch.where(fits, place, num_places).flatten(), tokens.flatten())
-        return candidates.index_select(0, source[:num_places])
+        index = torch.arange(m, device=device).unsqueeze(1).expand_as(place)
+        source.scatter_(0, torch.where(fits, place, num_places).flatten(), index.flatten())
+        return tokens.index_select(0, source[:num_places])
 
 
 @dataclass(frozen=True)

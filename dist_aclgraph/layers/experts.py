@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dist_aclgraph.comm.groups import RankGroups
 from dist_aclgraph.layers.exchanges import Exchange
@@ -96,8 +96,8 @@ class ExpertLayer:
         # On all ranks, although the last ones alone lack tokens: all must capture the same.
         missing = -n % tp.size
         if missing:
-            x = torch.nn.functional.pad(x, (0, 0, 0, missing))
-            slots = torch.nn.functional.pad(slots, (0, missing), value=-1)
+            x = pad(x, (0, 0, 0, missing))
+            slots = pad(slots, (0, missing), value=-1)
         m = x.shape[0] // tp.size
         mine = slice(tp.rank * m, (tp.rank + 1) * m)
         with self._running_shared(x) as shared:

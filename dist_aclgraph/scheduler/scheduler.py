@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -25,14 +25,7 @@ from dist_aclgraph.scheduler.batch import largest_of
 from dist_aclgraph.scheduler.rank import RankScheduler
 from dist_aclgraph.scheduler.request import FinishReason, Request, RequestOutput
 from dist_aclgraph.scheduler.step import RankBatch, StepPlan, StepResult
-from dist_aclgraph.topology import ExchangeKind
-
-ChooseExchange = Callable[[int], ExchangeKind | None]  # by the padded tokens of each rank
-
-
-def no_exchange(num_tokens: int) -> ExchangeKind | None:
-    """The rule where every tensor parallel group has all experts, or there are none."""
-    return None
+from dist_aclgraph.topology import ChooseExchange, no_exchange
 
 
 class Scheduler:

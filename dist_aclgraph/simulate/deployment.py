@@ -21,18 +21,20 @@ from dist_aclgraph.graph.budget import (
     max_piecewise_sizes,
     streams_per_domain,
 )
+from dist_aclgraph.graph.exchange import ExchangeRule
 from dist_aclgraph.graph.modes import with_possible_mode
 from dist_aclgraph.graph.negotiation import keep_room, negotiate
 from dist_aclgraph.graph.plan import GraphPlan
 from dist_aclgraph.graph.traffic import Traffic
 from dist_aclgraph.kv.spec import KVCacheSpec
-from dist_aclgraph.model_facts import ModelFacts, read_model_facts
+from dist_aclgraph.model_facts import ModelFacts, check_model, read_model_facts
 from dist_aclgraph.topology import ParallelLayout
 
 NPU_STREAMS = 2048
 NPU_STREAMS_TAKEN = 69  # before anything is joined: 1979 were left on a 910C with CANN 9.0
 EMULATOR_STREAMS_TAKEN = 34  # those of torch_npu and the runner, counted on the emulator
 NPU_BYTES = 64 << 30
+NPU_CHIP = "Ascend910B"
 GIB = 1 << 30
 
 
@@ -53,6 +55,7 @@ class AssumedDeployment:
         config: with a graph mode that the model can have; ``mode_reasons`` say what was changed.
         free_bytes: of the poorest rank, with the weights loaded.
         offers: of all ranks, in their order.
+        exchange: how tokens travel to experts of other ranks.
     """
 
     config: Config
@@ -63,16 +66,18 @@ class AssumedDeployment:
     budget_model: BudgetModel
     free_bytes: int
     offers: list[StreamOffer]
+    exchange: ExchangeRule
 
     @classmethod
     def from_config(cls, config: Config) -> AssumedDeployment:
         """Read the model's facts and assume its devices.
 
         Raises:
-            ConfigError: the model's directory is missing or not a checkpoint, or sizes do not
-                match.
+            ConfigError: the model's directory is missing or not a checkpoint, sizes do not match,
+                or the wanted exchange is not to be had.
         """
         facts = read_model_facts(config.model)
+        check_model(config, facts)
         config, reasons = with_possible_mode(config, facts, launch_blocking=launch_blocking())
         layout = ParallelLayout.from_config(config.parallel)
         workload = Workload.from_config(config, facts)
@@ -88,6 +93,7 @@ class AssumedDeployment:
             make_budget_model(config.graph.budget_model),
             min(offer.free_bytes for offer in offers),
             offers,
+            ExchangeRule.from_config(config, facts, _chip(config)),
         )
 
     def with_mode(self, mode: GraphMode) -> AssumedDeployment:
@@ -154,11 +160,13 @@ class AssumedDeployment:
     def assumptions(self) -> list[str]:
         """What was assumed of the devices, in sentences."""
         if self.config.device.kind == "npu":
+            chip = [f"each NPU is an {NPU_CHIP}; MC2 has other limits on others"]
             return [
                 f"each NPU has {NPU_STREAMS} streams and {NPU_BYTES // GIB} GiB; the runtime and "
                 f"its communication domains take {NPU_STREAMS_TAKEN} streams and what HCCL's "
                 "expansion mode costs, nobody else takes any",
                 "no device was asked; a running deployment negotiates over what they really have",
+                *(chip if self.config.parallel.ep > 1 else []),
             ]
         return [
             "every rank has the streams and the memory of device.emulator; the runtime takes "
@@ -177,6 +185,10 @@ def distinct(offers: Iterable[StreamOffer]) -> list[StreamOffer]:
 def content_of(offer: StreamOffer) -> bytes:
     """Return what equal offers of two ranks have in common."""
     return msgspec.msgpack.encode(msgspec.structs.replace(offer, rank=0))
+
+
+def _chip(config: Config) -> str:
+    return NPU_CHIP if config.device.kind == "npu" else config.device.emulator.soc
 
 
 def _offer(config: Config, workload: Workload, rank: int, weight_bytes: int) -> StreamOffer:

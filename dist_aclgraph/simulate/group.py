@@ -39,7 +39,7 @@ from dist_aclgraph.simulate.times import StepTimes
 IDLE_POLL_S = 0.1  # between two graph changes of a group that has no requests
 MAX_VERSIONS = 256  # plan versions that are remembered, the latest
 STEPS_BETWEEN_LOOKS = 512  # of whoever watches the simulation
-SAMPLE = 3  # where a record of ``RankBatch.scheduled`` says that its row samples
+SAMPLE = 3  # where a record of ``RankBatch.scheduled`` says at how many tokens its row samples
 RECORD = 4
 
 OnProgress = Callable[[], None]
@@ -137,6 +137,7 @@ class SimulatedGroup:
                 BlockPool(
                     num_blocks, config.kv.block_size, prefix_cache=config.scheduler.prefix_cache
                 )
+                for _ in range(deployment.layout.within_group.dp)
             ],
             self.dispatcher,
             max_model_len=deployment.max_model_len,
@@ -191,13 +192,15 @@ class SimulatedGroup:
         self.counts.most_waiting = max(self.counts.most_waiting, len(self.scheduler.waiting))
 
     def _run(self, plan: StepPlan, on_progress: OnProgress) -> None:
-        records = np.frombuffer(plan.batches[0].scheduled, dtype="<i4")
-        num_samples = int(records[SAMPLE::RECORD].sum())
+        results = []
+        for dp_rank, batch in enumerate(plan.batches):
+            records = np.frombuffer(batch.scheduled, dtype="<i4")
+            num_samples = int(records[SAMPLE::RECORD].sum())
+            tokens = self._no_tokens[: 4 * num_samples]
+            results.append(StepResult(plan.epoch, plan.step, dp_rank, tokens))
+            self.counts.generated_tokens += num_samples
         self._end_step(on_progress)
-        outputs = self.scheduler.update(
-            [StepResult(plan.epoch, plan.step, 0, self._no_tokens[: 4 * num_samples])]
-        )
-        self.counts.generated_tokens += num_samples
+        outputs = self.scheduler.update(results)
         for output in outputs:
             if output.finish_reason is not None:
                 self.counts.finished += 1

@@ -110,6 +110,11 @@ def simulate(
                 f"{options.trace} is a trace of batches, which no --requests can end; "
                 "give --seconds"
             )
+    if config.speculative.num_tokens and (trace is None or trace.kind != "batches"):
+        raise ConfigError(
+            f"speculative.num_tokens is {config.speculative.num_tokens}; nobody knows how many "
+            "drafts of assumed requests are accepted: set 0, or give a trace of batches"
+        )
     began_s = time.perf_counter()
     kinds = group_kinds(deployment)
     planned_s = time.perf_counter() - began_s

@@ -26,30 +26,56 @@ from dist_aclgraph.scheduler.step import RowSampling, StepResult, pack_ints
 from tests.actors.leftovers import wait_until
 from tests.deployments import Answer, greedy_params
 from tests.plans import make_plan
-from tests.unit.scheduler.fake_worker import FakeWorker
+from tests.unit.scheduler.fake_worker import FakeWorker, next_token
 
 TOKEN, EPOCH, WAIT_S = "secret", 1, 10.0
 NUM_BLOCKS, BLOCK = 32, 16
 
 
 class Group:
-    """One lockstep group of one fake worker; ``fail_at`` makes that step report an error."""
+    """One lockstep group of fake workers.
 
-    def __init__(self, directory: Path, fail_at: int | None = None) -> None:
-        channel = StepSender(1, str(directory))
-        self._fail_at = fail_at
-        self._worker = threading.Thread(target=self._work, args=(channel.address,), daemon=True)
-        self._worker.start()
+    Args:
+        fail_at: the step at which rank 0 reports an error.
+        dp, tp: data-parallel ranks, and ranks of each; more than one share experts.
+        num_drafts: draft tokens of each request, of which one is right.
+        lose_at: the step at which the last rank's tokens find no room on their way.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        fail_at: int | None = None,
+        *,
+        dp: int = 1,
+        tp: int = 1,
+        num_drafts: int = 0,
+        lose_at: int | None = None,
+    ) -> None:
+        self.ranks = tuple(range(dp * tp))
+        channel = StepSender(len(self.ranks), str(directory))
+        self._fail_at, self._lose_at, self._tp = fail_at, lose_at, tp
+        self._num_drafts = num_drafts
+        self._workers = [
+            threading.Thread(target=self._work, args=(channel.address, rank), daemon=True)
+            for rank in self.ranks
+        ]
+        for worker in self._workers:
+            worker.start()
         channel.wait_for_workers(WAIT_S, lambda: None)
-        plan = make_plan(1, 2, 4)
+        query_len = num_drafts + 1
+        plan = make_plan(query_len, 2 * query_len, 4 * query_len, query_len=query_len)
         self.address = f"ipc://{directory}/clients"
         dispatcher = GraphDispatcher(plan)
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
-            [BlockPool(NUM_BLOCKS, BLOCK, prefix_cache=True)],
+            [BlockPool(NUM_BLOCKS, BLOCK, prefix_cache=True) for _ in range(dp)],
             dispatcher,
             max_model_len=128,
             epoch=EPOCH,
+            num_drafts=num_drafts,
+            tp=tp,
+            choose_exchange=lambda num_tokens: "all_to_all" if dp > 1 else None,
         )
         self.loop = EngineLoop(
             self.scheduler,
@@ -63,25 +89,30 @@ class Group:
         self.thread = threading.Thread(target=self.loop.run, daemon=True)
         self.thread.start()
 
-    ranks = (0,)
-
     def carry_out(self, *_: Any) -> Any:
         raise AssertionError("no graph changes here")
 
-    def _work(self, address: Any) -> None:
-        receiver, worker = StepReceiver(address), FakeWorker(NUM_BLOCKS, BLOCK)
+    def _work(self, address: Any, rank: int) -> None:
+        worker = FakeWorker(
+            NUM_BLOCKS, BLOCK, num_drafts=self._num_drafts, accept=lambda: min(1, self._num_drafts)
+        )
+        receiver, dp_rank = StepReceiver(address), rank // self._tp
         try:
             while (plan := receiver.receive(EPOCH)) is not None:
-                if plan.step == self._fail_at:
+                if plan.step == self._fail_at and rank == 0:
                     receiver.send(StepResult(plan.epoch, plan.step, 0, error="out of luck"))
-                else:
-                    receiver.send(worker.execute(plan))
+                    continue
+                is_void = plan.step == self._lose_at and rank == self.ranks[-1]
+                result = worker.execute(plan, dp_rank, rank, is_void=is_void)
+                if rank % self._tp:
+                    result = msgspec.structs.replace(result, token_ids=b"", counts=b"")
+                receiver.send(msgspec.structs.replace(result, expert_tokens=10 * plan.step + rank))
         finally:
             receiver.close()
 
     def close(self) -> None:
         self.loop.stop()
-        for thread in (self.thread, self._worker):
+        for thread in (self.thread, *self._workers):
             thread.join(WAIT_S)
             assert not thread.is_alive()
 
@@ -247,3 +278,32 @@ def test_stopping_ends_the_loop_while_requests_run(tmp_path: Path) -> None:
     client.close()
 
     assert answer.ended.wait(WAIT_S)
+
+
+def test_data_parallel_ranks_serve_their_requests_in_the_same_steps(tmp_path: Path) -> None:
+    group = Group(tmp_path, dp=2, tp=2, num_drafts=2, lose_at=6)
+    client = EngineClient([group.address], TOKEN, heartbeat_s=0.1, dead_after_s=WAIT_S)
+    answers = [Answer() for _ in range(12)]
+    prompts = [[i, i + 1, i + 2] for i in range(len(answers))]
+    for i, answer in enumerate(answers):
+        client.submit(f"r{i}", prompts[i], greedy_params(20), [], answer.take)
+
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.ended.wait(WAIT_S)
+        tokens = list(prompt)
+        for _ in range(20):
+            tokens.append(next_token(tokens, 50))
+        assert (answer.tokens, answer.finish_reason) == (tokens[3:], "length"), answer.error
+
+    [metrics] = client.query("metrics")
+    assert metrics["step_reruns"] == 1
+    assert metrics["num_requests_running_by_dp_rank"] == {"0": 0, "1": 0}
+    assert metrics["spec_decode_num_accepted_tokens_per_pos"].keys() == {"0", "1"}
+    assert metrics["spec_decode_num_accepted_tokens_per_pos"]["1"] == 0
+    assert metrics["spec_decode_num_draft_tokens"] == 2 * metrics["spec_decode_num_drafts"]
+    assert metrics["spec_decode_num_accepted_tokens"] == metrics["spec_decode_num_drafts"] > 0
+    last = metrics["expert_tokens"]["0"]
+    assert metrics["expert_tokens"] == {str(rank): last + rank for rank in range(4)}
+    assert metrics["generation_tokens"] == 12 * 20
+    client.close()
+    group.close()

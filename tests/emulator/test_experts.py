@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from dist_aclgraph.graph.budget.captured import ALL_TO_ALL, EXPERTS, GATHER, SHARED
+
 SCRIPT = (Path(__file__).parent / "scripts" / "expert_layer.py").read_text(encoding="utf-8")
 LAYOUTS = [(1, 2), (2, 1), (2, 2)]  # tp, dp
 KINDS = ["all_gather", "all_to_all", "mc2"]
@@ -58,6 +60,16 @@ class TestEveryExchange:
 
     def test_is_the_same_operators_on_all_ranks(self, results, layout, kind):
         assert len({result["digests"][kind] for result in results(layout)}) == 1
+
+
+def test_lanes_hold_what_the_budget_counts(results):
+    # Per layer: what runs beside on the side stream, two products and the activation, is counted
+    # on both lanes.
+    (first, *_), beside = results((2, 2)), SHARED - 2
+    for kind, more in [("all_gather", GATHER), ("all_to_all", ALL_TO_ALL)]:
+        main, *others = first["lanes"][kind]
+        assert main / 2 + beside == EXPERTS + more
+        assert [lane / 2 for lane in others if lane] == [beside]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

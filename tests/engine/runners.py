@@ -21,9 +21,11 @@ from dist_aclgraph.scheduler.step import (
     RowSampling,
     RowStart,
     StepPlan,
+    StepResult,
     pack_ints,
     unpack_ints,
 )
+from dist_aclgraph.topology import ExchangeKind
 from tests.plans import decode_graph
 
 MAX_LEN, BLOCK_SIZE = 128, 32
@@ -31,7 +33,11 @@ GREEDY = RowSampling()
 
 
 def make_runner(
-    npu: Npu, directory: Path, max_tokens: int = 8, graphs: Sequence[BatchDescriptor] = ()
+    npu: Npu,
+    directory: Path,
+    max_tokens: int = 8,
+    graphs: Sequence[BatchDescriptor] = (),
+    **options: Any,
 ) -> ModelRunner:
     config = make_config(
         {
@@ -56,11 +62,16 @@ def make_runner(
         max_len=MAX_LEN,
         graphs=graphs or [decode_graph(max_tokens)],
         owns_output=True,
+        **options,
     )
 
 
 class Sequences:
     """Requests that all run in every step, decided by hand instead of by a scheduler."""
+
+    # What other data-parallel ranks run in each step, and how the tokens of all meet experts.
+    beside: tuple[RankBatch, ...] = ()
+    exchange: ExchangeKind | None = None
 
     def __init__(
         self, runner: ModelRunner, prompts: Sequence[list[int]], sampling: Any = None
@@ -93,10 +104,17 @@ class Sequences:
         records = [x for row in rows for x in (row, len(self.tokens[row]) - 1, 1, 1)]
         return records, pack_ints(appended)
 
+    def idle(self, graph: BatchDescriptor | None, batch: RankBatch) -> StepResult:
+        """Run along while another data-parallel rank runs ``batch``."""
+        self._step += 1
+        plan = StepPlan(1, self._step, 1, graph, (batch, RankBatch(b"")), self.exchange)
+        return self._runner.execute(plan, 1, 1)
+
     def step(self, graph: BatchDescriptor | None, records: list[int], **batch: Any) -> None:
         self._step += 1
-        rank_batch = RankBatch(pack_ints(records), **batch)
-        result = self._runner.execute(StepPlan(1, self._step, 1, graph, (rank_batch,)), 0, 0)
+        batches = (RankBatch(pack_ints(records), **batch), *self.beside)
+        plan = StepPlan(1, self._step, 1, graph, batches, self.exchange)
+        result = self._runner.execute(plan, 0, 0)
         self._runner.prepare_next(lambda: False)
         sampled = [row for row, sample in zip(records[::4], records[3::4], strict=True) if sample]
         for row, token in zip(sampled, unpack_ints(result.token_ids), strict=True):

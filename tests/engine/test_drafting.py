@@ -48,14 +48,20 @@ class Recorder:
         self.cache: dict[int, tuple[int, int]] = {}  # slot: position, token
 
     def run(
-        self, step: int, ids: Tensor, positions: Tensor, slots: Tensor, hidden: Tensor
+        self,
+        iteration: int,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        written: Tensor,
+        hidden: Tensor,
     ) -> Tensor:
         for token, position, slot in zip(
-            ids.tolist(), positions.tolist(), slots.tolist(), strict=True
+            token_ids.tolist(), positions.tolist(), written.tolist(), strict=True
         ):
             if slot >= 0:
                 self.cache[slot] = (position, token)
-        return hidden + ids.unsqueeze(1) + 1
+        return hidden + token_ids.unsqueeze(1) + 1
 
     def logits(self, hidden: Tensor) -> Tensor:
         return torch.nn.functional.one_hot(hidden[:, 0].long() % VOCAB, VOCAB).float()

@@ -92,7 +92,7 @@ def test_a_row_taken_over_forgets_its_sampling() -> None:
     assert batch.num_tokens[0] == 1
 
 
-def test_drafts_are_named_by_row_and_index_and_what_has_no_block_has_no_slot() -> None:
+def test_drafts_are_named_by_row_and_index_and_go_to_the_dummy_block_at_the_end() -> None:
     batch = InputBatch(ROWS, MAX_LEN, BLOCK, num_drafts=2)
     long = RowStart(3, pack_ints(list(range(BLOCK - 1))), pack_ints([5]), RowSampling())
     prompt = RowStart(1, pack_ints([7, 8, 9]), pack_ints([2]), RowSampling())
@@ -105,7 +105,7 @@ def test_drafts_are_named_by_row_and_index_and_what_has_no_block_has_no_slot() -
     assert inputs.token_ids.tolist() == [BLOCK - 2, -1 - (3 * 2), -1 - (3 * 2 + 1), 7, 8, 9]
     assert inputs.next_tokens.tolist() == [0, 0, 0, 8, 9, 0]
     first = 5 * BLOCK + BLOCK - 2
-    assert inputs.slots.tolist() == [first, first + 1, -1, 2 * BLOCK, 2 * BLOCK + 1, 2 * BLOCK + 2]
+    assert inputs.slots.tolist() == [first, first + 1, 0, 2 * BLOCK, 2 * BLOCK + 1, 2 * BLOCK + 2]
     assert inputs.places.tolist() == [0, 1, 2, 5, 5, 5]
 
 
@@ -116,3 +116,12 @@ def test_a_row_taken_over_has_no_blocks_of_its_predecessor() -> None:
         batch.apply(RankBatch(b"", started=(start,)))
 
     assert batch.block_table[0].nonzero()[0].tolist() == [0]
+
+
+def test_an_empty_batch_runs_nothing() -> None:
+    batch = InputBatch(ROWS, MAX_LEN, BLOCK)
+    batch.apply(RankBatch(b""))
+
+    inputs = batch.step_inputs(RankBatch(b""))
+
+    assert len(inputs.rows) == inputs.num_tokens == inputs.num_samples == 0

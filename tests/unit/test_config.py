@@ -67,17 +67,25 @@ def test_a_model_that_is_nowhere_stays_as_it_was_given(tmp_path: Path) -> None:
         ({"model": "m", "kv": {"blocks": 3}}, "known in kv: block_size, num_blocks"),
         ({"model": "m", "parallel": {"tp": 0}}, "parallel.tp is 0: input should be greater"),
         ({"model": "m", "parallel": {"tp": "2"}}, "parallel.tp is '2'"),
-        ({"model": "m", "parallel": {"ep": 2}}, "parallel.ep is 2"),
+        ({"model": "m", "parallel": {"dcp": 2}}, "parallel.dcp is 2; this version allows 1"),
         ({"model": "m", "kv": {"block_size": 40}}, "kv.block_size is 40"),
         ({"model": "m", "graph": {"sizes": []}}, "graph: must be a non-empty list"),
         ({"model": "m", "graph": {"traffic": {8: math.nan}}}, "graph.traffic.8 is nan"),
         ({"model": "m", "timeouts": {"step_s": math.inf}}, "timeouts.step_s is inf"),
         ({"model": "m", "graph": {"mixed_traffic": {8: 1e308}}}, "weights from 0 to"),
         ({"model": "m", "graph": {"mode": "ALL"}}, "graph.mode is .ALL."),
-        ({"model": "m", "speculative": {"num_tokens": 1}}, "speculative.num_tokens is 1"),
+        ({"model": "m", "speculative": {"num_tokens": 4}}, "speculative.num_tokens is 4"),
         (
             {"model": "m", "scheduler": {"max_num_seqs": 9, "max_num_batched_tokens": 8}},
-            r"max_num_batched_tokens \(8\) must be at least max_num_seqs \(9\)",
+            r"scheduler.max_num_batched_tokens \(8\) must be at least max_num_seqs \(9\)",
+        ),
+        (
+            {
+                "model": "m",
+                "scheduler": {"max_num_seqs": 9, "max_num_batched_tokens": 17},
+                "speculative": {"num_tokens": 1},
+            },
+            r"\(17\) must be at least max_num_seqs \(9\) x \(1 \+ speculative.num_tokens 1\)",
         ),
     ],
 )

@@ -20,6 +20,10 @@ QUEUE_ENTRIES = 2016  # of a captured stream: 2048 less 32 that CANN reserves
 # products and the activation after it. Models without head norms have two less.
 BEFORE_ATTENTION = 7
 AFTER_ATTENTION = 5
+# Of a layer of experts, in place of a dense one's three: router, routing, products, shared experts;
+# gathered tokens take six more, an all-to-all with its indices thirty-five.
+EXPERTS, GATHER, ALL_TO_ALL, DENSE = 22, 6, 35, 3
+SHARED = 5  # on the lane of shared experts: a wait, two products, the activation, a record
 # Cache write and attention, and the wait for its parameters with its reset: four entries each.
 ATTENTION = 10
 EMBEDDING = 3  # rows of the embedding and of the rotary tables
@@ -39,21 +43,21 @@ class Shape:
         copies: graphs of this shape in each bucket.
         main: entries of the main lane.
         collectives: by domain that the graph touches, how often; each has a lane of its own.
-        overlaps: shared experts run on a lane beside the main one.
+        beside: entries of the lane on which shared experts run beside the main one, if they do.
     """
 
     what: str
     copies: int
     main: int
     collectives: tuple[tuple[Domain, int], ...] = ()
-    overlaps: bool = False
+    beside: int = 0
 
     @property
     def lanes(self) -> tuple[int, ...]:
         """Entries of each lane."""
         sides = [COLLECTIVE * count for _, count in self.collectives]
         waits = sum(COLLECTIVE_MAIN * count for _, count in self.collectives)
-        return (self.main + waits, *sides, *([1] if self.overlaps else []))
+        return (self.main + waits, *sides, *([self.beside] if self.beside else []))
 
     def price(self, workload: Workload) -> Price:
         """Return the queues of one such graph, itemised; in old drivers each is a stream id."""
@@ -64,7 +68,7 @@ class Shape:
             BudgetTerm("main lane", 1, "one captured stream"),
             BudgetTerm("HCCL lanes", len(domains), "one for each domain that the graph touches"),
             BudgetTerm("domains", inner, f"what {workload.expansion} takes in these domains"),
-            BudgetTerm("overlap", int(self.overlaps), "shared experts beside the main lane"),
+            BudgetTerm("overlap", int(self.beside > 0), "shared experts beside the main lane"),
             BudgetTerm("cascades", cascaded, f"lanes longer than {QUEUE_ENTRIES} entries"),
         )
         return tuple(term for term in terms if term.total)
@@ -96,20 +100,21 @@ def _model_shapes(
     embedding, head = EMBEDDING, LAST_NORM + HEAD
     if is_split:
         embedding, head = embedding + SPLIT_EMBEDDING, head + SPLIT_HEAD
-    layer = BEFORE_ATTENTION + AFTER_ATTENTION
-    overlaps = workload.moe and workload.multistream_shared
+    after = AFTER_ATTENTION + (_experts(workload) - DENSE if workload.moe else 0)
+    layer = BEFORE_ATTENTION + after
+    beside = SHARED if workload.moe and workload.multistream_shared else 0
     if family.run_mode == "FULL":
         main = embedding + layers * (layer + ATTENTION) + head
         count = {d: steps * _in_full(d, layers) for d in workload.domains}
-        return (Shape(f"{prefix}graph", 1, steps * main, _touched(count), overlaps),)
+        return (Shape(f"{prefix}graph", 1, steps * main, _touched(count), steps * layers * beside),)
     # Collectives of context parallelism belong to attention, which pieces leave out.
     first = {d: int("tp" in d.kinds) for d in workload.domains}
     later = {d: _after_attention(d) for d in workload.domains}
-    between = Shape(f"{prefix}pieces between", layers - 1, layer, _touched(later), overlaps)
+    between = Shape(f"{prefix}pieces between", layers - 1, layer, _touched(later), beside)
     return (
         Shape(f"{prefix}first piece", 1, embedding + BEFORE_ATTENTION, _touched(first)),
         *([between] if layers > 1 else []),
-        Shape(f"{prefix}last piece", 1, AFTER_ATTENTION + LAST_NORM, _touched(later), overlaps),
+        Shape(f"{prefix}last piece", 1, after + LAST_NORM, _touched(later), beside),
     )
 
 
@@ -117,9 +122,21 @@ def _touched(counts: dict[Domain, int]) -> tuple[tuple[Domain, int], ...]:
     return tuple((domain, count) for domain, count in counts.items() if count)
 
 
+def _experts(workload: Workload) -> int:
+    """Operators of a layer of experts; of its possible exchanges, the longest."""
+    if not any(_is_spread(domain) for domain in workload.domains):
+        return EXPERTS
+    return EXPERTS + (ALL_TO_ALL if workload.exchange in ("auto", "all_to_all") else GATHER)
+
+
+def _is_spread(domain: Domain) -> bool:
+    """Whether tokens must travel in it to meet their experts: no single TP group has them all."""
+    return "ep" in domain.kinds and "tp" not in domain.kinds
+
+
 def _after_attention(domain: Domain) -> int:
     """Collectives of a layer outside its attention: two sums over TP, there and back over EP."""
-    return 2 * ("tp" in domain.kinds) + 2 * ("ep" in domain.kinds)
+    return 2 * ("tp" in domain.kinds) + 2 * _is_spread(domain)
 
 
 def _in_full(domain: Domain, layers: int) -> int:

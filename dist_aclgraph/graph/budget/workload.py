@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from dist_aclgraph.config import Config, GraphMode, HcclExpansion
+from dist_aclgraph.config import Config, ExchangeSetting, GraphMode, HcclExpansion
 from dist_aclgraph.model_facts import ModelFacts
 from dist_aclgraph.topology import GroupKind, ParallelLayout
 
@@ -28,6 +28,7 @@ class Workload:
         num_layers: hidden layers of the main model.
         mode: which graphs a bucket needs.
         draft_layers: layers of the draft model, 0 where there is none.
+        exchange: how the configuration wants tokens to travel to experts of other ranks.
         expansion: how HCCL expands collectives on the device.
         multistream_shared: shared experts run on a stream of their own.
         bytes_per_token: device memory that a graph takes per token of its bucket; the pool is
@@ -42,6 +43,7 @@ class Workload:
     pcp: int = 1
     dcp: int = 1
     ep: int = 1
+    exchange: ExchangeSetting = "auto"
     expansion: HcclExpansion = "FFTS"
     multistream_shared: bool = False
     draft_layers: int = 0
@@ -60,7 +62,9 @@ class Workload:
             pcp=parallel.pcp,
             dcp=parallel.dcp,
             ep=parallel.ep,
+            exchange=parallel.exchange,
             expansion=config.device.hccl_expansion,
+            multistream_shared=config.graph.overlap_shared_experts and facts.has_shared_experts,
             query_len=config.speculative.num_tokens + 1,
         )
 

@@ -6,6 +6,8 @@ Nothing is raised, so that all ranks stay in step. Arguments: tp dp.
 
 import json
 import sys
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -34,6 +36,7 @@ groups = make_groups(ParallelLayout(tp=TP, dp=DP, ep=EP), rank)
 tp, ep = groups.tp, groups.ep
 problems: dict[str, list[str]] = {}
 digests: dict[str, str] = {}
+lanes: dict[str, list[int]] = {}
 
 
 def random(seed, *shape):
@@ -154,6 +157,7 @@ def run_captured(kind):
     with OperatorDigest() as digest, torch.npu.graph(graph):
         outs = [layer(x, slots, step) for layer in layers]
     digests[kind] = digest.hexdigest()
+    lanes[kind] = count_entries(graph)
     for seed, lives in enumerate([(5, 2), (0, 5), (3, 3)], start=1):
         live = lives[groups.dp_rank]
         given = batch(seed, n, live)
@@ -164,6 +168,18 @@ def run_captured(kind):
             expect_dense(f"replay {kind}", out, given[0], live)
         total += 2 * load(seed, n, lives)
         expect(f"replay {kind}", tally.tolist() == [total, 0], f"{tally.tolist()} not {total}")
+
+
+def count_entries(graph):
+    """Operators by lane, the main lane first, of two layers."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        graph.debug_dump(file.name)
+        nodes = json.loads(Path(file.name).read_text())
+    found: dict[int, int] = {}
+    for node in nodes:
+        is_operator = node["name"].startswith("aclnn")
+        found[node["stream"]] = found.get(node["stream"], 0) + is_operator
+    return list(found.values())
 
 
 def run_beside(kind):
@@ -200,4 +216,4 @@ for kind in KINDS:
     run_captured(kind)
     run_beside(kind)
 run_overflow()
-print("RESULT " + json.dumps({"problems": problems, "digests": digests}))
+print("RESULT " + json.dumps({"problems": problems, "digests": digests, "lanes": lanes}))

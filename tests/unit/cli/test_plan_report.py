@@ -183,20 +183,74 @@ def test_what_is_not_a_checkpoint_is_refused(tmp_path: Path, write, message: str
         plan_report(make_config({"model": str(directory)}))
 
 
-def test_thousands_of_equal_ranks_are_shown_in_a_few_lines_and_at_once(checkpoint: Path) -> None:
-    config = make(
-        checkpoint,
-        parallel={"tp": 2, "dp": 2048},
-        graph={"scope": "group"},
-        device={"emulator": {"streams_by_rank": {3: 36 + 3}}},
-    )
+def test_thousands_of_equal_ranks_are_shown_in_a_few_lines_without_comparing_each_with_each(
+    checkpoint: Path,
+) -> None:
+    def show(dp: int) -> tuple[str, float]:
+        config = make(
+            checkpoint,
+            parallel={"tp": 2, "dp": dp},
+            graph={"scope": "group"},
+            device={"emulator": {"streams_by_rank": {3: 36 + 3}}},
+        )
+        out = io.StringIO()
+        began_s = time.perf_counter()
+        render_plan(plan_report(config), Console(file=out, width=160))
+        return out.getvalue(), time.perf_counter() - began_s
+
+    _, of_few_s = show(256)
+    text, of_many_s = show(2048)
+
+    assert "Groups 0, 2-2047: plan" in text and "Group 1: plan" in text
+    assert "0-1, 4-4095" in text
+    assert len(text.splitlines()) < 40
+    assert of_many_s < 3 * 8 * of_few_s
+
+
+EXPERTS = {"num_experts": 64, "num_experts_per_tok": 4, "n_shared_experts": 1, "hidden_size": 4096}
+
+
+def make_spread(checkpoint: Path, **parallel: Any) -> Config:
+    (checkpoint / "config.json").write_text(json.dumps(SHAPE | EXPERTS))
+    config = make(checkpoint)
+    spread = config.parallel.model_copy(update={"tp": 2, "dp": 8, "ep": 16, **parallel})
+    return config.model_copy(update={"parallel": spread})
+
+
+def test_the_report_says_how_tokens_travel_to_their_experts_and_why(checkpoint: Path) -> None:
+    report = plan_report(make_spread(checkpoint))
     out = io.StringIO()
+    render_plan(report, Console(file=out, width=200))
 
-    began_s = time.perf_counter()
-    render_plan(plan_report(config), Console(file=out, width=160))
-    took_s = time.perf_counter() - began_s
+    # From 12 rows on MC2 saves 2 MiB; 178 rows of 2 x (64 x 8704 + 4 x 8192) bytes exceed 200 MB.
+    kinds = [(entry["first"], entry["last"], entry["kind"]) for entry in report["exchanges"]]
+    assert kinds == [(1, 22, "all_gather"), (23, 354, "mc2"), (355, 512, "all_to_all")]
+    assert "Experts for 355 to 512 tokens: all_to_all; it moves" in out.getvalue()
+    assert (
+        "not mc2: device.hccl_buffer_mb is 200; 178 tokens of one rank need 201" in out.getvalue()
+    )
 
-    assert "Groups 0, 2-2047: plan" in out.getvalue() and "Group 1: plan" in out.getvalue()
-    assert "0-1, 4-4095" in out.getvalue()
-    assert len(out.getvalue().splitlines()) < 40
-    assert took_s < 2
+
+def test_a_dense_model_reports_no_exchanges(checkpoint: Path) -> None:
+    assert plan_report(make(checkpoint))["exchanges"] == []
+
+
+def test_a_plan_refuses_an_mc2_that_its_buffer_does_not_hold(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="hccl_buffer_mb is 200; 256 tokens of one rank need"):
+        plan_report(make_spread(checkpoint, exchange="mc2"))
+
+
+def test_shared_experts_beside_the_others_cost_a_stream(checkpoint: Path) -> None:
+    config = make_spread(checkpoint)
+    graph = config.graph.model_copy(update={"budget_model": "cann-pinned"})
+    prices = []
+    for overlaps in (False, True):
+        wanted = graph.model_copy(update={"overlap_shared_experts": overlaps})
+        report = plan_report(config.model_copy(update={"graph": wanted}))
+        prices.append(report["graph"]["families"][0]["price_per_bucket"])
+        assert (
+            any(t["name"].endswith("overlap") for t in report["graph"]["families"][0]["terms"])
+            == overlaps
+        )
+
+    assert prices[1] == prices[0] + 1

@@ -134,6 +134,24 @@ def test_shared_experts_beside_the_main_lane_cost_a_lane() -> None:
     assert price(PIECES, beside) == price(PIECES, plain) + 4
 
 
+def test_layers_of_experts_are_longer_lanes() -> None:
+    dense = Workload(num_layers=61, tp=8, dp=4, ep=32)
+    experts = replace(dense, moe=True)
+
+    # 61 layers of 12 + 10 + 4 entries, and 23 beside them, fit one queue; with experts of other
+    # ranks a layer has 54 more and 4 for their exchanges, which takes two queues more.
+    assert price(DECODE, experts) == price(DECODE, dense) + 2
+    # Where only gathering is possible, 25 more and 4: one queue more.
+    assert price(DECODE, replace(experts, exchange="all_gather")) == price(DECODE, dense) + 1
+
+
+def test_experts_inside_a_tensor_parallel_group_have_no_collectives_of_their_own() -> None:
+    inside = Workload(num_layers=61, tp=8, ep=8, moe=True)
+    ((domain, count),) = shapes(DECODE, inside)[0].collectives
+
+    assert (domain.num_ranks, count) == (8, 2 * 61 + 2)
+
+
 @given(workloads, families, st.integers(0, 4000))
 def test_with_software_queues_capture_takes_ids_all_the_same(workload, family, available) -> None:
     offer = StreamOffer(rank=0, available=available)

@@ -51,7 +51,7 @@ def test_places_are_the_last_tokens_of_each_request(
 
 
 @given(batches())
-def test_slots_name_own_blocks_or_none(
+def test_slots_name_own_blocks_or_the_dummy(
     batch: tuple[np.ndarray, int, np.ndarray, np.ndarray],
 ) -> None:
     records, k, table, may_draft = batch
@@ -61,12 +61,11 @@ def test_slots_name_own_blocks_or_none(
         for position, slot in enumerate(slots.tolist(), int(first)):
             block = position // BLOCK_SIZE
             block_id = int(table[row, block]) if block < MAX_BLOCKS else 0
-            expected = block_id * BLOCK_SIZE + position % BLOCK_SIZE if block_id else -1
-            assert slot == expected
+            assert slot == block_id * BLOCK_SIZE + position % BLOCK_SIZE
 
 
-def test_positions_beyond_the_table_have_no_slot() -> None:
+def test_positions_beyond_the_table_are_written_to_the_dummy_block() -> None:
     table = np.asarray([[3, 0]], np.int32)
     positions = np.asarray([0, 3, 4, 8], np.int32)
     rows = np.zeros(4, np.int32)
-    assert slots_of(table, rows, positions, 4).tolist() == [12, 15, -1, -1]
+    assert slots_of(table, rows, positions, 4).tolist() == [12, 15, 0, 0]

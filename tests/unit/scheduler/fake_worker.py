@@ -1,10 +1,10 @@
-"""A worker without a model: it mirrors rows from step messages and keeps tokens as its KV cache."""
+"""Workers without a model: they mirror rows from step messages and keep tokens as KV cache."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -19,6 +19,8 @@ from dist_aclgraph.scheduler.step import (
     unpack_ints,
 )
 
+WRONG = -2  # the KV of a draft that was rejected, or of a step that counts for nothing
+
 
 def next_token(tokens: Sequence[int], vocabulary: int) -> int:
     """Return the token that the fake model generates after ``tokens``, all of them counted."""
@@ -30,36 +32,59 @@ class Row:
     tokens: list[int]
     blocks: list[int]
     sampling: RowSampling
-    sampled: list[int] = field(default_factory=list)
+    has_drafts: bool = False
 
 
 class FakeWorker:
-    """Runs steps; asserts that each finds in the cache exactly what it needs."""
+    """Runs the steps of one data-parallel rank; asserts that each finds in the cache exactly what
+    it needs.
 
-    def __init__(self, num_blocks: int, block_size: int, vocabulary: int = 50) -> None:
+    Args:
+        num_drafts: draft tokens of each row that has sampled.
+        accept: how many of a row's drafts are right, each time.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        vocabulary: int = 50,
+        *,
+        num_drafts: int = 0,
+        accept: Callable[[], int] = lambda: 0,
+    ) -> None:
         self.block_size = block_size
         self.vocabulary = vocabulary
         self.cache = np.full((num_blocks, block_size), -1, dtype=np.int64)
         self.rows: dict[int, Row] = {}
         self.last_plan: StepPlan | None = None
+        self._num_drafts = num_drafts
+        self._accept = accept
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(
+        self, plan: StepPlan, dp_rank: int = 0, rank: int = 0, *, is_void: bool = False
+    ) -> StepResult:
+        """Run one step; ``is_void`` loses tokens on the way to their experts."""
         plan = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
         self.last_plan = plan
-        (batch,) = plan.batches
+        batch = plan.batches[dp_rank]
         self._update_rows(batch)
         records = unpack_ints(batch.scheduled, 4)
         assert len({int(row) for row in records[:, 0]}) == len(records), "a row runs twice"
-        for row_index, computed, length, _ in records.tolist():
-            self._write(self.rows[row_index], computed, length)
-        sampled = []
-        for row_index, computed, length, sample in records.tolist():
-            row = self.rows[row_index]
-            self._check_cache(row, computed + length)
-            if sample:
-                assert computed + length == len(row.tokens), "samples before the last token"
-                sampled.append(next_token(row.tokens, self.vocabulary))
-        return StepResult(plan.epoch, plan.step, 0, pack_ints(sampled))
+        found = [self._run(*record, is_void=is_void) for record in records.tolist()]
+        if not is_void:
+            for row_index, computed, length, _ in records.tolist():
+                self._check_cache(self.rows[row_index], computed + length)
+        sampled = [tokens for tokens in found if tokens]
+        counts = [len(tokens) for tokens in sampled]
+        return StepResult(
+            plan.epoch,
+            plan.step,
+            rank,
+            pack_ints([token for tokens in sampled for token in tokens]),
+            pack_ints(counts) if (records[:, 3] > 1).any() else b"",
+            num_unplaced=int(is_void),
+        )
 
     def lose_cache(self) -> None:
         self.cache.fill(-1)
@@ -72,25 +97,79 @@ class FakeWorker:
                 tokens, unpack_ints(start.block_ids).tolist(), start.sampling
             )
         for row, token_id in unpack_ints(batch.appended, 2).tolist():
-            self.rows[row].tokens.append(token_id)
+            tokens = self.rows[row].tokens
+            assert token_id == next_token(tokens, self.vocabulary), "not what was sampled"
+            tokens.append(token_id)
+            self.rows[row].has_drafts = self._num_drafts > 0
         for row, index, block_id in unpack_ints(batch.blocks, 3).tolist():
             assert index == len(self.rows[row].blocks), "a block table has a hole"
             self.rows[row].blocks.append(block_id)
 
-    def _write(self, row: Row, computed: int, length: int) -> None:
+    def _run(
+        self, index: int, computed: int, length: int, num_logits: int, *, is_void: bool
+    ) -> list[int]:
+        """Return the tokens of one row, none in the middle of its prompt."""
+        row = self.rows[index]
+        known = len(row.tokens)
+        beyond = computed + length - known
+        assert beyond == num_logits - 1 if num_logits else beyond < 0, "samples at other tokens"
+        assert num_logits <= 1 or row.has_drafts
+        assert num_logits == self._num_drafts + 1 or not row.has_drafts
+        tokens = list(row.tokens)
+        for _ in range(0 if num_logits == 0 else 1 + (self._accept() if num_logits > 1 else 0)):
+            tokens.append(next_token(tokens, self.vocabulary))
+        right = WRONG if is_void else max(known, len(tokens) - 1)
         for position in range(computed, computed + length):
-            block_id = row.blocks[position // self.block_size]
-            assert block_id != DUMMY_BLOCK
+            self._write(row, tokens, position, position < right)
+        return tokens[known:]
+
+    def _write(self, row: Row, tokens: list[int], position: int, is_right: bool) -> None:
+        index = position // self.block_size
+        if index >= len(row.blocks):  # beyond what the request can ever have: written nowhere
+            assert position >= len(row.tokens)
+            return
+        block_id = row.blocks[index]
+        assert block_id != DUMMY_BLOCK
+        value = WRONG
+        if is_right:
             # KV depends on the whole prefix, not on the token alone.
-            value = zlib.crc32(np.asarray(row.tokens[: position + 1], dtype="<i4").tobytes())
-            self.cache[block_id, position % self.block_size] = value
+            value = zlib.crc32(np.asarray(tokens[: position + 1], dtype="<i4").tobytes())
+        self.cache[block_id, position % self.block_size] = value
 
     def _check_cache(self, row: Row, end: int) -> None:
         prefix = 0
-        for position in range(end):
+        for position in range(min(end, len(row.tokens))):
             token = np.asarray(row.tokens[position : position + 1], dtype="<i4").tobytes()
             prefix = zlib.crc32(token, prefix)
             block_id = row.blocks[position // self.block_size]
             assert self.cache[block_id, position % self.block_size] == prefix, (
                 f"position {position} holds the KV of another prefix"
             )
+
+
+class FakeGroup:
+    """All ranks of a lockstep group: of each data-parallel rank, the first owns the output.
+
+    Args:
+        tp: ranks of each data-parallel rank.
+        lose: whether tokens of a step find no room on their way, where its exchange may lose some.
+    """
+
+    def __init__(
+        self, workers: Sequence[FakeWorker], tp: int = 1, lose: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.workers = workers
+        self._tp = tp
+        self._lose = lose
+
+    def execute(self, plan: StepPlan) -> list[StepResult]:
+        assert len(plan.batches) == len(self.workers)
+        can_lose = plan.exchange not in (None, "all_gather")
+        results = []
+        for dp_rank, worker in enumerate(self.workers):
+            is_void = can_lose and self._lose()
+            owner = dp_rank * self._tp
+            results.append(worker.execute(plan, dp_rank, owner, is_void=is_void))
+            for other in range(owner + 1, owner + self._tp):
+                results.append(StepResult(plan.epoch, plan.step, other))
+        return results[::-1]

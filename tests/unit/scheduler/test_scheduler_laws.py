@@ -1,9 +1,12 @@
-"""Laws of the scheduler under random arrivals, lengths, aborts, preemptions and lost workers."""
+"""Laws of the scheduler under random arrivals, lengths, aborts, preemptions, lost workers, rejected
+drafts and lost tokens, over any number of data-parallel ranks.
+"""
 
 from __future__ import annotations
 
+import random
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,9 +17,10 @@ from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.request import RequestOutput
 from dist_aclgraph.scheduler.scheduler import Scheduler
-from dist_aclgraph.scheduler.step import unpack_ints
+from dist_aclgraph.scheduler.step import StepPlan, unpack_ints
+from dist_aclgraph.topology import ExchangeKind
 from tests.plans import make_plan
-from tests.unit.scheduler.fake_worker import FakeWorker, next_token
+from tests.unit.scheduler.fake_worker import FakeGroup, FakeWorker, next_token
 from tests.unit.scheduler.requests import EOS, submit
 
 VOCABULARY = 40
@@ -80,84 +84,170 @@ arrivals = st.lists(
 ).map(lambda found: sorted(found, key=lambda arrival: arrival.at_step))
 
 
-def make_scheduler(
-    max_num_seqs: int, max_tokens: int, num_blocks: int, prefix_cache: bool
-) -> Scheduler:
-    plan = make_plan(1, 2, 4)
-    return Scheduler(
-        SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens),
-        [BlockPool(num_blocks, BLOCK_SIZE, prefix_cache=prefix_cache)],
-        GraphDispatcher(plan),
-        max_model_len=MAX_MODEL_LEN,
-    )
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A group and its limits."""
+
+    dp: int
+    tp: int
+    num_drafts: int
+    max_num_seqs: int
+    spare_tokens: int  # of a step, beside those that all requests need to decode
+    num_blocks: int
+    prefix_cache: bool
+    loses_tokens: bool
+
+    @property
+    def max_tokens(self) -> int:
+        return self.max_num_seqs * (self.num_drafts + 1) + self.spare_tokens
 
 
-def assert_consistent(scheduler: Scheduler, worker: FakeWorker, max_tokens: int) -> None:
-    """The worker's rows equal the scheduler's, and no two rows may write to one block."""
-    plan = worker.last_plan
-    assert plan is not None
-    records = unpack_ints(plan.batches[0].scheduled, 4)
-    assert 0 < records[:, 2].sum() <= max_tokens
-    assert plan.graph is None or plan.graph.num_tokens >= records[:, 2].sum()
-    assert all(length > 0 for length in records[:, 2])
-    writable: Counter[int] = Counter()
-    pool = scheduler.ranks[0].pool
-    scheduled = set(records[:, 0].tolist())
-    for request in scheduler.running:
-        if request.row in scheduled:
-            row = worker.rows[request.row]
-            assert row.tokens == request.tokens
-            assert row.blocks == request.block_ids
-        first = request.num_computed_tokens // BLOCK_SIZE
-        writable.update(request.block_ids[first:])
-        assert not any(pool.is_stored(block) for block in request.block_ids[first:])
-    assert not writable or max(writable.values()) == 1
-    arrived = [int(request.request_id) for request in [*scheduler.running, *scheduler.waiting]]
-    assert arrived == sorted(arrived), "requests are ordered by arrival"
-    rows = [request.row for request in scheduler.running]
-    assert len(set(rows)) == len(rows)
-
-
-@settings(max_examples=100)
-@given(
-    arrivals,
-    st.integers(1, 5),
-    st.integers(5, 40),
-    st.integers(13, 40),
-    st.booleans(),
-    st.one_of(st.none(), st.integers(1, 40)),
+shapes = st.builds(
+    Shape,
+    dp=st.integers(1, 4),
+    tp=st.integers(1, 2),
+    num_drafts=st.integers(0, 3),
+    max_num_seqs=st.integers(1, 5),
+    spare_tokens=st.integers(0, 30),
+    num_blocks=st.integers(13, 40),
+    prefix_cache=st.booleans(),
+    loses_tokens=st.booleans(),
 )
-def test_every_request_gets_its_tokens_and_every_block_comes_back(
-    plan_of_arrivals, max_num_seqs, max_tokens, num_blocks, prefix_cache, lost_at
-) -> None:
-    scheduler = make_scheduler(max_num_seqs, max_tokens, num_blocks, prefix_cache)
-    worker = FakeWorker(num_blocks, BLOCK_SIZE)
-    worker.vocabulary = VOCABULARY
-    got: dict[str, list[int]] = {}
-    reasons: dict[str, str] = {}
 
-    def take(outputs: list[RequestOutput]) -> None:
+
+def exchange_of(num_tokens: int) -> ExchangeKind:
+    return "mc2" if num_tokens <= 8 else "all_to_all"
+
+
+@dataclass
+class World:
+    """A scheduler, its ranks, and all that came out for each request."""
+
+    shape: Shape
+    seed: int
+    got: dict[str, list[int]] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        shape, chance = self.shape, random.Random(self.seed)
+        query_len = shape.num_drafts + 1
+        plan = make_plan(query_len, 2 * query_len, 4 * query_len, query_len=query_len)
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=shape.max_num_seqs, max_num_batched_tokens=shape.max_tokens
+            ),
+            [
+                BlockPool(shape.num_blocks, BLOCK_SIZE, prefix_cache=shape.prefix_cache)
+                for _ in range(shape.dp)
+            ],
+            GraphDispatcher(plan),
+            max_model_len=MAX_MODEL_LEN,
+            num_drafts=shape.num_drafts,
+            tp=shape.tp,
+            choose_exchange=exchange_of,
+        )
+        self.group = FakeGroup(
+            [
+                FakeWorker(
+                    shape.num_blocks,
+                    BLOCK_SIZE,
+                    VOCABULARY,
+                    num_drafts=shape.num_drafts,
+                    accept=lambda: chance.randint(0, shape.num_drafts),
+                )
+                for _ in range(shape.dp)
+            ],
+            shape.tp,
+            lose=lambda: shape.loses_tokens and chance.random() < 0.2,
+        )
+
+    def submit(self, index: int, arrival: Arrival) -> None:
+        self.scheduler.add(submit(str(index), arrival.prompt(index), arrival.params()))
+        self.got[str(index)] = []
+
+    def take(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
-            assert output.request_id not in reasons, "a finished request goes on"
-            got[output.request_id] += output.token_ids
+            assert output.request_id not in self.reasons, "a finished request goes on"
+            self.got[output.request_id] += output.token_ids
             if output.finish_reason is not None:
-                reasons[output.request_id] = output.finish_reason
+                self.reasons[output.request_id] = output.finish_reason
+
+    def abort(self, name: str) -> None:
+        output = self.scheduler.abort(name)
+        assert (output is None) == (name in self.reasons)
+        if output is not None:
+            self.take([output])
+
+    def check_plan(self, plan: StepPlan) -> None:
+        """The workers' rows equal the scheduler's, and no two rows may write to one block."""
+        scheduler, decode_len = self.scheduler, self.shape.num_drafts + 1
+        batches = [unpack_ints(batch.scheduled, 4) for batch in plan.batches]
+        most = max(int(records[:, 2].sum()) for records in batches)
+        assert 0 < most <= self.shape.max_tokens
+        if plan.graph is not None:
+            assert plan.graph.num_tokens >= most
+            assert plan.graph.num_reqs >= max(map(len, batches))
+            for records in batches:
+                assert (records[:, 2:] == decode_len).all(), "a graph for decoding runs a prompt"
+        assert plan.exchange in (exchange_of(plan.graph.num_tokens if plan.graph else most),
+                                 "all_gather")  # fmt: skip
+        for rank, worker, records in zip(scheduler.ranks, self.group.workers, batches, strict=True):
+            scheduled = set(records[:, 0].tolist())
+            assert (records[:, 2] > 0).all()
+            writable: Counter[int] = Counter()
+            for request in rank.running:
+                assert request.dp_rank == rank.index
+                if request.row in scheduled:
+                    row = worker.rows[request.row]
+                    assert row.tokens == request.tokens
+                    assert row.blocks == request.block_ids
+                first = request.num_computed_tokens // BLOCK_SIZE
+                writable.update(request.block_ids[first:])
+                assert not any(rank.pool.is_stored(block) for block in request.block_ids[first:])
+            assert not writable or max(writable.values()) == 1
+            rows = [request.row for request in rank.running]
+            assert len(set(rows)) == len(rows)
+            assert in_order(rank.running), "running requests are ordered by arrival"
+        assert in_order(scheduler.waiting), "waiting requests are ordered by arrival"
+
+    def check_end(self, arrived: dict[int, Arrival]) -> None:
+        """Every request ended once, with the tokens that it must have; every block is back."""
+        assert not self.scheduler.has_work and self.scheduler.num_requests == 0
+        assert all(rank.pool.num_used == 0 for rank in self.scheduler.ranks)
+        assert self.reasons.keys() == self.got.keys()
+        for index, arrival in arrived.items():
+            name = str(index)
+            tokens, reason = arrival.expected(index)
+            if self.reasons[name] == "abort":
+                assert self.got[name] == tokens[: len(self.got[name])]
+            else:
+                assert (self.got[name], self.reasons[name]) == (tokens, reason)
+
+
+def in_order(requests) -> bool:
+    names = [int(request.request_id) for request in requests]
+    return names == sorted(names)
+
+
+@settings(max_examples=200, deadline=None)
+@given(arrivals, shapes, st.one_of(st.none(), st.integers(1, 40)), st.integers(0, 1000))
+def test_every_request_gets_its_tokens_and_every_block_comes_back(
+    plan_of_arrivals, shape, lost_at, seed
+) -> None:
+    world = World(shape, seed)
+    scheduler = world.scheduler
 
     def abort(step: int, in_flight: bool) -> None:
         for index, arrival in enumerate(plan_of_arrivals):
             if arrival.abort_at is None or arrival.in_flight != in_flight:
                 continue
-            if arrival.at_step + arrival.abort_at == step and str(index) in got:
-                output = scheduler.abort(str(index))
-                assert (output is None) == (str(index) in reasons)
-                if output is not None:
-                    take([output])
+            if arrival.at_step + arrival.abort_at == step and str(index) in world.got:
+                world.abort(str(index))
 
     for step in range(3000):
         for index, arrival in enumerate(plan_of_arrivals):
             if arrival.at_step == step:
-                scheduler.add(submit(str(index), arrival.prompt(index), arrival.params()))
-                got[str(index)] = []
+                world.submit(index, arrival)
         abort(step, in_flight=False)
         plan = scheduler.schedule()
         if plan is None:
@@ -165,20 +255,47 @@ def test_every_request_gets_its_tokens_and_every_block_comes_back(
             if step > 60:
                 break
             continue
-        result = worker.execute(plan)
-        assert_consistent(scheduler, worker, max_tokens)
+        results = world.group.execute(plan)
+        world.check_plan(plan)
         abort(step, in_flight=True)
         if step == lost_at:
-            worker.lose_cache()
+            for worker in world.group.workers:
+                worker.lose_cache()
             scheduler.restart(epoch=scheduler.epoch + 1)
-        take(scheduler.update([result]))
+        world.take(scheduler.update(results))
 
-    assert not scheduler.has_work and scheduler.num_requests == 0
-    assert scheduler.ranks[0].pool.num_used == 0
-    assert reasons.keys() == got.keys()
-    for index, arrival in enumerate(plan_of_arrivals):
-        tokens, reason = arrival.expected(index)
-        if reasons[str(index)] == "abort":
-            assert got[str(index)] == tokens[: len(got[str(index)])]
-        else:
-            assert (got[str(index)], reasons[str(index)]) == (tokens, reason)
+    world.check_end(dict(enumerate(plan_of_arrivals)))
+
+
+def test_four_data_parallel_ranks_serve_two_thousand_steps_of_random_traffic() -> None:
+    shape = Shape(
+        dp=4, tp=2, num_drafts=2, max_num_seqs=4, spare_tokens=8, num_blocks=24,
+        prefix_cache=True, loses_tokens=True,
+    )  # fmt: skip
+    world, chance = World(shape, 1), random.Random(2)
+    arrived: dict[int, Arrival] = {}
+
+    for step in range(2000):
+        for _ in range(chance.choice([0, 0, 1, 4]) if step % 400 < 300 else 0):
+            arrived[len(arrived)] = arrival = Arrival(
+                step, chance.randint(0, 16), chance.randint(1, 14), chance.randint(1, 20),
+                chance.random() < 0.5, 0, None, False,
+            )  # fmt: skip
+            world.submit(len(arrived) - 1, arrival)
+        plan = world.scheduler.schedule()
+        results = world.group.execute(plan) if plan else []
+        if plan:
+            world.check_plan(plan)
+        alive = [name for name in world.got if name not in world.reasons]
+        if alive and chance.random() < 0.1:
+            world.abort(chance.choice(alive))
+        world.take(world.scheduler.update(results))
+    while (plan := world.scheduler.schedule()) is not None:
+        world.take(world.scheduler.update(world.group.execute(plan)))
+
+    world.check_end(arrived)
+    stats = world.scheduler.stats()
+    assert len(arrived) > 500
+    assert stats["preemptions"] > 0 and stats["reruns"] > 0 and stats["cached_tokens"] > 0
+    assert 0 < stats["accepted_tokens"] < stats["draft_tokens"]
+    assert set(world.reasons.values()) == {"stop", "length", "abort"}

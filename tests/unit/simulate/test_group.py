@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -23,8 +24,9 @@ from dist_aclgraph.simulate.deployment import AssumedDeployment
 from dist_aclgraph.simulate.group import SimulatedGroup
 from dist_aclgraph.simulate.load import Arrival, Batch
 from dist_aclgraph.simulate.times import StepTimes
+from tests.plans import decode_graph
 from tests.unit.scheduler.fake_worker import FakeWorker
-from tests.unit.simulate.deployments import make
+from tests.unit.simulate.deployments import SHAPE, make
 
 ONE_SECOND = StepTimes(base_s=1.0, token_s=0.0, capture_s=0.0)
 
@@ -258,3 +260,16 @@ def test_a_time_line_stays_small_and_loses_nothing(width: int) -> None:
     assert sum(shares["steps"] for shares in found) == 3000
     starts = [shares["from_s"] for shares in found]
     assert starts == sorted(starts) and starts[-1] + line.width_s > 2999 * width
+
+
+def test_ranks_that_share_experts_are_simulated_in_one_group(tmp_path: Path) -> None:
+    shape = {**SHAPE, "num_experts": 8, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    load = [Arrival(0.0, 5, 3) for _ in range(8)]
+
+    found = play(group(make(tmp_path, parallel={"dp": 4, "ep": 4})), load)
+
+    assert found.counts.finished == 8
+    assert found.counts.generated_tokens == 24
+    assert found.dispatcher.step == 3
+    assert found.dispatcher.replays == {decode_graph(2): 2}

@@ -329,3 +329,11 @@ def test_steps_must_take_time() -> None:
     for times in [(0.0, 0.0, 1.0), (-1.0, 2.0, 1.0), (1.0, 1.0, -1.0)]:
         with pytest.raises(ConfigError, match="must take some time"):
             line_times(*times)
+
+
+def test_requests_with_drafts_are_not_simulated(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "num_nextn_predict_layers": 1}))
+    config = make(tmp_path, speculative={"num_tokens": 1})
+
+    with pytest.raises(ConfigError, match="nobody knows how many drafts"):
+        simulate(config, LoadOptions(poisson=1.0), StepTimes())

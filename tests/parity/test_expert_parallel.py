@@ -1,0 +1,48 @@
+"""Experts spread over data-parallel ranks of one lockstep group: tokens equal transformers'."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.deployments import greedy_params, make_deployment_config, serving
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
+
+NUM_TOKENS = 16
+
+
+@pytest.mark.parametrize(
+    ("parallel", "mode"),
+    [
+        ({"dp": 2, "ep": 2}, "NONE"),
+        ({"dp": 2, "ep": 2}, "FULL_DECODE_ONLY"),
+        ({"dp": 2, "ep": 2}, "FULL_AND_PIECEWISE"),
+        ({"dp": 2, "ep": 2, "exchange": "all_to_all", "expert_capacity": 1.0}, "FULL_DECODE_ONLY"),
+        ({"tp": 2, "dp": 2, "ep": 4}, "FULL_DECODE_ONLY"),
+    ],
+)
+def test_greedy_tokens_equal_those_of_transformers(
+    references: Any, parallel: dict[str, Any], mode: str
+) -> None:
+    reference = references("Qwen3MoeForCausalLM")
+    config = make_deployment_config(reference.directory, parallel=parallel, graph={"mode": mode})
+
+    with serving(config) as service:
+        answers = service.generate(reference.prompts, greedy_params(NUM_TOKENS))
+        alone = service.generate(reference.prompts[:1], greedy_params(NUM_TOKENS), "alone")
+        report = service.report()
+
+    expected = [tokens[:NUM_TOKENS] for tokens in reference.tokens]
+    assert [answer.tokens for answer in answers] == expected
+    assert alone[0].tokens == expected[0], "while the other rank was idle"
+    assert report["groups"] == [], "all ranks are one lockstep group"
+    metrics = report["metrics"]
+    assert len(metrics["num_requests_running_by_dp_rank"]) == 2
+    assert len(metrics["expert_tokens"]) == config.parallel.ep
+    assert min(metrics["expert_tokens"].values()) > 0
+    if mode != "NONE":
+        assert sum(bucket["replays"] for bucket in report["buckets"]) > 0
+    if "expert_capacity" in parallel:
+        assert metrics["step_reruns"] > 0

@@ -1,0 +1,42 @@
+"""What a configuration wants of its model, and what the model has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_aclgraph.config import make_config
+from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.model_facts import ModelFacts, check_model, read_model_facts
+
+SHAPE = {"architectures": ["AForCausalLM"], "num_hidden_layers": 2, "num_attention_heads": 4,
+         "hidden_size": 64}  # fmt: skip
+
+
+def read(directory: Path, **keys: Any) -> ModelFacts:
+    (directory / "config.json").write_text(json.dumps({**SHAPE, **keys}))
+    return read_model_facts(directory)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"parallel": {"ep": 2, "dp": 2}}, "parallel.ep is 2; AForCausalLM has no experts"),
+        ({"speculative": {"num_tokens": 1}}, "AForCausalLM has no next-token modules"),
+    ],
+)
+def test_what_a_model_lacks_is_refused(tmp_path: Path, sections: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_model(make_config({"model": "m", **sections}), read(tmp_path))
+
+
+def test_what_a_model_has_is_taken(tmp_path: Path) -> None:
+    config = {"model": "m", "parallel": {"ep": 2, "dp": 2}, "speculative": {"num_tokens": 3}}
+
+    facts = read(tmp_path, n_routed_experts=8, num_experts_per_tok=2, num_nextn_predict_layers=1)
+
+    assert facts.num_draft_layers == 1
+    check_model(make_config(config), facts)
