@@ -43,7 +43,13 @@ LATENT = {
     "v_head_dim": 128,
     "num_key_value_heads": 4,
     "rope_parameters": DEEPSEEK_ROPE,
-    "first_k_dense_replace": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 96,
+    "n_group": 2,
+    "topk_group": 1,
 }
 
 SPECIAL: dict[str, dict[str, Any]] = {
@@ -59,7 +65,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [0],
     },
     "DeepseekV3ForCausalLM": {**LATENT, "q_lora_rank": 96, "num_mtp_layers": 0},
-    "DeepseekV2ForCausalLM": {**LATENT, "q_lora_rank": None},
+    "DeepseekV2ForCausalLM": {
+        **LATENT,
+        "q_lora_rank": None,
+        "n_shared_experts": 2,
+        "topk_method": "group_limited_greedy",
+        "routed_scaling_factor": 1.5,
+    },
 }
 ARCHITECTURES = tuple(SPECIAL)
 
@@ -92,6 +104,9 @@ def make_reference(architecture: str, directory: Path | None = None, **overrides
                 parameter.normal_(0.0, 0.1)
             elif name.endswith("norm.weight"):
                 parameter.uniform_(0.5, 1.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("bias"):
+                buffer.normal_(0.0, 0.1)
     if directory is not None:
         model.save_pretrained(directory)
     return model

@@ -88,11 +88,12 @@ class LatentAttention:
         self._write(kv[:num_live], rope, cache, metadata.slot_mapping)
         if n := step.num_absorbed_tokens:
             self._attend_absorbed(q[:n], q_rope[:n], out[:n], cache, step, metadata)
-        for part in step.plain:
-            assert step.kv_slots is not None
-            rows = slice(part.start, part.stop)
+        if step.kv_slots is not None:
+            assert metadata.tasks is None, "graphs hold the absorbed form only"
             plain = _PlainStep(self, cache, step.kv_slots, metadata.causal_mask)
-            plain.attend(part.chunks, q[rows], q_rope[rows], out[rows])
+            for part in step.plain:
+                rows = slice(part.start, part.stop)
+                plain.attend(part.chunks, q[rows], q_rope[rows], out[rows])
 
     def _write(
         self, kv: Tensor, rope: tuple[Tensor, Tensor], cache: LatentCache, slots: Tensor

@@ -134,6 +134,17 @@ def test_the_scale_of_scores_equals_that_of_transformers(
     assert attention.latent.scale == pytest.approx(model.model.layers[0].self_attn.scaling)
 
 
+def test_rotary_tables_have_room_for_drafts_past_the_context(npu: Any, tmp_path: Path) -> None:
+    model = make_reference("DeepseekV3ForCausalLM", tmp_path, num_hidden_layers=1)
+    positions = torch.arange(120, 144)  # of a context of 128
+
+    cos, sin = load_decoder(npu, tmp_path).kind.rope(positions.int().to(npu.device))
+
+    expected = model.model.rotary_emb(torch.zeros(1), positions[None])
+    for table, values in zip((cos, sin), expected, strict=True):
+        torch.testing.assert_close(table[:, 0, 0].cpu(), values[0], rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("q_lora_rank", [None, 96])
 @pytest.mark.parametrize("interleave", [True, False])
 def test_queries_with_and_without_lora_and_either_order_of_rotation(

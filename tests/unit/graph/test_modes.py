@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_aclgraph.config import GraphMode, launch_blocking
+from dist_aclgraph.config import GraphMode, launch_blocking, make_config
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.graph.modes import GraphSupport, normalise_mode
+from dist_aclgraph.graph.modes import GraphSupport, normalise_mode, with_possible_mode
+from dist_aclgraph.model_facts import read_model_facts
 
 modes = st.sampled_from(get_args(GraphMode))
 supports = st.builds(
@@ -48,6 +50,16 @@ def test_graphs_are_given_up_only_where_no_mode_has_any(wanted, support) -> None
 
     others = [m for m in get_args(GraphMode) if m != "NONE" and can_have(m, support)]
     assert wanted == "NONE" or mode != "NONE" or not others
+
+
+def test_a_checkpoint_with_latent_attention_is_known_by_its_facts() -> None:
+    directory = Path(__file__).parents[3] / "configs" / "shapes" / "deepseek-v3"
+    config = make_config({"model": str(directory), "graph": {"mode": "FULL"}})
+
+    config, reasons = with_possible_mode(config, read_model_facts(directory))
+
+    assert config.graph.mode == "FULL_AND_PIECEWISE"
+    assert len(reasons) == 1
 
 
 def test_mla_takes_decode_batches_whole_and_mixed_ones_in_pieces() -> None:
