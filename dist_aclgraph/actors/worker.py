@@ -277,6 +277,16 @@ class Worker:
                 "SERVING",
             )
 
+    def execute(self, step: StepPlan) -> StepResult:
+        """Run one step.
+
+        Raises:
+            RankDisagreementError: see ``check_plan``.
+            DeviceError: the device failed.
+        """
+        self.check_plan(step)
+        return self._runner.execute(step, self._groups.dp_rank, self._group_rank)
+
     def run_loop(self, address: ChannelAddress) -> None:
         """Execute steps until the engine says goodbye.
 
@@ -294,8 +304,7 @@ class Worker:
                     continue
                 self._last_step = plan.step
                 try:
-                    self.check_plan(plan)
-                    result = self._runner.execute(plan, self._groups.dp_rank, self._group_rank)
+                    result = self.execute(plan)
                 except Exception as e:
                     failure = StepResult(plan.epoch, plan.step, self._group_rank, error=str(e))
                     channel.send(failure)
