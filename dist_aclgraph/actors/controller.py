@@ -52,7 +52,6 @@ EPOCH = 1  # of a deployment that does not yet survive the death of a worker
 WATCH_S = 0.2
 MIB = 1 << 20
 TRIAL_BLOCKS = 2  # a cache for padding rows alone: they use the dummy block
-WARM_UP = BatchDescriptor(1, 1, 1, "FULL")  # run eagerly where no graph is captured
 
 
 @dataclass(frozen=True)
@@ -219,7 +218,10 @@ class Controller:
     def _make_runners(self, group: LockstepGroup, families: tuple[GraphFamily, ...]) -> None:
         """Have every rank make a runner that can try things out: its cache holds dummies only."""
         timeout_s = self._config.timeouts.negotiate_s
-        largest = self._largest([*families, *self._lazy_families]) or [WARM_UP]
+        query_len = self._config.speculative.num_tokens + 1
+        # Run eagerly where no graph is captured.
+        smallest = BatchDescriptor(query_len, 1, query_len, "FULL")
+        largest = self._largest([*families, *self._lazy_families]) or [smallest]
         # The cache write of latent attention wants a slot for each row, padding or not.
         rows = max((graph.num_tokens for graph in largest if graph.query_len), default=0)
         num_blocks = max(TRIAL_BLOCKS, self._cache_spec.blocks_for(rows))
