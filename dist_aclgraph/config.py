@@ -297,6 +297,11 @@ class Config(Section):
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
         "bfloat16", description="type of weights, activations and KV cache"
     )
+    quantization: Literal["w8a8"] | None = Field(
+        None,
+        description="w8a8 makes the matrices of layers int8 while loading; null leaves weights as "
+        "the checkpoint has them, in int8 too",
+    )
     max_model_len: int | None = Field(
         None, ge=2, description="longest prompt plus output; null takes the model's"
     )
