@@ -145,7 +145,11 @@ class Worker:
         self._model = Decoder(
             spec,
             self._groups,
-            Checkpoint(config.model, TORCH_DTYPES[config.dtype]),
+            Checkpoint(
+                config.model,
+                TORCH_DTYPES[config.dtype],
+                quantises=config.quantization == "w8a8",
+            ),
             device=self._npu.device,
             max_len=config.max_model_len or spec.max_position_embeddings,
             drafts=config.speculative.num_tokens > 0,
