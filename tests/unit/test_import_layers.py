@@ -49,6 +49,7 @@ LAYERS = {
     "layers": 3,
     "models": 3,
     "models.activation_sizes": 1,
+    "models.quantised_formats": 1,
     "models.spec": 1,
     "models.weight_sizes": 1,
     "engine": 4,
