@@ -5,12 +5,14 @@ transformers looks for torch_npu: the emulator must be loaded before (fixture ``
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 VOCAB = 503  # a prime: no group divides it
 MAX_LEN = 512
@@ -130,3 +132,22 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
             pad_token_id=0,
         )
     return out[0, len(prompt) :].tolist()
+
+
+def add_next_token_module(directory: Path) -> None:
+    """Give a DeepSeek checkpoint a next-token module of seeded weights, good for no prediction."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    last, width = config["num_hidden_layers"] - 1, config["hidden_size"]
+    tensors = load_file(directory / "model.safetensors")
+    random = torch.Generator().manual_seed(1)
+    prefix, module = f"model.layers.{last}.", f"model.layers.{last + 1}."
+    for name in [name for name in tensors if name.startswith(prefix)]:
+        noise = torch.randn(tensors[name].shape, generator=random)
+        tensors[module + name.removeprefix(prefix)] = tensors[name] + 0.1 * noise
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{module}{name}.weight"] = torch.rand(width, generator=random) + 0.5
+    mix = torch.randn(width, 2 * width, generator=random)
+    tensors[f"{module}eh_proj.weight"] = 0.1 * mix
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    path.write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))

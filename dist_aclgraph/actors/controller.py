@@ -52,7 +52,6 @@ EPOCH = 1  # of a deployment that does not yet survive the death of a worker
 WATCH_S = 0.2
 MIB = 1 << 20
 TRIAL_BLOCKS = 2  # a cache for padding rows alone: they use the dummy block
-WARM_UP = BatchDescriptor(1, 1, 1, "FULL")  # run eagerly where no graph is captured
 
 
 @dataclass(frozen=True)
@@ -219,7 +218,10 @@ class Controller:
     def _make_runners(self, group: LockstepGroup, families: tuple[GraphFamily, ...]) -> None:
         """Have every rank make a runner that can try things out: its cache holds dummies only."""
         timeout_s = self._config.timeouts.negotiate_s
-        largest = self._largest([*families, *self._lazy_families]) or [WARM_UP]
+        query_len = self._config.speculative.num_tokens + 1
+        # Run eagerly where no graph is captured.
+        smallest = BatchDescriptor(query_len, 1, query_len, "FULL")
+        largest = self._largest([*families, *self._lazy_families]) or [smallest]
         # The cache write of latent attention wants a slot for each row, padding or not.
         rows = max((graph.num_tokens for graph in largest if graph.query_len), default=0)
         num_blocks = max(TRIAL_BLOCKS, self._cache_spec.blocks_for(rows))
@@ -273,12 +275,11 @@ class Controller:
         everything = msgspec.structs.replace(plan, families=(*plan.families, *lazy))
         for group in groups:
             group.num_blocks = self._cache_spec.choose_num_blocks(
-                config.kv,
+                config,
                 min(
                     o.free_bytes - pool_bytes(everything, o, model, workload) for o in group.offers
                 ),
-                max_num_seqs=config.scheduler.max_num_seqs,
-                max_model_len=self._max_model_len,
+                self._max_model_len,
             )
             group.workers.call(
                 "make_cache", self._state.value, config.timeouts.negotiate_s, same(group.num_blocks)
@@ -356,12 +357,9 @@ class Controller:
             addresses.append(ray.get(serving))
         self._enter(State.SERVING)
         self._watcher.start()
-        return Service(addresses, self._token, self._longest_request())
-
-    def _longest_request(self) -> int:
-        """Return the tokens of the longest request: the context, or what the cache can hold."""
-        blocks = min(group.num_blocks for group in self._groups) - 1  # without the dummy block
-        return min(self._max_model_len, blocks * self._config.kv.block_size + 1)
+        num_blocks = min(group.num_blocks for group in self._groups)
+        longest = self._cache_spec.longest_request(num_blocks, self._max_model_len)
+        return Service(addresses, self._token, longest)
 
     def _wait_or_lose(self, group: LockstepGroup, serving: Any) -> None:
         timeout_s = self._config.timeouts.join_s

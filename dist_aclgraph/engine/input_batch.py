@@ -6,7 +6,7 @@ receives the same plan.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -62,6 +62,7 @@ class StepInputs:
 
 
 NO_INTS = np.empty(0, np.int32)
+NO_RECORDS = np.empty((0, 4), np.int32)
 NO_STEP = StepInputs(
     rows=NO_INTS,
     token_ids=NO_INTS,
@@ -93,6 +94,10 @@ class InputBatch:
         self.sampling: list[RowSampling] = [RowSampling()] * max_rows
         self.is_plain = np.ones(max_rows, dtype=bool)
         self.may_draft = np.ones(max_rows, dtype=bool)
+        self._idle = NO_STEP
+        if num_drafts:
+            empty = (NO_RECORDS, num_drafts, self.block_table, block_size, self.may_draft)
+            self._idle = replace(NO_STEP, drafts=draft_places(*empty))
 
     def apply(self, batch: RankBatch) -> None:
         """Bring the rows up to date."""
@@ -123,7 +128,7 @@ class InputBatch:
     def step_inputs(self, batch: RankBatch) -> StepInputs:
         """Gather what the scheduled requests run in this step."""
         if not batch.scheduled:
-            return NO_STEP
+            return self._idle
         records = unpack_ints(batch.scheduled, 4)
         rows, computed, scheduled, num_logits = records.T
         kv_lens = computed + scheduled

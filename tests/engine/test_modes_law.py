@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,7 @@ def run(
     arrivals: list[Arrival],
     num_blocks: int,
     num_drafts: int = 0,
+    seeds: Mapping[str, int] | None = None,
     **sampling: Any,
 ) -> tuple[dict[str, list[int]], Scheduler]:
     """Play the arrivals through a scheduler and a runner; return each request's tokens."""
@@ -96,11 +98,10 @@ def run(
     while step <= last or scheduler.has_work:
         for index, arrival in enumerate(arrivals):
             if arrival.at_step == step:
-                params = SamplingParams(
-                    max_tokens=arrival.max_tokens,
-                    ignore_eos=True,
-                    **{"temperature": 0.0, **sampling},
-                )
+                settings = {"temperature": 0.0, "ignore_eos": True, **sampling}
+                if seeds is not None:
+                    settings["seed"] = seeds[str(index)]
+                params = SamplingParams(max_tokens=arrival.max_tokens, **settings)
                 scheduler.add(submit(str(index), arrival.prompt, params))
                 tokens[str(index)] = []
             if arrival.abort_at == step:

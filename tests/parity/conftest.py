@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import greedy, make_prompts, make_reference
+from tests.checkpoints import add_next_token_module, greedy, make_prompts, make_reference
 
 LENGTHS = (1, 2, 5, 17, 40, 64, 100, 127, 128, 129, 200, 300)
 NUM_TOKENS = 64
@@ -31,6 +31,8 @@ def references(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
         if architecture not in known:
             directory = tmp_path_factory.mktemp(architecture)
             model = make_reference(architecture, directory)
+            if architecture == "DeepseekV3ForCausalLM":
+                add_next_token_module(directory)
             prompts = make_prompts(LENGTHS)
             tokens = [greedy(model, prompt, NUM_TOKENS) for prompt in prompts]
             known[architecture] = Reference(directory, model, prompts, tokens)

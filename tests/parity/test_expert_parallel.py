@@ -16,11 +16,8 @@ NUM_TOKENS = 16
 @pytest.mark.parametrize(
     ("parallel", "mode"),
     [
-        ({"dp": 2, "ep": 2}, "NONE"),
         ({"dp": 2, "ep": 2}, "FULL_DECODE_ONLY"),
-        ({"dp": 2, "ep": 2}, "FULL_AND_PIECEWISE"),
         ({"dp": 2, "ep": 2, "exchange": "all_to_all", "expert_capacity": 1.0}, "FULL_DECODE_ONLY"),
-        ({"tp": 2, "dp": 2, "ep": 4}, "FULL_DECODE_ONLY"),
     ],
 )
 def test_greedy_tokens_equal_those_of_transformers(

@@ -1,0 +1,116 @@
+"""Layouts of models with experts: every axis with every other, tokens equal transformers'.
+
+Not every combination: each value of an axis meets each value of the others somewhere.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.deployments import greedy_params, make_deployment_config, serving
+from tests.parity.conftest import NUM_TOKENS, Reference
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
+
+
+class Layout(NamedTuple):
+    """A deployment: sizes, the exchange, the graph mode, and drafts of a step."""
+
+    architecture: str
+    tp: int
+    dp: int
+    ep: int
+    exchange: str
+    mode: str
+    drafts: int
+
+
+V3, V2, QWEN = "DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM", "Qwen3MoeForCausalLM"
+EAGER, DECODE, BOTH = "NONE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"
+LAYOUTS = [
+    Layout(V3, 1, 1, 1, "auto", EAGER, 1),
+    Layout(V3, 1, 2, 1, "auto", BOTH, 2),
+    Layout(V3, 2, 1, 1, "auto", DECODE, 3),
+    Layout(V3, 4, 1, 1, "auto", BOTH, 1),
+    Layout(V3, 4, 1, 4, "all_gather", DECODE, 2),
+    Layout(V3, 2, 1, 2, "all_to_all", EAGER, 2),
+    Layout(V3, 1, 2, 2, "all_gather", EAGER, 3),
+    Layout(V3, 2, 2, 4, "all_to_all", BOTH, 3),
+    Layout(V3, 2, 2, 4, "all_gather", BOTH, 0),
+    Layout(V3, 2, 2, 4, "all_gather", DECODE, 1),
+    Layout(V2, 1, 2, 2, "all_to_all", DECODE, 0),
+    Layout(V2, 2, 2, 4, "all_gather", BOTH, 0),
+    Layout(V2, 4, 1, 4, "all_to_all", EAGER, 0),
+    Layout(QWEN, 1, 2, 2, "all_gather", BOTH, 0),
+    Layout(QWEN, 2, 2, 4, "all_to_all", EAGER, 0),
+    Layout(QWEN, 4, 1, 4, "all_gather", DECODE, 0),
+]
+# Its operators take narrow types alone, as documented.
+MC2_LAYOUTS = [
+    Layout(V3, 1, 2, 2, "mc2", DECODE, 1),
+    Layout(V3, 2, 2, 4, "mc2", BOTH, 2),
+    Layout(V2, 4, 1, 4, "mc2", EAGER, 0),
+    Layout(QWEN, 1, 2, 2, "mc2", BOTH, 0),
+]
+
+
+def serve(reference: Reference, layout: Layout, dtype: str) -> list[list[int]]:
+    """Return the greedy answers of a deployment."""
+    config = make_deployment_config(
+        reference.directory,
+        dtype=dtype,
+        parallel={
+            "tp": layout.tp,
+            "dp": layout.dp,
+            "ep": layout.ep,
+            "exchange": layout.exchange,
+        },
+        graph={"mode": layout.mode, "sizes": (1, 4, 12), "mixed_sizes": (16, 64)},
+        speculative={"num_tokens": layout.drafts},
+    )
+    with serving(config) as service:
+        answers = service.generate(reference.prompts, greedy_params(NUM_TOKENS))
+        report = service.report()
+    replays = sum(bucket["replays"] for bucket in report["buckets"])
+    assert (replays > 0) == (layout.mode != EAGER)
+    return [answer.tokens for answer in answers]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
+def test_greedy_tokens_equal_those_of_transformers(references: Any, layout: Layout) -> None:
+    reference = references(layout.architecture)
+
+    assert serve(reference, layout, "float32") == reference.tokens
+
+
+@pytest.mark.parametrize("layout", MC2_LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
+def test_mc2_chooses_tokens_that_are_best_but_for_rounding(references: Any, layout: Layout) -> None:
+    reference = references(layout.architecture)
+    answers = serve(reference, layout, "bfloat16")
+
+    rounded = copy.deepcopy(reference.model).bfloat16()
+    lost = [losses(reference.model, *pair) for pair in zip(reference.prompts, answers, strict=True)]
+    noise = [
+        (logprobs(rounded, *pair) - logprobs(reference.model, *pair)).abs().max()
+        for pair in zip(reference.prompts, answers, strict=True)
+    ]
+    # As far from the best as transformers in bfloat16 may be, give or take.
+    assert max(map(max, lost)) <= 3 * float(max(noise)) + 0.02
+
+
+def logprobs(model: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """[len(answer), vocab], at the places where the answer's tokens were chosen."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits.float(), -1)
+
+
+def losses(model: Any, prompt: list[int], answer: list[int]) -> list[float]:
+    """How much less likely than the best one each token of the answer is."""
+    found = logprobs(model, prompt, answer)
+    chosen = found.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
+    return (found.max(-1).values - chosen).tolist()
