@@ -303,7 +303,9 @@ class Config(Section):
         "bfloat16", description="type of weights, activations and KV cache"
     )
     quantization: Literal["w8a8"] | None = Field(
-        None, description="quantise the layers' matrices to int8 while loading"
+        None,
+        description="w8a8 makes the matrices of layers int8 while loading; null leaves weights as "
+        "the checkpoint has them, in int8 too",
     )
     max_model_len: int | None = Field(
         None,
