@@ -145,7 +145,11 @@ class Worker:
         self._model = Decoder(
             spec,
             self._groups,
-            Checkpoint(config.model, TORCH_DTYPES[config.dtype]),
+            Checkpoint(
+                config.model,
+                TORCH_DTYPES[config.dtype],
+                quantises=config.quantization == "w8a8",
+            ),
             device=self._npu.device,
             max_len=config.max_model_len or spec.max_position_embeddings,
             drafts=config.speculative.num_tokens > 0,
@@ -294,6 +298,16 @@ class Worker:
                 "SERVING",
             )
 
+    def execute(self, step: StepPlan) -> StepResult:
+        """Run one step.
+
+        Raises:
+            RankDisagreementError: see ``check_plan``.
+            DeviceError: the device failed.
+        """
+        self.check_plan(step)
+        return self._runner.execute(step, self._groups.dp_rank, self._group_rank)
+
     def run_loop(self, address: ChannelAddress) -> None:
         """Execute steps until the engine says goodbye.
 
@@ -311,8 +325,7 @@ class Worker:
                     continue
                 self._last_step = plan.step
                 try:
-                    self.check_plan(plan)
-                    result = self._runner.execute(plan, self._groups.dp_rank, self._group_rank)
+                    result = self.execute(plan)
                 except Exception as e:
                     failure = StepResult(plan.epoch, plan.step, self._group_rank, error=str(e))
                     channel.send(failure)

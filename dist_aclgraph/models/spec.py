@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dist_aclgraph.errors import ModelError, UnsupportedModelError
+from dist_aclgraph.models.quantised_formats import check_quantisation
 
 ARCHITECTURES = (
     "Qwen3ForCausalLM",
@@ -133,7 +134,8 @@ def read_model_spec(directory: str | Path) -> ModelSpec:
 
     Raises:
         ModelError: the directory or its config.json is missing or unreadable, or lacks a key.
-        UnsupportedModelError: the architecture, activation or rope scaling is not implemented.
+        UnsupportedModelError: the architecture, activation, rope scaling or quantisation is not
+            implemented.
     """
     path = Path(directory) / "config.json"
     try:
@@ -159,8 +161,7 @@ def _model_spec(raw: dict[str, Any], directory: Path) -> ModelSpec:
         )
     if raw.get("hidden_act", "silu") != "silu":
         raise UnsupportedModelError(f"hidden_act {raw['hidden_act']} is not supported; only silu")
-    if raw.get("quantization_config"):
-        raise UnsupportedModelError("quantized checkpoints are not supported")
+    check_quantisation(Path(directory), raw)
     if raw.get("use_sliding_window"):
         raise UnsupportedModelError("sliding window attention is not supported")
     is_deepseek = architecture.startswith("Deepseek")
