@@ -77,7 +77,7 @@ class RankMemory:
             tp=parallel.tp,
             ep=parallel.ep,
             element_bytes=element_bytes,
-            matrix_bytes=1 if config.quantization else None,
+            matrix_bytes=1 if config.quantization or facts.holds_int8 else None,
             drafts=k > 0,
         )
         num_tokens = _largest_graph(config)

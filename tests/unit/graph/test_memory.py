@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from dist_aclgraph.config import Config, make_config
 from dist_aclgraph.errors import ConfigError
@@ -89,6 +92,17 @@ def test_weights_that_do_not_fit_are_refused_with_sizes_and_remedies() -> None:
     account(quantised).check(quantised)
     with pytest.raises(ConfigError, match=r"of rank 3, which has 1.00: raise .* parallel.ep$"):
         account(quantised, device_bytes=GIB).check(quantised, "rank 3")
+
+
+def test_a_checkpoint_in_int8_is_priced_as_it_is(tmp_path: Path) -> None:
+    shutil.copy(SHAPE / "config.json", tmp_path)
+    quantised, plain = make(quantization="w8a8"), make(model=str(tmp_path))
+    assert account(plain).parts != account(quantised).parts
+
+    save_file({"x": np.zeros(4, np.float32)}, tmp_path / "a.safetensors")
+    save_file({"y": np.zeros(4, np.int8)}, tmp_path / "b.safetensors")
+
+    assert account(plain).parts == account(quantised).parts
 
 
 def test_an_unknown_shape_takes_what_its_files_do() -> None:
