@@ -10,7 +10,7 @@ HASH := $(shell sha256sum pyproject.toml | cut -d' ' -f1)
 export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help run test lint demo-model bench-decode bench-tp8 setup setup-dev emulator
+.PHONY: help run test lint demo-model bench-decode bench-tp8 bench-moe setup setup-dev emulator
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -38,6 +38,9 @@ bench-decode: setup emulator ## Decode against transformers, and host time by st
 TP ?= 8
 bench-tp8: setup emulator ## Graph modes on eight ranks by turns, or TP=2
 	$(BIN)/python -m dist_aclgraph.bench.tp8 --tp $(TP)
+
+bench-moe: setup emulator ## Experts on four ranks: graphs, drafts, overlap and exchanges by turns
+	$(BIN)/python -m dist_aclgraph.bench.moe
 
 emulator: setup ## Build the emulated NPU where there is no real one
 	@ls /dev/davinci[0-9]* >/dev/null 2>&1 || $(BIN)/python -m dist_aclgraph.device.emulator

@@ -7,31 +7,29 @@ emulated NPU all ranks share this machine's cores: figures of the emulator, neve
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import tempfile
-import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import ray
 import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
-from dist_aclgraph.actors import deployment
-from dist_aclgraph.actors.controller import Progress as StartProgress
 from dist_aclgraph.bench.checkpoints import Shape, write_checkpoint
 from dist_aclgraph.bench.engine import DecodeEngine
 from dist_aclgraph.bench.one_rank import OneRank
 from dist_aclgraph.bench.tp8_figure import draw
 from dist_aclgraph.bench.tp8_tables import markdown, tables
+from dist_aclgraph.bench.turns import (
+    MIXED,
+    differing_requests,
+    report_bench,
+    show_start,
+    take_turns,
+)
 from dist_aclgraph.bench.workload import (
     BESIDE,
     Arrival,
@@ -43,12 +41,9 @@ from dist_aclgraph.bench.workload import (
     padded_fraction,
     paired_ratio,
     percentile,
-    run_workload,
 )
-from dist_aclgraph.config import make_config
 
 BATCHES = (1, 8, 32)
-MIXED = "mixed"
 MIXED_BATCH = 8
 PROMPT_LEN = 16
 WARM_UP_STEPS = 12
@@ -72,21 +67,14 @@ def main(
     out: Annotated[Path, typer.Option(help="Where results go.")] = Path("bench-results"),
 ) -> None:
     """Measure, print and save."""
-    console = Console(width=150)
-    torch.set_num_threads(1)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar,
-    ):
-        results = measure(Path(folder), bar, tp, layers, steps, repeats, modes.split(","))
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "tp8.json").write_text(json.dumps(results, indent=2))
-    (out / "tp8.md").write_text(markdown(results))
-    draw(results, out / "tp8.png")
-    for table in tables(results):
-        console.print(table)
-    console.print(f"{results['note']}. Saved in {out}/tp8.json, .md and .png.")
+    report_bench(
+        "tp8",
+        out,
+        lambda folder, bar: measure(folder, bar, tp, layers, steps, repeats, modes.split(",")),
+        tables,
+        markdown,
+        draw,
+    )
 
 
 def measure(
@@ -99,64 +87,31 @@ def measure(
     modes: Sequence[str],
 ) -> dict[str, Any]:
     """Deploy all modes, run all workloads by turns, and return what was measured."""
-    started_s = time.monotonic()
     shape = Shape(hidden=256, layers=layers, heads=8, kv_heads=8, ffn=512, vocab=VOCAB)
     path = write_checkpoint(shape, folder / shape.name, torch.bfloat16)
     warm_up, workloads = _workloads(min(steps, WARM_UP_STEPS)), _workloads(steps)
     engines = {mode: _make_engine(path, mode, tp, bar) for mode in modes}
-    # A node's worth of NPUs for each mode: on one machine, they are all the same cores.
-    everything = make_config({"model": str(path), "parallel": {"tp": tp, "dp": len(modes)}})
-    deployment.start_ray(everything)
-    runs: dict[str, dict[str, list[Run]]] = {mode: {w: [] for w in workloads} for mode in modes}
-    load_before = os.getloadavg()[0]
-    try:
-        with ExitStack() as stack:
-            for engine in engines.values():
-                stack.enter_context(engine)
-            turns = [
-                (round_, name, mode)
-                for round_ in range(repeats + 1)
-                for name in workloads
-                for mode in modes
-            ]
-            task = bar.add_task("", total=len(turns))
-            for round_, name, mode in turns:
-                warm = round_ == 0
-                what = "Warming up" if warm else f"Round {round_} of {repeats}"
-                bar.update(task, description=f"{what}: {mode}, {_title(name)}")
-                arrivals = (warm_up if warm else workloads)[name]
-                run = run_workload(engines[mode].client, f"{name}-{round_}", arrivals)
-                if not warm:
-                    runs[mode][name].append(run)
-                bar.advance(task)
-            reports = {mode: engine.deployment.report() for mode, engine in engines.items()}
-    finally:
-        ray.shutdown()
+    turns = take_turns(engines, warm_up, workloads, repeats, bar)
+    reports = turns.reports
     bar.console.print("Counting operators and bytes of one rank ...")
     rank = OneRank(engines[modes[0]].config)
     operators = rank.num_operators(engines[modes[0]].config, MIXED_BATCH)
     base = modes[0]
-    report = reports[base]
     return {
-        "note": _note(report),
-        "device": report["device"],
-        "emulated": report["emulated"],
-        "cores": os.cpu_count(),
-        "load": [load_before, os.getloadavg()[0]],
+        **turns.circumstances,
         "tp": tp,
         "model": asdict(shape),
         "steps": steps,
         "repeats": repeats,
         "operators": operators,
-        "seconds": time.monotonic() - started_s,
         "base": base,
         "modes": {
             mode: {
                 "start_s": reports[mode]["ready_seconds"],
                 **_capture(reports[mode], rank, engines[mode]),
                 "workloads": {
-                    name: _summary(found, runs[base][name], operators, layers)
-                    for name, found in runs[mode].items()
+                    name: _summary(found, turns.runs[base][name], operators, layers)
+                    for name, found in turns.runs[mode].items()
                 },
             }
             for mode in modes
@@ -165,16 +120,10 @@ def measure(
 
 
 def _make_engine(path: Path, mode: str, tp: int, bar: Progress) -> DecodeEngine:
-    task = bar.add_task(f"{mode}: waits", total=None)
-
-    def show(progress: StartProgress) -> None:
-        words = f"{mode}: {progress.state.lower()} {progress.detail}"
-        bar.update(task, description=words, completed=progress.done, total=progress.total or None)
-
     return DecodeEngine(
         path,
         max(BATCHES),
-        on_progress=show,
+        on_progress=show_start(bar, mode),
         parallel={"tp": tp},
         graph={
             "mode": mode,
@@ -197,16 +146,6 @@ def _make_engine(path: Path, mode: str, tp: int, bar: Progress) -> DecodeEngine:
 def _workloads(steps: int) -> dict[str, list[Arrival]]:
     decode = {str(batch): decode_workload(batch, PROMPT_LEN, steps, VOCAB) for batch in BATCHES}
     return {**decode, MIXED: mixed_workload(MIXED_BATCH, PROMPT_LEN, steps, VOCAB)}
-
-
-def _note(report: dict[str, Any]) -> str:
-    """What ran it, in its own words, and what that means for the figures."""
-    warning = "emulated NPU on the CPU; not an NPU figure; " if report["emulated"] else ""
-    return f"{warning}ran on: {report['device']}"
-
-
-def _title(workload: str) -> str:
-    return workload if workload == MIXED else f"batch {workload}"
 
 
 def _capture(report: dict[str, Any], rank: OneRank, engine: DecodeEngine) -> dict[str, Any]:
@@ -234,10 +173,7 @@ def _capture(report: dict[str, Any], rank: OneRank, engine: DecodeEngine) -> dic
 def _summary(
     runs: Sequence[Run], base: Sequence[Run], operators: int, layers: int
 ) -> dict[str, Any]:
-    """The figures of one mode and workload; gaps of all rounds count together.
-
-    Tokens are compared with the base's first round, so that the base can differ from itself.
-    """
+    """The figures of one mode and workload; gaps of all rounds count together."""
     gaps = [gap for run in runs for gap in run.gaps_ms]
     rounds = [percentile(run.gaps_ms, 50) for run in runs]
     base_rounds = [percentile(run.gaps_ms, 50) for run in base]
@@ -262,11 +198,7 @@ def _summary(
         "padded_fraction": padded_fraction(
             sum(run.padded_tokens for run in runs), sum(run.live_tokens for run in runs)
         ),
-        "differing_requests": sum(
-            ours != theirs
-            for run in runs
-            for ours, theirs in zip(run.tokens, base[0].tokens, strict=True)
-        ),
+        "differing_requests": differing_requests(runs, base[0]),
         "requests": sum(len(run.tokens) for run in runs),
     }
 

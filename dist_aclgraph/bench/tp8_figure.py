@@ -8,9 +8,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dist_aclgraph.bench.tp8_tables import MIB, stage_names
-
-GROUP_WIDTH = 0.8  # of the room between two ticks
+from dist_aclgraph.bench.figures import GROUP_WIDTH, groups
+from dist_aclgraph.bench.tables import MIB
+from dist_aclgraph.bench.tp8_tables import stage_names
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
@@ -31,7 +31,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 
 def _draw_steps(axes: Axes, results: dict[str, Any]) -> None:
-    for mode, places, rows, width in _groups(axes, results):
+    for mode, places, rows, width in groups(axes, results["modes"]):
         p50 = [row["step_ms_p50"] for row in rows]
         axes.bar(places, p50, width, label=mode)
         for place, row in zip(places, rows, strict=True):
@@ -96,31 +96,10 @@ def _draw_pools(axes: Axes, results: dict[str, Any]) -> None:
 
 
 def _draw_padding(axes: Axes, results: dict[str, Any]) -> None:
-    for mode, places, rows, width in _groups(axes, results):
+    for mode, places, rows, width in groups(axes, results["modes"]):
         bars = axes.bar(places, [100 * row["padded_fraction"] for row in rows], width, label=mode)
         axes.bar_label(bars, fmt="%.0f", fontsize="small")
     axes.set_title("Padding: share of the tokens that graphs replayed", loc="left")
     axes.set_ylabel("%")
     axes.margins(y=0.2)
     axes.legend(fontsize="small")
-
-
-def _groups(
-    axes: Axes, results: dict[str, Any]
-) -> list[tuple[str, list[float], list[dict[str, Any]], float]]:
-    """Label the workloads; return each mode with the places and rows of its bars."""
-    modes = results["modes"]
-    names = list(next(iter(modes.values()))["workloads"])
-    axes.set_xticks(
-        range(len(names)), [name if name == "mixed" else f"batch {name}" for name in names]
-    )
-    width = GROUP_WIDTH / len(modes)
-    return [
-        (
-            mode,
-            [i + (index - (len(modes) - 1) / 2) * width for i in range(len(names))],
-            list(found["workloads"].values()),
-            width,
-        )
-        for index, (mode, found) in enumerate(modes.items())
-    ]

@@ -7,7 +7,8 @@ from typing import Any
 
 from rich.table import Table
 
-MIB = 1 << 20
+from dist_aclgraph.bench.tables import MIB, make_table, or_dash, rows
+
 SIZES = ("deployment", "separate", "needed_by_largest", "needed")  # of a pool's record
 
 
@@ -20,13 +21,13 @@ def tables(results: dict[str, Any]) -> Iterator[Table]:
 
 def _steps(results: dict[str, Any]) -> Table:
     base = results["base"]
-    table = _table(
+    table = make_table(
         f"Steps, TP {results['tp']}, {results['operators']} operators each, on {results['cores']} "
         f"cores. {results['note']}",
         "mode", "workload", "step ms p50", "p99", f"against {base}", "tokens/s",
         "launch us/operator", "update us/layer", "device waits us", "padding", "tokens differ",
     )  # fmt: skip
-    for mode, name, row in _rows(results):
+    for mode, name, row in rows(results["modes"]):
         table.add_row(
             mode,
             name,
@@ -35,8 +36,8 @@ def _steps(results: dict[str, Any]) -> Table:
             f"{row['speedup']:.2f}x",
             f"{row['tokens_per_s']:.0f}",
             f"{row['launch_us_per_operator']:.1f}",
-            _or_dash(row["update_us_per_layer"]),
-            _or_dash(row["update_wait_us"]),
+            or_dash(row["update_us_per_layer"]),
+            or_dash(row["update_wait_us"]),
             f"{row['padded_fraction']:.0%}",
             f"{row['differing_requests']}/{row['requests']}",
         )
@@ -46,14 +47,14 @@ def _steps(results: dict[str, Any]) -> Table:
 def _stages(results: dict[str, Any]) -> Table:
     names = stage_names(results)
     title = "Host time of a step by stage, rank 0 and engine (us; median of the rounds' means)"
-    table = _table(title, "mode", "workload", *names)
-    for mode, name, row in _rows(results):
-        table.add_row(mode, name, *(_or_dash(row["stages_us"].get(stage)) for stage in names))
+    table = make_table(title, "mode", "workload", *names)
+    for mode, name, row in rows(results["modes"]):
+        table.add_row(mode, name, *(or_dash(row["stages_us"].get(stage)) for stage in names))
     return table
 
 
 def _graphs(results: dict[str, Any]) -> Table:
-    table = _table(
+    table = make_table(
         "Graphs: capture, and bytes of a rank's pool (MiB)",
         "mode", "ready s", "capture s", "by bucket, ms", "one pool", "separate pools",
         "tensors: largest", "tensors: sum",
@@ -85,11 +86,11 @@ def markdown(results: dict[str, Any]) -> str:
         "| update, us a layer | padding |",
         "| --- | --- |" + " ---: |" * 7,
     ]
-    for mode, name, row in _rows(results):
+    for mode, name, row in rows(results["modes"]):
         lines.append(
             f"| {mode} | {name} | {row['step_ms_p50']:.1f} | {row['step_ms_p99']:.0f} "
             f"| {row['speedup']:.2f} | {row['tokens_per_s']:.0f} "
-            f"| {row['launch_us_per_operator']:.0f} | {_or_dash(row['update_us_per_layer'])} "
+            f"| {row['launch_us_per_operator']:.0f} | {or_dash(row['update_us_per_layer'])} "
             f"| {row['padded_fraction']:.0%} |"
         )
     lines += [
@@ -111,22 +112,5 @@ def markdown(results: dict[str, Any]) -> str:
 def stage_names(results: dict[str, Any]) -> list[str]:
     """Return the stages that any mode has, in the order of a step."""
     order = ("schedule", "message", "inputs", "forward", "replay", "update", "sample", "result")
-    found = {stage for _, _, row in _rows(results) for stage in row["stages_us"]}
+    found = {stage for _, _, row in rows(results["modes"]) for stage in row["stages_us"]}
     return [*(stage for stage in order if stage in found), *sorted(found - set(order))]
-
-
-def _rows(results: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    for mode, found in results["modes"].items():
-        for name, row in found["workloads"].items():
-            yield mode, name, row
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title)
-    for column in columns:
-        table.add_column(column, justify="left" if column == "mode" else "right")
-    return table
-
-
-def _or_dash(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0f}"

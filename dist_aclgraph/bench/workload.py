@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -39,23 +38,33 @@ class Arrival:
 @dataclass(frozen=True)
 class Run:
     """What was measured from the moment when all that began the workload decoded, until the first
-    request ended.
+    of them ended.
 
     Attributes:
-        gaps_ms: between tokens of the first request: the steps.
+        gaps_ms: between deliveries to that request: the steps.
         tokens: of each request, to its end.
-        num_tokens, seconds: handed out to all requests, and in what time.
+        num_tokens, num_deliveries, seconds: handed out to all requests, in how many portions of one
+            request and step, and in what time.
         timings_us: the engine's host time by mode and stage, and steps by mode.
         padded_tokens, live_tokens: of replayed steps.
+        num_drafted: how often the drafts of a request were verified.
+        accepted: [num_drafts], how often each of them was accepted.
+        expert_tokens: computed by the experts of each rank.
+        num_reruns: steps run again.
     """
 
     gaps_ms: list[float]
     tokens: list[list[int]]
     num_tokens: int
+    num_deliveries: int
     seconds: float
     timings_us: dict[str, float]
     padded_tokens: int
     live_tokens: int
+    num_drafted: int
+    accepted: list[int]
+    expert_tokens: list[int]
+    num_reruns: int
 
 
 def decode_workload(batch: int, prompt_len: int, steps: int, vocab: int) -> list[Arrival]:
@@ -103,38 +112,48 @@ def run_workload(client: EngineClient, name: str, arrivals: Sequence[Arrival]) -
                 client.submit(request_id, arrival.prompt, params, [], partial(note, index))
 
     tokens: list[list[int]] = [[] for _ in arrivals]
-    times_s: list[list[float]] = [[] for _ in arrivals]
+    deliveries: list[list[tuple[float, int]]] = [[] for _ in arrivals]  # when, how many tokens
     beginners = [index for index, arrival in enumerate(arrivals) if arrival.at_token == 0]
-    before: dict[str, Any] | None = None
-    after: dict[str, Any] = {}
+    before: dict[str, float] = {}
+    after: dict[str, float] = {}
+    first_to_end = -1
     num_open = len(arrivals)
     submit(0)
     while num_open:
         index, now_s, delta = _next(events)
-        for token in unpack_ints(delta.token_ids).tolist():
+        new = unpack_ints(delta.token_ids).tolist()
+        if new:
+            deliveries[index].append((now_s, len(new)))
+        for token in new:
             tokens[index].append(token)
-            times_s[index].append(now_s)
             if index == 0:
                 submit(len(tokens[0]))
-        if before is None and all(tokens[beginner] for beginner in beginners):
+        if not before and all(tokens[beginner] for beginner in beginners):
             before = _counters(client)
         if delta.finish_reason is not None:
             num_open -= 1
-            if index == 0:
+            if first_to_end < 0 and index in beginners:
+                first_to_end = index
                 after = _counters(client)
-    assert before is not None
-    begin_s = max(times_s[index][0] for index in beginners)
-    first = [t for t in times_s[0] if t >= begin_s]
-    gained = Counter(after)
-    gained.subtract(before)
+    assert before and after
+    begin_s = max(deliveries[index][0][0] for index in beginners)
+    steps_s = [t for t, _ in deliveries[first_to_end] if t >= begin_s]
+    # From a delivery to one request until another to the same: whole steps of all requests.
+    counts = [n for each in deliveries for t, n in each if steps_s[0] < t <= steps_s[-1]]
+    gained = {key: value - before.get(key, 0) for key, value in after.items()}
     return Run(
-        gaps_ms=[(b - a) * 1e3 for a, b in itertools.pairwise(first)],
+        gaps_ms=[(b - a) * 1e3 for a, b in itertools.pairwise(steps_s)],
         tokens=tokens,
-        num_tokens=sum(begin_s < t <= first[-1] for times in times_s for t in times),
-        seconds=first[-1] - begin_s,
-        timings_us={key: gained[key] for key in after if "." in key},
-        padded_tokens=gained["padded"],
-        live_tokens=gained["live"],
+        num_tokens=sum(counts),
+        num_deliveries=len(counts),
+        seconds=steps_s[-1] - steps_s[0],
+        timings_us=_part(gained, "timings"),
+        padded_tokens=int(gained["padded"]),
+        live_tokens=int(gained["live"]),
+        num_drafted=int(gained["drafted"]),
+        accepted=[int(n) for n in _part(gained, "accepted").values()],
+        expert_tokens=[int(n) for n in _part(gained, "experts").values()],
+        num_reruns=int(gained["reruns"]),
     )
 
 
@@ -150,15 +169,27 @@ def _next(
     return index, now_s, delta
 
 
-def _counters(client: EngineClient) -> dict[str, Any]:
+def _counters(client: EngineClient) -> dict[str, float]:
     """Return the engine's counters, as they stand between two steps."""
     (report,) = client.query("report", QUERY_S)
-    graph = report["metrics"]["graph"]
-    return {
-        **report["timings_us"],
-        "padded": graph["padded_tokens"],
-        "live": graph["live_tokens"],
+    metrics = report["metrics"]
+    parts = {
+        "timings": report["timings_us"],
+        "accepted": metrics["spec_decode_num_accepted_tokens_per_pos"],
+        "experts": metrics["expert_tokens"],
     }
+    return {
+        **{f"{part}/{key}": value for part, found in parts.items() for key, value in found.items()},
+        "padded": metrics["graph"]["padded_tokens"],
+        "live": metrics["graph"]["live_tokens"],
+        "drafted": metrics["spec_decode_num_drafts"],
+        "reruns": metrics["step_reruns"],
+    }
+
+
+def _part(counters: dict[str, float], part: str) -> dict[str, float]:
+    start = f"{part}/"
+    return {key.removeprefix(start): n for key, n in counters.items() if key.startswith(start)}
 
 
 # ---- arithmetic
@@ -177,7 +208,12 @@ def padded_fraction(padded: int, live: int) -> float:
 
 def paired_ratio(base: Sequence[float], other: Sequence[float]) -> float:
     """Return the median, over rounds, of how often ``other`` goes into ``base``."""
-    return statistics.median(a / b for a, b in zip(base, other, strict=True))
+    return statistics.median(round_ratios(base, other))
+
+
+def round_ratios(base: Sequence[float], other: Sequence[float]) -> list[float]:
+    """Return how often ``other`` goes into ``base``, round by round."""
+    return [a / b for a, b in zip(base, other, strict=True)]
 
 
 def mean_stages(timings_us: dict[str, float]) -> tuple[dict[str, float], dict[str, int]]:

@@ -2,47 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
+from tests.bench import runs
+from tests.bench.runs import Bench, assert_says_what_ran_it, run_bench
+
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
-WARNING = "emulated NPU on the CPU; not an NPU figure"
 # Which run modes the steps of a graph mode may have.
 STEPS = {"NONE": {"eager"}, "PIECEWISE": {"piecewise"}, "FULL": {"full"}}
 
 
-class Bench(NamedTuple):
-    results: dict[str, Any]
-    figure: Path
-    output: str
-
-
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    """In a process of its own: the emulator's settings and Ray hold for the life of one."""
-    out = tmp_path_factory.mktemp("bench")
     size = ["--tp", "2", "--layers", "2", "--steps", "12", "--repeats", "1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "dist_aclgraph.bench.tp8", *size, "--out", str(out)],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return Bench(json.loads((out / "tp8.json").read_text()), out / "tp8.png", done.stdout)
+    return run_bench("tp8", size, tmp_path_factory.mktemp("bench"))
 
 
 def rows(bench: Bench) -> list[tuple[str, str, dict[str, Any]]]:
-    return [
-        (mode, name, row)
-        for mode, found in bench.results["modes"].items()
-        for name, row in found["workloads"].items()
-    ]
+    return runs.rows(bench.results["modes"])
 
 
 def test_every_mode_is_measured_with_every_workload(bench: Bench) -> None:
@@ -79,8 +59,4 @@ def test_the_pool_of_one_rank_alone_is_that_of_the_deployment(bench: Bench) -> N
 
 
 def test_every_output_says_what_ran_it_and_that_it_is_no_figure_of_an_npu(bench: Bench) -> None:
-    assert bench.results["emulated"]
-    assert bench.results["note"].startswith(WARNING)
-    assert bench.results["device"] in bench.results["note"]
-    assert WARNING in bench.output
-    assert bench.figure.read_bytes().startswith(b"\x89PNG")
+    assert_says_what_ran_it(bench)

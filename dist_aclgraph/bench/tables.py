@@ -1,0 +1,30 @@
+"""Parts of tables that benches of several deployments share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.table import Table
+
+MIB = 1 << 20
+
+
+def make_table(title: str, first: str, *columns: str) -> Table:
+    """Return an empty table, with words in the first column and numbers in the others."""
+    table = Table(title=title)
+    table.add_column(first)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def rows(deployments: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Return each deployment with each workload and its figures."""
+    for name, found in deployments.items():
+        for workload, row in found["workloads"].items():
+            yield name, workload, row
+
+
+def or_dash(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
