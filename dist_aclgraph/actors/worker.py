@@ -131,7 +131,8 @@ class Worker:
         """Load this rank's weights; return their bytes.
 
         Raises:
-            ConfigError: the device does not hold them, or no KV blocks beside them.
+            ConfigError: the device does not hold them, or no KV blocks beside them, or the wanted
+                exchange is not to be had.
         """
         from dist_aclgraph.engine.model_runner import TORCH_DTYPES
         from dist_aclgraph.models.checkpoint import Checkpoint
@@ -141,7 +142,7 @@ class Worker:
         config = self._config
         spec = read_model_spec(config.model)
         before = self._npu.memory().free_bytes
-        self._check_memory(spec, before)
+        self._check_needs(spec, before)
         self._model = Decoder(
             spec,
             self._groups,
@@ -159,9 +160,10 @@ class Worker:
         self._npu.synchronize()
         return before - self._npu.memory().free_bytes
 
-    def _check_memory(self, spec: ModelSpec, free_bytes: int) -> None:
-        """Refuse, before anything is read, what cannot fit by bytes that are known."""
+    def _check_needs(self, spec: ModelSpec, free_bytes: int) -> None:
+        """Refuse, before anything is read, what cannot be had or cannot fit by known bytes."""
         config, facts = self._config, read_model_facts(self._config.model)
+        ExchangeRule.from_config(config, facts, self._npu.name)
         # What HCCL takes is documented and not measured: no reason to refuse.
         memory = RankMemory.from_config(config, facts, spec, free_bytes, has_hccl_buffers=False)
         memory.check(config, f"the NPU of rank {self._rank}")

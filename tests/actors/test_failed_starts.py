@@ -25,6 +25,7 @@ from dist_aclgraph.errors import (
 from tests.actors.leftovers import assert_all_npus_are_free
 from tests.deployments import make_deployment_config
 
+DEMO = Path(__file__).parents[2] / "models" / "tiny-deepseek"
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
 
@@ -155,3 +156,13 @@ def test_a_length_that_the_cache_does_not_hold_is_refused_before_weights_are_rea
 
     with pytest.raises(ConfigError, match=r"max_model_len is 512; 3 KV blocks .* of 257"):
         start(make_deployment_config(tmp_path, max_model_len=512, kv={"num_blocks": 3}))
+
+
+def test_an_exchange_that_is_not_to_be_had_is_refused_before_weights_are_read(
+    tmp_path: Path,
+) -> None:
+    shutil.copy(DEMO / "config.json", tmp_path)
+    parallel = {"dp": 2, "ep": 2, "exchange": "mc2"}
+
+    with pytest.raises(ConfigError, match=r"parallel\.exchange is mc2, .* dtype is float32"):
+        start(make_deployment_config(tmp_path, parallel=parallel))
