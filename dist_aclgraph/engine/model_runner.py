@@ -334,7 +334,7 @@ class ModelRunner:
                 metadata,
                 step=experts,
             )
-        logits, tokens = self._choose(hidden, step.places)
+        logits, tokens = self._choose(hidden, step.places, size)
         special = self._choose_special(inputs, logits, tokens)
         accepted = None
         if self._drafts is not None:
@@ -343,16 +343,19 @@ class ModelRunner:
             )
         return Sampled(tokens, accepted, special, ())
 
-    def _choose(self, hidden: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    def _choose(self, hidden: Tensor, places: Tensor, size: StepSize) -> tuple[Tensor, Tensor]:
         """Return logits of the places, and the most probable token of each."""
-        if len(places) == 0:  # chunks of prompts only: nobody gets a token
+        n = len(places)
+        if size.num_samples == 0:  # chunks of prompts only: nobody gets a token
             empty = torch.empty(0, dtype=torch.int32, device=self._npu.device)
             return hidden[:0], empty
-        if len(places) < len(hidden) or self._drafts is not None:
+        if n == 0:  # here alone: all ranks run as many collectives
+            hidden = hidden[:1]
+        elif n < len(hidden) or self._drafts is not None:
             hidden = hidden.index_select(0, places)
         logits = self._model.logits(hidden)
         self._watch.lap("forward")
-        return logits, logits.argmax(-1).int()
+        return logits[:n], logits.argmax(-1).int()[:n]
 
     def _choose_special(
         self, inputs: StepInputs, logits: Tensor, tokens: Tensor

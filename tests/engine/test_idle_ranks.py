@@ -93,3 +93,21 @@ def test_the_experts_tally_is_reported_by_step(runner: ModelRunner) -> None:
     found = [sequences.idle(None, OTHERS) for _ in range(3)]
 
     assert [(r.expert_tokens, r.num_unplaced) for r in found] == [(12, 2), (24, 2), (36, 2)]
+
+
+def test_a_rank_without_samples_runs_the_head_where_another_samples(runner: ModelRunner) -> None:
+    sequences = Sequences(runner, make_prompts([3]))
+    sequences.exchange = "all_gather"
+    rows = []
+    logits = runner._model.logits
+
+    def watched(hidden: Any) -> Any:
+        rows.append(len(hidden))
+        return logits(hidden)
+
+    runner._model.logits = watched  # type: ignore[method-assign, assignment]
+    assert sequences.idle(None, OTHERS).token_ids == b""
+    assert rows == [1]
+
+    sequences.idle(None, RankBatch(pack_ints([0, 0, 11, 0])))  # in the middle of its prompt
+    assert rows == [1]
