@@ -10,8 +10,8 @@ target gives it, and otherwise the target's other tokens are left.)
 Then the next-token module runs over the same places with the tokens that were sampled, and from the
 last right place on it proposes k tokens, one after another. How many drafts passed is known to the
 device alone, and nothing on the host may depend on it. So every request keeps k + 1 places in each
-of these runs, of which only the one behind its last right place writes to the cache; causality
-keeps the places after it from being seen.
+of these runs, of which those from the last right place on write to the cache; causality keeps the
+places after it from being seen, and no place sees memory that nobody has written.
 """
 
 from __future__ import annotations
@@ -107,20 +107,20 @@ class Drafter:
         columns = torch.arange(num_places, dtype=torch.int32, device=sampled.device)
         first = torch.arange(num_reqs, dtype=torch.int32, device=sampled.device) * num_places
         last_right = first + accepted
-        goes_on = columns == accepted.unsqueeze(1)  # [num_reqs, k + 1]
+        goes_on = columns >= accepted.unsqueeze(1)  # [num_reqs, k + 1]
         proposed = []
         for iteration in range(1, self.k + 1):
             best = logits(hidden.index_select(0, last_right)).argmax(-1).int()
             proposed.append(best)
             if iteration == self.k:
                 break
-            slot = inputs.slots.gather(1, (accepted + iteration).long().unsqueeze(1))
+            ahead = inputs.slots[:, iteration : iteration + num_places]
             hidden = run(
                 iteration,
                 best.unsqueeze(1).expand(-1, num_places).reshape(-1),
                 (inputs.positions + iteration).view(-1),
                 inputs.slots[:, :num_places].reshape(-1),
-                torch.where(goes_on, slot, PADDING_SLOT).view(-1),
+                torch.where(goes_on, ahead, PADDING_SLOT).view(-1),
                 hidden,
             )
         self._drafts.index_copy_(0, inputs.rows.long(), torch.stack(proposed, 1))

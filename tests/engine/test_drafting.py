@@ -42,9 +42,16 @@ def test_drafts_count_up_to_the_first_wrong_one(npu: Npu, data: st.DataObject) -
 
 
 class Recorder:
-    """A module that says ``hidden + token + 1`` and notes what it would have written where."""
+    """A module that says ``hidden + token + 1`` and notes what it would have written where.
 
-    def __init__(self) -> None:
+    No place may see a position that nobody has written.
+
+    Args:
+        requests: first position and slot of position 0 of each request that is sampled.
+    """
+
+    def __init__(self, requests: list[tuple[int, int]], num_places: int) -> None:
+        self._requests, self._num_places = requests, num_places
         self.cache: dict[int, tuple[int, int]] = {}  # slot: position, token
 
     def run(
@@ -61,7 +68,15 @@ class Recorder:
         ):
             if slot >= 0:
                 self.cache[slot] = (position, token)
+        if iteration:
+            for position, first, base in zip(positions.tolist(), *self._places(), strict=True):
+                assert self.cache.keys() >= set(range(base + first, base + position + 1))
         return hidden + token_ids.unsqueeze(1) + 1
+
+    def _places(self) -> tuple[list[int], list[int]]:
+        """First position and slot of position 0, for each place."""
+        places = [request for request in self._requests for _ in range(self._num_places)]
+        return [first for first, _ in places], [slot for _, slot in places]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return torch.nn.functional.one_hot(hidden[:, 0].long() % VOCAB, VOCAB).float()
@@ -78,7 +93,7 @@ def test_proposals_go_on_behind_the_last_right_draft(k: int) -> None:
     drafts = [sampled_row[0]] * right + [49] * (k - right)
     token_ids = ints([3, *drafts, 4, 5, 6], cpu)
     positions = [*range(10, 10 + q), 0, 1, 2]
-    recorder = Recorder()
+    recorder = Recorder([(10, 100), (2, 200)], q)
     inputs = DraftInputs(
         rows=ints([2, 0], cpu),
         most=ints([k, 0], cpu),
