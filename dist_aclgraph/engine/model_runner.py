@@ -23,6 +23,7 @@ from dist_aclgraph.engine.graph_store import GraphStore, WholeStep
 from dist_aclgraph.engine.input_batch import NO_INTS, NO_STEP, InputBatch, StepInputs, table_width
 from dist_aclgraph.engine.mixed_step import StepSize, upload_step
 from dist_aclgraph.engine.step_output import TALLY_SHAPE, SpecialPlaces, StepOutput
+from dist_aclgraph.errors import ReplayMismatchError
 from dist_aclgraph.graph.captured_graph import CapturedGraph, Forward
 from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.graph.padding import Lens, pad_lens
@@ -245,6 +246,11 @@ class ModelRunner:
         if plan.graph is None:
             return self._run_mixed(plan, inputs, None)
         captured = self._graphs.find(plan.graph)
+        if plan.exchange != self._choose_exchange(plan.graph.num_tokens):
+            raise ReplayMismatchError(
+                f"the plan asks for {plan.graph} with exchange {plan.exchange}; it was captured "
+                f"with {self._choose_exchange(plan.graph.num_tokens)}"
+            )
         self._buffers.write(
             plan.graph,
             inputs.token_ids,

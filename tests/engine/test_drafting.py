@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dist_aclgraph.device.npu import Npu
-from dist_aclgraph.engine.drafting import Drafter, count_accepted
+from dist_aclgraph.engine.drafting import Drafter, DraftPass, count_accepted
 from dist_aclgraph.graph.step_buffers import DraftInputs
 
 VOCAB = 50
@@ -47,21 +47,12 @@ class Recorder:
     def __init__(self) -> None:
         self.cache: dict[int, tuple[int, int]] = {}  # slot: position, token
 
-    def run(
-        self,
-        iteration: int,
-        token_ids: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        written: Tensor,
-        hidden: Tensor,
-    ) -> Tensor:
-        for token, position, slot in zip(
-            token_ids.tolist(), positions.tolist(), written.tolist(), strict=True
-        ):
+    def run(self, over: DraftPass) -> Tensor:
+        places = (over.token_ids.tolist(), over.positions.tolist(), over.written.tolist())
+        for token, position, slot in zip(*places, strict=True):
             if slot >= 0:
                 self.cache[slot] = (position, token)
-        return hidden + token_ids.unsqueeze(1) + 1
+        return over.hidden + over.token_ids.unsqueeze(1) + 1
 
     def logits(self, hidden: Tensor) -> Tensor:
         return torch.nn.functional.one_hot(hidden[:, 0].long() % VOCAB, VOCAB).float()
