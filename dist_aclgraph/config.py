@@ -262,6 +262,11 @@ class DeviceConfig(Section):
         description="HCCL's buffer of a communication domain (HCCL_BUFFSIZE); MC2 needs more for "
         "larger batches",
     )
+    soc: str | None = Field(
+        None,
+        description="name of the chip that plans for kind npu assume, e.g. Ascend910B1 (an A2, as "
+        "null does) or Ascend910_9391 (an A3); a running deployment asks",
+    )
     emulator: EmulatorConfig = EmulatorConfig()
 
 
@@ -297,8 +302,15 @@ class Config(Section):
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
         "bfloat16", description="type of weights, activations and KV cache"
     )
+    quantization: Literal["w8a8"] | None = Field(
+        None,
+        description="w8a8 makes the matrices of layers int8 while loading; null leaves weights as "
+        "the checkpoint has them, in int8 too",
+    )
     max_model_len: int | None = Field(
-        None, ge=2, description="longest prompt plus output; null takes the model's"
+        None,
+        ge=2,
+        description="longest prompt plus output; null takes the model's, or what the cache holds",
     )
     seed: int = Field(0, ge=0, lt=2**31, description="seeds requests that bring none")
     parallel: ParallelConfig = ParallelConfig()

@@ -10,6 +10,7 @@ from typing import Any
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError
 
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
@@ -36,6 +37,7 @@ class ModelFacts:
         num_draft_layers: next-token modules, which propose drafts.
         latent_size: elements that latent attention keeps of a token in each layer, 0 without it.
         weight_bytes: size of its safetensors files, 0 where there are none.
+        holds_int8: whether these have matrices in int8.
     """
 
     architecture: str
@@ -50,6 +52,7 @@ class ModelFacts:
     latent_size: int = 0
     is_encoder_decoder: bool = False
     weight_bytes: int = 0
+    holds_int8: bool = False
 
     @property
     def moe(self) -> bool:
@@ -122,7 +125,16 @@ def read_model_facts(directory: str | Path) -> ModelFacts:
         hidden_size=_integer(shape, "hidden_size", path),
         experts=_experts(shape, path),
         weight_bytes=sum(file.stat().st_size for file in directory.glob("*.safetensors")),
+        holds_int8=any(map(_has_int8, sorted(directory.glob("*.safetensors")))),
     )
+
+
+def _has_int8(file: Path) -> bool:
+    """Whether the header of a safetensors file names an int8 tensor; broken files fail to load."""
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header = stream.read(min(size, MAX_HEADER_BYTES))
+    return b'"I8"' in header
 
 
 def _experts(shape: dict[str, Any], path: Path) -> ExpertFacts | None:

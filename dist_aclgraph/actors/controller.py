@@ -275,12 +275,11 @@ class Controller:
         everything = msgspec.structs.replace(plan, families=(*plan.families, *lazy))
         for group in groups:
             group.num_blocks = self._cache_spec.choose_num_blocks(
-                config.kv,
+                config,
                 min(
                     o.free_bytes - pool_bytes(everything, o, model, workload) for o in group.offers
                 ),
-                max_num_seqs=config.scheduler.max_num_seqs,
-                max_model_len=self._max_model_len,
+                self._max_model_len,
             )
             group.workers.call(
                 "make_cache", self._state.value, config.timeouts.negotiate_s, same(group.num_blocks)
@@ -358,12 +357,9 @@ class Controller:
             addresses.append(ray.get(serving))
         self._enter(State.SERVING)
         self._watcher.start()
-        return Service(addresses, self._token, self._longest_request())
-
-    def _longest_request(self) -> int:
-        """Return the tokens of the longest request: the context, or what the cache can hold."""
-        blocks = min(group.num_blocks for group in self._groups) - 1  # without the dummy block
-        return min(self._max_model_len, blocks * self._config.kv.block_size + 1)
+        num_blocks = min(group.num_blocks for group in self._groups)
+        longest = self._cache_spec.longest_request(num_blocks, self._max_model_len)
+        return Service(addresses, self._token, longest)
 
     def _wait_or_lose(self, group: LockstepGroup, serving: Any) -> None:
         timeout_s = self._config.timeouts.join_s

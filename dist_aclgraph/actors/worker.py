@@ -21,8 +21,10 @@ from dist_aclgraph.graph.budget import StreamOffer, max_piecewise_sizes
 from dist_aclgraph.graph.commands import GraphAnswer, GraphCommand
 from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.graph.exchange import ExchangeRule
+from dist_aclgraph.graph.memory import RankMemory
 from dist_aclgraph.graph.modes import GraphSupport, normalise_mode
 from dist_aclgraph.graph.plan import CaptureCost, GraphPlan
+from dist_aclgraph.kv.spec import KVCacheSpec
 from dist_aclgraph.model_facts import read_model_facts
 from dist_aclgraph.models.spec import ModelSpec, read_model_spec
 from dist_aclgraph.scheduler.step import StepPlan, StepResult
@@ -126,7 +128,11 @@ class Worker:
         self._available_streams = available
 
     def load(self) -> int:
-        """Load this rank's weights; return their bytes."""
+        """Load this rank's weights; return their bytes.
+
+        Raises:
+            ConfigError: the device does not hold them, or no KV blocks beside them.
+        """
         from dist_aclgraph.engine.model_runner import TORCH_DTYPES
         from dist_aclgraph.models.checkpoint import Checkpoint
         from dist_aclgraph.models.decoder import Decoder
@@ -135,10 +141,15 @@ class Worker:
         config = self._config
         spec = read_model_spec(config.model)
         before = self._npu.memory().free_bytes
+        self._check_memory(spec, before)
         self._model = Decoder(
             spec,
             self._groups,
-            Checkpoint(config.model, TORCH_DTYPES[config.dtype]),
+            Checkpoint(
+                config.model,
+                TORCH_DTYPES[config.dtype],
+                quantises=config.quantization == "w8a8",
+            ),
             device=self._npu.device,
             max_len=config.max_model_len or spec.max_position_embeddings,
             drafts=config.speculative.num_tokens > 0,
@@ -147,6 +158,16 @@ class Worker:
         )
         self._npu.synchronize()
         return before - self._npu.memory().free_bytes
+
+    def _check_memory(self, spec: ModelSpec, free_bytes: int) -> None:
+        """Refuse, before anything is read, what cannot fit by bytes that are known."""
+        config, facts = self._config, read_model_facts(self._config.model)
+        # What HCCL takes is documented and not measured: no reason to refuse.
+        memory = RankMemory.from_config(config, facts, spec, free_bytes, has_hccl_buffers=False)
+        memory.check(config, f"the NPU of rank {self._rank}")
+        KVCacheSpec.from_config(config, facts).choose_num_blocks(
+            config, memory.free_bytes, config.max_model_len or facts.max_model_len
+        )
 
     def _make_expert_setup(self, spec: ModelSpec) -> ExpertSetup:
         from dist_aclgraph.layers.experts import ExpertSetup
@@ -277,6 +298,16 @@ class Worker:
                 "SERVING",
             )
 
+    def execute(self, step: StepPlan) -> StepResult:
+        """Run one step.
+
+        Raises:
+            RankDisagreementError: see ``check_plan``.
+            DeviceError: the device failed.
+        """
+        self.check_plan(step)
+        return self._runner.execute(step, self._groups.dp_rank, self._group_rank)
+
     def run_loop(self, address: ChannelAddress) -> None:
         """Execute steps until the engine says goodbye.
 
@@ -294,8 +325,7 @@ class Worker:
                     continue
                 self._last_step = plan.step
                 try:
-                    self.check_plan(plan)
-                    result = self._runner.execute(plan, self._groups.dp_rank, self._group_rank)
+                    result = self.execute(plan)
                 except Exception as e:
                     failure = StepResult(plan.epoch, plan.step, self._group_rank, error=str(e))
                     channel.send(failure)

@@ -63,7 +63,11 @@ class OneRank:
         self._model = Decoder(
             read_model_spec(config.model),
             RankGroups(tp=group, ep=ALONE),
-            Checkpoint(config.model, TORCH_DTYPES[config.dtype]),
+            Checkpoint(
+                config.model,
+                TORCH_DTYPES[config.dtype],
+                quantises=config.quantization == "w8a8",
+            ),
             device=self._npu.device,
             max_len=self._max_len,
         )

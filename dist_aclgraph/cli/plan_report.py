@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from dist_aclgraph.config import Config
 from dist_aclgraph.graph.buckets import GraphFamily, candidate_families, trim_sizes
@@ -18,9 +18,10 @@ from dist_aclgraph.graph.budget import Price, StreamOffer, total
 from dist_aclgraph.graph.choice import padding_share
 from dist_aclgraph.graph.exchange import ExchangeRule
 from dist_aclgraph.graph.ledger import Ledger, pool_bytes
+from dist_aclgraph.graph.memory import GIB, MemoryPart
 from dist_aclgraph.graph.plan import GraphPlan
 from dist_aclgraph.graph.traffic import Traffic, weights_of
-from dist_aclgraph.simulate.deployment import GIB, AssumedDeployment, content_of
+from dist_aclgraph.simulate.deployment import AssumedDeployment, content_of
 from dist_aclgraph.topology import ParallelLayout
 
 CHOSEN, ALL_SIZES, UNIFORM = "chosen", "all sizes", "as many, evenly by index"
@@ -30,7 +31,8 @@ def plan_report(config: Config) -> dict[str, Any]:
     """Return what the deployment would capture and why, as plain values (JSON-able).
 
     Raises:
-        ConfigError: the model's directory is missing or not a checkpoint, or sizes do not match.
+        ConfigError: the model's directory is missing or not a checkpoint, sizes do not match, or a
+            device does not hold weights, buffers and KV blocks enough.
         StreamBudgetError: a rank cannot afford a single bucket.
     """
     deployment = AssumedDeployment.from_config(config)
@@ -51,7 +53,8 @@ def plan_report(config: Config) -> dict[str, Any]:
         _rank_entry(offer, layout, plans[layout.lockstep_group_of(offer.rank)], costs)
         for offer in offers
     ]
-    num_blocks = deployment.num_blocks(max(rank["pool_bytes"] or 0 for rank in ranks))
+    pool = max(rank["pool_bytes"] or 0 for rank in ranks)
+    num_blocks = deployment.num_blocks(pool)
     return {
         "model": {"name": config.name, "path": config.model, **asdict(deployment.facts)},
         "layout": {
@@ -74,13 +77,14 @@ def plan_report(config: Config) -> dict[str, Any]:
         "exchanges": _exchange_entries(deployment.exchange),
         "plans": [_plan_entry(config, group, plan) for group, plan in enumerate(plans)],
         "ranks": ranks,
+        "memory": _memory_entry(deployment, pool, spec.total_bytes(num_blocks)),
         "kv": {
             "block_size": spec.block_size,
             "bytes_per_block": spec.bytes_per_block,
             "num_blocks": num_blocks,
             "bytes": spec.total_bytes(num_blocks),
             "tokens": (num_blocks - 1) * spec.block_size,
-            "max_model_len": deployment.max_model_len,
+            "max_model_len": spec.longest_request(num_blocks, deployment.max_model_len),
         },
     }
 
@@ -90,7 +94,8 @@ def render_plan(report: dict[str, Any], console: Console) -> None:
     model, layout, graph, kv = (report[key] for key in ("model", "layout", "graph", "kv"))
     console.print(
         f"[bold]{model['name']}[/bold]: {model['architecture']}, {model['num_layers']} layers; "
-        f"{layout['world_size']} NPUs (tp {layout['tp']}, dp {layout['dp']}) in "
+        f"{layout['world_size']} NPUs (tp {layout['tp']}, dp {layout['dp']}, "
+        f"ep {layout['ep']}) in "
         f"{len(layout['lockstep_groups'])} lockstep groups"
     )
     for sentence in report["assumptions"]:
@@ -120,6 +125,9 @@ def render_plan(report: dict[str, Any], console: Console) -> None:
         for reason in plan["reasons"]:
             console.print(f"  {reason}")
     console.print(_rank_table(report["ranks"]))
+    console.print(_memory_table(report["memory"]))
+    for warning in report["memory"]["warnings"]:
+        console.print(warning)
     console.print(
         f"KV cache per NPU: {kv['num_blocks']} blocks of {kv['block_size']} tokens, "
         f"{kv['bytes_per_block']} bytes each, {kv['bytes'] / GIB:.2f} GiB in all; "
@@ -134,6 +142,41 @@ def _exchange_entries(rule: ExchangeRule) -> list[dict[str, Any]]:
         for first, last, decision in rule.stretches()
         if decision.kind is not None
     ]
+
+
+def _memory_entry(deployment: AssumedDeployment, pool: int, kv_bytes: int) -> dict[str, Any]:
+    """What the memory of the poorest NPU is spent on; the parts and what is left are all of it."""
+    memory = deployment.memory
+    graphs = deployment.graph_bytes(pool)
+    parts = [
+        *memory.parts,
+        MemoryPart("graphs", graphs, "predicted" if pool else "estimated from above"),
+        MemoryPart("KV blocks", kv_bytes),
+        MemoryPart("eager steps", memory.eager_bytes, "estimated from above"),
+    ]
+    left = memory.device_bytes - sum(part.bytes for part in parts)
+    return {
+        "device_bytes": memory.device_bytes,
+        "parts": [part._asdict() for part in parts if part.bytes],
+        "left_bytes": left,
+        "warnings": [_too_large_step(deployment.config)] if left < 0 else [],
+    }
+
+
+def _too_large_step(config: Config) -> str:
+    return (
+        f"eager steps of {config.scheduler.max_num_batched_tokens} tokens may find no room beside "
+        "the KV blocks: lower scheduler.max_num_batched_tokens or kv.memory_fraction"
+    )
+
+
+def _memory_table(memory: dict[str, Any]) -> Table:
+    table = Table("memory of each NPU", Column("GiB", justify="right"), "of what")
+    for part in memory["parts"]:
+        table.add_row(part["name"], f"{part['bytes'] / GIB:.2f}", part["why"])
+    table.add_row("left", f"{memory['left_bytes'] / GIB:.2f}")
+    table.add_row("in all", f"{memory['device_bytes'] / GIB:.2f}")
+    return table
 
 
 def _print_terms(terms: list[dict[str, Any]], console: Console) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dist_aclgraph.config import Config, KVConfig
+from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.model_facts import ModelFacts
 
@@ -40,6 +40,12 @@ def elements_per_token(facts: ModelFacts, tp: int) -> int:
     return 2 * kv_heads_per_rank(facts.num_kv_heads, tp) * facts.head_size
 
 
+def how_to_shrink_weights(config: Config) -> str:
+    """Return what makes the weights of one rank smaller, in words that follow a colon."""
+    more = "parallel.tp or parallel.ep" if config.parallel.ep > 1 else "parallel.tp"
+    return f"raise {more}" + ("" if config.quantization else ", or set quantization=w8a8")
+
+
 @dataclass(frozen=True, kw_only=True)
 class KVCacheSpec:
     """The shape of the KV cache on one rank, all layers.
@@ -56,13 +62,13 @@ class KVCacheSpec:
 
     @classmethod
     def from_config(cls, config: Config, facts: ModelFacts) -> KVCacheSpec:
-        """Return the cache of one rank.
+        """Return the cache of one rank; with drafts, the next-token module's layer has one too.
 
         Raises:
             ConfigError: heads cannot be spread evenly.
         """
         return cls(
-            num_layers=facts.num_layers,
+            num_layers=facts.num_layers + (1 if config.speculative.num_tokens else 0),
             elements_per_token=elements_per_token(facts, config.parallel.tp),
             block_size=config.kv.block_size,
             dtype=config.dtype,
@@ -84,26 +90,47 @@ class KVCacheSpec:
         """Return the blocks that hold ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def choose_num_blocks(
-        self, kv: KVConfig, free_bytes: int, *, max_num_seqs: int, max_model_len: int
-    ) -> int:
+    def longest_request(self, num_blocks: int, max_model_len: int) -> int:
+        """Return the tokens of the longest request: the context, or what the cache can hold."""
+        blocks = num_blocks - 1  # without the dummy block
+        return min(max_model_len, blocks * self.block_size + 1)  # the last token is never written
+
+    def choose_num_blocks(self, config: Config, free_bytes: int, max_model_len: int) -> int:
         """Return the blocks of every rank: what is asked for, or what can be used and fits.
 
         Args:
             free_bytes: of the tightest rank.
+            max_model_len: the configuration's, or the model's where it has none.
 
         Raises:
-            ConfigError: fewer than two blocks fit, or fewer than ``kv.num_blocks``.
+            ConfigError: fewer than two blocks fit, fewer than ``kv.num_blocks``, or fewer than one
+                request of the configuration's ``max_model_len`` needs.
         """
+        kv = config.kv
         affordable = self.blocks_that_fit(free_bytes, kv.memory_fraction, kv.max_bytes)
         if kv.num_blocks is None:
-            return min(affordable, max_num_seqs * self.blocks_for(max_model_len) + 1)
-        if kv.num_blocks > affordable:
+            useful = config.scheduler.max_num_seqs * self.blocks_for(max_model_len) + 1
+            num_blocks = min(affordable, useful)
+        elif kv.num_blocks > affordable:
             raise ConfigError(
                 f"kv.num_blocks is {kv.num_blocks}; the tightest rank has room for {affordable} "
                 f"blocks of {self.bytes_per_block} bytes: lower it, or raise kv.memory_fraction"
             )
-        return kv.num_blocks
+        else:
+            num_blocks = kv.num_blocks
+        longest = self.longest_request(num_blocks, max_model_len)
+        # Where nobody asked for a length, requests are as long as the cache allows.
+        if config.max_model_len is not None and longest < max_model_len:
+            remedy = (
+                f"raise kv.memory_fraction, {how_to_shrink_weights(config)}"
+                if kv.num_blocks is None
+                else "raise kv.num_blocks"
+            )
+            raise ConfigError(
+                f"max_model_len is {max_model_len}; {num_blocks} KV blocks of {self.block_size} "
+                f"tokens hold requests of {longest}: lower it, or {remedy}"
+            )
+        return num_blocks
 
     def blocks_that_fit(self, free_bytes: int, memory_fraction: float, max_bytes: int) -> int:
         """Return how many blocks a rank can hold, the dummy block included.
@@ -119,6 +146,7 @@ class KVCacheSpec:
             raise ConfigError(
                 f"only {num_blocks} KV blocks of {self.bytes_per_block} bytes fit in {budget} "
                 f"bytes (of {free_bytes} free); at least {MIN_BLOCKS} are needed: raise "
-                "kv.memory_fraction or kv.max_bytes, or lower kv.block_size"
+                "kv.memory_fraction or kv.max_bytes, lower kv.block_size, or leave more free with "
+                "more NPUs"
             )
         return num_blocks

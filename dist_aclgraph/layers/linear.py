@@ -7,11 +7,23 @@ steps share it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from dist_aclgraph.comm.groups import CommGroup
+
+
+class Product(Protocol):
+    """A product with a weight of any kind: floats here, int8 in ``int8_products.py``."""
+
+    @property
+    def weight(self) -> Tensor:
+        """[in, out]."""
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """[n, in] -> [n, out], in ``out`` where one is given."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +38,11 @@ class Linear:
     weight: Tensor
     bias: Tensor | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[n, in] -> [n, out]."""
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """[n, in] -> [n, out], in ``out`` where one is given."""
         if self.bias is None:
-            return torch.mm(x, self.weight)
-        return torch.addmm(self.bias, x, self.weight)
+            return torch.mm(x, self.weight, out=out)
+        return torch.addmm(self.bias, x, self.weight, out=out)
 
 
 @dataclass(frozen=True)
@@ -38,17 +50,15 @@ class RowParallelLinear:
     """A product whose input is split over the group: partial sums, then one all-reduce.
 
     Attributes:
-        weight: [in / size, out].
+        product: [n, in / size] -> [n, out]; with the bias, where it alone makes the sum.
         bias: [out] or None; whole on every rank, added once, after the sum.
     """
 
-    weight: Tensor
+    product: Product
     bias: Tensor | None
     group: CommGroup
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, in / size] -> [n, out]."""
-        if self.bias is not None and self.group.size == 1:
-            return torch.addmm(self.bias, x, self.weight)
-        y = self.group.all_reduce(torch.mm(x, self.weight))
+        y = self.group.all_reduce(self.product(x))
         return y if self.bias is None else y + self.bias

@@ -8,6 +8,7 @@ by expert), ``npu_grouped_matmul`` (one product for all experts) and ``npu_moe_f
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,25 +16,72 @@ from torch import Tensor
 CUMULATIVE, COUNTS = 0, 1  # what a group list holds of each expert: where it ends, or its rows
 
 
+class ExpertProduct(Protocol):
+    """One product of each expert, with weights of any kind: floats here, or int8."""
+
+    @property
+    def weight(self) -> Tensor:
+        """[num_local, in, out]."""
+
+    def __call__(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Multiply each expert's rows with its weight: [rows, in] -> [rows, out]."""
+
+
+@dataclass(frozen=True)
+class GroupedProduct:
+    """Weights in the type of the rows.
+
+    Attributes:
+        weight: [num_local, in, out].
+    """
+
+    weight: Tensor
+
+    def __call__(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Multiply each expert's rows with its weight: [rows, in] -> [rows, out]."""
+        return multiply_groups(rows, self.weight, counts)
+
+
+def multiply_groups(rows: Tensor, weight: Tensor, counts: Tensor, **quantised: Any) -> Tensor:
+    """Multiply each group's rows with its weight: [rows, in] -> [rows, out].
+
+    Args:
+        weight: [groups, in, out].
+        counts: [groups] int64, rows of each group.
+        quantised: what the operator takes beside int8.
+    """
+    out: Tensor = torch.ops.npu.npu_grouped_matmul(
+        [rows],
+        [weight],
+        group_list=counts,
+        # A list of one count is refused; where the only group ends is the same number.
+        group_list_type=COUNTS if len(counts) > 1 else CUMULATIVE,
+        group_type=0,
+        split_item=3,
+        **quantised,
+    )[0]
+    return out
+
+
 @dataclass(frozen=True)
 class LocalExperts:
     """A range of a layer's experts, or a part of all of them split by inner width.
 
     Attributes:
-        gate_up: [num_local, hidden, 2 * width].
-        down: [num_local, width, hidden].
+        gate_up: hidden -> 2 * width of each expert.
+        down: width -> hidden of each expert.
         first: the first of them among all.
         num_experts: of the layer.
     """
 
-    gate_up: Tensor
-    down: Tensor
+    gate_up: ExpertProduct
+    down: ExpertProduct
     first: int
     num_experts: int
 
     @property
     def num_local(self) -> int:
-        return self.gate_up.shape[0]
+        return self.gate_up.weight.shape[0]
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, tally: Tensor | None) -> Tensor:
         """Return what these experts add to each token: [n, hidden], zero where none was chosen.
@@ -77,18 +125,4 @@ class LocalExperts:
         """
         if tally is not None:
             tally[0].add_(counts.sum())
-        hidden = torch.ops.npu.npu_swiglu(self._product(rows, self.gate_up, counts))
-        return self._product(hidden, self.down, counts)
-
-    def _product(self, rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-        """Multiply each expert's rows with its weight: [rows, in] -> [rows, out]."""
-        out: Tensor = torch.ops.npu.npu_grouped_matmul(
-            [rows],
-            [weights],
-            group_list=counts,
-            # A list of one count is refused; where the only expert ends is the same number.
-            group_list_type=COUNTS if self.num_local > 1 else CUMULATIVE,
-            group_type=0,
-            split_item=3,
-        )[0]
-        return out
+        return self.down(torch.ops.npu.npu_swiglu(self.gate_up(rows, counts)), counts)

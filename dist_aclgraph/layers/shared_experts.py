@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.device.npu import runtime
+from dist_aclgraph.layers.linear import Product
 
 
 class SideStream:
@@ -45,13 +46,13 @@ class SharedExperts:
     """All shared experts as one MLP, split over the tensor parallel group by its inner width.
 
     Attributes:
-        gate_up: [hidden, 2 * width].
-        down: [width, hidden].
+        gate_up: hidden -> 2 * width.
+        down: width -> hidden.
         side: where they run beside the routed experts; None: before them.
     """
 
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Product
+    down: Product
     side: SideStream | None = None
 
     @contextmanager
@@ -66,5 +67,4 @@ class SharedExperts:
             yield out
 
     def _compute(self, x: Tensor, out: Tensor) -> None:
-        hidden = torch.ops.npu.npu_swiglu(torch.mm(x, self.gate_up))
-        torch.mm(hidden, self.down, out=out)
+        self.down(torch.ops.npu.npu_swiglu(self.gate_up(x)), out)

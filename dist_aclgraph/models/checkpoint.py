@@ -1,6 +1,7 @@
 """Reading a checkpoint slice by slice: safetensors only, and no more than a rank needs.
 
-Weights in FP8 are multiplied by their blocks' scales while they are read.
+Weights in FP8 or int8 are multiplied by their scales while they are read, but for the int8 matrices
+of products that run in int8.
 """
 
 from __future__ import annotations
@@ -14,8 +15,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dist_aclgraph.errors import MissingTensorError, ModelError
-from dist_aclgraph.models import block_scales
+from dist_aclgraph.errors import (
+    ConfigError,
+    MissingTensorError,
+    ModelError,
+    UnsupportedModelError,
+)
+from dist_aclgraph.models import block_scales, int8_weights
+from dist_aclgraph.models.int8_weights import Matrix
 
 Progress = Callable[[int, int], None]  # tensors read, tensors in all
 
@@ -24,11 +31,18 @@ class Checkpoint:
     """The tensors of a directory of safetensors files.
 
     Owns the open files. Knows names and shapes; nothing about layers or ranks.
+
+    Attributes:
+        dtype: of all floats that are read, whatever they are stored in.
     """
 
-    def __init__(self, directory: str | Path, dtype: torch.dtype) -> None:
+    def __init__(
+        self, directory: str | Path, dtype: torch.dtype, *, quantises: bool = False
+    ) -> None:
+        """Open a checkpoint; if it ``quantises``, the matrices of products are made int8."""
+        self.dtype = dtype
         self._directory = Path(directory)
-        self._dtype = dtype
+        self._quantises = quantises
         self._file_of = self._index()
         self._open: dict[str, Any] = {}
 
@@ -36,13 +50,12 @@ class Checkpoint:
         return name in self._file_of
 
     def read_float32(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a whole unquantised tensor, in float32 whatever the dtype of the others.
+        """Return a whole tensor in float32 whatever the dtype of the others.
 
         Raises:
             MissingTensorError: as ``read``.
         """
-        whole: Tensor = self._slice(name, shape)[:]
-        return whole.float()
+        return self._floats(name, shape, 0, 0, shape[0], torch.float32)
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a whole tensor in the dtype of the checkpoint object.
@@ -50,8 +63,7 @@ class Checkpoint:
         Raises:
             MissingTensorError: no such tensor, or one of another shape.
         """
-        whole: Tensor = self._slice(name, shape)[:]
-        return self._in_dtype(whole, name, shape, (0, 0))
+        return self._floats(name, shape, 0, 0, shape[0], self.dtype)
 
     def read_part(
         self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int
@@ -61,34 +73,85 @@ class Checkpoint:
         Raises:
             MissingTensorError: as ``read``.
         """
-        source = self._slice(name, shape)
-        end = min(stop, shape[dim])
-        start_in = min(start, end)
-        part: Tensor = source[start_in:end] if dim == 0 else source[:, start_in:end]
-        part = self._in_dtype(part, name, shape, (start_in, 0) if dim == 0 else (0, start_in))
-        missing = (stop - start) - (end - start_in)
-        if missing == 0:
-            return part
-        padding = list(part.shape)
-        padding[dim] = missing
-        return torch.cat([part, torch.zeros(padding, dtype=self._dtype)], dim)
+        return _padded(self._floats(name, shape, dim, start, stop, self.dtype), dim, stop - start)
 
-    def _in_dtype(
-        self, part: Tensor, name: str, shape: tuple[int, ...], first: tuple[int, int]
+    def read_matrix(
+        self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int
+    ) -> Matrix:
+        """Return ``[start, stop)`` of ``dim`` of an [out, in] weight, as ``read_part`` does.
+
+        Int8 where the checkpoint has it, or where it is quantised now. Inputs that a part lacks
+        count in the scales of its outputs: they are read for that, and forgotten.
+
+        Raises:
+            ConfigError: int8 beside float32, which the operators do not take.
+            MissingTensorError: as ``read``.
+            UnsupportedModelError: int8 with offsets.
+        """
+        is_int8 = self._slice(name, shape).get_dtype() == "I8"
+        if not is_int8 and not self._quantises:
+            return Matrix(self.read_part(name, shape, dim, start, stop).t())
+        if self.dtype == torch.float32:
+            raise ConfigError(
+                f"dtype is float32; products of int8 weights, as {name} in {self._directory} is to "
+                "have, give float16 or bfloat16 only: set dtype=bfloat16"
+            )
+        first, last = (start, stop) if dim == 0 else (0, shape[0])
+        if is_int8:
+            weight = self._cut(name, shape, dim, start, stop)
+            scale = self._scales(name, shape[0])[first:last]
+        else:
+            floats = self._floats(name, shape, 0, first, last, torch.float32)
+            weight, scale = int8_weights.quantise(floats)
+            weight = weight if dim == 0 else weight[:, start:stop]
+        weight, scale = _padded(weight, dim, stop - start), _padded(scale, 0, last - first)
+        return Matrix(weight.t(), scale.t())
+
+    def _floats(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dim: int,
+        start: int,
+        stop: int,
+        dtype: torch.dtype,
     ) -> Tensor:
-        if part.dtype != torch.float8_e4m3fn:
-            return part.to(self._dtype)
-        scales = self._slice(name + block_scales.SUFFIX, block_scales.scales_shape(shape))[:]
-        return block_scales.dequantise(part, scales, first, self._dtype)
+        """Return what there is of ``[start, stop)`` of ``dim``, multiplied by its scales."""
+        part = self._cut(name, shape, dim, start, stop)
+        if part.dtype == torch.float8_e4m3fn:
+            scales = self._slice(name + block_scales.SUFFIX, block_scales.scales_shape(shape))[:]
+            return block_scales.dequantise(
+                part, scales, (start, 0) if dim == 0 else (0, start), dtype
+            )
+        if part.dtype == torch.int8:
+            scale = self._scales(name, shape[0])
+            return int8_weights.dequantise(part, scale[start:stop] if dim == 0 else scale, dtype)
+        return part.to(dtype)
+
+    def _cut(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Tensor:
+        """Return what there is of ``[start, stop)`` of ``dim``, as it is stored."""
+        source = self._slice(name, shape)
+        stop = min(stop, shape[dim])
+        start = min(start, stop)
+        part: Tensor = source[start:stop] if dim == 0 else source[:, start:stop]
+        return part
+
+    def _scales(self, name: str, num_outputs: int) -> Tensor:
+        """Return the scales of an int8 weight, [num_outputs, 1] float32."""
+        offset = name + int8_weights.OFFSET
+        if offset in self and self._find(offset)[:].any():
+            raise UnsupportedModelError(
+                f"tensor {offset} in {self._directory} is not zero everywhere: int8 weights with "
+                "offsets are not supported; quantise the model symmetrically"
+            )
+        scale = name + int8_weights.SCALE
+        found = tuple(self._find(scale).get_shape())
+        shape = (num_outputs,) if len(found) == 1 else (num_outputs, 1)
+        whole: Tensor = self._slice(scale, shape)[:]
+        return whole.float().view(num_outputs, 1)
 
     def _slice(self, name: str, shape: tuple[int, ...]) -> Any:
-        if name not in self._file_of:
-            raise MissingTensorError(f"{self._directory} has no tensor {name}")
-        try:
-            source = self._file(self._file_of[name]).get_slice(name)
-        except SafetensorError as e:
-            file = self._directory / self._file_of[name]
-            raise MissingTensorError(f"{file} has no tensor {name}, though the index says") from e
+        source = self._find(name)
         found = tuple(source.get_shape())
         if found != shape:
             raise MissingTensorError(
@@ -96,6 +159,15 @@ class Checkpoint:
                 f"config.json asks for {shape}"
             )
         return source
+
+    def _find(self, name: str) -> Any:
+        if name not in self._file_of:
+            raise MissingTensorError(f"{self._directory} has no tensor {name}")
+        try:
+            return self._file(self._file_of[name]).get_slice(name)
+        except SafetensorError as e:
+            file = self._directory / self._file_of[name]
+            raise MissingTensorError(f"{file} has no tensor {name}, though the index says") from e
 
     def _file(self, file_name: str) -> Any:
         if file_name not in self._open:
@@ -105,25 +177,47 @@ class Checkpoint:
                 raise ModelError(f"cannot read {self._directory / file_name}: {e}") from e
         return self._open[file_name]
 
+    def _file_named(self, name: str) -> Path:
+        """Return the file of that name, or else the only one whose name ends alike.
+
+        Tools that quantise choose names of their own.
+        """
+        wanted = self._directory / name
+        if wanted.is_file():
+            return wanted
+        others = list(self._directory.glob("*" + name.removeprefix("model")))
+        return others[0] if len(others) == 1 else wanted
+
     def _index(self) -> dict[str, str]:
         """Map every tensor to its file; names in the index must stay inside the directory."""
-        index = self._directory / "model.safetensors.index.json"
+        index = self._file_named("model.safetensors.index.json")
         if index.is_file():
             file_of = _read_weight_map(index)
             for file_name in set(file_of.values()):
                 if Path(file_name).name != file_name:
                     raise ModelError(f"{index} names a file outside the directory: {file_name!r}")
             return file_of
-        single = self._directory / "model.safetensors"
+        single = self._file_named("model.safetensors")
         if not single.is_file():
             raise ModelError(
-                f"{self._directory} has neither model.safetensors nor model.safetensors.index.json"
+                f"{self._directory} has neither model.safetensors nor model.safetensors.index.json,"
+                " nor one other file that ends like these"
             )
         try:
             with safe_open(single, framework="pt") as file:
                 return dict.fromkeys(file.keys(), single.name)
         except (OSError, SafetensorError) as e:
             raise ModelError(f"cannot read {single}: {e}") from e
+
+
+def _padded(part: Tensor, dim: int, length: int) -> Tensor:
+    """Return the part with zeros behind it, ``length`` long in ``dim``."""
+    missing = length - part.shape[dim]
+    if missing == 0:
+        return part
+    padding = list(part.shape)
+    padding[dim] = missing
+    return torch.cat([part, torch.zeros(padding, dtype=part.dtype)], dim)
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:

@@ -4,9 +4,6 @@ by its inner width, with it those that the rank has, as a whole; shared ones are
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from dist_aclgraph.errors import UnsupportedModelError
 from dist_aclgraph.graph.exchange import experts_per_rank
 from dist_aclgraph.layers.exchanges import make_exchanges
@@ -14,6 +11,7 @@ from dist_aclgraph.layers.experts import ExpertLayer
 from dist_aclgraph.layers.local_experts import LocalExperts
 from dist_aclgraph.layers.router import Router
 from dist_aclgraph.layers.shared_experts import SharedExperts
+from dist_aclgraph.models.int8_weights import Matrix, beside
 from dist_aclgraph.models.loading import WeightSlices
 from dist_aclgraph.models.spec import ExpertSpec
 
@@ -41,7 +39,7 @@ def load_experts(
         _mlp(slices, f"{prefix}.experts.{index}", hidden, experts.width, share)
         for index in range(first, first + num_local)
     ]
-    gate_up, down = (slices.place(torch.stack(weights)) for weights in zip(*parts, strict=True))
+    gate_up, down = (slices.expert_product(matrices) for matrices in zip(*parts, strict=True))
     local = LocalExperts(gate_up, down, first, experts.num_experts)
     return ExpertLayer(
         _load_router(slices, experts, hidden, f"{prefix}.gate"),
@@ -88,16 +86,16 @@ def _load_shared(
         return None
     width = experts.num_shared * experts.width
     gate_up, down = _mlp(slices, prefix, hidden, width, slices.share(width))
-    return SharedExperts(slices.place(gate_up), slices.place(down), slices.experts.side)
+    return SharedExperts(slices.product([gate_up]), slices.product([down]), slices.experts.side)
 
 
 def _mlp(
     slices: WeightSlices, prefix: str, hidden: int, width: int, share: tuple[int, int]
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Matrix, Matrix]:
     """Part of an MLP's inner width, on the host: [hidden, 2 * part] and [part, hidden]."""
     gate, up = (
-        slices.columns(f"{prefix}.{name}.weight", width, hidden, *share)
+        slices.matrix(f"{prefix}.{name}", (width, hidden), 0, *share)
         for name in ("gate_proj", "up_proj")
     )
-    down = slices.part(f"{prefix}.down_proj.weight", (hidden, width), 1, *share).t()
-    return torch.cat([gate, up], dim=1), down
+    down = slices.matrix(f"{prefix}.down_proj", (hidden, width), 1, *share)
+    return beside([gate, up], slices.checkpoint.dtype), down

@@ -12,7 +12,7 @@ from torch import Tensor
 from dist_aclgraph.comm.groups import CommGroup
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.layers.attention import AttentionMetadata, KVCache, PagedAttention
-from dist_aclgraph.layers.linear import Linear, RowParallelLinear
+from dist_aclgraph.layers.linear import Product, RowParallelLinear
 from dist_aclgraph.layers.rotary import rope_tables
 from dist_aclgraph.models.attention import Rope, Upload
 from dist_aclgraph.models.loading import WeightSlices
@@ -56,7 +56,7 @@ def share_heads(spec: ModelSpec, group: CommGroup) -> HeadShare:
 class GroupedQueryAttention:
     """The attention of one layer on this rank."""
 
-    qkv: Linear
+    qkv: Product
     q_norm: Tensor | None
     k_norm: Tensor | None
     paged: PagedAttention

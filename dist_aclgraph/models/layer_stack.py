@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dist_aclgraph.layers.attention import AttentionMetadata
 from dist_aclgraph.layers.experts import ALL_HERE, ExpertStep
-from dist_aclgraph.layers.linear import Linear, RowParallelLinear
+from dist_aclgraph.layers.linear import Product, RowParallelLinear
 from dist_aclgraph.models.attention import AttentionKind, Cache, LayerAttention, Rope
 from dist_aclgraph.models.expert_weights import load_experts
 from dist_aclgraph.models.loading import WeightSlices
@@ -38,7 +38,7 @@ class FeedForward(Protocol):
 class Mlp:
     """The feed-forward part of a layer, split over the group by its inner width."""
 
-    gate_up: Linear
+    gate_up: Product
     down: RowParallelLinear
 
     def __call__(self, x: Tensor, slots: Tensor, step: ExpertStep) -> Tensor:

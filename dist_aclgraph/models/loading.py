@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,8 +10,11 @@ from torch import Tensor
 
 from dist_aclgraph.comm.groups import CommGroup
 from dist_aclgraph.layers.experts import ExpertSetup
-from dist_aclgraph.layers.linear import Linear, RowParallelLinear
+from dist_aclgraph.layers.int8_products import Int8GroupedProduct, Int8Linear
+from dist_aclgraph.layers.linear import Linear, Product, RowParallelLinear
+from dist_aclgraph.layers.local_experts import ExpertProduct, GroupedProduct
 from dist_aclgraph.models.checkpoint import Checkpoint
+from dist_aclgraph.models.int8_weights import Matrix, alike, beside
 
 
 @dataclass(frozen=True)
@@ -49,23 +53,50 @@ class WeightSlices:
         part = -(-width // self.group.size)
         return self.group.rank * part, (self.group.rank + 1) * part
 
-    def fused(self, parts: list[tuple[str, int, int, int]], width: int, has_bias: bool) -> Linear:
+    def matrix(self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int) -> Matrix:
+        """Return ``[start, stop)`` of ``dim`` of an [out, in] weight, transposed, on the host.
+
+        In int8, where the checkpoint or the configuration wants it.
+        """
+        return self.checkpoint.read_matrix(f"{name}.weight", shape, dim, start, stop)
+
+    def product(self, matrices: Sequence[Matrix], bias: Tensor | None = None) -> Product:
+        """Return one product for several, side by side."""
+        matrix = beside(matrices, self.checkpoint.dtype)
+        weight = self.place(matrix.weight)
+        if matrix.scale is None:
+            return Linear(weight, bias)
+        return Int8Linear(weight, self.place(matrix.scale.flatten()), bias)
+
+    def expert_product(self, matrices: Sequence[Matrix]) -> ExpertProduct:
+        """Return one product of several experts, with a matrix for each."""
+        dtype = self.checkpoint.dtype
+        weights, scales = alike(matrices, dtype)
+        weight = self.place(torch.stack(weights))
+        if not scales:
+            return GroupedProduct(weight)
+        scale = torch.cat(scales).to(dtype if dtype == torch.bfloat16 else torch.float32)
+        return Int8GroupedProduct(weight, self.place(scale))
+
+    def fused(self, parts: list[tuple[str, int, int, int]], width: int, has_bias: bool) -> Product:
         """One product for several: of each (name, out features, start, stop), side by side.
 
         Args:
             width: input features of all.
         """
-        weights = [self.columns(f"{n}.weight", out, width, a, b) for n, out, a, b in parts]
+        matrices = [self.matrix(n, (out, width), 0, a, b) for n, out, a, b in parts]
         bias = None
         if has_bias:
             biases = [self.part(f"{n}.bias", (out,), 0, a, b) for n, out, a, b in parts]
             bias = torch.cat(biases).to(self.device)
-        return Linear(self.place(torch.cat(weights, dim=1)), bias)
+        return self.product(matrices, bias)
 
     def row_parallel(
         self, name: str, shape: tuple[int, int], start: int, stop: int, has_bias: bool
     ) -> RowParallelLinear:
         """Input features [start, stop) of a [out, in] weight of this shape."""
-        part = self.part(f"{name}.weight", shape, 1, start, stop)
+        matrix = self.matrix(name, shape, 1, start, stop)
         bias = self.whole(f"{name}.bias", shape[:1]) if has_bias else None
-        return RowParallelLinear(self.place(part.t()), bias, self.group)
+        if self.group.size == 1:
+            return RowParallelLinear(self.product([matrix], bias), None, self.group)
+        return RowParallelLinear(self.product([matrix]), bias, self.group)

@@ -13,10 +13,11 @@ from dist_aclgraph.comm.groups import CommGroup
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.layers.attention import AttentionMetadata, LatentStep
 from dist_aclgraph.layers.latent_forms import choose_forms, slots_of
-from dist_aclgraph.layers.linear import Linear, RowParallelLinear
+from dist_aclgraph.layers.linear import Product, RowParallelLinear
 from dist_aclgraph.layers.mla import NORM_EPS, LatentAttention, LatentCache
 from dist_aclgraph.layers.rotary import rope_tables, score_factor
 from dist_aclgraph.models.attention import Rope, Upload
+from dist_aclgraph.models.int8_weights import Matrix
 from dist_aclgraph.models.loading import WeightSlices
 from dist_aclgraph.models.spec import LatentSpec, ModelSpec
 from dist_aclgraph.scheduler.step import IntArray
@@ -46,13 +47,13 @@ class MultiHeadLatentAttention:
     """The attention of one layer on this rank.
 
     Attributes:
-        down: [hidden, queries + 512 + 64]: what becomes queries, the latent and its rotated key.
-        q_norm, q_up: [q_rank] and [q_rank, heads * 192], None where ``down`` gives the queries.
+        down: hidden -> queries + 512 + 64: what becomes queries, the latent and its rotated key.
+        q_norm, q_up: [q_rank], and q_rank -> heads * 192; None where ``down`` gives the queries.
     """
 
-    down: Linear
+    down: Product
     q_norm: Tensor | None
-    q_up: Linear | None
+    q_up: Product | None
     latent: LatentAttention
     output_product: RowParallelLinear
     sizes: LatentSpec
@@ -113,17 +114,18 @@ class MultiHeadLatent:
     def load(self, slices: WeightSlices, prefix: str) -> MultiHeadLatentAttention:
         hidden, sizes, rank = self._spec.hidden_size, self._sizes, self._sizes.q_rank
         width = sizes.kv_rank + sizes.rope_dim
-        kv = slices.columns(f"{prefix}.kv_a_proj_with_mqa.weight", width, hidden, 0, width)
+        kv = slices.matrix(f"{prefix}.kv_a_proj_with_mqa", (width, hidden), 0, 0, width)
+        kv = kv.rearranged(lambda columns: self._paired(columns, width))
         q_norm, q_up = None, None
         if rank is None:
             queries = self._queries(slices, f"{prefix}.q_proj", hidden)
         else:
-            queries = slices.columns(f"{prefix}.q_a_proj.weight", rank, hidden, 0, rank)
+            queries = slices.matrix(f"{prefix}.q_a_proj", (rank, hidden), 0, 0, rank)
             q_norm = slices.whole(f"{prefix}.q_a_layernorm.weight", (rank,))
-            q_up = Linear(slices.place(self._queries(slices, f"{prefix}.q_b_proj", rank)))
+            q_up = slices.product([self._queries(slices, f"{prefix}.q_b_proj", rank)])
         d = sizes.value_dim
         return MultiHeadLatentAttention(
-            down=Linear(slices.place(torch.cat([queries, self._paired(kv, width)], dim=1))),
+            down=slices.product([queries, kv]),
             q_norm=q_norm,
             q_up=q_up,
             latent=self._latent(slices, prefix),
@@ -137,11 +139,12 @@ class MultiHeadLatent:
             sizes=sizes,
         )
 
-    def _queries(self, slices: WeightSlices, name: str, width: int) -> Tensor:
+    def _queries(self, slices: WeightSlices, name: str, width: int) -> Matrix:
         """[width, heads * 192] of this rank's heads."""
         d = self._sizes.plain_dim + self._sizes.rope_dim
         out, first, last = self._spec.num_heads * d, self._heads.start * d, self._heads.stop * d
-        return self._paired(slices.columns(f"{name}.weight", out, width, first, last), d)
+        matrix = slices.matrix(name, (out, width), 0, first, last)
+        return matrix.rearranged(lambda columns: self._paired(columns, d))
 
     def _paired(self, weight: Tensor, width: int) -> Tensor:
         """Order what is rotated, at the end of each ``width`` columns, in neighbouring pairs."""

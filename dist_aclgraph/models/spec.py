@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dist_aclgraph.errors import ModelError, UnsupportedModelError
+from dist_aclgraph.models.quantised_formats import check_quantisation
 
 ARCHITECTURES = (
     "Qwen3ForCausalLM",
@@ -132,8 +133,9 @@ def read_model_spec(directory: str | Path) -> ModelSpec:
     """Read config.json (and generation_config.json for the end tokens) of a checkpoint.
 
     Raises:
-        ModelError: the directory or its config.json is missing or unreadable.
-        UnsupportedModelError: the architecture, activation or rope scaling is not implemented.
+        ModelError: the directory or its config.json is missing or unreadable, or lacks a key.
+        UnsupportedModelError: the architecture, activation, rope scaling or quantisation is not
+            implemented.
     """
     path = Path(directory) / "config.json"
     try:
@@ -145,6 +147,13 @@ def read_model_spec(directory: str | Path) -> ModelSpec:
         ) from e
     except ValueError as e:
         raise ModelError(f"{path} is not JSON: {e}") from e
+    try:
+        return _model_spec(raw, Path(directory))
+    except KeyError as e:
+        raise ModelError(f"{path} lacks the key {e.args[0]}; is it a whole checkpoint's?") from e
+
+
+def _model_spec(raw: dict[str, Any], directory: Path) -> ModelSpec:
     architecture = (raw.get("architectures") or ["(none)"])[0]
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
@@ -152,8 +161,7 @@ def read_model_spec(directory: str | Path) -> ModelSpec:
         )
     if raw.get("hidden_act", "silu") != "silu":
         raise UnsupportedModelError(f"hidden_act {raw['hidden_act']} is not supported; only silu")
-    if raw.get("quantization_config"):
-        raise UnsupportedModelError("quantized checkpoints are not supported")
+    check_quantisation(Path(directory), raw)
     if raw.get("use_sliding_window"):
         raise UnsupportedModelError("sliding window attention is not supported")
     is_deepseek = architecture.startswith("Deepseek")
@@ -176,7 +184,7 @@ def read_model_spec(directory: str | Path) -> ModelSpec:
         has_qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
         max_position_embeddings=raw["max_position_embeddings"],
         rope=_rope_spec(raw),
-        eos_token_ids=_eos_token_ids(Path(directory), raw),
+        eos_token_ids=_eos_token_ids(directory, raw),
         experts=_read_experts(architecture, raw),
         latent=_latent_spec(raw) if is_deepseek else None,
         num_draft_layers=_num_draft_layers(raw) if is_deepseek else 0,

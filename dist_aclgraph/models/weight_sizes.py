@@ -7,6 +7,7 @@ from typing import NamedTuple
 from dist_aclgraph.models.spec import ExpertSpec, LatentSpec, ModelSpec
 
 NORMS_OF_NEXT_TOKEN = 3  # of token, of hidden state, before the head
+FLOAT32_BYTES = 4
 
 
 class WeightPart(NamedTuple):
@@ -17,10 +18,11 @@ class WeightPart(NamedTuple):
 
 
 class _Elements(NamedTuple):
-    """Elements of matrices, which may be quantised, and of everything else."""
+    """Elements of matrices, which may be quantised, of what is float32 always, and of the rest."""
 
     matrices: int
     others: int = 0
+    floats: int = 0
 
 
 def weight_parts(
@@ -69,6 +71,7 @@ def weight_parts(
 def _part(name: str, elements: _Elements, copies: int, sizes: tuple[int, int]) -> WeightPart:
     element_bytes, matrix_bytes = sizes
     one = elements.matrices * matrix_bytes + elements.others * element_bytes
+    one += elements.floats * FLOAT32_BYTES
     return WeightPart(name, copies * one)
 
 
@@ -112,4 +115,5 @@ def _experts(
     else:
         routed = experts.num_experts * _mlp(hidden, experts.width, tp).matrices
     shared = _mlp(hidden, experts.num_shared * experts.width, tp)
-    return _Elements(routed), shared, _Elements(0, hidden * experts.num_experts)
+    router = (hidden + experts.has_bias) * experts.num_experts
+    return _Elements(routed), shared, _Elements(0, floats=router)

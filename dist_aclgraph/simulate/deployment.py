@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from dist_aclgraph.config import Config, GraphMode, launch_blocking
-from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.errors import ConfigError, ModelError
 from dist_aclgraph.graph.buckets import candidate_families, lazy_families
 from dist_aclgraph.graph.budget import (
     BudgetModel,
@@ -22,12 +22,14 @@ from dist_aclgraph.graph.budget import (
     streams_per_domain,
 )
 from dist_aclgraph.graph.exchange import ExchangeRule
+from dist_aclgraph.graph.memory import GIB, RankMemory
 from dist_aclgraph.graph.modes import with_possible_mode
 from dist_aclgraph.graph.negotiation import keep_room, negotiate
 from dist_aclgraph.graph.plan import GraphPlan
 from dist_aclgraph.graph.traffic import Traffic
 from dist_aclgraph.kv.spec import KVCacheSpec
 from dist_aclgraph.model_facts import ModelFacts, check_model, read_model_facts
+from dist_aclgraph.models.spec import ModelSpec, read_model_spec
 from dist_aclgraph.topology import ParallelLayout
 
 NPU_STREAMS = 2048
@@ -35,7 +37,6 @@ NPU_STREAMS_TAKEN = 69  # before anything is joined: 1979 were left on a 910C wi
 EMULATOR_STREAMS_TAKEN = 34  # those of torch_npu and the runner, counted on the emulator
 NPU_BYTES = 64 << 30
 NPU_CHIP = "Ascend910B"
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class AssumedDeployment:
 
     Attributes:
         config: with a graph mode that the model can have; ``mode_reasons`` say what was changed.
-        free_bytes: of the poorest rank, with the weights loaded.
+        memory: of the poorest rank.
+        unknown_shape: why weights are not priced by the decoder's shape; "" where they are.
         offers: of all ranks, in their order.
         exchange: how tokens travel to experts of other ranks.
     """
@@ -64,7 +66,8 @@ class AssumedDeployment:
     layout: ParallelLayout
     workload: Workload
     budget_model: BudgetModel
-    free_bytes: int
+    memory: RankMemory
+    unknown_shape: str
     offers: list[StreamOffer]
     exchange: ExchangeRule
 
@@ -74,16 +77,24 @@ class AssumedDeployment:
 
         Raises:
             ConfigError: the model's directory is missing or not a checkpoint, sizes do not match,
-                or the wanted exchange is not to be had.
+                the wanted exchange is not to be had, or a device does not hold weights and buffers.
         """
         facts = read_model_facts(config.model)
         check_model(config, facts)
         config, reasons = with_possible_mode(config, facts, launch_blocking=launch_blocking())
         layout = ParallelLayout.from_config(config.parallel)
         workload = Workload.from_config(config, facts)
-        weight_bytes = facts.weight_bytes // config.parallel.tp
+        spec, unknown_shape = _read_shape(config.model)
         ranks = range(layout.world_size)
-        offers = [_offer(config, workload, rank, weight_bytes) for rank in ranks]
+        memory = RankMemory.from_config(
+            config,
+            facts,
+            spec,
+            min(_device_bytes(config, rank) for rank in ranks),
+            has_hccl_buffers=config.device.kind == "npu",
+        )
+        memory.check(config)
+        offers = [_offer(config, workload, rank, memory.taken_bytes) for rank in ranks]
         return cls(
             config,
             reasons,
@@ -91,7 +102,8 @@ class AssumedDeployment:
             layout,
             workload,
             make_budget_model(config.graph.budget_model),
-            min(offer.free_bytes for offer in offers),
+            memory,
+            unknown_shape,
             offers,
             ExchangeRule.from_config(config, facts, _chip(config)),
         )
@@ -135,14 +147,20 @@ class AssumedDeployment:
         """The KV cache of one rank."""
         return KVCacheSpec.from_config(self.config, self.facts)
 
+    def graph_bytes(self, pool_bytes: int) -> int:
+        """Return what graphs take: ``pool_bytes``, or an estimate where that is 0 for unknown."""
+        if self.config.graph.mode == "NONE":
+            return 0
+        return pool_bytes or self.memory.graph_bytes
+
     def num_blocks(self, pool_bytes: int) -> int:
-        """Return the KV blocks of a rank whose graphs take so many bytes."""
-        return self.cache_spec.choose_num_blocks(
-            self.config.kv,
-            max(0, self.free_bytes - pool_bytes),
-            max_num_seqs=self.config.scheduler.max_num_seqs,
-            max_model_len=self.config.max_model_len or self.facts.max_model_len,
-        )
+        """Return the KV blocks of a rank whose graphs take so many bytes; 0: not predicted.
+
+        Raises:
+            ConfigError: too few fit, see ``KVCacheSpec.choose_num_blocks``.
+        """
+        free_bytes = max(0, self.memory.free_bytes - self.graph_bytes(pool_bytes))
+        return self.cache_spec.choose_num_blocks(self.config, free_bytes, self.max_model_len)
 
     @property
     def max_model_len(self) -> int:
@@ -159,9 +177,16 @@ class AssumedDeployment:
     @property
     def assumptions(self) -> list[str]:
         """What was assumed of the devices, in sentences."""
+        shape = []
+        if self.unknown_shape:
+            shape = [
+                "weights take what the checkpoint's files do over tp, and graphs nothing: "
+                f"{self.unknown_shape}"
+            ]
         if self.config.device.kind == "npu":
-            chip = [f"each NPU is an {NPU_CHIP}; MC2 has other limits on others"]
+            chip = [f"each NPU is an {_chip(self.config)}; MC2 has other limits on others"]
             return [
+                *shape,
                 f"each NPU has {NPU_STREAMS} streams and {NPU_BYTES // GIB} GiB; the runtime and "
                 f"its communication domains take {NPU_STREAMS_TAKEN} streams and what HCCL's "
                 "expansion mode costs, nobody else takes any",
@@ -169,8 +194,9 @@ class AssumedDeployment:
                 *(chip if self.config.parallel.ep > 1 else []),
             ]
         return [
+            *shape,
             "every rank has the streams and the memory of device.emulator; the runtime takes "
-            f"{EMULATOR_STREAMS_TAKEN} streams"
+            f"{EMULATOR_STREAMS_TAKEN} streams",
         ]
 
 
@@ -187,11 +213,20 @@ def content_of(offer: StreamOffer) -> bytes:
     return msgspec.msgpack.encode(msgspec.structs.replace(offer, rank=0))
 
 
+def _read_shape(model: str) -> tuple[ModelSpec | None, str]:
+    """Return the decoder's shape, or None and why there is none."""
+    try:
+        return read_model_spec(model), ""
+    except ModelError as e:
+        return None, str(e)
+
+
 def _chip(config: Config) -> str:
-    return NPU_CHIP if config.device.kind == "npu" else config.device.emulator.soc
+    device = config.device
+    return (device.soc or NPU_CHIP) if device.kind == "npu" else device.emulator.soc
 
 
-def _offer(config: Config, workload: Workload, rank: int, weight_bytes: int) -> StreamOffer:
+def _offer(config: Config, workload: Workload, rank: int, taken_bytes: int) -> StreamOffer:
     emulator = config.device.emulator
     is_npu = config.device.kind == "npu"
     streams = NPU_STREAMS if is_npu else emulator.streams_by_rank.get(rank, emulator.streams)
@@ -207,7 +242,7 @@ def _offer(config: Config, workload: Workload, rank: int, weight_bytes: int) -> 
         available=max(0, streams - sum(taken.values())),
         taken={who: count for who, count in taken.items() if count},
         reserve=config.graph.reserve_streams,
-        free_bytes=max(0, _device_bytes(config, rank) - weight_bytes),
+        free_bytes=max(0, _device_bytes(config, rank) - taken_bytes),
         device=device,
         max_sizes=max_piecewise_sizes(device),
     )

@@ -129,3 +129,27 @@ def test_a_device_without_streams_for_the_runtime_is_named_by_its_rank(checkpoin
 
     with pytest.raises(StreamExhaustedError, match="rank 1 in"):
         start(config)
+
+
+def test_weights_that_a_device_does_not_hold_are_refused_before_they_are_read(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    config = json.loads((checkpoint / "config.json").read_text()) | {"vocab_size": 200_000}
+    (tmp_path / "config.json").write_text(json.dumps(config))  # and no weights at all
+    emulator = {"strict": False, "memory_mb_by_rank": {1: 64}}
+
+    with pytest.raises(ConfigError, match=r"of the NPU of rank 1, which has 0\.06: raise"):
+        start(
+            make_deployment_config(
+                tmp_path, parallel={"tp": 2}, device={"kind": "emulated", "emulator": emulator}
+            )
+        )
+
+
+def test_a_length_that_the_cache_does_not_hold_is_refused_before_weights_are_read(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    shutil.copy(checkpoint / "config.json", tmp_path)
+
+    with pytest.raises(ConfigError, match=r"max_model_len is 512; 3 KV blocks .* of 257"):
+        start(make_deployment_config(tmp_path, max_model_len=512, kv={"num_blocks": 3}))

@@ -58,6 +58,9 @@ class TestEveryExchange:
     def test_gives_the_same_with_shared_experts_on_a_side_stream(self, results, layout, kind):
         assert_no_problems(results(layout), f"overlap {kind}")
 
+    def test_gives_nearly_the_dense_sum_in_int8_and_replays_its_bits(self, results, layout, kind):
+        assert_no_problems(results(layout), f"int8 {kind}")
+
     def test_is_the_same_operators_on_all_ranks(self, results, layout, kind):
         assert len({result["digests"][kind] for result in results(layout)}) == 1
 

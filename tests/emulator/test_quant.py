@@ -109,3 +109,70 @@ def test_quantised_products_refuse():
     refused(name, "scale must have 1 or 24", call(scale=torch.ones(7).npu()))
     refused(name, "scale of Long", call(scale=torch.ones(24, dtype=torch.int64).npu()))
     refused(name, "one for each of 5 rows", call(pertoken_scale=torch.ones(4).npu()))
+
+
+GROUPS = 3
+
+
+def grouped(dtype, **changes):
+    call = {
+        "x": torch.randint(-127, 128, (9, 32), dtype=torch.int8),
+        "weight": torch.randint(-127, 128, (GROUPS, 32, 24), dtype=torch.int8),
+        "scale": (torch.rand(GROUPS, 24) / 300).to(
+            torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        ),
+        "per_token_scale": torch.rand(9),
+        "group_list": torch.tensor([4, 0, 3]),
+        "group_list_type": 1,
+        "group_type": 0,
+        "split_item": 3,
+        "output_dtype": dtype,
+    } | changes
+
+    def run():
+        on_device = {k: v.npu() if isinstance(v, torch.Tensor) else v for k, v in call.items()}
+        x, weight = on_device.pop("x"), on_device.pop("weight")
+        for name in ("scale", "per_token_scale", "bias"):
+            if name in on_device:
+                on_device[name] = [on_device[name]]
+        return torch_npu.npu_grouped_matmul([x], [weight], **on_device)[0]
+
+    return call, run
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("cumulative", [True, False])
+def test_quantised_products_of_groups(dtype, cumulative):
+    ends = {"group_list": torch.tensor([4, 4, 7]), "group_list_type": 0} if cumulative else {}
+    call, run = grouped(dtype, **ends)
+
+    out = run()
+
+    assert out.dtype == dtype and out.shape == (9, 24)
+    for group, rows in [(0, slice(0, 4)), (2, slice(4, 7))]:
+        sums = (call["x"][rows].long() @ call["weight"][group].long()).float()
+        want = sums * call["scale"][group].float() * call["per_token_scale"][rows, None]
+        assert_close(out[rows], want)
+
+
+@pytest.mark.parametrize(
+    "rule,changes",
+    [
+        ("scale must be BFloat16 for results of BFloat16", {"scale": torch.ones(GROUPS, 24)}),
+        ("a column for each of 24 outputs", {"scale": torch.ones(GROUPS, 23).bfloat16()}),
+        ("a row for each of 3 groups", {"scale": torch.ones(24).bfloat16()}),
+        ("one for each of 9 rows", {"per_token_scale": torch.ones(8)}),
+        ("one for each of 9 rows", {"per_token_scale": torch.ones(9).bfloat16()}),
+        ("must both be int8", {"weight": torch.zeros(GROUPS, 32, 24).bfloat16()}),
+        ("bias and act_type", {"bias": torch.ones(GROUPS, 24, dtype=torch.int32)}),
+        ("bias and act_type", {"act_type": 5}),
+        ("with group_list_type 1", {"weight": torch.zeros(1, 32, 24, dtype=torch.int8),
+                                    "group_list": torch.tensor([9])}),
+        ("does not fit", {"weight": torch.zeros(GROUPS, 31, 24, dtype=torch.int8)}),
+    ],
+)  # fmt: skip
+def test_quantised_products_of_groups_refuse(rule, changes):
+    _, run = grouped(torch.bfloat16, **changes)
+    with pytest.raises(RuntimeError) as error:
+        run()
+    assert "aclnnGroupedMatmul" in str(error.value) and rule in str(error.value)

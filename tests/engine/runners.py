@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from dist_aclgraph.comm.groups import ONE_RANK
 from dist_aclgraph.config import make_config
 from dist_aclgraph.device.npu import Npu
-from dist_aclgraph.engine.model_runner import ModelRunner
+from dist_aclgraph.engine.model_runner import TORCH_DTYPES, ModelRunner
 from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.decoder import Decoder
@@ -30,6 +28,7 @@ from tests.plans import decode_graph
 
 MAX_LEN, BLOCK_SIZE = 128, 32
 GREEDY = RowSampling()
+FLOAT32 = {"dtype": "float32"}
 
 
 def make_runner(
@@ -38,21 +37,22 @@ def make_runner(
     max_tokens: int = 8,
     graphs: Sequence[BatchDescriptor] = (),
     num_drafts: int = 0,
+    settings: Mapping[str, Any] = FLOAT32,
     **options: Any,
 ) -> ModelRunner:
     config = make_config(
         {
             "model": str(directory),
-            "dtype": "float32",
             "scheduler": {"max_num_seqs": max_tokens},
             "kv": {"block_size": BLOCK_SIZE},
             "speculative": {"num_tokens": num_drafts},
+            **settings,
         }
     )
     model = Decoder(
         read_model_spec(directory),
         ONE_RANK,
-        Checkpoint(directory, torch.float32),
+        Checkpoint(directory, TORCH_DTYPES[config.dtype], quantises=config.quantization == "w8a8"),
         device=npu.device,
         max_len=MAX_LEN,
         drafts=num_drafts > 0,

@@ -85,6 +85,18 @@ def test_shards_are_found_by_the_index(tmp_path: Path) -> None:
     assert "c" not in checkpoint
 
 
+def test_the_only_file_is_found_whatever_its_name_before_the_ending(tmp_path: Path) -> None:
+    save_file({"m": MATRIX}, tmp_path / "quant_model_weights.safetensors")
+    assert "m" in Checkpoint(tmp_path, torch.float32)
+
+    save_file({"n": MATRIX}, tmp_path / "other.safetensors")
+    make_index(tmp_path, {"n": "other.safetensors"})
+    index = tmp_path / "model.safetensors.index.json"
+    index.rename(tmp_path / "quant_model_weights.safetensors.index.json")
+
+    assert "n" in Checkpoint(tmp_path, torch.float32)
+
+
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "sub/x.safetensors"])
 def test_an_index_may_not_name_files_outside_its_directory(tmp_path: Path, name: str) -> None:
     make_index(tmp_path, {"a": name})

@@ -77,10 +77,9 @@ class Shape:
 def shapes(family: GraphFamily, workload: Workload) -> tuple[Shape, ...]:
     """Return the graphs of one bucket, draft graphs included."""
     found = _model_shapes(family, workload, workload.num_layers, 1, "")
-    if not workload.draft_layers:
-        return found
-    # All draft steps of a full graph are captured into one; pieces are shared by the steps.
-    steps = max(1, workload.query_len - 1) if family.run_mode == "FULL" else 1
+    if not workload.draft_layers or family.run_mode != "FULL":
+        return found  # behind pieces, drafting runs eagerly
+    steps = max(1, workload.query_len - 1)  # all of them are captured into one graph
     return found + _model_shapes(family, workload, workload.draft_layers, steps, "draft ")
 
 

@@ -30,7 +30,11 @@ char *bytes_at(const void *p) {
 HcclResult launch_on(const Comm &c, const char *name, aclrtStream stream, Task body) {
   if (use_domain(stream, c.get(), c->ranks))
     return HCCL_E_RUNTIME;
-  return launch(stream, TaskKind::Kernel, name, std::move(body)) ? HCCL_E_RUNTIME : HCCL_SUCCESS;
+  auto counted = [c, body = std::move(body)] {
+    body();
+    count_collective(c->device);
+  };
+  return launch(stream, TaskKind::Kernel, name, std::move(counted)) ? HCCL_E_RUNTIME : HCCL_SUCCESS;
 }
 
 // Every rank offers the same number of bytes, and `consume(begin, bytes, parts)` gets that stretch
@@ -244,6 +248,7 @@ std::optional<Domain> emu::hccl::find_domain(const std::string &name, uint32_t r
     Call call{};
     snprintf(call.text, sizeof call.text, "%s", what.c_str());
     all_to_each(*c, call, offer, bytes, consume);
+    count_collective(c->device);
   };
   return Domain{c->ranks, c->rank, exchange};
 }

@@ -29,6 +29,11 @@ kernels::Data shifted(kernels::Data d, int64_t elements) {
   return {static_cast<char *>(d.p) + elements * static_cast<int64_t>(bytes_of(d.type)), d.type};
 }
 
+void check_range(int64_t group, int64_t start, int64_t end, int64_t rows) {
+  TORCH_CHECK(end >= start && end <= rows, "group_list gives group ", group, " the rows ", start,
+              " to ", end, " of ", rows);
+}
+
 void run(const Grouped &g) {
   AtenScope scope;
   const int64_t *list = g.list ? g.list->data_ptr<int64_t>() : nullptr;
@@ -37,8 +42,7 @@ void run(const Grouped &g) {
     MatMul mm = g.products[i];
     if (list) {
       int64_t end = g.cumulative ? list[i] : start + list[i];
-      TORCH_CHECK(end >= start && end <= mm.m, "group_list gives group ", i, " the rows ", start,
-                  " to ", end, " of ", mm.m);
+      check_range(i, start, end, mm.m);
       mm.a = shifted(mm.a, start * mm.a_stride);
       mm.out = shifted(mm.out, start * mm.out_stride);
       mm.m = end - start;
@@ -157,10 +161,83 @@ Task bind_grouped(const Tensors &x, const Tensors &weight, const Tensors &bias, 
   return arithmetic([g] { run(g); });
 }
 
-void refuse_quantised(std::initializer_list<std::pair<const char *, const Tensors *>> lists) {
+void refuse_all(std::initializer_list<std::pair<const char *, const Tensors *>> lists) {
   for (auto &[name, list] : lists)
     for (const Tensor &t : *list)
       refuse_unless(t.numel() == 0, name, " is not emulated");
+}
+
+bool is_given(const Tensors &list) { return !list.empty() && list[0].numel() > 0; }
+
+// Table 2, rows of per-token quantisation: bfloat16 results want scales in bfloat16, float16 results
+// want float32.
+void check_scales(const Tensor &x, const Tensor &weight, const Tensors &scale, const Tensors &rows,
+                  const Tensor &y) {
+  refuse_unless(is_half(y), "output_dtype ", y.scalar_type(), " of int8 is not emulated");
+  auto wanted = y.scalar_type() == at::kBFloat16 ? at::kBFloat16 : at::kFloat;
+  refuse_unless(scale.size() == 1 && scale[0].dim() == 2 && scale[0].size(0) == weight.size(0) &&
+                    scale[0].size(1) == weight.size(2) && scale[0].is_contiguous(),
+                "scale must be one tensor with a row for each of ", weight.size(0),
+                " groups and a column for each of ", weight.size(2), " outputs");
+  demand(scale[0].scalar_type() == wanted, "scale must be ", wanted, " for results of ",
+         y.scalar_type(), ", got ", scale[0].scalar_type());
+  refuse_unless(rows.size() == 1 && rows[0].scalar_type() == at::kFloat && rows[0].dim() == 1 &&
+                    rows[0].size(0) == x.size(0) && rows[0].is_contiguous(),
+                "per_token_scale must be one float32 tensor, one for each of ", x.size(0), " rows");
+}
+
+// Rules: the same document, int8 with a scale for each row and each output of a group.
+Task bind_quantised(const Tensors &x, const Tensors &weight, const Tensors &bias,
+                    const Tensors &scale, const Tensors &row_scale, const OptTensor &list,
+                    int64_t split_item, int64_t group_type, int64_t list_type, int64_t activation,
+                    const Tensors &y) {
+  refuse_unless(x.size() == 1 && weight.size() == 1 && weight[0].dim() == 3 && y.size() == 1 &&
+                    group_type == 0 && (split_item == 2 || split_item == 3),
+                "int8 is emulated for x, weight and y of one tensor each, with group_type 0");
+  refuse_unless(x[0].scalar_type() == at::kChar && weight[0].scalar_type() == at::kChar,
+                "x and weight must both be int8, got ", x[0].scalar_type(), " and ",
+                weight[0].scalar_type());
+  refuse_unless(!is_given(bias) && activation == 0,
+                "bias and act_type are not emulated beside int8");
+  check_shapes(x, weight);
+  check_list(list, list_type, weight[0].size(0), true);
+  Tensor left = x[0], right = weight[0], rows = row_scale.empty() ? Tensor() : row_scale[0];
+  check_scales(left, right, scale, row_scale, y[0]);
+  refuse_unless(left.size(1) == right.size(1) && y[0].size(0) == left.size(0) &&
+                    y[0].size(1) == right.size(2),
+                "y of shape ", y[0].sizes(), " does not fit x ", left.sizes(), " and weight ",
+                right.sizes());
+  return arithmetic([=, out = y[0], steps = scale[0], ends = *list] {
+    AtenScope scope;
+    const int64_t *counts = ends.data_ptr<int64_t>();
+    int64_t start = 0;
+    for (int64_t i = 0; i < right.size(0); i++) {
+      int64_t end = list_type == 0 ? counts[i] : start + counts[i];
+      check_range(i, start, end, left.size(0));
+      if (end > start) {
+        Tensor sum = at::matmul(left.slice(0, start, end).to(at::kDouble),
+                                right[i].to(at::kDouble));  // exact
+        out.slice(0, start, end)
+            .copy_(sum * steps[i].to(at::kFloat) * rows.slice(0, start, end).unsqueeze(1));
+      }
+      start = end;
+    }
+  });
+}
+
+// Versions 4 and 5 differ in a tuning hint alone.
+Task bind_any(const Tensors &x, const Tensors &weight, const Tensors &bias, const Tensors &scale,
+          const Tensors &offset, const Tensors &antiquant_scale, const Tensors &antiquant_offset,
+          const Tensors &row_scale, const OptTensor &list, int64_t split_item, int64_t group_type,
+          int64_t list_type, int64_t activation, const Tensors &y) {
+  refuse_all({{"offset", &offset},
+              {"antiquant_scale", &antiquant_scale},
+              {"antiquant_offset", &antiquant_offset}});
+  if (!x.empty() && x[0].scalar_type() == at::kChar)
+    return bind_quantised(x, weight, bias, scale, row_scale, list, split_item, group_type,
+                          list_type, activation, y);
+  refuse_all({{"scale", &scale}, {"per_token_scale", &row_scale}});
+  return bind_grouped(x, weight, bias, list, split_item, group_type, list_type, activation, y);
 }
 
 }  // namespace
@@ -170,20 +247,14 @@ OP(aclnnGroupedMatmulV4,
       Tensors antiquant_scale, Tensors antiquant_offset, Tensors per_token_scale, OptTensor list,
       Tensors, Tensors, Tensors, int64_t split_item, int64_t group_type, int64_t list_type,
       int64_t activation, Tensors y, Tensors, Tensors) -> Task {
-     refuse_quantised({{"scale", &scale}, {"offset", &offset},
-                       {"antiquant_scale", &antiquant_scale},
-                       {"antiquant_offset", &antiquant_offset},
-                       {"per_token_scale", &per_token_scale}});
-     return bind_grouped(x, weight, bias, list, split_item, group_type, list_type, activation, y);
+     return bind_any(x, weight, bias, scale, offset, antiquant_scale, antiquant_offset, per_token_scale,
+                 list, split_item, group_type, list_type, activation, y);
    })
 OP(aclnnGroupedMatmulV5,
    [](Tensors x, Tensors weight, Tensors bias, Tensors scale, Tensors offset,
       Tensors antiquant_scale, Tensors antiquant_offset, Tensors per_token_scale, OptTensor list,
       Tensors, Tensors, Tensors, int64_t split_item, int64_t group_type, int64_t list_type,
       int64_t activation, Ints, Tensors y, Tensors, Tensors) -> Task {
-     refuse_quantised({{"scale", &scale}, {"offset", &offset},
-                       {"antiquant_scale", &antiquant_scale},
-                       {"antiquant_offset", &antiquant_offset},
-                       {"per_token_scale", &per_token_scale}});
-     return bind_grouped(x, weight, bias, list, split_item, group_type, list_type, activation, y);
+     return bind_any(x, weight, bias, scale, offset, antiquant_scale, antiquant_offset, per_token_scale,
+                 list, split_item, group_type, list_type, activation, y);
    })

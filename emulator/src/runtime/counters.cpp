@@ -2,6 +2,7 @@
 
 #include "runtime/errors.h"
 #include "runtime/queue_pool.h"
+#include "runtime/services.h"
 
 namespace emu {
 
@@ -9,6 +10,8 @@ Counters &Counters::of(int device) {
   static Counters counters[kMaxDevices];
   return counters[device];
 }
+
+void count_collective(int device) { count(Counters::of(device).collectives); }
 
 }  // namespace emu
 
@@ -37,6 +40,7 @@ EMU_API const char *emulator_counters(int device) {
       {"queue_pool", QueuePool::of(device).size()},
       {"queues", QueuePool::of(device).bound()},
       {"queue_bindings", c.queue_bindings},
+      {"collectives", c.collectives},
   };
   text = "{";
   for (auto &[name, value] : values)

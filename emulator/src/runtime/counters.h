@@ -14,6 +14,7 @@ struct Counters {
   std::atomic<long> external_waits{0}, external_wait_ns{0};
   std::atomic<long> task_updates{0};
   std::atomic<long> queue_bindings{0};
+  std::atomic<long> collectives{0};  // that have run, in replays too
 
   static Counters &of(int device);
 };

@@ -14,6 +14,9 @@ EMU_SHARED void close_domain(uint32_t ranks, int device);
 // domain that it touches.
 EMU_SHARED aclError use_domain(aclrtStream stream, const void *domain, uint32_t ranks);
 
+// A collective has run on a device: eagerly, in a replay, or inside the kernel of an operator.
+EMU_SHARED void count_collective(int device);
+
 // Fault injection compares fault_rank with this; the first communicator tells it.
 EMU_SHARED void set_fault_identity(int rank);
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dist_aclgraph.config import Config, make_config
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.kv.spec import KVCacheSpec, elements_per_token, kv_heads_per_rank
 from dist_aclgraph.model_facts import ModelFacts
@@ -60,6 +61,41 @@ def test_fraction_and_limit_both_bound_the_cache() -> None:
 def test_a_cache_too_small_for_any_request_is_refused() -> None:
     with pytest.raises(ConfigError, match="only 1 KV blocks"):
         make_spec(num_layers=1).blocks_that_fit(65536, 1.0, 1 << 40)
+
+
+def make_cache_config(**sections) -> Config:
+    return make_config({"model": "m", "scheduler": {"max_num_seqs": 4}, **sections})
+
+
+def test_the_next_token_module_has_a_cache_of_its_own() -> None:
+    facts = make_facts(latent_size=576, num_draft_layers=1)
+    layers = [
+        KVCacheSpec.from_config(make_cache_config(speculative={"num_tokens": k}), facts).num_layers
+        for k in (0, 1, 3)
+    ]
+
+    assert layers == [61, 62, 62]  # one module, however often it runs
+
+
+def test_the_last_token_of_the_longest_request_takes_no_slot() -> None:
+    spec = make_spec(block_size=16)
+
+    assert [spec.longest_request(5, length) for length in (64, 65, 66)] == [64, 65, 65]
+
+
+def test_a_length_that_was_asked_for_is_not_shortened() -> None:
+    spec = make_spec(num_layers=1, block_size=128)
+    free_bytes = 10 * 65536
+
+    def choose(max_model_len: int | None, **kv) -> int:
+        config = make_cache_config(max_model_len=max_model_len, kv={"memory_fraction": 0.5, **kv})
+        return spec.choose_num_blocks(config, free_bytes, max_model_len or 4096)
+
+    assert choose(None) == choose(4 * 128 + 1) == 5
+    with pytest.raises(ConfigError, match=r"max_model_len is 514; 5 KV blocks .* of 513: lower it"):
+        choose(4 * 128 + 2)
+    with pytest.raises(ConfigError, match=r"hold requests of 257: lower it, or raise kv.num_block"):
+        choose(4 * 128, num_blocks=3)
 
 
 def test_heads_are_split_or_repeated_over_ranks() -> None:

@@ -1,0 +1,38 @@
+"""A bucket with drafts takes the streams that were predicted before anything was captured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.deployments import make_deployment_config, serving
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
+
+TINY_DEEPSEEK = Path(__file__).parents[2] / "models" / "tiny-deepseek"
+
+
+@pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
+def test_graphs_of_drafts_are_priced_as_they_are_captured(mode: str) -> None:
+    config = make_deployment_config(
+        TINY_DEEPSEEK,
+        dtype="bfloat16",
+        parallel={"tp": 2, "ep": 2},
+        scheduler={"max_num_seqs": 4},
+        speculative={"num_tokens": 2},
+        graph={
+            "mode": mode,
+            "budget_model": "cann-pinned",
+            "sizes": (3, 12),
+            "mixed_sizes": (8, 16) if mode == "FULL_AND_PIECEWISE" else None,
+            "lazy": "off",
+        },
+    )
+
+    with serving(config) as service:
+        ranks = service.report()["ranks"]
+
+    for rank in ranks:
+        assert rank["warnings"] == []
+        assert rank["streams"]["predicted"] == rank["streams"]["measured"] > 0

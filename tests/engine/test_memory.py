@@ -1,0 +1,140 @@
+"""The account of a rank's memory against the tensors that a rank holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dist_aclgraph.comm.groups import CommGroup, RankGroups
+from dist_aclgraph.config import make_config
+from dist_aclgraph.device.npu import Npu
+from dist_aclgraph.engine.model_runner import ModelRunner
+from dist_aclgraph.graph.descriptor import BatchDescriptor
+from dist_aclgraph.graph.memory import RankMemory
+from dist_aclgraph.kv.spec import KVCacheSpec
+from dist_aclgraph.layers.experts import ExpertSetup
+from dist_aclgraph.model_facts import read_model_facts
+from dist_aclgraph.models.checkpoint import Checkpoint
+from dist_aclgraph.models.decoder import Decoder
+from dist_aclgraph.models.spec import read_model_spec
+from dist_aclgraph.models.weight_sizes import weight_parts
+from tests.checkpoints import make_reference
+
+TINY_DEEPSEEK = Path(__file__).parents[2] / "models" / "tiny-deepseek"
+MAX_LEN = 128
+
+
+def tensors_of(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Yield every device tensor that an object of this package holds, shared storage once."""
+    if isinstance(value, Tensor):
+        if value.device.type == "npu" and value.untyped_storage().data_ptr() not in seen:
+            seen.add(value.untyped_storage().data_ptr())
+            yield value
+        return
+    if id(value) in seen or isinstance(value, CommGroup):
+        return
+    seen.add(id(value))
+    if isinstance(value, dict):
+        held: Any = value.values()
+    elif isinstance(value, list | tuple):
+        held = value
+    elif type(value).__module__.startswith("dist_aclgraph.") and (
+        dataclasses.is_dataclass(value) or hasattr(value, "__dict__")
+    ):
+        held = vars(value).values()
+    else:
+        return
+    for item in held:
+        yield from tensors_of(item, seen)
+
+
+def bytes_of(value: Any, *but: Tensor) -> int:
+    seen = {tensor.untyped_storage().data_ptr() for tensor in but}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(value, seen))
+
+
+def load(npu: Npu, directory: Path, dtype: torch.dtype, tp: int, ep: int, drafts: bool) -> Decoder:
+    group, experts = CommGroup(tuple(range(tp)), tp - 1), CommGroup(tuple(range(ep)), ep - 1)
+    groups = RankGroups(group, experts if ep > 1 else CommGroup((tp - 1,), 0))
+    return Decoder(
+        read_model_spec(directory),
+        groups,
+        Checkpoint(directory, dtype),
+        device=npu.device,
+        max_len=MAX_LEN,
+        drafts=drafts,
+        experts=ExpertSetup(groups),
+    )
+
+
+@pytest.fixture(scope="module")
+def checkpoints(npu: Npu, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {"tiny-deepseek": TINY_DEEPSEEK}
+    for name in ("Qwen3", "Qwen2", "Qwen3Moe", "DeepseekV3", "DeepseekV2"):
+        found[name] = tmp_path_factory.mktemp(name)
+        make_reference(f"{name}ForCausalLM", found[name])
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "tp", "ep"),
+    [
+        ("Qwen3", 1, 1),
+        ("Qwen3", 2, 1),
+        ("Qwen3", 4, 1),
+        ("Qwen2", 2, 1),
+        ("Qwen3Moe", 2, 1),
+        ("Qwen3Moe", 2, 4),
+        ("DeepseekV3", 1, 1),
+        ("DeepseekV3", 2, 2),
+        ("DeepseekV3", 2, 8),
+        ("DeepseekV2", 2, 4),
+        ("tiny-deepseek", 2, 4),
+    ],
+)
+def test_a_rank_holds_the_weights_that_were_computed(
+    npu: Npu, checkpoints: dict[str, Path], name: str, tp: int, ep: int, dtype: torch.dtype
+) -> None:
+    drafts = name == "tiny-deepseek"
+    decoder = load(npu, checkpoints[name], dtype, tp, ep, drafts)
+    kind: Any = decoder.kind
+
+    held = bytes_of(decoder, kind._cos, kind._sin)
+
+    parts = weight_parts(decoder.spec, tp=tp, ep=ep, element_bytes=dtype.itemsize, drafts=drafts)
+    assert sum(part.bytes for part in parts) == pytest.approx(held, rel=0.001)
+
+
+def test_a_rank_holds_the_caches_and_step_buffers_that_were_computed(npu: Npu) -> None:
+    config = make_config(
+        {
+            "model": str(TINY_DEEPSEEK),
+            "max_model_len": MAX_LEN,
+            "scheduler": {"max_num_seqs": 16},
+            "speculative": {"num_tokens": 1},
+        }
+    )
+    facts, spec = read_model_facts(TINY_DEEPSEEK), read_model_spec(TINY_DEEPSEEK)
+    decoder = load(npu, TINY_DEEPSEEK, torch.bfloat16, 1, 1, True)
+    runner = ModelRunner(
+        config, npu, decoder, num_blocks=5, max_len=MAX_LEN,
+        graphs=[BatchDescriptor(32, 16, 2, "FULL")], owns_output=True,
+    )  # fmt: skip
+    kind: Any = decoder.kind
+    drafts: Any = runner._drafts
+
+    caches = bytes_of([runner._caches, drafts._cache])
+    buffers = bytes_of([runner._buffers, kind._cos, kind._sin])
+
+    assert caches == KVCacheSpec.from_config(config, facts).total_bytes(5)
+    memory = RankMemory.from_config(config, facts, spec, 1 << 30, has_hccl_buffers=False)
+    (computed,) = (part.bytes for part in memory.parts if part.name == "step buffers")
+    # Sixteen positions are spare, beside 128.
+    assert computed == pytest.approx(buffers, rel=0.05)

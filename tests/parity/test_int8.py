@@ -1,0 +1,52 @@
+"""Int8 over several ranks: graphs give the tokens of eager steps, by the operators' own rules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import make_prompts, make_reference
+from tests.deployments import greedy_params, make_deployment_config, serving
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
+
+
+def generate(directory: Path, parallel: dict[str, int], mode: str) -> list[list[int]]:
+    config = make_deployment_config(
+        directory,
+        dtype="bfloat16",
+        quantization="w8a8",
+        parallel=parallel,
+        graph={"mode": mode},
+        device={"emulator": {"strict": True}},
+    )
+    with serving(config) as service:
+        # One after another: products of floats may round otherwise in batches of another size.
+        answers = [
+            service.generate([prompt], greedy_params(8), f"alone{i}")[0]
+            for i, prompt in enumerate(make_prompts([5, 150]))
+        ]
+        report = service.report()
+    if mode != "NONE":
+        assert sum(bucket["replays"] for bucket in report["buckets"]) > 0
+    return [answer.tokens for answer in answers]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "parallel"),
+    [
+        ("Qwen3ForCausalLM", {"tp": 2}),
+        ("DeepseekV3ForCausalLM", {"tp": 2, "dp": 2, "ep": 4}),
+    ],
+)
+def test_graphs_give_the_tokens_of_eager_steps(
+    npu: Any, tmp_path: Path, architecture: str, parallel: dict[str, int]
+) -> None:
+    make_reference(architecture, tmp_path, num_hidden_layers=2)
+
+    eager = generate(tmp_path, parallel, "NONE")
+
+    assert [len(tokens) for tokens in eager] == [8, 8]
+    assert generate(tmp_path, parallel, "FULL_DECODE_ONLY") == eager

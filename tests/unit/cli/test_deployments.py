@@ -1,0 +1,129 @@
+"""Every deployment of configs/ has a plan; the large ones price memory, streams and exchanges."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from dist_aclgraph.cli.plan_report import plan_report, render_plan
+from dist_aclgraph.config import load_config
+from dist_aclgraph.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+V3, R1, QWEN3 = (
+    "deepseek-v3-tp8-dp4-ep32-mtp",
+    "deepseek-r1-tp16",
+    "qwen3-235b-a22b-tp8-dp2-ep16",
+)
+A2 = {"device.soc": "Ascend910B1", "device.hccl_expansion": "FFTS"}
+A3 = {"device.soc": "Ascend910_9391", "device.hccl_expansion": "AICPU"}
+
+
+def plan(name: str, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
+    return plan_report(load_config(CONFIGS / f"{name}.yaml", overrides))
+
+
+def kinds(report: dict[str, Any]) -> dict[str, int]:
+    """The most tokens that travel in each way."""
+    return {entry["kind"]: entry["last"] for entry in report["exchanges"]}
+
+
+def price(report: dict[str, Any]) -> int:
+    return int(report["graph"]["families"][0]["price_per_bucket"])
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_deployment_has_a_plan_whose_memory_adds_up(path: Path) -> None:
+    report = plan_report(load_config(path))
+    memory = report["memory"]
+
+    spent = sum(part["bytes"] for part in memory["parts"])
+    assert spent + memory["left_bytes"] == memory["device_bytes"]
+    assert memory["left_bytes"] >= 0 and memory["warnings"] == []
+    assert {"attention", "step buffers", "graphs", "KV blocks"} <= {
+        part["name"] for part in memory["parts"]
+    }
+    out = io.StringIO()
+    render_plan(json.loads(json.dumps(report)), Console(file=out, width=160))
+    assert "memory of each NPU" in out.getvalue() and "KV blocks" in out.getvalue()
+    assert f"ep {report['layout']['ep']})" in out.getvalue()
+
+
+@pytest.mark.parametrize("name", [V3, R1, QWEN3])
+def test_a_large_deployment_serves_many_requests_of_full_length(name: str) -> None:
+    report = plan(name)
+    kv, wanted = report["kv"], load_config(CONFIGS / f"{name}.yaml").max_model_len
+
+    assert kv["max_model_len"] == wanted
+    assert kv["tokens"] >= 4 * wanted
+    assert report["ranks"][0]["left_streams"] > 0
+    assert report["plans"][0]["families"][0]["buckets"][-1] == max(
+        load_config(CONFIGS / f"{name}.yaml").graph.sizes or ()
+    )
+
+
+@pytest.mark.parametrize("name", [V3, QWEN3])
+def test_ranks_of_spread_experts_have_a_domain_for_tp_and_one_for_ep(name: str) -> None:
+    report = plan(name)
+    layout, rank = report["layout"], report["ranks"][-1]
+
+    assert [len(domain) for domain in rank["domains"]] == [layout["ep"], layout["tp"]]
+    assert rank["taken"]["communication domains"] == 2 * 2  # FFTS takes two in each
+    assert len(layout["lockstep_groups"]) == 1
+
+
+@pytest.mark.parametrize("name", [V3, QWEN3])
+def test_decode_batches_find_room_for_mc2_in_hccls_buffer(name: str) -> None:
+    report = plan(name)
+
+    assert kinds(report)["mc2"] >= report["plans"][0]["families"][0]["buckets"][-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        (V3, {"parallel.tp": 4, "parallel.ep": 16}),
+        (R1, {"parallel.tp": 4, "parallel.ep": 4}),
+        (R1, {"quantization": None}),
+        (QWEN3, {"parallel.tp": 2, "parallel.ep": 4}),
+    ],
+)
+def test_fewer_npus_or_wider_weights_are_refused(name: str, overrides: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(name, overrides)
+
+    message = str(caught.value)
+    assert "GiB of each NPU, which has 64.00: raise parallel.tp or parallel.ep" in message
+    is_quantised = name == R1 and "quantization" not in overrides
+    assert ("quantization=w8a8" in message) != is_quantised
+
+
+def test_a_request_that_the_blocks_do_not_hold_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"max_model_len is 163840; .*: lower it, or raise kv.me"):
+        plan(V3, {"max_model_len": 163840, "kv.memory_fraction": 0.4})
+    with pytest.raises(ConfigError, match=r"only [01] KV blocks"):
+        plan(V3, {"kv.memory_fraction": 0.0001})
+
+
+def test_estimates_that_eager_steps_do_not_find_free_are_a_warning() -> None:
+    memory = plan(V3, {"scheduler.max_num_batched_tokens": 8192})["memory"]
+
+    assert memory["left_bytes"] < 0
+    assert "eager steps of 8192 tokens" in memory["warnings"][0]
+
+
+def test_chips_differ_in_exchange_and_in_what_hccl_takes() -> None:
+    a2, a3 = plan(QWEN3, A2), plan(QWEN3, A3)
+
+    assert a2["ranks"][0]["taken"]["communication domains"] == 2 + 2
+    assert a3["ranks"][0]["taken"]["communication domains"] == 7 + 15
+    assert price(a3) - price(a2) == (7 + 15) - (2 + 2)
+    assert "an Ascend910_9391" in " ".join(a3["assumptions"])
+    # MC2 takes 256 tokens of a rank on A2, 512 on A3.
+    more = {"scheduler.max_num_batched_tokens": 8192, "device.hccl_buffer_mb": 1280}
+    assert [kinds(plan(QWEN3, chip | more))["mc2"] for chip in (A2, A3)] == [8 * 256, 8 * 512]
