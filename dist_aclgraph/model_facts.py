@@ -11,6 +11,7 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_LATENT_HEADS = 128  # of a rank, and a power of two: the limits of latent attention's operator
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
@@ -72,8 +73,10 @@ def check_model(config: Config, facts: ModelFacts) -> None:
     """Check what a deployment wants of its model.
 
     Raises:
-        ConfigError: the model has not what ``parallel.ep`` or ``speculative.num_tokens`` need.
+        ConfigError: the model has not what ``parallel.ep`` or ``speculative.num_tokens`` need, or
+            its heads cannot be split over ``parallel.tp``.
     """
+    heads_per_rank(facts.num_heads, config.parallel.tp, is_latent=facts.mla)
     if config.parallel.ep > 1 and not facts.moe:
         raise ConfigError(
             f"parallel.ep is {config.parallel.ep}; {facts.architecture} has no experts to spread: "
@@ -84,6 +87,26 @@ def check_model(config: Config, facts: ModelFacts) -> None:
             f"speculative.num_tokens is {config.speculative.num_tokens}; {facts.architecture} has "
             "no next-token modules to draft with: set speculative.num_tokens=0"
         )
+
+
+def heads_per_rank(num_heads: int, tp: int, *, is_latent: bool) -> int:
+    """Return how many attention heads each of ``tp`` ranks has.
+
+    Raises:
+        ConfigError: they cannot be divided, or into numbers that latent attention does not take.
+    """
+    count, rest = divmod(num_heads, tp)
+    if is_latent and (rest or count > MAX_LATENT_HEADS or count & (count - 1)):
+        raise ConfigError(
+            f"parallel.tp is {tp}: it must divide the model's {num_heads} attention heads into "
+            f"powers of two up to {MAX_LATENT_HEADS}, the numbers of heads that latent attention "
+            "can have on a rank"
+        )
+    if rest:
+        raise ConfigError(
+            f"parallel.tp is {tp}: it must divide the model's {num_heads} attention heads"
+        )
+    return count
 
 
 def read_model_facts(directory: str | Path) -> ModelFacts:

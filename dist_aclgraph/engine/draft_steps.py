@@ -134,7 +134,7 @@ class DraftSteps:
         Returns:
             [num_samples] int32, how many drafts of each request passed; then padding.
         """
-        assert step.drafts is not None
+        assert step.drafts is not None and step.next_tokens is not None
         num_places, live = self.num_places, inputs.num_samples
         num_samples = len(step.drafts.rows)
         spread = ExpertStep(self._choose_exchange(num_samples * num_places), self._tally)
@@ -155,6 +155,8 @@ class DraftSteps:
             later = self._prepared(later, inputs.block_table[inputs.sampled])
             return self._forward(over, later, spread)
 
+        # Before padding, whose places are no one's.
+        next_tokens = step.next_tokens.index_copy(0, step.places.long(), sampled)
         if len(sampled) < num_samples * num_places:
             padded = sampled.new_zeros(num_samples * num_places)
             padded[: len(sampled)].copy_(sampled)
@@ -163,7 +165,7 @@ class DraftSteps:
             self._module.logits,
             run,
             step.token_ids,
-            step.next_tokens,
+            next_tokens,
             step.positions,
             step.slots,
             hidden,

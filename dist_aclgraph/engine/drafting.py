@@ -84,8 +84,8 @@ class Drafter:
         Args:
             logits: of the module's results: [num_reqs, hidden] -> [num_reqs, vocab].
             token_ids, positions, slots: [n] int32, of the step, drafts filled in.
-            next_tokens: [n] int32, the token after each, where it is known; None where every token
-                is a place, in order.
+            next_tokens: [n] int32, the token after each, what was sampled at the places filled in;
+                None where every token is a place, in order.
             hidden: [n, hidden], the target model's.
             sampled: [num_reqs, k + 1] int32, at the places.
 
@@ -99,9 +99,7 @@ class Drafter:
             return sampled.new_empty(0)
         drafted = token_ids.index_select(0, inputs.places).view(num_reqs, num_places)[:, 1:]
         accepted = count_accepted(sampled, drafted, inputs.most)
-        chosen = sampled.reshape(-1)
-        if next_tokens is not None:
-            chosen = next_tokens.index_copy(0, inputs.places.long(), chosen)
+        chosen = sampled.reshape(-1) if next_tokens is None else next_tokens
         hidden = run(DraftPass(0, chosen, positions, slots, slots, hidden))
         if next_tokens is not None:
             hidden = hidden.index_select(0, inputs.places)

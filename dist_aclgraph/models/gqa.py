@@ -14,6 +14,7 @@ from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.layers.attention import AttentionMetadata, KVCache, PagedAttention
 from dist_aclgraph.layers.linear import Product, RowParallelLinear
 from dist_aclgraph.layers.rotary import rope_tables
+from dist_aclgraph.model_facts import heads_per_rank
 from dist_aclgraph.models.attention import Rope, Upload
 from dist_aclgraph.models.loading import WeightSlices
 from dist_aclgraph.models.spec import ModelSpec
@@ -37,16 +38,12 @@ def share_heads(spec: ModelSpec, group: CommGroup) -> HeadShare:
         ConfigError: the group does not divide the heads, or they do not line up with KV heads.
     """
     size = group.size
-    if spec.num_heads % size:
-        raise ConfigError(
-            f"parallel.tp is {size}: it must divide the model's {spec.num_heads} attention heads"
-        )
+    num_heads = heads_per_rank(spec.num_heads, size, is_latent=False)
     if spec.num_kv_heads % size and size % spec.num_kv_heads:
         raise ConfigError(
             f"parallel.tp is {size}: it must divide the model's {spec.num_kv_heads} KV heads or be "
             "a multiple of them"
         )
-    num_heads = spec.num_heads // size
     num_kv_heads = max(1, spec.num_kv_heads // size)
     first_kv_head = group.rank * spec.num_kv_heads // size
     return HeadShare(num_heads, num_kv_heads, group.rank * num_heads, first_kv_head)

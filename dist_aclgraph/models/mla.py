@@ -10,19 +10,17 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.comm.groups import CommGroup
-from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.layers.attention import AttentionMetadata, LatentStep
 from dist_aclgraph.layers.latent_forms import choose_forms, slots_of
 from dist_aclgraph.layers.linear import Product, RowParallelLinear
 from dist_aclgraph.layers.mla import NORM_EPS, LatentAttention, LatentCache
 from dist_aclgraph.layers.rotary import rope_tables, score_factor
+from dist_aclgraph.model_facts import heads_per_rank
 from dist_aclgraph.models.attention import Rope, Upload
 from dist_aclgraph.models.int8_weights import Matrix
 from dist_aclgraph.models.loading import WeightSlices
 from dist_aclgraph.models.spec import LatentSpec, ModelSpec
 from dist_aclgraph.scheduler.step import IntArray
-
-MAX_HEADS = 128  # of a rank, and a power of two: the operator's limits
 
 
 def share_latent_heads(num_heads: int, group: CommGroup) -> range:
@@ -32,13 +30,7 @@ def share_latent_heads(num_heads: int, group: CommGroup) -> range:
         ConfigError: the group does not divide the heads, or into numbers that the attention
             operator does not take.
     """
-    count, rest = divmod(num_heads, group.size)
-    if rest or count > MAX_HEADS or count & (count - 1):
-        raise ConfigError(
-            f"parallel.tp is {group.size}: it must divide the model's {num_heads} attention heads "
-            f"into powers of two up to {MAX_HEADS}, the numbers of heads that latent attention can "
-            "have on a rank"
-        )
+    count = heads_per_rank(num_heads, group.size, is_latent=True)
     return range(group.rank * count, (group.rank + 1) * count)
 
 

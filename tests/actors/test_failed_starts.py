@@ -78,9 +78,11 @@ def test_a_context_beyond_the_model_is_refused(checkpoint: Path) -> None:
         start(make_deployment_config(checkpoint, max_model_len=100_000))
 
 
-def test_more_npus_than_the_cluster_has_are_refused(checkpoint: Path) -> None:
+def test_more_npus_than_the_cluster_has_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    directory = copy_of(checkpoint, tmp_path, num_attention_heads=16, num_key_value_heads=16)
+
     with pytest.raises(PlacementError, match="16 NPUs"):
-        start(make_deployment_config(checkpoint, parallel={"tp": 16}))
+        start(make_deployment_config(directory, parallel={"tp": 16}))
 
 
 def test_too_few_streams_for_one_bucket_are_refused(checkpoint: Path) -> None:

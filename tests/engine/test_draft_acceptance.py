@@ -6,12 +6,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import tokenizers
 import torch
 
+from dist_aclgraph.engine.model_runner import ModelRunner
 from dist_aclgraph.scheduler.scheduler import Scheduler
+from dist_aclgraph.scheduler.step import RankBatch, StepPlan, StepResult, pack_ints
 from tests.checkpoints import add_next_token_module, make_reference
 from tests.engine.runners import make_runner
 from tests.engine.test_drafts_law import DEMO, make_runners
@@ -50,6 +53,32 @@ def test_drafts_of_the_demo_model_pass_as_often_in_graphs_as_eagerly(npu: Any, k
     assert found["full"] == found["both"] == found["eager"]
     assert found["eager"][0] >= 0.8
     assert found["eager"] == sorted(found["eager"], reverse=True)
+
+
+class BesideABusierRank:
+    """A runner whose steps are padded to another data-parallel rank's batch."""
+
+    def __init__(self, runner: ModelRunner, records: list[int]) -> None:
+        self._runner = runner
+        self._other = RankBatch(pack_ints(records))
+
+    def execute(self, plan: StepPlan, dp_rank: int, rank: int) -> StepResult:
+        batches = (*plan.batches, self._other)
+        plan = msgspec.structs.replace(plan, batches=batches, exchange="all_gather")
+        return self._runner.execute(plan, dp_rank, rank)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_drafts_pass_as_often_beside_a_busier_rank(npu: Any, k: int) -> None:
+    arrivals = [ask(PROMPTS[2])]
+    runner = make_runner(npu, DEMO, MAX_SEQS, num_drafts=k)
+    busier: Any = BesideABusierRank(runner, [x for row in range(5) for x in (row, 9, k + 1, k + 1)])
+    tokens, scheduler = run(runner, EAGER, arrivals, 64, k)
+
+    beside_tokens, beside = run(busier, EAGER, arrivals, 64, k)
+
+    assert beside_tokens == tokens
+    assert acceptance(beside) == acceptance(scheduler)
 
 
 VOCAB, FIRST, CHANCE = 11, 40, 1e-3

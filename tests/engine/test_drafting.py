@@ -81,7 +81,7 @@ def test_proposals_go_on_behind_the_last_right_draft(k: int) -> None:
         recorder.logits,
         recorder.run,
         token_ids,
-        ints([0] * q + [5, 6, 0], cpu),
+        ints([*sampled_row, 5, 6, 30], cpu),
         ints(positions, cpu),
         ints([*range(110, 110 + q), 200, 201, 202], cpu),
         torch.full((q + 3, 1), hidden_of),

@@ -33,6 +33,21 @@ def test_what_a_model_lacks_is_refused(tmp_path: Path, sections: Any, message: s
         check_model(make_config({"model": "m", **sections}), read(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("tp", "keys", "into"),
+    [
+        (3, {}, "4 attention heads$"),
+        (8, {"num_key_value_heads": 2}, "4 attention heads$"),
+        (2, {"num_attention_heads": 12, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, "powers of"),
+    ],
+)
+def test_heads_that_the_ranks_cannot_split_are_refused(
+    tmp_path: Path, tp: int, keys: Any, into: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"parallel\.tp is {tp}: it must divide .*{into}"):
+        check_model(make_config({"model": "m", "parallel": {"tp": tp}}), read(tmp_path, **keys))
+
+
 def test_what_a_model_has_is_taken(tmp_path: Path) -> None:
     config = {"model": "m", "parallel": {"ep": 2, "dp": 2}, "speculative": {"num_tokens": 3}}
 
