@@ -63,17 +63,7 @@ def save(model: DeepSeek, tokenizer: tokenizers.Tokenizer, out: Path) -> None:
 def generator(out: Path, batches: tiny_chat.Batches) -> tiny_chat.Generate:
     """Greedy answers of transformers, with the weights that were saved."""
     model = DeepseekV3ForCausalLM.from_pretrained(out.resolve(), dtype=torch.float32).eval()
-
-    @torch.no_grad()
-    def generate(ids: list[int]) -> list[int]:
-        made = model.generate(
-            torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long),
-            max_new_tokens=120, do_sample=False, eos_token_id=[batches.end, batches.end_of_text],
-            pad_token_id=batches.end_of_text,
-        )  # fmt: skip
-        return made[0, len(ids) :].tolist()
-
-    return generate
+    return tiny_chat.generator(model, batches)
 
 
 @torch.no_grad()

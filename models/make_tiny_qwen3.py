@@ -47,21 +47,6 @@ def save(model: Qwen3ForCausalLM, out: Path) -> None:
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(out, max_shard_size="1GB")
 
 
-def generator(model: Qwen3ForCausalLM, batches: tiny_chat.Batches) -> tiny_chat.Generate:
-    """Greedy answers, one prompt at a time."""
-
-    @torch.no_grad()
-    def generate(ids: list[int]) -> list[int]:
-        out = model.generate(
-            torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long),
-            max_new_tokens=120, do_sample=False, eos_token_id=[batches.end, batches.end_of_text],
-            pad_token_id=batches.end_of_text,
-        )  # fmt: skip
-        return out[0, len(ids) :].tolist()
-
-    return generate
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "tiny-qwen3")
@@ -91,7 +76,7 @@ def main() -> None:
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
         return tiny_chat.weighted_loss(logits, ids[:, 1:], weights[:, 1:])
 
-    generate = generator(model, batches)
+    generate = tiny_chat.generator(model, batches)
     for schedule, rate in stages:
         progress = tiny_chat.train(
             model, loss_of, batches, schedule, peak_rate=rate, scale=args.scale

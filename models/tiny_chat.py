@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import torch
@@ -196,6 +197,21 @@ def save_tokenizer(tokenizer: tokenizers.Tokenizer, out: Path) -> None:
         ("generation_config.json", generation),
     ):
         (out / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def generator(model: Any, batches: Batches) -> Generate:
+    """Greedy answers of a transformers model, one prompt at a time."""
+
+    @torch.no_grad()
+    def generate(ids: list[int]) -> list[int]:
+        out = model.generate(
+            torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            max_new_tokens=120, do_sample=False, eos_token_id=[batches.end, batches.end_of_text],
+            pad_token_id=batches.end_of_text,
+        )  # fmt: skip
+        return out[0, len(ids) :].tolist()
+
+    return generate
 
 
 def evaluate(generate: Generate, batches: Batches, count: int) -> dict[str, str]:

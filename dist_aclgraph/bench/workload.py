@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,6 +34,13 @@ class Arrival:
     prompt: list[int]
     max_tokens: int
     at_token: int = 0
+
+
+class Delivery(NamedTuple):
+    """What a step brought to one request."""
+
+    at_s: float
+    num_tokens: int
 
 
 @dataclass(frozen=True)
@@ -112,7 +120,7 @@ def run_workload(client: EngineClient, name: str, arrivals: Sequence[Arrival]) -
                 client.submit(request_id, arrival.prompt, params, [], partial(note, index))
 
     tokens: list[list[int]] = [[] for _ in arrivals]
-    deliveries: list[list[tuple[float, int]]] = [[] for _ in arrivals]  # when, how many tokens
+    deliveries: list[list[Delivery]] = [[] for _ in arrivals]
     beginners = [index for index, arrival in enumerate(arrivals) if arrival.at_token == 0]
     before: dict[str, float] = {}
     after: dict[str, float] = {}
@@ -123,7 +131,7 @@ def run_workload(client: EngineClient, name: str, arrivals: Sequence[Arrival]) -
         index, now_s, delta = _next(events)
         new = unpack_ints(delta.token_ids).tolist()
         if new:
-            deliveries[index].append((now_s, len(new)))
+            deliveries[index].append(Delivery(now_s, len(new)))
         for token in new:
             tokens[index].append(token)
             if index == 0:
@@ -136,10 +144,8 @@ def run_workload(client: EngineClient, name: str, arrivals: Sequence[Arrival]) -
                 first_to_end = index
                 after = _counters(client)
     assert before and after
-    begin_s = max(deliveries[index][0][0] for index in beginners)
-    steps_s = [t for t, _ in deliveries[first_to_end] if t >= begin_s]
-    # From a delivery to one request until another to the same: whole steps of all requests.
-    counts = [n for each in deliveries for t, n in each if steps_s[0] < t <= steps_s[-1]]
+    begin_s = max(deliveries[index][0].at_s for index in beginners)
+    steps_s, counts = whole_steps(deliveries, begin_s, first_to_end)
     gained = {key: value - before.get(key, 0) for key, value in after.items()}
     return Run(
         gaps_ms=[(b - a) * 1e3 for a, b in itertools.pairwise(steps_s)],
@@ -193,6 +199,20 @@ def _part(counters: dict[str, float], part: str) -> dict[str, float]:
 
 
 # ---- arithmetic
+
+
+def whole_steps(
+    deliveries: Sequence[Sequence[Delivery]], begin_s: float, index: int
+) -> tuple[list[float], list[int]]:
+    """Return when the deliveries to a request came from ``begin_s`` on, and the token counts of all
+    deliveries between the first and the last of them.
+
+    From one request's delivery to another to the same: so each request's share of every step counts
+    once, wherever in a step it stands.
+    """
+    steps_s = [delivery.at_s for delivery in deliveries[index] if delivery.at_s >= begin_s]
+    counts = [n for each in deliveries for at_s, n in each if steps_s[0] < at_s <= steps_s[-1]]
+    return steps_s, counts
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.device.npu import Npu
-from dist_aclgraph.engine.drafting import Drafter
+from dist_aclgraph.engine.drafting import Drafter, DraftPass
 from dist_aclgraph.engine.input_batch import StepInputs
 from dist_aclgraph.engine.mixed_step import MixedStep
 from dist_aclgraph.graph.padding import Lens
@@ -90,24 +90,17 @@ class DraftSteps:
         query_ends, kv_lens = lens
         experts = ExpertStep(self._choose_exchange(len(sampled)), self._tally)
 
-        def run(
-            iteration: int,
-            token_ids: Tensor,
-            positions: Tensor,
-            slots: Tensor,
-            written: Tensor,
-            hidden: Tensor,
-        ) -> Tensor:
+        def run(over: DraftPass) -> Tensor:
             metadata = AttentionMetadata(
-                slot_mapping=written,
+                slot_mapping=over.written,
                 block_table=inputs.block_table,
                 query_ends=query_ends,
-                kv_lens=[length + iteration for length in kv_lens],
+                kv_lens=[length + over.iteration for length in kv_lens],
                 causal_mask=self._causal_mask,
-                tasks=None if tasks is None else tasks.ahead(iteration),
+                tasks=None if tasks is None else tasks.ahead(over.iteration),
             )
             metadata = self._prepared(metadata, NO_TABLE)
-            return self._forward(token_ids, positions, slots, hidden, metadata, experts)
+            return self._forward(over, metadata, experts)
 
         return self._drafter.propose(
             self._module.logits,
@@ -146,28 +139,21 @@ class DraftSteps:
         num_samples = len(step.drafts.rows)
         spread = ExpertStep(self._choose_exchange(num_samples * num_places), self._tally)
 
-        def run(
-            iteration: int,
-            token_ids: Tensor,
-            positions: Tensor,
-            slots: Tensor,
-            written: Tensor,
-            hidden: Tensor,
-        ) -> Tensor:
-            if iteration == 0:
+        def run(over: DraftPass) -> Tensor:
+            if over.iteration == 0:
                 experts = ExpertStep(exchange, self._tally)
-                return self._forward(token_ids, positions, slots, hidden, metadata, experts)
+                return self._forward(over, metadata, experts)
             assert inputs.drafts is not None
-            ends = inputs.drafts.positions[:, -1] + 1 + iteration
+            ends = inputs.drafts.positions[:, -1] + 1 + over.iteration
             later = AttentionMetadata(
-                slot_mapping=written[: live * num_places],
+                slot_mapping=over.written[: live * num_places],
                 block_table=step.draft_table,
                 query_ends=list(range(num_places, live * num_places + 1, num_places)),
                 kv_lens=ends.tolist(),
                 causal_mask=self._causal_mask,
             )
             later = self._prepared(later, inputs.block_table[inputs.sampled])
-            return self._forward(token_ids, positions, slots, hidden, later, spread)
+            return self._forward(over, later, spread)
 
         # Before padding, whose places are no one's.
         next_tokens = step.next_tokens.index_copy(0, step.places.long(), sampled)
@@ -187,17 +173,15 @@ class DraftSteps:
             step.drafts,
         )
 
-    def _forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        hidden: Tensor,
-        metadata: AttentionMetadata,
-        experts: ExpertStep,
-    ) -> Tensor:
+    def _forward(self, over: DraftPass, metadata: AttentionMetadata, experts: ExpertStep) -> Tensor:
         return self._module.forward(
-            token_ids, hidden, positions, slots, self._cache, metadata, experts
+            over.token_ids,
+            over.hidden,
+            over.positions,
+            over.slots,
+            self._cache,
+            metadata,
+            experts,
         )
 
     def _prepared(self, metadata: AttentionMetadata, block_table: IntArray) -> AttentionMetadata:

@@ -17,7 +17,7 @@ places after it from being seen, and no place sees memory that nobody has writte
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,27 +26,26 @@ from dist_aclgraph.graph.draft_places import PADDING_SLOT
 from dist_aclgraph.graph.step_buffers import DraftInputs
 
 
-class RunModule(Protocol):
-    """Runs the next-token module in one iteration of drafting."""
+class DraftPass(NamedTuple):
+    """What the next-token module runs over in one iteration of drafting.
 
-    def __call__(
-        self,
-        iteration: int,
-        token_ids: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        written: Tensor,
-        hidden: Tensor,
-    ) -> Tensor:
-        """Return [n, hidden].
+    Attributes:
+        iteration: from 0; KV lengths are longer by that.
+        token_ids, positions: [n] int32.
+        slots: [n] int32, negative is padding.
+        written: [n] int32, slots of what is written to the cache, -1 is not.
+        hidden: [n, hidden], of the places before.
+    """
 
-        Args:
-            iteration: from 0; KV lengths are longer by that.
-            token_ids, positions: [n] int32.
-            slots: [n] int32, negative is padding.
-            written: [n] int32, slots of what is written to the cache, -1 is not.
-            hidden: [n, hidden], of the places before.
-        """
+    iteration: int
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    written: Tensor
+    hidden: Tensor
+
+
+RunModule = Callable[[DraftPass], Tensor]  # to [n, hidden]
 
 
 class Drafter:
@@ -96,12 +95,12 @@ class Drafter:
         num_reqs, num_places = sampled.shape
         if num_reqs == 0:  # chunks of prompts only
             assert next_tokens is not None
-            run(0, next_tokens, positions, slots, slots, hidden)
+            run(DraftPass(0, next_tokens, positions, slots, slots, hidden))
             return sampled.new_empty(0)
         drafted = token_ids.index_select(0, inputs.places).view(num_reqs, num_places)[:, 1:]
         accepted = count_accepted(sampled, drafted, inputs.most)
         chosen = sampled.reshape(-1) if next_tokens is None else next_tokens
-        hidden = run(0, chosen, positions, slots, slots, hidden)
+        hidden = run(DraftPass(0, chosen, positions, slots, slots, hidden))
         if next_tokens is not None:
             hidden = hidden.index_select(0, inputs.places)
         columns = torch.arange(num_places, dtype=torch.int32, device=sampled.device)
@@ -116,12 +115,14 @@ class Drafter:
                 break
             ahead = inputs.slots[:, iteration : iteration + num_places]
             hidden = run(
-                iteration,
-                best.unsqueeze(1).expand(-1, num_places).reshape(-1),
-                (inputs.positions + iteration).view(-1),
-                inputs.slots[:, :num_places].reshape(-1),
-                torch.where(goes_on, ahead, PADDING_SLOT).view(-1),
-                hidden,
+                DraftPass(
+                    iteration,
+                    best.unsqueeze(1).expand(-1, num_places).reshape(-1),
+                    (inputs.positions + iteration).view(-1),
+                    inputs.slots[:, :num_places].reshape(-1),
+                    torch.where(goes_on, ahead, PADDING_SLOT).view(-1),
+                    hidden,
+                )
             )
         self._drafts.index_copy_(0, inputs.rows.long(), torch.stack(proposed, 1))
         return accepted

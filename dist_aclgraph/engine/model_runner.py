@@ -6,7 +6,6 @@ the plan's decisions; makes none.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,15 +16,17 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.config import Config
-from dist_aclgraph.device.npu import Npu, PoolMemory, Stopwatch, UpdateWait, runtime, translated
+from dist_aclgraph.device.npu import Npu, PoolMemory, Stopwatch, UpdateWait, translated
 from dist_aclgraph.engine.draft_steps import DraftSteps
 from dist_aclgraph.engine.graph_store import GraphStore, WholeStep
 from dist_aclgraph.engine.input_batch import NO_INTS, NO_STEP, InputBatch, StepInputs, table_width
 from dist_aclgraph.engine.mixed_step import StepSize, upload_step
+from dist_aclgraph.engine.replays import Replays
 from dist_aclgraph.engine.step_output import TALLY_SHAPE, SpecialPlaces, StepOutput
-from dist_aclgraph.graph.captured_graph import CapturedGraph, Forward
+from dist_aclgraph.errors import ReplayMismatchError
+from dist_aclgraph.graph.captured_graph import Forward
 from dist_aclgraph.graph.descriptor import BatchDescriptor
-from dist_aclgraph.graph.padding import Lens, pad_lens
+from dist_aclgraph.graph.padding import pad_lens
 from dist_aclgraph.graph.pieces import CapturedPieces
 from dist_aclgraph.graph.plan import CaptureCost
 from dist_aclgraph.graph.step_buffers import StepBuffers
@@ -122,14 +123,15 @@ class ModelRunner:
                 choose_exchange=choose_exchange,
             )
         self._spare_row = max_rows
-        self._main_stream = runtime().current_stream()
-        self._update_stream = runtime().Stream()
         self._graphs = GraphStore(npu)
         self._watch = Stopwatch(config.profile)
-        self._update_wait = UpdateWait(npu.kind == "emulated") if config.profile else None
-        self._sends_ahead = config.graph.send_ahead
-        # The graphs that the last step replayed, and the lengths that the next will likely want.
-        self._ahead: tuple[WholeStep, Lens] | None = None
+        self._replays = Replays(
+            self._buffers.addresses,
+            max_len,
+            sends_ahead=config.graph.send_ahead,
+            watch=self._watch,
+            update_wait=UpdateWait(npu.kind == "emulated") if config.profile else None,
+        )
         self.make_cache(num_blocks)
 
     def make_cache(self, num_blocks: int) -> None:
@@ -175,7 +177,7 @@ class ModelRunner:
 
     def release(self, graph: BatchDescriptor) -> None:
         """Undo the capture of one bucket, if there is one, committed or not."""
-        self._ahead = None
+        self._replays.forget()
         self._graphs.release(graph)
 
     @property
@@ -194,7 +196,7 @@ class ModelRunner:
         """Run one step and return its new tokens (ranks without output: an acknowledgement)."""
         watch = self._watch
         watch.start()
-        self._ahead = None
+        self._replays.forget()
         batch = plan.batches[dp_rank]
         self._batch.apply(batch)
         inputs = self._batch.step_inputs(batch)
@@ -207,13 +209,12 @@ class ModelRunner:
                 sampled.tokens,
                 sampled.accepted,
                 None if plan.exchange is None else self._tally,
-                self._send_ahead,
+                self._replays.send_ahead,
             )
             self._buffers.mark_read()
             if sampled.accepted is not None:
-                self._guess_next(sampled.replayed, inputs, read.counts)
-            if self._update_wait is not None:
-                watch.book("update_wait", self._update_wait.take_us())
+                self._replays.guess_next(sampled.replayed, inputs, read.counts)
+            self._replays.book_wait()
             logprobs = self._output.logprobs(sampled.special, read.counts)
         watch.lap("sample")
         num_unplaced, self._num_unplaced = self._num_unplaced, read.num_unplaced
@@ -238,13 +239,18 @@ class ModelRunner:
     def prepare_next(self, is_wanted_elsewhere: Callable[[], bool]) -> None:
         """Until ``is_wanted_elsewhere``, do what the next step will most likely need."""
         with translated("sending lengths ahead"):
-            self._send_ahead(is_wanted_elsewhere)
+            self._replays.send_ahead(is_wanted_elsewhere)
 
     def _run(self, plan: StepPlan, inputs: StepInputs) -> Sampled:
         """Run the decoder, sample, draft."""
         if plan.graph is None:
             return self._run_mixed(plan, inputs, None)
         captured = self._graphs.find(plan.graph)
+        if plan.exchange != self._choose_exchange(plan.graph.num_tokens):
+            raise ReplayMismatchError(
+                f"the plan asks for {plan.graph} with exchange {plan.exchange}; it was captured "
+                f"with {self._choose_exchange(plan.graph.num_tokens)}"
+            )
         self._buffers.write(
             plan.graph,
             inputs.token_ids,
@@ -262,52 +268,18 @@ class ModelRunner:
         decoder, *drafts = graphs
         lens = pad_lens(decoder.descriptor, inputs.query_ends, inputs.kv_lens)
         self._watch.lap("inputs")
-        if self._update_wait is not None:
-            self._update_wait.begin(self._main_stream)
-        num_behind = self._replay(decoder, lens)
+        self._replays.begin()
+        self._replays.queue(decoder, lens)
         n = len(inputs.places)
         tokens = self._buffers.sampled[:n]
         special = self._choose_special(inputs, self._buffers.logits[:n], tokens)
         for graph in drafts:
-            num_behind += self._replay(graph, lens)
-        if self._update_wait is not None:
-            self._update_wait.end(self._update_stream, num_behind)
+            self._replays.queue(graph, lens)
+        self._replays.end()
         if drafts:
             return Sampled(tokens, self._buffers.accepted, special, graphs)
-        self._guess_next(graphs, inputs, np.ones(inputs.num_samples, np.int32))
+        self._replays.guess_next(graphs, inputs, np.ones(inputs.num_samples, np.int32))
         return Sampled(tokens, None, special, graphs)
-
-    def _replay(self, graph: CapturedGraph, lens: Lens) -> int:
-        """Queue one graph with its updates; return how many were not sent ahead."""
-        streams = self._main_stream, self._update_stream
-        graph.replay(*streams, self._buffers.addresses, *lens)
-        self._watch.lap("replay")
-        num_behind = graph.update(*streams)
-        self._watch.book("update_per_layer", self._watch.lap("update") / graph.num_tasks)
-        return num_behind
-
-    def _guess_next(self, graphs: WholeStep, inputs: StepInputs, counts: IntArray) -> None:
-        """Note what the next step will be if all go on, each longer by its count."""
-        graph = graphs[0].descriptor if graphs else None
-        if graph is None or not self._sends_ahead or not graph.query_len or not len(inputs.rows):
-            return
-        if int(inputs.kv_lens.max()) >= self._max_len:
-            return
-        query_ends, kv_lens = pad_lens(graph, inputs.query_ends, inputs.kv_lens)
-        live = (inputs.kv_lens + counts).tolist()
-        self._ahead = graphs, (query_ends, live + kv_lens[len(live) :])
-
-    def _send_ahead(self, is_wanted_elsewhere: Callable[[], bool]) -> None:
-        if self._ahead is None:
-            return
-        graphs, lens = self._ahead
-        start_s = time.perf_counter()
-        for graph in graphs:
-            graph.send_ahead(self._update_stream, lens, is_wanted_elsewhere)
-        duration_us = (time.perf_counter() - start_s) * 1e6
-        self._watch.book("update_ahead", duration_us)
-        num_tasks = sum(graph.num_tasks for graph in graphs)
-        self._watch.book("update_per_layer", duration_us / num_tasks)
 
     def _run_mixed(
         self, plan: StepPlan, inputs: StepInputs, pieces: CapturedPieces | None

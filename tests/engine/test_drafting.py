@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dist_aclgraph.device.npu import Npu
-from dist_aclgraph.engine.drafting import Drafter, count_accepted
+from dist_aclgraph.engine.drafting import Drafter, DraftPass, count_accepted
 from dist_aclgraph.graph.step_buffers import DraftInputs
 
 VOCAB = 50
@@ -54,24 +54,15 @@ class Recorder:
         self._requests, self._num_places = requests, num_places
         self.cache: dict[int, tuple[int, int]] = {}  # slot: position, token
 
-    def run(
-        self,
-        iteration: int,
-        token_ids: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        written: Tensor,
-        hidden: Tensor,
-    ) -> Tensor:
-        for token, position, slot in zip(
-            token_ids.tolist(), positions.tolist(), written.tolist(), strict=True
-        ):
+    def run(self, over: DraftPass) -> Tensor:
+        places = (over.token_ids.tolist(), over.positions.tolist(), over.written.tolist())
+        for token, position, slot in zip(*places, strict=True):
             if slot >= 0:
                 self.cache[slot] = (position, token)
-        if iteration:
-            for position, first, base in zip(positions.tolist(), *self._places(), strict=True):
+        if over.iteration:
+            for position, first, base in zip(places[1], *self._places(), strict=True):
                 assert self.cache.keys() >= set(range(base + first, base + position + 1))
-        return hidden + token_ids.unsqueeze(1) + 1
+        return over.hidden + over.token_ids.unsqueeze(1) + 1
 
     def _places(self) -> tuple[list[int], list[int]]:
         """First position and slot of position 0, for each place."""

@@ -43,3 +43,35 @@ def test_greedy_tokens_equal_those_of_transformers(
         assert sum(bucket["replays"] for bucket in report["buckets"]) > 0
     if "expert_capacity" in parallel:
         assert metrics["step_reruns"] > 0
+
+
+def test_shared_experts_on_a_stream_of_their_own_change_nothing_but_streams(
+    references: Any,
+) -> None:
+    reference = references("DeepseekV3ForCausalLM")
+    tokens, streams = {}, {}
+    for overlaps in (False, True):
+        config = make_deployment_config(
+            reference.directory,
+            parallel={"tp": 2, "dp": 2, "ep": 4},
+            graph={
+                "overlap_shared_experts": overlaps,
+                "budget_model": "cann-pinned",
+                "sizes": (4, 12),
+            },
+            speculative={"num_tokens": 1},
+        )
+        with serving(config) as service:
+            answers = service.generate(reference.prompts, greedy_params(NUM_TOKENS))
+            report = service.report()
+        tokens[overlaps] = [answer.tokens for answer in answers]
+        streams[overlaps] = [rank["streams"]["measured"] for rank in report["ranks"]]
+        for rank in report["ranks"]:
+            entries = rank["ledger"]["entries"]
+            graphs = [entry for entry in entries if entry["unit"] == "streams"]
+            assert rank["streams"]["predicted"] == rank["streams"]["measured"]
+            assert all(("overlap" in entry["parts"]) == overlaps for entry in graphs)
+
+    assert tokens[True] == tokens[False] == [t[:NUM_TOKENS] for t in reference.tokens]
+    # One more for each graph: the decoder and its drafts, at two sizes and the largest batch.
+    assert [on - off for on, off in zip(streams[True], streams[False], strict=True)] == [6] * 4

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_aclgraph.bench.workload import (
+    Delivery,
     decode_workload,
     mean_stages,
     median_stages,
@@ -14,6 +15,7 @@ from dist_aclgraph.bench.workload import (
     padded_fraction,
     paired_ratio,
     percentile,
+    whole_steps,
 )
 
 values = st.lists(st.floats(0, 1e6), min_size=1, max_size=50)
@@ -80,6 +82,24 @@ def test_the_first_request_of_a_batch_ends_first() -> None:
 
     assert first.max_tokens == 20
     assert all(other.max_tokens > 20 and other.at_token == 0 for other in others)
+
+
+@given(st.permutations(range(4)), st.integers(2, 20), st.integers(1, 3))
+def test_every_request_counts_once_in_every_whole_step(
+    places: list[int], num_steps: int, num_tokens: int
+) -> None:
+    # One delivery to each of four requests in every step, a thousandth of a step apart.
+    deliveries = [
+        [Delivery(step + place / 1000, num_tokens) for step in range(num_steps)] for place in places
+    ]
+    begin_s = max(each[0].at_s for each in deliveries)
+
+    for index, place in enumerate(places):
+        steps_s, counts = whole_steps(deliveries, begin_s, index)
+        gaps = len(steps_s) - 1
+
+        assert gaps == num_steps - (1 if place == 3 else 2)
+        assert counts == [num_tokens] * 4 * gaps
 
 
 @given(st.integers(5, 100))

@@ -1,0 +1,105 @@
+"""Queues the full graphs of a step, and sends attention lengths behind them or ahead of a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from dist_aclgraph.device.npu import Stopwatch, UpdateWait, runtime
+from dist_aclgraph.engine.graph_store import WholeStep
+from dist_aclgraph.engine.input_batch import StepInputs
+from dist_aclgraph.graph.captured_graph import CapturedGraph
+from dist_aclgraph.graph.padding import Lens, pad_lens
+from dist_aclgraph.scheduler.step import IntArray
+
+
+class Replays:
+    """Owns the update stream, and the guess at what the next step will want.
+
+    Args:
+        addresses: of the buffers that graphs read and write.
+        max_len: of a request; nothing is guessed beyond it.
+        sends_ahead: whether lengths are sent while the host would wait.
+        update_wait: measures how long the device waits for updates; None does not.
+    """
+
+    def __init__(
+        self,
+        addresses: tuple[int, ...],
+        max_len: int,
+        *,
+        sends_ahead: bool,
+        watch: Stopwatch,
+        update_wait: UpdateWait | None,
+    ) -> None:
+        self._addresses = addresses
+        self._max_len = max_len
+        self._sends_ahead = sends_ahead
+        self._watch = watch
+        self._update_wait = update_wait
+        self._main_stream = runtime().current_stream()
+        self._update_stream: Any = runtime().Stream()
+        self._num_behind = 0  # updates of the step that were not sent ahead
+        self._ahead: tuple[WholeStep, Lens] | None = None
+
+    def begin(self) -> None:
+        """A step begins."""
+        if self._update_wait is not None:
+            self._update_wait.begin(self._main_stream)
+        self._num_behind = 0
+
+    def queue(self, graph: CapturedGraph, lens: Lens) -> None:
+        """Replay one graph of the step; the host waits for nothing.
+
+        Raises:
+            ReplayMismatchError: the lengths are not the graph's.
+        """
+        streams = self._main_stream, self._update_stream
+        graph.replay(*streams, self._addresses, *lens)
+        self._watch.lap("replay")
+        self._num_behind += graph.update(*streams)
+        self._watch.book("update_per_layer", self._watch.lap("update") / graph.num_tasks)
+
+    def end(self) -> None:
+        """All graphs of the step are queued."""
+        if self._update_wait is not None:
+            self._update_wait.end(self._update_stream, self._num_behind)
+
+    def book_wait(self) -> None:
+        """Book how long the device waited for updates, once the step has run."""
+        if self._update_wait is not None:
+            self._watch.book("update_wait", self._update_wait.take_us())
+
+    def forget(self) -> None:
+        """Nothing is known of the next step."""
+        self._ahead = None
+
+    def guess_next(self, graphs: WholeStep, inputs: StepInputs, counts: IntArray) -> None:
+        """Note what the next step will want if all requests go on.
+
+        Args:
+            graphs: of this step; none in a mixed step.
+            counts: [num_reqs], how many tokens each grew by.
+        """
+        graph = graphs[0].descriptor if graphs else None
+        if graph is None or not self._sends_ahead or not graph.query_len or not len(inputs.rows):
+            return
+        if int(inputs.kv_lens.max()) >= self._max_len:
+            return
+        query_ends, kv_lens = pad_lens(graph, inputs.query_ends, inputs.kv_lens)
+        live = (inputs.kv_lens + counts).tolist()
+        self._ahead = graphs, (query_ends, live + kv_lens[len(live) :])
+
+    def send_ahead(self, is_wanted_elsewhere: Callable[[], bool]) -> None:
+        """Send the lengths that were guessed, until the host is needed for something else."""
+        if self._ahead is None:
+            return
+        graphs, lens = self._ahead
+        start_s = time.perf_counter()
+        for graph in graphs:
+            graph.send_ahead(self._update_stream, lens, is_wanted_elsewhere)
+        duration_us = (time.perf_counter() - start_s) * 1e6
+        self._watch.book("update_ahead", duration_us)
+        num_tasks = sum(graph.num_tasks for graph in graphs)
+        self._watch.book("update_per_layer", duration_us / num_tasks)
