@@ -139,9 +139,9 @@ def test_weights_that_a_device_does_not_hold_are_refused_before_they_are_read(
 ) -> None:
     config = json.loads((checkpoint / "config.json").read_text()) | {"vocab_size": 200_000}
     (tmp_path / "config.json").write_text(json.dumps(config))  # and no weights at all
-    emulator = {"strict": False, "memory_mb_by_rank": {1: 64}}
+    emulator = {"strict": False, "memory_mb": 64}
 
-    with pytest.raises(ConfigError, match=r"of the NPU of rank 1, which has 0\.06: raise"):
+    with pytest.raises(ConfigError, match=r"of the NPU of rank \d, which has 0\.06: raise"):
         start(
             make_deployment_config(
                 tmp_path, parallel={"tp": 2}, device={"kind": "emulated", "emulator": emulator}
