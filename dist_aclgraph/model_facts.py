@@ -74,8 +74,14 @@ def check_model(config: Config, facts: ModelFacts) -> None:
 
     Raises:
         ConfigError: the model has not what ``parallel.ep`` or ``speculative.num_tokens`` need, or
-            its heads cannot be split over ``parallel.tp``.
+            its heads cannot be split over ``parallel.tp``, or int8 matrices meet float32.
     """
+    if config.dtype == "float32" and (config.quantization or facts.holds_int8):
+        whose = "quantization is w8a8" if config.quantization else "the checkpoint holds int8"
+        raise ConfigError(
+            f"dtype is float32 and {whose}; products of int8 weights give float16 or bfloat16 "
+            "only: set dtype=bfloat16"
+        )
     heads_per_rank(facts.num_heads, config.parallel.tp, is_latent=facts.mla)
     if config.parallel.ep > 1 and not facts.moe:
         raise ConfigError(

@@ -26,6 +26,7 @@ def read(directory: Path, **keys: Any) -> ModelFacts:
     [
         ({"parallel": {"ep": 2, "dp": 2}}, "parallel.ep is 2; AForCausalLM has no experts"),
         ({"speculative": {"num_tokens": 1}}, "AForCausalLM has no next-token modules"),
+        ({"dtype": "float32", "quantization": "w8a8"}, "float32 and quantization is w8a8"),
     ],
 )
 def test_what_a_model_lacks_is_refused(tmp_path: Path, sections: Any, message: str) -> None:
