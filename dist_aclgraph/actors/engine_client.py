@@ -45,6 +45,8 @@ from dist_aclgraph.scheduler.step import IntArray, pack_ints
 
 OnDelta = Callable[[RequestDelta], None]
 
+STOPPING = "the service is stopping"
+
 
 class Deployment(Protocol):
     """What an ingress or an LLM needs of a running deployment."""
@@ -155,7 +157,7 @@ class EngineClient:
                 raise InvalidParameterError(f"request id {request_id!r} is in use", "request_id")
             alive = [link for link in self._links if not link.dead_because]
             if not alive or self._closing.is_set():
-                raise EngineDeadError(self._links[0].dead_because or "the client is closed")
+                raise EngineDeadError(self._links[0].dead_because or STOPPING)
             link = min(alive, key=lambda link: len(link.requests))
             link.requests[request_id] = on_delta
             self._owner[request_id] = link
@@ -197,7 +199,7 @@ class EngineClient:
         with self._lock:
             reasons = [link.dead_because for link in self._links if link.dead_because]
         if reasons or not self._thread.is_alive():
-            raise EngineDeadError("; ".join(reasons) or "the client is closed")
+            raise EngineDeadError("; ".join(reasons) or STOPPING)
 
     @property
     def num_outstanding(self) -> int:
@@ -244,7 +246,7 @@ class EngineClient:
                     self._beat(link)
         self._send_commands()
         for link in self._links:
-            self._lose(link, "the client is closed")
+            self._lose(link, STOPPING)
             link.socket.close()
 
     def _beat(self, link: _Link) -> None:

@@ -215,7 +215,8 @@ class ModelRunner:
             if sampled.accepted is not None:
                 self._replays.guess_next(sampled.replayed, inputs, read.counts)
             self._replays.book_wait()
-            logprobs = self._output.logprobs(sampled.special, read.counts)
+            special = sampled.special if self._owns_output else None
+            logprobs = self._output.logprobs(special, read.counts)
         watch.lap("sample")
         num_unplaced, self._num_unplaced = self._num_unplaced, read.num_unplaced
         result = StepResult(

@@ -193,10 +193,26 @@ def _model_spec(raw: dict[str, Any], directory: Path) -> ModelSpec:
 
 def _read_experts(architecture: str, raw: dict[str, Any]) -> ExpertSpec | None:
     if architecture == "Qwen3MoeForCausalLM":
-        return _qwen3_experts(raw)
+        return _checked(_qwen3_experts(raw))
     if architecture.startswith("Deepseek") and raw.get("n_routed_experts"):
-        return _deepseek_experts(raw, is_v3=architecture == "DeepseekV3ForCausalLM")
+        return _checked(_deepseek_experts(raw, is_v3=architecture == "DeepseekV3ForCausalLM"))
     return None
+
+
+def _checked(experts: ExpertSpec) -> ExpertSpec:
+    """Refuse numbers of experts that no router can choose by."""
+    per_group, rest = divmod(experts.num_experts, experts.num_groups)
+    if rest or not 1 <= experts.top_groups <= experts.num_groups:
+        raise ModelError(
+            f"config.json asks for {experts.top_groups} of {experts.num_groups} groups among "
+            f"{experts.num_experts} experts; groups must be equal, and there must be so many"
+        )
+    if not 1 <= experts.top_k <= experts.top_groups * per_group:
+        raise ModelError(
+            f"config.json asks for {experts.top_k} experts of a token; "
+            f"{experts.top_groups * per_group} may be chosen"
+        )
+    return experts
 
 
 def _deepseek_experts(raw: dict[str, Any], *, is_v3: bool) -> ExpertSpec:

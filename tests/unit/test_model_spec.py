@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dist_aclgraph.errors import UnsupportedModelError
+from dist_aclgraph.errors import ModelError, UnsupportedModelError
 from dist_aclgraph.model_facts import read_model_facts
 from dist_aclgraph.models.spec import ExpertSpec, LatentSpec, ModelSpec, RopeSpec, read_model_spec
 
@@ -192,3 +192,18 @@ def test_planning_knows_what_the_latent_takes(tmp_path: Path) -> None:
 
     assert facts.mla
     assert facts.latent_size == 576
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"n_group": 7}, "7 groups among 256 experts"),
+        ({"topk_group": 9}, "9 of 8 groups"),
+        ({"num_experts_per_tok": 129}, "129 experts of a token; 128 may be chosen"),
+    ],
+)
+def test_experts_that_no_router_can_choose_are_refused(
+    tmp_path: Path, changes: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ModelError, match=sentence):
+        read(tmp_path, V3, **changes)
