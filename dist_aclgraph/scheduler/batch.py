@@ -55,6 +55,7 @@ class BatchDraft:
         self.num_tokens = 0
         self.num_samples = 0  # requests with logits
         self.num_positions = 0  # logits of all
+        self.num_verified = 0  # requests whose drafts may pass
         self.started: list[RowStart] = []
         self._decode_len = decode_len
         self._records: list[int] = []
@@ -79,6 +80,7 @@ class BatchDraft:
         self.num_tokens += length
         self.num_positions += num_logits
         self.num_samples += num_logits > 0
+        self.num_verified += num_logits > 1 and not request.sampling.has_penalties
 
     def add_block(self, request: Request, block_id: int) -> None:
         """Extend a row's block table by one, at its end."""

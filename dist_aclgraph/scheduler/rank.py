@@ -52,7 +52,7 @@ class RankScheduler:
         self._last: NewTokens  # what the last step brought
         self._refused: tuple[Request, int] | None = None  # needs more than so many free blocks
         self.num_preemptions = 0
-        self.num_verified = 0  # times that a request's drafts were verified
+        self.num_verified = 0  # times that a request's drafts were verified and might have passed
         self._accepted = np.zeros(self._decode_len, np.int64)  # times that so many were accepted
 
     @property
@@ -251,7 +251,7 @@ class RankScheduler:
         block_size, decode_len = self.pool.block_size, self._decode_len
         _, token_ids, counts, logprobs = new
         assert counts is not None
-        self.num_verified += (draft.num_positions - draft.num_samples) // max(1, self._num_drafts)
+        self.num_verified += draft.num_verified
         self._accepted += np.bincount(counts - 1, minlength=decode_len)
         outputs: list[RequestOutput] = []
         ends = iter(counts.cumsum().tolist())

@@ -131,3 +131,13 @@ def pairs_after_the_first(model: Any, prompt: list[int], temperature: float) -> 
     second = next_of([[*prompt, a] for a in tokens])
     third = next_of([[*prompt, a, b] for a in tokens for b in tokens]).view(VOCAB, VOCAB, VOCAB)
     return torch.einsum("a,ab,abc->bc", first, second, third).numpy()
+
+
+def test_requests_whose_drafts_may_not_pass_count_for_no_share(npu: Any) -> None:
+    runner = make_runner(npu, DEMO, MAX_SEQS, num_drafts=1)
+
+    tokens, scheduler = run(runner, EAGER, [ask(PROMPTS[0])], 64, 1, frequency_penalty=0.1)
+
+    [rank] = scheduler.ranks
+    assert len(tokens["0"]) > 1
+    assert (rank.num_verified, rank.accepted_by_position) == (0, [0])
