@@ -37,6 +37,29 @@ def test_frequent_shapes_are_captured_while_serving(references: Any, tp: int) ->
     assert report["rollbacks"] == []
 
 
+def test_shapes_of_drafts_over_ranks_that_share_experts_are_captured_while_serving(
+    references: Any,
+) -> None:
+    reference = references("DeepseekV3ForCausalLM")
+    config = make_deployment_config(
+        reference.directory,
+        parallel={"dp": 2, "ep": 2},
+        speculative={"num_tokens": 1},
+        graph={"sizes": (2, 24), "lazy": "decode", "lazy_capacity": 2, "lazy_min_tokens": 100},
+    )
+
+    with serving(config) as service:
+        for wave in range(4):  # three on each rank: six tokens in 24 until 8 are there
+            answers = service.generate(reference.prompts[:6], greedy_params(NUM_TOKENS), f"{wave}-")
+            assert [a.tokens for a in answers] == reference.tokens[:6]
+        report = service.report()
+
+    lazy = [bucket for bucket in report["buckets"] if bucket["is_lazy"]]
+    assert any(bucket["replays"] > 0 for bucket in lazy)
+    assert all(bucket["bucket"] % 2 == 0 for bucket in report["buckets"])
+    assert report["rollbacks"] == []
+
+
 def test_the_cache_leaves_the_bytes_that_lazy_graphs_of_another_kind_need(references: Any) -> None:
     directory, blocks = references("Qwen3ForCausalLM").directory, {}
     for mode, lazy in (("FULL_DECODE_ONLY", "on"), ("FULL_AND_PIECEWISE", "off")):
