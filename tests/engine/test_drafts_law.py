@@ -55,7 +55,7 @@ def drafting(npu: Any, request: pytest.FixtureRequest) -> tuple[int, Runners]:
     return request.param, make_runners(npu, DEMO, request.param)
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(arrivals, st.integers(12, 40), st.sampled_from(SAMPLINGS))
 def test_drafts_change_no_token(
     without: Runners,
