@@ -7,7 +7,6 @@ transformers' DeepSeek V3, and how often the next-token module is right about th
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -85,17 +84,8 @@ def acceptance(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "tiny-deepseek")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--scale", type=float, default=1.0, help="share of the training steps")
-    parser.add_argument("--evaluate", action="store_true", help="measure the model in --out")
-    parser.add_argument("--polish", action="store_true", help="only the last stage, on --out")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
+    args = tiny_chat.start(__doc__, "tiny-deepseek")
     transformers.logging.set_verbosity_error()  # it does not know next-token modules
-    args.out.mkdir(parents=True, exist_ok=True)
     stages = []
     if args.evaluate or args.polish:
         tokenizer = tokenizers.Tokenizer.from_file(str(args.out / "tokenizer.json"))

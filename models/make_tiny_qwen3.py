@@ -5,7 +5,6 @@ Seeded and offline, see ``tiny_chat.py``. ``--evaluate`` only measures what is t
 
 from __future__ import annotations
 
-import argparse
 import copy
 import os
 import sys
@@ -48,16 +47,7 @@ def save(model: Qwen3ForCausalLM, out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "tiny-qwen3")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--scale", type=float, default=1.0, help="share of the training steps")
-    parser.add_argument("--evaluate", action="store_true", help="measure the model in --out")
-    parser.add_argument("--polish", action="store_true", help="only the last stage, on --out")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    args.out.mkdir(parents=True, exist_ok=True)
+    args = tiny_chat.start(__doc__, "tiny-qwen3")
     stages = []
     if args.evaluate or args.polish:
         tokenizer = tokenizers.Tokenizer.from_file(str(args.out / "tokenizer.json"))

@@ -5,6 +5,7 @@ The texts come from ``dialogues.py``; a model learns in two stages, counting and
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import random
@@ -47,6 +48,21 @@ POLISH: Schedule = ((2, 600, 20, 128), (2, 200, 11, 256))
 
 Generate = Callable[[list[int]], list[int]]  # prompt to greedy answer, end token included
 Loss = Callable[[Tensor, Tensor], Tensor]  # token ids and their weights, [rows, length] each
+
+
+def start(doc: str | None, name: str) -> argparse.Namespace:
+    """Read a script's arguments, seed torch and make the directory that the model goes to."""
+    parser = argparse.ArgumentParser(description=doc)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / name)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the training steps")
+    parser.add_argument("--evaluate", action="store_true", help="measure the model in --out")
+    parser.add_argument("--polish", action="store_true", help="only the last stage, on --out")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    args.out.mkdir(parents=True, exist_ok=True)
+    return args
 
 
 def train_tokenizer() -> tokenizers.Tokenizer:

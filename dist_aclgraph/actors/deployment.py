@@ -15,9 +15,10 @@ from ray.exceptions import RayError
 from dist_aclgraph.actors.controller import Controller, Progress, Service
 from dist_aclgraph.actors.process_group import own_process_group
 from dist_aclgraph.actors.worker_group import fetch
-from dist_aclgraph.config import Config, prepare_ray_environment, ray_address
+from dist_aclgraph.config import Config
 from dist_aclgraph.device import emulator
 from dist_aclgraph.device.kind import resolve_kind
+from dist_aclgraph.environment import prepare_ray_environment, ray_address
 from dist_aclgraph.errors import EngineDeadError
 
 NAMESPACE = "dist_aclgraph"

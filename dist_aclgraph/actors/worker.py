@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from dist_aclgraph.actors.step_channel import ChannelAddress, StepReceiver
-from dist_aclgraph.config import Config, launch_blocking, visible_devices
+from dist_aclgraph.config import Config
+from dist_aclgraph.environment import launch_blocking, visible_devices
 from dist_aclgraph.errors import DistAclGraphError, RankDisagreementError
 from dist_aclgraph.graph.budget import StreamOffer, max_piecewise_sizes
 from dist_aclgraph.graph.commands import GraphAnswer, GraphCommand
@@ -177,7 +178,7 @@ class Worker:
 
         has_shared = spec.experts is not None and spec.experts.num_shared > 0
         side = SideStream() if has_shared and self._config.graph.overlap_shared_experts else None
-        self._book_streams("side stream of shared experts")
+        self._book_streams("side stream of shared experts, and the pool that all streams are of")
         return ExpertSetup(self._groups, self._config.parallel.expert_capacity, side)
 
     def _note_progress(self, done: int, total: int) -> None:

@@ -13,7 +13,8 @@ from ray.util.placement_group import PlacementGroup
 
 from dist_aclgraph.actors import placement
 from dist_aclgraph.actors.worker import Worker, WorkerInfo
-from dist_aclgraph.config import Config, child_environment
+from dist_aclgraph.config import Config
+from dist_aclgraph.environment import child_environment
 from dist_aclgraph.errors import (
     DeviceError,
     DistAclGraphError,

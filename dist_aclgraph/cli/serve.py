@@ -19,7 +19,8 @@ from dist_aclgraph.actors.engine_client import StartDeployment
 from dist_aclgraph.actors.llm import start_on_ray
 from dist_aclgraph.cli.plan_report import plan_report
 from dist_aclgraph.cli.progress import StartProgress
-from dist_aclgraph.config import Config, prepare_ray_environment
+from dist_aclgraph.config import Config
+from dist_aclgraph.environment import prepare_ray_environment
 from dist_aclgraph.errors import ConfigError, EngineUnavailableError
 
 APP_NAME = "dist_aclgraph"

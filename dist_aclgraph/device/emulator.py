@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from dist_aclgraph.config import build_environment, disable_backend_autoload
+from dist_aclgraph.environment import build_environment, disable_backend_autoload
 from dist_aclgraph.errors import DeviceError, EmulatorBuildError
 
 SOURCES = Path(__file__).resolve().parents[2] / "emulator"

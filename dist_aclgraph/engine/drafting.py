@@ -58,10 +58,6 @@ class Drafter:
     def k(self) -> int:
         return self._drafts.shape[1]
 
-    @property
-    def spare_row(self) -> int:
-        return self._drafts.shape[0] - 1
-
     def fill_in(self, token_ids: Tensor) -> Tensor:
         """Replace references to drafts by the drafts: token ids -1 - (row * k + index)."""
         places = (-1 - token_ids).clamp(min=0)
@@ -103,16 +99,16 @@ class Drafter:
         hidden = run(DraftPass(0, chosen, positions, slots, slots, hidden))
         if next_tokens is not None:
             hidden = hidden.index_select(0, inputs.places)
-        columns = torch.arange(num_places, dtype=torch.int32, device=sampled.device)
         first = torch.arange(num_reqs, dtype=torch.int32, device=sampled.device) * num_places
         last_right = first + accepted
-        goes_on = columns >= accepted.unsqueeze(1)  # [num_reqs, k + 1]
         proposed = []
         for iteration in range(1, self.k + 1):
             best = logits(hidden.index_select(0, last_right)).argmax(-1).int()
             proposed.append(best)
             if iteration == self.k:
                 break
+            columns = torch.arange(num_places, dtype=torch.int32, device=sampled.device)
+            goes_on = columns >= accepted.unsqueeze(1)  # [num_reqs, k + 1]
             ahead = inputs.slots[:, iteration : iteration + num_places]
             hidden = run(
                 DraftPass(

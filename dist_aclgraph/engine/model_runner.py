@@ -52,13 +52,11 @@ class Sampled:
 
     Attributes:
         tokens: [num_samples * (k + 1)] int32; accepted: [num_samples] int32, None without drafts.
-        replayed: the full graphs, none in a mixed step.
     """
 
     tokens: Tensor
     accepted: Tensor | None
     special: SpecialPlaces | None
-    replayed: WholeStep
 
 
 class ModelRunner:
@@ -152,7 +150,7 @@ class ModelRunner:
                 for forward in self._forwards(graph):
                     forward(None)
             else:
-                metadata = self._metadata_of_pieces(graph, NO_STEP)
+                metadata = self._metadata_of_padding(graph)
                 hidden = self._run_pieces(graph, metadata, run_directly)
                 self._model.logits(hidden[:1])
         self._npu.synchronize()
@@ -166,7 +164,7 @@ class ModelRunner:
         if graph.mode == "FULL":
             addresses = self._buffers.addresses
             return self._graphs.capture_whole(graph, self._forwards(graph), addresses)
-        metadata = self._metadata_of_pieces(graph, NO_STEP)
+        metadata = self._metadata_of_padding(graph)
         return self._graphs.capture_pieces(
             graph, lambda pieces: self._run_pieces(graph, metadata, pieces.capture)
         )
@@ -213,7 +211,7 @@ class ModelRunner:
             )
             self._buffers.mark_read()
             if sampled.accepted is not None:
-                self._replays.guess_next(sampled.replayed, inputs, read.counts)
+                self._replays.guess_next(inputs, read.counts)
             self._replays.book_wait()
             special = sampled.special if self._owns_output else None
             logprobs = self._output.logprobs(special, read.counts)
@@ -267,20 +265,18 @@ class ModelRunner:
 
     def _replay_whole(self, graphs: WholeStep, inputs: StepInputs) -> Sampled:
         decoder, *drafts = graphs
-        lens = pad_lens(decoder.descriptor, inputs.query_ends, inputs.kv_lens)
-        self._watch.lap("inputs")
-        self._replays.begin()
-        self._replays.queue(decoder, lens)
+        self._replays.begin(graphs, inputs)
+        self._replays.queue(decoder)
         n = len(inputs.places)
         tokens = self._buffers.sampled[:n]
         special = self._choose_special(inputs, self._buffers.logits[:n], tokens)
         for graph in drafts:
-            self._replays.queue(graph, lens)
+            self._replays.queue(graph)
         self._replays.end()
         if drafts:
-            return Sampled(tokens, self._buffers.accepted, special, graphs)
-        self._replays.guess_next(graphs, inputs, np.ones(inputs.num_samples, np.int32))
-        return Sampled(tokens, None, special, graphs)
+            return Sampled(tokens, self._buffers.accepted, special)
+        self._replays.guess_next(inputs, np.ones(inputs.num_samples, np.int32))
+        return Sampled(tokens, None, special)
 
     def _run_mixed(
         self, plan: StepPlan, inputs: StepInputs, pieces: CapturedPieces | None
@@ -314,7 +310,7 @@ class ModelRunner:
             accepted = self._drafts.propose_mixed(
                 step, inputs, metadata, hidden, tokens, plan.exchange
             )
-        return Sampled(tokens, accepted, special, ())
+        return Sampled(tokens, accepted, special)
 
     def _choose(self, hidden: Tensor, places: Tensor, size: StepSize) -> tuple[Tensor, Tensor]:
         """Return logits of the places, and the most probable token of each."""
@@ -407,9 +403,9 @@ class ModelRunner:
             self._experts_of(graph),
         )
 
-    def _metadata_of_pieces(self, graph: BatchDescriptor, step: StepInputs) -> AttentionMetadata:
+    def _metadata_of_padding(self, graph: BatchDescriptor) -> AttentionMetadata:
         inputs = self._buffers.inputs(graph)
-        return self._metadata(step, inputs.slot_mapping, inputs.block_table[: len(step.rows)])
+        return self._metadata(NO_STEP, inputs.slot_mapping, inputs.block_table[:0])
 
     def _metadata(
         self, inputs: StepInputs, slots: Tensor, block_table: Tensor

@@ -41,21 +41,27 @@ class Replays:
         self._main_stream = runtime().current_stream()
         self._update_stream: Any = runtime().Stream()
         self._num_behind = 0  # updates of the step that were not sent ahead
+        # Graphs and their padded lengths: of the step, and of the next as far as it is guessed.
+        self._step: tuple[WholeStep, Lens] | None = None
         self._ahead: tuple[WholeStep, Lens] | None = None
 
-    def begin(self) -> None:
-        """A step begins."""
+    def begin(self, graphs: WholeStep, inputs: StepInputs) -> None:
+        """A step of these graphs begins."""
+        lens = pad_lens(graphs[0].descriptor, inputs.query_ends, inputs.kv_lens)
+        self._step = graphs, lens
+        self._watch.lap("inputs")
         if self._update_wait is not None:
             self._update_wait.begin(self._main_stream)
         self._num_behind = 0
 
-    def queue(self, graph: CapturedGraph, lens: Lens) -> None:
+    def queue(self, graph: CapturedGraph) -> None:
         """Replay one graph of the step; the host waits for nothing.
 
         Raises:
             ReplayMismatchError: the lengths are not the graph's.
         """
-        streams = self._main_stream, self._update_stream
+        assert self._step is not None
+        streams, (_, lens) = (self._main_stream, self._update_stream), self._step
         graph.replay(*streams, self._addresses, *lens)
         self._watch.lap("replay")
         self._num_behind += graph.update(*streams)
@@ -73,21 +79,20 @@ class Replays:
 
     def forget(self) -> None:
         """Nothing is known of the next step."""
-        self._ahead = None
+        self._step = self._ahead = None
 
-    def guess_next(self, graphs: WholeStep, inputs: StepInputs, counts: IntArray) -> None:
-        """Note what the next step will want if all requests go on.
+    def guess_next(self, inputs: StepInputs, counts: IntArray) -> None:
+        """Note what the step after the last one will want if all its requests go on.
 
         Args:
-            graphs: of this step; none in a mixed step.
+            inputs: of the last step.
             counts: [num_reqs], how many tokens each grew by.
         """
-        graph = graphs[0].descriptor if graphs else None
-        if graph is None or not self._sends_ahead or not graph.query_len or not len(inputs.rows):
+        if self._step is None or not self._sends_ahead or not len(inputs.rows):
             return
-        if int(inputs.kv_lens.max()) >= self._max_len:
+        graphs, (query_ends, kv_lens) = self._step
+        if not graphs[0].descriptor.query_len or int(inputs.kv_lens.max()) >= self._max_len:
             return
-        query_ends, kv_lens = pad_lens(graph, inputs.query_ends, inputs.kv_lens)
         live = (inputs.kv_lens + counts).tolist()
         self._ahead = graphs, (query_ends, live + kv_lens[len(live) :])
 

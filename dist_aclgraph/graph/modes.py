@@ -107,7 +107,7 @@ def normalise_mode(
     """Return the mode that can be had in place of ``wanted``, and a sentence for each change.
 
     Args:
-        launch_blocking: ``config.launch_blocking()``: every launch waits for the device.
+        launch_blocking: ``environment.launch_blocking()``: every launch waits for the device.
 
     Raises:
         ConfigError: launches block and graphs are wanted; a capture would wait for ever.

@@ -123,7 +123,7 @@ def _part_of_one(
     return PlainPart(token, token + query_len, (*chunks, last))
 
 
-def slots_of(block_table: IntArray, kv_lens: Sequence[int], block_size: int) -> IntArray:
+def kv_slots_of(block_table: IntArray, kv_lens: Sequence[int], block_size: int) -> IntArray:
     """Return the slots of all KV tokens of some requests, one request after the other.
 
     Args:

@@ -38,6 +38,26 @@ def rope_tables(
     return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
 
+class RotaryTables:
+    """cos and sin of every position below ``max_len`` on the device, [max_len, head_dim] each."""
+
+    def __init__(
+        self,
+        rope: RopeSpec,
+        head_dim: int,
+        max_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        cos, sin = rope_tables(rope, head_dim, max_len, dtype)
+        self._cos, self._sin = cos.to(device), sin.to(device)
+
+    def rows(self, positions: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of [n] int32 positions, viewed in ``shape``."""
+        cos, sin = (table.index_select(0, positions) for table in (self._cos, self._sin))
+        return cos.view(shape), sin.view(shape)
+
+
 def score_factor(rope: RopeSpec) -> float:
     """Return the factor on attention scores that goes with a scaled embedding's ``mscale_all_dim``.
 

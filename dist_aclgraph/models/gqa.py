@@ -13,7 +13,7 @@ from dist_aclgraph.comm.groups import CommGroup
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.layers.attention import AttentionMetadata, KVCache, PagedAttention
 from dist_aclgraph.layers.linear import Product, RowParallelLinear
-from dist_aclgraph.layers.rotary import rope_tables
+from dist_aclgraph.layers.rotary import RotaryTables
 from dist_aclgraph.model_facts import heads_per_rank
 from dist_aclgraph.models.attention import Rope, Upload
 from dist_aclgraph.models.loading import WeightSlices
@@ -107,8 +107,7 @@ class GroupedQuery:
         self._spec = spec
         self._heads = share_heads(spec, group)
         self._device = device
-        cos, sin = rope_tables(spec.rope, spec.head_dim, max_len, dtype)
-        self._cos, self._sin = cos.to(device), sin.to(device)
+        self._rotary = RotaryTables(spec.rope, spec.head_dim, max_len, dtype, device)
 
     def load(self, slices: WeightSlices, prefix: str) -> GroupedQueryAttention:
         spec, heads, d = self._spec, self._heads, self._spec.head_dim
@@ -130,11 +129,7 @@ class GroupedQuery:
 
     def rope(self, positions: Tensor) -> Rope:
         """[n] -> cos and sin [1, n, 1, head_dim], from tables that were built at load."""
-        shape = (1, -1, 1, self._spec.head_dim)
-        return (
-            self._cos.index_select(0, positions).view(shape),
-            self._sin.index_select(0, positions).view(shape),
-        )
+        return self._rotary.rows(positions, (1, -1, 1, self._spec.head_dim))
 
     def make_cache(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> KVCache:
         shape = (num_blocks, block_size, self._heads.num_kv_heads, self._spec.head_dim)

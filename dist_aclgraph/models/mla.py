@@ -11,10 +11,10 @@ from torch import Tensor
 
 from dist_aclgraph.comm.groups import CommGroup
 from dist_aclgraph.layers.attention import AttentionMetadata, LatentStep
-from dist_aclgraph.layers.latent_forms import choose_forms, slots_of
+from dist_aclgraph.layers.latent_forms import choose_forms, kv_slots_of
 from dist_aclgraph.layers.linear import Product, RowParallelLinear
 from dist_aclgraph.layers.mla import NORM_EPS, LatentAttention, LatentCache
-from dist_aclgraph.layers.rotary import rope_tables, score_factor
+from dist_aclgraph.layers.rotary import RotaryTables, score_factor
 from dist_aclgraph.model_facts import heads_per_rank
 from dist_aclgraph.models.attention import Rope, Upload
 from dist_aclgraph.models.int8_weights import Matrix
@@ -100,8 +100,7 @@ class MultiHeadLatent:
         self._spec, self._sizes = spec, spec.latent
         self._heads = share_latent_heads(spec.num_heads, group)
         self._device = device
-        cos, sin = rope_tables(spec.rope, self._sizes.rope_dim, max_len, dtype)
-        self._cos, self._sin = cos.to(device), sin.to(device)
+        self._rotary = RotaryTables(spec.rope, self._sizes.rope_dim, max_len, dtype, device)
 
     def load(self, slices: WeightSlices, prefix: str) -> MultiHeadLatentAttention:
         hidden, sizes, rank = self._spec.hidden_size, self._sizes, self._sizes.q_rank
@@ -165,11 +164,7 @@ class MultiHeadLatent:
 
     def rope(self, positions: Tensor) -> Rope:
         """[n] -> cos and sin [n, 1, 1, 64], from tables that were built at load."""
-        shape = (-1, 1, 1, self._sizes.rope_dim)
-        return (
-            self._cos.index_select(0, positions).view(shape),
-            self._sin.index_select(0, positions).view(shape),
-        )
+        return self._rotary.rows(positions, (-1, 1, 1, self._sizes.rope_dim))
 
     def make_cache(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> LatentCache:
         widths = (self._sizes.kv_rank, self._sizes.rope_dim)
@@ -191,7 +186,7 @@ class MultiHeadLatent:
         n = forms.num_absorbed
         kv_slots = None
         if forms.plain:
-            kv_slots = upload(slots_of(block_table[n:], kv_lens[n:], block_size))
+            kv_slots = upload(kv_slots_of(block_table[n:], kv_lens[n:], block_size))
         return replace(
             metadata,
             slot_mapping=metadata.slot_mapping.long(),  # as the cache write wants it

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from dist_aclgraph.config import Config, GraphMode, launch_blocking
+from dist_aclgraph.config import Config, GraphMode
+from dist_aclgraph.environment import launch_blocking
 from dist_aclgraph.errors import ConfigError, ModelError
 from dist_aclgraph.graph.buckets import candidate_families, lazy_families
 from dist_aclgraph.graph.budget import (

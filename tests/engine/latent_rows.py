@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.layers.attention import AttentionMetadata, LatentStep, make_causal_mask
-from dist_aclgraph.layers.latent_forms import Forms, slots_of
+from dist_aclgraph.layers.latent_forms import Forms, kv_slots_of
 from dist_aclgraph.layers.mla import LatentAttention, LatentCache
 
 HEADS, BLOCK, BLOCKS_PER_REQUEST = 4, 16, 10
@@ -49,7 +49,7 @@ class LatentRows:
         self.table = order.reshape(len(lens), -1).astype(np.int32)
         self.slots = torch.cat(
             [
-                torch.from_numpy(slots_of(row[None], [kv_len], BLOCK))[-query_len:]
+                torch.from_numpy(kv_slots_of(row[None], [kv_len], BLOCK))[-query_len:]
                 for row, kv_len, (query_len, _) in zip(self.table, self.kv_lens, lens, strict=True)
             ]
         ).long()
@@ -61,7 +61,7 @@ class LatentRows:
         def padded(rows: Tensor) -> Tensor:
             return torch.cat([rows, rows.new_full((num_padding, *rows.shape[1:]), 9.0)]).to(device)
 
-        kv_slots = slots_of(self.table[n:], self.kv_lens[n:], BLOCK) if forms.plain else None
+        kv_slots = kv_slots_of(self.table[n:], self.kv_lens[n:], BLOCK) if forms.plain else None
         table = torch.from_numpy(self.table).to(device)
         metadata = AttentionMetadata(
             slot_mapping=self.slots.to(device),
@@ -93,7 +93,7 @@ class LatentRows:
         weights = attention.keys.cpu(), attention.values.cpu()
         outs, start = [], 0
         for row, end, length in zip(self.table, self.query_ends, self.kv_lens, strict=True):
-            slots = torch.from_numpy(slots_of(row[None], [length], BLOCK)).long()
+            slots = torch.from_numpy(kv_slots_of(row[None], [length], BLOCK)).long()
             latents = self.rows_of(self.cache.latents, slots)
             rope_keys = self.rows_of(self.cache.rope_keys, slots)
             k, v = (torch.einsum("kc,hdc->khd", latents, weight) for weight in weights)

@@ -106,7 +106,7 @@ def test_a_rank_holds_the_weights_that_were_computed(
     decoder = load(npu, checkpoints[name], dtype, tp, ep, drafts)
     kind: Any = decoder.kind
 
-    held = bytes_of(decoder, kind._cos, kind._sin)
+    held = bytes_of(decoder, kind._rotary._cos, kind._rotary._sin)
 
     parts = weight_parts(decoder.spec, tp=tp, ep=ep, element_bytes=dtype.itemsize, drafts=drafts)
     assert sum(part.bytes for part in parts) == pytest.approx(held, rel=0.001)
@@ -131,7 +131,7 @@ def test_a_rank_holds_the_caches_and_step_buffers_that_were_computed(npu: Npu) -
     drafts: Any = runner._drafts
 
     caches = bytes_of([runner._caches, drafts._cache])
-    buffers = bytes_of([runner._buffers, kind._cos, kind._sin])
+    buffers = bytes_of([runner._buffers, kind._rotary])
 
     assert caches == KVCacheSpec.from_config(config, facts).total_bytes(5)
     memory = RankMemory.from_config(config, facts, spec, 1 << 30, has_hccl_buffers=False)

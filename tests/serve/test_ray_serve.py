@@ -17,7 +17,8 @@ from tests.serve.conftest import CONFIG
 ROOT = Path(__file__).parents[2]
 SERVE = """
 import sys, ray
-from dist_aclgraph.config import load_config, prepare_ray_environment
+from dist_aclgraph.config import load_config
+from dist_aclgraph.environment import prepare_ray_environment
 from dist_aclgraph.cli.serve import serve_until_signal
 
 def start(config):

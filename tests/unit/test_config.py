@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pydantic
 import pytest
 
-from dist_aclgraph import config as config_module
-from dist_aclgraph.config import (
-    Config,
-    Section,
+from dist_aclgraph.config import Config, Section, load_config, make_config, parse_overrides
+from dist_aclgraph.device.kind import emulator_settings
+from dist_aclgraph.environment import (
     build_environment,
     child_environment,
     disable_backend_autoload,
-    load_config,
-    make_config,
-    parse_overrides,
     prepare_ray_environment,
     visible_devices,
 )
-from dist_aclgraph.device.kind import emulator_settings
 from dist_aclgraph.errors import ConfigError
 
 
@@ -177,8 +173,8 @@ def test_ray_variables_are_set_unless_the_user_did(monkeypatch: pytest.MonkeyPat
 
     prepare_ray_environment()
 
-    assert config_module.os.environ["RAY_worker_niceness"] == "5"
-    assert config_module.os.environ["RAY_AUTH_MODE"] == "user"
+    assert os.environ["RAY_worker_niceness"] == "5"
+    assert os.environ["RAY_AUTH_MODE"] == "user"
 
 
 def test_a_compiler_runs_without_the_flags_of_a_make_around_it(

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_aclgraph.layers.latent_forms import MAX_ABSORBED_QUERIES, Forms, choose_forms, slots_of
+from dist_aclgraph.layers.latent_forms import MAX_ABSORBED_QUERIES, Forms, choose_forms, kv_slots_of
 
 # (queries, tokens before them) of each request
 steps = st.lists(
@@ -83,7 +83,7 @@ def test_a_decode_step_is_absorbed_whole() -> None:
 def test_slots_follow_the_block_table() -> None:
     table = np.array([[7, 2, 0], [4, 1, 3]], np.int32)
 
-    slots = slots_of(table, [3, 5], 2)
+    slots = kv_slots_of(table, [3, 5], 2)
 
     assert slots.dtype == np.int32
     assert slots.tolist() == [14, 15, 4, 8, 9, 2, 3, 6]

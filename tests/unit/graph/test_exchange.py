@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_aclgraph.config import child_environment, make_config
+from dist_aclgraph.config import make_config
+from dist_aclgraph.environment import child_environment
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.graph.exchange import ExchangeRule, expert_capacity
 from dist_aclgraph.graph.mc2 import Mc2, mc2_buffer_mb

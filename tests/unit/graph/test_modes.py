@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_aclgraph.config import GraphMode, launch_blocking, make_config
+from dist_aclgraph.config import GraphMode, make_config
+from dist_aclgraph.environment import launch_blocking
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.graph.modes import GraphSupport, normalise_mode, with_possible_mode
 from dist_aclgraph.model_facts import read_model_facts

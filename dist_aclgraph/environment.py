@@ -1,0 +1,68 @@
+"""Environment variables: what is read of this process's, and what child processes are given.
+
+The only reader and writer of ``os.environ``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+from dist_aclgraph.config import Config, HcclExpansion
+
+# How HCCL_OP_EXPANSION_MODE calls them. FFTS+ is what an A2 takes when the host expands.
+HCCL_EXPANSION_NAMES: dict[HcclExpansion, str] = {"AIV": "AIV", "AICPU": "AI_CPU", "FFTS": "HOST"}
+
+
+def child_environment(config: Config) -> dict[str, str]:
+    """Environment of worker processes: what torch_npu and Ray read and nothing else may set."""
+    return {
+        "TASK_QUEUE_ENABLE": str(config.device.task_queue),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        # A lost rank holds its peers for so long; the step's deadline ends them sooner.
+        "HCCL_EXEC_TIMEOUT": str(math.ceil(config.timeouts.step_s)),
+        "HCCL_OP_EXPANSION_MODE": HCCL_EXPANSION_NAMES[config.device.hccl_expansion],
+        "HCCL_BUFFSIZE": str(config.device.hccl_buffer_mb),
+        "HCCL_CONNECT_TIMEOUT": str(math.ceil(max(120.0, config.timeouts.join_s))),
+    }
+
+
+def build_environment() -> dict[str, str]:
+    """Environment of a compiler run: ours, without the flags of a make around it."""
+    return {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS")}
+
+
+def launch_blocking() -> bool:
+    """Whether the environment makes every launch wait for the device, for debugging."""
+    return os.environ.get("ASCEND_LAUNCH_BLOCKING") == "1"
+
+
+def ray_address() -> str | None:
+    """Return the Ray cluster that the environment names, e.g. ``auto`` on a node of one."""
+    return os.environ.get("RAY_ADDRESS") or None
+
+
+def prepare_ray_environment() -> None:
+    """Set, before Ray starts, the variables whose defaults surprise: niceness 15, auth, uv."""
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Calls to a head that is gone end after so many seconds instead of a minute.
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+
+def disable_backend_autoload() -> None:
+    """Stop torch from importing torch_npu by itself: the emulator's libraries must come first."""
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+
+
+def visible_devices() -> tuple[int, ...] | None:
+    """Physical NPU ids that this process may use, or None where nobody restricted them."""
+    value = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
+    if value is None:
+        return None
+    return tuple(int(part) for part in value.split(",") if part.strip())
