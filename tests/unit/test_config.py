@@ -1,15 +1,16 @@
-"""Configuration: closed to unknown keys, checked, frozen; the only reader of the environment."""
+"""Configuration: closed to unknown keys, checked, frozen; environment variables in one place."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pydantic
 import pytest
 
+from dist_aclgraph import config as config_module
+from dist_aclgraph import environment as environment_module
 from dist_aclgraph.config import Config, Section, load_config, make_config, parse_overrides
 from dist_aclgraph.device.kind import emulator_settings
 from dist_aclgraph.environment import (
@@ -173,8 +174,8 @@ def test_ray_variables_are_set_unless_the_user_did(monkeypatch: pytest.MonkeyPat
 
     prepare_ray_environment()
 
-    assert os.environ["RAY_worker_niceness"] == "5"
-    assert os.environ["RAY_AUTH_MODE"] == "user"
+    assert environment_module.os.environ["RAY_worker_niceness"] == "5"
+    assert environment_module.os.environ["RAY_AUTH_MODE"] == "user"
 
 
 def test_a_compiler_runs_without_the_flags_of_a_make_around_it(
