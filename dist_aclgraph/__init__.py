@@ -8,12 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.version import VERSION
 
 if TYPE_CHECKING:
     from dist_aclgraph.actors.llm import LLM as LLM
     from dist_aclgraph.serve.app import app as app
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = ["LLM", "SamplingParams", "__version__", "app"]
 
 _LAZY = {"LLM": "dist_aclgraph.actors.llm", "app": "dist_aclgraph.serve.app"}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dist_aclgraph.graph.buckets import DECODE_MODES, GraphFamily
-from dist_aclgraph.graph.choice import choices
-from dist_aclgraph.graph.descriptor import BatchDescriptor
-from dist_aclgraph.graph.plan import GraphPlan
+from dist_aclgraph.planning.buckets import DECODE_MODES, GraphFamily
+from dist_aclgraph.planning.choice import choices
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.plan import GraphPlan
 
 
 def make_plan(

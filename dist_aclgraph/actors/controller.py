@@ -28,22 +28,22 @@ from dist_aclgraph.actors.lockstep_capture import (
     probe_graphs,
 )
 from dist_aclgraph.actors.lockstep_group import LockstepGroup, group_report
-from dist_aclgraph.actors.rebucketing import Rebucketing
 from dist_aclgraph.actors.state import State, advance
+from dist_aclgraph.actors.traffic_watch import TrafficWatch
 from dist_aclgraph.actors.worker_group import WorkerGroup, fetch, same, start_group
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError, DistAclGraphError, WorkerError
-from dist_aclgraph.graph.buckets import GraphFamily, candidate_families, lazy_families
-from dist_aclgraph.graph.budget import Workload, make_budget_model
-from dist_aclgraph.graph.descriptor import BatchDescriptor
-from dist_aclgraph.graph.exchange import ExchangeRule
-from dist_aclgraph.graph.ledger import Ledger, pool_bytes
-from dist_aclgraph.graph.modes import with_possible_mode
-from dist_aclgraph.graph.negotiation import fit_memory, keep_room, negotiate
-from dist_aclgraph.graph.plan import GraphPlan
-from dist_aclgraph.graph.traffic import Traffic
-from dist_aclgraph.kv.spec import KVCacheSpec
-from dist_aclgraph.model_facts import check_model, read_model_facts
+from dist_aclgraph.kv.cache_spec import KVCacheSpec
+from dist_aclgraph.planning.buckets import GraphFamily, candidate_families, lazy_families
+from dist_aclgraph.planning.budget import Workload, make_budget_model
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.exchange import ExchangeRule
+from dist_aclgraph.planning.ledger import Ledger, pool_bytes
+from dist_aclgraph.planning.modes import with_possible_mode
+from dist_aclgraph.planning.negotiation import fit_memory, keep_room, negotiate
+from dist_aclgraph.planning.plan import GraphPlan
+from dist_aclgraph.planning.traffic import Traffic
+from dist_aclgraph.shapes.model_facts import check_model, read_model_facts
 from dist_aclgraph.topology import ParallelLayout
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class Controller:
         self._mode_reasons: tuple[str, ...] = ()
         self._groups: list[LockstepGroup] = []
         self._budget_model = make_budget_model(config.graph.budget_model)
-        self._rebucketing: list[Rebucketing] = []
+        self._traffic_watch: list[TrafficWatch] = []
         self._token = secrets.token_hex(16)
         self._started_s = time.monotonic()
         self._watcher = threading.Thread(target=self._watch, name="watch", daemon=True)
@@ -210,8 +210,8 @@ class Controller:
             scopes = [[group] for group in self._groups]
         for groups in scopes:
             self._plan_groups(groups, families)
-        self._rebucketing = [
-            Rebucketing(self._config, groups, families, self._budget_model, self._facts)
+        self._traffic_watch = [
+            TrafficWatch(self._config, groups, families, self._budget_model, self._facts)
             for groups in scopes
         ]
 
@@ -397,7 +397,7 @@ class Controller:
                 if reason:
                     self._lose(group, reason)
                     return
-            for rebucketing in self._rebucketing:
+            for rebucketing in self._traffic_watch:
                 try:
                     rebucketing.look(time.monotonic())
                 except Exception:  # whatever it is: the watch over lives goes on

@@ -15,14 +15,14 @@ from dist_aclgraph.actors.graph_transaction import GraphTransaction
 from dist_aclgraph.actors.run_directory import make_run_directory, remove_run_directory
 from dist_aclgraph.actors.step_channel import ChannelAddress, StepSender
 from dist_aclgraph.config import Config
-from dist_aclgraph.graph.descriptor import BatchDescriptor
-from dist_aclgraph.graph.dispatcher import GraphDispatcher
-from dist_aclgraph.graph.exchange import ExchangeRule
-from dist_aclgraph.graph.lazy import LazyGraphs
-from dist_aclgraph.graph.plan import CaptureCost, GraphPlan
-from dist_aclgraph.graph.rebucketing import Action
-from dist_aclgraph.graph.traffic import Traffic
 from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.dispatcher import GraphDispatcher
+from dist_aclgraph.planning.exchange import ExchangeRule
+from dist_aclgraph.planning.lazy import LazyGraphs
+from dist_aclgraph.planning.plan import CaptureCost, GraphPlan
+from dist_aclgraph.planning.rebucketing import Action
+from dist_aclgraph.planning.traffic import Traffic
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.topology import ParallelLayout
 

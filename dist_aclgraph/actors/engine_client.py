@@ -39,9 +39,9 @@ from dist_aclgraph.actors.messages import (
 )
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import EngineDeadError, InvalidParameterError, QueueFullError
+from dist_aclgraph.ints import IntArray, pack_ints
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.request import row_sampling
-from dist_aclgraph.scheduler.step import IntArray, pack_ints
 
 OnDelta = Callable[[RequestDelta], None]
 

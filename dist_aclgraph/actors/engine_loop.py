@@ -39,13 +39,14 @@ from dist_aclgraph.errors import (
     InvalidParameterError,
     WorkerLostError,
 )
-from dist_aclgraph.graph.descriptor import BatchDescriptor
-from dist_aclgraph.graph.plan import GraphPlan
-from dist_aclgraph.graph.rebucketing import Action
-from dist_aclgraph.graph.traffic import Traffic
+from dist_aclgraph.ints import pack_ints, unpack_ints
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.plan import GraphPlan
+from dist_aclgraph.planning.rebucketing import Action
+from dist_aclgraph.planning.traffic import Traffic
 from dist_aclgraph.scheduler.request import Request, RequestOutput
 from dist_aclgraph.scheduler.scheduler import Scheduler
-from dist_aclgraph.scheduler.step import StepPlan, StepResult, pack_ints, unpack_ints
+from dist_aclgraph.steps.step import StepPlan, StepResult
 
 IDLE_POLL_MS = 100
 INT_BYTES = 4  # of an int32

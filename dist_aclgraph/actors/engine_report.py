@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dist_aclgraph.graph.descriptor import BatchDescriptor
-from dist_aclgraph.graph.plan import CaptureCost, plan_report
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.plan import CaptureCost, plan_report
 from dist_aclgraph.scheduler.scheduler import Scheduler
 
 Costs = Mapping[BatchDescriptor, CaptureCost]

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
 from dist_aclgraph.actors.lockstep_capture import most_of
 from dist_aclgraph.actors.step_channel import StepSender
-from dist_aclgraph.graph.commands import GraphAction, GraphAnswer, GraphCommand
-from dist_aclgraph.graph.descriptor import BatchDescriptor
-from dist_aclgraph.graph.dispatcher import GraphDispatcher
-from dist_aclgraph.graph.lazy import LazyGraphs
-from dist_aclgraph.graph.plan import CaptureCost, CaptureFailure, GraphPlan
-from dist_aclgraph.graph.rebucketing import Action, Release
+from dist_aclgraph.planning.commands import GraphAction, GraphAnswer, GraphCommand
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.dispatcher import GraphDispatcher
+from dist_aclgraph.planning.lazy import LazyGraphs
+from dist_aclgraph.planning.plan import CaptureCost, CaptureFailure, GraphPlan
+from dist_aclgraph.planning.rebucketing import Action, Release
 
 STEPS_BETWEEN = 16  # so that no two captures delay the same tokens
 MAX_FAILURES = 100  # that are told of; a shape that always fails is tried for as long as we serve

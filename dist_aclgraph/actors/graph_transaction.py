@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dist_aclgraph.errors import CaptureError, RankDisagreementError, WorkerError
-from dist_aclgraph.graph.commands import GraphAction, GraphAnswer
-from dist_aclgraph.graph.descriptor import BatchDescriptor
-from dist_aclgraph.graph.plan import CaptureCost, CaptureFailure, GraphPlan
+from dist_aclgraph.planning.commands import GraphAction, GraphAnswer
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.plan import CaptureCost, CaptureFailure, GraphPlan
 
 
 class Ranks(Protocol):

@@ -20,8 +20,9 @@ from dist_aclgraph.errors import (
     InvalidParameterError,
     RequestTooLongError,
 )
+from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.sampling import SamplingParams
-from dist_aclgraph.scheduler.step import RowLogprobs, unpack_ints
+from dist_aclgraph.steps.step import RowLogprobs
 from dist_aclgraph.text.output import OutputText, end_ids
 from dist_aclgraph.text.tokenizer import Tokenizer
 

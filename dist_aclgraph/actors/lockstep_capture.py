@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
 from dist_aclgraph.errors import CaptureError
-from dist_aclgraph.graph.budget import Probe, StreamOffer
-from dist_aclgraph.graph.descriptor import BatchDescriptor
-from dist_aclgraph.graph.ledger import Ledger
-from dist_aclgraph.graph.plan import (
+from dist_aclgraph.planning.budget import Probe, StreamOffer
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.ledger import Ledger
+from dist_aclgraph.planning.plan import (
     CaptureCost,
     CaptureFailure,
     GiveUp,

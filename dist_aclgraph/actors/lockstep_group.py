@@ -9,9 +9,9 @@ import msgspec
 
 from dist_aclgraph.actors.lockstep_capture import CaptureRecord
 from dist_aclgraph.actors.worker_group import WorkerGroup
-from dist_aclgraph.graph.budget import StreamOffer
-from dist_aclgraph.graph.ledger import Ledger
-from dist_aclgraph.graph.plan import plan_report
+from dist_aclgraph.planning.budget import StreamOffer
+from dist_aclgraph.planning.ledger import Ledger
+from dist_aclgraph.planning.plan import plan_report
 
 
 @dataclass

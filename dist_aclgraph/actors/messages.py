@@ -1,6 +1,6 @@
 """What crosses between an engine and its clients, over one ZeroMQ ROUTER (engine) / DEALER pair.
 
-Plain MessagePack, as between engine and workers (``scheduler/step.py``); each message is one frame.
+Plain MessagePack, as between engine and workers (``steps/step.py``); each message is one frame.
 A client says ``Hello`` first: an engine answers ``Refused`` to a wrong token and ignores all else.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from dist_aclgraph import errors
-from dist_aclgraph.scheduler.step import RowLogprobs, RowSampling
+from dist_aclgraph.steps.step import RowLogprobs, RowSampling
 
 MAX_MESSAGE_BYTES = 64 << 20
 FinishReason = Literal["stop", "length", "abort", "error"]

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import zmq
 
 from dist_aclgraph.errors import WorkerLostError, WorkerStartTimeoutError
-from dist_aclgraph.graph.commands import GraphAnswer, GraphCommand
-from dist_aclgraph.scheduler.step import (
+from dist_aclgraph.planning.commands import GraphAnswer, GraphCommand
+from dist_aclgraph.steps.step import (
     FromWorker,
     Shutdown,
     StepPlan,

@@ -18,17 +18,17 @@ from dist_aclgraph.actors.step_channel import ChannelAddress, StepReceiver
 from dist_aclgraph.config import Config
 from dist_aclgraph.environment import launch_blocking, visible_devices
 from dist_aclgraph.errors import DistAclGraphError, RankDisagreementError
-from dist_aclgraph.graph.budget import StreamOffer, max_piecewise_sizes
-from dist_aclgraph.graph.commands import GraphAnswer, GraphCommand
-from dist_aclgraph.graph.descriptor import BatchDescriptor
-from dist_aclgraph.graph.exchange import ExchangeRule
-from dist_aclgraph.graph.memory import RankMemory
-from dist_aclgraph.graph.modes import GraphSupport, normalise_mode
-from dist_aclgraph.graph.plan import CaptureCost, GraphPlan
-from dist_aclgraph.kv.spec import KVCacheSpec
-from dist_aclgraph.model_facts import read_model_facts
-from dist_aclgraph.models.spec import ModelSpec, read_model_spec
-from dist_aclgraph.scheduler.step import StepPlan, StepResult
+from dist_aclgraph.kv.cache_spec import KVCacheSpec
+from dist_aclgraph.planning.budget import StreamOffer, max_piecewise_sizes
+from dist_aclgraph.planning.commands import GraphAnswer, GraphCommand
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.exchange import ExchangeRule
+from dist_aclgraph.planning.memory import RankMemory
+from dist_aclgraph.planning.modes import GraphSupport, normalise_mode
+from dist_aclgraph.planning.plan import CaptureCost, GraphPlan
+from dist_aclgraph.shapes.model_facts import read_model_facts
+from dist_aclgraph.shapes.model_spec import ModelSpec, read_model_spec
+from dist_aclgraph.steps.step import StepPlan, StepResult
 from dist_aclgraph.topology import ParallelLayout
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from dist_aclgraph.errors import (
     WorkerLostError,
     WorkerStartTimeoutError,
 )
-from dist_aclgraph.graph.commands import GraphAction, GraphAnswer, GraphCommand
-from dist_aclgraph.graph.descriptor import BatchDescriptor
-from dist_aclgraph.graph.plan import GraphPlan
+from dist_aclgraph.planning.commands import GraphAction, GraphAnswer, GraphCommand
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.plan import GraphPlan
 
 PEERS_OF_A_FAILURE_S = 5.0  # how long ranks are waited for once one of them has failed
 ASK_S = 2.0  # limit of asking ranks where they stand

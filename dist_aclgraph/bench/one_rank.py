@@ -19,11 +19,11 @@ from dist_aclgraph.comm.groups import ALONE, CommGroup, RankGroups
 from dist_aclgraph.config import Config
 from dist_aclgraph.device.npu import Npu, open_npu, runtime
 from dist_aclgraph.engine.model_runner import TORCH_DTYPES, ModelRunner
-from dist_aclgraph.graph.buckets import candidate_families
-from dist_aclgraph.graph.descriptor import BatchDescriptor
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.decoder import Decoder
-from dist_aclgraph.models.spec import read_model_spec
+from dist_aclgraph.planning.buckets import candidate_families
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.shapes.model_spec import read_model_spec
 
 DUMMY_BLOCKS = 2
 

@@ -12,13 +12,13 @@ import time
 import numpy as np
 
 from dist_aclgraph.config import SchedulerConfig
-from dist_aclgraph.graph.buckets import GraphFamily, capture_sizes
-from dist_aclgraph.graph.dispatcher import GraphDispatcher
-from dist_aclgraph.graph.plan import GraphPlan
 from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.planning.buckets import GraphFamily, capture_sizes
+from dist_aclgraph.planning.dispatcher import GraphDispatcher
+from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.scheduler import Scheduler
-from dist_aclgraph.scheduler.step import RowSampling, StepPlan, StepResult, encoder
+from dist_aclgraph.steps.step import RowSampling, StepPlan, StepResult, encoder
 
 BLOCK_SIZE = 128
 PROMPT_TOKENS = 100

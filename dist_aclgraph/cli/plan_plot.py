@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.graph.buckets import pad_to_bucket
+from dist_aclgraph.planning.buckets import pad_to_bucket
 
 
 def plot_padding(report: dict[str, Any], path: Path) -> None:

@@ -13,14 +13,14 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from dist_aclgraph.config import Config
-from dist_aclgraph.graph.buckets import GraphFamily, candidate_families, trim_sizes
-from dist_aclgraph.graph.budget import Price, StreamOffer, total
-from dist_aclgraph.graph.choice import padding_share
-from dist_aclgraph.graph.exchange import ExchangeRule
-from dist_aclgraph.graph.ledger import Ledger, pool_bytes
-from dist_aclgraph.graph.memory import GIB, MemoryPart
-from dist_aclgraph.graph.plan import GraphPlan
-from dist_aclgraph.graph.traffic import Traffic, weights_of
+from dist_aclgraph.planning.buckets import GraphFamily, candidate_families, trim_sizes
+from dist_aclgraph.planning.budget import Price, StreamOffer, total
+from dist_aclgraph.planning.choice import padding_share
+from dist_aclgraph.planning.exchange import ExchangeRule
+from dist_aclgraph.planning.ledger import Ledger, pool_bytes
+from dist_aclgraph.planning.memory import GIB, MemoryPart
+from dist_aclgraph.planning.plan import GraphPlan
+from dist_aclgraph.planning.traffic import Traffic, weights_of
 from dist_aclgraph.simulate.deployment import AssumedDeployment, content_of
 from dist_aclgraph.topology import ParallelLayout
 

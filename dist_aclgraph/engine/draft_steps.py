@@ -12,14 +12,14 @@ from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.engine.drafting import Drafter, DraftPass
 from dist_aclgraph.engine.input_batch import StepInputs
 from dist_aclgraph.engine.mixed_step import MixedStep
-from dist_aclgraph.graph.padding import Lens
-from dist_aclgraph.graph.step_buffers import GraphInputs
-from dist_aclgraph.graph.task_update import TaskRecorder
+from dist_aclgraph.graphs.step_buffers import GraphInputs
+from dist_aclgraph.graphs.task_update import TaskRecorder
+from dist_aclgraph.ints import IntArray
 from dist_aclgraph.layers.attention import AttentionMetadata
 from dist_aclgraph.layers.experts import ExpertStep
-from dist_aclgraph.models.attention import Cache
+from dist_aclgraph.models.attention_kind import Cache
 from dist_aclgraph.models.next_token import NextTokenModule
-from dist_aclgraph.scheduler.step import IntArray
+from dist_aclgraph.steps.padding import Lens
 from dist_aclgraph.topology import ExchangeKind
 
 NO_TABLE: IntArray = np.empty((0, 1), np.int32)

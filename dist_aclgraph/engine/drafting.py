@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dist_aclgraph.graph.draft_places import PADDING_SLOT
-from dist_aclgraph.graph.step_buffers import DraftInputs
+from dist_aclgraph.graphs.step_buffers import DraftInputs
+from dist_aclgraph.steps.draft_places import PADDING_SLOT
 
 
 class DraftPass(NamedTuple):

@@ -9,12 +9,12 @@ import torch
 
 from dist_aclgraph.device.npu import GraphPool, Npu, PoolMemory, runtime
 from dist_aclgraph.errors import ReplayMismatchError
-from dist_aclgraph.graph.captured_graph import CapturedGraph, Forward, capture
-from dist_aclgraph.graph.descriptor import BatchDescriptor
-from dist_aclgraph.graph.digest import OperatorDigest
-from dist_aclgraph.graph.pieces import CapturedPieces
-from dist_aclgraph.graph.plan import CaptureCost
-from dist_aclgraph.graph.recording import Recording
+from dist_aclgraph.graphs.captured_graph import CapturedGraph, Forward, capture
+from dist_aclgraph.graphs.digest import OperatorDigest
+from dist_aclgraph.graphs.pieces import CapturedPieces
+from dist_aclgraph.graphs.recording import Recording
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.plan import CaptureCost
 
 WholeStep = tuple[CapturedGraph, ...]
 """The full graphs of a step, replayed one after another: the decoder, then its drafts if any."""

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from dist_aclgraph.graph.draft_places import DraftPlaces, draft_places, slots_of
-from dist_aclgraph.scheduler.step import IntArray, RankBatch, RowSampling, unpack_ints
+from dist_aclgraph.ints import IntArray, unpack_ints
+from dist_aclgraph.steps.draft_places import DraftPlaces, draft_places, slots_of
+from dist_aclgraph.steps.step import RankBatch, RowSampling
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.engine.input_batch import StepInputs
-from dist_aclgraph.graph.draft_places import PADDING_SLOT
-from dist_aclgraph.graph.step_buffers import DraftInputs, GraphInputs
-from dist_aclgraph.scheduler.step import IntArray, StepPlan, unpack_ints
+from dist_aclgraph.graphs.step_buffers import DraftInputs, GraphInputs
+from dist_aclgraph.ints import IntArray, unpack_ints
+from dist_aclgraph.steps.draft_places import PADDING_SLOT
+from dist_aclgraph.steps.step import StepPlan
 
 
 @dataclass(frozen=True)

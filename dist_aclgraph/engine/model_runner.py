@@ -24,19 +24,20 @@ from dist_aclgraph.engine.mixed_step import StepSize, upload_step
 from dist_aclgraph.engine.replays import Replays
 from dist_aclgraph.engine.step_output import TALLY_SHAPE, SpecialPlaces, StepOutput
 from dist_aclgraph.errors import ReplayMismatchError
-from dist_aclgraph.graph.captured_graph import Forward
-from dist_aclgraph.graph.descriptor import BatchDescriptor
-from dist_aclgraph.graph.padding import pad_lens
-from dist_aclgraph.graph.pieces import CapturedPieces
-from dist_aclgraph.graph.plan import CaptureCost
-from dist_aclgraph.graph.step_buffers import StepBuffers
-from dist_aclgraph.graph.task_update import TaskRecorder
+from dist_aclgraph.graphs.captured_graph import Forward
+from dist_aclgraph.graphs.pieces import CapturedPieces
+from dist_aclgraph.graphs.step_buffers import StepBuffers
+from dist_aclgraph.graphs.task_update import TaskRecorder
+from dist_aclgraph.ints import IntArray, pack_ints
 from dist_aclgraph.layers.attention import AttentionMetadata, make_causal_mask
 from dist_aclgraph.layers.experts import ExpertStep
-from dist_aclgraph.models.attention import Cache
+from dist_aclgraph.layers.segments import RunSegment, run_directly
+from dist_aclgraph.models.attention_kind import Cache
 from dist_aclgraph.models.decoder import Decoder
-from dist_aclgraph.models.segments import RunSegment, run_directly
-from dist_aclgraph.scheduler.step import IntArray, StepPlan, StepResult, pack_ints
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.plan import CaptureCost
+from dist_aclgraph.steps.padding import pad_lens
+from dist_aclgraph.steps.step import StepPlan, StepResult
 from dist_aclgraph.topology import ChooseExchange, no_exchange
 
 TORCH_DTYPES = {

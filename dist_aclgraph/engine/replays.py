@@ -9,9 +9,9 @@ from typing import Any
 from dist_aclgraph.device.npu import Stopwatch, UpdateWait, runtime
 from dist_aclgraph.engine.graph_store import WholeStep
 from dist_aclgraph.engine.input_batch import StepInputs
-from dist_aclgraph.graph.captured_graph import CapturedGraph
-from dist_aclgraph.graph.padding import Lens, pad_lens
-from dist_aclgraph.scheduler.step import IntArray
+from dist_aclgraph.graphs.captured_graph import CapturedGraph
+from dist_aclgraph.ints import IntArray
+from dist_aclgraph.steps.padding import Lens, pad_lens
 
 
 class Replays:

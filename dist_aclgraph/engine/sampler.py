@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.engine.random_numbers import uniforms
-from dist_aclgraph.scheduler.step import IntArray, RowLogprobs, RowSampling, pack_ints
+from dist_aclgraph.ints import IntArray, pack_ints
+from dist_aclgraph.steps.step import RowLogprobs, RowSampling
 
 ToDevice = Callable[[np.ndarray], Tensor]
 

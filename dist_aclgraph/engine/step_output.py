@@ -14,7 +14,8 @@ from torch import Tensor
 from dist_aclgraph.device.npu import Npu, runtime
 from dist_aclgraph.engine.input_batch import InputBatch, StepInputs
 from dist_aclgraph.engine.sampler import SamplingRow, choose_tokens, report_logprobs
-from dist_aclgraph.scheduler.step import IntArray, RowLogprobs
+from dist_aclgraph.ints import IntArray
+from dist_aclgraph.steps.step import RowLogprobs
 
 TALLY_SHAPE = (2, 2)  # of decoder and drafts: tokens computed, tokens without room
 

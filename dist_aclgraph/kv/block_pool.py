@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from dist_aclgraph.errors import KVCacheError, OutOfBlocksError
-from dist_aclgraph.scheduler.step import pack_ints
+from dist_aclgraph.ints import pack_ints
 
 DUMMY_BLOCK = 0  # padded rows write here; no request ever owns it
 HASH_BYTES = 16

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dist_aclgraph.comm.groups import RankGroups
-from dist_aclgraph.layers.exchanges import Exchange
 from dist_aclgraph.layers.local_experts import LocalExperts
 from dist_aclgraph.layers.router import Router
 from dist_aclgraph.layers.shared_experts import SharedExperts, SideStream
+from dist_aclgraph.layers.token_exchange import Exchange
 from dist_aclgraph.topology import ExchangeKind
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dist_aclgraph.scheduler.step import IntArray
+from dist_aclgraph.ints import IntArray
 
 MAX_ABSORBED_QUERIES = 16  # of one request, the operator's limit
 MAX_PLAIN_TOKENS = 8192  # whose keys and values exist at once; a request's own queries may be more

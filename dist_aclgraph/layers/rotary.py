@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from dist_aclgraph.models.spec import RopeSpec
+from dist_aclgraph.shapes.model_spec import RopeSpec
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> tuple[Tensor, float]:

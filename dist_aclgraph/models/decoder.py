@@ -8,16 +8,16 @@ from torch import Tensor
 from dist_aclgraph.comm.groups import RankGroups
 from dist_aclgraph.layers.attention import AttentionMetadata
 from dist_aclgraph.layers.experts import ALL_HERE, ExpertSetup, ExpertStep
+from dist_aclgraph.layers.segments import RunSegment, run_directly
 from dist_aclgraph.layers.vocabulary import VocabularyEmbedding, VocabularyHead, vocabulary_part
-from dist_aclgraph.models.attention import AttentionKind, Cache
+from dist_aclgraph.models.attention_kind import AttentionKind, Cache
 from dist_aclgraph.models.checkpoint import Checkpoint, Progress
 from dist_aclgraph.models.gqa import GroupedQuery
 from dist_aclgraph.models.layer_stack import LayerStack, load_layer
 from dist_aclgraph.models.loading import WeightSlices
 from dist_aclgraph.models.mla import MultiHeadLatent
 from dist_aclgraph.models.next_token import NextTokenModule, load_next_token_module
-from dist_aclgraph.models.segments import RunSegment, run_directly
-from dist_aclgraph.models.spec import ModelSpec
+from dist_aclgraph.shapes.model_spec import ModelSpec
 
 SPARE_POSITIONS = 16  # of drafts that run past the longest context, to be thrown away
 

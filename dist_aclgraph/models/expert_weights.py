@@ -5,15 +5,15 @@ by its inner width, with it those that the rank has, as a whole; shared ones are
 from __future__ import annotations
 
 from dist_aclgraph.errors import UnsupportedModelError
-from dist_aclgraph.graph.exchange import experts_per_rank
-from dist_aclgraph.layers.exchanges import make_exchanges
 from dist_aclgraph.layers.experts import ExpertLayer
 from dist_aclgraph.layers.local_experts import LocalExperts
 from dist_aclgraph.layers.router import Router
 from dist_aclgraph.layers.shared_experts import SharedExperts
+from dist_aclgraph.layers.token_exchange import make_exchanges
 from dist_aclgraph.models.int8_weights import Matrix, beside
 from dist_aclgraph.models.loading import WeightSlices
-from dist_aclgraph.models.spec import ExpertSpec
+from dist_aclgraph.planning.exchange import experts_per_rank
+from dist_aclgraph.shapes.model_spec import ExpertSpec
 
 MIN_EXPERTS_OF_A_GROUP = 3  # for npu_moe_gating_top_k
 

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from dist_aclgraph.comm.groups import CommGroup
 from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.ints import IntArray
 from dist_aclgraph.layers.attention import AttentionMetadata, KVCache, PagedAttention
 from dist_aclgraph.layers.linear import Product, RowParallelLinear
 from dist_aclgraph.layers.rotary import RotaryTables
-from dist_aclgraph.model_facts import heads_per_rank
-from dist_aclgraph.models.attention import Rope, Upload
+from dist_aclgraph.models.attention_kind import Rope, Upload
 from dist_aclgraph.models.loading import WeightSlices
-from dist_aclgraph.models.spec import ModelSpec
-from dist_aclgraph.scheduler.step import IntArray
+from dist_aclgraph.shapes.model_facts import heads_per_rank
+from dist_aclgraph.shapes.model_spec import ModelSpec
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from torch import Tensor
 from dist_aclgraph.layers.attention import AttentionMetadata
 from dist_aclgraph.layers.experts import ALL_HERE, ExpertStep
 from dist_aclgraph.layers.linear import Product, RowParallelLinear
-from dist_aclgraph.models.attention import AttentionKind, Cache, LayerAttention, Rope
+from dist_aclgraph.layers.segments import RunSegment, Segment, run_directly
+from dist_aclgraph.models.attention_kind import AttentionKind, Cache, LayerAttention, Rope
 from dist_aclgraph.models.expert_weights import load_experts
 from dist_aclgraph.models.loading import WeightSlices
-from dist_aclgraph.models.segments import RunSegment, Segment, run_directly
-from dist_aclgraph.models.spec import ModelSpec
+from dist_aclgraph.shapes.model_spec import ModelSpec
 
 Embed = Callable[..., Tensor]  # of tensors with one row for each token: [num_tokens, hidden]
 

@@ -1,5 +1,5 @@
 """Multi-head latent attention of a decoder (DeepSeek V2 and V3): products, norms and weights around
-the attention of ``layers/mla.py``.
+the attention of ``layers/latent_attention.py``.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.comm.groups import CommGroup
+from dist_aclgraph.ints import IntArray
 from dist_aclgraph.layers.attention import AttentionMetadata, LatentStep
+from dist_aclgraph.layers.latent_attention import NORM_EPS, LatentAttention, LatentCache
 from dist_aclgraph.layers.latent_forms import choose_forms, kv_slots_of
 from dist_aclgraph.layers.linear import Product, RowParallelLinear
-from dist_aclgraph.layers.mla import NORM_EPS, LatentAttention, LatentCache
 from dist_aclgraph.layers.rotary import RotaryTables, score_factor
-from dist_aclgraph.model_facts import heads_per_rank
-from dist_aclgraph.models.attention import Rope, Upload
+from dist_aclgraph.models.attention_kind import Rope, Upload
 from dist_aclgraph.models.int8_weights import Matrix
 from dist_aclgraph.models.loading import WeightSlices
-from dist_aclgraph.models.spec import LatentSpec, ModelSpec
-from dist_aclgraph.scheduler.step import IntArray
+from dist_aclgraph.shapes.model_facts import heads_per_rank
+from dist_aclgraph.shapes.model_spec import LatentSpec, ModelSpec
 
 
 def share_latent_heads(num_heads: int, group: CommGroup) -> range:

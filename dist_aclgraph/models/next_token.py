@@ -16,10 +16,10 @@ from dist_aclgraph.layers.attention import AttentionMetadata
 from dist_aclgraph.layers.experts import ExpertStep
 from dist_aclgraph.layers.linear import Linear
 from dist_aclgraph.layers.vocabulary import VocabularyEmbedding, VocabularyHead
-from dist_aclgraph.models.attention import AttentionKind, Cache
+from dist_aclgraph.models.attention_kind import AttentionKind, Cache
 from dist_aclgraph.models.layer_stack import LayerStack, load_layer
 from dist_aclgraph.models.loading import WeightSlices
-from dist_aclgraph.models.spec import ModelSpec
+from dist_aclgraph.shapes.model_spec import ModelSpec
 
 
 @dataclass(frozen=True)

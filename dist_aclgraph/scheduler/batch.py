@@ -9,16 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from dist_aclgraph.errors import WorkerError
+from dist_aclgraph.ints import IntArray, pack_ints, unpack_ints
 from dist_aclgraph.scheduler.request import Request
-from dist_aclgraph.scheduler.step import (
-    IntArray,
-    RankBatch,
-    RowLogprobs,
-    RowStart,
-    StepResult,
-    pack_ints,
-    unpack_ints,
-)
+from dist_aclgraph.steps.step import RankBatch, RowLogprobs, RowStart, StepResult
 
 NO_INTS = b""
 

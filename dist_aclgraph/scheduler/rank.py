@@ -15,7 +15,7 @@ from dist_aclgraph.config import SchedulerConfig
 from dist_aclgraph.kv.block_pool import BlockPool, hash_block
 from dist_aclgraph.scheduler.batch import NO_INTS, BatchDraft, DecodeBatch, NewTokens
 from dist_aclgraph.scheduler.request import Request, RequestOutput
-from dist_aclgraph.scheduler.step import RankBatch
+from dist_aclgraph.steps.step import RankBatch
 
 IDLE = RankBatch(NO_INTS)
 

@@ -8,8 +8,9 @@ from typing import Literal
 import msgspec
 
 from dist_aclgraph.errors import InvalidParameterError
+from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.sampling import SamplingParams
-from dist_aclgraph.scheduler.step import RowLogprobs, RowSampling, RowStart, pack_ints
+from dist_aclgraph.steps.step import RowLogprobs, RowSampling, RowStart
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

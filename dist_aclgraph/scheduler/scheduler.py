@@ -19,12 +19,12 @@ from dist_aclgraph.errors import (
     RequestTooLongError,
     WorkerError,
 )
-from dist_aclgraph.graph.dispatcher import GraphDispatcher
 from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.scheduler.batch import largest_of
 from dist_aclgraph.scheduler.rank import RankScheduler
 from dist_aclgraph.scheduler.request import FinishReason, Request, RequestOutput
-from dist_aclgraph.scheduler.step import RankBatch, StepPlan, StepResult
+from dist_aclgraph.steps.step import RankBatch, StepPlan, StepResult
 from dist_aclgraph.topology import ChooseExchange, no_exchange
 
 

@@ -19,7 +19,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-import dist_aclgraph
 from dist_aclgraph.errors import DistAclGraphError, InvalidParameterError
 from dist_aclgraph.serve import misc
 from dist_aclgraph.serve.chat import chat_completions
@@ -32,6 +31,7 @@ from dist_aclgraph.serve.openai_types import (
     TokenizeRequest,
 )
 from dist_aclgraph.serve.state import ApiState
+from dist_aclgraph.version import VERSION
 
 Endpoint = Callable[[ApiState, Request], Awaitable[Response]]
 POSTS: dict[str, tuple[Endpoint, type[pydantic.BaseModel]]] = {
@@ -79,7 +79,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 def make_api(state: ApiState) -> FastAPI:
     """Build the application; everything it needs it takes from ``state``."""
-    api = FastAPI(title="dist_aclgraph", version=dist_aclgraph.__version__)
+    api = FastAPI(title="dist_aclgraph", version=VERSION)
     for path, (endpoint, model) in POSTS.items():
         schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
         schema.pop("$defs", None)

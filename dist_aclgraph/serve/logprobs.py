@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from dist_aclgraph.scheduler.step import RowLogprobs, unpack_ints
+from dist_aclgraph.ints import unpack_ints
+from dist_aclgraph.steps.step import RowLogprobs
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # JSON has no -Infinity

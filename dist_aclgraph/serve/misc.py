@@ -9,12 +9,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
-import dist_aclgraph
 from dist_aclgraph.errors import EngineUnavailableError
 from dist_aclgraph.serve.body import read_body
 from dist_aclgraph.serve.errors import json_response
 from dist_aclgraph.serve.openai_types import DetokenizeRequest, TokenizeRequest
 from dist_aclgraph.serve.state import ApiState
+from dist_aclgraph.version import VERSION
 
 
 async def list_models(state: ApiState, request: Request) -> Response:
@@ -44,7 +44,7 @@ async def ready(state: ApiState, request: Request) -> Response:
 
 async def version(state: ApiState, request: Request) -> Response:
     """The version of this server."""
-    return json_response({"version": dist_aclgraph.__version__})
+    return json_response({"version": VERSION})
 
 
 async def metrics(state: ApiState, request: Request) -> Response:

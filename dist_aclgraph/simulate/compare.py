@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from dist_aclgraph.config import GraphMode
-from dist_aclgraph.graph.buckets import GraphFamily, candidate_families, trim_sizes
-from dist_aclgraph.graph.budget import StreamOffer
-from dist_aclgraph.graph.dispatcher import GraphDispatcher
-from dist_aclgraph.graph.plan import GraphPlan
+from dist_aclgraph.planning.buckets import GraphFamily, candidate_families, trim_sizes
+from dist_aclgraph.planning.budget import StreamOffer
+from dist_aclgraph.planning.dispatcher import GraphDispatcher
+from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.simulate.deployment import AssumedDeployment, NegotiatedPlan, distinct
 from dist_aclgraph.simulate.group import SimulatedGroup
 from dist_aclgraph.simulate.streams import is_affordable, streams_held

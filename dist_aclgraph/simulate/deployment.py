@@ -13,8 +13,9 @@ import msgspec
 from dist_aclgraph.config import Config, GraphMode
 from dist_aclgraph.environment import launch_blocking
 from dist_aclgraph.errors import ConfigError, ModelError
-from dist_aclgraph.graph.buckets import candidate_families, lazy_families
-from dist_aclgraph.graph.budget import (
+from dist_aclgraph.kv.cache_spec import KVCacheSpec
+from dist_aclgraph.planning.buckets import candidate_families, lazy_families
+from dist_aclgraph.planning.budget import (
     BudgetModel,
     StreamOffer,
     Workload,
@@ -22,15 +23,14 @@ from dist_aclgraph.graph.budget import (
     max_piecewise_sizes,
     streams_per_domain,
 )
-from dist_aclgraph.graph.exchange import ExchangeRule
-from dist_aclgraph.graph.memory import GIB, RankMemory
-from dist_aclgraph.graph.modes import with_possible_mode
-from dist_aclgraph.graph.negotiation import keep_room, negotiate
-from dist_aclgraph.graph.plan import GraphPlan
-from dist_aclgraph.graph.traffic import Traffic
-from dist_aclgraph.kv.spec import KVCacheSpec
-from dist_aclgraph.model_facts import ModelFacts, check_model, read_model_facts
-from dist_aclgraph.models.spec import ModelSpec, read_model_spec
+from dist_aclgraph.planning.exchange import ExchangeRule
+from dist_aclgraph.planning.memory import GIB, RankMemory
+from dist_aclgraph.planning.modes import with_possible_mode
+from dist_aclgraph.planning.negotiation import keep_room, negotiate
+from dist_aclgraph.planning.plan import GraphPlan
+from dist_aclgraph.planning.traffic import Traffic
+from dist_aclgraph.shapes.model_facts import ModelFacts, check_model, read_model_facts
+from dist_aclgraph.shapes.model_spec import ModelSpec, read_model_spec
 from dist_aclgraph.topology import ParallelLayout
 
 NPU_STREAMS = 2048

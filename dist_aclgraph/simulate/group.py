@@ -18,23 +18,23 @@ import numpy as np
 from dist_aclgraph.actors.graph_changes import GraphChanges
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
 from dist_aclgraph.errors import DistAclGraphError
-from dist_aclgraph.graph.buckets import candidate_families
-from dist_aclgraph.graph.budget import Probe, StreamOffer, total
-from dist_aclgraph.graph.commands import GraphAction, GraphAnswer
-from dist_aclgraph.graph.descriptor import BatchDescriptor
-from dist_aclgraph.graph.lazy import LazyGraphs
-from dist_aclgraph.graph.plan import CaptureCost, GraphPlan
-from dist_aclgraph.graph.rebucketing import choose_again
-from dist_aclgraph.graph.traffic import Traffic, fade, merge
 from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.planning.buckets import candidate_families
+from dist_aclgraph.planning.budget import Probe, StreamOffer, total
+from dist_aclgraph.planning.commands import GraphAction, GraphAnswer
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.lazy import LazyGraphs
+from dist_aclgraph.planning.plan import CaptureCost, GraphPlan
+from dist_aclgraph.planning.rebucketing import choose_again
+from dist_aclgraph.planning.traffic import Traffic, fade, merge
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.scheduler import Scheduler
-from dist_aclgraph.scheduler.step import RowSampling, StepPlan, StepResult
 from dist_aclgraph.simulate.deployment import AssumedDeployment, NegotiatedPlan, distinct
 from dist_aclgraph.simulate.load import Arrival, Batch
 from dist_aclgraph.simulate.streams import streams_held, tightest_offer
 from dist_aclgraph.simulate.tally import Tally, WatchedDispatcher
 from dist_aclgraph.simulate.times import StepTimes
+from dist_aclgraph.steps.step import RowSampling, StepPlan, StepResult
 
 IDLE_POLL_S = 0.1  # between two graph changes of a group that has no requests
 MAX_VERSIONS = 256  # plan versions that are remembered, the latest

@@ -15,7 +15,7 @@ from typing import Any
 
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.graph.ledger import pool_bytes
+from dist_aclgraph.planning.ledger import pool_bytes
 from dist_aclgraph.simulate.compare import compare
 from dist_aclgraph.simulate.deployment import (
     AssumedDeployment,

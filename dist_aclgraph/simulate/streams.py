@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from dist_aclgraph.graph.buckets import GraphFamily, candidate_families, lazy_families
-from dist_aclgraph.graph.budget import StreamOffer, total
-from dist_aclgraph.graph.descriptor import BatchDescriptor
-from dist_aclgraph.graph.ledger import Ledger
-from dist_aclgraph.graph.plan import GraphPlan
+from dist_aclgraph.planning.buckets import GraphFamily, candidate_families, lazy_families
+from dist_aclgraph.planning.budget import StreamOffer, total
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.ledger import Ledger
+from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.simulate.deployment import AssumedDeployment, NegotiatedPlan, distinct
 
 Held = dict[str, int]  # streams by family, those that are gone before the first bucket, and all

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dist_aclgraph.graph.descriptor import BatchDescriptor
-from dist_aclgraph.graph.dispatcher import Dispatch, GraphDispatcher
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.dispatcher import Dispatch, GraphDispatcher
 
 MAX_BINS = 128  # of a time line; their width doubles when they are full
 FIRST_WIDTH_S = 1.0

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.graph.choice import step_costs
-from dist_aclgraph.graph.descriptor import RunMode
+from dist_aclgraph.planning.choice import step_costs
+from dist_aclgraph.planning.descriptor import RunMode
 
 STEP_MS, TOKEN_MS, CAPTURE_MS = 10.0, 0.05, 50.0
 

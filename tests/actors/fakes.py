@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dist_aclgraph.graph.commands import GraphAction, GraphAnswer
-from dist_aclgraph.graph.descriptor import BatchDescriptor
-from dist_aclgraph.graph.plan import CaptureCause, CaptureCost, GraphPlan
+from dist_aclgraph.planning.commands import GraphAction, GraphAnswer
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.plan import CaptureCause, CaptureCost, GraphPlan
 
 
 @dataclass

@@ -11,9 +11,9 @@ import msgspec
 
 from dist_aclgraph.actors.worker import Worker
 from dist_aclgraph.config import Config, make_config
-from dist_aclgraph.graph.commands import GraphAction, GraphAnswer, GraphCommand
-from dist_aclgraph.graph.descriptor import BatchDescriptor
-from dist_aclgraph.graph.plan import GraphPlan
+from dist_aclgraph.planning.commands import GraphAction, GraphAnswer, GraphCommand
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.plan import GraphPlan
 
 MAX_LEN = 128
 

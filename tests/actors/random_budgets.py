@@ -17,12 +17,12 @@ from dist_aclgraph.actors.graph_transaction import GraphTransaction
 from dist_aclgraph.actors.lockstep_capture import capture_plan, probe_graphs
 from dist_aclgraph.config import Config, make_config
 from dist_aclgraph.errors import CaptureError, StreamBudgetError
-from dist_aclgraph.graph.buckets import GraphFamily, candidate_families
-from dist_aclgraph.graph.budget import Workload, make_budget_model, total
-from dist_aclgraph.graph.ledger import Ledger
-from dist_aclgraph.graph.negotiation import negotiate
-from dist_aclgraph.graph.plan import CaptureFailure, GraphPlan
-from dist_aclgraph.model_facts import read_model_facts
+from dist_aclgraph.planning.buckets import GraphFamily, candidate_families
+from dist_aclgraph.planning.budget import Workload, make_budget_model, total
+from dist_aclgraph.planning.ledger import Ledger
+from dist_aclgraph.planning.negotiation import negotiate
+from dist_aclgraph.planning.plan import CaptureFailure, GraphPlan
+from dist_aclgraph.shapes.model_facts import read_model_facts
 from tests.actors.local_ranks import LocalRanks, make_local_config, start_rank
 from tests.streams import HeldStreams, ids_left
 

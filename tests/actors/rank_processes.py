@@ -12,9 +12,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from dist_aclgraph.config import Config
-from dist_aclgraph.graph.commands import GraphAction, GraphCommand
-from dist_aclgraph.graph.plan import GraphPlan
-from dist_aclgraph.scheduler.step import (
+from dist_aclgraph.planning.commands import GraphAction, GraphCommand
+from dist_aclgraph.planning.plan import GraphPlan
+from dist_aclgraph.steps.step import (
     StepPlan,
     StepResult,
     encoder,

@@ -19,10 +19,11 @@ from dist_aclgraph.actors.messages import Deltas, Hello, Submit, encoder, from_e
 from dist_aclgraph.actors.step_channel import StepReceiver, StepSender
 from dist_aclgraph.config import SchedulerConfig
 from dist_aclgraph.errors import EngineDeadError
-from dist_aclgraph.graph.dispatcher import GraphDispatcher
+from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.scheduler.scheduler import Scheduler
-from dist_aclgraph.scheduler.step import RowSampling, StepResult, pack_ints
+from dist_aclgraph.steps.step import RowSampling, StepResult
 from tests.actors.leftovers import wait_until
 from tests.deployments import Answer, greedy_params
 from tests.plans import make_plan

@@ -11,11 +11,11 @@ from dist_aclgraph.actors.graph_changes import (
     GraphChanges,
 )
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
-from dist_aclgraph.graph.buckets import GraphFamily
-from dist_aclgraph.graph.dispatcher import GraphDispatcher
-from dist_aclgraph.graph.lazy import LazyGraphs
-from dist_aclgraph.graph.plan import CaptureCost, GraphPlan
-from dist_aclgraph.graph.rebucketing import Action, Capture, Release
+from dist_aclgraph.planning.buckets import GraphFamily
+from dist_aclgraph.planning.dispatcher import GraphDispatcher
+from dist_aclgraph.planning.lazy import LazyGraphs
+from dist_aclgraph.planning.plan import CaptureCost, GraphPlan
+from dist_aclgraph.planning.rebucketing import Action, Capture, Release
 from tests.actors.fakes import FakeRanks
 from tests.plans import decode_graph, make_plan
 

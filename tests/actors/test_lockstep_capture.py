@@ -7,8 +7,8 @@ import pytest
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
 from dist_aclgraph.actors.lockstep_capture import CaptureRecord, agree, capture_plan
 from dist_aclgraph.errors import CaptureError, RankDisagreementError, WorkerError
-from dist_aclgraph.graph.ledger import Ledger, LedgerEntry
-from dist_aclgraph.graph.plan import GraphPlan
+from dist_aclgraph.planning.ledger import Ledger, LedgerEntry
+from dist_aclgraph.planning.plan import GraphPlan
 from tests.actors.fakes import FakeRanks
 from tests.plans import decode_graph, make_plan, pieces
 

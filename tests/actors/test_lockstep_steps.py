@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from dist_aclgraph.config import Config, make_config
-from dist_aclgraph.graph.descriptor import BatchDescriptor
-from dist_aclgraph.graph.dispatcher import GraphDispatcher
-from dist_aclgraph.graph.exchange import ExchangeRule
-from dist_aclgraph.graph.plan import GraphPlan
 from dist_aclgraph.kv.block_pool import BlockPool
-from dist_aclgraph.model_facts import read_model_facts
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.dispatcher import GraphDispatcher
+from dist_aclgraph.planning.exchange import ExchangeRule
+from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.scheduler import Scheduler
-from dist_aclgraph.scheduler.step import StepPlan
+from dist_aclgraph.shapes.model_facts import read_model_facts
+from dist_aclgraph.steps.step import StepPlan
 from tests.actors.rank_processes import RankProcesses, rank_processes
 from tests.checkpoints import add_next_token_module, make_prompts, make_reference
 from tests.plans import make_plan

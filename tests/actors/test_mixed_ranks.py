@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dist_aclgraph.config import Config
-from dist_aclgraph.kv.spec import KVCacheSpec
+from dist_aclgraph.kv.cache_spec import KVCacheSpec
 from tests.checkpoints import make_prompts
 from tests.deployments import Serving, greedy_params, make_deployment_config, serving
 

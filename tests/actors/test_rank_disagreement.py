@@ -9,7 +9,7 @@ import pytest
 
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
 from dist_aclgraph.errors import RankDisagreementError
-from dist_aclgraph.graph.plan import CaptureFailure
+from dist_aclgraph.planning.plan import CaptureFailure
 from tests.actors.local_ranks import LocalRanks, make_local_config, start_rank
 from tests.checkpoints import make_reference
 from tests.plans import decode_graph, pieces

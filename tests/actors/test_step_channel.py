@@ -11,7 +11,8 @@ import pytest
 
 from dist_aclgraph.actors.step_channel import StepReceiver, StepSender
 from dist_aclgraph.errors import WorkerLostError, WorkerStartTimeoutError
-from dist_aclgraph.scheduler.step import (
+from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.steps.step import (
     RankBatch,
     RowSampling,
     RowStart,
@@ -19,7 +20,6 @@ from dist_aclgraph.scheduler.step import (
     StepPlan,
     StepResult,
     encoder,
-    pack_ints,
 )
 
 WAIT_S = 5.0

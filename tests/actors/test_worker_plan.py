@@ -7,7 +7,7 @@ import pytest
 from dist_aclgraph.actors.worker import Worker
 from dist_aclgraph.config import make_config
 from dist_aclgraph.errors import ConfigError, RankDisagreementError
-from dist_aclgraph.scheduler.step import RankBatch, StepPlan
+from dist_aclgraph.steps.step import RankBatch, StepPlan
 from tests.plans import decode_graph, make_plan
 
 

@@ -187,7 +187,7 @@ def test_domains_hold_streams_and_captures_take_more(run_ranks):
 def test_a_domain_costs_what_its_expansion_mode_says(run_ranks, expansion):
     results = run_ranks(
         """
-        from dist_aclgraph.graph.budget.domains import streams_per_domain
+        from dist_aclgraph.planning.budget.domains import streams_per_domain
         expansion = json.loads(os.environ["SCRIPT_SETTINGS"])["hccl_expansion"]
         dist.init_process_group("hccl")
         x = torch.ones(8).npu()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_aclgraph.graph.budget.captured import ALL_TO_ALL, EXPERTS, GATHER, SHARED
+from dist_aclgraph.planning.budget.captured import ALL_TO_ALL, EXPERTS, GATHER, SHARED
 
 SCRIPT = (Path(__file__).parent / "scripts" / "expert_layer.py").read_text(encoding="utf-8")
 LAYOUTS = [(1, 2), (2, 1), (2, 2)]  # tp, dp

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.layers.attention import AttentionMetadata, LatentStep, make_causal_mask
+from dist_aclgraph.layers.latent_attention import LatentAttention, LatentCache
 from dist_aclgraph.layers.latent_forms import Forms, kv_slots_of
-from dist_aclgraph.layers.mla import LatentAttention, LatentCache
 
 HEADS, BLOCK, BLOCKS_PER_REQUEST = 4, 16, 10
 SCALE = 192**-0.5

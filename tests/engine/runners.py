@@ -10,19 +10,12 @@ from dist_aclgraph.comm.groups import ONE_RANK
 from dist_aclgraph.config import make_config
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.engine.model_runner import TORCH_DTYPES, ModelRunner
-from dist_aclgraph.graph.descriptor import BatchDescriptor
+from dist_aclgraph.ints import pack_ints, unpack_ints
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.decoder import Decoder
-from dist_aclgraph.models.spec import read_model_spec
-from dist_aclgraph.scheduler.step import (
-    RankBatch,
-    RowSampling,
-    RowStart,
-    StepPlan,
-    StepResult,
-    pack_ints,
-    unpack_ints,
-)
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.shapes.model_spec import read_model_spec
+from dist_aclgraph.steps.step import RankBatch, RowSampling, RowStart, StepPlan, StepResult
 from dist_aclgraph.topology import ExchangeKind
 from tests.plans import decode_graph
 

@@ -13,7 +13,7 @@ from dist_aclgraph.errors import ConfigError, MissingTensorError, ModelError
 from dist_aclgraph.layers.vocabulary import vocabulary_part
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.gqa import share_heads
-from dist_aclgraph.models.spec import ModelSpec, RopeSpec
+from dist_aclgraph.shapes.model_spec import ModelSpec, RopeSpec
 
 MATRIX = torch.arange(21, dtype=torch.float32).reshape(7, 3)
 

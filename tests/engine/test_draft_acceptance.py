@@ -13,8 +13,9 @@ import tokenizers
 import torch
 
 from dist_aclgraph.engine.model_runner import ModelRunner
+from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.scheduler.scheduler import Scheduler
-from dist_aclgraph.scheduler.step import RankBatch, StepPlan, StepResult, pack_ints
+from dist_aclgraph.steps.step import RankBatch, StepPlan, StepResult
 from tests.checkpoints import add_next_token_module, make_reference
 from tests.engine.runners import make_runner
 from tests.engine.test_drafts_law import DEMO, make_runners

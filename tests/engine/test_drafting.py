@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.engine.drafting import Drafter, DraftPass, count_accepted
-from dist_aclgraph.graph.step_buffers import DraftInputs
+from dist_aclgraph.graphs.step_buffers import DraftInputs
 
 VOCAB = 50
 tokens = st.integers(0, 2)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_aclgraph.engine.model_runner import ModelRunner
-from dist_aclgraph.graph.plan import GraphPlan
+from dist_aclgraph.planning.plan import GraphPlan
 from tests.engine.runners import make_runner
 from tests.engine.test_modes_law import EAGER, MAX_SEQS, Arrival, arrivals, run
 from tests.plans import make_plan

@@ -16,7 +16,7 @@ from dist_aclgraph.layers.experts import ALL_HERE, ExpertLayer, ExpertSetup
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.expert_weights import load_experts
 from dist_aclgraph.models.loading import WeightSlices
-from dist_aclgraph.models.spec import ExpertSpec
+from dist_aclgraph.shapes.model_spec import ExpertSpec
 
 HIDDEN, WIDTH, EXPERTS, K = 64, 48, 16, 4
 PREFIX = "model.layers.1.mlp"

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from dist_aclgraph.engine.model_runner import ModelRunner
-from dist_aclgraph.scheduler.step import RankBatch, pack_ints
+from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.steps.step import RankBatch
 from tests.checkpoints import make_prompts
 from tests.engine.runners import Sequences, make_runner
 from tests.plans import decode_graph, mixed_graph, pieces

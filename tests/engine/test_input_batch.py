@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_aclgraph.engine.input_batch import InputBatch
-from dist_aclgraph.scheduler.step import RankBatch, RowSampling, RowStart, pack_ints
+from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.steps.step import RankBatch, RowSampling, RowStart
 
 ROWS, MAX_LEN, BLOCK = 4, 64, 16
 

@@ -15,15 +15,15 @@ from dist_aclgraph.comm.groups import CommGroup, RankGroups
 from dist_aclgraph.config import make_config
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.engine.model_runner import ModelRunner
-from dist_aclgraph.graph.descriptor import BatchDescriptor
-from dist_aclgraph.graph.memory import RankMemory
-from dist_aclgraph.kv.spec import KVCacheSpec
+from dist_aclgraph.kv.cache_spec import KVCacheSpec
 from dist_aclgraph.layers.experts import ExpertSetup
-from dist_aclgraph.model_facts import read_model_facts
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.decoder import Decoder
-from dist_aclgraph.models.spec import read_model_spec
-from dist_aclgraph.models.weight_sizes import weight_parts
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.memory import RankMemory
+from dist_aclgraph.shapes.model_facts import read_model_facts
+from dist_aclgraph.shapes.model_spec import read_model_spec
+from dist_aclgraph.shapes.weight_sizes import weight_parts
 from tests.checkpoints import make_reference
 
 TINY_DEEPSEEK = Path(__file__).parents[2] / "models" / "tiny-deepseek"

@@ -13,14 +13,14 @@ from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.layers.attention import AttentionMetadata, make_causal_mask
 from dist_aclgraph.layers.experts import ExpertSetup
+from dist_aclgraph.layers.latent_attention import LatentAttention
 from dist_aclgraph.layers.latent_forms import choose_forms
-from dist_aclgraph.layers.mla import LatentAttention
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.decoder import Decoder
 from dist_aclgraph.models.layer_stack import LayerStack, load_layer
 from dist_aclgraph.models.loading import WeightSlices
 from dist_aclgraph.models.mla import MultiHeadLatentAttention, share_latent_heads
-from dist_aclgraph.models.spec import read_model_spec
+from dist_aclgraph.shapes.model_spec import read_model_spec
 from tests.checkpoints import DEEPSEEK_ROPE, greedy, make_prompts, make_reference
 from tests.engine.latent_rows import LatentRows, make_attention
 from tests.engine.runners import Sequences, make_runner

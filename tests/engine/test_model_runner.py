@@ -11,7 +11,7 @@ import pytest
 from dist_aclgraph.device import emulator
 from dist_aclgraph.engine.model_runner import ModelRunner
 from dist_aclgraph.errors import ReplayMismatchError
-from dist_aclgraph.graph.descriptor import BatchDescriptor
+from dist_aclgraph.planning.descriptor import BatchDescriptor
 from tests.checkpoints import make_prompts
 from tests.engine.runners import MAX_LEN, Sequences, make_runner
 from tests.plans import decode_graph, mixed_graph, pieces

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from dist_aclgraph.config import SchedulerConfig
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.engine.model_runner import ModelRunner
-from dist_aclgraph.graph.dispatcher import GraphDispatcher
-from dist_aclgraph.graph.plan import GraphPlan
 from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.planning.dispatcher import GraphDispatcher
+from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from tests.engine.runners import BLOCK_SIZE, MAX_LEN, make_runner

@@ -10,7 +10,7 @@ import torch
 
 from dist_aclgraph.errors import UnsupportedModelError
 from dist_aclgraph.layers.rotary import rope_tables
-from dist_aclgraph.models.spec import read_model_spec
+from dist_aclgraph.shapes.model_spec import read_model_spec
 from tests.checkpoints import LINEAR_ROPE, LLAMA3_ROPE, YARN_ROPE, make_reference
 
 DEFAULT = {"rope_type": "default", "rope_theta": 1e6}

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from dist_aclgraph.engine.sampler import SamplingRow, choose_tokens, report_logprobs
-from dist_aclgraph.scheduler.step import RowSampling, unpack_ints
+from dist_aclgraph.ints import unpack_ints
+from dist_aclgraph.steps.step import RowSampling
 
 VOCAB = 24
 

@@ -16,8 +16,8 @@ from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.layers.attention import AttentionMetadata, make_causal_mask
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.decoder import Decoder
-from dist_aclgraph.models.spec import read_model_spec
-from dist_aclgraph.models.weight_sizes import weight_parts
+from dist_aclgraph.shapes.model_spec import read_model_spec
+from dist_aclgraph.shapes.weight_sizes import weight_parts
 from tests.checkpoints import make_prompts, make_reference
 from tests.engine.runners import BLOCK_SIZE, MAX_LEN, Sequences, make_runner
 from tests.engine.test_fp8_weights import quantise as to_fp8

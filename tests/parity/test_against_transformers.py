@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from dist_aclgraph.scheduler.step import RowLogprobs, unpack_ints
+from dist_aclgraph.ints import unpack_ints
+from dist_aclgraph.steps.step import RowLogprobs
 from tests.checkpoints import ARCHITECTURES, greedy
 from tests.deployments import ANSWER_S, greedy_params, make_deployment_config, serving
 from tests.parity.conftest import NUM_TOKENS, Reference

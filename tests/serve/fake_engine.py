@@ -21,7 +21,8 @@ from dist_aclgraph.actors.messages import (
     encoder,
     to_engine_decoder,
 )
-from dist_aclgraph.scheduler.step import RowLogprobs, pack_ints, unpack_ints
+from dist_aclgraph.ints import pack_ints, unpack_ints
+from dist_aclgraph.steps.step import RowLogprobs
 
 TOKEN = "a-test-token"
 

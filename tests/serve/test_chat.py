@@ -6,7 +6,7 @@ import json
 import openai
 import pytest
 
-from dist_aclgraph.scheduler.step import unpack_ints
+from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.serve import sse
 from tests.serve.conftest import until
 

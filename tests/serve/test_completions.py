@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from dist_aclgraph.scheduler.step import unpack_ints
+from dist_aclgraph.ints import unpack_ints
 
 MODEL = "tiny-qwen3"
 

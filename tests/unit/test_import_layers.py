@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -15,55 +17,30 @@ import dist_aclgraph
 PACKAGE = Path(dist_aclgraph.__file__).parent
 NAME = "dist_aclgraph"
 
-# Longest prefix wins; the table of docs/architecture.md.
-LAYERS = {
-    "errors": 0,
-    "config": 0,
-    "environment": 0,
-    "topology": 0,
-    "sampling": 0,
-    "model_facts": 0,
-    "kv": 1,
-    "scheduler": 1,
-    "graph": 3,
-    "graph.buckets": 1,
-    "graph.budget": 1,
-    "graph.choice": 1,
-    "graph.commands": 1,
-    "graph.descriptor": 1,
-    "graph.dispatcher": 1,
-    "graph.draft_places": 1,
-    "graph.exchange": 1,
-    "graph.lazy": 1,
-    "graph.ledger": 1,
-    "graph.negotiation": 1,
-    "graph.mc2": 1,
-    "graph.memory": 1,
-    "graph.modes": 1,
-    "graph.padding": 1,
-    "graph.plan": 1,
-    "graph.rebucketing": 1,
-    "graph.traffic": 1,
-    "device": 2,
-    "comm": 2,
-    "text": 2,
-    "layers": 3,
-    "models": 3,
-    "models.activation_sizes": 1,
-    "models.quantised_formats": 1,
-    "models.spec": 1,
-    "models.weight_sizes": 1,
-    "engine": 4,
-    "actors": 5,
-    "serve": 6,
-    "simulate": 6,
-    "cli": 6,
-    "bench": 6,
-}
-# The messages and modes between engine and workers are everyone's, the scheduler is not.
-CONTRACTS = ("scheduler.step",)
-PURE = {"msgspec", "numpy", "pydantic", "yaml"}  # and the standard library, in layers 0 and 1
+ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
+TOP = "(top)"  # the files that lie beside the folders
 UNPICKLERS = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the modules of one folder may import: other folders, and libraries."""
+
+    folders: frozenset[str]
+    libraries: frozenset[str]
+
+
+def read_layers() -> dict[str, Row]:
+    """Return the layer table of docs/architecture.md, one row a folder."""
+    text = ARCHITECTURE.read_text(encoding="utf-8").partition("### Who may import whom")[2]
+    rows = {}
+    for line in re.findall(r"^\| `.*$", text.partition("\n#")[0], re.MULTILINE):
+        folder, *cells = (re.findall(r"`([^`]+)`", cell) for cell in line.split("|")[1:-1])
+        rows[folder[0]] = Row(*map(frozenset, cells))
+    return rows
+
+
+LAYERS = read_layers()
 
 
 @dataclass(frozen=True)
@@ -72,8 +49,14 @@ class Module:
     tree: ast.Module
 
     @property
-    def top(self) -> str:
-        return self.name.partition(".")[0]
+    def folder(self) -> str:
+        return folder_of(self.name)
+
+
+def folder_of(name: str) -> str:
+    """Return the folder of a module or of what is imported from it, its name without ours."""
+    first = name.partition(".")[0]
+    return first if (PACKAGE / first).is_dir() else TOP
 
 
 def modules() -> list[Module]:
@@ -81,21 +64,14 @@ def modules() -> list[Module]:
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
         name = ".".join(part for part in parts if part != "__init__")
+        if not name:
+            continue  # the package's face names what is public, from any folder
         found.append(Module(name, ast.parse(path.read_text(encoding="utf-8"))))
     return found
 
 
 MODULES = modules()
-each_module = pytest.mark.parametrize("module", MODULES, ids=lambda module: module.name or NAME)
-
-
-def layer_of(name: str) -> int | None:
-    """Return the layer of a module, None where the table does not list it."""
-    while name:
-        if name in LAYERS:
-            return LAYERS[name]
-        name = name.rpartition(".")[0]
-    return None
+each_module = pytest.mark.parametrize("module", MODULES, ids=lambda module: module.name)
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
@@ -110,37 +86,49 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 def violations(module: Module) -> list[str]:
     """Return what a module imports against the table."""
-    layer = layer_of(module.name)
-    if layer is None:
-        return []
+    row = LAYERS[module.folder]
     bad = []
     for target in imports(module.tree):
         top, _, inner = target.partition(".")
         if top == NAME:
-            other = layer_of(inner)
-            if other is None or inner.startswith(CONTRACTS):
-                continue
-            sideways = (layer == 2 and other == 1) or (layer == 3 and inner.startswith("scheduler"))
-            if other > layer or sideways:
-                bad.append(target)
-        elif (
-            (top == "torch_npu" and module.top != "device")
-            or (top == "ray" and layer < 5)
-            or (top == "ray" and module.top == "simulate")
-            or (top == "torch" and module.top in ("serve", "text", "simulate"))
-            or (layer < 2 and top not in PURE | sys.stdlib_module_names)
-        ):
+            allowed = folder_of(inner) in row.folders | {module.folder, TOP}
+        else:
+            allowed = top in row.libraries | sys.stdlib_module_names
+        if not allowed:
             bad.append(target)
     return bad
 
 
+def folders_by_imports() -> dict[str, set[str]]:
+    """Return for each folder the other folders that its modules import."""
+    found: dict[str, set[str]] = {folder: set() for folder in LAYERS}
+    for module in MODULES:
+        for target in imports(module.tree):
+            top, _, inner = target.partition(".")
+            if top == NAME:
+                found[module.folder].add(folder_of(inner))
+    return {folder: others - {folder} for folder, others in found.items()}
+
+
 @each_module
-def test_modules_import_only_what_their_layer_allows(module: Module) -> None:
+def test_modules_import_only_what_their_folder_may(module: Module) -> None:
     assert violations(module) == []
 
 
-def test_every_module_belongs_to_a_layer() -> None:
-    assert [m.name for m in MODULES if m.name and layer_of(m.name) is None] == []
+def test_the_table_has_one_row_for_each_folder() -> None:
+    folders = {p.parent.name for p in PACKAGE.glob("*/__init__.py")}
+
+    assert folders | {TOP} == set(LAYERS)
+
+
+def test_no_folder_imports_one_that_imports_it() -> None:
+    order = TopologicalSorter(folders_by_imports())
+
+    assert set(order.static_order()) == set(LAYERS)
+
+
+def test_the_table_allows_no_cycle() -> None:
+    TopologicalSorter({folder: row.folders for folder, row in LAYERS.items()}).prepare()
 
 
 @each_module
@@ -200,9 +188,9 @@ def assigned_roots(tree: ast.AST) -> Iterator[tuple[int, str]]:
     ("name", "source"),
     [
         ("kv.spec", "import torch"),
-        ("config", "from dist_aclgraph.kv.spec import KVCacheSpec"),
-        ("device.npu", "from dist_aclgraph.graph.plan import GraphPlan"),
-        ("graph.capture", "from dist_aclgraph.scheduler.scheduler import Scheduler"),
+        ("config", "from dist_aclgraph.kv.cache_spec import KVCacheSpec"),
+        ("device.npu", "from dist_aclgraph.planning.plan import GraphPlan"),
+        ("graphs.pieces", "from dist_aclgraph.scheduler.scheduler import Scheduler"),
         ("engine.runner", "import ray"),
         ("engine.runner", "def f():\n    import torch_npu.npu"),
         ("serve.app", "from torch import nn"),

@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 
 from dist_aclgraph.comm.groups import make_groups
-from dist_aclgraph.graph.digest import OperatorDigest
-from dist_aclgraph.graph.exchange import expert_capacity
-from dist_aclgraph.layers.exchanges import make_exchanges
+from dist_aclgraph.graphs.digest import OperatorDigest
 from dist_aclgraph.layers.experts import ExpertLayer, ExpertStep
 from dist_aclgraph.layers.int8_products import Int8GroupedProduct, Int8Linear
 from dist_aclgraph.layers.linear import Linear
 from dist_aclgraph.layers.local_experts import GroupedProduct, LocalExperts
 from dist_aclgraph.layers.router import Router
 from dist_aclgraph.layers.shared_experts import SharedExperts, SideStream
+from dist_aclgraph.layers.token_exchange import make_exchanges
 from dist_aclgraph.models.int8_weights import quantise
+from dist_aclgraph.planning.exchange import expert_capacity
 from dist_aclgraph.topology import ParallelLayout
 
 TP, DP = int(sys.argv[1]), int(sys.argv[2])

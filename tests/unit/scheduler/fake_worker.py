@@ -9,15 +9,9 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from dist_aclgraph.ints import pack_ints, unpack_ints
 from dist_aclgraph.kv.block_pool import DUMMY_BLOCK
-from dist_aclgraph.scheduler.step import (
-    RankBatch,
-    RowSampling,
-    StepPlan,
-    StepResult,
-    pack_ints,
-    unpack_ints,
-)
+from dist_aclgraph.steps.step import RankBatch, RowSampling, StepPlan, StepResult
 
 WRONG = -2  # the KV of a draft that was rejected, or of a step that counts for nothing
 

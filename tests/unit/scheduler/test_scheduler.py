@@ -11,12 +11,13 @@ from dist_aclgraph.errors import (
     RequestTooLongError,
     WorkerError,
 )
-from dist_aclgraph.graph.dispatcher import GraphDispatcher
+from dist_aclgraph.ints import pack_ints, unpack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.request import Request, RequestOutput
 from dist_aclgraph.scheduler.scheduler import Scheduler
-from dist_aclgraph.scheduler.step import RowLogprobs, StepPlan, StepResult, pack_ints, unpack_ints
+from dist_aclgraph.steps.step import RowLogprobs, StepPlan, StepResult
 from tests.plans import decode_graph, make_plan
 from tests.unit.scheduler.requests import EOS, submit
 

@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_aclgraph.config import SchedulerConfig
-from dist_aclgraph.graph.dispatcher import GraphDispatcher
+from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.request import RequestOutput
 from dist_aclgraph.scheduler.scheduler import Scheduler
-from dist_aclgraph.scheduler.step import StepPlan, unpack_ints
+from dist_aclgraph.steps.step import StepPlan
 from dist_aclgraph.topology import ExchangeKind
 from tests.plans import make_plan
 from tests.unit.scheduler.fake_worker import FakeGroup, FakeWorker, next_token

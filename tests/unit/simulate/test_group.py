@@ -15,15 +15,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dist_aclgraph.config import Config
-from dist_aclgraph.graph.dispatcher import GraphDispatcher
 from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.scheduler import Scheduler
-from dist_aclgraph.scheduler.step import RowSampling
 from dist_aclgraph.simulate.deployment import AssumedDeployment
 from dist_aclgraph.simulate.group import SimulatedGroup
 from dist_aclgraph.simulate.load import Arrival, Batch
 from dist_aclgraph.simulate.times import StepTimes
+from dist_aclgraph.steps.step import RowSampling
 from tests.plans import decode_graph
 from tests.unit.scheduler.fake_worker import FakeWorker
 from tests.unit.simulate.deployments import SHAPE, make

@@ -18,8 +18,8 @@ from dist_aclgraph.cli.simulate import render_simulation
 from dist_aclgraph.cli.simulate_plot import plot_simulation
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.graph.buckets import GraphFamily, candidate_families, lazy_families
-from dist_aclgraph.graph.negotiation import keep_room, negotiate
+from dist_aclgraph.planning.buckets import GraphFamily, candidate_families, lazy_families
+from dist_aclgraph.planning.negotiation import keep_room, negotiate
 from dist_aclgraph.simulate.compare import AS_SIMULATED, powers_of_two
 from dist_aclgraph.simulate.deployment import AssumedDeployment
 from dist_aclgraph.simulate.simulation import LoadOptions, group_kinds, simulate

@@ -1,0 +1,1 @@
+"""Graphs on the device: static buffers, recording, replay, updates of attention tasks."""

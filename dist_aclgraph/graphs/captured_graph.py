@@ -1,0 +1,121 @@
+"""One captured full graph: what it accepts, its tasks, and its life from capture to release."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dist_aclgraph.errors import ReplayMismatchError
+from dist_aclgraph.graphs.recording import Recording
+from dist_aclgraph.graphs.task_update import TaskRecorder, TaskUpdates
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.steps.padding import Lens
+
+Forward = Callable[[TaskRecorder | None], None]
+
+
+class CapturedGraph:
+    """Owns its NPU graph, task handles and events.
+
+    Replays only what it was captured for: its number of requests and tokens, and the buffers whose
+    addresses are baked into it. Anything else is refused, always.
+    """
+
+    def __init__(
+        self,
+        descriptor: BatchDescriptor,
+        graph: Any,
+        recorder: TaskRecorder,
+        recording: Recording,
+        addresses: tuple[int, ...],
+    ) -> None:
+        self.descriptor = descriptor
+        self._graph = graph
+        self._recorder = recorder
+        self._recording = recording
+        self._addresses = addresses
+        self._updates = TaskUpdates(recorder.tasks)
+        self._lens: Lens
+
+    @property
+    def num_tasks(self) -> int:
+        """Attention operators to update, one for each layer."""
+        return len(self._recorder.tasks)
+
+    def replay(
+        self,
+        main_stream: Any,
+        update_stream: Any,
+        addresses: tuple[int, ...],
+        query_ends: list[int],
+        kv_lens: list[int],
+    ) -> None:
+        """Queue one replay; it stops at its first task until ``update`` lets it pass.
+
+        Args:
+            addresses: of the buffers that hold the step's inputs.
+            query_ends, kv_lens: [num_reqs], padding included; ``update`` sends them where they
+                were not sent ahead.
+
+        Raises:
+            ReplayMismatchError: the inputs are not those of the capture; nothing was queued.
+        """
+        graph = self.descriptor
+        if addresses != self._addresses:
+            raise ReplayMismatchError(
+                f"the graph {graph} was captured on buffers at "
+                f"{self._addresses}, the step's lie at {addresses}; capture it again"
+            )
+        if not (
+            len(query_ends) == len(kv_lens) == graph.num_reqs and query_ends[-1] == graph.num_tokens
+        ):
+            raise ReplayMismatchError(
+                f"the graph {graph} was given {len(kv_lens)} KV lengths and {len(query_ends)} "
+                f"query ends up to {query_ends[-1]}; it takes {graph.num_reqs} of each, up to "
+                f"{graph.num_tokens}"
+            )
+        self._lens = (query_ends, kv_lens)
+        self._updates.before_replay(main_stream, update_stream, self._lens)
+        self._graph.replay()
+
+    def update(self, main_stream: Any, update_stream: Any) -> int:
+        """Send the lengths of the replay queued last to the tasks that were not sent them ahead.
+
+        Layer by layer; the host waits for nothing. Returns how many tasks that were.
+        """
+        return self._updates.after_replay(main_stream, update_stream, self._lens)
+
+    def send_ahead(
+        self, update_stream: Any, lens: Lens, is_wanted_elsewhere: Callable[[], bool]
+    ) -> None:
+        """Send the lengths that the next replay will most likely want; it may want others.
+
+        Call after ``update``, any number of times with the same lengths. Stops between two layers
+        as soon as ``is_wanted_elsewhere`` says so.
+        """
+        self._updates.send_ahead(update_stream, lens, is_wanted_elsewhere)
+
+    def release(self) -> None:
+        """Give streams and memory back."""
+        self._recorder.tasks.clear()
+        self._recording.forget(self._graph)
+
+
+def capture(
+    descriptor: BatchDescriptor,
+    forward: Forward,
+    *,
+    recording: Recording,
+    addresses: tuple[int, ...],
+) -> CapturedGraph:
+    """Record ``forward``; nothing runs. A failed capture leaves nothing behind.
+
+    Raises:
+        StreamExhaustedError, OutOfDeviceMemoryError, CaptureError: see ``Recording.record``.
+    """
+    recorder = TaskRecorder(recording.stream)
+    try:
+        graph = recording.record(str(descriptor), lambda: forward(recorder))
+    finally:
+        recorder.forget_workspace()
+    return CapturedGraph(descriptor, graph, recorder, recording, addresses)

@@ -1,0 +1,58 @@
+"""A bucket captured in pieces: a graph for each segment between two attentions.
+
+Attention runs between the pieces, eagerly, with the step's own lengths, so that any mixture of
+prefill and decode replays the same graphs. What crosses from piece to piece lies in the pool that
+all graphs share: it is valid from one piece to the next of the same step, and no longer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from dist_aclgraph.device.npu import weak_reference
+from dist_aclgraph.graphs.recording import Recording
+from dist_aclgraph.layers.segments import Segment
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+
+
+class CapturedPieces:
+    """Owns the graphs of one bucket. Runs segments, so that the model's own loop drives it."""
+
+    def __init__(self, descriptor: BatchDescriptor, recording: Recording) -> None:
+        self.descriptor = descriptor
+        self._recording = recording
+        self._graphs: list[Any] = []
+        self._outputs: list[tuple[Tensor, ...]] = []  # weak: the pool may reuse their memory
+        self._next = 0
+
+    def capture(self, segment: Segment, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Record the next piece; the caller keeps its outputs while later pieces read them.
+
+        Raises:
+            StreamExhaustedError, OutOfDeviceMemoryError, CaptureError: release what there is.
+        """
+        made: list[tuple[Tensor, ...]] = []
+        name = f"{self.descriptor}, piece {len(self._graphs)}"
+        graph = self._recording.record(name, lambda: made.append(segment(*inputs)))
+        self._graphs.append(graph)
+        self._outputs.append(tuple(weak_reference(output) for output in made[0]))
+        return made[0]
+
+    def begin(self) -> None:
+        """Start over at the first piece."""
+        self._next = 0
+
+    def replay(self, segment: Segment, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Queue the next piece in place of its segment."""
+        index = self._next
+        self._next += 1
+        self._graphs[index].replay()
+        return self._outputs[index]
+
+    def release(self) -> None:
+        """Give streams and memory back."""
+        self._outputs.clear()
+        while self._graphs:
+            self._recording.forget(self._graphs.pop())

@@ -1,0 +1,224 @@
+"""The persistent inputs and outputs of graphs, allocated once at the largest size.
+
+A graph's integers lie packed at the front of one buffer: tokens, positions, slots, last tokens. So
+a step sends exactly the live part and what padding demands, in one copy, and one more for the block
+table when it changed. Where all tokens are sampled, rows and slots of drafts lie in place of the
+last tokens. Padding: token 0, position 0, slot -1 (written nowhere), last token 0, the spare row,
+no draft accepted, and block 0, the dummy block that no request owns.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dist_aclgraph.device.npu import Npu, runtime
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.steps.draft_places import PADDING_SLOT, DraftPlaces
+
+IntArray = npt.NDArray[np.int32]
+
+
+class DraftInputs(NamedTuple):
+    """Where drafting goes on, for the requests that are sampled in a step.
+
+    Attributes:
+        rows: [num_reqs] int32, their rows; padding has the spare row, which nobody reads.
+        most: [num_reqs] int32, how many drafts may pass: k, or 0 where none were run.
+        positions: [num_reqs, k + 1] int32, of the places.
+        slots: [num_reqs, 2 k] int32, of the positions from the first place on; -1 is padding.
+        places: [num_reqs * (k + 1)] int32, their indices into the tokens of the step; the last one
+            is repeated where a request has fewer.
+    """
+
+    rows: Tensor
+    most: Tensor
+    positions: Tensor
+    slots: Tensor
+    places: Tensor
+
+
+class GraphInputs(NamedTuple):
+    """Views of one graph's inputs on the device.
+
+    Attributes:
+        token_ids, positions, slot_mapping: [num_tokens] int32.
+        last_tokens: [num_reqs] int32, which tokens' logits are wanted.
+        block_table: [num_reqs, max_blocks] int32.
+        drafts: where every request verifies drafts; its last tokens are then all tokens.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    last_tokens: Tensor
+    block_table: Tensor
+    drafts: DraftInputs | None = None
+
+
+class StepBuffers:
+    """Inputs by address, for graphs; host twins, for the input batch.
+
+    Attributes:
+        addresses: what a captured graph has baked in.
+        logits: [max_samples, vocab]; sampled: [max_samples] int32, the most probable token.
+        hidden: [max_samples, hidden], of the verified tokens; None without drafts.
+        accepted: [max_reqs] int32, how many drafts passed.
+    """
+
+    def __init__(
+        self,
+        npu: Npu,
+        max_tokens: int,
+        max_reqs: int,
+        max_blocks: int,
+        vocab_size: int,
+        dtype: torch.dtype,
+        *,
+        num_drafts: int = 0,
+        spare_row: int = 0,
+        hidden_size: int = 0,
+    ) -> None:
+        """Allocate for the largest graph.
+
+        Args:
+            num_drafts: k, of every request of a decode batch.
+            spare_row: row of requests that are not there.
+        """
+        device = npu.device
+        self._max_reqs = max_reqs
+        self._num_drafts, self._spare_row = num_drafts, spare_row
+        size = 3 * max_tokens + max_reqs * (2 + 2 * num_drafts)
+        max_samples = max_reqs * (1 + num_drafts)
+        self._inputs = torch.zeros(size, dtype=torch.int32, device=device)
+        self._block_table = torch.zeros((max_reqs, max_blocks), dtype=torch.int32, device=device)
+        self.logits = torch.zeros((max_samples, vocab_size), dtype=dtype, device=device)
+        self.sampled = torch.zeros(max_samples, dtype=torch.int32, device=device)
+        self.hidden = torch.zeros(
+            (max_samples if num_drafts else 0, hidden_size), dtype=dtype, device=device
+        )
+        self.accepted = torch.zeros(max_reqs, dtype=torch.int32, device=device)
+        self._every_token = torch.arange(max_tokens, dtype=torch.int32, device=device)
+        tensors = (self._inputs, self._block_table, self.logits, self.sampled)
+        self.addresses = tuple(tensor.data_ptr() for tensor in tensors)
+        self._views: dict[BatchDescriptor, GraphInputs] = {}
+        self._inputs_cpu = npu.pinned((size,), torch.int32)
+        self._block_table_cpu = npu.pinned((max_reqs, max_blocks), torch.int32)
+        self._inputs_np: IntArray = self._inputs_cpu.numpy()
+        self._block_table_np: IntArray = self._block_table_cpu.numpy()
+        self._written_rows = 0
+        self._stream = runtime().current_stream()
+        self._copied: Any = runtime().Event()
+        self._is_read = True  # whether the device is known to be done with the pinned twins
+
+    def write(
+        self,
+        graph: BatchDescriptor,
+        token_ids: IntArray,
+        positions: IntArray,
+        slots: IntArray,
+        last_tokens: IntArray,
+        block_table: IntArray,
+        drafts: DraftPlaces | None = None,
+    ) -> None:
+        """Send one step's inputs, padded to ``graph``, to the device.
+
+        Args:
+            token_ids, positions, slots: [num_tokens], as many as are live.
+            last_tokens: [num_sampled], indices into the tokens; of no use where all are sampled.
+            block_table: [num_reqs, num_blocks] with num_blocks <= max_blocks.
+            drafts: where the graph verifies drafts; None has no request.
+        """
+        if not self._is_read:
+            self._copied.synchronize()
+        n, bucket, size = len(token_ids), graph.num_tokens, self._size(graph)
+        inputs = self._inputs_np
+        for start, values, padding in (
+            (0, token_ids, 0),
+            (bucket, positions, 0),
+            (2 * bucket, slots, PADDING_SLOT),
+        ):
+            inputs[start : start + n] = values
+            inputs[start + n : start + bucket] = padding
+        if self._verifies(graph):
+            self._write_drafts(inputs[3 * bucket : size], graph.num_reqs, drafts)
+        else:
+            end = 3 * bucket + len(last_tokens)
+            inputs[3 * bucket : end] = last_tokens
+            inputs[end:size] = 0
+        self._inputs[:size].copy_(self._inputs_cpu[:size], non_blocking=True)
+        num_rows = len(block_table)
+        if self._update_block_table(num_rows, block_table):
+            rows = max(num_rows, self._written_rows)
+            self._block_table[:rows].copy_(self._block_table_cpu[:rows], non_blocking=True)
+            self._written_rows = num_rows
+        self._copied.record(self._stream)
+        self._is_read = False
+
+    def write_padding(self, graph: BatchDescriptor) -> None:
+        """Fill all of a graph's inputs with padding."""
+        none = np.empty(0, np.int32)
+        self.write(graph, none, none, none, none, np.empty((0, 1), np.int32))
+
+    def mark_read(self) -> None:
+        """Note that the host has seen a later result of the stream: the twins may be written."""
+        self._is_read = True
+
+    def inputs(self, graph: BatchDescriptor) -> GraphInputs:
+        """Return a graph's inputs as views, the same ones each time."""
+        if graph not in self._views:
+            self._views[graph] = self._make_views(graph)
+        return self._views[graph]
+
+    def _make_views(self, graph: BatchDescriptor) -> GraphInputs:
+        bucket, packed = graph.num_tokens, self._inputs
+        rest = packed[3 * bucket : self._size(graph)]
+        inputs = GraphInputs(
+            packed[:bucket],
+            packed[bucket : 2 * bucket],
+            packed[2 * bucket : 3 * bucket],
+            rest,
+            self._block_table[: self._reqs_of(graph)],
+        )
+        if not self._verifies(graph):
+            return inputs
+        every, n = self._every_token[:bucket], graph.num_reqs
+        positions = inputs.positions.view(n, graph.query_len)
+        drafts = DraftInputs(rest[:n], rest[n : 2 * n], positions, rest[2 * n :].view(n, -1), every)
+        return inputs._replace(last_tokens=every, drafts=drafts)
+
+    def _verifies(self, graph: BatchDescriptor) -> bool:
+        return self._num_drafts > 0 and graph.query_len == self._num_drafts + 1
+
+    def _write_drafts(self, packed: IntArray, num_reqs: int, drafts: DraftPlaces | None) -> None:
+        """Fill rows, most and slots, each padded to the requests of a graph."""
+        live = 0 if drafts is None else len(drafts.rows)
+        rows, most = packed[:num_reqs], packed[num_reqs : 2 * num_reqs]
+        slots = packed[2 * num_reqs :].reshape(num_reqs, -1)
+        rows[live:], most[live:], slots[live:] = self._spare_row, 0, PADDING_SLOT
+        if drafts is not None:
+            rows[:live], most[:live], slots[:live] = drafts.rows, drafts.most, drafts.slots
+
+    def _reqs_of(self, graph: BatchDescriptor) -> int:
+        # Pieces hold no attention: any number of requests goes with them.
+        return graph.num_reqs or min(graph.num_tokens, self._max_reqs)
+
+    def _size(self, graph: BatchDescriptor) -> int:
+        per_request = 2 + 2 * self._num_drafts if self._verifies(graph) else 1
+        return 3 * graph.num_tokens + per_request * self._reqs_of(graph)
+
+    def _update_block_table(self, n: int, block_table: IntArray) -> bool:
+        """Bring the pinned twin up to date; say whether anything changed."""
+        width = block_table.shape[1]
+        live = self._block_table_np[:n, :width]
+        stale = self._written_rows > n
+        if not stale and np.array_equal(live, block_table):
+            return False
+        live[:] = block_table
+        # Rows that were live before and are padding now must name the dummy block again.
+        self._block_table_np[n : self._written_rows] = 0
+        return True

@@ -1,0 +1,172 @@
+"""Attention operators inside a captured graph, and patching their host lists for each replay.
+
+Capture puts, before each attention operator, a wait for an external event and its reset, and makes
+the operator a task group. A patch re-issues the operator with a step's lengths into the group, on
+the update stream; the event recorded behind it lets the graph pass. Lengths reach a graph
+
+- *behind* its replay: layer by layer a patch and a record, while the device follows; or
+- *ahead* of it: while the host would wait anyway, it sends what the next step will most likely
+  want. A task that is patched and recorded before its replay is queued is *open*. Open tasks are
+  always the first ones: whoever needs the host stops it between two layers, and what is missing
+  goes behind the replay.
+
+Orders on the device:
+
+1. No patch before the last replay has read the old lengths, and no record before it has reset the
+   event: such a record is lost, and the device waits for ever. So the update stream waits for the
+   end of the last replay before it opens the first task for the next one.
+2. An open task lets the graph pass. If the step wants other lengths, the open events are awaited
+   and reset on the update stream, as a replay would have done, and the main stream waits for that
+   before the replay; all tasks then go behind.
+3. Steps of other graphs and eager steps change nothing: tasks stay open until their own graph is
+   replayed, and then they fit or are closed.
+4. A graph is released only while the device is idle: what was sent ahead has run, or dies with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dist_aclgraph.device import npu
+from dist_aclgraph.layers.attention import AttentionOperator, AttentionTasks
+from dist_aclgraph.steps.padding import Lens
+
+
+@dataclass(frozen=True)
+class UpdatableTask:
+    """One captured attention operator.
+
+    Attributes:
+        arguments: of the operator, with the lengths that were sent last; device tensors by weak
+            reference, so that the graph's pool may reuse their memory inside the graph.
+        ahead: how much longer its KV lengths are than those of the step, in a draft.
+    """
+
+    operator: AttentionOperator
+    arguments: dict[str, Any]
+    handle: Any
+    event: Any
+    ahead: int = 0
+
+    def patch(self, stream: Any, lens: Lens) -> None:
+        """Send lengths, unless they are those that the task has. ``stream`` must be current."""
+        operator, arguments, (query_ends, kv_lens) = self.operator, self.arguments, lens
+        if self.ahead:
+            kv_lens = [length + self.ahead for length in kv_lens]
+        if arguments[operator.kv_lens] == kv_lens and arguments[operator.query_ends] == query_ends:
+            return
+        arguments[operator.query_ends] = query_ends
+        arguments[operator.kv_lens] = kv_lens
+        npu.begin_task_update(stream, self.handle)
+        operator.overload(**arguments)
+        npu.end_task_update(stream)
+
+
+class TaskRecorder:
+    """Collects the updatable tasks of one graph while it is captured.
+
+    Owns the workspace that all tasks of the graph share: they run one after another.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._workspace: Tensor | None = None
+        self.tasks: list[UpdatableTask] = []
+
+    def ahead(self, by: int) -> AttentionTasks:
+        """Return where to run operators whose KV lengths are longer by so much."""
+        return _TasksAhead(self, by)
+
+    def run(
+        self, operator: AttentionOperator, out: Tensor, arguments: dict[str, Any], ahead: int = 0
+    ) -> None:
+        """Capture the operator as a task group behind an event of its own."""
+        if self._workspace is None:
+            # The largest that any lengths can ask for: an update must never need more.
+            self._workspace = operator.max_workspace(arguments)
+        softmax_lse = torch.empty(1, dtype=torch.float32, device=out.device)
+        outputs = {"workspace": self._workspace, "out": [out, softmax_lse]}
+        event = npu.external_event()
+        event.wait(self._stream)
+        event.reset(self._stream)
+        npu.begin_task_group(self._stream)
+        operator.overload(**arguments, **outputs)
+        handle = npu.end_task_group(self._stream)
+        weak = {key: npu.weak_reference(value) for key, value in (arguments | outputs).items()}
+        self.tasks.append(UpdatableTask(operator, weak, handle, event, ahead))
+
+    def forget_workspace(self) -> None:
+        """After the capture: the pool may give the workspace's memory to other graphs."""
+        self._workspace = None
+
+
+@dataclass(frozen=True)
+class _TasksAhead:
+    recorder: TaskRecorder
+    by: int
+
+    def run(self, operator: AttentionOperator, out: Tensor, arguments: dict[str, Any]) -> None:
+        self.recorder.run(operator, out, arguments, self.by)
+
+
+class TaskUpdates:
+    """Keeps the tasks of one graph in step with its replays; see the orders above."""
+
+    def __init__(self, tasks: list[UpdatableTask]) -> None:
+        self._tasks = tasks
+        self._num_open = 0
+        self._open_lens: Lens | None = None
+        self._replayed: Any = npu.runtime().Event()
+        self._closed: Any = npu.runtime().Event()
+
+    def before_replay(self, main_stream: Any, update_stream: Any, lens: Lens) -> None:
+        """Close what is open for other lengths than the replay's."""
+        if self._num_open == 0 or lens == self._open_lens:
+            return
+        for task in self._tasks[: self._num_open]:
+            task.event.wait(update_stream)
+            task.event.reset(update_stream)
+        self._num_open = 0
+        self._closed.record(update_stream)
+        main_stream.wait_event(self._closed)
+
+    def after_replay(self, main_stream: Any, update_stream: Any, lens: Lens) -> int:
+        """Open what the replay still lacks; return how many tasks that were."""
+        num_behind = len(self._tasks) - self._num_open
+        self._open(update_stream, lens, _nobody_waits)
+        self._num_open = 0
+        self._replayed.record(main_stream)
+        return num_behind
+
+    def send_ahead(
+        self, update_stream: Any, lens: Lens, is_wanted_elsewhere: Callable[[], bool]
+    ) -> None:
+        """Open tasks for the next replay until all are, or the host is needed for something else.
+
+        May be called again with the same lengths, to go on.
+        """
+        assert self._num_open == 0 or lens == self._open_lens
+        self._open_lens = lens
+        self._open(update_stream, lens, is_wanted_elsewhere)
+
+    def _open(self, update_stream: Any, lens: Lens, is_stopped: Callable[[], bool]) -> None:
+        if self._num_open == len(self._tasks) or is_stopped():
+            return
+        if self._num_open == 0:
+            update_stream.wait_event(self._replayed)
+        with npu.runtime().stream(update_stream):
+            for task in self._tasks[self._num_open :]:
+                task.patch(update_stream, lens)
+                task.event.record(update_stream)
+                self._num_open += 1
+                if is_stopped():
+                    return
+
+
+def _nobody_waits() -> bool:
+    return False

@@ -1,0 +1,152 @@
+"""How many bytes KV blocks take: the only place where it is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dist_aclgraph.config import Config
+from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.shapes.model_facts import ModelFacts
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+MIN_BLOCKS = 2  # the dummy block and one for requests
+
+
+def kv_heads_per_rank(num_kv_heads: int, tp: int) -> int:
+    """Return the KV heads that one TP rank holds; with more ranks than heads, heads repeat.
+
+    Raises:
+        ConfigError: heads cannot be spread evenly.
+    """
+    if num_kv_heads % tp and tp % num_kv_heads:
+        raise ConfigError(
+            f"parallel.tp is {tp}; it must divide the model's {num_kv_heads} KV heads, or be a "
+            "multiple of them"
+        )
+    return max(1, num_kv_heads // tp)
+
+
+def elements_per_token(facts: ModelFacts, tp: int) -> int:
+    """Return what one TP rank keeps of a token in each layer.
+
+    Keys and values of the rank's heads; with latent attention the latent and the rotated key, which
+    all heads share and every rank holds.
+
+    Raises:
+        ConfigError: heads cannot be spread evenly.
+    """
+    if facts.mla:
+        return facts.latent_size
+    return 2 * kv_heads_per_rank(facts.num_kv_heads, tp) * facts.head_size
+
+
+def how_to_shrink_weights(config: Config) -> str:
+    """Return what makes the weights of one rank smaller, in words that follow a colon."""
+    more = "parallel.tp or parallel.ep" if config.parallel.ep > 1 else "parallel.tp"
+    return f"raise {more}" + ("" if config.quantization else ", or set quantization=w8a8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheSpec:
+    """The shape of the KV cache on one rank, all layers.
+
+    Attributes:
+        elements_per_token: what is kept of a token in each layer.
+        dtype: name of the cache's type, as in the configuration.
+    """
+
+    num_layers: int
+    elements_per_token: int
+    block_size: int
+    dtype: str = "bfloat16"
+
+    @classmethod
+    def from_config(cls, config: Config, facts: ModelFacts) -> KVCacheSpec:
+        """Return the cache of one rank; with drafts, the next-token module's layer has one too.
+
+        Raises:
+            ConfigError: heads cannot be spread evenly.
+        """
+        return cls(
+            num_layers=facts.num_layers + (1 if config.speculative.num_tokens else 0),
+            elements_per_token=elements_per_token(facts, config.parallel.tp),
+            block_size=config.kv.block_size,
+            dtype=config.dtype,
+        )
+
+    @property
+    def bytes_per_layer_block(self) -> int:
+        """Bytes of one block in one layer."""
+        return self.block_size * self.elements_per_token * DTYPE_BYTES[self.dtype]
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self.num_layers * self.bytes_per_layer_block
+
+    def total_bytes(self, num_blocks: int) -> int:
+        return num_blocks * self.bytes_per_block
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return the blocks that hold ``num_tokens`` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def longest_request(self, num_blocks: int, max_model_len: int) -> int:
+        """Return the tokens of the longest request: the context, or what the cache can hold."""
+        blocks = num_blocks - 1  # without the dummy block
+        return min(max_model_len, blocks * self.block_size + 1)  # the last token is never written
+
+    def choose_num_blocks(self, config: Config, free_bytes: int, max_model_len: int) -> int:
+        """Return the blocks of every rank: what is asked for, or what can be used and fits.
+
+        Args:
+            free_bytes: of the tightest rank.
+            max_model_len: the configuration's, or the model's where it has none.
+
+        Raises:
+            ConfigError: fewer than two blocks fit, fewer than ``kv.num_blocks``, or fewer than one
+                request of the configuration's ``max_model_len`` needs.
+        """
+        kv = config.kv
+        affordable = self.blocks_that_fit(free_bytes, kv.memory_fraction, kv.max_bytes)
+        if kv.num_blocks is None:
+            useful = config.scheduler.max_num_seqs * self.blocks_for(max_model_len) + 1
+            num_blocks = min(affordable, useful)
+        elif kv.num_blocks > affordable:
+            raise ConfigError(
+                f"kv.num_blocks is {kv.num_blocks}; the tightest rank has room for {affordable} "
+                f"blocks of {self.bytes_per_block} bytes: lower it, or raise kv.memory_fraction"
+            )
+        else:
+            num_blocks = kv.num_blocks
+        longest = self.longest_request(num_blocks, max_model_len)
+        # Where nobody asked for a length, requests are as long as the cache allows.
+        if config.max_model_len is not None and longest < max_model_len:
+            remedy = (
+                f"raise kv.memory_fraction, {how_to_shrink_weights(config)}"
+                if kv.num_blocks is None
+                else "raise kv.num_blocks"
+            )
+            raise ConfigError(
+                f"max_model_len is {max_model_len}; {num_blocks} KV blocks of {self.block_size} "
+                f"tokens hold requests of {longest}: lower it, or {remedy}"
+            )
+        return num_blocks
+
+    def blocks_that_fit(self, free_bytes: int, memory_fraction: float, max_bytes: int) -> int:
+        """Return how many blocks a rank can hold, the dummy block included.
+
+        Every rank of a group must use the smallest number among them.
+
+        Raises:
+            ConfigError: fewer than two blocks fit.
+        """
+        budget = min(int(free_bytes * memory_fraction), max_bytes)
+        num_blocks = budget // self.bytes_per_block
+        if num_blocks < MIN_BLOCKS:
+            raise ConfigError(
+                f"only {num_blocks} KV blocks of {self.bytes_per_block} bytes fit in {budget} "
+                f"bytes (of {free_bytes} free); at least {MIN_BLOCKS} are needed: raise "
+                "kv.memory_fraction or kv.max_bytes, lower kv.block_size, or leave more free with "
+                "more NPUs"
+            )
+        return num_blocks

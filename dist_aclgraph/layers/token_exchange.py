@@ -1,0 +1,174 @@
+"""How a rank's tokens meet experts of other ranks: three ways, one interface.
+
+A tensor parallel group runs the same tokens on all its ranks. For an exchange each of them brings a
+slice of its own, so that every token travels once; the layer puts the slices together again. No
+shape depends on the routing and nothing is read by the host: graphs hold all three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dist_aclgraph.comm.groups import CommGroup
+from dist_aclgraph.layers.local_experts import COUNTS, LocalExperts
+from dist_aclgraph.layers.router import NOWHERE
+from dist_aclgraph.planning.exchange import expert_capacity
+from dist_aclgraph.topology import ExchangeKind
+
+
+class Exchange(Protocol):
+    """Lets the tokens of all ranks of an expert parallel group meet the experts of all of them."""
+
+    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, tally: Tensor | None) -> Tensor:
+        """Return the weighted sum over each token's experts: [m, hidden], zero for padding.
+
+        Args:
+            x: [m, hidden], this rank's slice of its tokens; ``m`` is equal on all ranks.
+            experts: [m, top_k] int32; NOWHERE in all of a row, or in none. Padding comes last.
+            weights: [m, top_k] float32.
+            tally: see ``ExpertStep``.
+        """
+
+
+@dataclass(frozen=True)
+class AllGather:
+    """Every rank gets all tokens, and adds what its experts make of them."""
+
+    group: CommGroup
+    local: LocalExperts
+
+    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, tally: Tensor | None) -> Tensor:
+        gathered = self.group.all_gather(pack(x, experts, weights)).flatten(0, 1)
+        partial = self.local(*unpack(gathered, x.shape[1]), tally)
+        return self.group.reduce_scatter(partial)
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """Every rank gets the tokens that chose one of its experts, once each, as far as there is room.
+
+    Room is the same for every pair of ranks, so that equal parts travel. Tokens that find none are
+    counted, and miss those experts: the step must be run again.
+
+    Attributes:
+        factor: room, as a multiple of what random routing needs.
+    """
+
+    group: CommGroup
+    local: LocalExperts
+    factor: float
+
+    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, tally: Tensor | None) -> Tensor:
+        (m, hidden), top_k, size = x.shape, experts.shape[1], self.group.size
+        capacity = expert_capacity(m, size, top_k, self.factor)
+        ranks = torch.arange(size, device=x.device)
+        owner = torch.div(experts, self.local.num_local, rounding_mode="floor")
+        is_wanted = (owner.unsqueeze(-1) == ranks).any(1)  # [m, ranks]
+        place = is_wanted.cumsum(0) - 1  # among the tokens for the same rank
+        fits = is_wanted & (place < capacity)
+        if tally is not None:
+            tally[1].add_((is_wanted & ~fits).sum())
+        place = place + ranks * capacity
+        sent = self._sent(x, experts, weights, place, fits, size * capacity)
+        received = self.group.all_to_all(sent)
+        partial = self.local(*unpack(received, hidden), tally)
+        returned = self.group.all_to_all(partial)
+        y: Tensor = torch.ops.npu.npu_moe_finalize_routing(
+            returned[None],
+            None,
+            None,
+            None,
+            torch.ones_like(fits, dtype=x.dtype),
+            torch.where(fits, place, -1).int().flatten(),
+            None,
+            drop_pad_mode=3,
+        )
+        return y
+
+    def _sent(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        place: Tensor,
+        fits: Tensor,
+        num_places: int,
+    ) -> Tensor:
+        """Return the rows to send, [num_places, columns]; places that nobody takes hold padding."""
+        more, m, device = (0, 0, 0, 1), x.shape[0], x.device
+        # One token more, which is padding, and one place more, for what is not sent.
+        tokens = pack(pad(x, more), pad(experts, more, value=NOWHERE), pad(weights, more))
+        source = torch.full((num_places + 1,), m, device=device)
+        index = torch.arange(m, device=device).unsqueeze(1).expand_as(place)
+        source.scatter_(0, torch.where(fits, place, num_places).flatten(), index.flatten())
+        return tokens.index_select(0, source[:num_places])
+
+
+@dataclass(frozen=True)
+class Mc2:
+    """Tokens travel inside the operators, to each of their experts: exact counts, no padding.
+
+    ``npu_moe_distribute_dispatch_v2`` and ``npu_moe_distribute_combine_v2``; the limits of both are
+    checked when the deployment is planned.
+    """
+
+    group: CommGroup
+    local: LocalExperts
+
+    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, tally: Tensor | None) -> Tensor:
+        npu = torch.ops.npu
+        is_padding = experts[:, 0] < 0
+        domain = (
+            self.group.hccl_name,
+            self.group.size,
+            self.group.rank,
+            self.local.num_experts,
+        )
+        is_live = is_padding.logical_not()
+        rows, _, origins, counts, received, _, _ = npu.npu_moe_distribute_dispatch_v2(
+            x, experts, *domain, x_active_mask=is_live, expert_token_nums_type=COUNTS
+        )
+        y: Tensor = npu.npu_moe_distribute_combine_v2(
+            self.local.compute(rows, counts, tally),
+            experts,
+            origins,
+            received,
+            weights,
+            *domain,
+            x_active_mask=is_live,
+        )
+        # Rows of padding are not written; a number that is none would spread.
+        return y.masked_fill_(is_padding.unsqueeze(1), 0)
+
+
+def make_exchanges(
+    group: CommGroup, local: LocalExperts, factor: float
+) -> Mapping[ExchangeKind, Exchange]:
+    """Return all exchanges of an expert parallel group."""
+    return {
+        "all_gather": AllGather(group, local),
+        "all_to_all": AllToAll(group, local, factor),
+        "mc2": Mc2(group, local),
+    }
+
+
+def pack(x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    """Return tokens with their experts and weights in one row each, so that they travel at once.
+
+    The bits of the integers and of the wider floats are kept in columns of the type of ``x``.
+    """
+    return torch.cat([x, experts.view(x.dtype), weights.view(x.dtype)], 1)
+
+
+def unpack(rows: Tensor, hidden: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what was packed: x, experts and weights."""
+    width = (rows.shape[1] - hidden) // 2
+    parts = torch.split(rows, [hidden, width, width], 1)
+    x, experts, weights = (part.contiguous() for part in parts)
+    return x, experts.view(torch.int32), weights.view(torch.float32)

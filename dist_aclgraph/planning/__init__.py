@@ -1,0 +1,1 @@
+"""Graph plans as values: budgets, buckets, negotiation, dispatch; nothing here touches a device."""

@@ -1,0 +1,60 @@
+"""What captured graphs cost in streams and bytes, and what a rank can afford.
+
+``formula.py`` holds the historical formulas, exact; ``domains.py`` the price of a communication
+domain; ``captured.py`` what a bucket's graphs hold; every budget model has a file of its own.
+"""
+
+from dist_aclgraph.config import BudgetModelName
+from dist_aclgraph.planning.budget.calibrated import CalibratedBudget
+from dist_aclgraph.planning.budget.cann_pinned import CannPinnedBudget
+from dist_aclgraph.planning.budget.cann_software_sq import CannSoftwareSqBudget
+from dist_aclgraph.planning.budget.domains import streams_per_domain
+from dist_aclgraph.planning.budget.formula import (
+    LegacyInputs,
+    Variant,
+    legacy_sizes,
+    max_buckets,
+)
+from dist_aclgraph.planning.budget.legacy import LegacyBudget
+from dist_aclgraph.planning.budget.model import BudgetModel, BudgetTerm, Limit, Price, total
+from dist_aclgraph.planning.budget.offer import (
+    Probe,
+    StreamOffer,
+    max_piecewise_sizes,
+    share_cards,
+)
+from dist_aclgraph.planning.budget.workload import Workload
+
+__all__ = [
+    "BudgetModel",
+    "BudgetTerm",
+    "CalibratedBudget",
+    "CannPinnedBudget",
+    "CannSoftwareSqBudget",
+    "LegacyBudget",
+    "LegacyInputs",
+    "Limit",
+    "Price",
+    "Probe",
+    "StreamOffer",
+    "Variant",
+    "Workload",
+    "legacy_sizes",
+    "make_budget_model",
+    "max_buckets",
+    "max_piecewise_sizes",
+    "share_cards",
+    "streams_per_domain",
+    "total",
+]
+
+
+def make_budget_model(name: BudgetModelName) -> BudgetModel:
+    """Return the budget model that the configuration names."""
+    if name == "cann-pinned":
+        return CannPinnedBudget()
+    if name == "cann-software-sq":
+        return CannSoftwareSqBudget()
+    if name == "calibrated":
+        return CalibratedBudget()
+    return LegacyBudget(name)

@@ -1,0 +1,40 @@
+"""Prices from probes: what one bucket of each family took on this very rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from dist_aclgraph.config import BudgetModelName
+from dist_aclgraph.planning.buckets import GraphFamily
+from dist_aclgraph.planning.budget.cann_pinned import CannPinnedBudget
+from dist_aclgraph.planning.budget.model import BudgetTerm, Price
+from dist_aclgraph.planning.budget.offer import StreamOffer
+from dist_aclgraph.planning.budget.workload import Workload
+
+
+@dataclass(frozen=True)
+class CalibratedBudget(CannPinnedBudget):
+    """A rank's probes say what its buckets take: as many streams each, and bytes by tokens.
+
+    Each rank captures and releases the largest bucket of each family. A family that nobody probed,
+    or a device whose count of streams does not follow graphs, is priced by CANN's accounting with
+    pinned ids, and the lines say so: of the readings of CANN's sources it is the most careful.
+    """
+
+    name: BudgetModelName = "calibrated"
+
+    def price(self, family: GraphFamily, workload: Workload, offer: StreamOffer) -> Price:
+        probes = offer.probes_of(family)
+        if probes and offer.counts_graphs:
+            why = f"what {probes[0].graph} took on rank {offer.rank}"
+            return (BudgetTerm("probed", probes[0].streams, why),)
+        cause = "the device's count does not follow graphs" if probes else "not probed"
+        guessed = super().price(family, workload, offer)
+        return tuple(
+            replace(term, why=f"{term.why} ({cause}: {CannPinnedBudget.name})") for term in guessed
+        )
+
+    def bytes_per_token(self, family: GraphFamily, workload: Workload, offer: StreamOffer) -> float:
+        if probes := offer.probes_of(family):
+            return probes[0].bytes / probes[0].graph.num_tokens
+        return super().bytes_per_token(family, workload, offer)

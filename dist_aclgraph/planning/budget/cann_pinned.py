@@ -1,0 +1,43 @@
+"""CANN's own accounting with old drivers: a captured stream holds an id from capture on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dist_aclgraph.config import BudgetModelName
+from dist_aclgraph.planning.buckets import GraphFamily
+from dist_aclgraph.planning.budget.captured import price_of, shapes
+from dist_aclgraph.planning.budget.model import (
+    Limit,
+    Price,
+    driver_limit,
+    stream_limit,
+    total,
+)
+from dist_aclgraph.planning.budget.offer import StreamOffer
+from dist_aclgraph.planning.budget.workload import Workload
+
+
+@dataclass(frozen=True)
+class CannPinnedBudget:
+    """One id for each lane of each graph, for each further queue that a long lane needs, and for
+    what HCCL takes inside the graph. Nothing is fixed: an offer counts what is left after joining.
+    """
+
+    name: BudgetModelName = "cann-pinned"
+
+    def price(self, family: GraphFamily, workload: Workload, offer: StreamOffer) -> Price:
+        return price_of(shapes(family, workload), workload)
+
+    def fixed(self, workload: Workload, offer: StreamOffer) -> Price:
+        return ()
+
+    def limits(
+        self, families: Sequence[GraphFamily], workload: Workload, offer: StreamOffer
+    ) -> tuple[Limit, ...]:
+        prices = [total(self.price(family, workload, offer)) for family in families]
+        return (stream_limit(prices, offer), *driver_limit(families, offer))
+
+    def bytes_per_token(self, family: GraphFamily, workload: Workload, offer: StreamOffer) -> float:
+        return workload.bytes_per_token

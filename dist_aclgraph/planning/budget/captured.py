@@ -1,0 +1,145 @@
+"""What one bucket's graphs hold: how many there are, their lanes, and how long each lane is.
+
+A lane is a captured stream. CANN keeps its tasks in queues of fixed length, so that a long lane
+takes several. Counts are queue entries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from dist_aclgraph.planning.buckets import GraphFamily
+from dist_aclgraph.planning.budget.domains import streams_per_domain
+from dist_aclgraph.planning.budget.model import BudgetTerm, Price
+from dist_aclgraph.planning.budget.workload import Domain, Workload
+
+QUEUE_ENTRIES = 2016  # of a captured stream: 2048 less 32 that CANN reserves
+
+# Operators of a dense layer (models/gqa.py), counted in the dumps of captured graphs: norm, qkv,
+# two head norms, two rotations and the contiguous v before attention; output product, norm, two
+# products and the activation after it. Models without head norms have two less.
+BEFORE_ATTENTION = 7
+AFTER_ATTENTION = 5
+# Of a layer of experts, in place of a dense one's three: router, routing, products, shared experts;
+# gathered tokens take six more, an all-to-all with its indices thirty-five.
+EXPERTS, GATHER, ALL_TO_ALL, DENSE = 22, 6, 35, 3
+SHARED = 5  # on the lane of shared experts: a wait, two products, the activation, a record
+# Cache write and attention, and the wait for its parameters with its reset: four entries each.
+ATTENTION = 10
+EMBEDDING = 3  # rows of the embedding and of the rotary tables
+LAST_NORM = 1
+HEAD = 3  # product, argmax, copy to the static buffer
+SPLIT_EMBEDDING, SPLIT_HEAD = 8, 2  # more with TP: foreign ids masked out, parts put together
+COLLECTIVE_MAIN = 2  # on the lane that waits: a record and a wait
+COLLECTIVE = 4  # on the lane of HCCL: a wait, the collective, two records
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One of a bucket's graphs, or several alike.
+
+    Attributes:
+        what: in plain words.
+        copies: graphs of this shape in each bucket.
+        main: entries of the main lane.
+        collectives: by domain that the graph touches, how often; each has a lane of its own.
+        beside: entries of the lane on which shared experts run beside the main one, if they do.
+    """
+
+    what: str
+    copies: int
+    main: int
+    collectives: tuple[tuple[Domain, int], ...] = ()
+    beside: int = 0
+
+    @property
+    def lanes(self) -> tuple[int, ...]:
+        """Entries of each lane."""
+        sides = [COLLECTIVE * count for _, count in self.collectives]
+        waits = sum(COLLECTIVE_MAIN * count for _, count in self.collectives)
+        return (self.main + waits, *sides, *([self.beside] if self.beside else []))
+
+    def price(self, workload: Workload) -> Price:
+        """Return the queues of one such graph, itemised; in old drivers each is a stream id."""
+        cascaded = sum(-(-lane // QUEUE_ENTRIES) - 1 for lane in self.lanes)
+        domains = [domain for domain, _ in self.collectives]
+        inner = sum(streams_per_domain(workload.expansion, d.num_ranks) for d in domains)
+        terms = (
+            BudgetTerm("main lane", 1, "one captured stream"),
+            BudgetTerm("HCCL lanes", len(domains), "one for each domain that the graph touches"),
+            BudgetTerm("domains", inner, f"what {workload.expansion} takes in these domains"),
+            BudgetTerm("overlap", int(self.beside > 0), "shared experts beside the main lane"),
+            BudgetTerm("cascades", cascaded, f"lanes longer than {QUEUE_ENTRIES} entries"),
+        )
+        return tuple(term for term in terms if term.total)
+
+
+def shapes(family: GraphFamily, workload: Workload) -> tuple[Shape, ...]:
+    """Return the graphs of one bucket, draft graphs included."""
+    found = _model_shapes(family, workload, workload.num_layers, 1, "")
+    if not workload.draft_layers or family.run_mode != "FULL":
+        return found  # behind pieces, drafting runs eagerly
+    steps = max(1, workload.query_len - 1)  # all of them are captured into one graph
+    return found + _model_shapes(family, workload, workload.draft_layers, steps, "draft ")
+
+
+def price_of(found: tuple[Shape, ...], workload: Workload) -> Price:
+    """Return the queues of all graphs of a bucket, one line for each shape and cause."""
+    return tuple(
+        replace(term, total=term.total * shape.copies, of=shape.what)
+        for shape in found
+        for term in shape.price(workload)
+    )
+
+
+def _model_shapes(
+    family: GraphFamily, workload: Workload, layers: int, steps: int, prefix: str
+) -> tuple[Shape, ...]:
+    is_split = any("tp" in domain.kinds for domain in workload.domains)
+    embedding, head = EMBEDDING, LAST_NORM + HEAD
+    if is_split:
+        embedding, head = embedding + SPLIT_EMBEDDING, head + SPLIT_HEAD
+    after = AFTER_ATTENTION + (_experts(workload) - DENSE if workload.moe else 0)
+    layer = BEFORE_ATTENTION + after
+    beside = SHARED if workload.moe and workload.multistream_shared else 0
+    if family.run_mode == "FULL":
+        main = embedding + layers * (layer + ATTENTION) + head
+        count = {d: steps * _in_full(d, layers) for d in workload.domains}
+        return (Shape(f"{prefix}graph", 1, steps * main, _touched(count), steps * layers * beside),)
+    # Collectives of context parallelism belong to attention, which pieces leave out.
+    first = {d: int("tp" in d.kinds) for d in workload.domains}
+    later = {d: _after_attention(d) for d in workload.domains}
+    between = Shape(f"{prefix}pieces between", layers - 1, layer, _touched(later), beside)
+    return (
+        Shape(f"{prefix}first piece", 1, embedding + BEFORE_ATTENTION, _touched(first)),
+        *([between] if layers > 1 else []),
+        Shape(f"{prefix}last piece", 1, after + LAST_NORM, _touched(later), beside),
+    )
+
+
+def _touched(counts: dict[Domain, int]) -> tuple[tuple[Domain, int], ...]:
+    return tuple((domain, count) for domain, count in counts.items() if count)
+
+
+def _experts(workload: Workload) -> int:
+    """Operators of a layer of experts; of its possible exchanges, the longest."""
+    if not any(_is_spread(domain) for domain in workload.domains):
+        return EXPERTS
+    return EXPERTS + (ALL_TO_ALL if workload.exchange in ("auto", "all_to_all") else GATHER)
+
+
+def _is_spread(domain: Domain) -> bool:
+    """Whether tokens must travel in it to meet their experts: no single TP group has them all."""
+    return "ep" in domain.kinds and "tp" not in domain.kinds
+
+
+def _after_attention(domain: Domain) -> int:
+    """Collectives of a layer outside its attention: two sums over TP, there and back over EP."""
+    return 2 * ("tp" in domain.kinds) + 2 * _is_spread(domain)
+
+
+def _in_full(domain: Domain, layers: int) -> int:
+    """Collectives of a full graph: with TP, one more for the embedding and one for the head."""
+    in_attention = ("pcp" in domain.kinds) + 2 * ("dcp" in domain.kinds)
+    ends = 2 * ("tp" in domain.kinds)
+    return layers * (_after_attention(domain) + in_attention) + ends

@@ -1,0 +1,109 @@
+"""The stream budget formulas of vllm-ascend 0.11 to 0.20, reproduced exactly.
+
+Source: ``vllm_ascend/utils.py::update_aclgraph_sizes``, last present before its commit 5f2ef5a0b2.
+All four assume a device with 2048 streams of which 248 stay free, whatever the device really has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from dist_aclgraph.planning.buckets import stepped_sizes, trim_sizes
+
+Variant = Literal["v0.11", "v0.13", "v0.20", "last"]
+
+DEVICE_STREAMS = 2048
+RESERVED_STREAMS = 248
+LEGACY_STREAMS = DEVICE_STREAMS - RESERVED_STREAMS
+CONTEXT_PARALLEL_STREAMS = 100  # taken off once for PCP and once for DCP
+GROUP_STREAMS = 40  # taken off for each of TP and DP without AIV
+
+
+@dataclass(frozen=True, kw_only=True)
+class LegacyInputs:
+    """Everything that the historical formulas look at, and some that they ignore.
+
+    Attributes:
+        num_hidden_layers: layers of the main model.
+        moe: whether the model has experts.
+        tp, dp, pcp, dcp: parallel sizes.
+        ep: whether expert parallelism is on (the formulas do not ask for its size).
+        aiv: whether HCCL expands collectives on vector cores (``HCCL_OP_EXPANSION_MODE=AIV``).
+        multistream_shared: whether shared experts run on a stream of their own.
+        draft_layers: layers of the draft model; 0 means there is none.
+        sizes: candidate sizes, ascending; None takes the stepped sizes up to ``max_size``.
+        device: chip generation; no formula depends on it.
+    """
+
+    num_hidden_layers: int
+    moe: bool = False
+    tp: int = 1
+    dp: int = 1
+    pcp: int = 1
+    dcp: int = 1
+    ep: bool = False
+    aiv: bool = False
+    multistream_shared: bool = False
+    draft_layers: int = 0
+    num_speculative_tokens: int = 0
+    max_num_seqs: int = 256
+    cudagraph_mode: str = "PIECEWISE"
+    sizes: Sequence[int] | None = None
+    max_size: int = 512
+    device: str = "A2"
+
+    @property
+    def candidate_sizes(self) -> list[int]:
+        return list(stepped_sizes(self.max_size) if self.sizes is None else self.sizes)
+
+    @property
+    def num_graphs(self) -> int:
+        """Piecewise graphs of one bucket: between the attentions of all layers, draft included."""
+        graphs = self.num_hidden_layers + 1
+        return graphs + self.draft_layers + 1 if self.draft_layers else graphs
+
+    @property
+    def num_groups(self) -> int:
+        """Communication groups that the formulas count: TP and DP only."""
+        return (self.dp > 1) + (self.tp > 1)
+
+    @property
+    def streams_per_graph(self) -> int:
+        if not self.aiv:
+            return 1 + 2 * self.num_groups
+        streams = 1 + self.num_groups + int(self.ep) + int(self.multistream_shared)
+        return streams + int(self.moe and self.dp > 1)
+
+
+def max_buckets(inputs: LegacyInputs, variant: Variant) -> int:
+    """Return how many buckets the formula allows; zero or less where not even one fits."""
+    left = LEGACY_STREAMS
+    if variant == "last" and inputs.cudagraph_mode == "FULL_AND_PIECEWISE":
+        left = max(0, left - len(inputs.candidate_sizes))
+    if inputs.aiv:
+        if not inputs.moe:
+            left -= inputs.streams_per_graph * inputs.num_graphs
+        # Two divisions, as in the source: one by the product could round differently.
+        return math.floor(left / inputs.num_graphs / inputs.streams_per_graph)
+    if variant != "v0.11":
+        left -= CONTEXT_PARALLEL_STREAMS * ((inputs.pcp > 1) + (inputs.dcp > 1))
+    left -= GROUP_STREAMS * inputs.num_groups
+    return math.floor(left / inputs.num_graphs / inputs.streams_per_graph)
+
+
+def legacy_sizes(inputs: LegacyInputs, variant: Variant) -> list[int]:
+    """Return the sizes, ascending, that the variant would have captured."""
+    limit = max_buckets(inputs, variant)
+    if variant != "v0.11":
+        return trim_sizes(inputs.candidate_sizes, limit)
+    # 0.11 sampled a descending list, so that half-way indices fall on the other side.
+    sizes = trim_sizes(inputs.candidate_sizes[::-1], limit)[::-1]
+    if limit <= 1:
+        sizes = inputs.candidate_sizes[-1:]
+    query_len = inputs.num_speculative_tokens + 1
+    if query_len > 2 and sizes[-1] < query_len * inputs.max_num_seqs:
+        sizes = [size * query_len for size in sizes]
+    return sizes

@@ -1,0 +1,82 @@
+"""What is captured on every rank: the model's and the configuration's share of a price."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from dist_aclgraph.config import Config, ExchangeSetting, GraphMode, HcclExpansion
+from dist_aclgraph.shapes.model_facts import ModelFacts
+from dist_aclgraph.topology import GroupKind, ParallelLayout
+
+COMMUNICATING: tuple[GroupKind, ...] = ("tp", "pcp", "dcp", "ep")
+
+
+@dataclass(frozen=True)
+class Domain:
+    """A communication domain of a rank: how many ranks meet there, and for which kinds of group."""
+
+    num_ranks: int
+    kinds: tuple[GroupKind, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is captured on every rank.
+
+    Attributes:
+        num_layers: hidden layers of the main model.
+        mode: which graphs a bucket needs.
+        draft_layers: layers of the draft model, 0 where there is none.
+        exchange: how the configuration wants tokens to travel to experts of other ranks.
+        expansion: how HCCL expands collectives on the device.
+        multistream_shared: shared experts run on a stream of their own.
+        bytes_per_token: device memory that a graph takes per token of its bucket; the pool is
+            shared, so that all graphs together take what the largest one does.
+    """
+
+    num_layers: int
+    mode: GraphMode = "FULL_DECODE_ONLY"
+    moe: bool = False
+    tp: int = 1
+    dp: int = 1
+    pcp: int = 1
+    dcp: int = 1
+    ep: int = 1
+    exchange: ExchangeSetting = "auto"
+    expansion: HcclExpansion = "FFTS"
+    multistream_shared: bool = False
+    draft_layers: int = 0
+    query_len: int = 1
+    bytes_per_token: int = 0
+
+    @classmethod
+    def from_config(cls, config: Config, facts: ModelFacts) -> Workload:
+        parallel = config.parallel
+        return cls(
+            num_layers=facts.num_layers,
+            mode=config.graph.mode,
+            moe=facts.moe,
+            tp=parallel.tp,
+            dp=parallel.dp,
+            pcp=parallel.pcp,
+            dcp=parallel.dcp,
+            ep=parallel.ep,
+            exchange=parallel.exchange,
+            expansion=config.device.hccl_expansion,
+            multistream_shared=config.graph.overlap_shared_experts and facts.has_shared_experts,
+            draft_layers=1 if config.speculative.num_tokens else 0,
+            query_len=config.speculative.num_tokens + 1,
+        )
+
+    @cached_property
+    def domains(self) -> tuple[Domain, ...]:
+        """The distinct rank sets that rank 0 meets in collectives; every rank has as many."""
+        layout = ParallelLayout(tp=self.tp, dp=self.dp, pcp=self.pcp, dcp=self.dcp, ep=self.ep)
+        return tuple(
+            Domain(
+                len(ranks),
+                tuple(kind for kind in COMMUNICATING if layout.group_of(kind, 0) == ranks),
+            )
+            for ranks in layout.domains_of(0)
+        )

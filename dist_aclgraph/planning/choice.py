@@ -1,0 +1,120 @@
+"""Which sizes to capture: those that cost the traffic least, exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dist_aclgraph.planning.buckets import pad_to_bucket
+
+NO_GAIN = 1 - 1e-9  # of a cost: what rounding does to equal ones
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The best buckets for every number of them.
+
+    Attributes:
+        sizes: the candidates, ascending.
+        costs: [max_buckets + 1]; the least expected cost with at most so many buckets, infinite
+            with none.
+        counts: [max_buckets + 1]; how many buckets reach that cost, the fewest that do.
+        previous: [max_buckets + 1, sizes]; with k buckets of which the last is the size in this
+            column, the place in ``sizes`` of the one before, plus one.
+    """
+
+    sizes: tuple[int, ...]
+    costs: FloatArray
+    counts: npt.NDArray[np.int64]
+    previous: npt.NDArray[np.int64]
+
+    def buckets(self, max_buckets: int) -> tuple[int, ...]:
+        """Return the best at most ``max_buckets`` sizes, ascending; none for zero."""
+        chosen: list[int] = []
+        last = len(self.sizes) - 1
+        for k in range(int(self.counts[max_buckets]), 0, -1):
+            chosen.append(self.sizes[last])
+            last = int(self.previous[k, last]) - 1
+        return tuple(reversed(chosen))
+
+
+def choices(
+    sizes: Sequence[int], weights: Mapping[int, float], costs: Sequence[float], max_buckets: int
+) -> Choices:
+    """Return the best buckets for every number of them up to ``max_buckets``.
+
+    A batch of n tokens pays the cost of the smallest bucket that holds it; the expected cost is the
+    sum over n of its weight times what it pays. Batches above the largest size run without a graph
+    whatever is chosen, and do not count. O(max_buckets * len(sizes)**2).
+
+    Args:
+        sizes: candidates, ascending.
+        weights: how often a batch has so many live tokens.
+        costs: of one step at each size, in any one unit.
+    """
+    up_to = _weight_up_to(sizes, weights)
+    # pays[j, i]: what the batches above size i - 1 and up to size j pay in bucket j.
+    pays = (up_to[1:, None] - up_to[None, :]) * np.asarray(costs, np.float64)[:, None]
+    n = len(sizes)
+    pays[np.tri(n, n + 1, 0) == 0] = np.inf
+    limit = min(max_buckets, n)
+    exact = np.full(limit + 1, np.inf)
+    previous = np.zeros((limit + 1, n), np.int64)
+    best = np.full(n + 1, np.inf)  # best[i]: k buckets, the last of them size i - 1
+    best[0] = 0.0
+    total = np.empty_like(pays)
+    for k in range(1, limit + 1):
+        np.add(pays, best, out=total)
+        previous[k] = total.argmin(axis=1)
+        best = np.concatenate([[np.inf], total[np.arange(n), previous[k]]])
+        exact[k] = best[n]
+    counts = np.zeros(limit + 1, np.int64)
+    for k in range(1, limit + 1):
+        counts[k] = k if exact[k] < exact[counts[k - 1]] * NO_GAIN else counts[k - 1]
+    return Choices(tuple(sizes), exact[counts], counts, previous)
+
+
+def expected_cost(
+    buckets: Sequence[int], weights: Mapping[int, float], costs: Mapping[int, float]
+) -> float:
+    """Return what the batches that fit a bucket pay, by the rule of ``choices``."""
+    padded = ((weight, pad_to_bucket(tokens, buckets)) for tokens, weight in weights.items())
+    return sum(weight * costs[bucket] for weight, bucket in padded if bucket is not None)
+
+
+def padding_share(buckets: Sequence[int], weights: Mapping[int, float]) -> float:
+    """Return which part of all replayed tokens is padding; 0 where nothing is replayed."""
+    padded = expected_cost(buckets, weights, {bucket: float(bucket) for bucket in buckets})
+    reach = buckets[-1] if buckets else 0
+    live = sum(weight * tokens for tokens, weight in weights.items() if tokens <= reach)
+    return 1 - live / padded if padded else 0.0
+
+
+def step_costs(sizes: Sequence[int], seconds: Mapping[int, float]) -> list[float]:
+    """Return the cost of a step at each size: its padded tokens, or seconds where any are known.
+
+    Between sizes whose time was measured, time grows linearly; outside them, with the tokens.
+    """
+    if not seconds:
+        return [float(size) for size in sizes]
+    known = sorted(seconds)
+    times = [seconds[size] for size in known]
+    inside = np.interp(sizes, [0, *known], [0.0, *times])
+    return [
+        float(time) if size <= known[-1] else times[-1] * size / known[-1]
+        for size, time in zip(sizes, inside, strict=True)
+    ]
+
+
+def _weight_up_to(sizes: Sequence[int], weights: Mapping[int, float]) -> FloatArray:
+    """Return the weight of batches of no tokens, then of those that fit each size."""
+    dense = np.zeros(sizes[-1] + 1)
+    for tokens, weight in weights.items():
+        if 0 < tokens <= sizes[-1]:
+            dense[tokens] += weight
+    total: FloatArray = dense.cumsum()[[0, *sizes]]
+    return total

@@ -1,0 +1,138 @@
+"""Which graph a batch replays: tables of the graphs that exist on every rank.
+
+Their descriptors are the only valid graphs; a miss runs eagerly and is counted with its reason.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Literal
+
+from dist_aclgraph.planning.descriptor import BatchDescriptor, table_of
+from dist_aclgraph.planning.lazy import LazyGraphs
+from dist_aclgraph.planning.plan import GraphPlan
+from dist_aclgraph.planning.traffic import Traffic
+
+MissReason = Literal["mode_none", "mixed", "prefill", "above_largest_bucket"]
+Dispatch = tuple[BatchDescriptor | None, MissReason | None]
+
+
+class GraphDispatcher:
+    """Owns the tables and their counters. Knows nothing of devices or captured graphs.
+
+    Begins with the graphs of the plan; ``add`` and ``remove`` follow what becomes of them while
+    serving.
+    """
+
+    def __init__(self, plan: GraphPlan, lazy: LazyGraphs | None = None) -> None:
+        self.plan = plan
+        self.lazy = lazy
+        self.graphs = set(plan.capture_order)
+        self.replays: Counter[BatchDescriptor] = Counter()
+        self.padding: Counter[BatchDescriptor] = Counter()  # padded tokens
+        self.misses: Counter[MissReason] = Counter()
+        self.live_tokens = 0  # tokens of replayed batches, padding left out
+        self._step = 0
+        self._decode_seen: Counter[int] = Counter()  # steps by live tokens, since they were taken
+        self._mixed_seen: Counter[int] = Counter()
+        self._make_tables()
+
+    def dispatch(self, num_tokens: int, num_reqs: int, query_len: int) -> Dispatch:
+        """Return the graph that a batch replays, or None and why it runs eagerly.
+
+        Args:
+            num_tokens: tokens of the batch, at least one.
+            num_reqs: requests of the batch.
+            query_len: tokens of each request; 0 where they differ, or some are mid-prompt.
+        """
+        self._step += 1
+        uniform = query_len if num_tokens == num_reqs * query_len else 0
+        seen = self._decode_seen if uniform == self._decode_len else self._mixed_seen
+        seen[num_tokens] += 1
+        graph, reason = self._look_up(num_tokens, uniform)
+        if graph is not None:
+            self.replays[graph] += 1
+            self.live_tokens += num_tokens
+            self.padding[graph] += graph.num_tokens - num_tokens
+        elif reason is not None:
+            self.misses[reason] += 1
+        if self.lazy is not None:
+            self.lazy.note(num_tokens, uniform, graph, self._step)
+        return graph, reason
+
+    def add(self, graph: BatchDescriptor) -> None:
+        """A graph exists now on every rank."""
+        self.graphs.add(graph)
+        self._make_tables()
+
+    def remove(self, graph: BatchDescriptor) -> None:
+        """A graph is about to be released."""
+        self.graphs.discard(graph)
+        self._make_tables()
+
+    def adopt(self, plan: GraphPlan) -> None:
+        """Steps name this plan from now on; its graphs exist, and of others only lazy ones."""
+        self.plan = plan
+        if self.lazy is not None:
+            for graph in plan.capture_order:
+                self.lazy.leave(graph)
+
+    @property
+    def step(self) -> int:
+        """Steps dispatched so far."""
+        return self._step
+
+    def take_traffic(self) -> Traffic:
+        """Return how often batches of each size came since the last call.
+
+        For any thread: a step that is entered meanwhile may be lost.
+        """
+        decode, self._decode_seen = self._decode_seen, Counter()
+        mixed, self._mixed_seen = self._mixed_seen, Counter()
+        return Traffic(
+            decode={n: float(count) for n, count in dict(decode).items()},
+            mixed={n: float(count) for n, count in dict(mixed).items()},
+        )
+
+    def _look_up(self, num_tokens: int, query_len: int) -> Dispatch:
+        fits_kind = False
+        for wanted, table in self._tables:
+            if wanted not in (0, query_len):
+                continue
+            fits_kind = True
+            if num_tokens < len(table):
+                return table[num_tokens], None
+        if not self._tables:
+            return None, "mode_none"
+        if fits_kind:
+            return None, "above_largest_bucket"
+        return None, "prefill" if query_len else "mixed"
+
+    def report(self) -> dict[str, Any]:
+        """Return the counters: replays and padding by graph, misses by reason.
+
+        For any thread: copies are taken at once, while the engine's thread may add keys. It adds
+        a graph's replays before its padding, so that the copies are taken the other way round.
+        """
+        padding, replays = dict(self.padding), dict(self.replays)
+        return {
+            "plan_version": self.plan.version,
+            "replays": {str(graph): replays[graph] for graph in sorted(replays)},
+            "misses": dict(sorted(dict(self.misses).items())),
+            "live_tokens": self.live_tokens,
+            "padded_tokens": sum(padding.values()),
+            "padded_by_graph": {str(graph): padding[graph] for graph in sorted(padding)},
+            "wasted_by_graph": {
+                str(graph): padding[graph] / (replays[graph] * graph.num_tokens)
+                for graph in sorted(padding)
+            },
+        }
+
+    def _make_tables(self) -> None:
+        """Table each kind: FULL before PIECEWISE, graphs for decoding alone before the others."""
+        kinds: dict[tuple[bool, bool, int], list[BatchDescriptor]] = {}
+        for graph in sorted(self.graphs):
+            kind = (graph.mode != "FULL", graph.query_len == 0, graph.query_len)
+            kinds.setdefault(kind, []).append(graph)
+        self._tables = [(kind[2], table_of(kinds[kind])) for kind in sorted(kinds)]
+        self._decode_len = max((wanted for wanted, _ in self._tables), default=1) or 1

@@ -1,0 +1,145 @@
+"""The ledger of one rank: what it offered, what the plan should cost, what capture did cost."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import msgspec
+
+from dist_aclgraph.planning.budget import BudgetModel, Price, StreamOffer, Workload, total
+from dist_aclgraph.planning.plan import GraphPlan
+
+TOLERANCE = 0.10  # relative difference between prediction and measurement that is worth a warning
+
+
+class LedgerEntry(msgspec.Struct, kw_only=True):
+    """Streams or bytes of one thing that is paid for, e.g. bucket 32 or the shared pool."""
+
+    term: str
+    unit: str  # "streams" or "bytes"
+    predicted: int | None  # None where the budget model does not know
+    measured: int | None = None  # filled by the rank that captures
+    parts: dict[str, int] = {}  # the prediction by who takes it, where that is known
+
+    @property
+    def is_off(self) -> bool:
+        """Whether prediction and measurement are more than 10 % apart."""
+        if self.measured is None or self.predicted is None:
+            return False
+        return abs(self.measured - self.predicted) > TOLERANCE * self.predicted
+
+    def describe(self) -> str:
+        """Return prediction and measurement in words, and the part that is nearest to both's gap.
+
+        Devices tell how many streams are left and not who took them, so the part is a guess.
+        """
+        text = f"{self.term} took {self.measured} {self.unit}, predicted {self.predicted}"
+        if not self.parts or self.measured is None or self.predicted is None:
+            return text
+        gap = abs(self.measured - self.predicted)
+        nearest = min(self.parts, key=lambda name: abs(self.parts[name] - gap))
+        lines = ", ".join(f"{name} {count}" for name, count in self.parts.items())
+        return f"{text} ({lines}); nearest to the difference of {gap}: {nearest}"
+
+
+class Ledger(msgspec.Struct, kw_only=True):
+    """What one rank offered, was predicted to pay, and has paid; it travels in reports."""
+
+    rank: int
+    offered_streams: int
+    offered_bytes: int
+    entries: list[LedgerEntry]
+    terms: dict[str, int] = {}  # the price of one bucket and the fixed price, itemised
+    counts_streams: bool = True  # whether the device's count tells what graphs took
+
+    @classmethod
+    def predict(
+        cls, offer: StreamOffer, plan: GraphPlan, budget_model: BudgetModel, workload: Workload
+    ) -> Ledger:
+        """Return the ledger of a rank before capture: everything predicted, nothing measured."""
+        prices = {
+            family.name: budget_model.price(family, workload, offer) for family in plan.families
+        }
+        fixed = budget_model.fixed(workload, offer) if plan.families else ()
+        entries = [
+            LedgerEntry(
+                term=str(graph),
+                unit="streams",
+                predicted=total(prices[family.name]),
+                parts=_by_name(prices[family.name]),
+            )
+            for graph in plan.capture_order
+            for family in plan.families
+            if family.has(graph)
+        ]
+        if plan.families:
+            pool = pool_bytes(plan, offer, budget_model, workload) or None
+            entries.append(LedgerEntry(term="graph pool", unit="bytes", predicted=pool))
+        return cls(
+            rank=offer.rank,
+            offered_streams=offer.usable,
+            offered_bytes=offer.free_bytes,
+            entries=entries,
+            terms={
+                f"{name}: {term.label}": term.total
+                for name, price in {**prices, "fixed": fixed}.items()
+                for term in price
+            },
+            counts_streams=offer.counts_graphs,
+        )
+
+    @property
+    def predicted_streams(self) -> int:
+        return sum(entry.predicted or 0 for entry in self.entries if entry.unit == "streams")
+
+    def measure(self, term: str, value: int, unit: str = "streams") -> None:
+        """Enter what ``term`` really took; a term that nobody predicted counts as predicted 0.
+
+        Streams are left out where the device's count does not follow graphs.
+        """
+        if unit == "streams" and not self.counts_streams:
+            return
+        for entry in self.entries:
+            if (entry.term, entry.unit) == (term, unit):
+                entry.measured = value
+                return
+        self.entries.append(LedgerEntry(term=term, unit=unit, predicted=0, measured=value))
+
+    def keep(self, plan: GraphPlan) -> None:
+        """Forget the graphs that ``plan`` does not have, with what they took."""
+        graphs = {str(graph) for graph in plan.capture_order}
+        self.entries = [e for e in self.entries if e.unit != "streams" or e.term in graphs]
+
+    def warnings(self) -> list[str]:
+        """Return a sentence for each term whose measurement is more than 10 % off, or missing."""
+        off = [entry.describe() for entry in self.entries if entry.is_off]
+        if not self.counts_streams:
+            off.append(
+                "streams of graphs are not measured: this device's count does not follow them"
+            )
+        return [f"rank {self.rank}: {sentence}" for sentence in off]
+
+
+def _by_name(price: Price) -> dict[str, int]:
+    """Return a price by who takes the streams, over all graphs of a bucket."""
+    parts: Counter[str] = Counter()
+    for term in price:
+        parts[term.name] += term.total
+    return dict(parts)
+
+
+def pool_bytes(
+    plan: GraphPlan, offer: StreamOffer, budget_model: BudgetModel, workload: Workload
+) -> int:
+    """Return the bytes that all graphs of a plan take together on a rank; 0 where unknown.
+
+    They share one pool and are captured largest first, so that the most expensive one counts alone.
+    """
+    return max(
+        (
+            math.ceil(max(family.buckets) * budget_model.bytes_per_token(family, workload, offer))
+            for family in plan.families
+        ),
+        default=0,
+    )

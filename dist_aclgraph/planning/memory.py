@@ -1,0 +1,163 @@
+"""Device memory of one rank, by what takes it: computed from shapes, before anything is loaded.
+
+Weights and step buffers are what the runtime allocates. HCCL's buffers are what the vendor
+documents of HCCL_BUFFSIZE: an input and an output buffer of that size for each communicator; nobody
+has measured them here. Activations are estimates that err upwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dist_aclgraph.config import Config
+from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.kv.cache_spec import DTYPE_BYTES, KVCacheSpec, how_to_shrink_weights
+from dist_aclgraph.planning.buckets import candidate_families, lazy_families
+from dist_aclgraph.shapes.activation_sizes import activation_bytes
+from dist_aclgraph.shapes.model_facts import ModelFacts
+from dist_aclgraph.shapes.model_spec import ModelSpec
+from dist_aclgraph.shapes.weight_sizes import weight_parts
+from dist_aclgraph.topology import ParallelLayout
+
+MIB, GIB = 1 << 20, 1 << 30
+BUFFERS_OF_A_DOMAIN = 2  # one for input, one for output
+INT32_BYTES = 4
+
+
+class MemoryPart(NamedTuple):
+    """Bytes of one thing, and what they are."""
+
+    name: str
+    bytes: int
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """What one device holds beside graphs and KV blocks, and what those can have.
+
+    Attributes:
+        parts: what is there before the first graph.
+        graph_bytes: estimate of the graph pool, for where no budget model predicts one.
+        eager_bytes: estimate of what the largest eager step needs while it runs.
+    """
+
+    device_bytes: int
+    parts: tuple[MemoryPart, ...]
+    graph_bytes: int = 0
+    eager_bytes: int = 0
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Config,
+        facts: ModelFacts,
+        spec: ModelSpec | None,
+        device_bytes: int,
+        *,
+        has_hccl_buffers: bool,
+    ) -> RankMemory:
+        """Return the account of a rank.
+
+        Args:
+            spec: the decoder's shape; without one, the checkpoint's files say what weights take.
+            device_bytes: in all, or what is free before anything is loaded.
+            has_hccl_buffers: whether HCCL's buffers are yet to come out of ``device_bytes``; on the
+                emulator they are not of the device.
+        """
+        parallel = config.parallel
+        hccl = _hccl_buffers(config) if has_hccl_buffers else ()
+        if spec is None:
+            files = MemoryPart("weights", facts.weight_bytes // parallel.tp, "its files over tp")
+            return cls(device_bytes=device_bytes, parts=(files, *hccl))
+        element_bytes, k = DTYPE_BYTES[config.dtype], config.speculative.num_tokens
+        weights = weight_parts(
+            spec,
+            tp=parallel.tp,
+            ep=parallel.ep,
+            element_bytes=element_bytes,
+            matrix_bytes=1 if config.quantization or facts.holds_int8 else None,
+            drafts=k > 0,
+        )
+        num_tokens = _largest_graph(config)
+        num_samples = config.scheduler.max_num_seqs * (k + 1)
+
+        def activations(tokens: int) -> int:
+            return activation_bytes(
+                spec,
+                tp=parallel.tp,
+                ep=parallel.ep,
+                element_bytes=element_bytes,
+                num_tokens=tokens,
+                num_samples=min(tokens, num_samples),
+            )
+
+        return cls(
+            device_bytes=device_bytes,
+            parts=(
+                *(MemoryPart(part.name, part.bytes, "weights") for part in weights),
+                *hccl,
+                MemoryPart(
+                    "step buffers",
+                    _step_buffers(config, facts, spec, num_tokens),
+                    "inputs, logits and rotary tables",
+                ),
+            ),
+            graph_bytes=activations(num_tokens),
+            eager_bytes=activations(config.scheduler.max_num_batched_tokens),
+        )
+
+    @property
+    def taken_bytes(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+    @property
+    def free_bytes(self) -> int:
+        """What graphs and KV blocks can have."""
+        return max(0, self.device_bytes - self.taken_bytes)
+
+    def check(self, config: Config, whose: str = "each NPU") -> None:
+        """Refuse weights and buffers that the device does not hold.
+
+        Raises:
+            ConfigError: says what they take, what there is, and what to change.
+        """
+        if self.taken_bytes > self.device_bytes:
+            raise ConfigError(
+                f"weights and buffers take {self.taken_bytes / GIB:.2f} GiB of {whose}, which has "
+                f"{self.device_bytes / GIB:.2f}: {how_to_shrink_weights(config)}"
+            )
+
+
+def _hccl_buffers(config: Config) -> tuple[MemoryPart, ...]:
+    """One part for the communication domains of a rank, of which each rank has as many."""
+    domains = ParallelLayout.from_config(config.parallel).domains_of(0)
+    if not domains:
+        return ()
+    mb = config.device.hccl_buffer_mb
+    sizes = " and ".join(str(len(domain)) for domain in domains)
+    return (
+        MemoryPart(
+            "HCCL buffers",
+            len(domains) * BUFFERS_OF_A_DOMAIN * mb * MIB,
+            f"{BUFFERS_OF_A_DOMAIN} x {mb} MiB for each domain, of {sizes} ranks; as documented, "
+            "not measured",
+        ),
+    )
+
+
+def _largest_graph(config: Config) -> int:
+    families = (*candidate_families(config), *lazy_families(config))
+    return max((family.buckets[-1] for family in families), default=0)
+
+
+def _step_buffers(config: Config, facts: ModelFacts, spec: ModelSpec, num_tokens: int) -> int:
+    """Inputs and outputs of graphs at their largest size; cosines and sines of all positions."""
+    element_bytes, k = DTYPE_BYTES[config.dtype], config.speculative.num_tokens
+    max_len = config.max_model_len or facts.max_model_len
+    max_reqs = config.scheduler.max_num_seqs + 1  # one more, for padding
+    width = KVCacheSpec.from_config(config, facts).blocks_for(max_len + 2 * k)
+    outputs = max_reqs * (k + 1) * (spec.vocab_size + (spec.hidden_size if k else 0))
+    tables = 2 * max_len * (spec.latent.rope_dim if spec.latent else spec.head_dim)
+    return (outputs + tables) * element_bytes + (max_reqs * width + 4 * num_tokens) * INT32_BYTES

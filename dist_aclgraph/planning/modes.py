@@ -1,0 +1,127 @@
+"""Which graph mode a model and a device can have, and why it is not the one that was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from dist_aclgraph.config import Config, GraphMode
+from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.shapes.model_facts import ModelFacts
+
+AttentionUpdates = Literal["any", "uniform", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphSupport:
+    """What model and device are able to.
+
+    Attributes:
+        has_pieces: the model gives its forward pass in segments, cut at attention.
+        attention_updates: for which batches a captured attention can be given new lengths: any;
+            uniform ones, in which all requests have as many tokens (MLA); none.
+        is_encoder_decoder: the model reads an encoder's states.
+    """
+
+    has_pieces: bool = True
+    attention_updates: AttentionUpdates = "any"
+    is_encoder_decoder: bool = False
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """Modes that cannot be had, the mode in their place, and the reason as a sentence."""
+
+    modes: tuple[GraphMode, ...]
+    applies: Callable[[GraphSupport], bool]
+    instead: GraphMode
+    reason: str
+
+
+_FULL: tuple[GraphMode, ...] = ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
+_PIECES: tuple[GraphMode, ...] = ("PIECEWISE", "FULL_AND_PIECEWISE")
+
+# The first rule that names the mode and applies is followed, until none does.
+_RULES: tuple[_Rule, ...] = (
+    _Rule(
+        _FULL,
+        lambda s: s.is_encoder_decoder,
+        "PIECEWISE",
+        "attention to an encoder's states differs with each request, so it stays out of graphs",
+    ),
+    _Rule(
+        _FULL,
+        lambda s: s.attention_updates == "none",
+        "PIECEWISE",
+        "a captured attention of this model cannot be given new lengths",
+    ),
+    _Rule(
+        ("FULL",),
+        lambda s: s.attention_updates == "uniform" and s.has_pieces,
+        "FULL_AND_PIECEWISE",
+        "a captured attention of this model takes new lengths for uniform batches only",
+    ),
+    _Rule(
+        ("FULL",),
+        lambda s: s.attention_updates == "uniform",
+        "FULL_DECODE_ONLY",
+        "a captured attention of this model takes new lengths for uniform batches only, and the "
+        "model cannot run in pieces",
+    ),
+    _Rule(
+        _PIECES,
+        lambda s: not s.has_pieces and s.attention_updates != "none" and not s.is_encoder_decoder,
+        "FULL_DECODE_ONLY",
+        "this model cannot run in pieces",
+    ),
+    _Rule(
+        _PIECES,
+        lambda s: not s.has_pieces,
+        "NONE",
+        "this model cannot run in pieces, and its attention not in graphs",
+    ),
+)
+
+
+def with_possible_mode(
+    config: Config, facts: ModelFacts, *, launch_blocking: bool = False
+) -> tuple[Config, tuple[str, ...]]:
+    """Return the configuration with a graph mode that the model can have, and what changed why.
+
+    Raises:
+        ConfigError: see ``normalise_mode``.
+    """
+    support = GraphSupport(
+        attention_updates="uniform" if facts.mla else "any",
+        is_encoder_decoder=facts.is_encoder_decoder,
+    )
+    mode, reasons = normalise_mode(config.graph.mode, support, launch_blocking=launch_blocking)
+    graph = config.graph.model_copy(update={"mode": mode})
+    return config.model_copy(update={"graph": graph}), reasons
+
+
+def normalise_mode(
+    wanted: GraphMode, support: GraphSupport, *, launch_blocking: bool = False
+) -> tuple[GraphMode, tuple[str, ...]]:
+    """Return the mode that can be had in place of ``wanted``, and a sentence for each change.
+
+    Args:
+        launch_blocking: ``environment.launch_blocking()``: every launch waits for the device.
+
+    Raises:
+        ConfigError: launches block and graphs are wanted; a capture would wait for ever.
+    """
+    mode, reasons = wanted, []
+    while True:
+        rule = next((r for r in _RULES if mode in r.modes and r.applies(support)), None)
+        if rule is None:
+            break
+        reasons.append(f"graph.mode is {rule.instead} instead of {mode}: {rule.reason}")
+        mode = rule.instead
+    if launch_blocking and mode != "NONE":
+        raise ConfigError(
+            f"ASCEND_LAUNCH_BLOCKING is 1 and graph.mode is {mode}: a blocking launch cannot be "
+            "captured; unset the variable, or set graph.mode to NONE"
+        )
+    return mode, tuple(reasons)

@@ -1,0 +1,269 @@
+"""A plan that follows its traffic while it serves: when to change it, and by which single steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from dist_aclgraph.config import GraphConfig
+from dist_aclgraph.errors import GraphError, StreamBudgetError
+from dist_aclgraph.planning.buckets import GraphFamily
+from dist_aclgraph.planning.budget import (
+    BudgetModel,
+    Limit,
+    Probe,
+    StreamOffer,
+    Workload,
+    share_cards,
+)
+from dist_aclgraph.planning.choice import expected_cost, step_costs
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.negotiation import negotiate, step_seconds, tightest_limits
+from dist_aclgraph.planning.plan import GraphPlan
+from dist_aclgraph.planning.traffic import Traffic, weights_of
+
+MIN_GAIN = 0.05  # share of the expected cost that a new plan must save to be worth its captures
+MIN_WEIGHT = 256.0  # steps seen, old ones faded, before their histogram is believed
+MAX_REASONS = 32  # the oldest go: a plan travels, and is chosen again for as long as it serves
+
+
+class Capture(msgspec.Struct, frozen=True, tag=True):
+    """Capture one graph on all ranks."""
+
+    graph: BatchDescriptor
+
+
+class Release(msgspec.Struct, frozen=True, tag=True):
+    """Release one graph on all ranks."""
+
+    graph: BatchDescriptor
+
+
+Action = Capture | Release
+
+
+def choose_again(
+    plan: GraphPlan,
+    traffic: Traffic,
+    offers: Sequence[StreamOffer],
+    step_seconds: Mapping[BatchDescriptor, float],
+    families: Sequence[GraphFamily],
+    budget_model: BudgetModel,
+    workload: Workload,
+    config: GraphConfig,
+) -> tuple[GraphPlan, tuple[Action, ...]] | None:
+    """Return a plan that serves the traffic better and what leads there, or None without one.
+
+    Args:
+        step_seconds: what steps took that replayed each graph.
+        offers, families: as in ``propose``.
+    """
+    offers = [_timed(offer, step_seconds) for offer in offers]
+    better = propose(
+        plan,
+        traffic,
+        offers,
+        families,
+        budget_model,
+        workload,
+        min_gain=config.rebucket_gain,
+        min_weight=config.rebucket_min_steps,
+    )
+    if better is None:
+        return None
+    return better, transition(plan, better, offers, budget_model, workload)
+
+
+def _timed(offer: StreamOffer, step_seconds: Mapping[BatchDescriptor, float]) -> StreamOffer:
+    """Return the offer with step times as probes behind its own, the first of which tell prices.
+
+    Only of kinds that were probed: any other would seem to cost nothing.
+    """
+    probed = {(probe.graph.mode, probe.graph.query_len) for probe in offer.probes}
+    times = (
+        Probe(graph=graph, streams=0, bytes=0, replay_s=seconds)
+        for graph, seconds in step_seconds.items()
+        if (graph.mode, graph.query_len) in probed
+    )
+    return msgspec.structs.replace(offer, probes=(*offer.probes, *times))
+
+
+def propose(
+    plan: GraphPlan,
+    traffic: Traffic,
+    offers: Sequence[StreamOffer],
+    families: Sequence[GraphFamily],
+    budget_model: BudgetModel,
+    workload: Workload,
+    *,
+    min_gain: float = MIN_GAIN,
+    min_weight: float = MIN_WEIGHT,
+) -> GraphPlan | None:
+    """Return the next version of a plan, or None where the traffic gives no reason for one.
+
+    The new plan has the same families, each with the largest bucket that it has now, so that every
+    batch that replays a graph still will.
+
+    Args:
+        traffic: seen since the plan holds, old steps faded.
+        offers: those that ``plan`` was negotiated over, before anything was captured.
+        families: with all candidate sizes.
+        min_gain: share of the expected cost that must be saved.
+        min_weight: steps that must have been seen.
+
+    Raises:
+        GraphError: there are no offers, or two of one rank.
+    """
+    if not plan.families or traffic.weight < min_weight:
+        return None
+    try:
+        new = negotiate(
+            offers,
+            [_candidates(family, families) for family in plan.families],
+            budget_model,
+            workload,
+            traffic=traffic,
+            version=plan.version + 1,
+            max_num_seqs=plan.max_num_seqs,
+        )
+    except StreamBudgetError:  # the model thinks less of the ranks than they have captured
+        return None
+    if not _keeps_reach(plan, new):
+        return None
+    before = _expected_cost(plan, traffic, offers)
+    after = _expected_cost(new, traffic, offers)
+    gain = 1 - after / before if before else 0.0
+    if gain < min_gain or new.families == plan.families:
+        return None
+    reason = f"chosen again for {traffic.weight:.0f} steps seen: expected cost falls by {gain:.0%}"
+    return msgspec.structs.replace(new, reasons=(*plan.reasons, reason)[-MAX_REASONS:])
+
+
+def transition(
+    old: GraphPlan,
+    new: GraphPlan,
+    offers: Sequence[StreamOffer],
+    budget_model: BudgetModel,
+    workload: Workload,
+) -> tuple[Action, ...]:
+    """Return the captures and releases, one graph each, that lead from one plan to the other.
+
+    Captures come first, largest first. Where the old graphs leave no room for the next one, one of
+    those that must go is released before it. Every limit that both plans keep is kept after each
+    action, and the largest bucket of each family is there all the time.
+
+    Args:
+        offers: those that ``old`` was negotiated over, before anything was captured.
+
+    Raises:
+        GraphError: the plans differ in their families, or in the largest bucket of one.
+    """
+    if not _keeps_reach(old, new):
+        raise GraphError(
+            f"plan {new.version} lacks a family or the largest bucket of one of plan {old.version}"
+        )
+    rank_limits = tightest_limits(share_cards(offers), new.families, budget_model, workload)
+    return tuple(_actions(old, new, [item.limit for item in rank_limits]))
+
+
+def reunite(plans: Sequence[GraphPlan]) -> GraphPlan:
+    """Return the plan that groups come to after a capture failed on some: what all of them have.
+
+    Its version is newer than theirs. What one of them was refused is not tried on any again.
+    """
+    newest = max(plans, key=lambda plan: plan.version)
+    families = []
+    for family in newest.families:
+        alike = [f for plan in plans for f in plan.families if _kind(f) == _kind(family)]
+        if len(alike) < len(plans):
+            continue
+        buckets = set.intersection(*(set(f.buckets) for f in alike))
+        limits = [f.max_buckets for f in alike if f.max_buckets is not None]
+        families.append(
+            msgspec.structs.replace(
+                family,
+                buckets=tuple(sorted(buckets)),
+                refused=tuple(sorted({size for f in alike for size in f.refused})),
+                max_buckets=min(limits, default=None),
+            )
+        )
+    reason = "groups that captured different graphs keep what all of them have"
+    return msgspec.structs.replace(
+        newest,
+        version=newest.version + 1,
+        families=tuple(family for family in families if family.buckets),
+        reasons=(*newest.reasons, reason)[-MAX_REASONS:],
+    )
+
+
+def apply(plan: GraphPlan, action: Action) -> GraphPlan:
+    """Return the plan that holds after an action, as its next version."""
+    graph = action.graph
+    families = []
+    for family in plan.families:
+        buckets = set(family.buckets)
+        if family.is_kind_of(graph):
+            change = buckets.add if isinstance(action, Capture) else buckets.discard
+            change(graph.num_tokens)
+        families.append(msgspec.structs.replace(family, buckets=tuple(sorted(buckets))))
+    return msgspec.structs.replace(plan, version=plan.version + 1, families=tuple(families))
+
+
+def _actions(old: GraphPlan, new: GraphPlan, limits: Sequence[Limit]) -> Iterator[Action]:
+    held = list(old.capture_order)
+    surplus = [graph for graph in held if graph not in new.capture_order]
+    for graph in new.capture_order:
+        if graph in held:
+            continue
+        while surplus and not _admitted([*held, graph], new, limits):
+            released = _same_kind_first(surplus, graph)
+            surplus.remove(released)
+            held.remove(released)
+            yield Release(released)
+        held.append(graph)
+        yield Capture(graph)
+    yield from map(Release, surplus)
+
+
+def _same_kind_first(surplus: Sequence[BatchDescriptor], graph: BatchDescriptor) -> BatchDescriptor:
+    same = [g for g in surplus if (g.mode, g.query_len) == (graph.mode, graph.query_len)]
+    return [*same, *surplus][0]
+
+
+def _admitted(graphs: Sequence[BatchDescriptor], plan: GraphPlan, limits: Sequence[Limit]) -> bool:
+    counts = [sum(map(family.is_kind_of, graphs)) for family in plan.families]
+    return all(limit.admits(counts) for limit in limits)
+
+
+def _keeps_reach(old: GraphPlan, new: GraphPlan) -> bool:
+    """Whether both have the same families with the same largest bucket."""
+
+    def reach(plan: GraphPlan) -> list[tuple[str, int, int]]:
+        return sorted((*_kind(f), f.buckets[-1]) for f in plan.families)
+
+    return reach(old) == reach(new)
+
+
+def _candidates(family: GraphFamily, families: Sequence[GraphFamily]) -> GraphFamily:
+    """Return the sizes that a family may have: none above those that the ranks captured."""
+    wanted = next((f.buckets for f in families if _kind(f) == _kind(family)), ())
+    tried = {size for size in wanted if size <= family.buckets[-1]} - set(family.refused)
+    return msgspec.structs.replace(family, buckets=tuple(sorted({*family.buckets, *tried})))
+
+
+def _kind(family: GraphFamily) -> tuple[str, int]:
+    return family.run_mode, family.query_len
+
+
+def _expected_cost(plan: GraphPlan, traffic: Traffic, offers: Sequence[StreamOffer]) -> float:
+    families = plan.families
+    cost = 0.0
+    for family, weights, seconds in zip(
+        families, weights_of(traffic, families), step_seconds(families, offers), strict=True
+    ):
+        costs = step_costs(family.buckets, seconds)
+        cost += expected_cost(
+            family.buckets, weights, dict(zip(family.buckets, costs, strict=True))
+        )
+    return cost

@@ -1,0 +1,1 @@
+"""What models are, read from their checkpoints, and what their parts take; without torch."""

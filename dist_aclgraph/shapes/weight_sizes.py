@@ -1,0 +1,119 @@
+"""Bytes of a decoder's weights on one rank, part by part, computed from its shape alone."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dist_aclgraph.shapes.model_spec import ExpertSpec, LatentSpec, ModelSpec
+
+NORMS_OF_NEXT_TOKEN = 3  # of token, of hidden state, before the head
+FLOAT32_BYTES = 4
+
+
+class WeightPart(NamedTuple):
+    """Weights of one kind on one rank."""
+
+    name: str
+    bytes: int
+
+
+class _Elements(NamedTuple):
+    """Elements of matrices, which may be quantised, of what is float32 always, and of the rest."""
+
+    matrices: int
+    others: int = 0
+    floats: int = 0
+
+
+def weight_parts(
+    spec: ModelSpec,
+    *,
+    tp: int,
+    ep: int,
+    element_bytes: int,
+    matrix_bytes: int | None = None,
+    drafts: bool = False,
+) -> tuple[WeightPart, ...]:
+    """Return what one rank holds.
+
+    Args:
+        ep: 1 splits every expert over the tensor parallel ranks; else a rank has whole ones.
+        matrix_bytes: of an element of the layers' matrices, where these are quantised; scales are
+            left out, one for each output.
+        drafts: with the next-token module, whose embedding and head are the decoder's.
+    """
+    sizes = element_bytes, matrix_bytes or element_bytes
+    indices = range(spec.num_layers + (1 if drafts else 0))
+    attention = _latent_attention(spec, spec.latent, tp) if spec.latent else _attention(spec, tp)
+    norms = _Elements(0, 2 * spec.hidden_size)
+    has_experts = [spec.experts is not None and i in spec.experts.layers for i in indices]
+    num_dense, num_sparse = has_experts.count(False), has_experts.count(True)
+    found = [
+        _part("embedding and head", _vocabulary(spec, tp), 1, sizes),
+        _part("attention", attention, len(indices), sizes),
+        _part("norms", norms, len(indices), sizes),
+        _part("dense MLPs", _mlp(spec.hidden_size, spec.intermediate_size, tp), num_dense, sizes),
+    ]
+    if spec.experts is not None:
+        routed, shared, router = _experts(spec.hidden_size, spec.experts, tp, ep)
+        found += [
+            _part("experts", routed, num_sparse, sizes),
+            _part("shared experts", shared, num_sparse, sizes),
+            _part("routers", router, num_sparse, sizes),
+        ]
+    if drafts:
+        hidden = spec.hidden_size
+        mix = _Elements(0, 2 * hidden * hidden + NORMS_OF_NEXT_TOKEN * hidden)
+        found.append(_part("mix of the next-token module", mix, 1, sizes))
+    return tuple(part for part in found if part.bytes)
+
+
+def _part(name: str, elements: _Elements, copies: int, sizes: tuple[int, int]) -> WeightPart:
+    element_bytes, matrix_bytes = sizes
+    one = elements.matrices * matrix_bytes + elements.others * element_bytes
+    one += elements.floats * FLOAT32_BYTES
+    return WeightPart(name, copies * one)
+
+
+def _vocabulary(spec: ModelSpec, tp: int) -> _Elements:
+    rows = -(-spec.vocab_size // tp)
+    copies = 1 if spec.tie_word_embeddings else 2
+    return _Elements(0, copies * rows * spec.hidden_size + spec.hidden_size)
+
+
+def _attention(spec: ModelSpec, tp: int) -> _Elements:
+    hidden, d = spec.hidden_size, spec.head_dim
+    q, kv = spec.num_heads // tp * d, max(1, spec.num_kv_heads // tp) * d
+    biases = (q + 2 * kv) * spec.has_qkv_bias + hidden * spec.has_output_bias
+    return _Elements(hidden * (2 * q + 2 * kv), biases + 2 * d * spec.has_qk_norm)
+
+
+def _latent_attention(spec: ModelSpec, latent: LatentSpec, tp: int) -> _Elements:
+    hidden, heads = spec.hidden_size, spec.num_heads // tp
+    query = heads * (latent.plain_dim + latent.rope_dim)
+    matrices = hidden * (latent.kv_rank + latent.rope_dim)  # whole on every rank
+    matrices += heads * latent.value_dim * hidden
+    # The products with the latent are stacks of one matrix for each head, and stay as they are.
+    others = heads * latent.kv_rank * (latent.plain_dim + latent.value_dim) + latent.kv_rank
+    if latent.q_rank is None:
+        return _Elements(matrices + hidden * query, others)
+    return _Elements(
+        matrices + hidden * latent.q_rank + latent.q_rank * query, others + latent.q_rank
+    )
+
+
+def _mlp(hidden: int, width: int, tp: int) -> _Elements:
+    return _Elements(3 * hidden * -(-width // tp))
+
+
+def _experts(
+    hidden: int, experts: ExpertSpec, tp: int, ep: int
+) -> tuple[_Elements, _Elements, _Elements]:
+    """Routed experts, shared ones and the router of a layer."""
+    if ep > 1:
+        routed = experts.num_experts // ep * 3 * hidden * experts.width
+    else:
+        routed = experts.num_experts * _mlp(hidden, experts.width, tp).matrices
+    shared = _mlp(hidden, experts.num_shared * experts.width, tp)
+    router = (hidden + experts.has_bias) * experts.num_experts
+    return _Elements(routed), shared, _Elements(0, floats=router)

@@ -1,0 +1,1 @@
+"""A step as a value: what crosses between engine and workers, and how its lengths are padded."""

@@ -1,0 +1,75 @@
+"""Where drafting goes on, as the host knows it before a step: see ``step_buffers.DraftInputs``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dist_aclgraph.ints import IntArray
+
+PADDING_SLOT = -1  # written nowhere
+
+
+@dataclass(frozen=True)
+class DraftPlaces:
+    """The host's twin of ``DraftInputs``, with S requests that are sampled.
+
+    Attributes:
+        rows, most, num_logits: [S].
+        positions: [S, k + 1]; slots: [S, 2 k]; places: [S, k + 1], indices into the step's tokens.
+    """
+
+    rows: IntArray
+    most: IntArray
+    num_logits: IntArray
+    positions: IntArray
+    slots: IntArray
+    places: IntArray
+
+
+def draft_places(
+    records: IntArray,
+    k: int,
+    block_table: IntArray,
+    block_size: int,
+    may_draft: npt.NDArray[np.bool_],
+) -> DraftPlaces:
+    """Lay out the places of a batch.
+
+    Args:
+        records: [num_reqs, 4], as in ``RankBatch.scheduled``.
+        block_table: [max_rows, max_blocks].
+        may_draft: [max_rows], whether drafts of a row may pass.
+    """
+    query_ends = np.cumsum(records[:, 2], dtype=np.int32)
+    is_sampled = records[:, 3] > 0
+    rows, computed, scheduled, num_logits = records[is_sampled].T
+    ends = query_ends[is_sampled]
+    index = np.arange(k + 1, dtype=np.int32)
+    first = computed + scheduled - num_logits
+    at = first[:, None] + np.arange(2 * k, dtype=np.int32)
+    return DraftPlaces(
+        rows=rows,
+        most=np.where(may_draft[rows], num_logits - 1, 0).astype(np.int32),
+        num_logits=num_logits,
+        positions=first[:, None] + index,
+        slots=slots_of(block_table, rows[:, None], at, block_size),
+        places=(ends - num_logits)[:, None] + np.minimum(index, num_logits[:, None] - 1),
+    )
+
+
+def slots_of(
+    block_table: IntArray, rows: IntArray, positions: IntArray, block_size: int
+) -> IntArray:
+    """Return where the KV of positions is written: in the dummy block where the row has no other.
+
+    Args:
+        block_table: [max_rows, max_blocks]; block 0 is the dummy.
+        rows, positions: of one shape, or such that can be broadcast.
+    """
+    blocks = positions // block_size
+    last = block_table.shape[1] - 1
+    ids = np.where(blocks <= last, block_table[rows, np.minimum(blocks, last)], 0)
+    return (ids * block_size + positions % block_size).astype(np.int32)

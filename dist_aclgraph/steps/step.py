@@ -1,0 +1,138 @@
+"""What crosses between engine and workers: one StepPlan per step, one StepResult back.
+
+Plain MessagePack (msgspec encodes it, any MessagePack library reads it); integer arrays travel as
+little-endian int32 bytes. Only what changed is sent: workers keep the running batch, one *row* per
+running request, chosen by the scheduler from [0, max_num_seqs).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from dist_aclgraph.planning.commands import GraphAnswer, GraphCommand
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.topology import ExchangeKind
+
+
+class RowSampling(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the sampler must know of one request; see ``SamplingParams`` for meanings."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    logprobs: int = -1  # -1 reports nothing
+    num_prompt_tokens: int = 0  # where the output begins, for penalties
+    suppressed: tuple[int, ...] = ()  # end ids, while fewer than min_tokens exist
+    min_tokens: int = 0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens before change a token's chances, other than by the model."""
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the row wants the most probable token and nothing else."""
+        return (
+            self.temperature == 0.0
+            and not self.has_penalties
+            and self.logprobs < 0
+            and not self.suppressed
+        )
+
+
+class RowStart(msgspec.Struct, frozen=True):
+    """A request that begins (or resumes) at ``row``; whatever the row held before is forgotten."""
+
+    row: int
+    token_ids: bytes  # int32 [num_tokens], prompt and, after preemption, output
+    block_ids: bytes  # int32 [num_blocks], in order
+    sampling: RowSampling
+
+
+class RankBatch(msgspec.Struct, frozen=True):
+    """What the ranks of one data-parallel rank run in this step.
+
+    ``scheduled`` has one record per request of the batch, in batch order; token and output arrays
+    follow that order: row, num_computed_tokens, num_scheduled_tokens, num_logits. The last
+    ``num_logits`` tokens of a request are sampled after: none in the middle of a prompt, one at its
+    end, k + 1 where the row's k draft tokens are verified, which only the device knows.
+    ``appended`` and ``blocks`` bring the rows up to date before the step. A data-parallel rank
+    without work has an empty batch, and runs along.
+    """
+
+    scheduled: bytes  # int32 [num_reqs, 4]
+    appended: bytes = b""  # int32 [k, 2]: row, token id sampled in an earlier step
+    blocks: bytes = b""  # int32 [k, 3]: row, index in the block table, block id
+    started: tuple[RowStart, ...] = ()
+
+
+class StepPlan(msgspec.Struct, frozen=True, tag="step"):
+    """One decision for every rank of a lockstep group.
+
+    ``graph`` is what every rank replays, idle ones included; None runs the step eagerly.
+    ``exchange`` is how tokens travel to their experts, None where experts are not spread.
+    """
+
+    epoch: int
+    step: int
+    plan_version: int
+    graph: BatchDescriptor | None
+    batches: tuple[RankBatch, ...]  # one per data-parallel rank of the lockstep group
+    exchange: ExchangeKind | None = None
+
+
+class RowLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities at one sampled position: the chosen token first, then the best ones."""
+
+    token_ids: bytes  # int32 [1 + n]
+    logprobs: tuple[float, ...]  # [1 + n]
+    rank: int  # of the chosen token, 1 is the most probable
+
+
+class StepResult(msgspec.Struct, frozen=True, tag="result"):
+    """New tokens of a step for each record with logits, in batch order.
+
+    Ranks that own no output answer with empty ``token_ids``: that is their acknowledgement.
+    ``counts`` says how many tokens each request got, one and the accepted drafts; it is empty
+    where nothing was drafted: one each. Every rank says how many tokens its experts have computed
+    since it started, and how many tokens found no room in their exchange: then the step counts for
+    nothing, and is run again.
+    Where the worker measures: ``timings_us`` is its host time by stage, from plan to result;
+    ``beside_us`` what happened meanwhile or since the result before.
+    """
+
+    epoch: int
+    step: int
+    rank: int
+    token_ids: bytes = b""  # int32 [num_new], request by request
+    counts: bytes = b""  # int32 [num_sampled]
+    logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new], or empty if nobody asked
+    expert_tokens: int = 0
+    num_unplaced: int = 0
+    timings_us: dict[str, float] = {}
+    beside_us: dict[str, float] = {}
+    error: str = ""  # the step failed on this rank; the epoch is over
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Leave the step loop."""
+
+    epoch: int
+
+
+ToWorker = StepPlan | GraphCommand | Shutdown
+FromWorker = StepResult | GraphAnswer
+
+encoder = msgspec.msgpack.Encoder()
+to_worker_decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+from_worker_decoder: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)

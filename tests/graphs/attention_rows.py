@@ -1,0 +1,178 @@
+"""A decoder of attention and nothing else, with what plain PyTorch makes of the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dist_aclgraph.device.npu import GraphPool, Npu, runtime
+from dist_aclgraph.graphs.captured_graph import CapturedGraph, capture
+from dist_aclgraph.graphs.recording import Recording
+from dist_aclgraph.graphs.step_buffers import StepBuffers
+from dist_aclgraph.graphs.task_update import TaskRecorder
+from dist_aclgraph.layers.attention import AttentionMetadata, KVCache, PagedAttention
+from dist_aclgraph.steps.padding import PADDING_KV_LEN, Lens
+from tests.plans import decode_graph
+
+HEADS, KV_HEADS, DIM = 4, 2, 64
+BLOCK, NUM_BLOCKS, MAX_BLOCKS = 32, 64, 4
+VOCAB = 61
+
+
+@dataclass
+class Row:
+    """One request: its tokens so far and its blocks."""
+
+    tokens: list[int]
+    blocks: list[int]
+
+
+def make_buffers(npu: Npu, max_tokens: int = 8) -> StepBuffers:
+    return StepBuffers(npu, max_tokens, max_tokens, MAX_BLOCKS, HEADS * DIM, torch.float32)
+
+
+class AttentionDecoder:
+    """Graphs over attention; token ids choose q, k and v from a table.
+
+    All layers are the same and their mean is the output: one with other lengths shows.
+    """
+
+    def __init__(self, npu: Npu, max_tokens: int = 8, layers: int = 1) -> None:
+        self.npu = npu
+        self.layers = layers
+        self.buffers = make_buffers(npu, max_tokens)
+        generator = torch.Generator().manual_seed(1)
+        self._table_cpu = torch.randn(VOCAB, (HEADS + 2 * KV_HEADS) * DIM, generator=generator)
+        self._table = self._table_cpu.to(npu.device)
+        shape = (NUM_BLOCKS, BLOCK, KV_HEADS, DIM)
+        self.cache = KVCache(
+            torch.zeros(shape, device=npu.device), torch.zeros(shape, device=npu.device)
+        )
+        self._attention = PagedAttention(HEADS, KV_HEADS, DIM)
+        self.main = runtime().current_stream()
+        self.side = runtime().Stream()
+        self.pool = GraphPool()
+        self.recording = Recording(npu, self.pool)
+
+    def forward(
+        self, bucket: int, tasks: TaskRecorder | None, kv_lens: list[int] | None = None
+    ) -> None:
+        inputs = self.buffers.inputs(decode_graph(bucket))
+        metadata = AttentionMetadata(
+            slot_mapping=inputs.slot_mapping,
+            block_table=inputs.block_table,
+            query_ends=list(range(1, bucket + 1)),
+            kv_lens=kv_lens or [PADDING_KV_LEN] * bucket,
+            tasks=tasks,
+        )
+        with torch.inference_mode():
+            q, k, v = self._split(self._table.index_select(0, inputs.token_ids))
+            total = torch.zeros_like(self.buffers.logits[:bucket])
+            for _ in range(self.layers):
+                out = torch.empty_like(q)
+                self._attention(q, k, v, out, self.cache, metadata)
+                total += out.flatten(1)
+            self.buffers.logits[:bucket].copy_(total / self.layers)
+
+    @staticmethod
+    def _split(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = qkv.split([HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM], dim=-1)
+        n = qkv.shape[0]
+        return (
+            q.reshape(n, HEADS, DIM).contiguous(),
+            k.reshape(n, KV_HEADS, DIM).contiguous(),
+            v.reshape(n, KV_HEADS, DIM).contiguous(),
+        )
+
+    def capture(
+        self, bucket: int, forward: Callable[[TaskRecorder], None] | None = None
+    ) -> CapturedGraph:
+        self.write(bucket, [])
+        self.forward(bucket, None)
+        self.npu.synchronize()
+        return capture(
+            decode_graph(bucket),
+            forward or (lambda tasks: self.forward(bucket, tasks)),
+            recording=self.recording,
+            addresses=self.buffers.addresses,
+        )
+
+    def write(self, bucket: int, rows: list[Row]) -> None:
+        """Put the last token of every row into the buffers."""
+        positions = np.array([len(row.tokens) - 1 for row in rows], np.int32)
+        table = np.zeros((len(rows), MAX_BLOCKS), np.int32)
+        for i, row in enumerate(rows):
+            table[i, : len(row.blocks)] = row.blocks
+        self.buffers.write(
+            decode_graph(bucket),
+            np.array([row.tokens[-1] for row in rows], np.int32),
+            positions,
+            np.array([slot(row) for row in rows], np.int32),
+            np.arange(len(rows), dtype=np.int32),
+            table,
+        )
+
+    def replay(
+        self, graph: CapturedGraph, rows: list[Row], kv_lens: list[int] | None = None, **other: Any
+    ) -> Tensor:
+        """Replay with the rows' true KV lengths, or with those given; return [num_rows, ...]."""
+        self.queue(graph, rows, kv_lens, **other)
+        return self.buffers.logits[: len(rows)].cpu()
+
+    def queue(
+        self, graph: CapturedGraph, rows: list[Row], kv_lens: list[int] | None = None, **other: Any
+    ) -> int:
+        """Queue a replay and its updates; return how many were not sent ahead."""
+        self.write(graph.descriptor.num_tokens, rows)
+        ends, lens = self.lens(graph, rows)
+        graph.replay(
+            self.main,
+            self.side,
+            other.get("addresses", self.buffers.addresses),
+            other.get("ends", ends),
+            kv_lens or lens,
+        )
+        return graph.update(self.main, self.side)
+
+    @staticmethod
+    def lens(graph: CapturedGraph, rows: list[Row], longer: int = 0) -> Lens:
+        """What a replay with these rows wants, when each is ``longer`` tokens longer."""
+        bucket = graph.descriptor.num_tokens
+        live = [len(row.tokens) + longer for row in rows]
+        return list(range(1, bucket + 1)), live + [PADDING_KV_LEN] * (bucket - len(rows))
+
+    def expected(self, rows: list[Row]) -> Tensor:
+        """Attention of each row's last token over all its tokens, in plain PyTorch."""
+        out = []
+        for row in rows:
+            q, k, v = self._split(self._table_cpu[row.tokens])
+            k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
+            weights = torch.einsum("hd,nhd->hn", q[-1], k).mul(DIM**-0.5).softmax(-1)
+            out.append(torch.einsum("hn,nhd->hd", weights, v).flatten())
+        return torch.stack(out)
+
+
+def slot(row: Row) -> int:
+    position = len(row.tokens) - 1
+    return row.blocks[position // BLOCK] * BLOCK + position % BLOCK
+
+
+def make_rows(count: int, seed: int = 0) -> list[Row]:
+    """Rows with one token each and blocks of their own; block 0 belongs to nobody."""
+    random = np.random.RandomState(seed)
+    ids = random.permutation(np.arange(1, NUM_BLOCKS))
+    return [
+        Row([int(random.randint(VOCAB))], ids[i * MAX_BLOCKS : (i + 1) * MAX_BLOCKS].tolist())
+        for i in range(count)
+    ]
+
+
+def grow(rows: list[Row], seed: int) -> None:
+    random = np.random.RandomState(seed)
+    for row in rows:
+        row.tokens.append(int(random.randint(VOCAB)))

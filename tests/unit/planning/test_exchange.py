@@ -1,0 +1,212 @@
+"""How tokens travel to their experts: the rule, the room of an all-to-all, MC2's buffer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_aclgraph.config import make_config
+from dist_aclgraph.environment import child_environment
+from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.planning.exchange import ExchangeRule, expert_capacity
+from dist_aclgraph.planning.mc2 import Mc2, mc2_buffer_mb
+from dist_aclgraph.shapes.model_facts import ExpertFacts, ModelFacts
+
+DEEPSEEK_V3 = Mc2(
+    ep=32,
+    num_experts=256,
+    top_k=8,
+    hidden=7168,
+    element_bytes=2,
+    device="Ascend910B1",
+    expansion="FFTS",
+    buffer_mb=4096,
+)
+
+
+def make_rule(
+    setting: str = "auto", max_tokens: int = 4096, tp: int = 8, **mc2: Any
+) -> ExchangeRule:
+    return ExchangeRule(
+        tp=tp,
+        mc2=replace(DEEPSEEK_V3, **mc2),
+        setting=setting,  # type: ignore[arg-type]
+        capacity_factor=2.0,
+        max_tokens=max_tokens,
+    )
+
+
+def make_facts(num_experts: int = 256) -> ModelFacts:
+    return ModelFacts(
+        architecture="DeepseekV3ForCausalLM",
+        num_layers=61,
+        num_heads=128,
+        num_kv_heads=128,
+        head_size=128,
+        max_model_len=4096,
+        hidden_size=7168,
+        experts=ExpertFacts(num_experts=num_experts, top_k=8) if num_experts else None,
+    )
+
+
+def rule_of(facts: ModelFacts, buffer_mb: int = 200, **parallel: Any) -> ExchangeRule:
+    config = make_config({"model": "unused", "device": {"hccl_buffer_mb": buffer_mb}})
+    wanted = config.parallel.model_copy(update={"tp": 8, "dp": 4, "ep": 32, **parallel})
+    config = config.model_copy(update={"parallel": wanted})
+    return ExchangeRule.from_config(config, facts, "Ascend910B1")
+
+
+rules = st.builds(
+    make_rule,
+    tp=st.sampled_from([1, 2, 8]),
+    ep=st.sampled_from([2, 8, 16, 32, 64]),
+    num_experts=st.sampled_from([64, 128, 256]),
+    top_k=st.integers(1, 10),
+    hidden=st.sampled_from([1024, 2048, 7168]),
+    device=st.sampled_from(["Ascend910B1", "Ascend910_9391", "Ascend950"]),
+    buffer_mb=st.integers(50, 4000),
+)
+
+
+# ---- the room of an all-to-all
+
+
+@given(st.integers(1, 4096), st.integers(2, 256), st.integers(1, 16), st.floats(1, 4))
+def test_capacity_holds_balanced_routing_and_never_more_than_all(
+    num_rows: int, ep: int, top_k: int, factor: float
+) -> None:
+    capacity = expert_capacity(num_rows, ep, top_k, factor)
+
+    # Spread evenly, no rank is asked for more than its share of the distinct ranks chosen.
+    distinct = ep * (1 - (1 - 1 / ep) ** top_k)
+    assert num_rows * distinct / ep - 1e-6 <= capacity <= num_rows
+    assert capacity <= expert_capacity(num_rows + 1, ep, top_k, factor) <= capacity + 4
+
+
+def test_capacity_of_few_tokens_is_all_of_them() -> None:
+    assert [expert_capacity(n, 32, 8, 1.0) for n in (1, 7, 16, 17)] == [1, 7, 16, 16]
+    assert expert_capacity(512, 32, 8, 2.0) == 230  # 512 * (1 - (31/32)^8) = 114.8
+
+
+# ---- MC2's buffer
+
+
+def test_mc2_asks_for_the_buffer_that_its_operator_states() -> None:
+    assert mc2_buffer_mb(512, 2048, ep=2, num_local=64, top_k=8) == 609
+
+
+@given(st.integers(1, 512), st.integers(1, 8192), st.integers(2, 64), st.integers(1, 64))
+def test_mc2_buffer_grows_with_rows_and_experts(
+    rows: int, hidden: int, ep: int, num_local: int
+) -> None:
+    needed = mc2_buffer_mb(rows, hidden, ep, num_local, 8)
+
+    assert needed <= mc2_buffer_mb(rows + 1, hidden, ep, num_local, 8)
+    assert needed <= mc2_buffer_mb(rows, hidden, ep, num_local + 1, 8)
+    assert needed * (1 << 20) > 2 * rows * 2 * hidden * (ep * num_local + 8)
+
+
+def test_an_explicit_mc2_with_too_small_a_buffer_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"hccl_buffer_mb is 200; 64 tokens of one rank need 479"):
+        rule_of(make_facts(), exchange="mc2")
+
+    rule = rule_of(make_facts(), buffer_mb=479, exchange="mc2")
+    assert rule.choose(512) == "mc2"
+
+
+def test_auto_falls_back_where_the_buffer_ends_and_says_so() -> None:
+    decision = make_rule(buffer_mb=200).decide(512)
+
+    assert decision.kind == "all_to_all"
+    assert "device.hccl_buffer_mb is 200; 64 tokens of one rank need 479" in decision.reason
+
+
+def test_workers_get_the_buffer_that_the_rule_counts_on() -> None:
+    config = make_config({"model": "unused", "device": {"hccl_buffer_mb": 609}})
+
+    assert child_environment(config)["HCCL_BUFFSIZE"] == "609"
+
+
+# ---- the choice
+
+
+def test_without_experts_of_other_ranks_nothing_travels() -> None:
+    rule = rule_of(make_facts(), ep=1)
+
+    assert {stretch.decision.kind for stretch in rule.stretches()} == {None}
+
+
+def test_where_a_tensor_parallel_group_has_all_experts_one_sum_is_enough() -> None:
+    assert {make_rule(tp=32).choose(n) for n in (1, 100, 4096)} == {"all_gather"}
+
+
+def test_small_batches_gather_larger_ones_use_mc2_and_the_largest_an_all_to_all() -> None:
+    kinds = [stretch.decision.kind for stretch in make_rule().stretches()]
+
+    assert kinds == ["all_gather", "mc2", "all_to_all"]
+
+
+@pytest.mark.parametrize("setting", ["all_gather", "all_to_all"])
+def test_a_setting_decides_for_all_batches(setting: str) -> None:
+    assert {s.decision.kind for s in make_rule(setting).stretches()} == {setting}
+
+
+def test_batches_beyond_the_operators_of_a_configured_mc2_go_another_way() -> None:
+    stretches = make_rule("mc2", buffer_mb=16384).stretches()
+
+    assert [(s.first, s.last, s.decision.kind) for s in stretches] == [
+        (1, 2048, "mc2"),
+        (2049, 4096, "all_to_all"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("why", "changed"),
+    [
+        ("limits on Ascend950 are not known", {"device": "Ascend950"}),
+        ("dtype is float32", {"element_bytes": 4}),
+        ("hangs with device.hccl_expansion AIV", {"device": "Ascend910_9391", "expansion": "AIV"}),
+        ("parallel.ep is 24; A2 takes 2, 3, 4", {"ep": 24, "num_experts": 240}),
+        ("hidden size is 7200; A2 takes 32 to 7168 in steps of 32", {"hidden": 7200}),
+        ("hidden size is 512; A3 takes 1024", {"device": "Ascend910_9391", "hidden": 512}),
+        ("2048 experts, 8 for each token; it takes at most 1024", {"num_experts": 2048}),
+        ("it pays from 16 ranks on", {"ep": 8, "num_experts": 64}),
+        ("at most 24 experts each", {"num_experts": 1024}),
+    ],
+)
+def test_what_mc2_does_not_take_is_a_reason(why: str, changed: dict[str, Any]) -> None:
+    decision = make_rule(**{"tp": 2, "buffer_mb": 65536, **changed}).decide(500)
+
+    assert decision.kind != "mc2"
+    assert why in decision.reason
+
+
+@given(rules)
+def test_mc2_is_taken_for_one_range_of_sizes_and_an_all_to_all_up_to_the_end(
+    rule: ExchangeRule,
+) -> None:
+    rule = replace(rule, max_tokens=1200)
+    kinds = [stretch.decision.kind for stretch in rule.stretches()]
+
+    assert kinds.count("mc2") <= 1
+    later = [kind for kind in kinds if kind != "mc2"]
+    assert all(a != "all_to_all" for a, _ in pairwise(later))
+
+
+@given(rules, st.integers(1, 8192))
+def test_ranks_with_equal_numbers_choose_alike(rule: ExchangeRule, num_tokens: int) -> None:
+    assert replace(rule).decide(num_tokens) == rule.decide(num_tokens)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "message"),
+    [(0, "the model has no experts"), (250, "must divide the model's 250 experts")],
+)
+def test_experts_that_cannot_be_divided_are_refused(num_experts: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        rule_of(make_facts(num_experts))

@@ -1,0 +1,135 @@
+"""The account of a rank's memory: published sizes, documented buffers, and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from dist_aclgraph.config import Config, make_config
+from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.planning.memory import GIB, MIB, RankMemory
+from dist_aclgraph.shapes.activation_sizes import activation_bytes
+from dist_aclgraph.shapes.model_facts import ModelFacts, read_model_facts
+from dist_aclgraph.shapes.model_spec import read_model_spec
+
+SHAPE = Path(__file__).parents[3] / "configs" / "shapes" / "deepseek-v3"
+NOT_WEIGHTS = ("HCCL buffers", "step buffers")
+
+
+def make(**changes: Any) -> Config:
+    raw: dict[str, Any] = {"model": str(SHAPE), "parallel": {"tp": 8, "dp": 4, "ep": 32}}
+    return make_config(raw | changes)
+
+
+def account(config: Config, *, device_bytes: int = 64 * GIB, hccl: bool = True) -> RankMemory:
+    return RankMemory.from_config(
+        config,
+        read_model_facts(config.model),
+        read_model_spec(config.model),
+        device_bytes,
+        has_hccl_buffers=hccl,
+    )
+
+
+def part(memory: RankMemory, name: str) -> int:
+    return next((part.bytes for part in memory.parts if part.name == name), 0)
+
+
+def weights(memory: RankMemory) -> int:
+    return sum(part.bytes for part in memory.parts if part.name not in NOT_WEIGHTS)
+
+
+def test_671_billion_parameters_are_divided_among_their_ranks() -> None:
+    whole = account(make(parallel={"tp": 16, "ep": 16}))
+
+    # All but latents, routers and norms is divided: a few per cent more than a sixteenth.
+    assert 1.0 < weights(whole) / (671e9 * 2 / 16) < 1.05
+
+
+def test_hccl_has_two_buffers_for_each_domain() -> None:
+    spread, alone = make(), make(parallel={"tp": 16, "ep": 16})
+
+    assert part(account(spread), "HCCL buffers") == 2 * 2 * 200 * MIB  # domains of 8 and 32
+    assert part(account(alone), "HCCL buffers") == 2 * 200 * MIB  # TP and EP are the same ranks
+    assert part(account(make(device={"hccl_buffer_mb": 512})), "HCCL buffers") == 4 * 512 * MIB
+    assert part(account(spread, hccl=False), "HCCL buffers") == 0
+    assert part(account(make(parallel={})), "HCCL buffers") == 0  # one rank talks to nobody
+
+
+def test_drafts_cost_a_layer_and_their_buffers() -> None:
+    without = make(max_model_len=1024)
+    with_drafts = make(max_model_len=1024, speculative={"num_tokens": 1})
+    more = weights(account(with_drafts)) - weights(account(without))
+
+    # 11.6 billion parameters of a layer with experts, of which a 32nd is here, and what is whole.
+    assert 1.0 < more / (11.6e9 * 2 / 32) < 1.7
+    assert part(account(with_drafts), "step buffers") > 1.5 * part(account(without), "step buffers")
+
+
+def test_what_is_left_is_what_the_parts_leave() -> None:
+    memory = account(make())
+
+    assert memory.free_bytes + memory.taken_bytes == 64 * GIB
+    assert account(make(), device_bytes=GIB).free_bytes == 0
+
+
+def test_weights_that_do_not_fit_are_refused_with_sizes_and_remedies() -> None:
+    config = make(parallel={"tp": 16, "ep": 16})
+    account(make()).check(make())
+
+    with pytest.raises(ConfigError, match=r"take 8\d\.\d\d GiB of each NPU, which has 64.00: raise "
+                       r"parallel.tp or parallel.ep, or set quantization=w8a8"):  # fmt: skip
+        account(config).check(config)
+
+    quantised = make(parallel={"tp": 16, "ep": 16}, quantization="w8a8")
+    account(quantised).check(quantised)
+    with pytest.raises(ConfigError, match=r"of rank 3, which has 1.00: raise .* parallel.ep$"):
+        account(quantised, device_bytes=GIB).check(quantised, "rank 3")
+
+
+def test_a_checkpoint_in_int8_is_priced_as_it_is(tmp_path: Path) -> None:
+    shutil.copy(SHAPE / "config.json", tmp_path)
+    quantised, plain = make(quantization="w8a8"), make(model=str(tmp_path))
+    assert account(plain).parts != account(quantised).parts
+
+    save_file({"x": np.zeros(4, np.float32)}, tmp_path / "a.safetensors")
+    save_file({"y": np.zeros(4, np.int8)}, tmp_path / "b.safetensors")
+
+    assert account(plain).parts == account(quantised).parts
+
+
+def test_an_unknown_shape_takes_what_its_files_do() -> None:
+    facts = ModelFacts(
+        architecture="X", num_layers=2, num_heads=4, num_kv_heads=4, head_size=64,
+        max_model_len=128, weight_bytes=1000,
+    )  # fmt: skip
+    memory = RankMemory.from_config(
+        make(parallel={"tp": 4}), facts, None, GIB, has_hccl_buffers=False
+    )
+
+    assert memory.taken_bytes == 250 and memory.graph_bytes == memory.eager_bytes == 0
+
+
+@given(st.integers(1, 4096), st.sampled_from([(8, 1), (8, 8), (8, 32), (16, 16)]))
+def test_activations_grow_with_tokens_and_hold_the_chosen_rows(
+    num_tokens: int, layout: tuple[int, int]
+) -> None:
+    tp, ep = layout
+    spec = read_model_spec(SHAPE)
+
+    def of(tokens: int, samples: int = 0) -> int:
+        return activation_bytes(
+            spec, tp=tp, ep=ep, element_bytes=2, num_tokens=tokens, num_samples=samples
+        )
+
+    assert of(2 * num_tokens) == 2 * of(num_tokens) < of(2 * num_tokens, 1)
+    # Each token's eight rows in and out of its experts, of all ranks that share them.
+    gathered = num_tokens * max(1, ep // tp)
+    assert of(num_tokens) > gathered * 8 * 2 * spec.hidden_size * 2

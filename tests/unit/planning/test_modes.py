@@ -1,0 +1,88 @@
+"""Whatever is asked for, the mode that comes out can be had, and its reasons tell why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_aclgraph.config import GraphMode, make_config
+from dist_aclgraph.environment import launch_blocking
+from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.planning.modes import GraphSupport, normalise_mode, with_possible_mode
+from dist_aclgraph.shapes.model_facts import read_model_facts
+
+modes = st.sampled_from(get_args(GraphMode))
+supports = st.builds(
+    GraphSupport,
+    has_pieces=st.booleans(),
+    attention_updates=st.sampled_from(["any", "uniform", "none"]),
+    is_encoder_decoder=st.booleans(),
+)
+
+
+def can_have(mode: GraphMode, support: GraphSupport) -> bool:
+    """What each mode demands, said once more in other words."""
+    updates = "none" if support.is_encoder_decoder else support.attention_updates
+    return {
+        "NONE": True,
+        "PIECEWISE": support.has_pieces,
+        "FULL": updates == "any",
+        "FULL_DECODE_ONLY": updates != "none",
+        "FULL_AND_PIECEWISE": support.has_pieces and updates != "none",
+    }[mode]
+
+
+@given(modes, supports)
+def test_the_mode_can_be_had_and_changes_only_where_it_must(wanted, support) -> None:
+    mode, reasons = normalise_mode(wanted, support)
+
+    assert can_have(mode, support)
+    assert (mode == wanted) == can_have(wanted, support) == (not reasons)
+    assert normalise_mode(mode, support) == (mode, ())
+
+
+@given(modes, supports)
+def test_graphs_are_given_up_only_where_no_mode_has_any(wanted, support) -> None:
+    mode, _ = normalise_mode(wanted, support)
+
+    others = [m for m in get_args(GraphMode) if m != "NONE" and can_have(m, support)]
+    assert wanted == "NONE" or mode != "NONE" or not others
+
+
+def test_a_checkpoint_with_latent_attention_is_known_by_its_facts() -> None:
+    directory = Path(__file__).parents[3] / "configs" / "shapes" / "deepseek-v3"
+    config = make_config({"model": str(directory), "graph": {"mode": "FULL"}})
+
+    config, reasons = with_possible_mode(config, read_model_facts(directory))
+
+    assert config.graph.mode == "FULL_AND_PIECEWISE"
+    assert len(reasons) == 1
+
+
+def test_mla_takes_decode_batches_whole_and_mixed_ones_in_pieces() -> None:
+    mla = GraphSupport(attention_updates="uniform")
+
+    assert normalise_mode("FULL", mla) == (
+        "FULL_AND_PIECEWISE",
+        (
+            "graph.mode is FULL_AND_PIECEWISE instead of FULL: a captured attention of this model "
+            "takes new lengths for uniform batches only",
+        ),
+    )
+    mode, _ = normalise_mode("FULL", GraphSupport(attention_updates="uniform", has_pieces=False))
+    assert mode == "FULL_DECODE_ONLY"
+
+
+def test_blocking_launches_exclude_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASCEND_LAUNCH_BLOCKING", "1")
+
+    assert launch_blocking()
+    with pytest.raises(ConfigError, match="ASCEND_LAUNCH_BLOCKING is 1"):
+        normalise_mode("FULL", GraphSupport(), launch_blocking=launch_blocking())
+    assert normalise_mode("NONE", GraphSupport(), launch_blocking=True) == ("NONE", ())
+    monkeypatch.delenv("ASCEND_LAUNCH_BLOCKING")
+    assert not launch_blocking()

@@ -1,0 +1,243 @@
+"""A plan follows its traffic by single steps, and nothing that replayed goes without a graph."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_aclgraph.config import GraphConfig
+from dist_aclgraph.errors import GraphError
+from dist_aclgraph.planning.buckets import GraphFamily, stepped_sizes
+from dist_aclgraph.planning.budget import Probe, StreamOffer, Workload, make_budget_model, total
+from dist_aclgraph.planning.choice import expected_cost
+from dist_aclgraph.planning.negotiation import negotiate, tightest_limits
+from dist_aclgraph.planning.plan import CaptureFailure, GraphPlan
+from dist_aclgraph.planning.rebucketing import (
+    MAX_REASONS,
+    Action,
+    Capture,
+    Release,
+    apply,
+    choose_again,
+    propose,
+    reunite,
+    transition,
+)
+from dist_aclgraph.planning.traffic import Traffic
+from tests.plans import decode_graph
+from tests.plans import make_plan as plan_of
+
+MODEL = make_budget_model("cann-pinned")
+WORKLOAD = Workload(num_layers=3, mode="FULL_AND_PIECEWISE")  # a piecewise bucket takes 4 ids
+SIZES = tuple(stepped_sizes(64))
+FAMILIES = (
+    GraphFamily(run_mode="FULL", query_len=1, buckets=SIZES),
+    GraphFamily(run_mode="PIECEWISE", query_len=0, buckets=SIZES),
+)
+
+
+def make_plan(decode: tuple[int, ...], mixed: tuple[int, ...], version: int = 1) -> GraphPlan:
+    families = tuple(
+        msgspec.structs.replace(family, buckets=buckets)
+        for family, buckets in zip(FAMILIES, (decode, mixed), strict=True)
+    )
+    return GraphPlan(
+        version=version,
+        mode="FULL_AND_PIECEWISE",
+        families=families,
+        max_num_seqs=64,
+        budget_model="cann-pinned",
+    )
+
+
+def streams(plan: GraphPlan) -> int:
+    offer = StreamOffer(rank=0, available=0)
+    return sum(
+        len(family.buckets) * total(MODEL.price(family, WORKLOAD, offer))
+        for family in plan.families
+    )
+
+
+bucket_sets = st.sets(st.sampled_from(SIZES[:-1])).map(lambda s: (*sorted(s), SIZES[-1]))
+plans = st.builds(make_plan, bucket_sets, bucket_sets)
+
+
+def run(old: GraphPlan, actions: tuple[Action, ...]) -> list[GraphPlan]:
+    """All plans on the way, the old one first."""
+    found = [old]
+    for action in actions:
+        found.append(apply(found[-1], action))
+    return found
+
+
+@given(plans, plans, st.integers(0, 40))
+def test_every_step_keeps_the_budget_and_the_reach_of_each_family(old, new, spare) -> None:
+    available = max(streams(old), streams(new)) + spare
+    offer = StreamOffer(rank=0, available=available)
+
+    actions = transition(old, new, [offer], MODEL, WORKLOAD)
+
+    steps = run(old, actions)
+    assert steps[-1].families == new.families
+    for step in steps:
+        assert streams(step) <= available
+        assert [family.buckets[-1] for family in step.families] == [SIZES[-1]] * 2
+    changed = [action.graph for action in actions]
+    assert len(changed) == len(set(changed))
+    captured = [action.graph for action in actions if isinstance(action, Capture)]
+    assert captured == [g for g in new.capture_order if g not in old.capture_order]
+    # A graph goes before its time only where the next capture has no room.
+    for before, action, after in zip(steps, actions, actions[1:], strict=False):
+        if isinstance(action, Release) and isinstance(after, Capture):
+            assert streams(apply(before, after)) > available
+
+
+def test_a_plan_that_loses_reach_is_no_way_to_go() -> None:
+    old, lower = make_plan((8, 64), (64,)), make_plan((8, 32), (64,))
+    offers = [StreamOffer(rank=0, available=99)]
+
+    with pytest.raises(GraphError, match="lacks a family or the largest bucket"):
+        transition(old, lower, offers, MODEL, WORKLOAD)
+
+
+histograms = st.dictionaries(st.integers(1, 64), st.floats(1, 1e4), max_size=12)
+
+
+@given(plans, histograms, histograms, st.integers(0, 30), st.floats(0, 0.5))
+def test_a_proposal_saves_what_was_asked_for_and_is_paid_for(old, decode, mixed, spare, min_gain):
+    traffic = Traffic(decode=decode, mixed=mixed)
+    offers = [StreamOffer(rank=0, available=streams(old) + spare)]
+
+    new = propose(old, traffic, offers, FAMILIES, MODEL, WORKLOAD, min_gain=min_gain, min_weight=0)
+
+    if new is None:
+        return
+    assert new.version == old.version + 1 and new.reasons[: len(old.reasons)] == old.reasons
+    assert streams(new) <= streams(old) + spare
+    assert [f.buckets[-1] for f in new.families] == [f.buckets[-1] for f in old.families]
+    assert propose(new, traffic, offers, FAMILIES, MODEL, WORKLOAD, min_weight=0) is None
+
+
+def test_traffic_that_moved_moves_the_buckets() -> None:
+    """Five decode buckets, chosen for small batches, meet batches of about fifty."""
+    family = FAMILIES[0]
+    offers = [StreamOffer(rank=0, available=5)]
+    workload = Workload(num_layers=3)
+    old = negotiate(offers, [family], MODEL, workload, max_num_seqs=64)
+    traffic = Traffic(decode=dict.fromkeys(range(45, 57), 100.0))
+
+    new = propose(old, traffic, offers, [family], MODEL, workload)
+
+    assert new is not None
+    cost = [
+        expected_cost(plan.families[0].buckets, traffic.decode, {s: s for s in SIZES})
+        for plan in (old, new)
+    ]
+    assert cost[1] < cost[0]
+    assert {48, 56, 64} <= set(new.families[0].buckets)
+    actions = transition(old, new, offers, MODEL, workload)
+    assert isinstance(actions[0], Release)  # no stream is left for both
+
+
+def test_a_little_traffic_or_a_little_gain_changes_nothing() -> None:
+    old = make_plan((8, 64), (64,))
+    offers = [StreamOffer(rank=0, available=streams(old))]
+    few = Traffic(decode={32: 10.0})
+    many = Traffic(decode={32: 1000.0})
+
+    assert propose(old, few, offers, FAMILIES, MODEL, WORKLOAD) is None
+    assert propose(old, many, offers, FAMILIES, MODEL, WORKLOAD) is not None
+    assert propose(old, many, offers, FAMILIES, MODEL, WORKLOAD, min_gain=0.9) is None
+
+
+def test_a_family_that_was_given_up_stays_so_and_sizes_do_not_grow() -> None:
+    """What ranks could not capture once is not tried again while they serve."""
+    plan = make_plan((8, 32), (64,))
+    plan = msgspec.structs.replace(plan, families=plan.families[:1])
+    offers = [StreamOffer(rank=0, available=900)]
+
+    new = propose(plan, Traffic(decode={16: 1000.0}), offers, FAMILIES, MODEL, WORKLOAD)
+
+    assert new is not None
+    assert [family.buckets for family in new.families] == [(1, 2, 4, 8, 16, 24, 32)]
+
+
+causes = st.sampled_from(["streams", "memory", "operator"])
+
+
+@given(plans, histograms, st.data(), causes, st.booleans())
+def test_what_failed_once_is_not_proposed_again(old, decode, data, cause, is_serving) -> None:
+    """The model believes in more than the ranks have; what they could not capture says so."""
+    offers = [StreamOffer(rank=0, available=900)]
+    failed = data.draw(st.sampled_from(old.capture_order))
+    if is_serving:
+        left = old.without(CaptureFailure(failed, 0, cause))
+    else:
+        left = old.shrink(failed, cause, 0)
+
+    new = propose(left, Traffic(decode=decode), offers, FAMILIES, MODEL, WORKLOAD, min_weight=0)
+
+    for was, before in ((w, b) for w in old.families for b in left.families if w.name == b.name):
+        family = next((f for f in (new or left).families if f.name == before.name), before)
+        assert not set(before.refused) & set(family.buckets)
+        is_limited = len(before.buckets) < len(was.buckets) and not before.refused
+        assert not is_limited or len(family.buckets) <= len(before.buckets)
+    if is_serving or cause == "operator":
+        assert failed not in (new or left).capture_order
+
+
+def test_a_plan_that_is_chosen_again_and_again_does_not_grow() -> None:
+    families, workload = FAMILIES[:1], Workload(num_layers=3)
+    offers = [StreamOffer(rank=0, available=3)]
+    plan = negotiate(offers, families, MODEL, workload, max_num_seqs=64)
+
+    for batch in (10, 30, 50) * MAX_REASONS:
+        traffic = Traffic(decode={batch: 500.0})
+        plan = propose(plan, traffic, offers, families, MODEL, workload) or plan
+
+    assert plan.version > MAX_REASONS
+    assert len(plan.reasons) == MAX_REASONS
+
+
+def test_step_times_make_no_graph_free_that_could_not_be_probed() -> None:
+    family = FAMILIES[0]
+    probe = Probe(graph=family.describe(64, 64), streams=2, bytes=640)
+    offers = [StreamOffer(rank=0, available=16, probes=(probe,))]
+    calibrated = make_budget_model("calibrated")
+    plan = negotiate(offers, FAMILIES, calibrated, WORKLOAD, max_num_seqs=64)
+    times = {graph: 0.01 + graph.num_tokens for graph in plan.capture_order}
+
+    found = choose_again(
+        plan,
+        Traffic(decode={3: 500.0, 5: 500.0}, mixed=dict.fromkeys(range(1, 60, 3), 100.0)),
+        offers,
+        times,
+        FAMILIES,
+        calibrated,
+        WORKLOAD,
+        GraphConfig(),
+    )
+
+    assert found is not None
+    better, _ = found
+    counts = [len(family.buckets) for family in better.families]
+    assert all(
+        item.limit.admits(counts)
+        for item in tightest_limits(offers, FAMILIES, calibrated, WORKLOAD)
+    )
+
+
+def test_groups_that_differ_come_to_what_all_have_and_forget_no_refusal() -> None:
+    first = plan_of(1, 8, 32, mixed=(16, 64), version=4)
+    failure = CaptureFailure(decode_graph(8), 1, "streams")
+    second = first.without(failure)
+
+    common = reunite([first, second])
+
+    assert common.version == second.version + 1
+    assert [family.buckets for family in common.families] == [(1, 32), (16, 64)]
+    assert common.families[0].refused == (8,)
+    assert set(common.capture_order) <= set(first.capture_order) & set(second.capture_order)
+    assert reunite([second, first]) == common

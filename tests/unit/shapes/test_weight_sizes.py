@@ -1,0 +1,55 @@
+"""Bytes of weights against what their makers publish of their models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dist_aclgraph.shapes.model_spec import read_model_spec
+from dist_aclgraph.shapes.weight_sizes import WeightPart, weight_parts
+
+SHAPES = Path(__file__).parents[3] / "configs" / "shapes"
+
+
+def total(parts: tuple[WeightPart, ...]) -> int:
+    return sum(part.bytes for part in parts)
+
+
+def elements(shape: str, **layout: int) -> int:
+    spec = read_model_spec(SHAPES / shape)
+    return total(weight_parts(spec, **{"tp": 1, "ep": 1, "element_bytes": 1} | layout))
+
+
+def test_deepseek_v3_has_671_billion_parameters() -> None:
+    assert round(elements("deepseek-v3") / 1e9) == 671
+
+
+def test_its_next_token_module_has_14_billion_with_the_embedding_and_head_it_shares() -> None:
+    # "685B on Hugging Face: 671B of the main model and 14B of the next-token module."
+    spec = read_model_spec(SHAPES / "deepseek-v3")
+    alone = elements("deepseek-v3", drafts=True) - elements("deepseek-v3")
+    assert round((alone + 2 * spec.vocab_size * spec.hidden_size) / 1e9) in (13, 14)
+
+
+def test_qwen3_has_235_billion_parameters() -> None:
+    assert round(elements("qwen3-235b-a22b") / 1e9) == 235
+
+
+@pytest.mark.parametrize("shape", ["deepseek-v3", "qwen3-235b-a22b"])
+def test_spreading_experts_or_splitting_them_costs_a_rank_the_same(shape: str) -> None:
+    assert elements(shape, tp=8, ep=8) == elements(shape, tp=8)
+
+
+def test_routers_are_float32_whatever_the_others_are() -> None:
+    spec = read_model_spec(SHAPES / "deepseek-v3")
+    routers = dict(weight_parts(spec, tp=8, ep=32, element_bytes=2))["routers"]
+    assert routers == 58 * 256 * (7168 + 1) * 4  # with the biases of their choice
+
+
+def test_int8_halves_what_is_quantised() -> None:
+    spec = read_model_spec(SHAPES / "qwen3-235b-a22b")
+    whole = dict(weight_parts(spec, tp=8, ep=8, element_bytes=2))
+    halved = dict(weight_parts(spec, tp=8, ep=8, element_bytes=2, matrix_bytes=1))
+    assert halved["experts"] * 2 == whole["experts"]
+    assert halved["embedding and head"] == whole["embedding and head"]
