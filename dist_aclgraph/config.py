@@ -170,8 +170,19 @@ class SchedulerConfig(Section):
         description="tokens of one step on each data parallel rank, drafts included; longer "
         "prompts run in chunks",
     )
+    long_prompt_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="tokens of one prompt in a step, as long as other requests want to run; null "
+        "is a quarter of max_num_batched_tokens",
+    )
     max_waiting: int = Field(1024, ge=1, description="requests that may wait; more are refused")
     prefix_cache: bool = Field(True, description="reuse blocks of equal prompt beginnings")
+
+    @property
+    def prompt_share(self) -> int:
+        """Tokens of one prompt in a step, as long as other requests want to run."""
+        return self.long_prompt_tokens or max(1, self.max_num_batched_tokens // 4)
 
 
 class KVConfig(Section):

@@ -26,7 +26,6 @@ from dist_aclgraph.actors.messages import (
     Hello,
     Query,
     Refused,
-    RequestDelta,
     Submit,
     answer,
     encoder,
@@ -39,17 +38,18 @@ from dist_aclgraph.errors import (
     InvalidParameterError,
     WorkerLostError,
 )
-from dist_aclgraph.ints import pack_ints, unpack_ints
+from dist_aclgraph.ints import INT_BYTES, unpack_ints
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.planning.rebucketing import Action
 from dist_aclgraph.planning.traffic import Traffic
-from dist_aclgraph.scheduler.request import Request, RequestOutput
+from dist_aclgraph.scheduler.outputs import StepOutputs
+from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.scheduler import Scheduler
+from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.step import StepPlan, StepResult
 
 IDLE_POLL_MS = 100
-INT_BYTES = 4  # of an int32
 MEAN_OF = 200  # steps
 
 Client = bytes  # ZeroMQ routing id
@@ -141,7 +141,7 @@ class EngineLoop:
 
     def run(self) -> None:
         """Serve until stopped. A failed epoch keeps answering clients, with errors."""
-        outputs: list[RequestOutput] = []
+        outputs = StepOutputs()
         try:
             while not self._stopping:
                 if self._failure:
@@ -158,19 +158,19 @@ class EngineLoop:
             self._socket.close()
             self._context.term()
 
-    def _turn(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+    def _turn(self, outputs: StepOutputs) -> StepOutputs:
         """Run one step, and hand out the outputs of the one before meanwhile."""
         self._receive_all(0)
         if self._changes.is_due(not self._scheduler.has_work, not self._scheduler.waiting):
             self._deliver(outputs)  # nobody waits for a capture with a token that is there
-            outputs = []
+            outputs = StepOutputs()
             self._changes.advance()
         start_s = time.perf_counter()
         plan = self._scheduler.schedule()
         if plan is None:
             self._deliver(outputs)
             self._receive_all(IDLE_POLL_MS)
-            return []
+            return StepOutputs()
         scheduled_s = time.perf_counter()
         self._channel.send(plan)
         sent_s = time.perf_counter()
@@ -182,7 +182,7 @@ class EngineLoop:
         self._num_steps += 1
         if plan.graph is not None:
             self._step_times[plan.graph].add(received_s - sent_s)
-        self._num_tokens["generation"] += sum(len(o.token_ids) for o in outputs)
+        self._num_tokens["generation"] += outputs.num_tokens
         first = next(result for result in results if result.rank == 0)
         if first.timings_us:
             self._book(plan, first, scheduled_s - start_s, sent_s - scheduled_s,
@@ -268,10 +268,11 @@ class EngineLoop:
                 raise InvalidParameterError("the prompt's bytes are no int32 array", "prompt")
             request = Request(
                 submit.request_id,
-                unpack_ints(submit.prompt).tolist(),
+                unpack_ints(submit.prompt),
                 submit.sampling,
                 max_tokens=submit.max_tokens,
                 stop_token_ids=submit.stop_token_ids,
+                cache_salt=submit.cache_salt,
             )
             self._scheduler.add(request)
         except DistAclGraphError as e:
@@ -286,24 +287,16 @@ class EngineLoop:
         self._client_of[submit.request_id] = client
         self._num_tokens["prompt"] += request.num_prompt_tokens
 
-    def _deliver(self, outputs: list[RequestOutput]) -> None:
+    def _deliver(self, outputs: StepOutputs) -> None:
         """Send each client one message with the tokens of all its requests."""
         by_client: defaultdict[Client, list[RequestDelta]] = defaultdict(list)
-        for output in outputs:
-            client = self._client_of.get(output.request_id)
+        for delta in outputs:
+            client = self._client_of.get(delta.request_id)
             if client is None:
                 continue
-            if output.finish_reason is not None:
-                del self._client_of[output.request_id]
-            by_client[client].append(
-                RequestDelta(
-                    output.request_id,
-                    pack_ints(list(output.token_ids)),
-                    output.finish_reason,
-                    output.logprobs,
-                    max(0, output.num_cached_tokens),
-                )
-            )
+            if delta.finish_reason is not None:
+                del self._client_of[delta.request_id]
+            by_client[client].append(delta)
         for client, deltas in by_client.items():
             self._send(client, Deltas(tuple(deltas), *self._now))
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from dist_aclgraph.actors import deployment
 from dist_aclgraph.actors.engine_client import EngineClient
-from dist_aclgraph.actors.messages import RequestDelta
 from dist_aclgraph.config import make_config
 from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.steps.delta import RequestDelta
 
 
 @dataclass(frozen=True)
