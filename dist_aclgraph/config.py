@@ -296,6 +296,9 @@ class TimeoutConfig(Section):
     capture_s: float = Field(120.0, gt=0, description="capturing one bucket")
     step_s: float = Field(60.0, gt=0, description="one step, from plan to the last answer")
     stop_s: float = Field(10.0, gt=0, description="an orderly stop, before workers are killed")
+    link_s: float = Field(
+        10.0, gt=0, description="silence after which an engine, a client or a worker counts as gone"
+    )
 
 
 class Config(Section):

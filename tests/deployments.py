@@ -90,7 +90,7 @@ def serving(config: Config) -> Iterator[Serving]:
     """Start a deployment on the Ray cluster of the session, and stop it at the end."""
     deployment = start(config)
     try:
-        client = EngineClient(deployment.addresses, deployment.token, dead_after_s=20.0)
+        client = EngineClient(deployment.addresses, deployment.token, link_s=config.timeouts.link_s)
         try:
             yield Serving(deployment, client)
         finally:

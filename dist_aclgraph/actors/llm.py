@@ -80,7 +80,11 @@ class LLM:
         self._client: EngineClient | None = None
         self._deployment: Deployment | None = (start or start_on_ray)(self.config)
         try:
-            self._client = EngineClient(self._deployment.addresses, self._deployment.token)
+            self._client = EngineClient(
+                self._deployment.addresses,
+                self._deployment.token,
+                link_s=self.config.timeouts.link_s,
+            )
         except BaseException:
             self.close()
             raise

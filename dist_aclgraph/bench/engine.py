@@ -70,7 +70,9 @@ class DecodeEngine:
 
     def __enter__(self) -> DecodeEngine:
         self.deployment = deployment.start(self.config, self._on_progress)
-        self.client = EngineClient(self.deployment.addresses, self.deployment.token)
+        self.client = EngineClient(
+            self.deployment.addresses, self.deployment.token, link_s=self.config.timeouts.link_s
+        )
         return self
 
     def __exit__(self, *_: object) -> None:

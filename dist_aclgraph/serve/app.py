@@ -49,7 +49,9 @@ class Ingress:
     def __init__(self, config: Config, start: StartDeployment = start_on_ray) -> None:
         self._deployment = start(config)
         try:
-            client = EngineClient(self._deployment.addresses, self._deployment.token)
+            client = EngineClient(
+                self._deployment.addresses, self._deployment.token, link_s=config.timeouts.link_s
+            )
             config = config.model_copy(update={"max_model_len": self._deployment.max_model_len})
             tokenizer = Tokenizer(config.model)
             self._state = ApiState(config, tokenizer, client)
