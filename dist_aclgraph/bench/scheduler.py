@@ -27,10 +27,13 @@ PROMPT_TOKENS = 100
 def make_scheduler(num_reqs: int, num_steps: int, *, num_waiting: int = 0) -> Scheduler:
     """Return a scheduler whose ``num_reqs`` requests all decode for ``num_steps`` steps."""
     length = PROMPT_TOKENS + num_steps + 100
+    buckets = capture_sizes(num_reqs, num_reqs)
     plan = GraphPlan(
         version=1,
         mode="FULL_DECODE_ONLY",
-        families=(GraphFamily(run_mode="FULL", query_len=1, buckets=capture_sizes(num_reqs)),),
+        families=(
+            GraphFamily(run_mode="FULL", query_len=1, buckets=capture_sizes(num_reqs, num_reqs)),
+        ),
         max_num_seqs=num_reqs,
         budget_model="legacy-last",
     )

@@ -34,6 +34,7 @@ from dist_aclgraph.layers.experts import ExpertStep
 from dist_aclgraph.layers.segments import RunSegment, run_directly
 from dist_aclgraph.models.attention_kind import Cache
 from dist_aclgraph.models.decoder import Decoder
+from dist_aclgraph.planning.buckets import buffer_sizes
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.plan import CaptureCost
 from dist_aclgraph.steps.padding import pad_lens
@@ -99,8 +100,7 @@ class ModelRunner:
         self._num_unplaced = 0  # tokens without room, in all steps so far
         self._buffers = StepBuffers(
             npu,
-            max([1, *(graph.num_tokens for graph in graphs)]),
-            max([max_rows + 1, *(graph.num_reqs for graph in graphs)]),
+            buffer_sizes(graphs, max_rows),
             table_width(max_len, self._block_size, k),
             model.spec.vocab_size,
             self._dtype,
