@@ -31,9 +31,7 @@ def make_scheduler(num_reqs: int, num_steps: int, *, num_waiting: int = 0) -> Sc
     plan = GraphPlan(
         version=1,
         mode="FULL_DECODE_ONLY",
-        families=(
-            GraphFamily(run_mode="FULL", query_len=1, buckets=capture_sizes(num_reqs, num_reqs)),
-        ),
+        families=(GraphFamily(run_mode="FULL", query_len=1, buckets=buckets),),
         max_num_seqs=num_reqs,
         budget_model="legacy-last",
     )
