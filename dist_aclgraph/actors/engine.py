@@ -13,6 +13,7 @@ from dist_aclgraph.actors.client_links import ClientLinks
 from dist_aclgraph.actors.engine_loop import EngineLoop
 from dist_aclgraph.actors.graph_changes import ChannelRanks, GraphChanges
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
+from dist_aclgraph.actors.processes import leave_with_parent
 from dist_aclgraph.actors.run_directory import make_run_directory, remove_run_directory
 from dist_aclgraph.actors.step_channel import ChannelAddress, StepSender
 from dist_aclgraph.config import Config
@@ -57,6 +58,7 @@ class Engine:
 
     def __init__(self, config: Config, num_workers: int, *, one_node: bool, host: str) -> None:
         """Open the step channel; workers may connect from now on."""
+        leave_with_parent()
         self._config = config
         self._num_workers = num_workers
         self._directory = make_run_directory()

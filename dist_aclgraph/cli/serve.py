@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import socket
 import sys
 import threading
+from functools import partial
 from typing import Any
 
 import ray
@@ -17,6 +19,7 @@ from rich.table import Table
 from dist_aclgraph.actors import deployment
 from dist_aclgraph.actors.engine_client import StartDeployment
 from dist_aclgraph.actors.llm import start_on_ray
+from dist_aclgraph.actors.local_ray import LocalRay, start_ray
 from dist_aclgraph.cli.plan_report import plan_report
 from dist_aclgraph.cli.progress import StartProgress
 from dist_aclgraph.config import Config
@@ -47,7 +50,9 @@ def serve_until_signal(config: Config, start: StartDeployment = start_on_ray) ->
     try:
         if owns_ray:
             console.print("Starting Ray ...")
-            deployment.start_ray(config)
+            local_ray = start_ray(config)
+            if local_ray is not None:
+                local_ray.watch(partial(_end_at_once, local_ray))
         # After ray.init, which installs a handler of its own for SIGTERM.
         for number in SIGNALS:
             signal.signal(number, lambda *_: stopping.set())
@@ -96,6 +101,13 @@ def _serve(
             raise EngineUnavailableError(f"the service has ended: {failure}")
     console.print("Draining ...")
     handle.stop.remote().result(timeout_s=config.serve.drain_s + config.timeouts.stop_s + 60)
+
+
+def _end_at_once(local_ray: LocalRay, death: str) -> None:
+    """Without its daemons, Ray's calls may hang, an orderly stop among them."""
+    local_ray.kill()
+    print(f"error: {death}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _stop(config: Config, owns_ray: bool) -> None:
