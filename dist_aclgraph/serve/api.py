@@ -1,7 +1,7 @@
 """make_api: the FastAPI application over one ApiState. No Ray and no torch here.
 
 Bodies are read by ``read_body`` and not by FastAPI, which would answer 422 and accept NaN; the
-OpenAPI document gets their schemas from the same pydantic models.
+OpenAPI document gets their schemas from the same structs.
 """
 
 from __future__ import annotations
@@ -11,34 +11,28 @@ import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import pydantic
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dist_aclgraph.errors import DistAclGraphError, InvalidParameterError
-from dist_aclgraph.serve import misc
+from dist_aclgraph.serve import misc, openapi
 from dist_aclgraph.serve.chat import chat_completions
 from dist_aclgraph.serve.completions import completions
 from dist_aclgraph.serve.errors import error_response, plain_error
-from dist_aclgraph.serve.openai_types import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
 from dist_aclgraph.serve.state import ApiState
 from dist_aclgraph.version import VERSION
 
 Endpoint = Callable[[ApiState, Request], Awaitable[Response]]
-POSTS: dict[str, tuple[Endpoint, type[pydantic.BaseModel]]] = {
-    "/v1/chat/completions": (chat_completions, ChatRequest),
-    "/v1/completions": (completions, CompletionRequest),
-    "/tokenize": (misc.tokenize, TokenizeRequest),
-    "/detokenize": (misc.detokenize, DetokenizeRequest),
+POSTS: dict[str, Endpoint] = {
+    "/v1/chat/completions": chat_completions,
+    "/v1/completions": completions,
+    "/tokenize": misc.tokenize,
+    "/detokenize": misc.detokenize,
 }
 GETS: dict[str, Endpoint] = {
     "/v1/models": misc.list_models,
@@ -48,56 +42,38 @@ GETS: dict[str, Endpoint] = {
     "/version": misc.version,
     "/metrics": misc.metrics,
 }
-_ERROR_SCHEMA = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"description": text, "content": {"application/json": {"schema": _ERROR_SCHEMA}}}
-    for status, text in {
-        400: "The request is not valid.",
-        404: "There is no such model.",
-        413: "The body is too large.",
-        500: "The server failed.",
-        503: "No request can be taken now; Retry-After says when to try again.",
-    }.items()
-}
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 def make_api(state: ApiState) -> FastAPI:
     """Build the application; everything it needs it takes from ``state``."""
     api = FastAPI(title="dist_aclgraph", version=VERSION)
-    for path, (endpoint, model) in POSTS.items():
-        schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-        schema.pop("$defs", None)
-        body = {"content": {"application/json": {"schema": schema}}, "required": True}
-        _add(api, path, "POST", _bind(state, endpoint), {"requestBody": body})
+    for path, endpoint in POSTS.items():
+        _add(api, path, "POST", _bind(state, endpoint))
     for path, endpoint in GETS.items():
-        _add(api, path, "GET", _bind(state, endpoint), None)
+        _add(api, path, "GET", _bind(state, endpoint))
     api.add_exception_handler(DistAclGraphError, _our_error)
     api.add_exception_handler(RequestValidationError, _validation_error)
     api.add_exception_handler(HTTPException, _router_error)
     api.add_exception_handler(Exception, _unknown_error)
     api.add_middleware(_RequestId)
+    schemas = openapi.components(lenient=state.config.serve.lenient)
+
+    def document() -> dict[str, Any]:
+        if api.openapi_schema is None:
+            api.openapi_schema = get_openapi(
+                title=api.title, version=api.version, routes=api.routes
+            )
+            api.openapi_schema.setdefault("components", {})["schemas"] = schemas
+        return api.openapi_schema
+
+    api.openapi = document  # type: ignore[method-assign]  # the way that FastAPI documents
     return api
 
 
-def _add(
-    api: FastAPI, path: str, method: str, route: Callable[..., Any], extra: dict[str, Any] | None
-) -> None:
+def _add(api: FastAPI, path: str, method: str, route: Callable[..., Any]) -> None:
+    # In the document a path has the plain form, without Starlette's converter.
+    plain = path.replace(":path", "")
     api.add_api_route(
         path,
         route,
@@ -105,8 +81,7 @@ def _add(
         name=path,
         response_class=Response,
         response_model=None,
-        responses=_ERRORS,
-        openapi_extra=extra,
+        openapi_extra=openapi.operation(plain),
     )
 
 

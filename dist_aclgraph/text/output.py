@@ -31,6 +31,11 @@ class OutputText:
 
 
 def end_ids(tokenizer: Tokenizer, params: SamplingParams) -> tuple[int, ...]:
-    """Return every id that ends a request's output: the model's own and the requested ones."""
+    """Return every id that ends a request's output: the model's own and the requested ones.
+
+    Raises:
+        InvalidParameterError: a requested one lies outside the vocabulary.
+    """
+    tokenizer.check_ids(params.stop_token_ids, "stop_token_ids")
     own = () if params.ignore_eos else tokenizer.eos_ids
     return tuple(dict.fromkeys((*own, *params.stop_token_ids)))

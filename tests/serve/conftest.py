@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
@@ -28,6 +29,7 @@ class Service:
     url: str
     state: ApiState
     engine: FakeEngine
+    loop: asyncio.AbstractEventLoop
     http: httpx.Client
     openai: openai.OpenAI
 
@@ -54,13 +56,15 @@ def start(engine: FakeEngine, **overrides: object) -> tuple[Service, uvicorn.Ser
     server = uvicorn.Server(
         uvicorn.Config(make_api(state), host="127.0.0.1", port=port, log_level="critical")
     )
-    threading.Thread(target=server.run, daemon=True).start()
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_until_complete, args=[server.serve()], daemon=True).start()
     until(lambda: server.started)
     url = f"http://127.0.0.1:{port}"
     service = Service(
         url,
         state,
         engine,
+        loop,
         httpx.Client(base_url=url, timeout=20),
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20),
     )

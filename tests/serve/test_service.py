@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 
@@ -123,7 +125,21 @@ def test_the_openapi_document_tells_the_errors_and_no_422(service):
     chat = document["paths"]["/v1/chat/completions"]["post"]
     assert {"400", "404", "413", "503"} <= set(chat["responses"])
     assert "422" not in chat["responses"]
-    assert "messages" in str(chat["requestBody"])
+    body = chat["requestBody"]["content"]["application/json"]["schema"]
+    assert "messages" in document["components"]["schemas"][body["$ref"].split("/")[-1]]["required"]
+
+
+def test_every_reference_and_path_parameter_of_the_openapi_document_is_there(service):
+    text = service.http.get("/openapi.json").text
+    document = json.loads(text)
+
+    for name in set(re.findall(r'"#/components/schemas/([^"]+)"', text)):
+        assert name in document["components"]["schemas"]
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            declared = [parameter["name"] for parameter in operation.get("parameters", [])]
+            assert declared == re.findall(r"{(.*?)}", path)
+            assert operation["responses"]["200"]["content"]
 
 
 def test_nothing_is_left_outstanding(service):
