@@ -282,6 +282,35 @@ class ServeConfig(Section):
         gt=0,
         description="how long a client may take to send a body; 60 s let 2 MiB through at 35 kB/s",
     )
+    max_header_bytes: int = Field(
+        32 << 10,
+        ge=1024,
+        le=1 << 20,
+        description="largest request line and headers; browsers send less than 16 KiB",
+    )
+    header_s: float = Field(
+        10.0, gt=0, description="how long a client may take to send the headers of a request"
+    )
+    stall_s: float = Field(
+        60.0,
+        gt=0,
+        description="after so long without reading, while an answer waits, a client is cut off",
+    )
+    max_connections: int = Field(
+        4096,
+        ge=1,
+        le=65536,
+        description="connections at once; each takes a descriptor and some 100 KiB at most",
+    )
+    api_keys_file: str | None = Field(
+        None,
+        description="file with an API key on each line, one of which every request but /health and "
+        "/ready must bring; DIST_ACLGRAPH_API_KEY adds one",
+    )
+    insecure: bool = Field(False, description="serve beyond loopback without an API key, to anyone")
+    allowed_hosts: tuple[str, ...] = Field(
+        (), description="further names in the Host header; on loopback, names of it are known"
+    )
     lenient: bool = Field(False, description="ignore unknown request fields instead of a 400")
     drain_s: float = Field(10.0, ge=0, description="how long a stop waits for running requests")
 

@@ -6,8 +6,6 @@ OpenAPI document gets their schemas from the same structs.
 
 from __future__ import annotations
 
-import re
-import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -17,12 +15,13 @@ from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dist_aclgraph.errors import DistAclGraphError, InvalidParameterError
 from dist_aclgraph.serve import misc, openapi
+from dist_aclgraph.serve.access import Access
 from dist_aclgraph.serve.chat import chat_completions
 from dist_aclgraph.serve.completions import completions
+from dist_aclgraph.serve.edge import Edge
 from dist_aclgraph.serve.errors import error_response, plain_error
 from dist_aclgraph.serve.state import ApiState
 from dist_aclgraph.version import VERSION
@@ -42,11 +41,17 @@ GETS: dict[str, Endpoint] = {
     "/version": misc.version,
     "/metrics": misc.metrics,
 }
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
-def make_api(state: ApiState) -> FastAPI:
-    """Build the application; everything it needs it takes from ``state``."""
+def make_api(
+    state: ApiState, access: Access | None = None, *, names_requests: bool = True
+) -> FastAPI:
+    """Build the application; everything it needs it takes from ``state``.
+
+    Args:
+        access: who may ask; by default everyone.
+        names_requests: whether to answer with X-Request-Id; off where a proxy does it.
+    """
     api = FastAPI(title="dist_aclgraph", version=VERSION)
     for path, endpoint in POSTS.items():
         _add(api, path, "POST", _bind(state, endpoint))
@@ -56,7 +61,9 @@ def make_api(state: ApiState) -> FastAPI:
     api.add_exception_handler(RequestValidationError, _validation_error)
     api.add_exception_handler(HTTPException, _router_error)
     api.add_exception_handler(Exception, _unknown_error)
-    api.add_middleware(_RequestId)
+    api.add_middleware(
+        Edge, access=access or Access(), places=state.places, names_requests=names_requests
+    )
     schemas = openapi.components(lenient=state.config.serve.lenient)
 
     def document() -> dict[str, Any]:
@@ -110,25 +117,3 @@ async def _router_error(request: Request, error: Exception) -> Response:
 
 async def _unknown_error(request: Request, error: Exception) -> Response:
     return error_response(error)
-
-
-class _RequestId:
-    """Echoes X-Request-Id, or gives the response one. Plain ASGI, so that streams pass through."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
-        chosen = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = [*message.get("headers", []), (b"x-request-id", chosen.encode())]
-                message = {**message, "headers": headers}
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dist_aclgraph.serve.body import read_body
-from dist_aclgraph.serve.generation import Generation, Piece
+from dist_aclgraph.serve.generation import Generation, Pieces
 from dist_aclgraph.serve.logprobs import chat_logprobs
 from dist_aclgraph.serve.openai_types import ChatRequest
 from dist_aclgraph.serve.reply import Reply, gather, reply
@@ -40,9 +40,7 @@ class _ChatReply(Reply):
         self._body = body
         self._streaming = body.streaming()
 
-    async def chunks(
-        self, generation: Generation, pieces: AsyncIterator[Piece]
-    ) -> AsyncIterator[dict[str, Any]]:
+    async def chunks(self, generation: Generation, pieces: Pieces) -> AsyncIterator[dict[str, Any]]:
         begun: set[int] = set()
         async for piece in pieces:
             if piece.index not in begun:
@@ -58,7 +56,7 @@ class _ChatReply(Reply):
         if self._streaming.include_usage:
             yield {**self._chunk(generation), "usage": generation.usage.as_json()}
 
-    async def whole(self, generation: Generation, pieces: AsyncIterator[Piece]) -> dict[str, Any]:
+    async def whole(self, generation: Generation, pieces: Pieces) -> dict[str, Any]:
         choices = []
         for merged in await gather(pieces):
             logprobs = chat_logprobs(self.state.tokenizer, merged.logprobs)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from dist_aclgraph.errors import InvalidParameterError, RequestTooLongError
 from dist_aclgraph.serve.body import read_body
 from dist_aclgraph.serve.errors import json_response
-from dist_aclgraph.serve.generation import Generation, Piece, Usage
+from dist_aclgraph.serve.generation import ChoicePiece, Generation, Pieces, Usage
 from dist_aclgraph.serve.logprobs import completion_logprobs
 from dist_aclgraph.serve.openai_types import CompletionRequest
 from dist_aclgraph.serve.reply import Reply, gather, reply
@@ -92,9 +92,7 @@ class _CompletionReply(Reply):
         prompt = self._prompts[index // self._body.num_choices]
         return prompt if isinstance(prompt, str) else self.state.tokenizer.decode(prompt)
 
-    async def chunks(
-        self, generation: Generation, pieces: AsyncIterator[Piece]
-    ) -> AsyncIterator[dict[str, Any]]:
+    async def chunks(self, generation: Generation, pieces: Pieces) -> AsyncIterator[dict[str, Any]]:
         lengths: dict[int, int] = {}
         async for piece in pieces:
             text = piece.text
@@ -106,7 +104,7 @@ class _CompletionReply(Reply):
         if self._streaming.include_usage:
             yield {**self._chunk(generation), "choices": [], "usage": generation.usage.as_json()}
 
-    async def whole(self, generation: Generation, pieces: AsyncIterator[Piece]) -> dict[str, Any]:
+    async def whole(self, generation: Generation, pieces: Pieces) -> dict[str, Any]:
         choices = []
         for merged in await gather(pieces):
             echo = self.echo(merged.index)
@@ -114,7 +112,7 @@ class _CompletionReply(Reply):
         usage = generation.usage.as_json()
         return {**self.head("text_completion"), "choices": choices, "usage": usage}
 
-    def _choice(self, piece: Piece, text: str, offset: int) -> dict[str, Any]:
+    def _choice(self, piece: ChoicePiece, text: str, offset: int) -> dict[str, Any]:
         logprobs = None
         if self._body.logprobs is not None:
             logprobs = completion_logprobs(self.state.tokenizer, piece.logprobs, offset)

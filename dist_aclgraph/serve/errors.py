@@ -3,8 +3,11 @@
 | error | status | type |
 | --- | --- | --- |
 | UnknownModelError | 404 | not_found_error |
+| UnauthorizedError | 401 | authentication_error |
+| ForbiddenError | 403 | permission_error |
 | BodyTimeoutError | 408 | invalid_request_error |
 | BodyTooLargeError | 413 | invalid_request_error |
+| NotJsonError | 415 | invalid_request_error |
 | RequestError and its other children | 400 | invalid_request_error |
 | QueueFullError, EngineUnavailableError | 503 + Retry-After | service_unavailable |
 | everything else | 500 | internal_error |
@@ -40,27 +43,55 @@ class BodyTimeoutError(RequestError):
     code = "request_timeout"
 
 
+class UnauthorizedError(RequestError):
+    """The request has no valid API key."""
+
+    code = "invalid_api_key"
+
+
+class ForbiddenError(RequestError):
+    """The request comes from a page of another site, or for another host."""
+
+    code = "forbidden"
+
+
+class NotJsonError(RequestError):
+    """The request body is not JSON."""
+
+    code = "unsupported_media_type"
+
+
+STATUS_OF: dict[type[DistAclGraphError], int] = {
+    UnauthorizedError: 401,
+    ForbiddenError: 403,
+    UnknownModelError: 404,
+    BodyTimeoutError: 408,
+    BodyTooLargeError: 413,
+    NotJsonError: 415,
+    RequestError: 400,
+    EngineUnavailableError: 503,
+}
+TYPE_OF = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    500: "internal_error",
+    503: "service_unavailable",
+}
+
+
 def status_of(error: BaseException) -> int:
-    if isinstance(error, UnknownModelError):
-        return 404
-    if isinstance(error, BodyTimeoutError):
-        return 408
-    if isinstance(error, BodyTooLargeError):
-        return 413
-    if isinstance(error, RequestError):
-        return 400
-    return 503 if isinstance(error, EngineUnavailableError) else 500
+    return next((status for kind, status in STATUS_OF.items() if isinstance(error, kind)), 500)
 
 
 def error_body(error: BaseException) -> dict[str, Any]:
     """Return ``{"error": {...}}``; what is not our own error gives away nothing of itself."""
     status = status_of(error)
-    kind = {404: "not_found_error", 503: "service_unavailable", 500: "internal_error"}
     ours = isinstance(error, DistAclGraphError)
     return {
         "error": {
             "message": str(error) if ours else "internal server error",
-            "type": kind.get(status, "invalid_request_error"),
+            "type": TYPE_OF.get(status, "invalid_request_error"),
             "param": error.param if isinstance(error, RequestError) else None,
             "code": error.code if isinstance(error, RequestError) else None,
         }
@@ -69,15 +100,14 @@ def error_body(error: BaseException) -> dict[str, Any]:
 
 def error_response(error: BaseException) -> Response:
     status = status_of(error)
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else None
-    return json_response(error_body(error), status, headers)
+    headers = {503: {"Retry-After": str(RETRY_AFTER_S)}, 401: {"WWW-Authenticate": "Bearer"}}
+    return json_response(error_body(error), status, headers.get(status))
 
 
 def plain_error(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
-    """An error that the router found, such as an unknown path or method."""
-    body = {
-        "error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-    }
+    """An error that is none of ours, such as an unknown path or method."""
+    kind = TYPE_OF.get(status, "invalid_request_error")
+    body = {"error": {"message": message, "type": kind, "param": None, "code": None}}
     return json_response(body, status, headers)
 
 

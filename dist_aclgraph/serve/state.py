@@ -14,6 +14,7 @@ from dist_aclgraph.errors import (
     UnknownModelError,
 )
 from dist_aclgraph.serve.metrics import Metrics
+from dist_aclgraph.serve.places import Places
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 
@@ -32,6 +33,7 @@ class ApiState:
         self.created_s = int(time.time())
         self.context_len = config.max_model_len or tokenizer.context_len
         self.is_draining = False
+        self.places = Places.from_config(config)
         self.metrics = Metrics(config.name, client)
         self._seeds = random.Random(config.seed)
 

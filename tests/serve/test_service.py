@@ -8,8 +8,7 @@ import sys
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.serve.conftest import start, until
-from tests.serve.fake_engine import FakeEngine
+from tests.serve.conftest import serving, until
 
 MODEL = "tiny-qwen3"
 HI = [{"role": "user", "content": "Hi"}]
@@ -106,17 +105,24 @@ def test_a_proper_request_id_is_echoed(service, given, echoed):
 
 
 def test_a_lenient_service_ignores_unknown_fields():
-    engine = FakeEngine()
-    service, server = start(engine, **{"serve.lenient": True})
+    messages = [{"role": "user", "content": "x", "reasoning_content": "y"}]
+    body = {"model": MODEL, "messages": messages, "nonsense": 1, "max_tokens": 1, "stream": True}
+    body["stream_options"] = {"nonsense": 1}
 
-    reply = service.http.post(
-        "/v1/completions", json={"model": MODEL, "prompt": "x", "nonsense": 1, "max_tokens": 1}
-    )
+    with serving(**{"serve.lenient": True}) as service:
+        reply = service.http.post("/v1/chat/completions", json=body)
 
     assert reply.status_code == 200
-    server.should_exit = True
-    service.state.client.close()
-    engine.close()
+
+
+def test_a_message_that_the_sdk_dumped_is_taken_back(service):
+    service.answer("a")
+    first = service.openai.chat.completions.create(model=MODEL, messages=HI)
+
+    history = [*HI, first.choices[0].message.model_dump(), *HI]
+    reply = service.openai.chat.completions.create(model=MODEL, messages=history)
+
+    assert reply.choices[0].message.content == "a"
 
 
 def test_the_openapi_document_tells_the_errors_and_no_422(service):
