@@ -106,19 +106,6 @@ def start(config: Config, on_progress: OnProgress | None = None) -> Deployment:
     return Deployment(controller, service, owns_ray=owns_ray)
 
 
-def starting_progress() -> Progress | None:
-    """Return how far a deployment is that somebody else starts on this Ray cluster, if one is."""
-    for actor in ray.util.list_named_actors(all_namespaces=True):
-        if actor["namespace"] == NAMESPACE and actor["name"].startswith(CONTROLLER):
-            try:
-                controller = ray.get_actor(actor["name"], NAMESPACE)
-                report: Progress = ray.get(controller.progress.remote(), timeout=2.0)
-            except (RayError, ValueError):
-                continue  # It went away meanwhile.
-            return report
-    return None
-
-
 def start_ray(config: Config) -> None:
     """Join the Ray cluster that RAY_ADDRESS names, else start Ray on this machine alone.
 

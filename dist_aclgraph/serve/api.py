@@ -61,9 +61,7 @@ def make_api(
     api.add_exception_handler(RequestValidationError, _validation_error)
     api.add_exception_handler(HTTPException, _router_error)
     api.add_exception_handler(Exception, _unknown_error)
-    api.add_middleware(
-        Edge, access=access or Access(), places=state.places, names_requests=names_requests
-    )
+    api.add_middleware(Edge, access=access or Access(), state=state, names_requests=names_requests)
     schemas = openapi.components(lenient=state.config.serve.lenient)
 
     def document() -> dict[str, Any]:

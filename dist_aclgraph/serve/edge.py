@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.serve.access import Access
 from dist_aclgraph.serve.errors import error_response
-from dist_aclgraph.serve.places import Places
+from dist_aclgraph.serve.state import ApiState
 
 GENERATING = ("/v1/chat/completions", "/v1/completions")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -24,11 +24,11 @@ class Edge:
     """
 
     def __init__(
-        self, app: ASGIApp, access: Access, places: Places, *, names_requests: bool = True
+        self, app: ASGIApp, access: Access, state: ApiState, *, names_requests: bool = True
     ) -> None:
         self._app = app
         self._access = access
-        self._places = places
+        self._state = state
         self._names_requests = names_requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -42,7 +42,8 @@ class Edge:
         try:
             self._access.check(method, path, headers)
             if method == "POST" and path in GENERATING:
-                self._places.take(1)
+                self._state.admit(None)
+                self._state.places.take(1)
         except DistAclGraphError as e:
             await error_response(e)(scope, receive, send)
             return
@@ -50,7 +51,7 @@ class Edge:
             await self._app(scope, receive, send)
         finally:
             if method == "POST" and path in GENERATING:
-                self._places.give_back(1)
+                self._state.places.give_back(1)
 
 
 def _naming(send: Send, given: str) -> Send:

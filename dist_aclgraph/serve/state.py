@@ -6,7 +6,7 @@ import random
 import secrets
 import time
 
-from dist_aclgraph.actors.engine_client import EngineClient
+from dist_aclgraph.actors.engine_client import Deployment, EngineClient
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import (
     EngineUnavailableError,
@@ -36,6 +36,13 @@ class ApiState:
         self.places = Places.from_config(config)
         self.metrics = Metrics(config.name, client)
         self._seeds = random.Random(config.seed)
+
+    def drain(self) -> None:
+        """Take nothing new, and let what runs end, for ``serve.drain_s`` seconds at most."""
+        self.is_draining = True
+        deadline_s = time.monotonic() + self.config.serve.drain_s
+        while self.places.taken and time.monotonic() < deadline_s:
+            time.sleep(0.02)
 
     def check(self) -> None:
         """Raise if no request can be served any more."""
@@ -77,3 +84,10 @@ class ApiState:
     @staticmethod
     def new_id(prefix: str) -> str:
         return f"{prefix}-{secrets.token_hex(12)}"
+
+
+def open_state(config: Config, tokenizer: Tokenizer, deployment: Deployment) -> ApiState:
+    """Connect to a deployment's engines; ``client.close`` of the state ends it."""
+    client = EngineClient(deployment.addresses, deployment.token)
+    config = config.model_copy(update={"max_model_len": deployment.max_model_len})
+    return ApiState(config, tokenizer, client)
