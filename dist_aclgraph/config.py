@@ -304,7 +304,47 @@ class ServeConfig(Section):
 
     host: str = Field("127.0.0.1", description="address to bind; loopback unless you choose else")
     port: int = Field(8000, ge=1, le=65535, description="port to bind")
-    max_body_bytes: int = Field(4 << 20, ge=1024, description="largest request body")
+    max_body_bytes: int = Field(
+        2 << 20,
+        ge=1024,
+        le=64 << 20,
+        description="largest request body; while one is parsed everything else waits, about 20 ms "
+        "for 2 MiB, which hold the ids of 160,000 tokens or more",
+    )
+    body_s: float = Field(
+        60.0,
+        gt=0,
+        description="how long a client may take to send a body; 60 s let 2 MiB through at 35 kB/s",
+    )
+    max_header_bytes: int = Field(
+        32 << 10,
+        ge=1024,
+        le=1 << 20,
+        description="largest request line and headers; browsers send less than 16 KiB",
+    )
+    header_s: float = Field(
+        10.0, gt=0, description="how long a client may take to send the headers of a request"
+    )
+    stall_s: float = Field(
+        60.0,
+        gt=0,
+        description="after so long without reading, while an answer waits, a client is cut off",
+    )
+    max_connections: int = Field(
+        4096,
+        ge=1,
+        le=65536,
+        description="connections at once; each takes a descriptor and some 100 KiB at most",
+    )
+    api_keys_file: str | None = Field(
+        None,
+        description="file with an API key on each line, one of which every request but /health and "
+        "/ready must bring; DIST_ACLGRAPH_API_KEY adds one",
+    )
+    insecure: bool = Field(False, description="serve beyond loopback without an API key, to anyone")
+    allowed_hosts: tuple[str, ...] = Field(
+        (), description="further names in the Host header; on loopback, names of it are known"
+    )
     lenient: bool = Field(False, description="ignore unknown request fields instead of a 400")
     drain_s: float = Field(10.0, ge=0, description="how long a stop waits for running requests")
 

@@ -193,18 +193,13 @@ class LLM:
         if delta.finish_reason == "abort":
             raise EngineUnavailableError("the engine ended the request")
         ids = unpack_ints(delta.token_ids).tolist()
-        completion.token_ids += ids
-        completion.logprobs += [row for row in delta.logprobs if row is not None]
+        piece = output.take(ids, delta.logprobs, delta.finish_reason)
+        completion.text += piece.text
+        completion.token_ids += piece.token_ids
+        completion.logprobs += piece.logprobs
         completion.num_cached_tokens = max(completion.num_cached_tokens, delta.num_cached_tokens)
-        completion.finish_reason = delta.finish_reason
-        if delta.finish_reason == "stop":
-            ids.pop()
-        completion.text += output.feed(ids)
-        if delta.finish_reason is not None:
-            completion.text += output.finish()
-        if output.is_stopped:
-            completion.finish_reason = "stop"
-        return completion.finish_reason is not None
+        completion.finish_reason = piece.finish_reason
+        return piece.finish_reason is not None
 
 
 def start_on_ray(config: Config) -> Deployment:
