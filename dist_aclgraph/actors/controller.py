@@ -181,7 +181,11 @@ class Controller:
             leader = workers.infos[0]
             # Beside the first worker: its node is the one that ranks meet at.
             group.engine = _beside(leader.node_id).remote(
-                self._config, len(workers.ranks), one_node=one_node, host=leader.node_ip
+                self._config,
+                workers.ranks,
+                workers.workers,
+                one_node=one_node,
+                host=leader.node_ip,
             )
             rendezvous = ray.get(group.engine.rendezvous.remote(), timeout=timeout_s)
             devices = workers.call(
@@ -235,9 +239,10 @@ class Controller:
         )
         # An eager step of each kind creates HCCL domains and side streams: offers count them.
         for graph in largest:
-            for answer in group.workers.carry_out("prepare", timeout_s, graph):
+            answers = group.workers.carry_out("prepare", timeout_s, graph)
+            for rank, answer in zip(group.workers.ranks, answers, strict=True):
                 if answer.failure is not None:
-                    raise WorkerError(answer.message, answer.rank, "NEGOTIATING")
+                    raise WorkerError(answer.message, rank, "NEGOTIATING")
 
     def _ask_offers(self, group: LockstepGroup, families: tuple[GraphFamily, ...]) -> None:
         """Collect the offers, and probes for them where the budget model wants some."""

@@ -17,11 +17,11 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.device import emulator
 from dist_aclgraph.device.kind import resolve_kind
 from dist_aclgraph.errors import EngineDeadError
+from dist_aclgraph.topology import NO_RANK
 
 CONTROLLER = "controller"  # first part of the names of controller actors
 POLL_S = 0.1
 ANSWER_S, STOP_S = 10.0, 60.0  # limits of the controller's answers
-NO_RANK = -1
 
 OnProgress = Callable[[Progress], None]
 

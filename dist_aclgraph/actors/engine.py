@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from dist_aclgraph.actors.client_links import ClientLinks
@@ -15,6 +16,7 @@ from dist_aclgraph.actors.graph_changes import ChannelRanks, GraphChanges
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
 from dist_aclgraph.actors.processes import leave_with_parent
 from dist_aclgraph.actors.run_directory import make_run_directory, remove_run_directory
+from dist_aclgraph.actors.standing import ask_workers
 from dist_aclgraph.actors.step_channel import ChannelAddress, StepSender
 from dist_aclgraph.config import Config
 from dist_aclgraph.kv.block_pool import BlockPool
@@ -26,7 +28,7 @@ from dist_aclgraph.planning.plan import CaptureCost, GraphPlan
 from dist_aclgraph.planning.rebucketing import Action
 from dist_aclgraph.planning.traffic import Traffic
 from dist_aclgraph.scheduler.scheduler import Scheduler
-from dist_aclgraph.topology import ParallelLayout
+from dist_aclgraph.topology import ParallelLayout, WorldRank
 
 
 @dataclass(frozen=True)
@@ -56,15 +58,28 @@ class SeenTraffic:
 class Engine:
     """Owns the loop, its sockets and their directory."""
 
-    def __init__(self, config: Config, num_workers: int, *, one_node: bool, host: str) -> None:
+    def __init__(
+        self,
+        config: Config,
+        world_ranks: Sequence[WorldRank],
+        workers: Sequence[Any],
+        *,
+        one_node: bool,
+        host: str,
+    ) -> None:
         """Open the step channel; workers may connect from now on."""
         leave_with_parent()
         self._config = config
-        self._num_workers = num_workers
+        self._world_ranks = tuple(world_ranks)
         self._directory = make_run_directory()
         self._host = host
         self._one_node = one_node
-        self._channel = StepSender(num_workers, self._directory if one_node else None, host)
+        self._channel = StepSender(
+            world_ranks,
+            self._directory if one_node else None,
+            host,
+            partial(ask_workers, workers),
+        )
         self._loop: EngineLoop | None = None
         self._thread: threading.Thread | None = None
 
@@ -105,9 +120,7 @@ class Engine:
             choose_exchange=settings.exchange.choose,
         )
         address = f"ipc://{self._directory}/clients"
-        ranks = ChannelRanks(
-            self._channel, tuple(range(self._num_workers)), settings.epoch, self._check
-        )
+        ranks = ChannelRanks(self._channel, self._world_ranks, settings.epoch, self._check)
         timeouts = config.timeouts
         self._loop = EngineLoop(
             scheduler,

@@ -20,6 +20,7 @@ from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.planning.lazy import LazyGraphs
 from dist_aclgraph.planning.plan import CaptureCost, CaptureFailure, GraphPlan
 from dist_aclgraph.planning.rebucketing import Action, Release
+from dist_aclgraph.topology import WorldRank
 
 STEPS_BETWEEN = 16  # so that no two captures delay the same tokens
 MAX_FAILURES = 100  # that are told of; a shape that always fails is tried for as long as we serve
@@ -31,7 +32,7 @@ class ChannelRanks:
     """The ranks of a serving group, reached over its step channel."""
 
     channel: StepSender
-    ranks: tuple[int, ...]
+    ranks: tuple[WorldRank, ...]
     epoch: int
     check: Callable[[], None]
     _num_commands: int = 0
