@@ -120,7 +120,13 @@ class Engine:
             choose_exchange=settings.exchange.choose,
         )
         address = f"ipc://{self._directory}/clients"
-        ranks = ChannelRanks(self._channel, self._world_ranks, settings.epoch, self._check)
+        ranks = ChannelRanks(
+            self._channel,
+            self._world_ranks,
+            settings.epoch,
+            self._check,
+            pool_bytes=settings.report["pool_bytes"],
+        )
         timeouts = config.timeouts
         self._loop = EngineLoop(
             scheduler,
@@ -133,7 +139,7 @@ class Engine:
                 GraphTransaction(ranks, timeouts.negotiate_s, timeouts.capture_s),
                 settings.costs,
             ),
-            report=settings.report,
+            report=lambda: {**settings.report, "pool_bytes": ranks.pool_bytes},
         )
         # What exists now lives as long as the engine: collections need not look at it again.
         gc.collect()
@@ -162,12 +168,10 @@ class Engine:
         if self._loop is not None:
             self._loop.fail(reason)
 
-    def failure(self) -> str:
-        """Return why the group serves no more, or "" while it does."""
-        if self._loop is None or self._thread is None:
-            return ""
-        failure = self._loop.failure_now()
-        return failure if failure or self._thread.is_alive() else "the engine's loop has ended"
+    def wait_for_end(self) -> str:
+        """Return why the group serves no more, when that is so: the engine's death notice."""
+        assert self._loop is not None
+        return self._loop.wait_for_end()
 
     def report(self) -> dict[str, Any]:
         return self._loop.report() if self._loop is not None else {}

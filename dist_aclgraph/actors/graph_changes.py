@@ -29,12 +29,17 @@ PATIENCE_STEPS = 200  # a group that is never quiet changes its graphs all the s
 
 @dataclass
 class ChannelRanks:
-    """The ranks of a serving group, reached over its step channel."""
+    """The ranks of a serving group, reached over its step channel.
+
+    Attributes:
+        pool_bytes: that all graphs of a rank hold together, the most of any rank.
+    """
 
     channel: StepSender
     ranks: tuple[WorldRank, ...]
     epoch: int
     check: Callable[[], None]
+    pool_bytes: int
     _num_commands: int = 0
 
     def carry_out(
@@ -52,7 +57,9 @@ class ChannelRanks:
         self._num_commands += 1
         command = GraphCommand(self.epoch, self._num_commands, action, graph, plan)
         self.channel.send(command)
-        return self.channel.receive_votes(command, timeout_s, self.check)
+        answers = self.channel.receive_votes(command, timeout_s, self.check)
+        self.pool_bytes = max(answer.pool_bytes for answer in answers)
+        return answers
 
 
 @dataclass

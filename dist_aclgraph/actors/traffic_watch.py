@@ -43,7 +43,7 @@ class TrafficWatch:
         facts: ModelFacts,
     ) -> None:
         self._config = config.graph
-        self._groups = groups
+        self._groups = list(groups)
         self._families = families
         self._budget_model = budget_model
         self._workload = Workload.from_config(config, facts)
@@ -60,6 +60,9 @@ class TrafficWatch:
         if not self._config.rebucket_s or elapsed_s < self._config.rebucket_s:
             return
         self._looked_s = now_s
+        self._groups = [group for group in self._groups if not group.lost_because]
+        if not self._groups:
+            return
         try:
             asked = [group.engine.take_traffic.remote() for group in self._groups]
             seen: list[SeenTraffic] = ray.get(asked, timeout=ANSWER_S)

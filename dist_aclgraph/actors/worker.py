@@ -256,6 +256,7 @@ class Worker:
             cost=cost,
             free_streams=self._runner.free_streams,
             live_bytes=self._runner.pool_memory.live_bytes,
+            pool_bytes=self._runner.pool_memory.total_bytes,
         )
 
     def _move(self, command: GraphCommand) -> CaptureCost | None:

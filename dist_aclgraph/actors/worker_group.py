@@ -114,6 +114,17 @@ class WorkerGroup:
             phase,
         )
 
+    def find_out(self, timeout_s: float) -> None:
+        """Learn where the workers landed, and give neighbouring ranks to neighbouring NPUs.
+
+        Raises:
+            WorkerStartTimeoutError, WorkerLostError: a worker did not come up.
+        """
+        infos = self.call("describe", "PLACING", timeout_s)
+        order = sorted(range(len(infos)), key=lambda i: (infos[i].node_id, infos[i].npu_ids, i))
+        self.workers = [self.workers[i] for i in order]
+        self.infos = [infos[i] for i in order]
+
     def carry_out(
         self,
         action: GraphAction,
@@ -168,14 +179,13 @@ def fetch(ref: Any, rank: int, phase: str) -> Any:
         raise of_worker(e, rank, phase) from None
 
 
-def start_group(
+def place_group(
     config: Config, ranks: Sequence[int], epoch: int, *, is_emulated: bool
 ) -> WorkerGroup:
-    """Place and start the workers of one group; describe where they landed.
+    """Place and start the workers of one group; ``find_out`` waits for them.
 
     Raises:
         PlacementError: no room.
-        WorkerStartTimeoutError, WorkerLostError: a worker did not come up.
     """
     request = placement.plan_bundles(len(ranks), placement.cluster_npus(), is_emulated=is_emulated)
     bundles = placement.reserve(request, config.timeouts.place_s)
@@ -188,21 +198,4 @@ def start_group(
         ).remote(config, epoch)
         for index in range(len(ranks))
     ]
-    group = WorkerGroup(tuple(map(WorldRank, ranks)), workers, bundles)
-    try:
-        group.infos = group.call("describe", "PLACING", config.timeouts.place_s)
-    except DistAclGraphError:
-        group.kill()
-        raise
-    _order_by_place(group)
-    return group
-
-
-def _order_by_place(group: WorkerGroup) -> None:
-    """Give neighbouring ranks to neighbouring NPUs: by node, then by physical id."""
-    order = sorted(
-        range(len(group.workers)),
-        key=lambda i: (group.infos[i].node_id, group.infos[i].npu_ids, i),
-    )
-    group.workers = [group.workers[i] for i in order]
-    group.infos = [group.infos[i] for i in order]
+    return WorkerGroup(tuple(map(WorldRank, ranks)), workers, bundles)

@@ -101,7 +101,7 @@ class Group:
             step_timeout_s=STEP_S,
             turn_timeout_s=turn_s,
             changes=GraphChanges(dispatcher, GraphTransaction(self, WAIT_S, WAIT_S), {}),
-            report={},
+            report=dict,
         )
         self.thread = threading.Thread(target=self.loop.run, daemon=True)
         self.thread.start()
