@@ -55,10 +55,15 @@ class Service:
 
 
 class Controller:
-    """Owns the plan, the states, and all actors of a deployment."""
+    """Owns the plan, the states, and all actors of a deployment.
 
-    def __init__(self, config: Config, *, is_emulated: bool) -> None:
+    Args:
+        name: of the deployment; what it holds of the cluster bears it.
+    """
+
+    def __init__(self, config: Config, name: str, *, is_emulated: bool) -> None:
         leave_with_parent()
+        self._name = name
         self._config = config
         self._is_emulated = is_emulated
         self._state = State.PLACING
@@ -117,7 +122,7 @@ class Controller:
             for reason in known.mode_reasons:
                 logger.warning(reason)
             startup = Startup(known, self._groups, self._enter, self._show)
-            startup.run(is_emulated=self._is_emulated)
+            startup.run(is_emulated=self._is_emulated, deployment=self._name)
             return self._serve(known, startup.scopes)
         except Exception as e:
             self._failure = str(e)

@@ -15,7 +15,7 @@ from dist_aclgraph.actors.engine_loop import EngineLoop
 from dist_aclgraph.actors.graph_changes import ChannelRanks, GraphChanges
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
 from dist_aclgraph.actors.processes import leave_with_parent
-from dist_aclgraph.actors.run_directory import make_run_directory, remove_run_directory
+from dist_aclgraph.actors.run_directory import RunDirectory
 from dist_aclgraph.actors.standing import ask_workers
 from dist_aclgraph.actors.step_channel import ChannelAddress, StepSender
 from dist_aclgraph.config import Config
@@ -71,12 +71,12 @@ class Engine:
         leave_with_parent()
         self._config = config
         self._world_ranks = tuple(world_ranks)
-        self._directory = make_run_directory()
+        self._directory = RunDirectory()
         self._host = host
         self._one_node = one_node
         self._channel = StepSender(
             world_ranks,
-            self._directory if one_node else None,
+            self._directory.path if one_node else None,
             host,
             partial(ask_workers, workers),
         )
@@ -86,7 +86,7 @@ class Engine:
     def rendezvous(self) -> str:
         """Return where the workers' HCCL world meets: a file on one node, else a port here."""
         if self._one_node:
-            return f"file://{self._directory}/rendezvous"
+            return f"file://{self._directory.path}/rendezvous"
         with socket.socket() as probe:
             probe.bind((self._host, 0))
             return f"tcp://{self._host}:{probe.getsockname()[1]}"
@@ -119,7 +119,7 @@ class Engine:
             tp=layout.tp,
             choose_exchange=settings.exchange.choose,
         )
-        address = f"ipc://{self._directory}/clients"
+        address = f"ipc://{self._directory.path}/clients"
         ranks = ChannelRanks(
             self._channel,
             self._world_ranks,
@@ -181,4 +181,4 @@ class Engine:
         if self._loop is not None and self._thread is not None:
             self._loop.stop()
             self._thread.join(timeout=self._config.timeouts.stop_s)
-        remove_run_directory(self._directory)
+        self._directory.remove()

@@ -109,13 +109,13 @@ class Startup:
         self._phase = State.PLACING
         self._budget_model = make_budget_model(known.config.graph.budget_model)
 
-    def run(self, *, is_emulated: bool) -> None:
+    def run(self, *, is_emulated: bool, deployment: str) -> None:
         """Run all phases up to captured graphs.
 
         Raises:
             DistAclGraphError: the first error of any group.
         """
-        self._place(is_emulated)
+        self._place(is_emulated, deployment)
         self._go(State.JOINING)
         self._each(self._join)
         self._go(State.LOADING)
@@ -155,9 +155,11 @@ class Startup:
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _place(self, is_emulated: bool) -> None:
+    def _place(self, is_emulated: bool, deployment: str) -> None:
         for ranks in self._known.layout.lockstep_groups:
-            workers = place_group(self._config, ranks, EPOCH, is_emulated=is_emulated)
+            workers = place_group(
+                self._config, ranks, EPOCH, is_emulated=is_emulated, deployment=deployment
+            )
             self._groups.append(LockstepGroup(workers))
         self._each(lambda group: group.workers.find_out(self._config.timeouts.place_s))
 

@@ -180,15 +180,18 @@ def fetch(ref: Any, rank: int, phase: str) -> Any:
 
 
 def place_group(
-    config: Config, ranks: Sequence[int], epoch: int, *, is_emulated: bool
+    config: Config, ranks: Sequence[int], epoch: int, *, is_emulated: bool, deployment: str
 ) -> WorkerGroup:
     """Place and start the workers of one group; ``find_out`` waits for them.
+
+    Args:
+        deployment: its name, with which that of the placement group begins.
 
     Raises:
         PlacementError: no room.
     """
     request = placement.plan_bundles(len(ranks), placement.cluster_npus(), is_emulated=is_emulated)
-    bundles = placement.reserve(request, config.timeouts.place_s)
+    bundles = placement.reserve(request, config.timeouts.place_s, f"{deployment}/{ranks[0]}")
     actor = ray.remote(concurrency_groups={"control": 1}, max_restarts=0)(Worker)
     environment = {"env_vars": child_environment(config)}
     workers = [
