@@ -187,7 +187,7 @@ def _summary(
         "speedup": paired_ratio(base_rounds, rounds),
         "tokens_per_s": statistics.median(run.num_tokens / run.seconds for run in runs),
         "stages_us": {k: v for k, v in stages.items() if k not in BESIDE},
-        "beside_us": {k: v for k, v in stages.items() if k in BESIDE},
+        "overlapped_us": {k: v for k, v in stages.items() if k in BESIDE},
         "steps": dict(sum(map(Counter, counts), Counter())),
         "launch_us_per_operator": launching / operators,
         "update_us_per_layer": stages.get("update_per_layer", stages["update"] / layers)
