@@ -47,6 +47,7 @@ def serve_until_signal(config: Config, start: StartDeployment = start_on_ray) ->
     console = Console(stderr=True)
     prepare_ray_environment()
     owns_ray = not ray.is_initialized()
+    local_ray: LocalRay | None = None
     try:
         if owns_ray:
             console.print("Starting Ray ...")
@@ -56,10 +57,12 @@ def serve_until_signal(config: Config, start: StartDeployment = start_on_ray) ->
         # After ray.init, which installs a handler of its own for SIGTERM.
         for number in SIGNALS:
             signal.signal(number, lambda *_: stopping.set())
-        _serve(config, start, stopping, console)
+        _serve(config, start, stopping, console, local_ray)
     finally:
         for number in SIGNALS:  # a second Ctrl-C must not cut the tear-down short
             signal.signal(number, signal.SIG_IGN)
+        if local_ray is not None:
+            local_ray.unwatch()
         _stop(config, owns_ray)
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -67,7 +70,11 @@ def serve_until_signal(config: Config, start: StartDeployment = start_on_ray) ->
 
 
 def _serve(
-    config: Config, start: StartDeployment, stopping: threading.Event, console: Console
+    config: Config,
+    start: StartDeployment,
+    stopping: threading.Event,
+    console: Console,
+    local_ray: LocalRay | None,
 ) -> None:
     from ray import serve
 
@@ -79,6 +86,8 @@ def _serve(
         http_options={"host": config.serve.host, "port": config.serve.port},
         logging_config=SERVE_LOGGING,
     )
+    if local_ray is not None:
+        local_ray.watch_proxy(partial(_end_at_once, local_ray))
     console.print(f"Bringing up {config.name} on {config.parallel.world_size} NPUs ...")
     target = serve.RunTarget(
         make_app(config, start), name=APP_NAME, route_prefix="/", logging_config=SERVE_LOGGING
