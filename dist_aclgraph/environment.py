@@ -13,6 +13,8 @@ from dist_aclgraph.config import Config, HcclExpansion
 # How HCCL_OP_EXPANSION_MODE calls them. FFTS+ is what an A2 takes when the host expands.
 HCCL_EXPANSION_NAMES: dict[HcclExpansion, str] = {"AIV": "AIV", "AICPU": "AI_CPU", "FFTS": "HOST"}
 
+API_KEY_VARIABLE = "DIST_ACLGRAPH_API_KEY"
+
 
 def child_environment(config: Config) -> dict[str, str]:
     """Environment of worker processes: what torch_npu and Ray read and nothing else may set."""
@@ -43,6 +45,11 @@ def launch_blocking() -> bool:
 def ray_address() -> str | None:
     """Return the Ray cluster that the environment names, e.g. ``auto`` on a node of one."""
     return os.environ.get("RAY_ADDRESS") or None
+
+
+def api_key() -> str | None:
+    """Return the API key that the environment gives to the HTTP service, if it does."""
+    return os.environ.get(API_KEY_VARIABLE) or None
 
 
 def prepare_ray_environment() -> None:

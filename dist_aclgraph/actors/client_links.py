@@ -28,7 +28,6 @@ from dist_aclgraph.actors.messages import (
     Pulse,
     Query,
     Refused,
-    RequestDelta,
     Submit,
     ToEngine,
     answer,
@@ -37,6 +36,7 @@ from dist_aclgraph.actors.messages import (
 )
 from dist_aclgraph.actors.sockets import MAX_MESSAGE_BYTES, Silence, Wakeup, read_frame
 from dist_aclgraph.errors import NotAMessageError
+from dist_aclgraph.steps.delta import RequestDelta
 
 # Frames for one peer. Only strangers, who have no limit in bytes, can come near.
 MAX_QUEUED_FRAMES = 1 << 16

@@ -27,7 +27,6 @@ from dist_aclgraph.actors.traffic_watch import TrafficWatch
 from dist_aclgraph.actors.worker_group import fetch
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import DistAclGraphError, WorkerError
-from dist_aclgraph.planning.budget import make_budget_model
 from dist_aclgraph.planning.exchange import ExchangeRule
 
 logger = logging.getLogger(__name__)
@@ -149,8 +148,7 @@ class Controller:
                 known.config,
                 groups,
                 known.families,
-                make_budget_model(known.config.graph.budget_model),
-                known.facts,
+                known.budget_model,
             )
             for groups in scopes
         ]

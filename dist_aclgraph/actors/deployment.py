@@ -150,16 +150,3 @@ def _leave_ray(local_ray: LocalRay | None, owns_connection: bool) -> None:
         local_ray.stop()
     elif owns_connection:
         ray.shutdown()
-
-
-def starting_progress() -> Progress | None:
-    """Return how far a deployment is that somebody else starts on this Ray cluster, if one is."""
-    for actor in ray.util.list_named_actors(all_namespaces=True):
-        if actor["namespace"] == NAMESPACE and actor["name"].startswith(CONTROLLER):
-            try:
-                controller = ray.get_actor(actor["name"], NAMESPACE)
-                report: Progress = ray.get(controller.progress.remote(), timeout=2.0)
-            except (RayError, ValueError):
-                continue  # It went away meanwhile.
-            return report
-    return None

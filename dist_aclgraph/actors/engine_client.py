@@ -32,7 +32,6 @@ from dist_aclgraph.actors.messages import (
     Hello,
     Query,
     QueryKind,
-    RequestDelta,
     Submit,
     ToEngine,
     failed,
@@ -43,6 +42,7 @@ from dist_aclgraph.errors import DistAclGraphError, EngineDeadError, InvalidPara
 from dist_aclgraph.ints import IntArray, pack_ints
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.request import row_sampling
+from dist_aclgraph.steps.delta import RequestDelta
 
 OnDelta = Callable[[RequestDelta], None]
 
@@ -126,6 +126,7 @@ class EngineClient:
         on_delta: OnDelta,
         *,
         seed: int = 0,
+        cache_salt: str = "",
     ) -> None:
         """Give a request to the engine with the fewest outstanding ones.
 
@@ -134,6 +135,7 @@ class EngineClient:
             stop_ids: all token ids that end the output.
             on_delta: called on the I/O thread, in order, until a delta has a finish reason.
             seed: used where ``params`` brings none.
+            cache_salt: cached blocks are shared with requests of the same salt only.
 
         Raises:
             EngineDeadError: no engine is alive.
@@ -145,7 +147,12 @@ class EngineClient:
             params, seed=seed, num_prompt_tokens=len(prompt_ids), end_ids=stop_ids
         )
         message = Submit(
-            request_id, pack_ints(prompt_ids), sampling, params.max_tokens, tuple(stop_ids)
+            request_id,
+            pack_ints(prompt_ids),
+            sampling,
+            params.max_tokens,
+            tuple(stop_ids),
+            cache_salt,
         )
         with self._lock:
             if request_id in self._owner:

@@ -16,7 +16,7 @@ from typing import Any
 from dist_aclgraph.actors.client_links import ClientLinks, Link
 from dist_aclgraph.actors.engine_report import LoopCounts, group_metrics, group_report
 from dist_aclgraph.actors.graph_changes import GraphChanges
-from dist_aclgraph.actors.messages import RequestDelta, Submit, failed
+from dist_aclgraph.actors.messages import Submit, failed
 from dist_aclgraph.actors.step_channel import StepSender
 from dist_aclgraph.errors import (
     DistAclGraphError,
@@ -24,18 +24,19 @@ from dist_aclgraph.errors import (
     InvalidParameterError,
     WorkerLostError,
 )
-from dist_aclgraph.ints import pack_ints, unpack_ints
+from dist_aclgraph.ints import INT_BYTES, unpack_ints
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.planning.rebucketing import Action
 from dist_aclgraph.planning.traffic import Traffic
-from dist_aclgraph.scheduler.request import Request, RequestOutput
+from dist_aclgraph.scheduler.outputs import StepOutputs
+from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.scheduler import Scheduler
+from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.step import StepPlan, StepResult
 
 STOPPING = "the deployment is stopping"
 IDLE_S = 0.1  # without work, between two looks around
-INT_BYTES = 4  # of an int32
 MEAN_OF = 200  # steps
 
 
@@ -133,7 +134,7 @@ class EngineLoop:
 
     def run(self) -> None:
         """Serve until stopped. A failed epoch keeps answering clients, with errors."""
-        outputs: list[RequestOutput] = []
+        outputs = StepOutputs()
         self._links.start(self)
         try:
             while not self._stopping:
@@ -152,19 +153,19 @@ class EngineLoop:
             self._end_requests(STOPPING)
             self._links.close()
 
-    def _turn(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+    def _turn(self, outputs: StepOutputs) -> StepOutputs:
         """Run one step, and hand out the outputs of the one before meanwhile."""
         self._take(0)
         if self._changes.is_due(not self._scheduler.has_work, not self._scheduler.waiting):
             self._deliver(outputs)  # nobody waits for a capture with a token that is there
-            outputs = []
+            outputs = StepOutputs()
             self._changes.advance()
         start_s = time.perf_counter()
         plan = self._scheduler.schedule()
         if plan is None:
             self._deliver(outputs)
             self._take(IDLE_S)
-            return []
+            return StepOutputs()
         scheduled_s = time.perf_counter()
         self._channel.send(plan)
         sent_s = time.perf_counter()
@@ -176,7 +177,7 @@ class EngineLoop:
         self._num_steps += 1
         if plan.graph is not None:
             self._step_times[plan.graph].add(received_s - sent_s)
-        self._num_tokens["generation"] += sum(len(o.token_ids) for o in outputs)
+        self._num_tokens["generation"] += outputs.num_tokens
         first = next(result for result in results if result.rank == 0)
         if first.timings_us:
             self._book(plan, first, scheduled_s - start_s, sent_s - scheduled_s,
@@ -244,10 +245,11 @@ class EngineLoop:
                 raise InvalidParameterError("the prompt's bytes are not an int32 array", "prompt")
             request = Request(
                 submit.request_id,
-                unpack_ints(submit.prompt).tolist(),
+                unpack_ints(submit.prompt),
                 submit.sampling,
                 max_tokens=submit.max_tokens,
                 stop_token_ids=submit.stop_token_ids,
+                cache_salt=submit.cache_salt,
             )
             self._scheduler.add(request)
         except DistAclGraphError as e:
@@ -256,24 +258,16 @@ class EngineLoop:
         self._link_of[submit.request_id] = link
         self._num_tokens["prompt"] += request.num_prompt_tokens
 
-    def _deliver(self, outputs: list[RequestOutput]) -> None:
+    def _deliver(self, outputs: StepOutputs) -> None:
         """Send each client one message with the tokens of all its requests."""
         by_link: defaultdict[Link, list[RequestDelta]] = defaultdict(list)
-        for output in outputs:
-            link = self._link_of.get(output.request_id)
+        for delta in outputs:
+            link = self._link_of.get(delta.request_id)
             if link is None:
                 continue
-            if output.finish_reason is not None:
-                del self._link_of[output.request_id]
-            by_link[link].append(
-                RequestDelta(
-                    output.request_id,
-                    pack_ints(list(output.token_ids)),
-                    output.finish_reason,
-                    output.logprobs,
-                    max(0, output.num_cached_tokens),
-                )
-            )
+            if delta.finish_reason is not None:
+                del self._link_of[delta.request_id]
+            by_link[link].append(delta)
         for link, deltas in by_link.items():
             self._links.send(link, deltas)
 

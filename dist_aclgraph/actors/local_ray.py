@@ -29,7 +29,7 @@ from dist_aclgraph.environment import prepare_ray_environment, ray_address
 NAMESPACE = "dist_aclgraph"
 NPUS_OF_A_NODE = 8
 OBJECT_STORE_BYTES = 100 << 20  # the control plane needs none; this is what Ray accepts gladly
-RAYLET, PROXY = "raylet", "ray::ProxyActor"
+RAYLET = "raylet"
 KILL_ROUNDS, KILL_PAUSE_S = 5, 0.2
 DAEMONS = {"gcs_server": "Ray's control store (GCS)", RAYLET: "Ray's node manager (raylet)"}
 RAYLET_VARIABLE = "RAY_RAYLET_PID"  # which Ray gives to all that a raylet starts
@@ -50,14 +50,7 @@ class LocalRay:
     def watch(self, on_death: Callable[[str], None]) -> None:
         """Call ``on_death``, on a thread, with one sentence about the first daemon that dies."""
         names = {pid: DAEMONS[name] for pid, name in self._daemons.items() if name in DAEMONS}
-        self._watch(names, on_death)
 
-    def watch_proxy(self, on_death: Callable[[str], None]) -> None:
-        """Do so for Ray Serve's HTTP proxy, which has been started meanwhile."""
-        proxies = [pid for pid in self._workers() if processes.name_of(pid) == PROXY]
-        self._watch(dict.fromkeys(proxies, "Ray Serve's HTTP proxy"), on_death)
-
-    def _watch(self, names: dict[int, str], on_death: Callable[[str], None]) -> None:
         def tell(name: str) -> None:
             self.death = f"{name} has died; start again, and see {LOGS}"
             on_death(self.death)

@@ -14,9 +14,9 @@ from typing import Any, Literal
 import msgspec
 
 from dist_aclgraph import errors
-from dist_aclgraph.steps.step import RowLogprobs, RowSampling
+from dist_aclgraph.steps.delta import RequestDelta
+from dist_aclgraph.steps.step import RowSampling
 
-FinishReason = Literal["stop", "length", "abort", "error"]
 QueryKind = Literal["report", "metrics"]
 # Sent to a client and not confirmed by it: more means that it has stopped reading.
 MAX_UNREAD_BYTES = 128 << 20
@@ -47,6 +47,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     sampling: RowSampling
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
+    cache_salt: str = ""  # cached blocks are shared with requests of the same salt only
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -60,21 +61,6 @@ class Query(msgspec.Struct, frozen=True, tag="query"):
 
     query_id: int
     what: QueryKind
-
-
-class RequestDelta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one step brought to one request. With ``finish_reason`` set it is the last one.
-
-    A stop token, where one ended the request, is the last of ``token_ids``.
-    """
-
-    request_id: str
-    token_ids: bytes = b""  # int32 [num_new_tokens]
-    finish_reason: FinishReason | None = None
-    logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new_tokens], or empty if not asked for
-    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
-    error: str = ""  # one sentence, where finish_reason is "error"
-    error_kind: str = ""  # class name from errors.py
 
 
 class Deltas(msgspec.Struct, frozen=True, tag="deltas"):

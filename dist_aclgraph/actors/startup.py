@@ -29,7 +29,7 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError, WorkerError
 from dist_aclgraph.kv.cache_spec import KVCacheSpec
 from dist_aclgraph.planning.buckets import GraphFamily, candidate_families, lazy_families
-from dist_aclgraph.planning.budget import Workload, make_budget_model
+from dist_aclgraph.planning.budget import BudgetModel, Workload, make_budget_model
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.ledger import Ledger, pool_bytes
 from dist_aclgraph.planning.modes import with_possible_mode
@@ -64,6 +64,7 @@ class Known:
     layout: ParallelLayout
     max_model_len: int
     cache_spec: KVCacheSpec
+    budget_model: BudgetModel
     families: tuple[GraphFamily, ...]
     lazy_families: tuple[GraphFamily, ...]
 
@@ -90,6 +91,7 @@ class Known:
             ParallelLayout.from_config(config.parallel),
             max_model_len,
             KVCacheSpec.from_config(config, facts),
+            make_budget_model(config.graph.budget_model, Workload.from_config(config, facts)),
             candidate_families(config),
             lazy_families(config),
         )
@@ -107,7 +109,7 @@ class Startup:
         self._enter = on_phase
         self._show = on_graph
         self._phase = State.PLACING
-        self._budget_model = make_budget_model(known.config.graph.budget_model)
+        self._budget_model = known.budget_model
 
     def run(self, *, is_emulated: bool, deployment: str) -> None:
         """Run all phases up to captured graphs.
@@ -233,14 +235,12 @@ class Startup:
     def _plan_groups(self, groups: list[LockstepGroup]) -> None:
         """Negotiate one plan over ``groups``, size the caches with what it leaves, capture it."""
         config, model = self._config, self._budget_model
-        workload = Workload.from_config(config, self._known.facts)
-        self._keep_room_for_lazy_graphs(groups, workload)
+        self._keep_room_for_lazy_graphs(groups)
         offers = [offer for group in groups for offer in group.offers]
         plan = negotiate(
             offers,
             self._known.families,
             model,
-            workload,
             traffic=Traffic.from_config(config.graph),
             max_num_seqs=config.scheduler.max_num_seqs,
         )
@@ -249,23 +249,19 @@ class Startup:
             for group in self._groups:
                 group.workers.phase = self._phase.value
         # What has no room now is not kept room for: it would leave none for the cache.
-        lazy, _ = fit_memory(
-            self._known.lazy_families if plan.families else (), offers, model, workload
-        )
+        lazy, _ = fit_memory(self._known.lazy_families if plan.families else (), offers, model)
         everything = msgspec.structs.replace(plan, families=(*plan.families, *lazy))
 
         def capture(group: LockstepGroup) -> None:
             group.num_blocks = self._known.cache_spec.choose_num_blocks(
                 config,
-                min(
-                    o.free_bytes - pool_bytes(everything, o, model, workload) for o in group.offers
-                ),
+                min(o.free_bytes - pool_bytes(everything, o, model) for o in group.offers),
                 self._known.max_model_len,
             )
             group.workers.call(
                 "make_cache", self._phase.value, config.timeouts.negotiate_s, same(group.num_blocks)
             )
-            group.ledgers = [Ledger.predict(o, plan, model, workload) for o in group.offers]
+            group.ledgers = [Ledger.predict(o, plan, model) for o in group.offers]
             group.record = self._capture(group, plan)
 
         self._each(capture, groups)
@@ -277,14 +273,13 @@ class Startup:
 
         agree([group.captured for group in groups], capture_again)
 
-    def _keep_room_for_lazy_graphs(self, groups: list[LockstepGroup], workload: Workload) -> None:
+    def _keep_room_for_lazy_graphs(self, groups: list[LockstepGroup]) -> None:
         """Take the streams of lazy graphs out of the offers: as many as every rank can spare."""
         kept, capacity = keep_room(
             [offer for group in groups for offer in group.offers],
             self._known.lazy_families,
             self._config.graph.lazy_capacity,
             self._budget_model,
-            workload,
         )
         by_rank = {offer.rank: offer for offer in kept}
         for group in groups:

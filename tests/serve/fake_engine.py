@@ -18,13 +18,13 @@ from dist_aclgraph.actors.messages import (
     Pulse,
     Query,
     Refused,
-    RequestDelta,
     Submit,
     answer,
     encoder,
     to_engine_decoder,
 )
 from dist_aclgraph.ints import pack_ints, unpack_ints
+from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.step import RowLogprobs
 
 TOKEN = "a-test-token"

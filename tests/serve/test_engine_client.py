@@ -7,10 +7,11 @@ import msgpack
 import pytest
 
 from dist_aclgraph.actors.engine_client import EngineClient
-from dist_aclgraph.actors.messages import RequestDelta, error_of
+from dist_aclgraph.actors.messages import error_of
 from dist_aclgraph.errors import EngineDeadError, InvalidParameterError
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.steps.delta import RequestDelta
 from tests.serve.fake_engine import TOKEN, FakeEngine
 
 LINK_S = 1.0
