@@ -21,13 +21,14 @@ from dist_aclgraph.actors.group_watch import GroupWatch
 from dist_aclgraph.actors.lockstep_group import LockstepGroup, group_report
 from dist_aclgraph.actors.processes import leave_with_parent
 from dist_aclgraph.actors.ray_errors import ours
-from dist_aclgraph.actors.startup import EPOCH, Known, Startup
+from dist_aclgraph.actors.startup import EPOCH, Startup
 from dist_aclgraph.actors.state import State, advance
 from dist_aclgraph.actors.traffic_watch import TrafficWatch
 from dist_aclgraph.actors.worker_group import fetch
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import DistAclGraphError, WorkerError
 from dist_aclgraph.planning.exchange import ExchangeRule
+from dist_aclgraph.planning.planner import Planner
 
 logger = logging.getLogger(__name__)
 
@@ -117,12 +118,12 @@ class Controller:
             DistAclGraphError: the first error; everything that was started is stopped by then.
         """
         try:
-            known = Known.from_config(self._config)
-            for reason in known.mode_reasons:
+            planner = Planner.from_config(self._config)
+            for reason in planner.mode_reasons:
                 logger.warning(reason)
-            startup = Startup(known, self._groups, self._enter, self._show)
+            startup = Startup(planner, self._groups, self._enter, self._show)
             startup.run(is_emulated=self._is_emulated, deployment=self._name)
-            return self._serve(known, startup.scopes)
+            return self._serve(planner, startup.scopes)
         except Exception as e:
             self._failure = str(e)
             phase = self._state.value
@@ -141,50 +142,44 @@ class Controller:
     def _show(self, done: int, total: int, detail: str) -> None:
         self._progress = Progress(self._state.value, done, total, detail)
 
-    def _serve(self, known: Known, scopes: list[list[LockstepGroup]]) -> Service:
-        addresses = [self._open(group, known) for group in self._groups]
-        watches = [
-            TrafficWatch(
-                known.config,
-                groups,
-                known.families,
-                known.budget_model,
-            )
-            for groups in scopes
-        ]
+    def _serve(self, planner: Planner, scopes: list[list[LockstepGroup]]) -> Service:
+        addresses = [self._open(group, planner) for group in self._groups]
+        watches = [TrafficWatch(planner, groups) for groups in scopes]
 
         def look(now_s: float) -> None:
             for watch in watches:
                 watch.look(now_s)
 
-        self._watch = GroupWatch(self._groups, known.config.timeouts.link_s, look)
+        self._watch = GroupWatch(self._groups, planner.config.timeouts.link_s, look)
         self._enter(State.SERVING)
         self._watch.start()
         num_blocks = min(group.num_blocks for group in self._groups)
-        longest = known.cache_spec.longest_request(num_blocks, known.max_model_len)
+        longest = planner.cache_spec.longest_request(num_blocks, planner.max_model_len)
         return Service(addresses, self._token, longest)
 
-    def _open(self, group: LockstepGroup, known: Known) -> str:
+    def _open(self, group: LockstepGroup, planner: Planner) -> str:
         """Send a group's workers into their loops; return where clients reach its engine."""
-        timeout_s = known.config.timeouts.join_s
+        timeout_s = planner.config.timeouts.join_s
         address = ray.get(group.engine.channel_address.remote(), timeout=timeout_s)
         group.loops = group.workers.start_loops(address)
         report = {
             **group_report(group),
             "emulated": self._is_emulated,
-            "block_size": known.config.kv.block_size,
-            "max_model_len": known.max_model_len,
-            "mode_reasons": list(known.mode_reasons),
+            "block_size": planner.config.kv.block_size,
+            "max_model_len": planner.max_model_len,
+            "mode_reasons": list(planner.mode_reasons),
             "ready_seconds": time.monotonic() - self._started_s,
         }
+        chip = group.offers[0].device
+        exchange = ExchangeRule.from_config(planner.config, planner.facts, chip)
         settings = EngineSettings(
             epoch=EPOCH,
             num_blocks=group.num_blocks,
-            max_model_len=known.max_model_len,
+            max_model_len=planner.max_model_len,
             plan=group.captured.plan,
             costs=group.captured.costs,
             lazy_capacity=group.lazy_capacity,
-            exchange=ExchangeRule.from_config(known.config, known.facts, group.offers[0].device),
+            exchange=exchange,
             token=self._token,
             report=report,
         )

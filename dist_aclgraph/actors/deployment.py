@@ -14,12 +14,12 @@ from dist_aclgraph.actors import placement
 from dist_aclgraph.actors.controller import Controller, Progress, Service
 from dist_aclgraph.actors.local_ray import NAMESPACE, LocalRay, start_ray
 from dist_aclgraph.actors.ray_errors import ours
-from dist_aclgraph.actors.startup import Known
 from dist_aclgraph.actors.worker_group import fetch
 from dist_aclgraph.config import Config
 from dist_aclgraph.device import emulator
 from dist_aclgraph.device.kind import resolve_kind
 from dist_aclgraph.errors import EngineDeadError
+from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.topology import NO_RANK
 
 CONTROLLER = "controller"  # first part of the names of controller actors
@@ -96,7 +96,7 @@ def start(config: Config, on_progress: OnProgress | None = None) -> Deployment:
     Raises:
         DistAclGraphError: typed, naming rank and phase where a worker failed; nothing is left.
     """
-    Known.from_config(config)  # refuses what cannot be served before anything is started
+    Planner.from_config(config)  # refuses what cannot be served before anything is started
     is_emulated = resolve_kind(config.device.kind) == "emulated"
     if is_emulated:
         emulator.build()

@@ -16,8 +16,8 @@ from dist_aclgraph.actors.graph_changes import ChannelRanks, GraphChanges
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
 from dist_aclgraph.actors.processes import leave_with_parent
 from dist_aclgraph.actors.run_directory import RunDirectory
-from dist_aclgraph.actors.standing import ask_workers
 from dist_aclgraph.actors.step_channel import ChannelAddress, StepSender
+from dist_aclgraph.actors.worker_group import ask_workers
 from dist_aclgraph.config import Config
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.planning.descriptor import BatchDescriptor

@@ -10,12 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-from ray.exceptions import RayError
-
 from dist_aclgraph.topology import NO_RANK, GroupRank, WorldRank
-
-ASK_S = 2.0  # limit of asking ranks where they stand
 
 Places = Mapping[GroupRank, dict[str, Any] | None]  # what ``Worker.ping`` says; None for no answer
 Ask = Callable[[Sequence[GroupRank]], Places]
@@ -34,19 +29,6 @@ class Verdict:
     silent: str
     where: str
     doing: str
-
-
-def ask_workers(workers: Sequence[Any], ranks: Sequence[GroupRank]) -> Places:
-    """Return where workers stand, asked on their control threads."""
-    refs = {rank: workers[rank].ping.remote() for rank in ranks}
-    ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=ASK_S)
-    places: dict[GroupRank, dict[str, Any] | None] = {}
-    for rank, ref in refs.items():
-        try:
-            places[rank] = ray.get(ref) if ref in ready else None
-        except RayError:
-            places[rank] = None
-    return places
 
 
 def judge(world_ranks: Sequence[WorldRank], places: Places) -> Verdict:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import concurrent.futures
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import msgspec
 import ray
 
 from dist_aclgraph.actors.engine import Engine
@@ -25,19 +23,11 @@ from dist_aclgraph.actors.lockstep_capture import (
 from dist_aclgraph.actors.lockstep_group import LockstepGroup
 from dist_aclgraph.actors.state import State
 from dist_aclgraph.actors.worker_group import WorkerGroup, place_group, same
-from dist_aclgraph.config import Config
-from dist_aclgraph.errors import ConfigError, WorkerError
-from dist_aclgraph.kv.cache_spec import KVCacheSpec
-from dist_aclgraph.planning.buckets import GraphFamily, candidate_families, lazy_families
-from dist_aclgraph.planning.budget import BudgetModel, Workload, make_budget_model
+from dist_aclgraph.errors import WorkerError
 from dist_aclgraph.planning.descriptor import BatchDescriptor
-from dist_aclgraph.planning.ledger import Ledger, pool_bytes
-from dist_aclgraph.planning.modes import with_possible_mode
-from dist_aclgraph.planning.negotiation import fit_memory, keep_room, negotiate
+from dist_aclgraph.planning.ledger import Ledger
 from dist_aclgraph.planning.plan import GraphPlan
-from dist_aclgraph.planning.traffic import Traffic
-from dist_aclgraph.shapes.model_facts import ModelFacts, check_model, read_model_facts
-from dist_aclgraph.topology import ParallelLayout
+from dist_aclgraph.planning.planner import Planner
 
 EPOCH = 1  # of a deployment that does not yet survive the death of a worker
 MIB = 1 << 20
@@ -48,68 +38,18 @@ OnPhase = Callable[[State], None]
 OnGraph = Callable[[int, int, str], None]  # captured so far, of how many, and what comes next
 
 
-@dataclass(frozen=True)
-class Known:
-    """What planning knows of configuration and checkpoint before anything is started.
-
-    Attributes:
-        config: with the nearest graph mode that the model can have.
-        mode_reasons: why it is another one than was asked for.
-        max_model_len: of a request, as far as the model goes.
-    """
-
-    config: Config
-    mode_reasons: tuple[str, ...]
-    facts: ModelFacts
-    layout: ParallelLayout
-    max_model_len: int
-    cache_spec: KVCacheSpec
-    budget_model: BudgetModel
-    families: tuple[GraphFamily, ...]
-    lazy_families: tuple[GraphFamily, ...]
-
-    @classmethod
-    def from_config(cls, config: Config) -> Known:
-        """Learn it.
-
-        Raises:
-            ModelError, ConfigError: the checkpoint cannot be served, or not so.
-        """
-        facts = read_model_facts(config.model)
-        check_model(config, facts)
-        config, mode_reasons = with_possible_mode(config, facts)
-        max_model_len = config.max_model_len or facts.max_model_len
-        if max_model_len > facts.max_model_len:
-            raise ConfigError(
-                f"max_model_len is {max_model_len}; the model's context is "
-                f"{facts.max_model_len} tokens"
-            )
-        return cls(
-            config,
-            mode_reasons,
-            facts,
-            ParallelLayout.from_config(config.parallel),
-            max_model_len,
-            KVCacheSpec.from_config(config, facts),
-            make_budget_model(config.graph.budget_model, Workload.from_config(config, facts)),
-            candidate_families(config),
-            lazy_families(config),
-        )
-
-
 class Startup:
     """The phases. Owns nothing: what it starts is in ``groups``, which belong to the controller."""
 
     def __init__(
-        self, known: Known, groups: list[LockstepGroup], on_phase: OnPhase, on_graph: OnGraph
+        self, planner: Planner, groups: list[LockstepGroup], on_phase: OnPhase, on_graph: OnGraph
     ) -> None:
-        self._known = known
-        self._config = known.config
+        self._planner = planner
+        self._config = planner.config
         self._groups = groups
         self._enter = on_phase
         self._show = on_graph
         self._phase = State.PLACING
-        self._budget_model = known.budget_model
 
     def run(self, *, is_emulated: bool, deployment: str) -> None:
         """Run all phases up to captured graphs.
@@ -158,7 +98,7 @@ class Startup:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _place(self, is_emulated: bool, deployment: str) -> None:
-        for ranks in self._known.layout.lockstep_groups:
+        for ranks in self._planner.layout.lockstep_groups:
             workers = place_group(
                 self._config, ranks, EPOCH, is_emulated=is_emulated, deployment=deployment
             )
@@ -199,15 +139,15 @@ class Startup:
         query_len = self._config.speculative.num_tokens + 1
         # Run eagerly where no graph is captured.
         smallest = BatchDescriptor(query_len, 1, query_len, "FULL")
-        largest = self._largest() or [smallest]
+        largest = self._planner.largest_graphs or [smallest]
         # The cache write of latent attention wants a slot for each row, padding or not.
         rows = max((graph.num_tokens for graph in largest if graph.query_len), default=0)
-        num_blocks = max(TRIAL_BLOCKS, self._known.cache_spec.blocks_for(rows))
+        num_blocks = max(TRIAL_BLOCKS, self._planner.cache_spec.blocks_for(rows))
         group.workers.call(
             "make_runner",
             "NEGOTIATING",
             timeout_s,
-            same(num_blocks, self._known.max_model_len, largest),
+            same(num_blocks, self._planner.max_model_len, largest),
         )
         # An eager step of each kind creates HCCL domains and side streams: offers count them.
         for graph in largest:
@@ -221,47 +161,34 @@ class Startup:
         timeout_s = self._config.timeouts.negotiate_s
         group.offers = group.workers.call("offer", "NEGOTIATING", timeout_s)
         if self._config.graph.budget_model == "calibrated":
-            largest = self._largest()
+            largest = self._planner.largest_graphs
             group.offers = probe_graphs(self._transaction(group), largest, group.offers)
-
-    def _largest(self) -> list[BatchDescriptor]:
-        """The largest graph of each kind; of equal kinds, of the one that comes first."""
-        families = [*self._known.families, *self._known.lazy_families]
-        max_num_seqs = self._config.scheduler.max_num_seqs
-        return list(
-            dict.fromkeys(family.describe(family.buckets[-1], max_num_seqs) for family in families)
-        )
 
     def _plan_groups(self, groups: list[LockstepGroup]) -> None:
         """Negotiate one plan over ``groups``, size the caches with what it leaves, capture it."""
-        config, model = self._config, self._budget_model
-        self._keep_room_for_lazy_graphs(groups)
-        offers = [offer for group in groups for offer in group.offers]
-        plan = negotiate(
-            offers,
-            self._known.families,
-            model,
-            traffic=Traffic.from_config(config.graph),
-            max_num_seqs=config.scheduler.max_num_seqs,
-        )
+        config, planner = self._config, self._planner
+        negotiated = planner.negotiate([offer for group in groups for offer in group.offers])
+        plan = negotiated.plan
+        offer_of = {offer.rank: offer for offer in negotiated.offers}
+        for group in groups:
+            group.lazy_capacity = negotiated.lazy_capacity
+            group.offers = [offer_of[offer.rank] for offer in group.offers]
         if plan.families and self._phase is State.NEGOTIATING:
             self._go(State.CAPTURING)
             for group in self._groups:
                 group.workers.phase = self._phase.value
-        # What has no room now is not kept room for: it would leave none for the cache.
-        lazy, _ = fit_memory(self._known.lazy_families if plan.families else (), offers, model)
-        everything = msgspec.structs.replace(plan, families=(*plan.families, *lazy))
 
         def capture(group: LockstepGroup) -> None:
-            group.num_blocks = self._known.cache_spec.choose_num_blocks(
+            reserved = planner.reserved_bytes(plan, negotiated.offers)
+            group.num_blocks = planner.cache_spec.choose_num_blocks(
                 config,
-                min(o.free_bytes - pool_bytes(everything, o, model) for o in group.offers),
-                self._known.max_model_len,
+                min(offer.free_bytes - reserved[offer.rank] for offer in group.offers),
+                planner.max_model_len,
             )
             group.workers.call(
                 "make_cache", self._phase.value, config.timeouts.negotiate_s, same(group.num_blocks)
             )
-            group.ledgers = [Ledger.predict(o, plan, model) for o in group.offers]
+            group.ledgers = [Ledger.predict(o, plan, planner.budget_model) for o in group.offers]
             group.record = self._capture(group, plan)
 
         self._each(capture, groups)
@@ -272,19 +199,6 @@ class Startup:
             return group.record
 
         agree([group.captured for group in groups], capture_again)
-
-    def _keep_room_for_lazy_graphs(self, groups: list[LockstepGroup]) -> None:
-        """Take the streams of lazy graphs out of the offers: as many as every rank can spare."""
-        kept, capacity = keep_room(
-            [offer for group in groups for offer in group.offers],
-            self._known.lazy_families,
-            self._config.graph.lazy_capacity,
-            self._budget_model,
-        )
-        by_rank = {offer.rank: offer for offer in kept}
-        for group in groups:
-            group.lazy_capacity = capacity
-            group.offers = [by_rank[offer.rank] for offer in group.offers]
 
     def _capture(self, group: LockstepGroup, plan: GraphPlan) -> CaptureRecord:
         transaction = self._transaction(group)

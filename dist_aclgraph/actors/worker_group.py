@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup
 
 from dist_aclgraph.actors import placement
 from dist_aclgraph.actors.ray_errors import of_worker
-from dist_aclgraph.actors.standing import ask_workers, judge
+from dist_aclgraph.actors.standing import Places, judge
 from dist_aclgraph.actors.worker import Worker, WorkerInfo
 from dist_aclgraph.config import Config
 from dist_aclgraph.environment import child_environment
@@ -28,6 +28,8 @@ from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.topology import GroupRank, WorldRank
 
 PEERS_OF_A_FAILURE_S = 5.0  # how long ranks are waited for once one of them has failed
+
+ASK_S = 2.0  # limit of asking ranks where they stand
 
 
 @dataclass
@@ -202,3 +204,16 @@ def place_group(
         for index in range(len(ranks))
     ]
     return WorkerGroup(tuple(map(WorldRank, ranks)), workers, bundles)
+
+
+def ask_workers(workers: Sequence[Any], ranks: Sequence[GroupRank]) -> Places:
+    """Return where workers stand, asked on their control threads."""
+    refs = {rank: workers[rank].ping.remote() for rank in ranks}
+    ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=ASK_S)
+    places: dict[GroupRank, dict[str, Any] | None] = {}
+    for rank, ref in refs.items():
+        try:
+            places[rank] = ray.get(ref) if ref in ready else None
+        except RayError:
+            places[rank] = None
+    return places
