@@ -157,11 +157,11 @@ class Controller:
         for reason in self._mode_reasons:
             logger.warning(reason)
         self._layout = ParallelLayout.from_config(config.parallel)
-        self._max_model_len = config.max_model_len or self._facts.max_model_len
-        if self._max_model_len > self._facts.max_model_len:
+        self._max_model_len = config.max_model_len or self._facts.max_position_embeddings
+        if self._max_model_len > self._facts.max_position_embeddings:
             raise ConfigError(
                 f"max_model_len is {self._max_model_len}; the model's context is "
-                f"{self._facts.max_model_len} tokens"
+                f"{self._facts.max_position_embeddings} tokens"
             )
         self._cache_spec = KVCacheSpec.from_config(config, self._facts)
 

@@ -16,7 +16,13 @@ from typing import Annotated
 
 import typer
 
-from dist_aclgraph.errors import ConfigError, DistAclGraphError, PlacementError, RequestError
+from dist_aclgraph.errors import (
+    ConfigError,
+    DistAclGraphError,
+    ModelError,
+    PlacementError,
+    RequestError,
+)
 
 cli = typer.Typer(
     help="Serve large language models on many Ascend NPUs.",
@@ -47,12 +53,14 @@ def run(
 
         from dist_aclgraph.actors import deployment
         from dist_aclgraph.actors.llm import LLM
+        from dist_aclgraph.cli.checks import check_deployment
         from dist_aclgraph.cli.progress import StartProgress
         from dist_aclgraph.config import load_config, parse_overrides
         from dist_aclgraph.sampling import SamplingParams
 
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
         loaded = load_config(config, parse_overrides(overrides or []))
+        check_deployment(loaded)
         with StartProgress(Console(stderr=True)) as show:
             llm = LLM(loaded, start=partial(deployment.start, on_progress=show))
         with llm:
@@ -193,7 +201,7 @@ def doctor(as_json: AsJson = False) -> None:
 def _user_errors() -> Iterator[None]:
     try:
         yield
-    except (ConfigError, RequestError, PlacementError) as e:
+    except (ConfigError, ModelError, RequestError, PlacementError) as e:
         print(f"error: {e}", file=sys.stderr)
         raise typer.Exit(2) from None
     except DistAclGraphError as e:

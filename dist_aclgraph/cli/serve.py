@@ -23,7 +23,7 @@ from rich.table import Table
 
 from dist_aclgraph.actors import deployment
 from dist_aclgraph.actors.engine_client import Deployment
-from dist_aclgraph.cli.plan_report import plan_report
+from dist_aclgraph.cli.checks import check_deployment
 from dist_aclgraph.cli.progress import StartProgress
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import EngineUnavailableError
@@ -58,7 +58,7 @@ def serve_until_signal(config: Config, start: Start = deployment.start) -> None:
     access = read_access(config.serve, checks_host=True)
     server = HttpServer(config.serve)
     try:
-        plan_report(config)  # finds what does not fit the model, before anything is started
+        check_deployment(config)  # before anything is started
         tokenizer = Tokenizer(config.model)
         console = Console(stderr=True)
         front = Front("the service is starting")

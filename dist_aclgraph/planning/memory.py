@@ -155,7 +155,7 @@ def _largest_graph(config: Config) -> int:
 def _step_buffers(config: Config, facts: ModelFacts, spec: ModelSpec, num_tokens: int) -> int:
     """Inputs and outputs of graphs at their largest size; cosines and sines of all positions."""
     element_bytes, k = DTYPE_BYTES[config.dtype], config.speculative.num_tokens
-    max_len = config.max_model_len or facts.max_model_len
+    max_len = config.max_model_len or facts.max_position_embeddings
     max_reqs = config.scheduler.max_num_seqs + 1  # one more, for padding
     width = KVCacheSpec.from_config(config, facts).blocks_for(max_len + 2 * k)
     outputs = max_reqs * (k + 1) * (spec.vocab_size + (spec.hidden_size if k else 0))

@@ -170,7 +170,7 @@ class AssumedDeployment:
         Raises:
             ConfigError: it exceeds the model's context.
         """
-        wanted, context = self.config.max_model_len, self.facts.max_model_len
+        wanted, context = self.config.max_model_len, self.facts.max_position_embeddings
         if wanted is not None and wanted > context:
             raise ConfigError(f"max_model_len is {wanted}; the model's context is {context} tokens")
         return wanted or context

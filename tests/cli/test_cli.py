@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -27,7 +28,10 @@ def call(*arguments: str):
         (("run", CONFIG, "nonsense=1", "--prompt", "x"), "nonsense is not a known key"),
         (("run", CONFIG, "nonsense", "--prompt", "x"), "key=value"),
         (("run", CONFIG, "--prompt", "x", "--temperature", "9"), "temperature is 9"),
-        (("run", CONFIG, "model=nowhere", "--prompt", "x"), "cannot read nowhere/config.json"),
+        (
+            ("run", CONFIG, "model=nowhere", "--prompt", "x"),
+            "model is 'nowhere': no such directory",
+        ),
         (("simulate", CONFIG), "either --trace FILE or --poisson RATE"),
         (("simulate", CONFIG, "--poisson", "0"), "--poisson is 0"),
         (("simulate", CONFIG, "--trace", "nowhere"), "cannot read the trace nowhere"),
@@ -49,6 +53,19 @@ def test_a_users_mistake_is_one_sentence_and_exit_code_2(arguments, words):
     assert result.stderr.startswith("error: ")
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize("command", [("serve",), ("run", "--prompt", "x")])
+def test_weights_that_are_cut_off_are_one_sentence_before_anything_starts(tmp_path, command):
+    model = tmp_path / "model"
+    shutil.copytree(Path(CONFIG).parents[1] / "models" / "tiny-qwen3", model)
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+    result = call(command[0], CONFIG, f"model={model}", *command[1:])
+
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.startswith(f"error: {weights} is cut off: 100 bytes are missing")
 
 
 def test_a_port_in_use_is_said_before_anything_starts():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_aclgraph.errors import ConfigError, InvalidParameterError, RequestTooLongError
+from dist_aclgraph.errors import InvalidParameterError, ModelError, RequestTooLongError
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.steps.step import RowLogprobs
 from dist_aclgraph.text.detokenizer import Detokenizer
@@ -182,14 +182,14 @@ def test_a_template_that_misbehaves_is_refused(tmp_path, template):
         tokenizer.render_chat([{"role": "user", "content": "x"}])
 
 
-def test_a_template_that_does_not_compile_is_a_configuration_error(tmp_path):
-    with pytest.raises(ConfigError, match="does not compile"):
+def test_a_template_that_does_not_compile_is_a_model_error(tmp_path):
+    with pytest.raises(ModelError, match="does not compile"):
         Tokenizer(write_model(tmp_path, "{% for %}"))
 
 
-def test_a_tokenizer_that_cannot_be_read_is_a_configuration_error(tmp_path):
+def test_a_tokenizer_that_cannot_be_read_is_a_model_error(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer.json").write_text("{}")
 
-    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
         Tokenizer(tmp_path)
