@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from dist_aclgraph.actors.engine_client import Deployment, EngineClient, StartDeployment
-from dist_aclgraph.actors.messages import RequestDelta, error_of
+from dist_aclgraph.actors.messages import error_of
 from dist_aclgraph.config import Config, load_config
 from dist_aclgraph.errors import (
     EngineUnavailableError,
@@ -22,6 +22,7 @@ from dist_aclgraph.errors import (
 )
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.step import RowLogprobs
 from dist_aclgraph.text.output import OutputText, end_ids
 from dist_aclgraph.text.tokenizer import Tokenizer
@@ -79,7 +80,11 @@ class LLM:
         self._client: EngineClient | None = None
         self._deployment: Deployment | None = (start or start_on_ray)(self.config)
         try:
-            self._client = EngineClient(self._deployment.addresses, self._deployment.token)
+            self._client = EngineClient(
+                self._deployment.addresses,
+                self._deployment.token,
+                link_s=self.config.timeouts.link_s,
+            )
         except BaseException:
             self.close()
             raise

@@ -11,11 +11,12 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from dist_aclgraph.actors.messages import RequestDelta, error_of
+from dist_aclgraph.actors.messages import error_of
 from dist_aclgraph.errors import EngineUnavailableError
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.serve.state import ApiState
+from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.step import RowLogprobs
 from dist_aclgraph.text.output import OutputText, end_ids
 

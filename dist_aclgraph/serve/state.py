@@ -88,6 +88,7 @@ class ApiState:
 
 def open_state(config: Config, tokenizer: Tokenizer, deployment: Deployment) -> ApiState:
     """Connect to a deployment's engines; ``client.close`` of the state ends it."""
-    client = EngineClient(deployment.addresses, deployment.token)
+    link_s = config.timeouts.link_s
+    client = EngineClient(deployment.addresses, deployment.token, link_s=link_s)
     config = config.model_copy(update={"max_model_len": deployment.max_model_len})
     return ApiState(config, tokenizer, client)

@@ -54,7 +54,7 @@ def start(
     engine: FakeEngine, access: Access | None = None, **overrides: object
 ) -> tuple[Service, uvicorn.Server]:
     config = load_config(CONFIG, overrides)
-    client = EngineClient([engine.address], TOKEN, heartbeat_s=0.05, dead_after_s=0.5)
+    client = EngineClient([engine.address], TOKEN, link_s=1.0)
     state = ApiState(config, Tokenizer(config.model), client)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

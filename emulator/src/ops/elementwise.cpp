@@ -158,3 +158,10 @@ OP(aclnnNanToNum, [](Tensor a, float nan, float greatest, float least, Tensor ou
   if (!skips(out))
     out.copy_(at::nan_to_num(a, nan, greatest, least));
 })
+
+// Other files have macros of these names.
+#undef UNARY
+#undef BINARY_OF
+#undef BINARY
+#undef WITH_SCALAR
+#undef SCALED_OF

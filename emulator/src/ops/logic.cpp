@@ -47,3 +47,8 @@ OP(aclnnInplaceMaskedFillTensor,
 OP(aclnnInplaceMaskedScatter, [](Tensor a, Tensor mask, Tensor source) {
   a.masked_scatter_(mask.to(at::kBool), source);
 })
+
+// Other files have macros of these names.
+#undef BINARY_OF
+#undef COMPARISON
+#undef UNARY

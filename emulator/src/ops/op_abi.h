@@ -117,24 +117,33 @@ inline Task arithmetic(Task task) { return skipping() ? Task([] {}) : task; }
 
 int refused(const char *op, const std::exception &error);
 
+// The work is done once for each signature; what is made for each operator is one call.
 template <class Function> struct WorkspacePhase;
 template <class Result, class... A> struct WorkspacePhase<Result (*)(A...)> {
-  template <Result (*F)(A...), const char *Name>
+  using Body = Result (*)(A...);
+
+  template <Body body, const char *name>
   static int call(typename Argument<A>::C... a, uint64_t *bytes, aclOpExecutor **executor) {
+    return prepare(body, name, a..., bytes, executor);
+  }
+
+  __attribute__((noinline)) static int prepare(Body body, const char *name,
+                                               typename Argument<A>::C... a, uint64_t *bytes,
+                                               aclOpExecutor **executor) {
     try {
       *bytes = 0;
       // Owned copies: torch_npu destroys the aclTensors right after the launch.
       std::tuple<A...> arguments(Argument<A>::convert(a)...);
       if constexpr (std::is_same_v<Result, Task>)
-        *executor = new aclOpExecutor{std::apply(F, std::move(arguments))};
+        *executor = new aclOpExecutor{std::apply(body, std::move(arguments))};
       else
-        *executor = new aclOpExecutor{[arguments = std::move(arguments)] {
+        *executor = new aclOpExecutor{[body, arguments = std::move(arguments)] {
           AtenScope scope;
-          std::apply(F, arguments);
+          std::apply(body, arguments);
         }};
       return 0;
     } catch (const std::exception &e) {
-      return refused(Name, e);
+      return refused(name, e);
     }
   }
 };
