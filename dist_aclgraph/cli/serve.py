@@ -35,7 +35,7 @@ from dist_aclgraph.serve.state import ApiState, open_state
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 TABLE_KEYS = ("graph", "streams", "bytes")
-POLL_S = 0.1
+POLL_S, CHECK_S, JOIN_S = 0.1, 1.0, 2.0
 SILENT_S = 30.0  # a check of the deployment that takes longer has no answer
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -130,13 +130,13 @@ def _watch(state: ApiState, running: Deployment, signals: _Signals) -> None:
     Raises:
         EngineUnavailableError: the deployment serves no more; says why.
     """
-    checks = _Checks(running)
-    while not signals.wait(POLL_S):
-        try:
-            state.check()
-            checks.raise_failure()
-        except EngineUnavailableError as e:
-            raise EngineUnavailableError(f"the service has ended: {e}") from e
+    with _Checks(running) as checks:
+        while not signals.wait(POLL_S):
+            try:
+                state.check()
+                checks.raise_failure()
+            except EngineUnavailableError as e:
+                raise EngineUnavailableError(f"the service has ended: {e}") from e
 
 
 class _Checks:
@@ -146,7 +146,17 @@ class _Checks:
         self._running = running
         self._failure: EngineUnavailableError | None = None
         self._asked_s = time.monotonic()
-        threading.Thread(target=self._run, name="checks", daemon=True).start()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="checks", daemon=True)
+
+    def __enter__(self) -> _Checks:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Let the last question end, so that it meets no deployment that is being stopped."""
+        self._ended.set()
+        self._thread.join(JOIN_S)
 
     def raise_failure(self) -> None:
         if self._failure is not None:
@@ -155,13 +165,12 @@ class _Checks:
             raise EngineUnavailableError(f"Ray has not answered for {silent_s:.0f} s")
 
     def _run(self) -> None:
-        while self._failure is None:
+        while self._failure is None and not self._ended.wait(CHECK_S):
             try:
                 self._running.check()
             except EngineUnavailableError as e:
                 self._failure = e
             self._asked_s = time.monotonic()
-            time.sleep(1.0)
 
 
 class _Signals:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from dist_aclgraph.cli.main import cli
 from dist_aclgraph.config import load_config
+from dist_aclgraph.version import VERSION
 
 CONFIG = str(Path(__file__).parents[2] / "configs" / "tiny-qwen3.yaml")
 
@@ -41,6 +42,8 @@ def call(*arguments: str):
         (("simulate", CONFIG, "--poisson", "9", "--requests", "5", "--plot", "no/x.png"), "plot"),
         (("serve", CONFIG, "parallel.tp=two"), "parallel.tp"),
         (("serve", CONFIG, "kv.block_size=17"), "kv.block_size"),
+        (("serve", CONFIG, "--port", "0"), "serve.port is 0"),
+        (("serve", CONFIG, "--host", "0.0.0.0"), "there is no API key"),
         (("serve", CONFIG, "serve.port=8765", "parallel.tp=3"), "tp"),
         (("serve", CONFIG, "serve.port=8765", "model=nowhere"), "nowhere"),
     ],
@@ -148,6 +151,12 @@ def test_the_announcement_has_device_plan_and_a_curl_line(capsys):
     assert "1,234,567 in all" in printed
     assert "4,096" in printed
     assert "curl -s http://127.0.0.1:8000/v1/chat/completions" in printed
+
+
+def test_the_version_is_told():
+    result = call("--version")
+
+    assert (result.exit_code, result.stdout) == (0, f"dist-aclgraph {VERSION}\n")
 
 
 def test_doctor_gives_each_problem_a_remedy():
