@@ -5,7 +5,7 @@ The template is the model's own; nobody else's is ever rendered.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,23 @@ class Tokenizer:
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
         except BaseException as e:
             raise _translate(e, _cannot("decode")) from e
+
+    def decode_stream(self, *, skip_special_tokens: bool) -> Callable[[int], str | None]:
+        """Return a function that takes the ids of one text in order.
+
+        It returns the text that an id completes, or None where no character is complete.
+        """
+        stream = tokenizers.decoders.DecodeStream(skip_special_tokens=skip_special_tokens)
+
+        def step(token_id: int) -> str | None:
+            self.check_ids((token_id,), "tokens")
+            try:
+                text: str | None = stream.step(self._tokenizer, token_id)
+            except BaseException as e:
+                raise _translate(e, _cannot("decode")) from e
+            return text
+
+        return step
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         for token_id in ids:

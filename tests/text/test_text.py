@@ -57,6 +57,25 @@ def test_text_fed_token_by_token_is_the_text(text):
     assert "".join(pieces) + detokenizer.finish() == text
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=30))
+def test_any_ids_are_fed_to_the_text_that_they_decode_to(ids):
+    """But for replacement characters: bytes that are no character may become one later."""
+    detokenizer = Detokenizer(TOKENIZER)
+
+    pieces = [detokenizer.feed([i]) for i in ids]
+
+    fed = "".join(pieces) + detokenizer.finish()
+    assert fed.replace("\ufffd", "") == TOKENIZER.decode(ids).replace("\ufffd", "")
+
+
+def test_special_tokens_alone_are_no_text():
+    detokenizer = Detokenizer(TOKENIZER)
+    end = TOKENIZER.eos_ids[0]
+
+    assert detokenizer.feed([end] * 30) + detokenizer.finish() == ""
+
+
 def test_no_piece_ends_in_half_a_character():
     detokenizer = Detokenizer(TOKENIZER)
 
