@@ -110,15 +110,16 @@ def _started(
         with StartProgress(console) as show:
 
             def report(progress: Any) -> None:
+                signals.take_over()  # Ray has installed handlers of its own meanwhile
                 if signals.received:
                     raise _Stopping
                 show(progress)
 
             running = start(config, on_progress=report)
-    except _Stopping:
-        raise SystemExit(128 + signals.received) from None
+    except (_Stopping, SystemExit):  # Ray's own handler of SIGTERM exits, with another number
+        raise SystemExit(128 + (signals.received or signal.SIGTERM)) from None
     try:
-        signals.take_over()  # Ray has installed handlers of its own
+        signals.take_over()
         yield running
     finally:
         running.shut_down()
