@@ -11,8 +11,8 @@ from typing import Any
 
 import pydantic
 import yaml
-from fastapi import FastAPI
 from ray import serve
+from starlette.types import ASGIApp
 
 from dist_aclgraph.actors.engine_client import StartDeployment
 from dist_aclgraph.actors.llm import start_on_ray
@@ -56,7 +56,7 @@ class Ingress:
             self._deployment.shut_down()
             raise
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
+    def __serve_build_asgi_app__(self) -> ASGIApp:
         # Serve's proxy names requests, and answers with the name.
         return make_api(self._state, self._access, names_requests=False)
 
