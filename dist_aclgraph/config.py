@@ -28,6 +28,7 @@ BudgetModelName = Literal[
     "cann-software-sq",
     "calibrated",
 ]
+DECODE_MODES = ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")  # decode steps have graphs of their own
 HcclExpansion = Literal["AIV", "AICPU", "FFTS"]
 ExchangeSetting = Literal["auto", "all_gather", "all_to_all", "mc2"]
 
@@ -86,10 +87,20 @@ class GraphConfig(Section):
 
     mode: GraphMode = Field("FULL_DECODE_ONLY", description="NONE runs every step eagerly")
     sizes: tuple[int, ...] | None = Field(
-        None, description="capture sizes in tokens; null chooses 1, 2, 4, then steps of 8 and 16"
+        None,
+        description="capture sizes in tokens, of which the plan holds as many as every rank can "
+        "afford; larger batches run eagerly, and graph.lazy may add others while serving; null "
+        "chooses 1, 2, 4, then steps of 8 and 16 up to the largest batch",
     )
     mixed_sizes: tuple[int, ...] | None = Field(
-        None, description="sizes for mixed batches, where decode batches have graphs of their own"
+        None, description="the same for mixed batches, in mode FULL_AND_PIECEWISE"
+    )
+    max_tokens: int = Field(
+        512,
+        ge=1,
+        le=131072,
+        description="tokens of the largest graph; larger batches run eagerly: their kernels take "
+        "longer than it takes to launch them, so that a graph gains little",
     )
     traffic: dict[int, float] | None = Field(
         None,
@@ -97,7 +108,7 @@ class GraphConfig(Section):
         "expects small ones most often",
     )
     mixed_traffic: dict[int, float] | None = Field(
-        None, description="the same for mixed batches, where traffic is that of decode batches"
+        None, description="the same for mixed batches, in mode FULL_AND_PIECEWISE"
     )
     budget_model: BudgetModelName = Field(
         "calibrated", description="prices graphs in streams; see `dist-aclgraph plan`"
@@ -146,14 +157,26 @@ class GraphConfig(Section):
     @model_validator(mode="after")
     def _check_sizes(self) -> GraphConfig:
         for sizes in (self.sizes, self.mixed_sizes):
-            if sizes is not None and (not sizes or min(sizes) < 1):
-                raise ValueError("must be a non-empty list of positive token counts")
+            if sizes is not None and (
+                not sizes or min(sizes) < 1 or list(sizes) != sorted(set(sizes))
+            ):
+                raise ValueError(
+                    f"sizes {list(sizes)} must be positive token counts, each larger than the one "
+                    "before"
+                )
         for traffic in (self.traffic, self.mixed_traffic):
             if traffic is not None and not all(
                 n >= 1 and 0 <= weight <= MAX_WEIGHT for n, weight in traffic.items()
             ):
                 raise ValueError(
                     f"traffic maps positive token counts to weights from 0 to {MAX_WEIGHT:g}"
+                )
+        for key in ("mixed_sizes", "mixed_traffic"):
+            if getattr(self, key) is not None and self.mode != "FULL_AND_PIECEWISE":
+                remedy = key.removeprefix("mixed_")
+                raise ValueError(
+                    f"{key} has no effect in mode {self.mode}: set mode to FULL_AND_PIECEWISE, or "
+                    f"use {remedy}"
                 )
         return self
 
@@ -171,8 +194,19 @@ class SchedulerConfig(Section):
         description="tokens of one step on each data parallel rank, drafts included; longer "
         "prompts run in chunks",
     )
+    long_prompt_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="tokens of one prompt in a step, as long as other requests want to run; null "
+        "is a quarter of max_num_batched_tokens",
+    )
     max_waiting: int = Field(1024, ge=1, description="requests that may wait; more are refused")
     prefix_cache: bool = Field(True, description="reuse blocks of equal prompt beginnings")
+
+    @property
+    def prompt_share(self) -> int:
+        """Tokens of one prompt in a step, as long as other requests want to run."""
+        return self.long_prompt_tokens or max(1, self.max_num_batched_tokens // 4)
 
 
 class KVConfig(Section):
@@ -271,7 +305,47 @@ class ServeConfig(Section):
 
     host: str = Field("127.0.0.1", description="address to bind; loopback unless you choose else")
     port: int = Field(8000, ge=1, le=65535, description="port to bind")
-    max_body_bytes: int = Field(4 << 20, ge=1024, description="largest request body")
+    max_body_bytes: int = Field(
+        2 << 20,
+        ge=1024,
+        le=64 << 20,
+        description="largest request body; while one is parsed everything else waits, about 20 ms "
+        "for 2 MiB, which hold the ids of 160,000 tokens or more",
+    )
+    body_s: float = Field(
+        60.0,
+        gt=0,
+        description="how long a client may take to send a body; 60 s let 2 MiB through at 35 kB/s",
+    )
+    max_header_bytes: int = Field(
+        32 << 10,
+        ge=1024,
+        le=1 << 20,
+        description="largest request line and headers; browsers send less than 16 KiB",
+    )
+    header_s: float = Field(
+        10.0, gt=0, description="how long a client may take to send the headers of a request"
+    )
+    stall_s: float = Field(
+        60.0,
+        gt=0,
+        description="after so long without reading, while an answer waits, a client is cut off",
+    )
+    max_connections: int = Field(
+        4096,
+        ge=1,
+        le=65536,
+        description="connections at once; each takes a descriptor and some 100 KiB at most",
+    )
+    api_keys_file: str | None = Field(
+        None,
+        description="file with an API key on each line, one of which every request but /health and "
+        "/ready must bring; DIST_ACLGRAPH_API_KEY adds one",
+    )
+    insecure: bool = Field(False, description="serve beyond loopback without an API key, to anyone")
+    allowed_hosts: tuple[str, ...] = Field(
+        (), description="further names in the Host header; on loopback, names of it are known"
+    )
     lenient: bool = Field(False, description="ignore unknown request fields instead of a 400")
     drain_s: float = Field(10.0, ge=0, description="how long a stop waits for running requests")
 
@@ -286,6 +360,9 @@ class TimeoutConfig(Section):
     capture_s: float = Field(120.0, gt=0, description="capturing one bucket")
     step_s: float = Field(60.0, gt=0, description="one step, from plan to the last answer")
     stop_s: float = Field(10.0, gt=0, description="an orderly stop, before workers are killed")
+    link_s: float = Field(
+        10.0, gt=0, description="silence after which an engine, a client or a worker counts as gone"
+    )
 
 
 class Config(Section):
@@ -330,6 +407,36 @@ class Config(Section):
             if size != 1:
                 raise ValueError(f"parallel.{key} is {size}; this version allows 1")
         return self
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Config:
+        graph, limits, query_len = self.graph, self.scheduler, self.speculative.num_tokens + 1
+        decodes = graph.mode in DECODE_MODES
+        largest = limits.max_num_seqs * query_len if decodes else limits.max_num_batched_tokens
+        self._check_each_size("sizes", graph.sizes, largest, query_len if decodes else 1)
+        largest = limits.max_num_batched_tokens
+        self._check_each_size("mixed_sizes", graph.mixed_sizes, largest, 1)
+        return self
+
+    def _check_each_size(
+        self, key: str, sizes: tuple[int, ...] | None, largest: int, query_len: int
+    ) -> None:
+        for size in sizes or ():
+            if size > self.graph.max_tokens:
+                raise ValueError(
+                    f"graph.{key} has {size}; graph.max_tokens is {self.graph.max_tokens}: drop "
+                    "the size, or raise that"
+                )
+            if size > largest:
+                raise ValueError(
+                    f"graph.{key} has {size}; no batch has more than {largest} tokens by scheduler "
+                    "and speculative: drop the size, or raise those"
+                )
+            if size % query_len:
+                raise ValueError(
+                    f"graph.{key} has {size}; with drafts, decode batches have a multiple of "
+                    f"{query_len} tokens"
+                )
 
     @model_validator(mode="after")
     def _check_tokens(self) -> Config:

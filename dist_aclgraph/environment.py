@@ -14,6 +14,8 @@ from dist_aclgraph.config import Config, HcclExpansion
 # How HCCL_OP_EXPANSION_MODE calls them. FFTS+ is what an A2 takes when the host expands.
 HCCL_EXPANSION_NAMES: dict[HcclExpansion, str] = {"AIV": "AIV", "AICPU": "AI_CPU", "FFTS": "HOST"}
 
+API_KEY_VARIABLE = "DIST_ACLGRAPH_API_KEY"
+
 
 def child_environment(config: Config) -> dict[str, str]:
     """Environment of worker processes: what torch_npu and Ray read and nothing else may set."""
@@ -22,8 +24,9 @@ def child_environment(config: Config) -> dict[str, str]:
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
-        # A lost rank holds its peers for so long; the step's deadline ends them sooner.
-        "HCCL_EXEC_TIMEOUT": str(math.ceil(config.timeouts.step_s)),
+        # A lost rank holds its peers for so long. Longer than the step's deadline, at which the
+        # lost one is found out: its peers must not fail before, and be blamed.
+        "HCCL_EXEC_TIMEOUT": str(math.ceil(config.timeouts.step_s + config.timeouts.link_s)),
         "HCCL_OP_EXPANSION_MODE": HCCL_EXPANSION_NAMES[config.device.hccl_expansion],
         "HCCL_BUFFSIZE": str(config.device.hccl_buffer_mb),
         "HCCL_CONNECT_TIMEOUT": str(math.ceil(max(120.0, config.timeouts.join_s))),
@@ -51,15 +54,28 @@ def ray_address() -> str | None:
     return os.environ.get("RAY_ADDRESS") or None
 
 
+def api_key() -> str | None:
+    """Return the API key that the environment gives to the HTTP service, if it does."""
+    return os.environ.get(API_KEY_VARIABLE) or None
+
+
 def prepare_ray_environment() -> None:
-    """Set, before Ray starts, the variables whose defaults surprise: niceness 15, auth, uv."""
+    """Set, before Ray starts, the variables whose defaults surprise; what a user has set stays.
+
+    A cluster that RAY_ADDRESS names has settings of its own, which are left alone.
+    """
     os.environ.setdefault("RAY_worker_niceness", "0")
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Calls to a head that is gone end after so many seconds instead of a minute.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if ray_address() is None:
+        # Who reaches Ray runs code. Ray wants a token where nobody has set RAY_AUTH_MODE; this is
+        # its switch for clusters of several machines, on all systems: off means loopback only.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        # Where memory runs short, Ray would end our actors, and not the program that takes it.
+        os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 
 
 def disable_backend_autoload() -> None:

@@ -16,6 +16,7 @@ DistAclGraphError
     UnsupportedModelError, MissingTensorError
   RequestError            what a client may have got wrong (a 4xx)
     RequestTooLongError, InvalidParameterError, UnknownModelError
+  NotAMessageError        bytes on a socket of ours that we did not send
   EngineUnavailableError  the engine cannot take requests now (a 503)
     EngineDeadError, QueueFullError
 
@@ -158,6 +159,10 @@ class UnknownModelError(RequestError):
     """The request names a model that is not served here."""
 
     code = "model_not_found"
+
+
+class NotAMessageError(DistAclGraphError):
+    """What came over one of our sockets is not a message of ours."""
 
 
 class EngineUnavailableError(DistAclGraphError):

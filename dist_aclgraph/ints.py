@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import sys
+from array import array
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int32]
 
+INT_BYTES = 4
+assert sys.byteorder == "little" and array("i").itemsize == INT_BYTES
 
-def pack_ints(values: list[int] | IntArray) -> bytes:
-    return np.asarray(values, dtype="<i4").tobytes()
+
+def int_list(values: Sequence[int] | IntArray = ()) -> array[int]:
+    """Return a growing list of int32, which packs at the cost of a copy of its bytes."""
+    if not isinstance(values, np.ndarray):
+        return array("i", values)
+    found = array("i")
+    found.frombytes(pack_ints(values))
+    return found
+
+
+def pack_ints(values: Sequence[int] | IntArray) -> bytes:
+    if isinstance(values, np.ndarray):
+        return values.astype("<i4", copy=False).tobytes()
+    return (values if isinstance(values, array) else array("i", values)).tobytes()
 
 
 def unpack_ints(data: bytes, width: int | None = None) -> IntArray:

@@ -45,7 +45,7 @@ def ray_cluster() -> Iterator[None]:
     """One local Ray cluster with eight emulated NPUs for all tests of the session."""
     import ray
 
-    from dist_aclgraph.actors.deployment import start_ray
+    from dist_aclgraph.actors.local_ray import start_ray
     from dist_aclgraph.config import make_config
 
     start_ray(

@@ -11,10 +11,10 @@ from typing import Any
 
 from dist_aclgraph.actors.deployment import Deployment, start
 from dist_aclgraph.actors.engine_client import EngineClient
-from dist_aclgraph.actors.messages import RequestDelta
 from dist_aclgraph.config import Config, make_config
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.steps.delta import RequestDelta
 
 ANSWER_S = 60.0
 
@@ -90,7 +90,7 @@ def serving(config: Config) -> Iterator[Serving]:
     """Start a deployment on the Ray cluster of the session, and stop it at the end."""
     deployment = start(config)
     try:
-        client = EngineClient(deployment.addresses, deployment.token, dead_after_s=20.0)
+        client = EngineClient(deployment.addresses, deployment.token, link_s=config.timeouts.link_s)
         try:
             yield Serving(deployment, client)
         finally:

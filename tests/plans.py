@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dist_aclgraph.planning.buckets import DECODE_MODES, GraphFamily
+from dist_aclgraph.config import DECODE_MODES
+from dist_aclgraph.planning.buckets import GraphFamily
 from dist_aclgraph.planning.choice import choices
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.plan import GraphPlan

@@ -28,6 +28,7 @@ from dist_aclgraph.actors.lockstep_capture import (
     probe_graphs,
 )
 from dist_aclgraph.actors.lockstep_group import LockstepGroup, group_report
+from dist_aclgraph.actors.processes import leave_with_parent
 from dist_aclgraph.actors.state import State, advance
 from dist_aclgraph.actors.traffic_watch import TrafficWatch
 from dist_aclgraph.actors.worker_group import WorkerGroup, fetch, same, start_group
@@ -77,6 +78,7 @@ class Controller:
     """Owns the plan, the states, and all actors of a deployment."""
 
     def __init__(self, config: Config, *, is_emulated: bool) -> None:
+        leave_with_parent()
         self._config = config
         self._is_emulated = is_emulated
         self._state = State.PLACING

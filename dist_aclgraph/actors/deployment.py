@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import secrets
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
 from dist_aclgraph.actors.controller import Controller, Progress, Service
-from dist_aclgraph.actors.process_group import own_process_group
+from dist_aclgraph.actors.local_ray import NAMESPACE, LocalRay, start_ray
+from dist_aclgraph.actors.ray_errors import ours
 from dist_aclgraph.actors.worker_group import fetch
 from dist_aclgraph.config import Config
 from dist_aclgraph.device import emulator
 from dist_aclgraph.device.kind import resolve_kind
-from dist_aclgraph.environment import prepare_ray_environment, ray_address
 from dist_aclgraph.errors import EngineDeadError
 
-NAMESPACE = "dist_aclgraph"
 CONTROLLER = "controller"  # first part of the names of controller actors
-NPUS_OF_A_NODE = 8
-OBJECT_STORE_BYTES = 100 << 20  # the control plane needs none; this is what Ray accepts gladly
 POLL_S = 0.1
+ANSWER_S, STOP_S = 10.0, 60.0  # limits of the controller's answers
+NO_RANK = -1
 
 OnProgress = Callable[[Progress], None]
 
@@ -33,19 +29,34 @@ OnProgress = Callable[[Progress], None]
 class Deployment:
     """A serving deployment.
 
-    Owns its controller, and the local Ray cluster where it had to start one.
+    Owns its controller, and the connection to Ray where it had to make one.
+
+    Args:
+        local_ray: the Ray that was started for it.
+        owns_connection: whether this process had no connection to Ray before.
     """
 
-    def __init__(self, controller: Any, service: Service, *, owns_ray: bool) -> None:
+    def __init__(
+        self,
+        controller: Any,
+        service: Service,
+        *,
+        local_ray: LocalRay | None = None,
+        owns_connection: bool = False,
+    ) -> None:
         self._controller = controller
-        self._owns_ray = owns_ray
+        self._local_ray = local_ray
+        self._owns_connection = owns_connection
         self.addresses = service.addresses
         self.token = service.token
         self.max_model_len = service.max_model_len
 
     def report(self) -> dict[str, Any]:
         """Return plan, buckets with their counters, eager steps by reason, ranks and memory."""
-        return dict(ray.get(self._controller.report.remote(), timeout=15.0))
+        try:
+            return dict(ray.get(self._controller.report.remote(), timeout=2 * ANSWER_S))
+        except RayError as e:
+            raise ours(e, "asking for a report") from e
 
     def check(self) -> None:
         """Return if the deployment serves.
@@ -53,10 +64,12 @@ class Deployment:
         Raises:
             EngineDeadError: it does not; says why.
         """
+        if self._local_ray is not None and self._local_ray.death:
+            raise EngineDeadError(self._local_ray.death)
         try:
-            failure = ray.get(self._controller.check.remote(), timeout=10.0)
+            failure = ray.get(self._controller.check.remote(), timeout=ANSWER_S)
         except RayError as e:
-            raise EngineDeadError(f"the controller is gone: {type(e).__name__}") from e
+            raise EngineDeadError(str(ours(e, "asking the controller"))) from e
         if failure:
             raise EngineDeadError(failure)
 
@@ -65,13 +78,13 @@ class Deployment:
         if self._controller is None:
             return
         controller, self._controller = self._controller, None
-        try:
-            ray.get(controller.shut_down.remote(), timeout=60.0)
-            ray.kill(controller)
-        except RayError:
-            pass  # It is gone already, and its actors with it.
-        if self._owns_ray:
-            ray.shutdown()
+        if self._local_ray is None or not self._local_ray.death:
+            try:
+                ray.get(controller.shut_down.remote(), timeout=STOP_S)
+                ray.kill(controller)
+            except RayError:
+                pass  # It is gone already, and its actors with it.
+        _leave_ray(self._local_ray, self._owns_connection)
 
 
 def start(config: Config, on_progress: OnProgress | None = None) -> Deployment:
@@ -83,72 +96,44 @@ def start(config: Config, on_progress: OnProgress | None = None) -> Deployment:
     is_emulated = resolve_kind(config.device.kind) == "emulated"
     if is_emulated:
         emulator.build()
-    owns_ray = not ray.is_initialized()
-    if owns_ray:
-        start_ray(config)
+    owns_connection = not ray.is_initialized()
+    local_ray = start_ray(config) if owns_connection else None
+    if local_ray is not None:
+        # What is left of Ray would keep the engine; without it, clients learn of the end at once.
+        started = local_ray
+        local_ray.watch(lambda _: started.kill())
     controller = None
     try:
         actor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)(Controller)
         controller = actor.options(
             name=f"{CONTROLLER}-{secrets.token_hex(4)}", namespace=NAMESPACE
         ).remote(config, is_emulated=is_emulated)
-        starting = controller.start.remote()
-        while not ray.wait([starting], timeout=POLL_S)[0]:
-            if on_progress is not None:
-                on_progress(ray.get(controller.progress.remote(), timeout=10.0))
-        service = fetch(starting, -1, "PLACING")
-    except BaseException:
-        if controller is not None:
+        service = _wait_for(controller, local_ray, on_progress)
+    except BaseException as e:
+        if controller is not None and (local_ray is None or not local_ray.death):
             ray.kill(controller)
-        if owns_ray:
-            ray.shutdown()
+        _leave_ray(local_ray, owns_connection)
+        if isinstance(e, RayError):
+            raise ours(e, "starting the deployment") from e
         raise
-    return Deployment(controller, service, owns_ray=owns_ray)
+    return Deployment(controller, service, local_ray=local_ray, owns_connection=owns_connection)
 
 
-def starting_progress() -> Progress | None:
-    """Return how far a deployment is that somebody else starts on this Ray cluster, if one is."""
-    for actor in ray.util.list_named_actors(all_namespaces=True):
-        if actor["namespace"] == NAMESPACE and actor["name"].startswith(CONTROLLER):
-            try:
-                controller = ray.get_actor(actor["name"], NAMESPACE)
-                report: Progress = ray.get(controller.progress.remote(), timeout=2.0)
-            except (RayError, ValueError):
-                continue  # It went away meanwhile.
-            return report
-    return None
+def _wait_for(
+    controller: Any, local_ray: LocalRay | None, on_progress: OnProgress | None
+) -> Service:
+    starting = controller.start.remote()
+    while not ray.wait([starting], timeout=POLL_S)[0]:
+        if local_ray is not None and local_ray.death:
+            raise EngineDeadError(local_ray.death)
+        if on_progress is not None:
+            on_progress(ray.get(controller.progress.remote(), timeout=ANSWER_S))
+    service: Service = fetch(starting, NO_RANK, "PLACING")
+    return service
 
 
-def start_ray(config: Config) -> None:
-    """Join the Ray cluster that RAY_ADDRESS names, else start Ray on this machine alone.
-
-    A local Ray declares a node's NPUs, or as many as are needed, where they are emulated.
-    """
-    prepare_ray_environment()
-    common = {"namespace": NAMESPACE, "log_to_driver": False}
-    if (address := ray_address()) is not None:
-        ray.init(address=address, **common)
-        return
-    is_emulated = resolve_kind(config.device.kind) == "emulated"
-    # As many as a node has, so that a second deployment of this process finds some.
-    num_npus = max(NPUS_OF_A_NODE, config.parallel.world_size)
-    with own_process_group(), _emulated_acl() if is_emulated else nullcontext():
-        ray.init(
-            address="local",
-            num_cpus=max(4, os.cpu_count() or 1),
-            resources={"NPU": num_npus} if is_emulated else None,
-            object_store_memory=OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            **common,
-        )
-
-
-@contextmanager
-def _emulated_acl() -> Iterator[None]:
-    """Let Ray find the emulator's ``acl`` module while it counts this node's NPUs."""
-    folder = str(emulator.SOURCES / "python")
-    sys.path.append(folder)
-    try:
-        yield
-    finally:
-        sys.path.remove(folder)
+def _leave_ray(local_ray: LocalRay | None, owns_connection: bool) -> None:
+    if local_ray is not None:
+        local_ray.stop()
+    elif owns_connection:
+        ray.shutdown()

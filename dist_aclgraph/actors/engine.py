@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dist_aclgraph.actors.client_links import ClientLinks
 from dist_aclgraph.actors.engine_loop import EngineLoop
 from dist_aclgraph.actors.graph_changes import ChannelRanks, GraphChanges
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
+from dist_aclgraph.actors.processes import leave_with_parent
 from dist_aclgraph.actors.run_directory import make_run_directory, remove_run_directory
 from dist_aclgraph.actors.step_channel import ChannelAddress, StepSender
 from dist_aclgraph.config import Config
@@ -56,6 +58,7 @@ class Engine:
 
     def __init__(self, config: Config, num_workers: int, *, one_node: bool, host: str) -> None:
         """Open the step channel; workers may connect from now on."""
+        leave_with_parent()
         self._config = config
         self._num_workers = num_workers
         self._directory = make_run_directory()
@@ -109,9 +112,9 @@ class Engine:
         self._loop = EngineLoop(
             scheduler,
             self._channel,
-            address=address,
-            token=settings.token,
-            step_timeout_s=config.timeouts.step_s,
+            ClientLinks(address, settings.token, timeouts.link_s),
+            step_timeout_s=timeouts.step_s,
+            turn_timeout_s=timeouts.link_s,
             changes=GraphChanges(
                 dispatcher,
                 GraphTransaction(ranks, timeouts.negotiate_s, timeouts.capture_s),
@@ -150,9 +153,8 @@ class Engine:
         """Return why the group serves no more, or "" while it does."""
         if self._loop is None or self._thread is None:
             return ""
-        if self._loop.failure:
-            return self._loop.failure
-        return "" if self._thread.is_alive() else "the engine's loop has ended"
+        failure = self._loop.failure_now()
+        return failure if failure or self._thread.is_alive() else "the engine's loop has ended"
 
     def report(self) -> dict[str, Any]:
         return self._loop.report() if self._loop is not None else {}

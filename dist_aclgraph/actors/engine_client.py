@@ -1,51 +1,54 @@
 """EngineClient: how an ingress, or an LLM object, talks to the engines of a deployment.
 
-One I/O thread owns all sockets. A request lives on one engine from submit to its last delta; an
-engine that stays silent for too long ends all its requests with an error, so that nobody hangs.
+One I/O thread owns all sockets. A request lives on one engine from submit to its last delta; a link
+that is lost ends all its requests with an error, here and in the engine, so that nobody hangs.
+Another one is opened in its place, and the engine is used again once it answers.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
+import logging
 import queue
-import socket
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
-import msgspec
 import zmq
 
+from dist_aclgraph.actors.engine_link import BEATS_OF_A_SILENCE, EngineLink
 from dist_aclgraph.actors.messages import (
-    MAX_MESSAGE_BYTES,
     Abort,
     Answer,
     Deltas,
+    Goodbye,
     Hello,
     Query,
     QueryKind,
-    Refused,
-    RequestDelta,
     Submit,
     ToEngine,
-    encoder,
-    from_engine_decoder,
+    failed,
 )
+from dist_aclgraph.actors.sockets import Wakeup
 from dist_aclgraph.config import Config
-from dist_aclgraph.errors import EngineDeadError, InvalidParameterError, QueueFullError
+from dist_aclgraph.errors import DistAclGraphError, EngineDeadError, InvalidParameterError
 from dist_aclgraph.ints import IntArray, pack_ints
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.request import row_sampling
+from dist_aclgraph.steps.delta import RequestDelta
 
 OnDelta = Callable[[RequestDelta], None]
 
 STOPPING = "the service is stopping"
+
+logger = logging.getLogger(__name__)
 
 
 class Deployment(Protocol):
@@ -71,17 +74,17 @@ class Deployment(Protocol):
 StartDeployment = Callable[[Config], Deployment]
 
 
-@dataclass
-class _Link:
+@dataclass(eq=False)
+class _Engine:
     """One engine. The client's lock guards ``requests``, ``queries`` and ``dead_because``."""
 
-    address: str
-    socket: zmq.Socket[bytes]
-    last_heard_s: float
-    hellos: int = 0
+    open_link: Callable[[], EngineLink]
     dead_because: str = ""
     requests: dict[str, OnDelta] = field(default_factory=dict)
     queries: dict[int, Future[dict[str, Any]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.link = self.open_link()
 
 
 class EngineClient:
@@ -90,32 +93,24 @@ class EngineClient:
     Args:
         addresses: one ZeroMQ address per lockstep group.
         token: the deployment's connection token.
-        heartbeat_s: how often each engine is asked for its health.
-        dead_after_s: silence after which an engine counts as dead.
+        link_s: silence after which an engine counts as dead: ``timeouts.link_s``.
     """
 
-    def __init__(
-        self,
-        addresses: Sequence[str],
-        token: str,
-        *,
-        heartbeat_s: float = 0.5,
-        dead_after_s: float = 10.0,
-    ) -> None:
+    def __init__(self, addresses: Sequence[str], token: str, *, link_s: float) -> None:
         if not addresses:
             raise EngineDeadError("the deployment has no engine")
-        self._token = token
-        self._heartbeat_s = heartbeat_s
-        self._dead_after_s = dead_after_s
         self._lock = threading.Lock()
         self._query_ids = itertools.count(1)
-        self._commands: queue.SimpleQueue[tuple[_Link, ToEngine]] = queue.SimpleQueue()
-        self._wake_out, self._wake_in = socket.socketpair()
-        self._wake_out.setblocking(False)
-        self._wake_in.setblocking(False)
-        self._context = zmq.Context()
-        self._links = [self._connect(address) for address in addresses]
-        self._owner: dict[str, _Link] = {}
+        self._commands: queue.SimpleQueue[tuple[_Engine, ToEngine]] = queue.SimpleQueue()
+        self._wakeup = Wakeup()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        hello = Hello(token, secrets.token_hex(8))
+        self._engines = [
+            _Engine(partial(EngineLink, self._context, address, hello, link_s))
+            for address in addresses
+        ]
+        self._beat_s = link_s / BEATS_OF_A_SILENCE
+        self._owner: dict[str, _Engine] = {}
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
         self._thread.start()
@@ -131,6 +126,7 @@ class EngineClient:
         on_delta: OnDelta,
         *,
         seed: int = 0,
+        cache_salt: str = "",
     ) -> None:
         """Give a request to the engine with the fewest outstanding ones.
 
@@ -139,6 +135,7 @@ class EngineClient:
             stop_ids: all token ids that end the output.
             on_delta: called on the I/O thread, in order, until a delta has a finish reason.
             seed: used where ``params`` brings none.
+            cache_salt: cached blocks are shared with requests of the same salt only.
 
         Raises:
             EngineDeadError: no engine is alive.
@@ -150,27 +147,32 @@ class EngineClient:
             params, seed=seed, num_prompt_tokens=len(prompt_ids), end_ids=stop_ids
         )
         message = Submit(
-            request_id, pack_ints(prompt_ids), sampling, params.max_tokens, tuple(stop_ids)
+            request_id,
+            pack_ints(prompt_ids),
+            sampling,
+            params.max_tokens,
+            tuple(stop_ids),
+            cache_salt,
         )
         with self._lock:
             if request_id in self._owner:
                 raise InvalidParameterError(f"request id {request_id!r} is in use", "request_id")
-            alive = [link for link in self._links if not link.dead_because]
+            alive = [engine for engine in self._engines if not engine.dead_because]
             if not alive or self._closing.is_set():
-                raise EngineDeadError(self._links[0].dead_because or STOPPING)
-            link = min(alive, key=lambda link: len(link.requests))
-            link.requests[request_id] = on_delta
-            self._owner[request_id] = link
-        self._command(link, message)
+                raise EngineDeadError(self._engines[0].dead_because or STOPPING)
+            engine = min(alive, key=lambda engine: len(engine.requests))
+            engine.requests[request_id] = on_delta
+            self._owner[request_id] = engine
+        self._command(engine, message)
 
     def abort(self, request_id: str) -> None:
         """End a request, whose deltas nobody wants any more; unknown ids are ignored."""
         with self._lock:
-            link = self._owner.pop(request_id, None)
-            if link is not None:
-                link.requests.pop(request_id, None)
-        if link is not None:
-            self._command(link, Abort(request_id))
+            engine = self._owner.pop(request_id, None)
+            if engine is not None:
+                engine.requests.pop(request_id, None)
+        if engine is not None:
+            self._command(engine, Abort(request_id))
 
     def query(self, what: QueryKind, timeout_s: float = 5.0) -> list[dict[str, Any]]:
         """Return one answer per engine, in the order of the addresses.
@@ -179,15 +181,15 @@ class EngineClient:
             EngineDeadError: an engine is dead or did not answer in time.
         """
         futures: list[Future[dict[str, Any]]] = []
-        for link in self._links:
+        for engine in self._engines:
             query = Query(next(self._query_ids), what)
             future: Future[dict[str, Any]] = Future()
             with self._lock:
-                if link.dead_because:
-                    raise EngineDeadError(link.dead_because)
-                link.queries[query.query_id] = future
+                if engine.dead_because:
+                    raise EngineDeadError(engine.dead_because)
+                engine.queries[query.query_id] = future
             futures.append(future)
-            self._command(link, query)
+            self._command(engine, query)
         deadline = time.monotonic() + timeout_s
         try:
             return [future.result(max(0.0, deadline - time.monotonic())) for future in futures]
@@ -197,7 +199,7 @@ class EngineClient:
     def check(self) -> None:
         """Raise EngineDeadError, with the cause, if any engine is dead."""
         with self._lock:
-            reasons = [link.dead_because for link in self._links if link.dead_because]
+            reasons = [e.dead_because for e in self._engines if e.dead_because]
         if reasons or not self._thread.is_alive():
             raise EngineDeadError("; ".join(reasons) or STOPPING)
 
@@ -210,140 +212,130 @@ class EngineClient:
         """End all requests and the I/O thread. Idempotent; not for use inside ``on_delta``."""
         if not self._closing.is_set():
             self._closing.set()
-            self._wake()
+            self._wakeup.wake()
             self._thread.join()
-            self._wake_out.close()
-            self._wake_in.close()
-            self._context.destroy(linger=0)
+            self._wakeup.close()
+            self._context.term()
 
     # -- I/O thread ---------------------------------------------------------------------------
 
-    def _connect(self, address: str) -> _Link:
-        dealer = self._context.socket(zmq.DEALER)
-        dealer.setsockopt(zmq.LINGER, 100)  # lets a last Abort out
-        dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        dealer.connect(address)
-        return _Link(address, dealer, time.monotonic())
-
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._wake_in, zmq.POLLIN)
-        by_socket = {link.socket: link for link in self._links}
-        for link in self._links:
-            poller.register(link.socket, zmq.POLLIN)
-            self._send(link, Hello(self._token))
+        reason = STOPPING
+        try:
+            self._serve()
+        except Exception as e:  # Whatever it is: nobody may wait for a thread that has ended.
+            logger.exception("the client's thread has ended")
+            reason = f"{type(e).__name__}: {e}"
+        self._closing.set()
+        for engine in self._engines:
+            self._lose(engine, reason)
+            engine.link.close()
+
+    def _serve(self) -> None:
         next_beat_s = 0.0
+        poller = self._make_poller()
         while not self._closing.is_set():
-            for ready, _ in poller.poll(max(0, int((next_beat_s - time.monotonic()) * 1000) + 1)):
-                if ready in by_socket:
-                    self._receive(by_socket[ready])
-                else:
-                    self._drain_wake()
+            poller.poll(max(0, int((next_beat_s - time.monotonic()) * 1000) + 1))
+            self._wakeup.drain()
+            for engine in self._engines:
+                self._receive(engine)
             self._send_commands()
             if time.monotonic() >= next_beat_s:
-                next_beat_s = time.monotonic() + self._heartbeat_s
-                for link in self._links:
-                    self._beat(link)
+                next_beat_s = time.monotonic() + self._beat_s
+                if self._beat():
+                    poller = self._make_poller()
         self._send_commands()
-        for link in self._links:
-            self._lose(link, STOPPING)
-            link.socket.close()
+        for engine in self._engines:
+            engine.link.send(Goodbye())
 
-    def _beat(self, link: _Link) -> None:
-        silent_s = time.monotonic() - link.last_heard_s
-        if silent_s > self._dead_after_s and not link.dead_because:
-            self._lose(link, f"the engine has been silent for {silent_s:.1f} s")
-        if link.dead_because:  # another engine may answer there: introduce ourselves again
-            link.hellos += 1
-            self._send(link, Hello(self._token, link.hellos))
-        self._send(link, Query(0, "health"))
+    def _make_poller(self) -> zmq.Poller:
+        poller = zmq.Poller()
+        poller.register(self._wakeup.fileno(), zmq.POLLIN)
+        for engine in self._engines:
+            for socket in engine.link.sockets:
+                poller.register(socket, zmq.POLLIN)
+        return poller
 
-    def _receive(self, link: _Link) -> None:
-        while link.socket.poll(0):
-            frame = link.socket.recv()
+    def _beat(self) -> bool:
+        """Give signs of life, and replace links that were lost; say whether there were any."""
+        is_new = False
+        for engine in self._engines:
+            if engine.link.is_lost:
+                engine.link.close(0)
+                engine.link = engine.open_link()
+                is_new = True
             try:
-                message = from_engine_decoder.decode(frame)
-            except msgspec.DecodeError as e:
-                self._lose(link, f"the engine sent what is no message: {e}")
-                continue
-            if isinstance(message, Refused):
-                self._lose(link, f"the engine refused the connection: {message.reason}")
-                continue
-            link.last_heard_s = time.monotonic()
-            if isinstance(message, Answer):
-                self._answered(link, message)
-            elif isinstance(message, Deltas):
-                for delta in message.deltas:
-                    self._deliver(link, delta)
+                engine.link.beat()
+            except EngineDeadError as e:
+                self._lose(engine, str(e))
+        return is_new
 
-    def _answered(self, link: _Link, message: Answer) -> None:
-        if message.query_id == 0:
-            health = json.loads(message.body)
-            dead_because = "" if health.get("ok", True) else str(health.get("error", "unhealthy"))
-            if dead_because and not link.dead_because:
-                self._lose(link, dead_because)
-            with self._lock:
-                link.dead_because = dead_because
+    def _receive(self, engine: _Engine) -> None:
+        if engine.link.is_lost:
             return
+        try:
+            for message in engine.link.receive():
+                if isinstance(message, Answer):
+                    self._answered(engine, message)
+                else:
+                    self._deliver(engine, message)
+        except EngineDeadError as e:
+            self._lose(engine, str(e))
+            return
+        if engine.dead_because and engine.link.is_welcome:
+            with self._lock:
+                engine.dead_because = ""
+
+    def _answered(self, engine: _Engine, message: Answer) -> None:
         with self._lock:
-            future = link.queries.pop(message.query_id, None)
+            future = engine.queries.pop(message.query_id, None)
         if future is not None:
             future.set_result(json.loads(message.body))
 
-    def _deliver(self, link: _Link, delta: RequestDelta) -> None:
-        with self._lock:
-            on_delta = link.requests.get(delta.request_id)
-            if on_delta is not None and delta.finish_reason is not None:
-                del link.requests[delta.request_id]
-                del self._owner[delta.request_id]
-        if on_delta is not None:
-            on_delta(delta)
+    def _deliver(self, engine: _Engine, message: Deltas) -> None:
+        for delta in message.deltas:
+            with self._lock:
+                on_delta = engine.requests.get(delta.request_id)
+                if on_delta is not None and delta.finish_reason is not None:
+                    del engine.requests[delta.request_id]
+                    del self._owner[delta.request_id]
+            if on_delta is not None:
+                self._tell(on_delta, delta)
 
-    def _lose(self, link: _Link, reason: str) -> None:
+    def _tell(self, on_delta: OnDelta, delta: RequestDelta) -> None:
+        """Call a request's callback. What it raises ends this request, and nothing else."""
+        try:
+            on_delta(delta)
+        except Exception as e:
+            logger.exception("the callback of request %r failed", delta.request_id)
+            self.abort(delta.request_id)
+            if delta.finish_reason is None:
+                error = DistAclGraphError(f"the request's callback failed: {e!r}")
+                self._tell(on_delta, failed(delta.request_id, error))
+
+    def _lose(self, engine: _Engine, reason: str) -> None:
         """End everything that waits for this engine."""
         with self._lock:
-            link.dead_because = reason
-            requests, link.requests = link.requests, {}
-            queries, link.queries = link.queries, {}
+            engine.dead_because = reason
+            engine.link.is_lost = True
+            requests, engine.requests = engine.requests, {}
+            queries, engine.queries = engine.queries, {}
             for request_id in requests:
                 self._owner.pop(request_id, None)
         for request_id, on_delta in requests.items():
-            on_delta(
-                RequestDelta(
-                    request_id, finish_reason="error", error=reason, error_kind="EngineDeadError"
-                )
-            )
+            self._tell(on_delta, failed(request_id, EngineDeadError(reason)))
         for future in queries.values():
             future.set_exception(EngineDeadError(reason))
 
-    def _command(self, link: _Link, message: ToEngine) -> None:
-        self._commands.put((link, message))
-        self._wake()
+    def _command(self, engine: _Engine, message: ToEngine) -> None:
+        self._commands.put((engine, message))
+        self._wakeup.wake()
 
     def _send_commands(self) -> None:
         while not self._commands.empty():
-            self._send(*self._commands.get())
-
-    def _send(self, link: _Link, message: ToEngine) -> None:
-        try:
-            link.socket.send(encoder.encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            if isinstance(message, Submit):
-                error = "the engine's queue of messages is full"
-                self._deliver(
-                    link,
-                    RequestDelta(
-                        message.request_id, finish_reason="error", error=error,
-                        error_kind=QueueFullError.__name__,
-                    ),
-                )  # fmt: skip
-
-    def _wake(self) -> None:
-        # A full pipe means that the thread has wake-ups waiting already, a closed one that it left.
-        with contextlib.suppress(OSError):
-            self._wake_out.send(b"\0")
-
-    def _drain_wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while self._wake_in.recv(4096):
-                pass
+            engine, message = self._commands.get()
+            # What was lost with its link has ended already; a new connection knows nothing of it.
+            if isinstance(message, Submit) and message.request_id not in engine.requests:
+                continue
+            if not engine.link.is_lost:
+                engine.link.send(message)

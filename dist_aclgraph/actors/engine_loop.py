@@ -1,37 +1,22 @@
 """The loop of one lockstep group: take requests in, decide a step, send it, hand its tokens out.
 
-Runs on one thread of the engine actor and owns the scheduler, the step channel and the clients'
-socket. What step n brought is handed to the clients while the workers run step n + 1.
+Runs on one thread of the engine actor and owns the scheduler and the step channel; the clients are
+another thread's (``client_links.py``). What step n brought is handed to the clients while the
+workers run step n + 1.
 """
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-import zmq
-
+from dist_aclgraph.actors.client_links import ClientLinks, Link
 from dist_aclgraph.actors.engine_report import LoopCounts, group_metrics, group_report
 from dist_aclgraph.actors.graph_changes import GraphChanges
-from dist_aclgraph.actors.messages import (
-    MAX_MESSAGE_BYTES,
-    Abort,
-    Deltas,
-    FromEngine,
-    Hello,
-    Query,
-    Refused,
-    RequestDelta,
-    Submit,
-    answer,
-    encoder,
-    to_engine_decoder,
-)
+from dist_aclgraph.actors.messages import Submit, failed
 from dist_aclgraph.actors.step_channel import StepSender
 from dist_aclgraph.errors import (
     DistAclGraphError,
@@ -39,20 +24,20 @@ from dist_aclgraph.errors import (
     InvalidParameterError,
     WorkerLostError,
 )
-from dist_aclgraph.ints import pack_ints, unpack_ints
+from dist_aclgraph.ints import INT_BYTES, unpack_ints
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.planning.rebucketing import Action
 from dist_aclgraph.planning.traffic import Traffic
-from dist_aclgraph.scheduler.request import Request, RequestOutput
+from dist_aclgraph.scheduler.outputs import StepOutputs
+from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.scheduler import Scheduler
+from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.step import StepPlan, StepResult
 
-IDLE_POLL_MS = 100
-INT_BYTES = 4  # of an int32
+STOPPING = "the deployment is stopping"
+IDLE_S = 0.1  # without work, between two looks around
 MEAN_OF = 200  # steps
-
-Client = bytes  # ZeroMQ routing id
 
 
 @dataclass
@@ -74,32 +59,30 @@ class EngineLoop:
         changes: what becomes of the group's graphs while it serves.
         report: what the controller knows of the ranks; part of every report.
         step_timeout_s: a step that takes longer ends the epoch.
+        turn_timeout_s: host work that takes longer between two waits is stuck. Waits have limits of
+            their own.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         channel: StepSender,
+        links: ClientLinks,
         *,
-        address: str,
-        token: str,
         step_timeout_s: float,
+        turn_timeout_s: float,
         changes: GraphChanges,
         report: dict[str, Any],
     ) -> None:
         self._scheduler = scheduler
         self._channel = channel
-        self._token = token
+        self._links = links
         self._step_timeout_s = step_timeout_s
+        self._turn_timeout_s = turn_timeout_s
         self._changes = changes
         self._report = report
-        self._context = zmq.Context(io_threads=1)
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 200)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._socket.bind(address)
-        self._known: set[Client] = set()
-        self._client_of: dict[str, Client] = {}
+        self._link_of: dict[str, Link] = {}
+        self._seen_s = time.monotonic()  # when the loop last showed that it goes on
         self._failure = ""
         self._stopping = False
         self._timings_us: Counter[str] = Counter()
@@ -112,6 +95,14 @@ class EngineLoop:
     def fail(self, reason: str) -> None:
         """Say that a worker is gone: every request ends with this reason, and so do later ones."""
         self._failure = self._failure or reason
+        self._links.wake()
+
+    def failure_now(self) -> str:
+        """Return why nothing is served, or "" while all is well."""
+        stuck_s = time.monotonic() - self._seen_s
+        if not self._failure and stuck_s > self._turn_timeout_s:
+            return f"the engine's loop has been stuck on its host for {stuck_s:.1f} s"
+        return self._failure
 
     def stop(self) -> None:
         self._stopping = True
@@ -133,17 +124,15 @@ class EngineLoop:
         """Return how long a step takes that replays each graph, on average."""
         return {graph: mean.value for graph, mean in list(self._step_times.items())}
 
-    @property
-    def failure(self) -> str:
-        return self._failure
-
     # ---- the loop's thread
 
     def run(self) -> None:
         """Serve until stopped. A failed epoch keeps answering clients, with errors."""
-        outputs: list[RequestOutput] = []
+        outputs = StepOutputs()
+        self._links.start(self)
         try:
             while not self._stopping:
+                self._seen_s = time.monotonic()
                 if self._failure:
                     self._serve_failure()
                     continue
@@ -155,22 +144,22 @@ class EngineLoop:
                     self.fail(f"{type(e).__name__}: {e}")
         finally:
             self._channel.close(self._scheduler.epoch)
-            self._socket.close()
-            self._context.term()
+            self._end_requests(STOPPING)
+            self._links.close()
 
-    def _turn(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+    def _turn(self, outputs: StepOutputs) -> StepOutputs:
         """Run one step, and hand out the outputs of the one before meanwhile."""
-        self._receive_all(0)
+        self._take(0)
         if self._changes.is_due(not self._scheduler.has_work, not self._scheduler.waiting):
             self._deliver(outputs)  # nobody waits for a capture with a token that is there
-            outputs = []
+            outputs = StepOutputs()
             self._changes.advance()
         start_s = time.perf_counter()
         plan = self._scheduler.schedule()
         if plan is None:
             self._deliver(outputs)
-            self._receive_all(IDLE_POLL_MS)
-            return []
+            self._take(IDLE_S)
+            return StepOutputs()
         scheduled_s = time.perf_counter()
         self._channel.send(plan)
         sent_s = time.perf_counter()
@@ -182,7 +171,7 @@ class EngineLoop:
         self._num_steps += 1
         if plan.graph is not None:
             self._step_times[plan.graph].add(received_s - sent_s)
-        self._num_tokens["generation"] += sum(len(o.token_ids) for o in outputs)
+        self._num_tokens["generation"] += outputs.num_tokens
         first = next(result for result in results if result.rank == 0)
         if first.timings_us:
             self._book(plan, first, scheduled_s - start_s, sent_s - scheduled_s,
@@ -195,10 +184,11 @@ class EngineLoop:
         Raises:
             WorkerLostError: it is.
         """
+        self._seen_s = time.monotonic()
         if self._failure:
             raise WorkerLostError(self._failure)
         if self._stopping:
-            raise EngineDeadError("the deployment is stopping")
+            raise EngineDeadError(STOPPING)
 
     def _book(
         self,
@@ -225,114 +215,68 @@ class EngineLoop:
 
     # ---- clients
 
-    def _receive_all(self, timeout_ms: int) -> None:
-        """Take in all that clients have sent; wait up to ``timeout_ms`` for the first message."""
-        while self._socket.poll(timeout_ms):
-            client, *frames = self._socket.recv_multipart()
-            timeout_ms = 0
-            try:
-                message = to_engine_decoder.decode(b"".join(frames))
-            except msgspec.MsgspecError as e:
-                self._send(client, Refused(f"not a message of ours: {e}"))
-                continue
-            if isinstance(message, Hello):
-                self._welcome(client, message)
-            elif client in self._known:
-                self._serve(client, message)
+    def _take(self, timeout_s: float) -> None:
+        """Take in all that clients want; wait up to ``timeout_s`` for the first of it."""
+        for link, wish in self._links.take(timeout_s):
+            if isinstance(wish, Submit):
+                self._submit(link, wish)
+            elif wish is not None:
+                self._abort(link, wish.request_id)
+            else:
+                for request_id in [r for r, owner in self._link_of.items() if owner is link]:
+                    self._abort(link, request_id)
 
-    def _welcome(self, client: Client, hello: Hello) -> None:
-        if secrets.compare_digest(hello.token.encode(), self._token.encode()):
-            self._known.add(client)
-        else:
-            self._send(client, Refused("wrong token"))
+    def _abort(self, link: Link, request_id: str) -> None:
+        if self._link_of.get(request_id) is link:
+            del self._link_of[request_id]
+            self._scheduler.abort(request_id)
 
-    def _serve(self, client: Client, message: Submit | Abort | Query) -> None:
-        if isinstance(message, Submit):
-            self._submit(client, message)
-        elif isinstance(message, Abort):
-            if self._client_of.pop(message.request_id, None) is not None:
-                self._scheduler.abort(message.request_id)
-        else:
-            bodies: dict[str, Callable[[], dict[str, Any]]] = {
-                "health": self.health,
-                "report": self.report,
-                "metrics": self.metrics,
-            }
-            self._send(client, answer(message, bodies[message.what]()))
-
-    def _submit(self, client: Client, submit: Submit) -> None:
+    def _submit(self, link: Link, submit: Submit) -> None:
         try:
             if self._failure:
                 raise EngineDeadError(self._failure)
             if len(submit.prompt) % INT_BYTES:
-                raise InvalidParameterError("the prompt's bytes are no int32 array", "prompt")
+                raise InvalidParameterError("the prompt's bytes are not an int32 array", "prompt")
             request = Request(
                 submit.request_id,
-                unpack_ints(submit.prompt).tolist(),
+                unpack_ints(submit.prompt),
                 submit.sampling,
                 max_tokens=submit.max_tokens,
                 stop_token_ids=submit.stop_token_ids,
+                cache_salt=submit.cache_salt,
             )
             self._scheduler.add(request)
         except DistAclGraphError as e:
-            delta = RequestDelta(
-                submit.request_id,
-                finish_reason="error",
-                error=str(e),
-                error_kind=type(e).__name__,
-            )
-            self._send(client, Deltas((delta,), *self._now))
+            self._links.send(link, [failed(submit.request_id, e)])
             return
-        self._client_of[submit.request_id] = client
+        self._link_of[submit.request_id] = link
         self._num_tokens["prompt"] += request.num_prompt_tokens
 
-    def _deliver(self, outputs: list[RequestOutput]) -> None:
+    def _deliver(self, outputs: StepOutputs) -> None:
         """Send each client one message with the tokens of all its requests."""
-        by_client: defaultdict[Client, list[RequestDelta]] = defaultdict(list)
-        for output in outputs:
-            client = self._client_of.get(output.request_id)
-            if client is None:
+        by_link: defaultdict[Link, list[RequestDelta]] = defaultdict(list)
+        for delta in outputs:
+            link = self._link_of.get(delta.request_id)
+            if link is None:
                 continue
-            if output.finish_reason is not None:
-                del self._client_of[output.request_id]
-            by_client[client].append(
-                RequestDelta(
-                    output.request_id,
-                    pack_ints(list(output.token_ids)),
-                    output.finish_reason,
-                    output.logprobs,
-                    max(0, output.num_cached_tokens),
-                )
-            )
-        for client, deltas in by_client.items():
-            self._send(client, Deltas(tuple(deltas), *self._now))
+            if delta.finish_reason is not None:
+                del self._link_of[delta.request_id]
+            by_link[link].append(delta)
+        for link, deltas in by_link.items():
+            self._links.send(link, deltas)
 
     def _serve_failure(self) -> None:
         """End what runs, and answer whoever still asks."""
         self._scheduler.abort_all("error")
-        for request_id, client in self._client_of.items():
-            delta = RequestDelta(
-                request_id,
-                finish_reason="error",
-                error=self._failure,
-                error_kind=EngineDeadError.__name__,
-            )
-            self._send(client, Deltas((delta,), *self._now))
-        self._client_of.clear()
-        self._receive_all(IDLE_POLL_MS)
+        self._end_requests(self._failure)
+        self._take(IDLE_S)
 
-    @property
-    def _now(self) -> tuple[int, int]:
-        """Epoch and step that a message to a client belongs to."""
-        return self._scheduler.epoch, self._scheduler.step
-
-    def _send(self, client: Client, message: FromEngine) -> None:
-        self._socket.send_multipart([client, encoder.encode(message)])
+    def _end_requests(self, reason: str) -> None:
+        for request_id, link in self._link_of.items():
+            self._links.send(link, [failed(request_id, EngineDeadError(reason))])
+        self._link_of.clear()
 
     # ---- what clients may ask
-
-    def health(self) -> dict[str, Any]:
-        return {"ok": not self._failure, "error": self._failure}
 
     def metrics(self) -> dict[str, Any]:
         """Counters and gauges of this group, for /metrics."""

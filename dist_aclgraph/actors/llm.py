@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from dist_aclgraph.actors.engine_client import Deployment, EngineClient, StartDeployment
-from dist_aclgraph.actors.messages import RequestDelta, error_of
+from dist_aclgraph.actors.messages import error_of
 from dist_aclgraph.config import Config, load_config
 from dist_aclgraph.errors import (
     EngineUnavailableError,
@@ -22,6 +22,7 @@ from dist_aclgraph.errors import (
 )
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.step import RowLogprobs
 from dist_aclgraph.text.output import OutputText, end_ids
 from dist_aclgraph.text.tokenizer import Tokenizer
@@ -79,7 +80,11 @@ class LLM:
         self._client: EngineClient | None = None
         self._deployment: Deployment | None = (start or start_on_ray)(self.config)
         try:
-            self._client = EngineClient(self._deployment.addresses, self._deployment.token)
+            self._client = EngineClient(
+                self._deployment.addresses,
+                self._deployment.token,
+                link_s=self.config.timeouts.link_s,
+            )
         except BaseException:
             self.close()
             raise
@@ -188,18 +193,13 @@ class LLM:
         if delta.finish_reason == "abort":
             raise EngineUnavailableError("the engine ended the request")
         ids = unpack_ints(delta.token_ids).tolist()
-        completion.token_ids += ids
-        completion.logprobs += [row for row in delta.logprobs if row is not None]
+        piece = output.take(ids, delta.logprobs, delta.finish_reason)
+        completion.text += piece.text
+        completion.token_ids += piece.token_ids
+        completion.logprobs += piece.logprobs
         completion.num_cached_tokens = max(completion.num_cached_tokens, delta.num_cached_tokens)
-        completion.finish_reason = delta.finish_reason
-        if delta.finish_reason == "stop":
-            ids.pop()
-        completion.text += output.feed(ids)
-        if delta.finish_reason is not None:
-            completion.text += output.finish()
-        if output.is_stopped:
-            completion.finish_reason = "stop"
-        return completion.finish_reason is not None
+        completion.finish_reason = piece.finish_reason
+        return piece.finish_reason is not None
 
 
 def start_on_ray(config: Config) -> Deployment:

@@ -1,7 +1,9 @@
 """What crosses between an engine and its clients, over one ZeroMQ ROUTER (engine) / DEALER pair.
 
 Plain MessagePack, as between engine and workers (``steps/step.py``); each message is one frame.
-A client says ``Hello`` first: an engine answers ``Refused`` to a wrong token and ignores all else.
+A client says ``Hello`` first, and ``Beat`` regularly; an engine answers both with ``Pulse``, a
+wrong token with ``Refused``, and ignores who has not said ``Hello``. A link that fails at one end
+takes its requests with it: the client ends them with an error, the engine aborts them.
 """
 
 from __future__ import annotations
@@ -12,18 +14,29 @@ from typing import Any, Literal
 import msgspec
 
 from dist_aclgraph import errors
-from dist_aclgraph.steps.step import RowLogprobs, RowSampling
+from dist_aclgraph.steps.delta import RequestDelta
+from dist_aclgraph.steps.step import RowSampling
 
-MAX_MESSAGE_BYTES = 64 << 20
-FinishReason = Literal["stop", "length", "abort", "error"]
-QueryKind = Literal["report", "metrics", "health"]
+QueryKind = Literal["report", "metrics"]
+# Sent to a client and not confirmed by it: more means that it has stopped reading.
+MAX_UNREAD_BYTES = 128 << 20
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """First message of a client, repeated after a silence; ``epoch`` counts the repetitions."""
+    """First message on a connection. An earlier connection of the same client is over by it."""
 
     token: str
-    epoch: int = 0
+    client: str
+
+
+class Beat(msgspec.Struct, frozen=True, tag="beat"):
+    """A sign of life. ``received`` is the number of the last ``Deltas`` that were read."""
+
+    received: int = 0
+
+
+class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
+    """The client leaves, and wants nothing of what still runs for it."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
@@ -34,6 +47,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     sampling: RowSampling
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
+    cache_salt: str = ""  # cached blocks are shared with requests of the same salt only
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -43,33 +57,26 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class Query(msgspec.Struct, frozen=True, tag="query"):
-    """A question; ``health`` is also the heartbeat."""
+    """A question; the answer repeats its id."""
 
     query_id: int
     what: QueryKind
 
 
-class RequestDelta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one step brought to one request. With ``finish_reason`` set it is the last one.
+class Deltas(msgspec.Struct, frozen=True, tag="deltas"):
+    """One message per step for all requests of one client.
 
-    A stop token, where one ended the request, is the last of ``token_ids``.
+    ``number`` counts them on each connection, from 1: a gap means that tokens are lost.
     """
 
-    request_id: str
-    token_ids: bytes = b""  # int32 [num_new_tokens]
-    finish_reason: FinishReason | None = None
-    logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new_tokens], or empty if not asked for
-    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
-    error: str = ""  # one sentence, where finish_reason is "error"
-    error_kind: str = ""  # class name from errors.py
-
-
-class Deltas(msgspec.Struct, frozen=True, tag="deltas"):
-    """One message per step for all requests of one client."""
-
     deltas: tuple[RequestDelta, ...]
-    epoch: int = 0
-    step: int = 0  # the last that the engine had scheduled
+    number: int
+
+
+class Pulse(msgspec.Struct, frozen=True, tag="pulse"):
+    """The engine's sign of life. ``failure`` says why it serves no more, "" where it does."""
+
+    failure: str = ""
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
@@ -80,13 +87,13 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The engine does not serve this client."""
+    """The engine does not serve this client, or no longer: nothing follows on this connection."""
 
     reason: str
 
 
-ToEngine = Hello | Submit | Abort | Query
-FromEngine = Deltas | Answer | Refused
+ToEngine = Hello | Beat | Submit | Abort | Query | Goodbye
+FromEngine = Deltas | Pulse | Answer | Refused
 
 encoder = msgspec.msgpack.Encoder()
 to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
@@ -95,6 +102,13 @@ from_engine_decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decod
 
 def answer(query: Query, body: dict[str, Any]) -> Answer:
     return Answer(query.query_id, json.dumps(body).encode())
+
+
+def failed(request_id: str, error: errors.DistAclGraphError) -> RequestDelta:
+    """Return the last delta of a request that ends with ``error``."""
+    return RequestDelta(
+        request_id, finish_reason="error", error=str(error), error_kind=type(error).__name__
+    )
 
 
 def error_of(delta: RequestDelta) -> errors.DistAclGraphError:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from dist_aclgraph.actors.processes import leave_with_parent
 from dist_aclgraph.actors.step_channel import ChannelAddress, StepReceiver
 from dist_aclgraph.config import Config
 from dist_aclgraph.environment import launch_blocking, visible_devices
@@ -88,6 +89,8 @@ class Worker:
     # ---- phases, in order
 
     def describe(self) -> WorkerInfo:
+        """Say where this worker landed. From now on it leaves with the raylet that started it."""
+        leave_with_parent()
         context = ray.get_runtime_context()
         return WorkerInfo(
             node_id=context.get_node_id(),

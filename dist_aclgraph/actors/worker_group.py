@@ -8,17 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 
 from dist_aclgraph.actors import placement
+from dist_aclgraph.actors.ray_errors import of_worker
 from dist_aclgraph.actors.worker import Worker, WorkerInfo
 from dist_aclgraph.config import Config
 from dist_aclgraph.environment import child_environment
 from dist_aclgraph.errors import (
-    DeviceError,
     DistAclGraphError,
-    GraphError,
     WorkerLostError,
     WorkerStartTimeoutError,
 )
@@ -128,7 +127,7 @@ class WorkerGroup:
         for i, ref in refs.items():
             try:
                 places[i] = ray.get(ref) if ref in ready else None
-            except (RayActorError, RayTaskError):
+            except RayError:
                 places[i] = None
         return places
 
@@ -188,23 +187,8 @@ def fetch(ref: Any, rank: int, phase: str) -> Any:
     """
     try:
         return ray.get(ref)
-    except RayActorError as e:
-        raise WorkerLostError(f"the process died: {_summary(e)}", rank, phase) from None
-    except RayTaskError as e:
-        cause = e.cause if isinstance(e.cause, Exception) else e
-        if rank >= 0 and isinstance(cause, DeviceError | GraphError):
-            # A device does not know whose it is.
-            raise type(cause)(f"rank {rank} in {phase}: {cause}") from None
-        if isinstance(cause, DistAclGraphError):
-            raise cause from None
-        raise WorkerLostError(f"{type(cause).__name__}: {_summary(cause)}", rank, phase) from e
-
-
-def _summary(error: BaseException) -> str:
-    """The first lines that say something: torch adds C++ frames, Ray the actor's coordinates."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = [line for line in lines if not line.startswith(("frame #", "[ERROR]", "ray::"))]
-    return " ".join(said[:3])[:500] or type(error).__name__
+    except RayError as e:
+        raise of_worker(e, rank, phase) from None
 
 
 def start_group(

@@ -14,9 +14,9 @@ import numpy as np
 
 from dist_aclgraph.actors import deployment
 from dist_aclgraph.actors.engine_client import EngineClient
-from dist_aclgraph.actors.messages import RequestDelta
 from dist_aclgraph.config import make_config
 from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.steps.delta import RequestDelta
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,9 @@ class DecodeEngine:
 
     def __enter__(self) -> DecodeEngine:
         self.deployment = deployment.start(self.config, self._on_progress)
-        self.client = EngineClient(self.deployment.addresses, self.deployment.token)
+        self.client = EngineClient(
+            self.deployment.addresses, self.deployment.token, link_s=self.config.timeouts.link_s
+        )
         return self
 
     def __exit__(self, *_: object) -> None:

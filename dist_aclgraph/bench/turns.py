@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from dist_aclgraph.actors import deployment
 from dist_aclgraph.actors.controller import Progress as StartProgress
+from dist_aclgraph.actors.deployment import OnProgress
+from dist_aclgraph.actors.local_ray import start_ray
 from dist_aclgraph.bench.engine import DecodeEngine
 from dist_aclgraph.bench.workload import Arrival, Run, run_workload
 from dist_aclgraph.config import make_config
@@ -75,7 +76,7 @@ def take_turns(
     # NPUs for each deployment: on one machine, they are all the same cores.
     first = next(iter(engines.values())).config
     num_npus = first.parallel.world_size * len(engines)
-    deployment.start_ray(make_config({"model": first.model, "parallel": {"dp": num_npus}}))
+    start_ray(make_config({"model": first.model, "parallel": {"dp": num_npus}}))
     try:
         with ExitStack() as stack:
             for engine in engines.values():
@@ -103,7 +104,7 @@ def take_turns(
     return Turns(runs, reports, load, time.monotonic() - started_s)
 
 
-def show_start(bar: Progress, name: str) -> deployment.OnProgress:
+def show_start(bar: Progress, name: str) -> OnProgress:
     """Return what shows how far the start of a deployment is."""
     task = bar.add_task(f"{name}: waits", total=None)
 

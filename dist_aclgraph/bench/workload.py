@@ -16,10 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 from dist_aclgraph.actors.engine_client import EngineClient
-from dist_aclgraph.actors.messages import RequestDelta
 from dist_aclgraph.errors import EngineDeadError
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.steps.delta import RequestDelta
 
 SILENCE_S = 120.0
 QUERY_S = 60.0

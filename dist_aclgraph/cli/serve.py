@@ -1,135 +1,196 @@
-"""``dist-aclgraph serve``: Ray, the application and its proxy, up to the last closed port."""
+"""``dist-aclgraph serve``: one process that listens, starts a deployment, watches and stops it.
+
+HTTP is served here, by uvicorn in a thread: the port is taken before anything is started, and
+answers until everything is stopped, with a 503 where nothing else is true. Ray Serve has no part
+in it: where a cluster is joined, its applications and its proxies stay as they are.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
-import logging
 import signal
-import socket
 import sys
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
-import ray
 from rich.console import Console
 from rich.table import Table
 
 from dist_aclgraph.actors import deployment
-from dist_aclgraph.actors.engine_client import StartDeployment
-from dist_aclgraph.actors.llm import start_on_ray
+from dist_aclgraph.actors.engine_client import Deployment
 from dist_aclgraph.cli.plan_report import plan_report
 from dist_aclgraph.cli.progress import StartProgress
 from dist_aclgraph.config import Config
-from dist_aclgraph.environment import prepare_ray_environment
-from dist_aclgraph.errors import ConfigError, EngineUnavailableError
+from dist_aclgraph.errors import EngineUnavailableError
+from dist_aclgraph.serve.access import Access, read_access
+from dist_aclgraph.serve.api import make_api
+from dist_aclgraph.serve.front import Front
+from dist_aclgraph.serve.http_server import HttpServer
+from dist_aclgraph.serve.state import ApiState, open_state
+from dist_aclgraph.text.tokenizer import Tokenizer
 
-APP_NAME = "dist_aclgraph"
-SERVE_LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 TABLE_KEYS = ("graph", "streams", "bytes")
-POLL_S, WATCH_S = 0.2, 1.0
+POLL_S = 0.1
+SILENT_S = 30.0  # a check of the deployment that takes longer has no answer
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
+Start = Callable[..., Deployment]
 
-def serve_until_signal(config: Config, start: StartDeployment = start_on_ray) -> None:
+
+class _Stopping(Exception):
+    """A signal came while the deployment was being started."""
+
+
+def serve_until_signal(config: Config, start: Start = deployment.start) -> None:
     """Serve until a signal; then drain and stop everything that was started.
 
     Raises:
-        ConfigError: the port is taken, or the configuration does not fit the model.
+        ConfigError: the port is taken, the service would be open to others without a key, or the
+            configuration does not fit the model.
         DistAclGraphError: the deployment did not come up, or died.
+        SystemExit: a signal came before anything was served; 128 and its number.
     """
-    _check_port(config.serve.host, config.serve.port)
-    plan_report(config)  # finds what does not fit the model, before anything is started
-    stopping = threading.Event()
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    console = Console(stderr=True)
-    prepare_ray_environment()
-    owns_ray = not ray.is_initialized()
+    access = read_access(config.serve, checks_host=True)
+    server = HttpServer(config.serve)
     try:
-        if owns_ray:
-            console.print("Starting Ray ...")
-            deployment.start_ray(config)
-        # After ray.init, which installs a handler of its own for SIGTERM.
-        for number in SIGNALS:
-            signal.signal(number, lambda *_: stopping.set())
-        _serve(config, start, stopping, console)
+        plan_report(config)  # finds what does not fit the model, before anything is started
+        tokenizer = Tokenizer(config.model)
+        console = Console(stderr=True)
+        front = Front("the service is starting")
+        server.start(front)
+        with _Signals() as signals:
+            try:
+                _serve(config, start, signals, front, access, tokenizer, console)
+            finally:
+                console.print("Stopped.")
     finally:
-        for number in SIGNALS:  # a second Ctrl-C must not cut the tear-down short
-            signal.signal(number, signal.SIG_IGN)
-        _stop(config, owns_ray)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        console.print("Stopped.")
+        server.stop()
 
 
 def _serve(
-    config: Config, start: StartDeployment, stopping: threading.Event, console: Console
+    config: Config,
+    start: Start,
+    signals: _Signals,
+    front: Front,
+    access: Access,
+    tokenizer: Tokenizer,
+    console: Console,
 ) -> None:
-    from ray import serve
-
-    from dist_aclgraph.serve.app import make_app
-
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    serve.start(
-        proxy_location="HeadOnly",
-        http_options={"host": config.serve.host, "port": config.serve.port},
-        logging_config=SERVE_LOGGING,
-    )
-    console.print(f"Bringing up {config.name} on {config.parallel.world_size} NPUs ...")
-    target = serve.RunTarget(
-        make_app(config, start), name=APP_NAME, route_prefix="/", logging_config=SERVE_LOGGING
-    )
-    (handle,) = serve.run_many([target], wait_for_applications_running=False)
-    with StartProgress(console) as show:
-        while not stopping.wait(POLL_S):
-            status = serve.status().applications[APP_NAME]
-            if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-                raise EngineUnavailableError(f"the deployment did not come up: {_cause(status)}")
-            if status.status == "RUNNING":
-                break
-            if (progress := deployment.starting_progress()) is not None:
-                show(progress)
-    if stopping.is_set():
-        return
-    announce(config, handle.report.remote().result(timeout_s=30), Console())
-    while not stopping.wait(WATCH_S):
-        if failure := handle.failure.remote().result(timeout_s=30):
-            raise EngineUnavailableError(f"the service has ended: {failure}")
-    console.print("Draining ...")
-    handle.stop.remote().result(timeout_s=config.serve.drain_s + config.timeouts.stop_s + 60)
-
-
-def _stop(config: Config, owns_ray: bool) -> None:
-    if not ray.is_initialized():
-        return
-    from ray import serve
-
-    try:
-        serve.delete(APP_NAME)
-        if owns_ray:
-            serve.shutdown()
-    finally:
-        if owns_ray:
-            ray.shutdown()
-
-
-def _cause(status: Any) -> str:
-    """The last line of a traceback says what happened; the rest says where."""
-    messages = [status.message, *(d.message for d in status.deployments.values())]
-    lines = [line.strip() for message in messages for line in message.splitlines() if line.strip()]
-    ours = [line for line in lines if line.startswith("dist_aclgraph.errors.")]
-    return str((ours or lines or ["no reason given"])[-1])
-
-
-def _check_port(host: str, port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    console.print(f"Starting {config.name} on {config.parallel.world_size} NPUs ...")
+    with _started(config, start, signals, console) as running:
+        state = open_state(config, tokenizer, running)
         try:
-            probe.bind((host, port))
-        except OSError as e:
-            raise ConfigError(
-                f"serve.port is {port}: {host}:{port} cannot be bound ({e.strerror}); "
-                "choose another with serve.port=N"
-            ) from e
+            # What was imported and built so far is not looked through at every collection.
+            gc.collect()
+            gc.freeze()
+            front.open(make_api(state, access))
+            announce(config, running.report(), Console())
+            _watch(state, running, signals)
+            console.print("Draining ...")
+            state.drain()
+            front.close("the server is stopping")
+        except BaseException as e:
+            front.close(str(e) or "the server is stopping")
+            raise
+        finally:
+            state.client.close()
+
+
+@contextmanager
+def _started(
+    config: Config, start: Start, signals: _Signals, console: Console
+) -> Iterator[Deployment]:
+    """Start a deployment and stop it afterwards; a signal before it serves ends the process."""
+    try:
+        with StartProgress(console) as show:
+
+            def report(progress: Any) -> None:
+                if signals.received:
+                    raise _Stopping
+                show(progress)
+
+            running = start(config, on_progress=report)
+    except _Stopping:
+        raise SystemExit(128 + signals.received) from None
+    try:
+        signals.take_over()  # Ray has installed handlers of its own
+        yield running
+    finally:
+        running.shut_down()
+
+
+def _watch(state: ApiState, running: Deployment, signals: _Signals) -> None:
+    """Return once a signal has come.
+
+    Raises:
+        EngineUnavailableError: the deployment serves no more; says why.
+    """
+    checks = _Checks(running)
+    while not signals.wait(POLL_S):
+        try:
+            state.check()
+            checks.raise_failure()
+        except EngineUnavailableError as e:
+            raise EngineUnavailableError(f"the service has ended: {e}") from e
+
+
+class _Checks:
+    """Asks a deployment for its health in a thread: the question itself may hang with Ray."""
+
+    def __init__(self, running: Deployment) -> None:
+        self._running = running
+        self._failure: EngineUnavailableError | None = None
+        self._asked_s = time.monotonic()
+        threading.Thread(target=self._run, name="checks", daemon=True).start()
+
+    def raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if (silent_s := time.monotonic() - self._asked_s) > SILENT_S:
+            raise EngineUnavailableError(f"Ray has not answered for {silent_s:.0f} s")
+
+    def _run(self) -> None:
+        while self._failure is None:
+            try:
+                self._running.check()
+            except EngineUnavailableError as e:
+                self._failure = e
+            self._asked_s = time.monotonic()
+            time.sleep(1.0)
+
+
+class _Signals:
+    """Remembers the first SIGINT or SIGTERM; the next ones must not cut the tear-down short."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        self._came = threading.Event()
+
+    def __enter__(self) -> _Signals:
+        self._before = {number: signal.getsignal(number) for number in SIGNALS}
+        self.take_over()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def take_over(self) -> None:
+        for number in SIGNALS:
+            signal.signal(number, self._receive)
+
+    def wait(self, seconds: float) -> bool:
+        """Return whether one has come, after so many seconds at the latest."""
+        return self._came.wait(seconds)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received or number
+        self._came.set()
 
 
 def announce(config: Config, report: dict[str, Any], console: Console) -> None:
@@ -154,10 +215,15 @@ def announce(config: Config, report: dict[str, Any], console: Console) -> None:
         )
     else:
         console.print("No graphs: every step runs eagerly.")
-    url = f"http://{config.serve.host}:{config.serve.port}"
+    url = _url(config)
     message = {"role": "user", "content": "Count from 3 to 9."}
     body = json.dumps({"model": config.name, "temperature": 0, "messages": [message]})
     console.print(f"Ready at {url}/v1 -- try:")
     # Not through rich, which would wrap a line that is there to be copied.
     print(f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
     sys.stdout.flush()
+
+
+def _url(config: Config) -> str:
+    host = f"[{config.serve.host}]" if ":" in config.serve.host else config.serve.host
+    return f"http://{host}:{config.serve.port}"

@@ -30,10 +30,16 @@ def call_outside_of_lead(serve: Callable[[], None]) -> None:
         # If the leader is killed, the service drains and stops.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-        serve()
+        try:
+            serve()
+        finally:
+            # A group's signal comes twice, from its sender and from the leader: not after all.
+            for number in FORWARDED:
+                signal.signal(number, signal.SIG_IGN)
         return
     for number in FORWARDED:
         signal.signal(number, lambda received, _: os.kill(child, received))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     _, status = os.waitpid(child, 0)
-    raise SystemExit(os.waitstatus_to_exitcode(status))
+    code = os.waitstatus_to_exitcode(status)
+    raise SystemExit(code if code >= 0 else 128 - code)

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from dist_aclgraph.engine.sampling_table import SamplingTable
 from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.steps.draft_places import DraftPlaces, draft_places, slots_of
-from dist_aclgraph.steps.step import RankBatch, RowSampling
+from dist_aclgraph.steps.step import RankBatch
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,10 @@ class InputBatch:
         self.block_table: IntArray = np.zeros(
             (max_rows, table_width(max_len, block_size, num_drafts)), dtype=np.int32
         )
-        self.sampling: list[RowSampling] = [RowSampling()] * max_rows
-        self.is_plain = np.ones(max_rows, dtype=bool)
-        self.may_draft = np.ones(max_rows, dtype=bool)
+        self.sampling = SamplingTable(max_rows)
         self._idle = NO_STEP
         if num_drafts:
-            empty = (NO_RECORDS, num_drafts, self.block_table, block_size, self.may_draft)
+            empty = (NO_RECORDS, num_drafts, self.block_table, block_size, self.sampling.may_draft)
             self._idle = replace(NO_STEP, drafts=draft_places(*empty))
 
     def apply(self, batch: RankBatch) -> None:
@@ -109,9 +108,7 @@ class InputBatch:
             self.num_tokens[row] = len(tokens)
             self.block_table[row, : len(blocks)] = blocks
             self.block_table[row, len(blocks) :] = 0  # drafts may look beyond: no block of others
-            self.sampling[row] = start.sampling
-            self.is_plain[row] = start.sampling.is_plain
-            self.may_draft[row] = not start.sampling.has_penalties
+            self.sampling.set(row, start.sampling)
         if batch.blocks:
             rows, indices, ids = unpack_ints(batch.blocks, 3).T
             self.block_table[rows, indices] = ids
@@ -149,7 +146,7 @@ class InputBatch:
         else:
             token_ids, next_tokens = self._tokens_and_next(token_rows, positions)
             slots = slots_of(self.block_table, token_rows, positions, size)
-            drafts = draft_places(records, k, self.block_table, size, self.may_draft)
+            drafts = draft_places(records, k, self.block_table, size, self.sampling.may_draft)
             places = drafts.places.ravel()
         width = table_width(int(kv_lens.max()), size, k)
         return StepInputs(

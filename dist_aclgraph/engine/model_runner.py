@@ -34,6 +34,7 @@ from dist_aclgraph.layers.experts import ExpertStep
 from dist_aclgraph.layers.segments import RunSegment, run_directly
 from dist_aclgraph.models.attention_kind import Cache
 from dist_aclgraph.models.decoder import Decoder
+from dist_aclgraph.planning.buckets import buffer_sizes
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.plan import CaptureCost
 from dist_aclgraph.steps.padding import pad_lens
@@ -91,7 +92,7 @@ class ModelRunner:
         max_rows, k = config.scheduler.max_num_seqs, config.speculative.num_tokens
         self._dtype, self._block_size = TORCH_DTYPES[config.dtype], config.kv.block_size
         self._batch = InputBatch(max_rows, max_len, self._block_size, k)
-        self._output = StepOutput(npu, self._batch, max_rows, k)
+        self._output = StepOutput(npu, self._batch, max_rows, k, model.spec.vocab_size)
         self._caches: list[Cache] = []
         self._causal_mask = make_causal_mask(npu.device)
         # What the experts computed, and what found no room: of the decoder, and of drafts.
@@ -99,8 +100,7 @@ class ModelRunner:
         self._num_unplaced = 0  # tokens without room, in all steps so far
         self._buffers = StepBuffers(
             npu,
-            max([1, *(graph.num_tokens for graph in graphs)]),
-            max([max_rows + 1, *(graph.num_reqs for graph in graphs)]),
+            buffer_sizes(graphs, max_rows),
             table_width(max_len, self._block_size, k),
             model.spec.vocab_size,
             self._dtype,
@@ -140,6 +140,11 @@ class ModelRunner:
         self._caches = self._model.make_caches(num_blocks, self._block_size, self._dtype)
         if self._drafts is not None:
             self._drafts.make_cache(num_blocks, self._dtype)
+
+    @property
+    def _samples(self) -> bool:
+        """Whether this rank samples: drafts go on from it on every rank, else one has to know."""
+        return self._owns_output or self._drafts is not None
 
     # ---- graphs
 
@@ -200,11 +205,12 @@ class ModelRunner:
         self._batch.apply(batch)
         inputs = self._batch.step_inputs(batch)
         with translated(f"step {plan.step}"), torch.inference_mode():
+            if self._samples:
+                self._output.count_tokens(batch)
             sampled = self._run(plan, inputs)
             # Acknowledge what has run, not what is queued: a fault here is then ours by name.
-            is_wanted = self._owns_output or self._drafts is not None
             read = self._output.read(
-                inputs.num_samples if is_wanted else 0,
+                inputs.num_samples if self._samples else 0,
                 sampled.tokens,
                 sampled.accepted,
                 None if plan.exchange is None else self._tally,
@@ -330,8 +336,7 @@ class ModelRunner:
     def _choose_special(
         self, inputs: StepInputs, logits: Tensor, tokens: Tensor
     ) -> SpecialPlaces | None:
-        # Drafts go on from what was sampled, on every rank; else only one has to know.
-        if not self._owns_output and self._drafts is None:
+        if not self._samples:
             return None
         return self._output.choose_special(inputs, logits, tokens)
 

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from dist_aclgraph.device.npu import Npu, runtime
 from dist_aclgraph.engine.input_batch import InputBatch, StepInputs
-from dist_aclgraph.engine.sampler import SamplingRow, choose_tokens, report_logprobs
-from dist_aclgraph.ints import IntArray
-from dist_aclgraph.steps.step import RowLogprobs
+from dist_aclgraph.engine.sampler import choose_tokens, report_logprobs
+from dist_aclgraph.engine.sampling_table import SamplingPlaces
+from dist_aclgraph.engine.token_counts import TokenCounts
+from dist_aclgraph.ints import IntArray, unpack_ints
+from dist_aclgraph.steps.step import RankBatch, RowLogprobs
 
 TALLY_SHAPE = (2, 2)  # of decoder and drafts: tokens computed, tokens without room
 
@@ -25,12 +27,12 @@ class SpecialPlaces:
     """Places that want something else than the most probable token, and what they got.
 
     Attributes:
-        indices: [n], of the places.
+        indices: [n], among all places of the step.
         logits: [n, vocab]; chosen: [n] int32.
     """
 
     indices: npt.NDArray[np.intp]
-    rows: list[SamplingRow]
+    places: SamplingPlaces
     logits: Tensor
     chosen: Tensor
 
@@ -53,9 +55,11 @@ class HostOutput:
 
 
 class StepOutput:
-    """Owns the pinned memory that results are copied to."""
+    """Owns the pinned memory that results are copied to, and the counts that penalties need."""
 
-    def __init__(self, npu: Npu, batch: InputBatch, max_samples: int, num_drafts: int) -> None:
+    def __init__(
+        self, npu: Npu, batch: InputBatch, max_samples: int, num_drafts: int, vocab_size: int
+    ) -> None:
         self._npu = npu
         self._batch = batch
         self._num_places = num_drafts + 1
@@ -64,6 +68,19 @@ class StepOutput:
         self._tally = npu.pinned(TALLY_SHAPE, torch.int64)
         self._stream = runtime().current_stream()
         self._ready: Any = runtime().Event()
+        self._counts = TokenCounts(max_samples, vocab_size, npu.device, npu.upload)
+
+    def count_tokens(self, batch: RankBatch) -> None:
+        """Take in the tokens that a step's rows began with, or got since the last one."""
+        for start in batch.started:
+            if start.sampling.has_penalties:
+                tokens = unpack_ints(start.token_ids)
+                self._counts.begin(start.row, tokens, start.sampling.num_prompt_tokens)
+        if batch.appended and not self._batch.sampling.may_draft.all():
+            rows, tokens = unpack_ints(batch.appended, 2).T
+            is_counted = ~self._batch.sampling.may_draft[rows]
+            if is_counted.any():
+                self._counts.add(rows[is_counted], tokens[is_counted])
 
     def choose_special(
         self, inputs: StepInputs, logits: Tensor, tokens: Tensor
@@ -74,25 +91,23 @@ class StepOutput:
             logits: [num_samples * (k + 1), vocab].
             tokens: [num_samples * (k + 1)] int32, the most probable ones.
         """
-        is_special = ~self._batch.is_plain[inputs.sampled_rows]
+        batch, sampled_rows = self._batch, inputs.sampled_rows
+        is_special = ~batch.sampling.is_plain[sampled_rows]
         if not is_special.any():
             return None
         indices = np.flatnonzero(np.repeat(is_special, self._num_places))
-        rows = [self._sampling_row(inputs, int(index)) for index in indices]
+        samples, drafts = np.divmod(indices, self._num_places)
+        rows = sampled_rows[samples]
+        # What repeats a request's last place is sampled like it.
+        drafts = np.minimum(drafts, inputs.num_logits[samples] - 1)
+        positions = (batch.num_tokens[rows] + drafts).astype(np.int32)
+        places = batch.sampling.places(rows, positions)
         where = self._npu.upload(indices.astype(np.int32))
         if len(indices) < len(logits):
             logits = logits.index_select(0, where)
-        chosen = choose_tokens(logits, rows, self._npu.upload)
+        chosen = choose_tokens(logits, places, self._counts, self._npu.upload)
         tokens.index_copy_(0, where.long(), chosen)
-        return SpecialPlaces(indices, rows, logits, chosen)
-
-    def _sampling_row(self, inputs: StepInputs, index: int) -> SamplingRow:
-        sample, draft = divmod(index, self._num_places)
-        row = int(inputs.sampled_rows[sample])
-        # What repeats a request's last place is sampled like it.
-        num_drafts = min(draft, int(inputs.num_logits[sample]) - 1)
-        tokens = self._batch.token_ids[row, : self._batch.num_tokens[row]]
-        return SamplingRow(self._batch.sampling[row], tokens, num_drafts)
+        return SpecialPlaces(indices, places, logits, chosen)
 
     def read(
         self,
@@ -134,11 +149,11 @@ class StepOutput:
         """Return a report for each new token, or nothing where nobody asked."""
         if special is None:
             return ()
-        reports = report_logprobs(special.logits, special.chosen, special.rows)
-        if not any(reports):
+        reports = report_logprobs(special.logits, special.chosen, special.places, self._npu.upload)
+        if not reports:
             return ()
         by_place: list[RowLogprobs | None] = [None] * (len(counts) * self._num_places)
-        for index, report in zip(special.indices, reports, strict=True):
-            by_place[index] = report
+        for index, report in reports.items():
+            by_place[special.indices[index]] = report
         kept = np.arange(self._num_places) < counts[:, None]
         return tuple(by_place[index] for index in np.flatnonzero(kept))

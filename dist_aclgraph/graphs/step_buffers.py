@@ -12,15 +12,14 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from dist_aclgraph.device.npu import Npu, runtime
+from dist_aclgraph.ints import IntArray
+from dist_aclgraph.planning.buckets import BufferSizes
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.steps.draft_places import PADDING_SLOT, DraftPlaces
-
-IntArray = npt.NDArray[np.int32]
 
 
 class DraftInputs(NamedTuple):
@@ -73,8 +72,7 @@ class StepBuffers:
     def __init__(
         self,
         npu: Npu,
-        max_tokens: int,
-        max_reqs: int,
+        largest: BufferSizes,
         max_blocks: int,
         vocab_size: int,
         dtype: torch.dtype,
@@ -83,17 +81,17 @@ class StepBuffers:
         spare_row: int = 0,
         hidden_size: int = 0,
     ) -> None:
-        """Allocate for the largest graph.
+        """Allocate for the largest graphs.
 
         Args:
             num_drafts: k, of every request of a decode batch.
             spare_row: row of requests that are not there.
         """
         device = npu.device
+        max_tokens, max_reqs, max_samples = largest
         self._max_reqs = max_reqs
         self._num_drafts, self._spare_row = num_drafts, spare_row
         size = 3 * max_tokens + max_reqs * (2 + 2 * num_drafts)
-        max_samples = max_reqs * (1 + num_drafts)
         self._inputs = torch.zeros(size, dtype=torch.int32, device=device)
         self._block_table = torch.zeros((max_reqs, max_blocks), dtype=torch.int32, device=device)
         self.logits = torch.zeros((max_samples, vocab_size), dtype=dtype, device=device)

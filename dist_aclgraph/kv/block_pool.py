@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from dist_aclgraph.errors import KVCacheError, OutOfBlocksError
-from dist_aclgraph.ints import pack_ints
 
 DUMMY_BLOCK = 0  # padded rows write here; no request ever owns it
 HASH_BYTES = 16
@@ -19,9 +18,21 @@ HASH_BYTES = 16
 BlockHash = bytes
 
 
-def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
-    """Return the hash of a full block; ``parent`` is the hash before it, b"" for the first."""
-    return hashlib.blake2b(pack_ints(list(token_ids)), key=parent, digest_size=HASH_BYTES).digest()
+def salted_root(salt: str) -> BlockHash:
+    """Return what stands before the first block of requests with this salt; b"" without one."""
+    if not salt:
+        return b""
+    return hashlib.blake2b(salt.encode(), person=b"salt", digest_size=HASH_BYTES).digest()
+
+
+def hash_block(parent: BlockHash, tokens: bytes) -> BlockHash:
+    """Return the hash of a full block.
+
+    Args:
+        parent: the hash before it, or the root.
+        tokens: int32 [block_size].
+    """
+    return hashlib.blake2b(tokens, key=parent, digest_size=HASH_BYTES).digest()
 
 
 class BlockPool:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
-from dist_aclgraph.config import Config
-from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.config import DECODE_MODES, Config
 from dist_aclgraph.planning.descriptor import BatchDescriptor, RunMode
 
-MAX_GRAPH_TOKENS = 512  # larger batches gain little from a graph
-DECODE_MODES = ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 MIXED_MODES = ("PIECEWISE", "FULL", "FULL_AND_PIECEWISE")
 
 
@@ -76,71 +73,75 @@ def stepped_sizes(largest: int) -> list[int]:
     return [*small, *range(8, min(largest + 1, 256), 8), *range(256, largest + 1, 16)]
 
 
-def largest_decode_batch(max_num_seqs: int, query_len: int = 1) -> int:
-    """Return the most tokens of a decode batch for which a graph is captured."""
-    return min(max_num_seqs * query_len, MAX_GRAPH_TOKENS // query_len * query_len)
-
-
-def capture_sizes(
-    max_num_seqs: int,
-    *,
-    query_len: int = 1,
-    sequence_parallel: int = 1,
-    requested: Sequence[int] | None = None,
-) -> tuple[int, ...]:
-    """Return the candidate sizes for decode graphs, ascending; the largest batch always among them.
+def capture_sizes(largest_batch: int, max_tokens: int, query_len: int = 1) -> tuple[int, ...]:
+    """Return candidate sizes, ascending: stepped ones, and the largest batch that a graph may hold.
 
     Args:
-        max_num_seqs: requests that run at once.
-        query_len: tokens of each request in a decode step, draft tokens included (k + 1).
-        sequence_parallel: TP size where activations are split over tokens, else 1.
-        requested: sizes that the configuration asks for, instead of the stepped ones.
-
-    Raises:
-        ConfigError: no size is a multiple of both ``query_len`` and ``sequence_parallel``.
+        largest_batch: tokens of the largest batch that can run.
+        max_tokens: of a graph.
+        query_len: tokens of each request in a decode step, draft tokens included (k + 1); sizes are
+            multiples of it.
     """
-    unit = math.lcm(query_len, sequence_parallel)
-    limit = MAX_GRAPH_TOKENS // unit * unit
-    if limit == 0:
-        raise ConfigError(
-            f"query length {query_len} and sequence parallel size {sequence_parallel} have no "
-            f"common multiple up to {MAX_GRAPH_TOKENS}; choose smaller ones"
-        )
-    largest = min(_round_up(largest_decode_batch(max_num_seqs, query_len), unit), limit)
-    wanted = stepped_sizes(largest) if requested is None else requested
-    sizes = {_round_up(size, unit) for size in wanted}
+    largest = min(largest_batch, max_tokens) // query_len * query_len
+    sizes = {-(-size // query_len) * query_len for size in stepped_sizes(largest)}
     return tuple(sorted({size for size in sizes if size < largest} | {largest}))
 
 
 def candidate_families(config: Config) -> tuple[GraphFamily, ...]:
     """Return the graphs that a configuration would capture if every rank could afford them."""
-    mode, sizes = config.graph.mode, config.graph.sizes
-    scheduler, query_len = config.scheduler, config.speculative.num_tokens + 1
+    graph = config.graph
     found = []
-    if mode in DECODE_MODES:
-        buckets = capture_sizes(scheduler.max_num_seqs, query_len=query_len, requested=sizes)
-        found.append(GraphFamily(run_mode="FULL", query_len=query_len, buckets=buckets))
-    if mode in MIXED_MODES:
-        requested = config.graph.mixed_sizes if mode in DECODE_MODES else sizes
-        buckets = capture_sizes(scheduler.max_num_batched_tokens, requested=requested)
-        run_mode: RunMode = "FULL" if mode == "FULL" else "PIECEWISE"
-        found.append(GraphFamily(run_mode=run_mode, query_len=0, buckets=buckets))
+    if graph.mode in DECODE_MODES:
+        found.append(_decode_family(config, graph.sizes))
+    if graph.mode in MIXED_MODES:
+        sizes = graph.mixed_sizes if graph.mode in DECODE_MODES else graph.sizes
+        found.append(_mixed_family(config, sizes))
     return tuple(found)
 
 
 def lazy_families(config: Config) -> tuple[GraphFamily, ...]:
     """Return the graphs that may be captured on demand, for shapes that the plan leaves out."""
     mode, lazy = config.graph.mode, config.graph.lazy
-    scheduler, query_len = config.scheduler, config.speculative.num_tokens + 1
     found = []
     if lazy != "off" and mode in (*DECODE_MODES, "FULL"):
-        buckets = capture_sizes(scheduler.max_num_seqs, query_len=query_len)
-        found.append(GraphFamily(run_mode="FULL", query_len=query_len, buckets=buckets))
+        found.append(_decode_family(config, None))
     if lazy == "on" and mode != "NONE":
-        run_mode: RunMode = "FULL" if mode == "FULL" else "PIECEWISE"
-        buckets = capture_sizes(scheduler.max_num_batched_tokens)
-        found.append(GraphFamily(run_mode=run_mode, query_len=0, buckets=buckets))
+        found.append(_mixed_family(config, None))
     return tuple(found)
+
+
+def _decode_family(config: Config, sizes: Sequence[int] | None) -> GraphFamily:
+    query_len = config.speculative.num_tokens + 1
+    largest = config.scheduler.max_num_seqs * query_len
+    buckets = sizes or capture_sizes(largest, config.graph.max_tokens, query_len)
+    return GraphFamily(run_mode="FULL", query_len=query_len, buckets=tuple(buckets))
+
+
+def _mixed_family(config: Config, sizes: Sequence[int] | None) -> GraphFamily:
+    buckets = sizes or capture_sizes(
+        config.scheduler.max_num_batched_tokens, config.graph.max_tokens
+    )
+    run_mode: RunMode = "FULL" if config.graph.mode == "FULL" else "PIECEWISE"
+    return GraphFamily(run_mode=run_mode, query_len=0, buckets=tuple(buckets))
+
+
+class BufferSizes(NamedTuple):
+    """What the inputs and outputs of graphs must hold at most, together for all of them."""
+
+    num_tokens: int
+    num_reqs: int  # rows of block tables
+    num_samples: int  # rows of logits
+
+
+def buffer_sizes(graphs: Iterable[BatchDescriptor], max_num_seqs: int) -> BufferSizes:
+    """Return the sizes that serve each of the graphs; at least one of each."""
+    tokens = reqs = samples = 1
+    for graph in graphs:
+        tokens = max(tokens, graph.num_tokens)
+        # Pieces hold no attention: any number of requests goes with them, and samples behind them.
+        reqs = max(reqs, graph.num_reqs or min(graph.num_tokens, max_num_seqs))
+        samples = max(samples, graph.num_tokens if graph.query_len else graph.num_reqs)
+    return BufferSizes(tokens, reqs, samples)
 
 
 def pad_to_bucket(num_tokens: int, buckets: Sequence[int]) -> int | None:
@@ -165,7 +166,3 @@ def trim_sizes(sizes: Sequence[int], limit: int) -> list[int]:
     # round() is half-to-even here as in the source: another rounding picks other sizes.
     middle = [sizes[round(i * step)] for i in range(1, limit - 1)]
     return [sizes[0], *middle, sizes[-1]]
-
-
-def _round_up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit

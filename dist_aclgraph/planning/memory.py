@@ -13,7 +13,12 @@ from typing import NamedTuple
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.kv.cache_spec import DTYPE_BYTES, KVCacheSpec, how_to_shrink_weights
-from dist_aclgraph.planning.buckets import candidate_families, lazy_families
+from dist_aclgraph.planning.buckets import (
+    BufferSizes,
+    buffer_sizes,
+    candidate_families,
+    lazy_families,
+)
 from dist_aclgraph.shapes.activation_sizes import activation_bytes
 from dist_aclgraph.shapes.model_facts import ModelFacts
 from dist_aclgraph.shapes.model_spec import ModelSpec
@@ -80,7 +85,7 @@ class RankMemory:
             matrix_bytes=1 if config.quantization or facts.holds_int8 else None,
             drafts=k > 0,
         )
-        num_tokens = _largest_graph(config)
+        largest = _largest_graphs(config)
         num_samples = config.scheduler.max_num_seqs * (k + 1)
 
         def activations(tokens: int) -> int:
@@ -98,13 +103,9 @@ class RankMemory:
             parts=(
                 *(MemoryPart(part.name, part.bytes, "weights") for part in weights),
                 *hccl,
-                MemoryPart(
-                    "step buffers",
-                    _step_buffers(config, facts, spec, num_tokens),
-                    "inputs, logits and rotary tables",
-                ),
+                *_step_buffers(config, facts, spec, largest),
             ),
-            graph_bytes=activations(num_tokens),
+            graph_bytes=activations(largest.num_tokens),
             eager_bytes=activations(config.scheduler.max_num_batched_tokens),
         )
 
@@ -147,17 +148,33 @@ def _hccl_buffers(config: Config) -> tuple[MemoryPart, ...]:
     )
 
 
-def _largest_graph(config: Config) -> int:
+def _largest_graphs(config: Config) -> BufferSizes:
+    """What the largest graph of each kind needs."""
+    max_num_seqs = config.scheduler.max_num_seqs
     families = (*candidate_families(config), *lazy_families(config))
-    return max((family.buckets[-1] for family in families), default=0)
+    return buffer_sizes(
+        [family.describe(family.buckets[-1], max_num_seqs) for family in families], max_num_seqs
+    )
 
 
-def _step_buffers(config: Config, facts: ModelFacts, spec: ModelSpec, num_tokens: int) -> int:
-    """Inputs and outputs of graphs at their largest size; cosines and sines of all positions."""
+def _step_buffers(
+    config: Config, facts: ModelFacts, spec: ModelSpec, largest: BufferSizes
+) -> tuple[MemoryPart, ...]:
+    """Inputs and outputs of graphs at their largest size; cosines and sines of all positions; how
+    often tokens occur in each row.
+    """
     element_bytes, k = DTYPE_BYTES[config.dtype], config.speculative.num_tokens
     max_len = config.max_model_len or facts.max_model_len
-    max_reqs = config.scheduler.max_num_seqs + 1  # one more, for padding
     width = KVCacheSpec.from_config(config, facts).blocks_for(max_len + 2 * k)
-    outputs = max_reqs * (k + 1) * (spec.vocab_size + (spec.hidden_size if k else 0))
+    outputs = largest.num_samples * (spec.vocab_size + (spec.hidden_size if k else 0))
     tables = 2 * max_len * (spec.latent.rope_dim if spec.latent else spec.head_dim)
-    return (outputs + tables) * element_bytes + (max_reqs * width + 4 * num_tokens) * INT32_BYTES
+    inputs = largest.num_reqs * width + 4 * largest.num_tokens
+    counts = config.scheduler.max_num_seqs * spec.vocab_size
+    return (
+        MemoryPart(
+            "step buffers",
+            (outputs + tables) * element_bytes + inputs * INT32_BYTES,
+            "inputs, logits and rotary tables",
+        ),
+        MemoryPart("token counts", counts * INT32_BYTES, "of each row, for penalties"),
+    )

@@ -1,31 +1,37 @@
 """RankScheduler: the running requests of one data-parallel rank, and what they run next.
 
-There are no phases: each request's ``num_computed_tokens`` catches up with its tokens, whether
-they are a prompt in chunks, the ones sampled last, or a history after preemption.
+There are no phases: each request's computed tokens catch up with those that are known, whether they
+are a prompt in chunks, the ones sampled last, or a history after preemption. Requests that decode
+come first: a step always has room for all of them. The rest of a step belongs to the others in the
+order of their deadlines.
 """
 
 from __future__ import annotations
 
-from bisect import insort
+from collections import Counter, deque
 from collections.abc import Sequence
 
 import numpy as np
 
 from dist_aclgraph.config import SchedulerConfig
+from dist_aclgraph.ints import IntArray, pack_ints
 from dist_aclgraph.kv.block_pool import BlockPool, hash_block
-from dist_aclgraph.scheduler.batch import NO_INTS, BatchDraft, DecodeBatch, NewTokens
-from dist_aclgraph.scheduler.request import Request, RequestOutput
+from dist_aclgraph.scheduler.outputs import StepOutputs
+from dist_aclgraph.scheduler.rank_step import NewTokens, RankStep, StepBuilder
+from dist_aclgraph.scheduler.request import Request
+from dist_aclgraph.scheduler.rows import EVERY, Indices, RunningRows
+from dist_aclgraph.steps.delta import FinishReason
 from dist_aclgraph.steps.step import RankBatch
 
-IDLE = RankBatch(NO_INTS)
+NO_PAIRS: IntArray = np.empty((0, 2), np.int32)
 
 
 class RankScheduler:
     """Owns the rows and the block pool of one data-parallel rank. Which requests it gets is the
     group's decision.
 
-    A step: ``go_on`` or ``draft``, then ``admit``, then ``build``; and ``advance`` with its result.
-    Running requests are ordered by arrival.
+    A step: ``begin``, ``start`` for each new request, the builder's ``build``, and ``advance`` with
+    its result.
 
     Args:
         index: which of the group's data-parallel ranks this is.
@@ -37,23 +43,29 @@ class RankScheduler:
     ) -> None:
         self.index = index
         self.pool = pool
-        self.running: list[Request] = []
+        self.rows = RunningRows(config.max_num_seqs, pool.block_size + num_drafts + 1)
         self._max_tokens = config.max_num_batched_tokens
-        self._num_drafts = num_drafts
+        self._max_chunk = config.prompt_share
         self._decode_len = num_drafts + 1
-        self._num_rows = config.max_num_seqs
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
-        self._draft: BatchDraft | None = None  # of the step that is decided, or in flight
-        self._batch: RankBatch | None = None  # of a step that goes on from the last
-        self._is_open = False  # whether the step that is decided may start requests here
+        self._appended: IntArray = NO_PAIRS  # row, token id: what the last step brought
+        self._steady: RankStep | None = None  # the last step, where the next may be the same again
+        self._margin = 0  # tokens that every request of a steady step can grow by: ``_is_quiet``
         self._aborted: list[Request] = []  # left while a step was in flight, still own blocks
-        self._steady: DecodeBatch | None = None  # set while the decode batch goes on unchanged
-        self._full_rows: list[Request] = []  # of the last step, whose next step needs a block
-        self._last: NewTokens  # what the last step brought
+        self._stop_ids: Counter[int] = Counter()  # of running requests: how many stop at an id
         self._refused: tuple[Request, int] | None = None  # needs more than so many free blocks
         self.num_preemptions = 0
         self.num_verified = 0  # times that a request's drafts were verified and might have passed
         self._accepted = np.zeros(self._decode_len, np.int64)  # times that so many were accepted
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests that have a row, in order of admission."""
+        return [request for request in self.rows.requests if not request.is_over]
+
+    @property
+    def num_running(self) -> int:
+        return len(self.rows) - len(self._aborted)
 
     @property
     def accepted_by_position(self) -> list[int]:
@@ -63,66 +75,44 @@ class RankScheduler:
 
     # ---- deciding a step
 
-    def go_on(self) -> bool:
-        """Let the steady decode batch run its next step; False where there is none, or a row of it
-        cannot get its block.
+    def begin(self) -> tuple[StepBuilder, list[Request]]:
+        """Begin a step with all requests that decode; return it, and who was preempted for it."""
+        if self._is_quiet:
+            return self._builder(EVERY, [], [], is_open=True), []
+        blocks, victims = self._make_room()
+        rows = self.rows
+        has_sampled = rows.known > rows.started
+        unserved: list[int] = np.flatnonzero(~has_sampled).tolist()
+        unserved.sort(key=lambda index: rows.requests[index].order)
+        decoding = np.flatnonzero(has_sampled) if unserved else EVERY
+        return self._builder(decoding, unserved, blocks, is_open=not victims), victims
+
+    def _builder(
+        self, decoding: Indices, unserved: list[int], blocks: list[int], *, is_open: bool
+    ) -> StepBuilder:
+        num_decoding = len(self.rows) - len(unserved)
+        return StepBuilder(
+            self.rows,
+            decoding,
+            num_decoding,
+            self._decode_len,
+            self._max_tokens - num_decoding * self._decode_len,
+            self._max_chunk,
+            is_open,
+            deque(unserved),
+            blocks,
+        )
+
+    def has_room_for(self, builder: StepBuilder, request: Request) -> bool:
+        """Whether the step may start the request, as far as rows and tokens go, and nothing says
+        that blocks are not free.
         """
-        steady = self._steady
-        if steady is None or len(self._full_rows) > self.pool.num_free:
-            return False
-        blocks: list[int] = []
-        for request in self._full_rows:
-            (block_id,) = self.pool.allocate(1)
-            blocks += (request.row, len(request.block_ids), block_id)
-            request.block_ids.append(block_id)
-        self._full_rows.clear()
-        self._batch = steady.advance(self._last, blocks)
-        self._draft = steady.draft
-        self._is_open = False
-        return True
-
-    def draft(self) -> list[Request]:
-        """Begin a step: give running requests their next tokens; return who was preempted."""
-        draft = self._draft = BatchDraft(self._decode_len)
-        self._batch = self._steady = None
-        self._full_rows.clear()
-        victims: list[Request] = []
-        index = 0
-        while index < len(self.running) and draft.num_tokens < self._max_tokens:
-            request = self.running[index]
-            length = len(request.tokens) - request.num_computed_tokens
-            left = self._max_tokens - draft.num_tokens
-            if request.has_drafts:
-                length += self._num_drafts
-                if length > left:
-                    break  # drafts are verified all at once
-            length = min(length, left)
-            if not self._make_room(draft, request, length, victims):
-                break
-            draft.schedule(request, length)
-            index += 1
-        self._is_open = not victims
-        self.num_preemptions += len(victims)
-        return victims
-
-    def may_admit(self, request: Request) -> bool:
-        """Whether a row is free, and nothing says that blocks are not."""
-        if not self._free_rows:
+        if not (builder.is_open and builder.budget > 0 and self._free_rows):
             return False
         return (
             self._refused is None
             or self._refused[0] is not request
             or self.pool.num_free > self._refused[1]
-        )
-
-    def has_room_for(self, request: Request) -> bool:
-        """Whether the step that is decided may start the request, if there are blocks."""
-        draft = self._draft
-        return (
-            self._is_open
-            and draft is not None
-            and draft.num_tokens < self._max_tokens
-            and self.may_admit(request)
         )
 
     def match(self, request: Request) -> list[int]:
@@ -136,226 +126,205 @@ class RankScheduler:
         self._hash_blocks(request, count)
         return self.pool.match(request.hashes[:count])
 
-    def admit(self, request: Request, shared: Sequence[int]) -> bool:
+    def start(self, builder: StepBuilder, request: Request, shared: Sequence[int]) -> bool:
         """Start a waiting request with the cached blocks that ``match`` found.
 
         All blocks of the known tokens are taken at once, so that no prompt is preempted half-way.
         Returns False where they are not free.
         """
-        assert self._draft is not None
-        num_tokens = len(request.tokens)
-        missing = self._blocks_for(num_tokens) - len(shared)
+        size, num_tokens = self.pool.block_size, len(request.tokens)
+        missing = -(-num_tokens // size) - len(shared)
         if missing > self.pool.num_free_without(shared):
             self._refused = (request, self.pool.num_free)
             return False
         self.pool.share(shared)
         request.block_ids = [*shared, *self.pool.allocate(missing)]
-        request.num_stored_blocks = len(shared)
-        cached = request.num_computed_tokens = len(shared) * self.pool.block_size
+        cached = len(shared) * size
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = min(cached, request.num_prompt_tokens)
-        if self.running and self.running[-1].arrival > request.arrival:
-            insort(self.running, request, key=lambda other: other.arrival)
-        else:
-            self.running.append(request)
-        draft = self._draft
-        draft.started.append(request.start(self.index, self._free_rows.pop()))
-        draft.schedule(request, min(num_tokens - cached, self._max_tokens - draft.num_tokens))
+        builder.started.append(request.start(self.index, self._free_rows.pop()))
+        self._stop_ids.update(request.stop_ids)
+        covered = len(request.block_ids) * size
+        builder.add_chunk(
+            self.rows.add(request, computed=cached, covered=covered, next_full=cached + size)
+        )
         return True
 
-    def build(self) -> RankBatch:
-        """Return what was decided, an empty batch where nothing runs."""
-        if self._batch is not None:
-            return self._batch
-        draft = self._draft
-        assert draft is not None
-        if not draft.requests:
-            return IDLE
-        if draft.is_decode and len(draft.requests) == len(self.running):
-            self._steady = draft.to_decode_batch()
-        return draft.build()
-
-    def drop(self) -> None:
-        """Take back the beginning of a step, as no rank can run one."""
-        self._draft = None
-
-    @property
-    def in_flight(self) -> BatchDraft:
-        assert self._draft is not None
-        return self._draft
+    def build(self, builder: StepBuilder) -> tuple[RankStep, RankBatch]:
+        """Return what was decided, empty where nothing runs, and the message that says so."""
+        if not builder.is_steady:
+            self._steady, step = None, builder.build()
+        elif self._steady is None:
+            self._steady = step = builder.build()
+        else:
+            step = self._steady
+            step.records[:, 1] = self.rows.computed
+        appended, self._appended = self._appended, NO_PAIRS
+        return step, RankBatch(
+            step.records.tobytes(),
+            appended.tobytes(),
+            pack_ints(builder.blocks),
+            tuple(builder.started),
+        )
 
     # ---- after a step
 
-    def advance(self, new: NewTokens) -> tuple[list[RequestOutput], list[Request]]:
+    def advance(self, step: RankStep, new: NewTokens) -> tuple[StepOutputs, list[Request]]:
         """Take in what a step brought; return what is new, and which requests are over."""
-        draft = self.in_flight
-        self._draft = None
-        self._last = new
-        finished: list[Request] = []
-        if new.counts is None:
-            outputs = self._advance_by_one(draft, new, finished)
+        rows, records, sampled = self.rows, step.records, step.sampled
+        if new.counts is not None:
+            self.num_verified += int(rows.can_verify[step.indices][records[:, 3] > 1].sum())
+            self._accepted += np.bincount(new.counts - 1, minlength=self._decode_len)
+        if self._aborted:
+            sampled, new = self._without_aborted(sampled, new)
+        new, reasons = self._end(sampled, new)
+        if step.num_decoding < step.num_reqs:
+            rows.computed[step.indices] += records[:, 2] - records[:, 3]
+        # What was computed for drafts that were rejected is written again.
+        rows.computed[sampled] += 1 if new.counts is None else new.counts
+        rows.append(sampled, new.token_ids, new.counts)
+        requests = rows.select(sampled)
+        ends = None if new.counts is None else np.cumsum(new.counts, dtype=np.int32)
+        outputs = StepOutputs(requests, new.token_ids, ends, reasons, new.logprobs)
+        row = rows.row[sampled]
+        self._appended = np.empty((len(new.token_ids), 2), np.int32)
+        self._appended[:, 0] = row if new.counts is None else np.repeat(row, new.counts)
+        self._appended[:, 1] = new.token_ids
+        if self._is_quiet:
+            self._margin -= self._decode_len
         else:
-            outputs = self._advance_by_counts(draft, new, finished)
-        if finished:
-            self._steady = None
-            self.running = [request for request in self.running if request.finish_reason is None]
+            self._store_full_blocks(step.indices)
+            self._margin = self._measure_margin()
+        finished = [requests[index] for index in reasons]
         if finished or self._aborted:
-            for request in (*finished, *self._aborted):
-                self._release(request)
+            self._release([*finished, *self._aborted])
             self._aborted.clear()
         return outputs, finished
 
-    def _advance_by_one(
-        self, draft: BatchDraft, new: NewTokens, finished: list[Request]
-    ) -> list[RequestOutput]:
-        block_size = self.pool.block_size
-        _, token_ids, _, logprobs = new
-        outputs: list[RequestOutput] = []
-        position = -1
-        for request, length, samples in zip(
-            draft.requests, draft.lengths, draft.num_logits, strict=True
-        ):
-            position += samples
-            if request.finish_reason is not None:
-                continue  # aborted while the step was in flight
-            request.num_computed_tokens = computed = request.num_computed_tokens + length
-            if computed >= (request.num_stored_blocks + 1) * block_size:
-                self._store_full_blocks(request)
-                if computed == len(request.block_ids) * block_size:
-                    self._full_rows.append(request)
-            if not samples:
-                continue
-            token_id = token_ids[position]
-            tokens = request.tokens
-            tokens.append(token_id)
-            reason = None
-            if token_id in request.stop_ids or len(tokens) >= request.max_total_tokens:
-                reason = request.finish_reason = request.finish_reason_after(token_id)
-                if reason is not None:
-                    finished.append(request)
-            outputs.append(
-                RequestOutput(
-                    request.request_id,
-                    (token_id,),
-                    reason,
-                    (logprobs[position],) if logprobs else (),
-                    request.num_cached_tokens,
-                )
-            )
-        return outputs
+    @property
+    def _is_quiet(self) -> bool:
+        """Whether the next step is steady, and no request can end by length, fill or need a block
+        in it.
+        """
+        return self._steady is not None and self._margin >= self._decode_len
 
-    def _advance_by_counts(
-        self, draft: BatchDraft, new: NewTokens, finished: list[Request]
-    ) -> list[RequestOutput]:
-        """Take in one token and the accepted drafts of each request."""
-        block_size, decode_len = self.pool.block_size, self._decode_len
-        _, token_ids, counts, logprobs = new
-        assert counts is not None
-        self.num_verified += draft.num_verified
-        self._accepted += np.bincount(counts - 1, minlength=decode_len)
-        outputs: list[RequestOutput] = []
-        ends = iter(counts.cumsum().tolist())
-        end = 0
-        for request, length, samples in zip(
-            draft.requests, draft.lengths, draft.num_logits, strict=True
-        ):
-            start = end
-            if samples:
-                end = next(ends)
-            if request.finish_reason is not None:
-                continue  # aborted while the step was in flight
-            count = end - start
-            tokens = request.tokens
-            brought = token_ids[start:end]
-            if len(tokens) + count >= request.max_total_tokens or not request.stop_ids.isdisjoint(
-                brought
-            ):
-                count = request.append(brought)
-                del brought[count:]
-                if request.finish_reason is not None:
-                    finished.append(request)
-            else:
-                tokens += brought
-            # What was computed for drafts that were rejected is written again.
-            computed = request.num_computed_tokens + length - samples + count
-            request.num_computed_tokens = computed
-            if computed >= (request.num_stored_blocks + 1) * block_size:
-                self._store_full_blocks(request)
-            covered = len(request.block_ids) * block_size
-            if min(computed + decode_len, request.max_total_tokens - 1) > covered:
-                self._full_rows.append(request)
-            if samples:
-                request.num_new_tokens = count
-                outputs.append(
-                    RequestOutput(
-                        request.request_id,
-                        tuple(brought),
-                        request.finish_reason,
-                        logprobs[start : start + count] if logprobs else (),
-                        request.num_cached_tokens,
-                    )
-                )
-        return outputs
+    def _measure_margin(self) -> int:
+        """Return how many tokens every request may grow by until one of these happens."""
+        rows = self.rows
+        if not len(rows):
+            return 0
+        full = np.minimum(rows.covered, rows.next_full - 1) - rows.computed
+        return int(np.minimum(full, rows.limit - 1 - rows.known).min())
+
+    def _without_aborted(self, sampled: Indices, new: NewTokens) -> tuple[Indices, NewTokens]:
+        """Leave out requests that were aborted while the step was in flight."""
+        is_running = np.ones(len(self.rows), bool)
+        is_running[[self.rows.index_of(request) for request in self._aborted]] = False
+        is_alive = is_running[sampled]
+        counts = np.ones(len(is_alive), np.int32) if new.counts is None else new.counts
+        alive = np.arange(len(self.rows))[sampled][is_alive]
+        return alive, new.cut(np.where(is_alive, counts, 0))
+
+    def _end(self, sampled: Indices, new: NewTokens) -> tuple[NewTokens, dict[int, FinishReason]]:
+        """End the requests that are over, at the token that ends them.
+
+        Args:
+            sampled: [num_samples], whose tokens ``new`` has.
+
+        Returns:
+            the tokens that requests get; why those that are over ended, by index in ``sampled``.
+        """
+        tokens: list[int] = new.token_ids.tolist()
+        has_stops = not self._stop_ids.keys().isdisjoint(tokens)
+        if self._is_quiet and not has_stops:
+            return new, {}
+        rows = self.rows
+        known, limit = rows.known[sampled], rows.limit[sampled]
+        counts = np.ones(len(known), np.int32) if new.counts is None else new.counts
+        may_end = known + counts >= limit
+        if has_stops:
+            stops = np.isin(new.token_ids, list(self._stop_ids))
+            may_end |= np.bincount(np.repeat(np.arange(len(counts)), counts), stops) > 0
+        requests = rows.select(sampled) if may_end.any() else []
+        reasons: dict[int, FinishReason] = {}
+        kept = counts.copy()
+        ends = np.cumsum(counts)
+        for index in np.flatnonzero(may_end).tolist():
+            request, room = requests[index], int(limit[index] - known[index])
+            end = int(ends[index])
+            count = request.num_until_stop(
+                int(known[index]), tokens[end - int(counts[index]) : end][:room]
+            )
+            if count is not None:
+                reasons[index], kept[index] = "stop", count
+            elif counts[index] >= room:
+                reasons[index], kept[index] = "length", room
+        return new if new.counts is None else new.cut(kept), reasons
 
     # ---- requests that leave
 
-    def abort(self, request: Request) -> None:
+    def abort(self, request: Request, *, in_flight: bool) -> None:
         """Let a running request go; its blocks are free when no step writes to them."""
-        self.running.remove(request)
-        self._steady = None
-        if self._draft is None:
-            self._release(request)
-        else:
+        if in_flight:
             self._aborted.append(request)
+        else:
+            self._release([request])
 
-    def clear(self) -> list[Request]:
-        """Forget rows and blocks, which the workers have lost; return who ran."""
-        requests = self.running
+    def _release(self, requests: Sequence[Request]) -> None:
+        self._steady = None
+        self.rows.remove([self.rows.index_of(request) for request in requests])
+        left = [request.row for request in requests]
+        self._appended = self._appended[~np.isin(self._appended[:, 0], left)]
         for request in requests:
+            self._stop_ids.subtract(request.stop_ids)
+            self.pool.free(request.block_ids)
+            self._free_rows.append(request.row)
             request.leave_row()
-        self.running = []
-        self._aborted.clear()
-        self._draft = self._steady = self._refused = None
-        self.pool.clear()
-        self._free_rows = list(range(self._num_rows - 1, -1, -1))
-        return requests
-
-    def _release(self, request: Request) -> None:
-        self.pool.free(request.block_ids)
-        self._free_rows.append(request.row)
-        request.leave_row()
+        self._stop_ids = +self._stop_ids
 
     # ---- blocks
 
-    def _make_room(
-        self, draft: BatchDraft, request: Request, length: int, victims: list[Request]
-    ) -> bool:
-        """Give a request blocks for its next tokens, at the cost of whoever arrived last.
+    def _make_room(self) -> tuple[list[int], list[Request]]:
+        """Give requests that decode blocks for their next tokens, at the cost of those served last.
 
-        Drafts beyond the last token that it can have get no block. Returns False where the victim
-        was the request itself. A victim is never part of the draft, as requests are scheduled in
-        the order of their arrival.
+        Drafts beyond the last token that a request can have get no block.
+
+        Returns:
+            flat records (row, index in the block table, block id), and who was preempted.
         """
-        num_tokens = min(request.num_computed_tokens + length, request.max_total_tokens - 1)
-        while (missing := self._blocks_for(num_tokens) - len(request.block_ids)) > 0:
-            if missing <= self.pool.num_free:
-                for block_id in self.pool.allocate(missing):
-                    draft.add_block(request, block_id)
+        rows, size = self.rows, self.pool.block_size
+        victims: list[Request] = []
+        while True:
+            ends = np.minimum(rows.computed + self._decode_len, rows.limit - 1)
+            short = np.flatnonzero((ends > rows.covered) & (rows.known > rows.started))
+            missing = -(-(ends[short] - rows.covered[short]) // size)
+            if int(missing.sum()) <= self.pool.num_free:
                 break
-            victim = self.running.pop()
-            self._release(victim)
+            victim = max(rows.requests, key=lambda request: request.order)
+            self._release([victim])
             victims.append(victim)
-            if victim is request:
-                return False
-        return True
+        self.num_preemptions += len(victims)
+        blocks: list[int] = []
+        owners = map(rows.requests.__getitem__, np.repeat(short, missing).tolist())
+        for request, block_id in zip(owners, self.pool.allocate(int(missing.sum())), strict=True):
+            blocks += (request.row, len(request.block_ids), block_id)
+            request.block_ids.append(block_id)
+        rows.covered[short] += missing * size
+        return blocks, victims
 
-    def _store_full_blocks(self, request: Request) -> None:
-        num_full = request.num_computed_tokens // self.pool.block_size
-        if self.pool.prefix_cache:
-            self._hash_blocks(request, num_full)
-            for index in range(request.num_stored_blocks, num_full):
-                self.pool.store(request.block_ids[index], request.hashes[index])
-        request.num_stored_blocks = num_full
+    def _store_full_blocks(self, indices: Indices) -> None:
+        """Hand blocks that the step has filled to the prefix cache."""
+        rows, size = self.rows, self.pool.block_size
+        is_full = np.flatnonzero(rows.computed[indices] >= rows.next_full[indices])
+        for index in np.arange(len(rows))[indices][is_full].tolist():
+            rows.settle(index)
+            request = rows.requests[index]
+            num_full = int(rows.computed[index]) // size
+            if self.pool.prefix_cache:
+                self._hash_blocks(request, num_full)
+                for full in range(int(rows.next_full[index]) // size - 1, num_full):
+                    self.pool.store(request.block_ids[full], request.hashes[full])
+            rows.next_full[index] = (num_full + 1) * size
 
     def _hash_blocks(self, request: Request, count: int) -> None:
         """Extend the request's hashes to ``count`` full blocks; each is computed once."""
@@ -363,8 +332,5 @@ class RankScheduler:
         hashes = request.hashes
         while len(hashes) < count:
             start = len(hashes) * size
-            parent = hashes[-1] if hashes else b""
-            hashes.append(hash_block(parent, request.tokens[start : start + size]))
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.pool.block_size)
+            parent = hashes[-1] if hashes else request.cache_root
+            hashes.append(hash_block(parent, request.tokens[start : start + size].tobytes()))

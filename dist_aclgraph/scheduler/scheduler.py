@@ -1,7 +1,8 @@
 """Scheduler: who runs next. One decision per step, for every rank of a lockstep group.
 
-Requests wait together; each runs on one data-parallel rank, chosen when it is admitted. All ranks
-run one step at a time, idle ones too, and replay the graph that the largest batch among them needs.
+Requests wait together, in the order of their deadlines; each runs on one data-parallel rank, chosen
+when it is admitted. All ranks run one step at a time, idle ones too, and replay the graph that the
+largest batch among them needs.
 """
 
 from __future__ import annotations
@@ -21,11 +22,16 @@ from dist_aclgraph.errors import (
 )
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
-from dist_aclgraph.scheduler.batch import largest_of
+from dist_aclgraph.scheduler.outputs import StepOutputs
 from dist_aclgraph.scheduler.rank import RankScheduler
-from dist_aclgraph.scheduler.request import FinishReason, Request, RequestOutput
+from dist_aclgraph.scheduler.rank_step import NewTokens, RankStep, StepBuilder, largest_of
+from dist_aclgraph.scheduler.request import Request
+from dist_aclgraph.steps.delta import FinishReason, RequestDelta
 from dist_aclgraph.steps.step import RankBatch, StepPlan, StepResult
 from dist_aclgraph.topology import ChooseExchange, no_exchange
+
+NOTHING = StepOutputs()
+NO_TOKENS = NewTokens(NOTHING.token_ids, None, ())
 
 
 class Scheduler:
@@ -62,12 +68,13 @@ class Scheduler:
         self.ranks = [
             RankScheduler(index, config, pool, num_drafts) for index, pool in enumerate(pools)
         ]
-        self.waiting: deque[Request] = deque()  # by arrival
+        self.waiting: deque[Request] = deque()  # in order
         self._tp = tp
         self._choose_exchange = choose_exchange
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
         self._in_flight: StepPlan | None = None
+        self._steps: Sequence[RankStep] = ()  # of the ranks, in flight
         self._is_void = False  # the step in flight counts for nothing, and is to be run again
         self.num_reruns = 0
         self.num_admitted_tokens = 0  # tokens of admitted requests, and
@@ -82,7 +89,9 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a step is in flight or could be scheduled."""
         return bool(
-            self.waiting or self._in_flight is not None or any(rank.running for rank in self.ranks)
+            self.waiting
+            or self._in_flight is not None
+            or any(map(len, (r.rows for r in self.ranks)))
         )
 
     @property
@@ -94,7 +103,7 @@ class Scheduler:
         return sum(rank.num_preemptions for rank in self.ranks)
 
     def add(self, request: Request) -> None:
-        """Put a request at the end of the waiting ones.
+        """Put a request among the waiting ones, in order.
 
         Raises:
             RequestTooLongError: it can never fit into the model's context or the KV cache.
@@ -109,11 +118,12 @@ class Scheduler:
             )
         request.max_total_tokens = self._max_total_tokens(request)
         request.arrival = self._num_arrived
+        request.deadline = self.step - (-len(request.tokens) // self.config.prompt_share)
         self._num_arrived += 1
         self._requests[request.request_id] = request
-        self.waiting.append(request)
+        insort(self.waiting, request, key=_order)
 
-    def abort(self, request_id: str, reason: FinishReason = "abort") -> RequestOutput | None:
+    def abort(self, request_id: str, reason: FinishReason = "abort") -> RequestDelta | None:
         """End a request at once, even while a step runs it; None where it is unknown or over.
 
         What the step in flight brings for it is dropped; blocks are freed after that step.
@@ -121,30 +131,19 @@ class Scheduler:
         request = self._requests.pop(request_id, None)
         if request is None:
             return None
-        request.finish_reason = reason
+        request.is_over = True
         if request.row < 0:
             self.waiting.remove(request)
         else:
-            self.ranks[request.dp_rank].abort(request)
-        return RequestOutput(request_id, (), reason, (), max(0, request.num_cached_tokens))
+            self.ranks[request.dp_rank].abort(request, in_flight=self._in_flight is not None)
+        return RequestDelta(
+            request_id, finish_reason=reason, num_cached_tokens=max(0, request.num_cached_tokens)
+        )
 
-    def abort_all(self, reason: FinishReason = "error") -> list[RequestOutput]:
+    def abort_all(self, reason: FinishReason = "error") -> list[RequestDelta]:
         """End every request, e.g. because the group cannot be rebuilt."""
         outputs = [self.abort(request_id, reason) for request_id in list(self._requests)]
         return [output for output in outputs if output is not None]
-
-    def restart(self, epoch: int, dispatcher: GraphDispatcher | None = None) -> None:
-        """Begin a new epoch after workers were lost: their KV is gone, requests start again.
-
-        Every request keeps its tokens, and its place in the order of arrival.
-        """
-        self.epoch = epoch
-        self.dispatcher = dispatcher or self.dispatcher
-        self._in_flight = None
-        self._is_void = False
-        for rank in self.ranks:
-            for request in rank.clear():
-                insort(self.waiting, request, key=_arrival)
 
     # ---- one step
 
@@ -156,30 +155,36 @@ class Scheduler:
         if self._is_void and self._in_flight is not None:
             return self._run_again(self._in_flight)
         assert self._in_flight is None, "a step is in flight; update() comes first"
-        first = self.waiting[0] if self.waiting else None
-        may_admit = first is not None and any(rank.may_admit(first) for rank in self.ranks)
+        builders = []
         for rank in self.ranks:
-            if may_admit or not rank.go_on():
-                for victim in rank.draft():
-                    insort(self.waiting, victim, key=_arrival)
-        while self.waiting and self._admit(self.waiting[0]):
+            builder, victims = rank.begin()
+            builders.append(builder)
+            for victim in victims:
+                insort(self.waiting, victim, key=_order)
+        while self.waiting:
+            first = self.waiting[0]
+            for builder in builders:
+                builder.serve_chunks(before=first)
+            if not self._admit(first, builders):
+                break
             self.waiting.popleft()
-        return self._decide()
+        for builder in builders:
+            builder.serve_chunks()
+        return self._decide(builders)
 
-    def update(self, results: Sequence[StepResult]) -> list[RequestOutput]:
-        """Take in the results of all ranks; return what is new, one output per request that
-        sampled.
+    def update(self, results: Sequence[StepResult]) -> StepOutputs:
+        """Take in the results of all ranks; return what is new.
 
         Results of another epoch or step are stale and change nothing. Where tokens found no room
         on their way to their experts, the step counts for nothing: ``schedule()`` issues it again.
 
         Raises:
             WorkerError: the step failed on a rank, or did not bring the tokens that it should;
-                the epoch is over, and ``restart()`` or ``abort_all()`` comes next.
+                the epoch is over, and ``abort_all()`` comes next.
         """
         plan = self._in_flight
         if plan is None or self._is_void:
-            return []
+            return NOTHING
         current: dict[int, StepResult] = {}
         for result in results:
             if result.step == self.step and result.epoch == self.epoch:
@@ -187,25 +192,28 @@ class Scheduler:
                     raise WorkerError(result.error, result.rank, "SERVING")
                 current[result.rank] = result
         if not current:
-            return []
+            return NOTHING
         if plan.exchange is not None and self._is_void_after(plan, current):
-            return []
+            return NOTHING
         # All are read before any is taken in: what one brings must not outlive a failed step.
-        brought = [rank.in_flight.read(self._output_of(rank, current)) for rank in self.ranks]
+        brought = [
+            step.read(self._output_of(rank, current)) if step.num_reqs else NO_TOKENS
+            for rank, step in zip(self.ranks, self._steps, strict=True)
+        ]
         self._in_flight = None
-        outputs: list[RequestOutput] = []
-        for rank, new in zip(self.ranks, brought, strict=True):
-            found, finished = rank.advance(new)
-            outputs += found
+        parts = []
+        for rank, step, new in zip(self.ranks, self._steps, brought, strict=True):
+            outputs, finished = rank.advance(step, new)
+            parts.append(outputs)
             for request in finished:
                 del self._requests[request.request_id]
-        return outputs
+        return StepOutputs.joined(parts)
 
     def stats(self) -> dict[str, int]:
         """Return gauges and counters for metrics."""
         num_verified = sum(rank.num_verified for rank in self.ranks)
         return {
-            "running": len(self.running),
+            "running": sum(rank.num_running for rank in self.ranks),
             "waiting": len(self.waiting),
             "blocks_used": sum(rank.pool.num_used for rank in self.ranks),
             "blocks_usable": sum(rank.pool.num_usable for rank in self.ranks),
@@ -226,39 +234,40 @@ class Scheduler:
 
     # ---- the decision
 
-    def _admit(self, request: Request) -> bool:
+    def _admit(self, request: Request, builders: Sequence[StepBuilder]) -> bool:
         """Give the first waiting request to a rank: the longest cached beginning decides, then the
         fewest running requests, then the most free blocks. Returns False where none can take it.
         """
         offers = []
-        for rank in self.ranks:
-            if rank.has_room_for(request):
+        for rank, builder in zip(self.ranks, builders, strict=True):
+            if rank.has_room_for(builder, request):
                 shared = rank.match(request)
-                order = (-len(shared), len(rank.running), -rank.pool.num_free, rank.index)
+                order = (-len(shared), rank.num_running, -rank.pool.num_free, rank.index)
                 offers.append((order, shared))
         for (*_, index), shared in sorted(offers):
-            if self.ranks[index].admit(request, shared):
+            if self.ranks[index].start(builders[index], request, shared):
                 self.num_admitted_tokens += len(request.tokens)
-                self.num_cached_tokens += request.num_computed_tokens
+                self.num_cached_tokens += len(shared) * self.ranks[index].pool.block_size
                 return True
         return False
 
-    def _decide(self) -> StepPlan | None:
-        """Make the plan of what the ranks have drafted."""
-        drafts = [draft for rank in self.ranks if (draft := rank.in_flight).requests]
-        if not drafts:
-            for rank in self.ranks:
-                rank.drop()
+    def _decide(self, builders: Sequence[StepBuilder]) -> StepPlan | None:
+        """Make the plan of what was built for the ranks; None where nothing runs."""
+        built = [rank.build(builder) for rank, builder in zip(self.ranks, builders, strict=True)]
+        steps, batches = zip(*built, strict=True)
+        busy = [step for step in steps if step.num_reqs]
+        if not busy:
             return None
-        num_tokens, num_reqs, query_len = largest_of(drafts)
+        num_tokens, num_reqs, query_len = largest_of(busy)
         graph, _ = self.dispatcher.dispatch(num_tokens, num_reqs, query_len)
         self.step += 1
+        self._steps = steps
         plan = self._in_flight = StepPlan(
             self.epoch,
             self.step,
             self.dispatcher.plan.version,
             graph,
-            tuple([rank.build() for rank in self.ranks]),
+            batches,
             self._choose_exchange(num_tokens if graph is None else graph.num_tokens),
         )
         return plan
@@ -335,5 +344,5 @@ class Scheduler:
         return limit
 
 
-def _arrival(request: Request) -> int:
-    return request.arrival
+def _order(request: Request) -> tuple[int, int]:
+    return request.order

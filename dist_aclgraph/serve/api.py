@@ -1,44 +1,37 @@
 """make_api: the FastAPI application over one ApiState. No Ray and no torch here.
 
 Bodies are read by ``read_body`` and not by FastAPI, which would answer 422 and accept NaN; the
-OpenAPI document gets their schemas from the same pydantic models.
+OpenAPI document gets their schemas from the same structs.
 """
 
 from __future__ import annotations
 
-import re
-import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import pydantic
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dist_aclgraph.errors import DistAclGraphError, InvalidParameterError
-from dist_aclgraph.serve import misc
+from dist_aclgraph.serve import misc, openapi
+from dist_aclgraph.serve.access import Access
 from dist_aclgraph.serve.chat import chat_completions
 from dist_aclgraph.serve.completions import completions
+from dist_aclgraph.serve.edge import Edge
 from dist_aclgraph.serve.errors import error_response, plain_error
-from dist_aclgraph.serve.openai_types import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
 from dist_aclgraph.serve.state import ApiState
 from dist_aclgraph.version import VERSION
 
 Endpoint = Callable[[ApiState, Request], Awaitable[Response]]
-POSTS: dict[str, tuple[Endpoint, type[pydantic.BaseModel]]] = {
-    "/v1/chat/completions": (chat_completions, ChatRequest),
-    "/v1/completions": (completions, CompletionRequest),
-    "/tokenize": (misc.tokenize, TokenizeRequest),
-    "/detokenize": (misc.detokenize, DetokenizeRequest),
+POSTS: dict[str, Endpoint] = {
+    "/v1/chat/completions": chat_completions,
+    "/v1/completions": completions,
+    "/tokenize": misc.tokenize,
+    "/detokenize": misc.detokenize,
 }
 GETS: dict[str, Endpoint] = {
     "/v1/models": misc.list_models,
@@ -48,56 +41,44 @@ GETS: dict[str, Endpoint] = {
     "/version": misc.version,
     "/metrics": misc.metrics,
 }
-_ERROR_SCHEMA = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"description": text, "content": {"application/json": {"schema": _ERROR_SCHEMA}}}
-    for status, text in {
-        400: "The request is not valid.",
-        404: "There is no such model.",
-        413: "The body is too large.",
-        500: "The server failed.",
-        503: "No request can be taken now; Retry-After says when to try again.",
-    }.items()
-}
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
-def make_api(state: ApiState) -> FastAPI:
-    """Build the application; everything it needs it takes from ``state``."""
+def make_api(
+    state: ApiState, access: Access | None = None, *, names_requests: bool = True
+) -> FastAPI:
+    """Build the application; everything it needs it takes from ``state``.
+
+    Args:
+        access: who may ask; by default everyone.
+        names_requests: whether to answer with X-Request-Id; off where a proxy does it.
+    """
     api = FastAPI(title="dist_aclgraph", version=VERSION)
-    for path, (endpoint, model) in POSTS.items():
-        schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-        schema.pop("$defs", None)
-        body = {"content": {"application/json": {"schema": schema}}, "required": True}
-        _add(api, path, "POST", _bind(state, endpoint), {"requestBody": body})
+    for path, endpoint in POSTS.items():
+        _add(api, path, "POST", _bind(state, endpoint))
     for path, endpoint in GETS.items():
-        _add(api, path, "GET", _bind(state, endpoint), None)
+        _add(api, path, "GET", _bind(state, endpoint))
     api.add_exception_handler(DistAclGraphError, _our_error)
     api.add_exception_handler(RequestValidationError, _validation_error)
     api.add_exception_handler(HTTPException, _router_error)
     api.add_exception_handler(Exception, _unknown_error)
-    api.add_middleware(_RequestId)
+    api.add_middleware(Edge, access=access or Access(), state=state, names_requests=names_requests)
+    schemas = openapi.components(lenient=state.config.serve.lenient)
+
+    def document() -> dict[str, Any]:
+        if api.openapi_schema is None:
+            api.openapi_schema = get_openapi(
+                title=api.title, version=api.version, routes=api.routes
+            )
+            api.openapi_schema.setdefault("components", {})["schemas"] = schemas
+        return api.openapi_schema
+
+    api.openapi = document  # type: ignore[method-assign]  # the way that FastAPI documents
     return api
 
 
-def _add(
-    api: FastAPI, path: str, method: str, route: Callable[..., Any], extra: dict[str, Any] | None
-) -> None:
+def _add(api: FastAPI, path: str, method: str, route: Callable[..., Any]) -> None:
+    # In the document a path has the plain form, without Starlette's converter.
+    plain = path.replace(":path", "")
     api.add_api_route(
         path,
         route,
@@ -105,8 +86,7 @@ def _add(
         name=path,
         response_class=Response,
         response_model=None,
-        responses=_ERRORS,
-        openapi_extra=extra,
+        openapi_extra=openapi.operation(plain),
     )
 
 
@@ -135,25 +115,3 @@ async def _router_error(request: Request, error: Exception) -> Response:
 
 async def _unknown_error(request: Request, error: Exception) -> Response:
     return error_response(error)
-
-
-class _RequestId:
-    """Echoes X-Request-Id, or gives the response one. Plain ASGI, so that streams pass through."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
-        chosen = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = [*message.get("headers", []), (b"x-request-id", chosen.encode())]
-                message = {**message, "headers": headers}
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)

@@ -7,7 +7,6 @@ Annotations are evaluated here, because Serve looks at the class of the builder'
 """
 
 import asyncio
-import time
 from typing import Any
 
 import pydantic
@@ -15,12 +14,12 @@ import yaml
 from fastapi import FastAPI
 from ray import serve
 
-from dist_aclgraph.actors.engine_client import EngineClient, StartDeployment
+from dist_aclgraph.actors.engine_client import StartDeployment
 from dist_aclgraph.actors.llm import start_on_ray
 from dist_aclgraph.config import Config, load_config
-from dist_aclgraph.errors import DistAclGraphError, EngineUnavailableError
+from dist_aclgraph.serve.access import Access, read_access
 from dist_aclgraph.serve.api import make_api
-from dist_aclgraph.serve.state import ApiState
+from dist_aclgraph.serve.state import open_state
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 DEFAULT_CONFIG = "configs/tiny-qwen3.yaml"  # of the working directory, or the package's own
@@ -46,55 +45,46 @@ class AppArgs(pydantic.BaseModel):
 class Ingress:
     """Owns a deployment and the client to it; the routes are those of ``make_api``."""
 
-    def __init__(self, config: Config, start: StartDeployment = start_on_ray) -> None:
+    def __init__(
+        self, config: Config, access: Access, start: StartDeployment = start_on_ray
+    ) -> None:
+        self._access = access
         self._deployment = start(config)
         try:
-            client = EngineClient(self._deployment.addresses, self._deployment.token)
-            config = config.model_copy(update={"max_model_len": self._deployment.max_model_len})
-            tokenizer = Tokenizer(config.model)
-            self._state = ApiState(config, tokenizer, client)
+            self._state = open_state(config, Tokenizer(config.model), self._deployment)
         except BaseException:
             self._deployment.shut_down()
             raise
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return make_api(self._state)
+        # Serve's proxy names requests, and answers with the name.
+        return make_api(self._state, self._access, names_requests=False)
 
     async def check_health(self) -> None:
         """Fail, so that Serve replaces this replica, once the deployment is dead."""
         await asyncio.to_thread(self._deployment.check)
 
-    async def failure(self) -> str:
-        """Return why the deployment serves no more, or "" while it does."""
-        try:
-            await self.check_health()
-        except EngineUnavailableError as e:
-            return str(e)
-        return ""
-
-    async def report(self) -> dict[str, Any]:
-        """What ``dist-aclgraph serve`` prints: plan, ranks and memory."""
-        return await asyncio.to_thread(self._deployment.report)
-
-    async def stop(self) -> None:
-        """Take nothing new, let what runs end for ``serve.drain_s`` seconds, then stop."""
-        self._state.is_draining = True
-        deadline = time.monotonic() + self._state.config.serve.drain_s
-        while self._state.client.num_outstanding and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
-        await asyncio.to_thread(self._shut_down)
-
     async def __del__(self) -> None:
+        """Stop the deployment; Serve calls it once the requests that it had let in have ended."""
         if hasattr(self, "_state"):
             await asyncio.to_thread(self._shut_down)
 
     def _shut_down(self) -> None:
+        self._state.drain()
         self._state.client.close()
         self._deployment.shut_down()
 
 
 def make_app(config: Config, start: StartDeployment = start_on_ray) -> serve.Application:
-    """Bind the ingress to a checked configuration."""
+    """Bind the ingress to a checked configuration.
+
+    Where the proxy listens, and what it allows of connections, is Serve's to say: ``serve.host``,
+    ``serve.port`` and the limits on headers, readers and connections have no effect here.
+
+    Raises:
+        ConfigError: the API keys cannot be read.
+    """
+    access = read_access(config.serve, checks_host=False)
     drain_s = config.serve.drain_s
     options: dict[str, Any] = {
         "num_replicas": 1,
@@ -105,13 +95,13 @@ def make_app(config: Config, start: StartDeployment = start_on_ray) -> serve.App
         "max_constructor_retry_count": 1,
     }
     ingress: Any = Ingress  # the decorators made a Serve deployment of it
-    return ingress.options(**options).bind(config, start)
+    return ingress.options(**options).bind(config, access, start)
 
 
 def app(args: AppArgs) -> serve.Application:
-    """Application builder for ``serve run dist_aclgraph:app [config=FILE] [key=value ...]``."""
-    try:
-        config = args.load()
-    except DistAclGraphError as e:
-        raise SystemExit(f"error: {e}") from None
-    return make_app(config)
+    """Application builder for ``serve run dist_aclgraph:app [config=FILE] [key=value ...]``.
+
+    Raises:
+        ConfigError: the configuration is wrong; ``serve status`` shows the sentence.
+    """
+    return make_app(args.load())

@@ -1,88 +1,155 @@
-"""Request bodies: bounded, strictly JSON, checked by a pydantic model; every fault is a 4xx."""
+"""Request bodies: read within limits, decoded once into typed structs; every fault is a 4xx.
+
+msgspec checks types while it decodes and stops at the first error: nothing is built from what is
+not valid. Fields that may hold any number of items stay ``Raw``, which costs a scan; their items
+are counted before they are built (``openai_types``).
+"""
 
 from __future__ import annotations
 
-import json
+import asyncio
 import re
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any, TypeVar, cast
 
-import pydantic
+import msgspec
 from starlette.requests import ClientDisconnect, Request
 
+from dist_aclgraph.config import ServeConfig
 from dist_aclgraph.errors import InvalidParameterError
-from dist_aclgraph.serve.errors import BodyTooLargeError, from_validation
+from dist_aclgraph.serve.errors import BodyTimeoutError, BodyTooLargeError
 
-M = TypeVar("M", bound=pydantic.BaseModel)
-MAX_DEPTH = 64
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+B = TypeVar("B", bound="Body")
+R = TypeVar("R")
+MAX_INLINE_BYTES = 32 << 10  # decoded on the event loop: a thread would take longer to reach
+MAX_SHOWN_CHARS = 200
+# One thread, so that the event loop gets its turn between two large bodies.
+_decoding = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode-body")
+_PLACE = re.compile(r"(?P<what>.*?)(?: - at `(?:key in )?\$(?P<path>.*)`)?", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<name>.*)`")
 
 
-async def read_body(request: Request, model: type[M], *, max_bytes: int, lenient: bool) -> M:
-    """Return the parsed body.
+class Body(msgspec.Struct, kw_only=True, gc=False):
+    """Base of what clients send; ``strict`` gives classes that are closed to unknown fields."""
+
+    def check(self) -> None:
+        """Refuse what the types allow and the service does not offer.
+
+        Raises:
+            InvalidParameterError: names the field.
+        """
+
+    def kind_of_part(self, kind: type[B]) -> type[B]:
+        """Return the class to decode a part by: as strict as this body's own."""
+        return strict(kind) if self.__struct_config__.forbid_unknown_fields else kind
+
+
+@cache
+def strict(kind: type[B]) -> type[B]:
+    """Return the class whose decoding refuses unknown fields."""
+    found = msgspec.defstruct(
+        kind.__name__, [], bases=(kind,), forbid_unknown_fields=True, kw_only=True, gc=False
+    )
+    return cast("type[B]", found)
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
+
+
+async def read_body(
+    request: Request,
+    kind: type[B],
+    convert: Callable[[B], R],
+    config: ServeConfig,
+) -> R:
+    """Return what ``convert`` makes of the decoded and checked body.
+
+    Args:
+        convert: called beside the event loop where the body is large.
 
     Raises:
-        BodyTooLargeError: it is longer than ``max_bytes``.
-        InvalidParameterError: it is not JSON, or not what the model describes.
+        BodyTooLargeError: it is longer than ``serve.max_body_bytes``.
+        BodyTimeoutError: it did not arrive in time.
+        InvalidParameterError: it is not JSON, or not what ``kind`` describes.
     """
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and (len(declared) > 18 or int(declared) > max_bytes):
-        raise BodyTooLargeError(f"the request body exceeds {max_bytes} bytes")
-    data = bytearray()
     try:
-        async for piece in request.stream():
-            data += piece
-            if len(data) > max_bytes:
-                raise BodyTooLargeError(f"the request body exceeds {max_bytes} bytes")
+        async with asyncio.timeout(config.body_s):
+            data = await _receive(request, config.max_body_bytes)
+    except TimeoutError:
+        raise BodyTimeoutError(
+            f"the request body did not arrive within {config.body_s:g} s"
+        ) from None
     except ClientDisconnect:
         raise InvalidParameterError("the request body is incomplete") from None
-    content = parse_json(bytes(data))
-    if not isinstance(content, dict):
-        raise InvalidParameterError("the request body must be a JSON object")
-    if lenient:
-        content = {key: value for key, value in content.items() if key in model.model_fields}
-    try:
-        return model.model_validate(content)
-    except pydantic.ValidationError as e:
-        raise from_validation(e) from None
+    wanted = kind if config.lenient else strict(kind)
+
+    def read() -> R:
+        body: B = decode(data, wanted)
+        body.check()
+        return convert(body)
+
+    if len(data) <= MAX_INLINE_BYTES:
+        return read()
+    return await asyncio.get_running_loop().run_in_executor(_decoding, read)
 
 
-def parse_json(data: bytes) -> Any:
-    """Parse strict JSON: no NaN, no lone surrogates, bounded nesting and integers.
+async def _receive(request: Request, max_bytes: int) -> bytes:
+    too_large = BodyTooLargeError(f"the request body exceeds {max_bytes} bytes")
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and (len(declared) > 18 or int(declared) > max_bytes):
+        raise too_large
+    data = bytearray()
+    async for piece in request.stream():
+        data += piece
+        if len(data) > max_bytes:
+            raise too_large
+    return bytes(data)
+
+
+def decode(data: bytes | msgspec.Raw, kind: Any, param: str = "") -> Any:
+    """Decode strict JSON: no NaN, no unpaired surrogates, bounded nesting.
+
+    Args:
+        param: the field that ``data`` is the value of; empty for a whole body.
 
     Raises:
-        InvalidParameterError: the first thing that is wrong.
+        InvalidParameterError: the first thing that is wrong, with the field.
     """
     try:
-        text = data.decode("utf-8")
-        content = json.loads(text, parse_constant=_refuse_constant)
+        return _decoder(kind).decode(data)
+    except msgspec.ValidationError as e:
+        raise _explained(str(e), param) from None
     except RecursionError:
         raise InvalidParameterError("the request body is nested too deeply") from None
-    except ValueError as e:  # also UnicodeDecodeError and integers of thousands of digits
+    except ValueError as e:  # msgspec.DecodeError and UnicodeDecodeError
         raise InvalidParameterError(f"the request body is not valid JSON: {e}") from None
-    if _depth_exceeds(content, MAX_DEPTH):
-        raise InvalidParameterError("the request body is nested too deeply")
-    if _SURROGATE.search(text):
-        try:
-            json.dumps(content, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise InvalidParameterError("the request body holds an unpaired surrogate") from None
-    return content
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
+def _explained(message: str, param: str) -> InvalidParameterError:
+    """Return msgspec's complaint in OpenAI's words; it names places as ``$.messages[0].role``."""
+    match = _PLACE.fullmatch(message)
+    assert match is not None
+    path = re.sub(r"\[(\d+|\.\.\.)\]", r".\1", match["path"] or "").replace("...", "*")
+    parts = [part for part in (param, path.strip(".")) if part]
+    found = match["what"]
+    for pattern, words in (
+        (_UNKNOWN, "unknown parameter"),
+        (_MISSING, "missing required parameter"),
+    ):
+        if about := pattern.fullmatch(found):
+            name = shorten(".".join([*parts, about["name"]]))
+            return InvalidParameterError(f"{words}: {name}", name)
+    words = shorten(found[0].lower() + found[1:].replace("`", ""))
+    if not parts:
+        return InvalidParameterError(f"the request body: {words}")
+    name = shorten(".".join(parts))
+    return InvalidParameterError(f"{name}: {words}", name)
 
 
-def _depth_exceeds(value: Any, limit: int) -> bool:
-    level = [value]
-    for _ in range(limit + 1):
-        level = [
-            child
-            for item in level
-            if isinstance(item, dict | list)
-            for child in (item.values() if isinstance(item, dict) else item)
-            if isinstance(child, dict | list)
-        ]
-        if not level:
-            return False
-    return True
+def shorten(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "..."

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dist_aclgraph.serve.body import read_body
-from dist_aclgraph.serve.generation import Generation, Piece
+from dist_aclgraph.serve.generation import Generation, Pieces
 from dist_aclgraph.serve.logprobs import chat_logprobs
 from dist_aclgraph.serve.openai_types import ChatRequest
 from dist_aclgraph.serve.reply import Reply, gather, reply
@@ -18,14 +18,15 @@ from dist_aclgraph.serve.state import ApiState
 
 
 async def chat_completions(state: ApiState, request: Request) -> Response:
-    serve = state.config.serve
-    body = await read_body(
-        request, ChatRequest, max_bytes=serve.max_body_bytes, lenient=serve.lenient
-    )
-    state.admit(body.model)
-    messages = [message.for_template() for message in body.messages]
+    def convert(body: ChatRequest) -> tuple[ChatRequest, list[dict[str, str]]]:
+        state.admit(body.model)
+        return body, body.for_template()
+
+    body, messages = await read_body(request, ChatRequest, convert, state.config.serve)
     # Off the event loop: a long prompt must not stall the streams of others.
-    prompt_ids = await asyncio.to_thread(state.tokenizer.encode_chat, messages)
+    prompt_ids = await asyncio.to_thread(
+        state.tokenizer.encode_chat, messages, max_tokens=state.context_len
+    )
     params = body.sampling(state.fit(len(prompt_ids), body.asked_max_tokens, None, "messages"))
     generation = Generation(state, [prompt_ids], [params], body.num_choices)
     return await reply(request, generation, _ChatReply(state, body), stream=bool(body.stream))
@@ -37,10 +38,9 @@ class _ChatReply(Reply):
     def __init__(self, state: ApiState, body: ChatRequest) -> None:
         super().__init__(state, "chatcmpl")
         self._body = body
+        self._streaming = body.streaming()
 
-    async def chunks(
-        self, generation: Generation, pieces: AsyncIterator[Piece]
-    ) -> AsyncIterator[dict[str, Any]]:
+    async def chunks(self, generation: Generation, pieces: Pieces) -> AsyncIterator[dict[str, Any]]:
         begun: set[int] = set()
         async for piece in pieces:
             if piece.index not in begun:
@@ -53,10 +53,10 @@ class _ChatReply(Reply):
                 piece.index, delta, logprobs if piece.logprobs else None, piece.finish_reason
             )
             yield self._chunk(generation, choice)
-        if self._body.wants_usage:
+        if self._streaming.include_usage:
             yield {**self._chunk(generation), "usage": generation.usage.as_json()}
 
-    async def whole(self, generation: Generation, pieces: AsyncIterator[Piece]) -> dict[str, Any]:
+    async def whole(self, generation: Generation, pieces: Pieces) -> dict[str, Any]:
         choices = []
         for merged in await gather(pieces):
             logprobs = chat_logprobs(self.state.tokenizer, merged.logprobs)
@@ -73,9 +73,9 @@ class _ChatReply(Reply):
 
     def _chunk(self, generation: Generation, *choices: dict[str, Any]) -> dict[str, Any]:
         chunk = {**self.head("chat.completion.chunk"), "choices": list(choices)}
-        options = self._body.stream_options
-        if options is not None and options.include_usage:
-            chunk["usage"] = generation.usage.as_json() if options.continuous_usage_stats else None
+        if self._streaming.include_usage:
+            so_far = self._streaming.continuous_usage_stats
+            chunk["usage"] = generation.usage.as_json() if so_far else None
         return chunk
 
     @staticmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -12,7 +12,7 @@ from starlette.responses import Response
 from dist_aclgraph.errors import InvalidParameterError, RequestTooLongError
 from dist_aclgraph.serve.body import read_body
 from dist_aclgraph.serve.errors import json_response
-from dist_aclgraph.serve.generation import Generation, Piece, Usage
+from dist_aclgraph.serve.generation import ChoicePiece, Generation, Pieces, Usage
 from dist_aclgraph.serve.logprobs import completion_logprobs
 from dist_aclgraph.serve.openai_types import CompletionRequest
 from dist_aclgraph.serve.reply import Reply, gather, reply
@@ -22,13 +22,13 @@ DEFAULT_MAX_TOKENS = 16
 
 
 async def completions(state: ApiState, request: Request) -> Response:
-    serve = state.config.serve
-    body = await read_body(
-        request, CompletionRequest, max_bytes=serve.max_body_bytes, lenient=serve.lenient
-    )
-    state.admit(body.model)
-    prompts = await asyncio.to_thread(_encode, state, body)
-    shape = _CompletionReply(state, body, prompts)
+    def convert(body: CompletionRequest) -> tuple[CompletionRequest, list[Any]]:
+        state.admit(body.model)
+        return body, body.prompts(state.context_len)
+
+    body, given = await read_body(request, CompletionRequest, convert, state.config.serve)
+    prompts = await asyncio.to_thread(_encode, state, given)
+    shape = _CompletionReply(state, body, given)
     if body.max_tokens == 0 and body.echo:
         return _echo_alone(state, body, shape, prompts)
     params = [
@@ -39,9 +39,9 @@ async def completions(state: ApiState, request: Request) -> Response:
     return await reply(request, generation, shape, stream=bool(body.stream))
 
 
-def _encode(state: ApiState, body: CompletionRequest) -> list[list[int]]:
+def _encode(state: ApiState, given: Sequence[str | list[int]]) -> list[list[int]]:
     encoded = []
-    for prompt in body.prompts:
+    for prompt in given:
         if isinstance(prompt, str):
             ids = state.tokenizer.encode(prompt, max_tokens=state.context_len)
         else:
@@ -78,20 +78,21 @@ def _echo_alone(
 class _CompletionReply(Reply):
     """Shapes pieces into text completion objects."""
 
-    def __init__(self, state: ApiState, body: CompletionRequest, prompts: list[list[int]]) -> None:
+    def __init__(
+        self, state: ApiState, body: CompletionRequest, prompts: Sequence[str | list[int]]
+    ) -> None:
         super().__init__(state, "cmpl")
         self._body = body
         self._prompts = prompts
+        self._streaming = body.streaming()
 
     def echo(self, index: int) -> str:
         if not self._body.echo:
             return ""
-        prompt = self._body.prompts[index // self._body.num_choices]
+        prompt = self._prompts[index // self._body.num_choices]
         return prompt if isinstance(prompt, str) else self.state.tokenizer.decode(prompt)
 
-    async def chunks(
-        self, generation: Generation, pieces: AsyncIterator[Piece]
-    ) -> AsyncIterator[dict[str, Any]]:
+    async def chunks(self, generation: Generation, pieces: Pieces) -> AsyncIterator[dict[str, Any]]:
         lengths: dict[int, int] = {}
         async for piece in pieces:
             text = piece.text
@@ -100,10 +101,10 @@ class _CompletionReply(Reply):
             offset = lengths.get(piece.index, 0)
             lengths[piece.index] = offset + len(text)
             yield {**self._chunk(generation), "choices": [self._choice(piece, text, offset)]}
-        if self._body.wants_usage:
+        if self._streaming.include_usage:
             yield {**self._chunk(generation), "choices": [], "usage": generation.usage.as_json()}
 
-    async def whole(self, generation: Generation, pieces: AsyncIterator[Piece]) -> dict[str, Any]:
+    async def whole(self, generation: Generation, pieces: Pieces) -> dict[str, Any]:
         choices = []
         for merged in await gather(pieces):
             echo = self.echo(merged.index)
@@ -111,7 +112,7 @@ class _CompletionReply(Reply):
         usage = generation.usage.as_json()
         return {**self.head("text_completion"), "choices": choices, "usage": usage}
 
-    def _choice(self, piece: Piece, text: str, offset: int) -> dict[str, Any]:
+    def _choice(self, piece: ChoicePiece, text: str, offset: int) -> dict[str, Any]:
         logprobs = None
         if self._body.logprobs is not None:
             logprobs = completion_logprobs(self.state.tokenizer, piece.logprobs, offset)
@@ -124,7 +125,7 @@ class _CompletionReply(Reply):
 
     def _chunk(self, generation: Generation) -> dict[str, Any]:
         chunk = self.head("text_completion")
-        options = self._body.stream_options
-        if options is not None and options.include_usage:
-            chunk["usage"] = generation.usage.as_json() if options.continuous_usage_stats else None
+        if self._streaming.include_usage:
+            so_far = self._streaming.continuous_usage_stats
+            chunk["usage"] = generation.usage.as_json() if so_far else None
         return chunk

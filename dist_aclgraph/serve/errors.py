@@ -3,7 +3,11 @@
 | error | status | type |
 | --- | --- | --- |
 | UnknownModelError | 404 | not_found_error |
+| UnauthorizedError | 401 | authentication_error |
+| ForbiddenError | 403 | permission_error |
+| BodyTimeoutError | 408 | invalid_request_error |
 | BodyTooLargeError | 413 | invalid_request_error |
+| NotJsonError | 415 | invalid_request_error |
 | RequestError and its other children | 400 | invalid_request_error |
 | QueueFullError, EngineUnavailableError | 503 + Retry-After | service_unavailable |
 | everything else | 500 | internal_error |
@@ -11,17 +15,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
-import pydantic
+import msgspec
 from starlette.responses import Response
 
 from dist_aclgraph.errors import (
     DistAclGraphError,
     EngineUnavailableError,
-    InvalidParameterError,
     RequestError,
     UnknownModelError,
 )
@@ -35,25 +37,61 @@ class BodyTooLargeError(RequestError):
     code = "request_too_large"
 
 
+class BodyTimeoutError(RequestError):
+    """The client took longer to send the request body than is allowed."""
+
+    code = "request_timeout"
+
+
+class UnauthorizedError(RequestError):
+    """The request has no valid API key."""
+
+    code = "invalid_api_key"
+
+
+class ForbiddenError(RequestError):
+    """The request comes from a page of another site, or for another host."""
+
+    code = "forbidden"
+
+
+class NotJsonError(RequestError):
+    """The request body is not JSON."""
+
+    code = "unsupported_media_type"
+
+
+STATUS_OF: dict[type[DistAclGraphError], int] = {
+    UnauthorizedError: 401,
+    ForbiddenError: 403,
+    UnknownModelError: 404,
+    BodyTimeoutError: 408,
+    BodyTooLargeError: 413,
+    NotJsonError: 415,
+    RequestError: 400,
+    EngineUnavailableError: 503,
+}
+TYPE_OF = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    500: "internal_error",
+    503: "service_unavailable",
+}
+
+
 def status_of(error: BaseException) -> int:
-    if isinstance(error, UnknownModelError):
-        return 404
-    if isinstance(error, BodyTooLargeError):
-        return 413
-    if isinstance(error, RequestError):
-        return 400
-    return 503 if isinstance(error, EngineUnavailableError) else 500
+    return next((status for kind, status in STATUS_OF.items() if isinstance(error, kind)), 500)
 
 
 def error_body(error: BaseException) -> dict[str, Any]:
     """Return ``{"error": {...}}``; what is not our own error gives away nothing of itself."""
     status = status_of(error)
-    kind = {404: "not_found_error", 503: "service_unavailable", 500: "internal_error"}
     ours = isinstance(error, DistAclGraphError)
     return {
         "error": {
             "message": str(error) if ours else "internal server error",
-            "type": kind.get(status, "invalid_request_error"),
+            "type": TYPE_OF.get(status, "invalid_request_error"),
             "param": error.param if isinstance(error, RequestError) else None,
             "code": error.code if isinstance(error, RequestError) else None,
         }
@@ -62,43 +100,23 @@ def error_body(error: BaseException) -> dict[str, Any]:
 
 def error_response(error: BaseException) -> Response:
     status = status_of(error)
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else None
-    return json_response(error_body(error), status, headers)
+    headers = {503: {"Retry-After": str(RETRY_AFTER_S)}, 401: {"WWW-Authenticate": "Bearer"}}
+    return json_response(error_body(error), status, headers.get(status))
 
 
 def plain_error(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
-    """An error that the router found, such as an unknown path or method."""
-    body = {
-        "error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-    }
+    """An error that is none of ours, such as an unknown path or method."""
+    kind = TYPE_OF.get(status, "invalid_request_error")
+    body = {"error": {"message": message, "type": kind, "param": None, "code": None}}
     return json_response(body, status, headers)
 
 
 def json_response(
     body: Any, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    # ASCII escapes carry whatever a client sent, lone surrogates too.
     return Response(
-        json.dumps(body), status, headers=dict(headers or {}), media_type="application/json"
+        msgspec.json.encode(body),
+        status,
+        headers=dict(headers or {}),
+        media_type="application/json",
     )
-
-
-def from_validation(error: pydantic.ValidationError) -> InvalidParameterError:
-    """Return the first complaint of pydantic as our error, in OpenAI's words."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    param = ".".join(str(part) for part in first["loc"][:4] if not _is_union_tag(part)) or None
-    if first["type"] == "extra_forbidden":
-        return InvalidParameterError(f"unknown parameter: {_short(param)}", _short(param))
-    if first["type"] == "missing":
-        return InvalidParameterError(f"missing required parameter: {param}", param)
-    message = first["msg"].removeprefix("Value error, ")
-    return InvalidParameterError(f"{_short(param)}: {message}" if param else message, _short(param))
-
-
-def _is_union_tag(part: object) -> bool:
-    """pydantic names the branch of a union in a location: ``list[int]``, ``str``."""
-    return isinstance(part, str) and (part in ("str", "int") or "[" in part)
-
-
-def _short(text: str | None) -> str | None:
-    return text if text is None or len(text) <= 200 else text[:200] + "..."

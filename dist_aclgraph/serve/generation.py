@@ -11,11 +11,12 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from dist_aclgraph.actors.messages import RequestDelta, error_of
+from dist_aclgraph.actors.messages import error_of
 from dist_aclgraph.errors import EngineUnavailableError
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.serve.state import ApiState
+from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.step import RowLogprobs
 from dist_aclgraph.text.output import OutputText, end_ids
 
@@ -27,14 +28,16 @@ class ClientGoneError(Exception):
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What is new in one choice. ``token_ids`` leave out the stop token."""
+class ChoicePiece:
+    """What is new in one choice; ``logprobs`` leave out an end token."""
 
     index: int
     text: str
-    token_ids: list[int]
     logprobs: tuple[RowLogprobs, ...]
     finish_reason: str | None
+
+
+Pieces = AsyncIterator[ChoicePiece]
 
 
 @dataclass
@@ -77,10 +80,14 @@ class Generation:
     params: Sequence[SamplingParams]  # one per prompt
     num_choices: int = 1
     _choices: list[_Choice] = field(default_factory=list)
+    _num_places: int = 0  # taken beside the one that the HTTP request has
     _arrived: asyncio.Queue[tuple[int, RequestDelta]] = field(default_factory=asyncio.Queue)
 
     def __enter__(self) -> Generation:
         loop = asyncio.get_running_loop()
+        num_others = len(self.prompts) * self.num_choices - 1
+        self.state.places.take(num_others)
+        self._num_places = num_others
         try:
             for prompt_ids, params in zip(self.prompts, self.params, strict=True):
                 seed = params.seed if params.seed is not None else self.state.draw_seed()
@@ -95,6 +102,9 @@ class Generation:
         self.close()
 
     def close(self) -> None:
+        """End what still runs. Idempotent."""
+        self.state.places.give_back(self._num_places)
+        self._num_places = 0
         for choice in self._choices:
             if not choice.is_done:
                 choice.is_done = True
@@ -110,8 +120,11 @@ class Generation:
             sum(choice.num_cached_tokens for choice in firsts),
         )
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> Pieces:
         """Yield pieces of all choices as they come, each choice's last with a finish reason.
+
+        There is one for every delta, also where its tokens have no text (yet): clients see by them
+        that the request goes on.
 
         Raises:
             DistAclGraphError: a choice failed; the others are aborted on close.
@@ -121,9 +134,7 @@ class Generation:
             choice = self._choices[index]
             if choice.is_done:
                 continue
-            piece = self._advance(index, choice, delta)
-            if piece.text or piece.finish_reason is not None or piece.logprobs:
-                yield piece
+            yield self._advance(index, choice, delta)
 
     def _submit(
         self, loop: asyncio.AbstractEventLoop, prompt_ids: list[int], params: SamplingParams
@@ -142,7 +153,7 @@ class Generation:
         output = OutputText(tokenizer, params)
         self._choices.append(_Choice(prompt_ids, output, request_id, time.monotonic()))
 
-    def _advance(self, index: int, choice: _Choice, delta: RequestDelta) -> Piece:
+    def _advance(self, index: int, choice: _Choice, delta: RequestDelta) -> ChoicePiece:
         now_s = time.monotonic()
         reason: str | None = delta.finish_reason
         if reason in ("error", "abort"):
@@ -152,23 +163,17 @@ class Generation:
                 raise EngineUnavailableError(delta.error or "the server ended the request")
             raise error_of(delta)
         ids = unpack_ints(delta.token_ids).tolist()
-        self._observe(choice, len(ids), now_s)
-        choice.num_tokens += len(ids)
+        piece = choice.output.take(ids, delta.logprobs, reason)
+        self._observe(choice, len(piece.token_ids), now_s)
+        choice.num_tokens += len(piece.token_ids)
         choice.num_cached_tokens = max(choice.num_cached_tokens, delta.num_cached_tokens)
-        if reason == "stop":
-            ids.pop()
-        text = choice.output.feed(ids)
-        if reason is not None:
-            text += choice.output.finish()
-        if choice.output.is_stopped:
-            if reason is None:
+        if piece.finish_reason is not None:
+            if reason is None:  # a stop string, of which the engine knows nothing
                 self.state.client.abort(choice.request_id)
-            reason = "stop"
-        if reason is not None:
             choice.is_done = True
-            self.state.metrics.finished(reason, now_s - choice.started_s)
-        logprobs = tuple(row for row in delta.logprobs[: len(ids)] if row is not None)
-        return Piece(index, text, ids, logprobs, reason)
+            self.state.metrics.finished(piece.finish_reason, now_s - choice.started_s)
+        shown = piece.logprobs[:-1] if piece.has_end_token else piece.logprobs
+        return ChoicePiece(index, piece.text, shown, piece.finish_reason)
 
     def _observe(self, choice: _Choice, num_tokens: int, now_s: float) -> None:
         if num_tokens and not choice.num_tokens:

@@ -11,10 +11,13 @@ from starlette.responses import Response
 
 from dist_aclgraph.errors import EngineUnavailableError
 from dist_aclgraph.serve.body import read_body
+from dist_aclgraph.serve.counted import decode_ids
 from dist_aclgraph.serve.errors import json_response
 from dist_aclgraph.serve.openai_types import DetokenizeRequest, TokenizeRequest
 from dist_aclgraph.serve.state import ApiState
 from dist_aclgraph.version import VERSION
+
+MAX_TOKENS = 1 << 16  # that one request may tokenize, or turn into text
 
 
 async def list_models(state: ApiState, request: Request) -> Response:
@@ -55,39 +58,48 @@ async def metrics(state: ApiState, request: Request) -> Response:
 
 async def tokenize(state: ApiState, request: Request) -> Response:
     """Token ids of a prompt, or of messages after the chat template."""
-    serve = state.config.serve
-    body = await read_body(
-        request, TokenizeRequest, max_bytes=serve.max_body_bytes, lenient=serve.lenient
-    )
-    state.admit(body.model)
-    ids = await asyncio.to_thread(_tokenize, state, body)
+
+    def convert(body: TokenizeRequest) -> tuple[TokenizeRequest, list[dict[str, str]] | None]:
+        state.admit(body.model)
+        return body, body.for_template()
+
+    body, messages = await read_body(request, TokenizeRequest, convert, state.config.serve)
+    return json_response(await asyncio.to_thread(_tokenize, state, body, messages))
+
+
+async def detokenize(state: ApiState, request: Request) -> Response:
+    """The text of token ids."""
+
+    def convert(body: DetokenizeRequest) -> list[int]:
+        state.admit(body.model)
+        return decode_ids(body.tokens, MAX_TOKENS, "tokens")
+
+    ids = await read_body(request, DetokenizeRequest, convert, state.config.serve)
+    text = await asyncio.to_thread(state.tokenizer.decode, ids, skip_special_tokens=False)
+    return json_response({"prompt": text})
+
+
+def _tokenize(
+    state: ApiState, body: TokenizeRequest, messages: list[dict[str, str]] | None
+) -> dict[str, Any]:
+    tokenizer = state.tokenizer
+    most = max(MAX_TOKENS, state.context_len)
+    if messages is not None:
+        ids = tokenizer.encode_chat(
+            messages, add_generation_prompt=body.add_generation_prompt, max_tokens=most
+        )
+    else:
+        ids = tokenizer.encode(
+            body.prompt or "", add_special_tokens=body.add_special_tokens, max_tokens=most
+        )
     reply: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": state.context_len,
         "tokens": ids,
     }
     if body.return_token_strs:
-        decode = state.tokenizer.decode
-        reply["token_strs"] = [decode([i], skip_special_tokens=False) for i in ids]
-    return json_response(reply)
-
-
-async def detokenize(state: ApiState, request: Request) -> Response:
-    """The text of token ids."""
-    serve = state.config.serve
-    body = await read_body(
-        request, DetokenizeRequest, max_bytes=serve.max_body_bytes, lenient=serve.lenient
-    )
-    state.admit(body.model)
-    return json_response({"prompt": state.tokenizer.decode(body.tokens, skip_special_tokens=False)})
-
-
-def _tokenize(state: ApiState, body: TokenizeRequest) -> list[int]:
-    tokenizer = state.tokenizer
-    if body.messages is not None:
-        messages = [message.for_template() for message in body.messages]
-        return tokenizer.encode_chat(messages, add_generation_prompt=body.add_generation_prompt)
-    return tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
+        reply["token_strs"] = [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
+    return reply
 
 
 def _model(state: ApiState) -> dict[str, Any]:

@@ -1,121 +1,148 @@
-"""Request bodies of the OpenAI API, checked by pydantic at the HTTP edge and nowhere else.
+"""Request bodies of the OpenAI API: shapes, limits, and what is not offered.
 
-Sampling ranges live in ``SamplingParams``; here are shapes, and what is not offered. ``user``,
-``metadata``, ``store``, ``service_tier`` and ``cache_salt`` are accepted and have no effect.
+Sampling ranges live in ``SamplingParams``. ``user``, ``metadata``, ``store``, ``service_tier``,
+``prompt_cache_key`` and ``safety_identifier`` are accepted and have no effect.
+
+A field of type ``Raw`` may hold any number of items, which are counted before they are decoded.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from msgspec import Meta, Raw, field
 
 from dist_aclgraph.errors import InvalidParameterError
-from dist_aclgraph.sampling import MAX_LOGPROBS, SamplingParams
+from dist_aclgraph.sampling import (
+    MAX_LOGPROBS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
+from dist_aclgraph.serve import schemas
+from dist_aclgraph.serve.body import Body, decode
+from dist_aclgraph.serve.counted import (
+    check_num_strings,
+    decode_ids,
+    decode_prompts,
+    decode_strings,
+)
+from dist_aclgraph.serve.schemas import MAX_MESSAGES, MAX_PARTS, MAX_PROMPTS
 
 MAX_CHOICES = 16
-MAX_PROMPTS = 64
-MAX_MESSAGES = 1024
-Float = Annotated[float, Field(allow_inf_nan=False)]
-
-
-class Body(BaseModel):
-    """Closed to unknown fields; ``read_json`` drops them first where the service is lenient."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+MAX_STOP_BYTES = 16 << 10
+ABSENT: Raw = field(default_factory=Raw)
 
 
 class StreamOptions(Body):
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
 
 
-class ResponseFormat(Body):
-    type: str
+class _Typed(Body):
+    """The type of a content part or a response format, whatever else it has."""
 
-
-class TextPart(Body):
     type: str
     text: str | None = None
-    image_url: Any = None
-    input_audio: Any = None
-    file: Any = None
 
 
 class Message(Body):
+    """A message, with the fields that a client's ``message.model_dump()`` brings back."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: Annotated[Raw, schemas.CONTENT] = ABSENT
     name: str | None = None
     refusal: None = None
-    tool_calls: Any = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[Raw, schemas.NOTHING] = ABSENT
+    tool_calls: Annotated[Raw, schemas.NOTHING] = ABSENT
     tool_call_id: str | None = None
 
-    @model_validator(mode="after")
-    def _check(self) -> Message:
-        if self.tool_calls or self.role == "tool":
-            raise ValueError("tool calls are not offered")
-        if self.content is None:
-            raise ValueError("content is missing")
-        if not isinstance(self.content, str):
-            for part in self.content:
-                if part.type != "text" or part.text is None:
-                    raise ValueError(f"content of type {part.type!r:.40} is not offered; send text")
-        return self
+    def for_template(self, param: str) -> dict[str, str]:
+        """Return what chat templates take: a role and one text.
 
-    def for_template(self) -> dict[str, str]:
-        content = self.content
-        if not isinstance(content, str):
-            content = "\n".join(part.text or "" for part in content or [])
+        Args:
+            param: where the message stands in the body, for errors.
+        """
+        if self.role == "tool" or not _is_empty(self.tool_calls):
+            raise InvalidParameterError(f"{param}: tool calls are not offered", param)
+        if not _is_empty(self.annotations):
+            raise InvalidParameterError(f"{param}: annotations are not offered", param)
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": content}
+        return {"role": role, "content": self._text(f"{param}.content")}
+
+    def _text(self, param: str) -> str:
+        data = bytes(self.content)
+        if data in (b"", b"null"):
+            raise InvalidParameterError(f"{param} is missing", param)
+        if not data.startswith(b"["):
+            return str(decode(data, str, param))
+        check_num_strings(data, 4 * MAX_PARTS, param)  # two keys and two values of each part
+        parts = decode(data, list[_Typed], param)
+        if not 1 <= len(parts) <= MAX_PARTS:
+            raise InvalidParameterError(f"{param} must have 1 to {MAX_PARTS} parts", param)
+        for part in parts:
+            if part.type != "text" or part.text is None:
+                raise InvalidParameterError(
+                    f"{param}: content of type {part.type!r:.40} is not offered; send text", param
+                )
+        return "\n".join(part.text for part in parts)
 
 
-class _Generation(Body):
+class Generate(Body, kw_only=True):
     """What chat and text completions share."""
 
     model: str
     max_tokens: int | None = None
-    temperature: Float | None = None
-    top_p: Float | None = None
+    temperature: float | None = None
+    top_p: float | None = None
     top_k: int | None = None
-    min_p: Float | None = None
-    presence_penalty: Float | None = None
-    frequency_penalty: Float | None = None
-    repetition_penalty: Float | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: Annotated[Raw, schemas.STOP] = ABSENT
+    stop_token_ids: Annotated[Raw, schemas.STOP_TOKEN_IDS] = ABSENT
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: Annotated[Raw, schemas.STREAM_OPTIONS] = ABSENT
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Annotated[Raw, schemas.IGNORED] = ABSENT
     store: bool | None = None
     service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
     cache_salt: str | None = None
-    logit_bias: dict[str, Float] | None = None
+    logit_bias: Annotated[Raw, schemas.LOGIT_BIAS] = ABSENT
 
-    @field_validator("logit_bias")
-    @classmethod
-    def _no_logit_bias(cls, value: dict[str, float] | None) -> None:
-        if value:
-            raise ValueError("logit_bias is not offered")
-
-    @model_validator(mode="after")
-    def _check_stream_options(self) -> _Generation:
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs stream to be true")
-        return self
+    def check(self) -> None:
+        if not _is_empty(self.logit_bias):
+            raise InvalidParameterError("logit_bias is not offered", "logit_bias")
+        if self.cache_salt:
+            raise InvalidParameterError("cache_salt is not offered", "cache_salt")
+        if not _is_empty(self.stream_options) and not self.stream:
+            raise InvalidParameterError("stream_options needs stream to be true", "stream_options")
+        if self.streaming().include_obfuscation:
+            raise InvalidParameterError(
+                "stream_options.include_obfuscation is not offered", "stream_options"
+            )
 
     @property
     def num_choices(self) -> int:
         return self.n or 1
 
-    @property
-    def wants_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+    def streaming(self) -> StreamOptions:
+        """Return the options of a stream, the defaults where there are none."""
+        if _is_empty(self.stream_options):
+            return StreamOptions()
+        kind = self.kind_of_part(StreamOptions)
+        options: StreamOptions = decode(self.stream_options, kind, "stream_options")
+        return options
 
     def _sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
         given = {
@@ -127,34 +154,48 @@ class _Generation(Body):
             "frequency_penalty": self.frequency_penalty,
             "repetition_penalty": self.repetition_penalty,
             "seed": self.seed,
-            "stop_token_ids": self.stop_token_ids,
             "min_tokens": self.min_tokens,
             "ignore_eos": self.ignore_eos,
         }
         kept: dict[str, Any] = {name: v for name, v in given.items() if v is not None}
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return SamplingParams(max_tokens=max_tokens, stop=stop, logprobs=logprobs, **kept)
+        if self.stop:
+            strings = decode_strings(self.stop, MAX_STOP_STRINGS, MAX_STOP_BYTES, "stop")
+            kept["stop"] = tuple(strings)
+        if self.stop_token_ids:
+            ids = decode_ids(self.stop_token_ids, MAX_STOP_TOKEN_IDS, "stop_token_ids")
+            kept["stop_token_ids"] = tuple(ids)
+        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **kept)
 
 
-class ChatRequest(_Generation):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+class ChatRequest(Generate, kw_only=True):
+    messages: Annotated[Raw, schemas.MESSAGES]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    response_format: ResponseFormat | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    response_format: Annotated[Raw, schemas.RESPONSE_FORMAT] = ABSENT
+    modalities: Annotated[list[Literal["text"]], Meta(max_length=1)] | None = None
+    tools: Annotated[Raw, schemas.NOTHING] = ABSENT
+    tool_choice: Annotated[Raw, schemas.TOOL_CHOICE] = ABSENT
     parallel_tool_calls: bool | None = None
 
-    @model_validator(mode="after")
-    def _check_offered(self) -> ChatRequest:
-        if self.tools or self.tool_choice not in (None, "none", "auto"):
-            raise ValueError("tools are not offered")
-        if self.response_format is not None and self.response_format.type != "text":
-            raise ValueError("response_format other than text is not offered")
+    def check(self) -> None:
+        super().check()
+        if not _is_empty(self.tools):
+            raise InvalidParameterError("tools are not offered", "tools")
+        if bytes(self.tool_choice) not in (b"", b"null", b'"none"', b'"auto"'):
+            raise InvalidParameterError("tool_choice is not offered", "tool_choice")
+        if not _is_empty(self.response_format):
+            asked = decode(self.response_format, _Typed, "response_format")
+            if asked.type != "text":
+                raise InvalidParameterError(
+                    "response_format other than text is not offered", "response_format"
+                )
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs to be true")
-        return self
+            raise InvalidParameterError("top_logprobs needs logprobs to be true", "top_logprobs")
+
+    def for_template(self) -> list[dict[str, str]]:
+        """Return the messages as chat templates take them."""
+        return _for_template(self, self.messages)
 
     @property
     def asked_max_tokens(self) -> int | None:
@@ -165,40 +206,37 @@ class ChatRequest(_Generation):
         return self._sampling(max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
 
 
-class CompletionRequest(_Generation):
-    prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+class CompletionRequest(Generate, kw_only=True):
+    prompt: Annotated[Raw, schemas.PROMPT]
+    logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
 
-    @model_validator(mode="after")
-    def _check_offered(self) -> CompletionRequest:
+    def check(self) -> None:
+        super().check()
         if self.suffix:
-            raise ValueError("suffix is not offered")
+            raise InvalidParameterError("suffix is not offered", "suffix")
         if self.best_of not in (None, 1):
-            raise ValueError("best_of is not offered")
+            raise InvalidParameterError("best_of is not offered", "best_of")
         if self.echo and self.logprobs is not None:
-            raise ValueError("logprobs of an echoed prompt are not offered")
-        return self
+            raise InvalidParameterError("logprobs of an echoed prompt are not offered", "logprobs")
 
-    @property
-    def prompts(self) -> list[str] | list[list[int]]:
-        """One entry per prompt.
+    def prompts(self, context_len: int) -> list[str] | list[list[int]]:
+        """Return one entry per prompt.
 
         Raises:
             InvalidParameterError: there is none, or one is empty, or there are too many.
+            RequestTooLongError: there are more token ids than the context takes.
         """
-        given: Any = self.prompt
-        several = isinstance(given, list) and given and not isinstance(given[0], int)
-        found = given if several else [given]
+        found = decode_prompts(self.prompt, MAX_PROMPTS, context_len)
         if len(found) * self.num_choices > MAX_PROMPTS:
             raise InvalidParameterError(
                 f"prompts times n exceed {MAX_PROMPTS} completions in one request", "prompt"
             )
-        if not all(found):
+        if not found or not all(found):
             raise InvalidParameterError("prompt must not be empty", "prompt")
-        return list(found)
+        return found
 
     def sampling(self, max_tokens: int) -> SamplingParams:
         return self._sampling(max_tokens, self.logprobs)
@@ -207,18 +245,33 @@ class CompletionRequest(_Generation):
 class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES)] | None = None
+    messages: Annotated[Raw, schemas.MESSAGES] = ABSENT
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False
 
-    @model_validator(mode="after")
-    def _check(self) -> TokenizeRequest:
-        if (self.prompt is None) == (not self.messages):
-            raise ValueError("give either prompt or messages")
-        return self
+    def check(self) -> None:
+        if (self.prompt is None) == _is_empty(self.messages):
+            raise InvalidParameterError("give either prompt or messages", "prompt")
+
+    def for_template(self) -> list[dict[str, str]] | None:
+        """Return the messages as chat templates take them, None where there is a prompt."""
+        return None if _is_empty(self.messages) else _for_template(self, self.messages)
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(Body, kw_only=True):
     model: str | None = None
-    tokens: Annotated[list[int], Field(max_length=1 << 20)]
+    tokens: Annotated[Raw, schemas.TOKEN_IDS]
+
+
+def _for_template(body: Body, raw: Raw) -> list[dict[str, str]]:
+    messages = decode(raw, list[body.kind_of_part(Message)], "messages")  # type: ignore[misc]
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        raise InvalidParameterError(
+            f"messages are {len(messages)}; there must be 1 to {MAX_MESSAGES}", "messages"
+        )
+    return [message.for_template(f"messages.{i}") for i, message in enumerate(messages)]
+
+
+def _is_empty(raw: Raw) -> bool:
+    return bytes(raw) in (b"", b"null", b"[]", b"{}", b"false", b'""')

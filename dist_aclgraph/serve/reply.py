@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
@@ -10,10 +11,17 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from dist_aclgraph.serve import sse
 from dist_aclgraph.serve.errors import json_response
-from dist_aclgraph.serve.generation import ClientGoneError, Generation, Piece, unless_gone
+from dist_aclgraph.serve.generation import (
+    ChoicePiece,
+    ClientGoneError,
+    Generation,
+    Pieces,
+    unless_gone,
+)
 from dist_aclgraph.serve.state import ApiState
 
 CLIENT_GONE = 499  # only ever logged: nobody is there to read it
@@ -37,13 +45,11 @@ class Reply(ABC):
         }
 
     @abstractmethod
-    def chunks(
-        self, generation: Generation, pieces: AsyncIterator[Piece]
-    ) -> AsyncIterator[dict[str, Any]]:
+    def chunks(self, generation: Generation, pieces: Pieces) -> AsyncIterator[dict[str, Any]]:
         """Yield the chunks of a stream."""
 
     @abstractmethod
-    async def whole(self, generation: Generation, pieces: AsyncIterator[Piece]) -> dict[str, Any]:
+    async def whole(self, generation: Generation, pieces: Pieces) -> dict[str, Any]:
         """Return the body of a reply that is not streamed."""
 
 
@@ -55,29 +61,39 @@ async def reply(
     A stream begins once its first piece is there, so that a request which the engine refuses gets
     a proper status and not a broken stream.
     """
-    generation.__enter__()
     pieces = generation.pieces()
-    try:
-        if not stream:
-            body = await unless_gone(request, shape.whole(generation, pieces))
-            return json_response(body)
-        first = await unless_gone(request, anext(pieces))
-    except ClientGoneError:
-        generation.close()
-        return Response(status_code=CLIENT_GONE)
-    except BaseException:
-        generation.close()
-        raise
-    return StreamingResponse(
-        _stream(generation, shape, _after(first, pieces)),
-        media_type="text/event-stream",
-        headers=sse.HEADERS,
-    )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(generation)
+        try:
+            if not stream:
+                body = await unless_gone(request, shape.whole(generation, pieces))
+                return json_response(body)
+            first = await unless_gone(request, anext(pieces))
+        except ClientGoneError:
+            return Response(status_code=CLIENT_GONE)
+        frames = sse.events(shape.chunks(generation, _after(first, pieces)))
+        return _Stream(frames, held=stack.pop_all())
 
 
-async def gather(pieces: AsyncIterator[Piece]) -> list[Piece]:
+class _Stream(StreamingResponse):
+    """A stream that holds its generation: it ends with the response, however that ends.
+
+    The response may be cancelled before the first frame is asked for; a generator that never
+    began has no ``finally``.
+    """
+
+    def __init__(self, frames: AsyncIterator[bytes], held: contextlib.ExitStack) -> None:
+        super().__init__(frames, media_type="text/event-stream", headers=sse.HEADERS)
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._held:
+            await super().__call__(scope, receive, send)
+
+
+async def gather(pieces: Pieces) -> list[ChoicePiece]:
     """Return one whole piece per choice."""
-    merged: dict[int, Piece] = {}
+    merged: dict[int, ChoicePiece] = {}
     async for piece in pieces:
         before = merged.get(piece.index)
         merged[piece.index] = (
@@ -86,25 +102,13 @@ async def gather(pieces: AsyncIterator[Piece]) -> list[Piece]:
             else replace(
                 piece,
                 text=before.text + piece.text,
-                token_ids=before.token_ids + piece.token_ids,
                 logprobs=before.logprobs + piece.logprobs,
             )
         )
     return [merged[index] for index in sorted(merged)]
 
 
-async def _after(first: Piece, rest: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
+async def _after(first: ChoicePiece, rest: Pieces) -> Pieces:
     yield first
     async for piece in rest:
         yield piece
-
-
-async def _stream(
-    generation: Generation, shape: Reply, pieces: AsyncIterator[Piece]
-) -> AsyncIterator[bytes]:
-    with_frames = sse.events(shape.chunks(generation, pieces))
-    try:
-        async for frame in with_frames:
-            yield frame
-    finally:  # also when the client leaves: the generator is cancelled or closed
-        generation.close()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
+
+import msgspec
 
 from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.serve.errors import error_body
@@ -16,7 +17,7 @@ HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def frame(body: Any) -> bytes:
-    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
 async def events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:

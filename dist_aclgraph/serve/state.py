@@ -6,7 +6,7 @@ import random
 import secrets
 import time
 
-from dist_aclgraph.actors.engine_client import EngineClient
+from dist_aclgraph.actors.engine_client import Deployment, EngineClient
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import (
     EngineUnavailableError,
@@ -14,6 +14,7 @@ from dist_aclgraph.errors import (
     UnknownModelError,
 )
 from dist_aclgraph.serve.metrics import Metrics
+from dist_aclgraph.serve.places import Places
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 
@@ -32,8 +33,16 @@ class ApiState:
         self.created_s = int(time.time())
         self.context_len = config.max_model_len or tokenizer.context_len
         self.is_draining = False
+        self.places = Places.from_config(config)
         self.metrics = Metrics(config.name, client)
         self._seeds = random.Random(config.seed)
+
+    def drain(self) -> None:
+        """Take nothing new, and let what runs end, for ``serve.drain_s`` seconds at most."""
+        self.is_draining = True
+        deadline_s = time.monotonic() + self.config.serve.drain_s
+        while self.places.taken and time.monotonic() < deadline_s:
+            time.sleep(0.02)
 
     def check(self) -> None:
         """Raise if no request can be served any more."""
@@ -75,3 +84,11 @@ class ApiState:
     @staticmethod
     def new_id(prefix: str) -> str:
         return f"{prefix}-{secrets.token_hex(12)}"
+
+
+def open_state(config: Config, tokenizer: Tokenizer, deployment: Deployment) -> ApiState:
+    """Connect to a deployment's engines; ``client.close`` of the state ends it."""
+    link_s = config.timeouts.link_s
+    client = EngineClient(deployment.addresses, deployment.token, link_s=link_s)
+    config = config.model_copy(update={"max_model_len": deployment.max_model_len})
+    return ApiState(config, tokenizer, client)

@@ -1,36 +1,89 @@
-"""OutputText: ids in, text out, until a stop string or the end."""
+"""OutputText: deltas of token ids in, pieces of text out, until a stop string or the end."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.steps.step import RowLogprobs
 from dist_aclgraph.text.detokenizer import Detokenizer
 from dist_aclgraph.text.stops import StopMatcher
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 
+@dataclass(frozen=True)
+class Piece:
+    """What one delta brought to one output.
+
+    Attributes:
+        text: what is new and certain.
+        token_ids: the output's new tokens, an end token included; none behind a stop string.
+        logprobs: one for each of these tokens, or none at all.
+        finish_reason: "stop" or "length" in the last piece.
+        has_end_token: whether the last of the tokens is an end token, which has no text.
+    """
+
+    text: str
+    token_ids: list[int]
+    logprobs: tuple[RowLogprobs, ...]
+    finish_reason: str | None
+    has_end_token: bool = False
+
+
 class OutputText:
-    """The text of one request as it grows. ``is_stopped`` says that a stop string was found."""
+    """The text of one request as it grows."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._detokenizer = Detokenizer(tokenizer)
         self._matcher = StopMatcher(params.stop)
 
-    @property
-    def is_stopped(self) -> bool:
-        return self._matcher.matched is not None
+    def take(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[RowLogprobs | None],
+        finish_reason: str | None,
+    ) -> Piece:
+        """Return what new tokens bring.
 
-    def feed(self, ids: Sequence[int]) -> str:
-        return self._matcher.feed(self._detokenizer.feed(ids))
+        Tokens go in one by one: how many come at once must not show, neither in what is counted
+        nor in what is reported.
 
-    def finish(self) -> str:
-        """Return the last piece: everything that was held back and turned out to be text."""
-        last = self._matcher.feed(self._detokenizer.finish())
-        return last + self._matcher.finish()
+        Args:
+            logprobs: one for each token, or empty where they were not asked for.
+            finish_reason: why the engine ended the request with these tokens; "stop" says that
+                the last one is an end token.
+        """
+        has_end_token = finish_reason == "stop"
+        num_spoken = len(token_ids) - has_end_token
+        text = ""
+        for count, token_id in enumerate(token_ids[:num_spoken], start=1):
+            text += self._matcher.feed(self._detokenizer.feed([token_id]))
+            if self._matcher.matched is not None:
+                return self._piece(text, token_ids[:count], logprobs, "stop")
+        if finish_reason is not None:
+            text += self._matcher.feed(self._detokenizer.finish())
+            text += self._matcher.finish()
+        return self._piece(text, token_ids, logprobs, finish_reason, has_end_token)
+
+    @staticmethod
+    def _piece(
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[RowLogprobs | None],
+        finish_reason: str | None,
+        has_end_token: bool = False,
+    ) -> Piece:
+        rows = tuple(row for row in logprobs[: len(token_ids)] if row is not None)
+        return Piece(text, list(token_ids), rows, finish_reason, has_end_token)
 
 
 def end_ids(tokenizer: Tokenizer, params: SamplingParams) -> tuple[int, ...]:
-    """Return every id that ends a request's output: the model's own and the requested ones."""
+    """Return every id that ends a request's output: the model's own and the requested ones.
+
+    Raises:
+        InvalidParameterError: a requested one lies outside the vocabulary.
+    """
+    tokenizer.check_ids(params.stop_token_ids, "stop_token_ids")
     own = () if params.ignore_eos else tokenizer.eos_ids
     return tuple(dict.fromkeys((*own, *params.stop_token_ids)))

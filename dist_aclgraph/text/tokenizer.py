@@ -15,7 +15,7 @@ import jinja2
 import jinja2.sandbox
 import tokenizers
 
-from dist_aclgraph.errors import ConfigError, InvalidParameterError
+from dist_aclgraph.errors import ConfigError, InvalidParameterError, RequestTooLongError
 
 MAX_RENDERED_CHARS = 4 << 20
 MAX_CHARS_PER_TOKEN = 64  # longer texts, per token of the context, are refused unread
@@ -62,29 +62,45 @@ class Tokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        """Return the ids of a text; ``max_tokens`` bounds what is worth tokenizing at all.
+        """Return the ids of a text.
+
+        Lets other threads run meanwhile, which ``Tokenizer.encode`` of the library does not.
+
+        Args:
+            max_tokens: most tokens that the text may have; by default as many as characters.
 
         Raises:
-            InvalidParameterError: the text is hopelessly long, or the tokenizer cannot take it.
+            InvalidParameterError: the tokenizer cannot take the text.
+            RequestTooLongError: it has more tokens.
         """
         if not self.has_text:
             raise InvalidParameterError(
                 "this checkpoint has no tokenizer.json: give the prompt as token ids", "prompt"
             )
-        limit = (max_tokens or self.context_len) * MAX_CHARS_PER_TOKEN
-        if len(text) > limit:
-            raise InvalidParameterError(
-                f"the text has {len(text)} characters, which exceeds any prompt of this model's "
-                f"maximum context length of {max_tokens or self.context_len} tokens"
-            )
+        most = max_tokens or self.context_len
+        if len(text) > most * MAX_CHARS_PER_TOKEN:
+            raise self._too_long(f"{len(text)} characters", most)
         try:
             text.encode()
         except UnicodeEncodeError:
             raise InvalidParameterError("the text holds an unpaired surrogate") from None
         try:
-            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+            (encoding,) = self._tokenizer.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
         except BaseException as e:
             raise _translate(e, "tokenize") from e
+        if max_tokens is not None and len(encoding) > max_tokens:
+            raise self._too_long(f"{len(encoding)} tokens", max_tokens)
+        return list(encoding.ids)
+
+    def _too_long(self, found: str, most: int) -> RequestTooLongError:
+        # Clients look for the first words.
+        return RequestTooLongError(
+            f"This model's maximum context length is {min(most, self.context_len)} tokens; the "
+            f"text has {found}, and at most {most} tokens are taken",
+            "prompt",
+        )
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ids.
@@ -141,11 +157,15 @@ class Tokenizer:
         return "".join(pieces)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        max_tokens: int | None = None,
     ) -> list[int]:
         """Return the ids of the rendered messages; the template brings its own special tokens."""
         text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(text, add_special_tokens=False, max_tokens=max_tokens)
 
 
 def _translate(error: BaseException, verb: str) -> BaseException:

@@ -89,7 +89,7 @@ def test_a_row_taken_over_forgets_its_sampling() -> None:
     for sampling in (RowSampling(temperature=1.0), RowSampling()):
         batch.apply(RankBatch(b"", started=(RowStart(0, pack_ints([1]), b"", sampling),)))
 
-    assert batch.is_plain[0]
+    assert batch.sampling.is_plain[0]
     assert batch.num_tokens[0] == 1
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from dist_aclgraph.engine.sampler import SamplingRow, choose_tokens, report_logprobs
+from dist_aclgraph.engine.sampler import choose_tokens, report_logprobs
+from dist_aclgraph.engine.sampling_table import SamplingTable
+from dist_aclgraph.engine.token_counts import TokenCounts
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.steps.step import RowSampling
 
@@ -20,18 +22,36 @@ def make_logits(rows: int, seed: int = 0) -> torch.Tensor:
     return 2 * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed))
 
 
-def make_row(length: int = 5, tokens: list[int] | None = None, **sampling: Any) -> SamplingRow:
+@dataclass(frozen=True)
+class Place:
+    """One place to sample, behind its tokens and some drafts."""
+
+    sampling: RowSampling
+    token_ids: np.ndarray
+    num_drafts: int = 0
+
+
+def make_row(length: int = 5, tokens: list[int] | None = None, **sampling: Any) -> Place:
     ids = tokens if tokens is not None else [0] * length
-    return SamplingRow(RowSampling(**sampling), np.asarray(ids, np.int32))
+    return Place(RowSampling(**sampling), np.asarray(ids, np.int32))
 
 
-def run(npu: Any, logits: torch.Tensor, rows: list[SamplingRow]) -> tuple[list[int], list[Any]]:
+def run(npu: Any, logits: torch.Tensor, rows: list[Place]) -> tuple[list[int], list[Any]]:
     def to_device(array: Any) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(npu.device)
 
+    table = SamplingTable(len(rows))
+    counts = TokenCounts(len(rows), VOCAB, npu.device, to_device)
+    for index, row in enumerate(rows):
+        table.set(index, row.sampling)
+        if row.sampling.has_penalties:
+            counts.begin(index, row.token_ids, row.sampling.num_prompt_tokens)
+    positions = [len(row.token_ids) + row.num_drafts for row in rows]
+    places = table.places(np.arange(len(rows), dtype=np.int32), np.asarray(positions, np.int32))
     on_device = logits.to(npu.device)
-    chosen = choose_tokens(on_device, rows, to_device)
-    return chosen.cpu().tolist(), report_logprobs(on_device, chosen, rows)
+    chosen = choose_tokens(on_device, places, counts, to_device)
+    reports = report_logprobs(on_device, chosen, places, to_device)
+    return chosen.cpu().tolist(), [reports.get(index) for index in range(len(rows))]
 
 
 def target(logits: torch.Tensor, s: RowSampling) -> np.ndarray:
@@ -129,8 +149,8 @@ def test_penalties_count_prompt_and_output_as_the_api_defines_them(npu: Any) -> 
     wanted[4] -= 3 * 0.4 + 0.6
     count = 3000
 
-    def moved(i: int) -> SamplingRow:
-        return SamplingRow(RowSampling(**{**_fields(row.sampling), "seed": i}), row.token_ids)
+    def moved(i: int) -> Place:
+        return Place(RowSampling(**{**_fields(row.sampling), "seed": i}), row.token_ids)
 
     ids, _ = run(npu, logits.expand(count, -1), [moved(i) for i in range(count)])
 
@@ -207,3 +227,33 @@ def test_a_place_behind_drafts_is_sampled_as_if_they_were_tokens(npu: Any) -> No
     drafted = [replace(make_row(4, **sampling), num_drafts=i) for i in range(8)]
 
     assert run(npu, logits, known)[0] == run(npu, logits, drafted)[0]
+
+
+def test_counted_step_by_step_penalties_are_those_of_the_whole_history(npu: Any) -> None:
+    def to_device(array: Any) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(npu.device)
+
+    chance = np.random.default_rng(4)
+    sampling = RowSampling(
+        num_prompt_tokens=6, repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=-0.4
+    )
+    table, logits = SamplingTable(3), make_logits(3).to(npu.device)
+    for row in range(3):
+        table.set(row, sampling)
+    history = chance.integers(0, VOCAB, (3, 30)).astype(np.int32)
+    steps = TokenCounts(3, VOCAB, npu.device, to_device)
+    rows = np.arange(3, dtype=np.int32)
+    for row in range(3):
+        steps.begin(row, chance.integers(0, VOCAB, 9).astype(np.int32), 2)  # another's, before
+        steps.begin(row, history[row, :8], 6)
+    for column in range(8, 30):
+        steps.add(rows, history[:, column])
+    whole = TokenCounts(3, VOCAB, npu.device, to_device)
+    for row in range(3):
+        whole.begin(row, history[row], 6)
+
+    places = table.places(rows, np.full(3, 30, np.int32))
+
+    found = steps.penalise(logits, places).cpu()
+    assert torch.equal(found, whole.penalise(logits, places).cpu())
+    assert not torch.equal(found, logits.cpu())

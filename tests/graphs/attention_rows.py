@@ -16,6 +16,7 @@ from dist_aclgraph.graphs.recording import Recording
 from dist_aclgraph.graphs.step_buffers import StepBuffers
 from dist_aclgraph.graphs.task_update import TaskRecorder
 from dist_aclgraph.layers.attention import AttentionMetadata, KVCache, PagedAttention
+from dist_aclgraph.planning.buckets import BufferSizes
 from dist_aclgraph.steps.padding import PADDING_KV_LEN, Lens
 from tests.plans import decode_graph
 
@@ -33,7 +34,9 @@ class Row:
 
 
 def make_buffers(npu: Npu, max_tokens: int = 8) -> StepBuffers:
-    return StepBuffers(npu, max_tokens, max_tokens, MAX_BLOCKS, HEADS * DIM, torch.float32)
+    return StepBuffers(
+        npu, BufferSizes(max_tokens, max_tokens, max_tokens), MAX_BLOCKS, HEADS * DIM, torch.float32
+    )
 
 
 class AttentionDecoder:

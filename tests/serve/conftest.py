@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import functools
 import socket
 import threading
 import time
@@ -13,7 +16,9 @@ import uvicorn
 
 from dist_aclgraph.actors.engine_client import EngineClient
 from dist_aclgraph.config import load_config
+from dist_aclgraph.serve.access import Access
 from dist_aclgraph.serve.api import make_api
+from dist_aclgraph.serve.http_server import LimitedProtocol
 from dist_aclgraph.serve.state import ApiState
 from dist_aclgraph.text.tokenizer import Tokenizer
 from tests.serve.fake_engine import TOKEN, FakeEngine, echo
@@ -28,6 +33,7 @@ class Service:
     url: str
     state: ApiState
     engine: FakeEngine
+    loop: asyncio.AbstractEventLoop
     http: httpx.Client
     openai: openai.OpenAI
 
@@ -44,37 +50,58 @@ def until(condition, timeout_s: float = 5.0) -> None:
         time.sleep(0.005)
 
 
-def start(engine: FakeEngine, **overrides: object) -> tuple[Service, uvicorn.Server]:
+def start(
+    engine: FakeEngine, access: Access | None = None, **overrides: object
+) -> tuple[Service, uvicorn.Server]:
     config = load_config(CONFIG, overrides)
-    client = EngineClient([engine.address], TOKEN, heartbeat_s=0.05, dead_after_s=0.5)
+    client = EngineClient([engine.address], TOKEN, link_s=1.0)
     state = ApiState(config, Tokenizer(config.model), client)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     server = uvicorn.Server(
-        uvicorn.Config(make_api(state), host="127.0.0.1", port=port, log_level="critical")
+        uvicorn.Config(
+            make_api(state, access),
+            http=functools.partial(LimitedProtocol, limits=config.serve),
+            host="127.0.0.1",
+            port=port,
+            log_level="critical",
+            lifespan="off",
+            ws="none",
+        )
     )
-    threading.Thread(target=server.run, daemon=True).start()
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_until_complete, args=[server.serve()], daemon=True).start()
     until(lambda: server.started)
     url = f"http://127.0.0.1:{port}"
     service = Service(
         url,
         state,
         engine,
+        loop,
         httpx.Client(base_url=url, timeout=20),
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20),
     )
     return service, server
 
 
+@contextlib.contextmanager
+def serving(access: Access | None = None, **overrides: object):
+    """A service of its own over a fake engine of its own."""
+    engine = FakeEngine()
+    service, server = start(engine, access, **overrides)
+    try:
+        yield service
+    finally:
+        server.should_exit = True
+        service.state.client.close()
+        engine.close()
+
+
 @pytest.fixture(scope="session")
 def shared_service():
-    engine = FakeEngine()
-    service, server = start(engine)
-    yield service
-    server.should_exit = True
-    service.state.client.close()
-    engine.close()
+    with serving() as service:
+        yield service
 
 
 @pytest.fixture
@@ -91,9 +118,5 @@ def service(shared_service):
 @pytest.fixture
 def own_service():
     """A service that the test may break."""
-    engine = FakeEngine()
-    service, server = start(engine)
-    yield service
-    server.should_exit = True
-    service.state.client.close()
-    engine.close()
+    with serving() as service:
+        yield service

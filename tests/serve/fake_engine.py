@@ -11,17 +11,20 @@ import zmq
 
 from dist_aclgraph.actors.messages import (
     Abort,
+    Beat,
     Deltas,
+    Goodbye,
     Hello,
+    Pulse,
     Query,
     Refused,
-    RequestDelta,
     Submit,
     answer,
     encoder,
     to_engine_decoder,
 )
 from dist_aclgraph.ints import pack_ints, unpack_ints
+from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.step import RowLogprobs
 
 TOKEN = "a-test-token"
@@ -65,6 +68,7 @@ class FakeEngine:
         frames: every frame received, as it came.
         submitted, aborted: what clients asked for, in order.
         fail_after: requests fail with this error kind after so many tokens.
+        skipped: how many messages are lost before the next one.
     """
 
     def __init__(self, reply: Callable[[Submit], list[int]] = echo, step_s: float = 0.002) -> None:
@@ -76,7 +80,9 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.fail_after: tuple[int, str] | None = None
         self.silent = False
-        self._clients: set[bytes] = set()
+        self.skipped = 0
+        self._numbers: dict[bytes, int] = {}  # of the last deltas, by client
+        self._names: dict[bytes, str] = {}
         self._running: dict[str, _Running] = {}
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
@@ -119,9 +125,16 @@ class FakeEngine:
             if message.token != TOKEN:
                 self._send(client, Refused("wrong token"))
             else:
-                self._clients.add(client)
-        elif client not in self._clients:
+                for earlier in [c for c, name in self._names.items() if name == message.client]:
+                    self._forget(earlier)
+                self._numbers[client], self._names[client] = 0, message.client
+                self._send(client, Pulse())
+        elif client not in self._numbers:
             return
+        elif isinstance(message, Beat):
+            self._send(client, Pulse())
+        elif isinstance(message, Goodbye):
+            self._forget(client)
         elif isinstance(message, Submit):
             self.submitted.append(message)
             stops = set(message.stop_token_ids)
@@ -135,8 +148,13 @@ class FakeEngine:
             self.aborted.append(message.request_id)
             self._running.pop(message.request_id, None)
         elif isinstance(message, Query):
-            bodies = {"health": {"ok": True}, "metrics": METRICS, "report": {"epoch": 1}}
+            bodies = {"metrics": METRICS, "report": {"epoch": 1}}
             self._send(client, answer(message, bodies[message.what]))
+
+    def _forget(self, client: bytes) -> None:
+        del self._numbers[client], self._names[client]
+        for running in [r for r in self._running.values() if r.client == client]:
+            del self._running[running.submit.request_id]
 
     def _step(self) -> None:
         by_client: dict[bytes, list[RequestDelta]] = {}
@@ -146,7 +164,9 @@ class FakeEngine:
             if delta.finish_reason is not None:
                 del self._running[delta.request_id]
         for client, deltas in by_client.items():
-            self._send(client, Deltas(tuple(deltas)))
+            self._numbers[client] = self._numbers.get(client, 0) + 1 + self.skipped
+            self.skipped = 0
+            self._send(client, Deltas(tuple(deltas), self._numbers[client]))
 
     def _advance(self, running: _Running) -> RequestDelta:
         submit = running.submit

@@ -8,6 +8,7 @@ import pytest
 
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.serve import sse
+from dist_aclgraph.serve.api import make_api
 from tests.serve.conftest import until
 
 MODEL = "tiny-qwen3"
@@ -225,3 +226,51 @@ def test_a_bug_in_mid_stream_is_an_error_frame_that_gives_nothing_away():
     assert first == b'data: {"a":1}\n\n'
     assert b"internal server error" in last
     assert b"secret" not in last
+
+
+def test_a_client_that_leaves_before_the_first_frame_frees_the_engine(service):
+    """The response is cancelled then before anything is asked of its frames."""
+    service.engine.reply = lambda submit: [70] * submit.max_tokens
+    body = {"model": MODEL, "messages": HI, "stream": True, "max_tokens": 1000}
+    messages = iter([{"type": "http.request", "body": json.dumps(body).encode()}])
+    scope = {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1",
+        "method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": [],
+    }  # fmt: skip
+    sent = []
+
+    async def leave_at_the_second_look() -> None:
+        looks = 0
+
+        async def receive():
+            nonlocal looks
+            if (message := next(messages, None)) is not None:
+                return message
+            looks += 1
+            if looks == 1:
+                await asyncio.sleep(3600)
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            sent.append(message)
+            await asyncio.sleep(3600)
+
+        await make_api(service.state)(scope, receive, send)
+
+    asyncio.run(leave_at_the_second_look())
+
+    assert [message["type"] for message in sent] == ["http.response.start"]
+    until(lambda: len(service.engine.aborted) == 1 and service.engine.num_running == 0)
+    assert service.state.places.taken == 0
+
+
+def test_tokens_without_text_bring_frames_of_their_own(service):
+    end = service.state.tokenizer.eos_ids[0]
+    service.engine.reply = lambda submit: [end] * submit.max_tokens
+
+    reply = service.http.post(
+        "/v1/chat/completions",
+        json={"model": MODEL, "messages": HI, "stream": True, "max_tokens": 5, "ignore_eos": True},
+    )
+
+    assert reply.text.count("data: {") == 1 + 5

@@ -7,12 +7,14 @@ import msgpack
 import pytest
 
 from dist_aclgraph.actors.engine_client import EngineClient
-from dist_aclgraph.actors.messages import RequestDelta, error_of
+from dist_aclgraph.actors.messages import error_of
 from dist_aclgraph.errors import EngineDeadError, InvalidParameterError
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.steps.delta import RequestDelta
 from tests.serve.fake_engine import TOKEN, FakeEngine
 
+LINK_S = 1.0
 PARAMS = SamplingParams(max_tokens=5, temperature=0.0)
 
 
@@ -25,7 +27,7 @@ def engine():
 
 @pytest.fixture
 def client(engine):
-    client = EngineClient([engine.address], TOKEN, heartbeat_s=0.05, dead_after_s=0.4)
+    client = EngineClient([engine.address], TOKEN, link_s=LINK_S)
     yield client
     client.close()
 
@@ -80,7 +82,7 @@ def test_abort_reaches_the_engine_and_silences_the_request(client, engine):
 
 def test_requests_go_to_the_engine_with_fewest_outstanding(engine):
     other = FakeEngine()
-    client = EngineClient([engine.address, other.address], TOKEN)
+    client = EngineClient([engine.address, other.address], TOKEN, link_s=LINK_S)
     long = SamplingParams(max_tokens=100000)
     for i in range(4):
         client.submit(str(i), [1], long, (), lambda delta: None)
@@ -106,6 +108,19 @@ def test_a_silent_engine_ends_its_requests_with_a_typed_error(client, engine):
         client.submit("b", [1], PARAMS, (), deltas.put)
 
 
+def test_a_gap_in_what_the_engine_sends_ends_the_request_here_and_there(client, engine):
+    deltas: queue.Queue[RequestDelta] = queue.Queue()
+    client.submit("a", [1], SamplingParams(max_tokens=100000), (), deltas.put)
+    deltas.get(timeout=5)
+
+    engine.skipped = 1
+
+    _, last = collect(deltas)
+    assert isinstance(error_of(last), EngineDeadError)
+    assert "is lost" in last.error
+    until(lambda: engine.num_running == 0)
+
+
 def test_an_engine_that_answers_again_is_used_again(client, engine):
     engine.silent = True
     with pytest.raises(EngineDeadError):
@@ -126,7 +141,7 @@ def test_an_engine_that_answers_again_is_used_again(client, engine):
 
 
 def test_a_wrong_token_is_refused_with_the_reason(engine):
-    client = EngineClient([engine.address], "guess", heartbeat_s=0.05)
+    client = EngineClient([engine.address], "guess", link_s=LINK_S)
     deltas: queue.Queue[RequestDelta] = queue.Queue()
     try:
         client.submit("a", [1], PARAMS, (), deltas.put)
@@ -142,7 +157,7 @@ def test_query_returns_one_answer_per_engine(client):
 
 
 def test_close_ends_what_is_outstanding(engine):
-    client = EngineClient([engine.address], TOKEN)
+    client = EngineClient([engine.address], TOKEN, link_s=LINK_S)
     deltas: queue.Queue[RequestDelta] = queue.Queue()
     client.submit("a", [1], SamplingParams(max_tokens=100000), (), deltas.put)
 
@@ -166,7 +181,8 @@ def test_any_message_pack_library_reads_the_wire(client, engine):
     collect(deltas)
 
     messages = [msgpack.unpackb(frame) for frame in engine.frames]
-    assert messages[0] == {"type": "hello", "token": TOKEN, "epoch": 0}
+    assert messages[0].keys() == {"type", "token", "client"}
+    assert (messages[0]["type"], messages[0]["token"]) == ("hello", TOKEN)
     (submit,) = [m for m in messages if m["type"] == "submit"]
     assert submit["prompt"] == b"\x01\0\0\0\x00\x01\0\0"
     assert (submit["max_tokens"], submit["stop_token_ids"]) == (5, [9])

@@ -1,12 +1,12 @@
-"""The Serve application and its command, on a real Ray, over a fake engine inside the replica."""
+"""The application and ``dist-aclgraph serve`` on one real Ray cluster, over fake engines."""
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -15,54 +15,115 @@ import pytest
 from tests.serve.conftest import CONFIG
 
 ROOT = Path(__file__).parents[2]
-SERVE = """
+WAIT_S = 120.0
+FAKE = """
 import sys, ray
 from dist_aclgraph.config import load_config
-from dist_aclgraph.environment import prepare_ray_environment
-from dist_aclgraph.cli.serve import serve_until_signal
 
-def start(config):
+def start(config, on_progress=None):
     from tests.serve.test_llm import FakeDeployment
     return FakeDeployment()
 
-prepare_ray_environment()
+config = load_config(sys.argv[1], {"serve.port": int(sys.argv[2])})
+"""
+SERVE = (
+    FAKE
+    + """
+from dist_aclgraph.cli.serve import serve_until_signal
+ray.init(address=sys.argv[3])
+serve_until_signal(config, start)
+"""
+)
+CLUSTER = (
+    FAKE
+    + """
+from ray import serve
+from dist_aclgraph.serve.app import make_app
 ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
-serve_until_signal(load_config(sys.argv[1], {"serve.port": int(sys.argv[2])}), start)
+serve.start(http_options={"port": config.serve.port})
+targets = [serve.RunTarget(make_app(config, start), name=n, route_prefix=f"/{n}") for n in "ab"]
+serve.run_many(targets)
+print("running", ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.readline()
+serve.delete("b")
+print("deleted", flush=True)
+sys.stdin.readline()
+serve.shutdown()
 ray.shutdown()
 """
+)
+QUESTION = {"model": "tiny-qwen3", "prompt": [70, 71], "max_tokens": 2, "stream": True}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def launch(code: str, *arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-u", "-c", code, str(CONFIG), *map(str, arguments)],
+        cwd=ROOT, text=True, env={**os.environ, "RAY_AUTH_MODE": "token"},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def read_until(process: subprocess.Popen[str], beginning: str) -> str:
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith(beginning):
+            return line
+    raise AssertionError("".join(lines))
+
+
+def ask(url: str) -> httpx.Response:
+    return httpx.post(f"{url}/v1/completions", json=QUESTION, timeout=WAIT_S)
+
+
+@pytest.fixture
+def cluster():
+    """A Ray cluster with two applications of ours: its address and its proxy's URL."""
+    port = free_port()
+    process = launch(CLUSTER, port)
+    try:
+        address = read_until(process, "running").split()[1]
+        yield process, address, f"http://127.0.0.1:{port}"
+        process.stdin.write("\n\n")
+        process.stdin.flush()
+        process.wait(WAIT_S)
+    finally:
+        process.kill()
 
 
 @pytest.mark.cluster
-def test_serve_answers_and_a_signal_stops_everything():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = subprocess.Popen(
-        [sys.executable, "-u", "-c", SERVE, str(CONFIG), str(port)],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    try:
-        lines = []
-        for line in server.stdout:
-            lines.append(line)
-            if line.startswith("curl"):
-                break
-        assert server.poll() is None, "".join(lines)
-        url = f"http://127.0.0.1:{port}"
-        body = {"model": "tiny-qwen3", "prompt": [70, 71], "max_tokens": 2, "stream": True}
-
-        reply = httpx.post(f"{url}/v1/completions", json=body, timeout=20)
-
+def test_deployments_on_one_cluster_leave_each_other_alone(cluster):
+    process, address, proxy = cluster
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    for name in "ab":
+        reply = ask(f"{proxy}/{name}")
         assert reply.text.endswith("data: [DONE]\n\n")
-        whole = httpx.post(f"{url}/v1/completions", json={**body, "stream": False}, timeout=20)
-        assert whole.json()["usage"]["completion_tokens"] == 2
-        assert httpx.get(f"{url}/health", timeout=20).status_code == 200
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(timeout=40) == 0
+        assert len(reply.headers.get_list("x-request-id")) == 1
+
+    ours = launch(SERVE, port, address)
+    try:
+        read_until(ours, "curl")
+        assert ask(url).text.endswith("data: [DONE]\n\n")
+        taken = launch(SERVE, port, address)
+        assert f"serve.port is {port}" in read_until(taken, "dist_aclgraph.errors.ConfigError")
+        assert taken.wait(WAIT_S) != 0
+
+        process.stdin.write("\n")
+        process.stdin.flush()
+        read_until(process, "deleted")
+        assert ask(url).status_code == ask(f"{proxy}/a").status_code == 200
+
+        ours.send_signal(signal.SIGTERM)
+        assert ours.wait(WAIT_S) == 0
     finally:
-        if server.poll() is None:
-            server.terminate()
-            time.sleep(1)
-            server.kill()
+        ours.kill()
     with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{url}/health", timeout=2)
+        ask(url)
+    assert ask(f"{proxy}/a").status_code == 200

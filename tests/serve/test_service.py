@@ -1,13 +1,14 @@
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.serve.conftest import start, until
-from tests.serve.fake_engine import FakeEngine
+from tests.serve.conftest import serving, until
 
 MODEL = "tiny-qwen3"
 HI = [{"role": "user", "content": "Hi"}]
@@ -104,17 +105,24 @@ def test_a_proper_request_id_is_echoed(service, given, echoed):
 
 
 def test_a_lenient_service_ignores_unknown_fields():
-    engine = FakeEngine()
-    service, server = start(engine, **{"serve.lenient": True})
+    messages = [{"role": "user", "content": "x", "reasoning_content": "y"}]
+    body = {"model": MODEL, "messages": messages, "nonsense": 1, "max_tokens": 1, "stream": True}
+    body["stream_options"] = {"nonsense": 1}
 
-    reply = service.http.post(
-        "/v1/completions", json={"model": MODEL, "prompt": "x", "nonsense": 1, "max_tokens": 1}
-    )
+    with serving(**{"serve.lenient": True}) as service:
+        reply = service.http.post("/v1/chat/completions", json=body)
 
     assert reply.status_code == 200
-    server.should_exit = True
-    service.state.client.close()
-    engine.close()
+
+
+def test_a_message_that_the_sdk_dumped_is_taken_back(service):
+    service.answer("a")
+    first = service.openai.chat.completions.create(model=MODEL, messages=HI)
+
+    history = [*HI, first.choices[0].message.model_dump(), *HI]
+    reply = service.openai.chat.completions.create(model=MODEL, messages=history)
+
+    assert reply.choices[0].message.content == "a"
 
 
 def test_the_openapi_document_tells_the_errors_and_no_422(service):
@@ -123,7 +131,21 @@ def test_the_openapi_document_tells_the_errors_and_no_422(service):
     chat = document["paths"]["/v1/chat/completions"]["post"]
     assert {"400", "404", "413", "503"} <= set(chat["responses"])
     assert "422" not in chat["responses"]
-    assert "messages" in str(chat["requestBody"])
+    body = chat["requestBody"]["content"]["application/json"]["schema"]
+    assert "messages" in document["components"]["schemas"][body["$ref"].split("/")[-1]]["required"]
+
+
+def test_every_reference_and_path_parameter_of_the_openapi_document_is_there(service):
+    text = service.http.get("/openapi.json").text
+    document = json.loads(text)
+
+    for name in set(re.findall(r'"#/components/schemas/([^"]+)"', text)):
+        assert name in document["components"]["schemas"]
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            declared = [parameter["name"] for parameter in operation.get("parameters", [])]
+            assert declared == re.findall(r"{(.*?)}", path)
+            assert operation["responses"]["200"]["content"]
 
 
 def test_nothing_is_left_outstanding(service):

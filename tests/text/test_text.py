@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_aclgraph.errors import ConfigError, InvalidParameterError
+from dist_aclgraph.errors import ConfigError, InvalidParameterError, RequestTooLongError
 from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.steps.step import RowLogprobs
 from dist_aclgraph.text.detokenizer import Detokenizer
 from dist_aclgraph.text.output import OutputText, end_ids
 from dist_aclgraph.text.stops import StopMatcher
@@ -77,9 +78,42 @@ def test_output_text_stops_in_the_middle_of_a_token():
     params = SamplingParams(stop=("lo", "zzz"))
     output = OutputText(TOKENIZER, params)
 
-    text = "".join(output.feed([i]) for i in TOKENIZER.encode("Hello there"))
+    pieces = []
+    for token_id in TOKENIZER.encode("Hello there"):
+        pieces.append(output.take([token_id], (), None))
+        if pieces[-1].finish_reason is not None:
+            break
 
-    assert (text + output.finish(), output.is_stopped) == ("Hel", True)
+    assert "".join(piece.text for piece in pieces) == "Hel"
+    assert pieces[-1].finish_reason == "stop"
+
+
+@settings(max_examples=200)
+@given(data=st.data())
+def test_how_tokens_are_cut_into_deltas_shows_nowhere(data):
+    """Drafts bring several tokens at once; text, counts and log-probabilities stay the same."""
+    ids = TOKENIZER.encode(data.draw(st.text("ab é😀", min_size=1, max_size=12)))
+    stops = tuple(data.draw(st.lists(st.text("ab é", min_size=1, max_size=3), max_size=2)))
+    reason = data.draw(st.sampled_from(["stop", "length"]))
+    cuts = sorted(data.draw(st.lists(st.integers(1, len(ids)), max_size=3)))
+    rows = [RowLogprobs(b"", (float(i),), 1) for i in range(len(ids))]
+
+    def taken(ends: list[int]) -> tuple[str, list[int], list[float], str | None]:
+        output, start = OutputText(TOKENIZER, SamplingParams(stop=stops)), 0
+        text, tokens, values = "", [], []
+        for end in ends:
+            last = reason if end == len(ids) else None
+            piece = output.take(ids[start:end], rows[start:end], last)
+            text, start = text + piece.text, end
+            tokens += piece.token_ids
+            values += [row.logprobs[0] for row in piece.logprobs]
+            if piece.finish_reason is not None:
+                return text, tokens, values, piece.finish_reason
+        raise AssertionError("it never ended")
+
+    one_by_one = taken(list(range(1, len(ids) + 1)))
+
+    assert taken([*(cut for cut in dict.fromkeys(cuts) if cut < len(ids)), len(ids)]) == one_by_one
 
 
 def test_special_tokens_do_not_appear_in_the_text():
@@ -102,10 +136,13 @@ def test_the_chat_template_is_the_models_own():
     assert TOKENIZER.encode_chat(messages)[0] == TOKENIZER.encode("<|im_start|>")[0]
 
 
-@pytest.mark.parametrize("text", ["\ud800", "x" * 10_000_000])
-def test_text_that_cannot_be_tokenized_is_a_request_error(text):
-    with pytest.raises(InvalidParameterError):
-        TOKENIZER.encode(text)
+def test_text_that_cannot_be_tokenized_is_a_request_error():
+    with pytest.raises(InvalidParameterError, match="unpaired surrogate"):
+        TOKENIZER.encode("\ud800")
+    with pytest.raises(RequestTooLongError, match="10000000 characters"):
+        TOKENIZER.encode("x" * 10_000_000)
+    with pytest.raises(RequestTooLongError, match="length is 3 tokens; the text has"):
+        TOKENIZER.encode("1 2 3 4", max_tokens=3)
 
 
 def test_ids_outside_the_vocabulary_are_refused():

@@ -66,7 +66,7 @@ def test_a_model_that_is_nowhere_stays_as_it_was_given(tmp_path: Path) -> None:
         ({"model": "m", "parallel": {"tp": "2"}}, "parallel.tp is '2'"),
         ({"model": "m", "parallel": {"dcp": 2}}, "parallel.dcp is 2; this version allows 1"),
         ({"model": "m", "kv": {"block_size": 40}}, "kv.block_size is 40"),
-        ({"model": "m", "graph": {"sizes": []}}, "graph: must be a non-empty list"),
+        ({"model": "m", "graph": {"sizes": []}}, "graph: sizes .* must be positive token counts"),
         ({"model": "m", "graph": {"traffic": {8: math.nan}}}, "graph.traffic.8 is nan"),
         ({"model": "m", "timeouts": {"step_s": math.inf}}, "timeouts.step_s is inf"),
         ({"model": "m", "graph": {"mixed_traffic": {8: 1e308}}}, "weights from 0 to"),

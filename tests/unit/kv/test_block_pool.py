@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from dist_aclgraph.errors import KVCacheError, OutOfBlocksError
+from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.kv.block_pool import DUMMY_BLOCK, BlockPool, hash_block
 
 
 def chain(*blocks: list[int]) -> list[bytes]:
     hashes = [b""]
     for tokens in blocks:
-        hashes.append(hash_block(hashes[-1], tokens))
+        hashes.append(hash_block(hashes[-1], pack_ints(tokens)))
     return hashes[1:]
 
 
@@ -49,14 +50,14 @@ class PoolMachine(RuleBasedStateMachine):
     def store(self, data, name: int) -> None:
         holder = data.draw(st.sampled_from(self.holders))
         for block in holder[:1]:
-            block_hash = hash_block(b"", [name])
+            block_hash = hash_block(b"", pack_ints([name]))
             self.pool.store(block, block_hash)
             if self.pool.is_stored(block):
                 self.content.setdefault(block, block_hash)
 
     @rule(name=st.integers(0, 5))
     def share(self, name: int) -> None:
-        block_hash = hash_block(b"", [name])
+        block_hash = hash_block(b"", pack_ints([name]))
         found = self.pool.match([block_hash])
         free = self.pool.num_free_without(found)
         self.pool.share(found)

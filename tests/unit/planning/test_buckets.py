@@ -2,45 +2,101 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_aclgraph.config import Config, make_config
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.planning.buckets import capture_sizes, pad_to_bucket
+from dist_aclgraph.planning.buckets import (
+    buffer_sizes,
+    candidate_families,
+    capture_sizes,
+    pad_to_bucket,
+)
+from dist_aclgraph.planning.descriptor import BatchDescriptor
 
 
 def test_sizes_are_dense_when_small_and_end_with_the_largest_batch() -> None:
-    assert capture_sizes(32) == (1, 2, 4, 8, 16, 24, 32)
-    assert capture_sizes(77)[-3:] == (64, 72, 77)
-    assert capture_sizes(300)[-4:] == (256, 272, 288, 300)
-    assert capture_sizes(4096)[-1] == 512 and len(capture_sizes(4096)) == 51
+    assert capture_sizes(32, 512) == (1, 2, 4, 8, 16, 24, 32)
+    assert capture_sizes(77, 512)[-3:] == (64, 72, 77)
+    assert capture_sizes(300, 512)[-4:] == (256, 272, 288, 300)
+    assert capture_sizes(4096, 512)[-1] == 512 and len(capture_sizes(4096, 512)) == 51
+    assert capture_sizes(4096, 2048)[-1] == 2048
 
 
 def test_speculation_rounds_sizes_up_to_whole_requests() -> None:
-    assert capture_sizes(5, query_len=3) == (3, 6, 9, 15)
-    assert capture_sizes(4096, query_len=3)[-1] == 510
+    assert capture_sizes(15, 512, 3) == (3, 6, 9, 15)
+    assert capture_sizes(4096 * 3, 512, 3)[-1] == 510
 
 
-def test_sequence_parallelism_keeps_multiples_of_tp() -> None:
-    assert capture_sizes(20, sequence_parallel=8) == (8, 16, 24)
-
-
-def test_requested_sizes_gain_the_largest_batch_and_lose_what_lies_above() -> None:
-    assert capture_sizes(12, requested=[64, 8, 2, 2]) == (2, 8, 12)
-
-
-def test_no_common_multiple_is_a_configuration_error() -> None:
-    with pytest.raises(ConfigError, match="common multiple"):
-        capture_sizes(32, query_len=7, sequence_parallel=128)
-
-
-@given(st.integers(1, 4096), st.integers(1, 8), st.sampled_from([1, 2, 4, 8, 16]))
-def test_every_size_is_a_whole_number_of_units(max_num_seqs, query_len, tp) -> None:
-    sizes = capture_sizes(max_num_seqs, query_len=query_len, sequence_parallel=tp)
+@given(st.integers(1, 4096), st.integers(1, 8), st.integers(8, 1024))
+def test_every_size_is_a_whole_number_of_requests(max_num_seqs, query_len, max_tokens) -> None:
+    sizes = capture_sizes(max_num_seqs * query_len, max_tokens, query_len)
 
     assert list(sizes) == sorted(set(sizes))
-    assert all(size % query_len == 0 and size % tp == 0 and size <= 512 for size in sizes)
+    assert all(size % query_len == 0 and 0 < size <= max_tokens for size in sizes)
+
+
+def make(**changes: Any) -> Config:
+    return make_config({"model": "m", **changes})
+
+
+def test_asked_sizes_are_the_ones_that_are_captured() -> None:
+    config = make(
+        graph={"mode": "FULL_AND_PIECEWISE", "sizes": [1, 6], "mixed_sizes": [32, 256]},
+        scheduler={"max_num_seqs": 16},
+    )
+    large = make(
+        graph={"sizes": [1, 600, 1024], "max_tokens": 1024},
+        scheduler={"max_num_seqs": 1024, "max_num_batched_tokens": 4096},
+    )
+
+    assert [family.buckets for family in candidate_families(config)] == [(1, 6), (32, 256)]
+    assert [family.buckets for family in candidate_families(large)] == [(1, 600, 1024)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"graph": {"sizes": [1, 600]}}, "sizes has 600; graph.max_tokens is 512"),
+        ({"graph": {"sizes": [1, 64]}}, "no batch has more than 32 tokens"),
+        ({"graph": {"sizes": [4, 2]}}, "each larger than the one before"),
+        ({"graph": {"sizes": [2, 3]}, "speculative": {"num_tokens": 1}}, "a multiple of 2 tokens"),
+        ({"graph": {"mode": "FULL", "mixed_sizes": [8]}}, "mixed_sizes has no effect in mode FULL"),
+        ({"graph": {"mixed_traffic": {8: 1.0}}}, "mixed_traffic has no effect in mode FULL_DEC"),
+    ],
+)
+def test_sizes_that_cannot_be_had_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(**changes)
+
+
+sizes, counts = st.integers(1, 600), st.integers(1, 99)
+graphs = st.lists(
+    st.one_of(
+        st.builds(lambda n: BatchDescriptor(n, 0, 0, "PIECEWISE"), sizes),
+        st.builds(lambda n, q: BatchDescriptor(n * q, n, q, "FULL"), counts, st.integers(1, 4)),
+        st.builds(lambda n, r: BatchDescriptor(n, r, 0, "FULL"), sizes, counts),
+    )
+)
+
+
+@given(graphs, st.integers(1, 64))
+def test_buffers_hold_every_graph_and_no_more(found: list[BatchDescriptor], rows: int) -> None:
+    sizes = buffer_sizes(found, rows)
+    each = [buffer_sizes([graph], rows) for graph in found]
+
+    assert tuple(sizes) == tuple(map(max, zip((1, 1, 1), *each, strict=True)))
+    for graph, own in zip(found, each, strict=True):
+        assert own.num_tokens == graph.num_tokens
+        if graph.mode == "FULL":
+            assert own.num_reqs == graph.num_reqs
+            assert own.num_samples == (graph.num_tokens if graph.query_len else graph.num_reqs)
+        else:
+            assert own == (graph.num_tokens, min(graph.num_tokens, rows), 1)
 
 
 buckets = st.sets(st.integers(1, 600), min_size=1).map(sorted)

@@ -20,7 +20,7 @@ from dist_aclgraph.shapes.model_facts import ModelFacts, read_model_facts
 from dist_aclgraph.shapes.model_spec import read_model_spec
 
 SHAPE = Path(__file__).parents[3] / "configs" / "shapes" / "deepseek-v3"
-NOT_WEIGHTS = ("HCCL buffers", "step buffers")
+NOT_WEIGHTS = ("HCCL buffers", "step buffers", "token counts")
 
 
 def make(**changes: Any) -> Config:
@@ -71,6 +71,19 @@ def test_drafts_cost_a_layer_and_their_buffers() -> None:
     # 11.6 billion parameters of a layer with experts, of which a 32nd is here, and what is whole.
     assert 1.0 < more / (11.6e9 * 2 / 32) < 1.7
     assert part(account(with_drafts), "step buffers") > 1.5 * part(account(without), "step buffers")
+
+
+def test_logits_take_what_graphs_can_hold_and_not_what_can_run() -> None:
+    few, many = (
+        make(scheduler={"max_num_seqs": n, "max_num_batched_tokens": 4096}) for n in (512, 4096)
+    )
+    vocab = read_model_spec(SHAPE).vocab_size
+
+    more = part(account(many), "step buffers") - part(account(few), "step buffers")
+    counts = part(account(many), "token counts")
+
+    assert abs(more) < 512 * vocab  # one byte of each logit of the largest graph
+    assert counts == 4096 * vocab * 4
 
 
 def test_what_is_left_is_what_the_parts_leave() -> None:

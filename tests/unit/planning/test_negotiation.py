@@ -138,7 +138,7 @@ def test_the_tightest_rank_decides_for_all() -> None:
         StreamOffer(rank=1, available=37, reserve=32),
     ]
 
-    plan = negotiate(offers, [decode_family(*capture_sizes(32))], MODEL, WORKLOAD)
+    plan = negotiate(offers, [decode_family(*capture_sizes(32, 512))], MODEL, WORKLOAD)
 
     assert buckets_of(plan) == [(2, 8, 16, 24, 32)]
     assert [graph.num_tokens for graph in plan.capture_order] == [32, 24, 16, 8, 2]
@@ -308,7 +308,7 @@ def test_offers_of_4096_ranks_give_one_plan_in_less_than_two_seconds() -> None:
     """A demand on processor time, with a wide margin: it takes about a tenth of that."""
     offers = [StreamOffer(rank=r, available=1000 + r % 977) for r in range(4096)]
     random.Random(0).shuffle(offers)
-    families = (decode_family(*capture_sizes(512)), piecewise_family(*capture_sizes(512)))
+    families = (decode_family(*capture_sizes(512, 512)), piecewise_family(*capture_sizes(512, 512)))
     workload = Workload(num_layers=61, moe=True, tp=16, mode="FULL_AND_PIECEWISE")
 
     start_s = time.process_time()

@@ -80,10 +80,6 @@ class FakeWorker:
             num_unplaced=int(is_void),
         )
 
-    def lose_cache(self) -> None:
-        self.cache.fill(-1)
-        self.rows.clear()
-
     def _update_rows(self, batch: RankBatch) -> None:
         for start in batch.started:
             tokens = unpack_ints(start.token_ids).tolist()

@@ -11,7 +11,7 @@ EOS = 7
 
 
 def submit(
-    name: str, prompt: Sequence[int], params: SamplingParams, output: Sequence[int] = ()
+    name: str, prompt: Sequence[int], params: SamplingParams, *, cache_salt: str = ""
 ) -> Request:
     """Return a request that ends at EOS, too, unless its parameters ignore it."""
     ends = sorted({*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))})
@@ -22,5 +22,5 @@ def submit(
         sampling,
         max_tokens=params.max_tokens,
         stop_token_ids=ends,
-        output_token_ids=output,
+        cache_salt=cache_salt,
     )

@@ -10,8 +10,9 @@ from dist_aclgraph.ints import pack_ints, unpack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.sampling import SamplingParams
-from dist_aclgraph.scheduler.request import Request, RequestOutput
+from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.scheduler import Scheduler
+from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.step import RowLogprobs, StepPlan, StepResult
 from tests.plans import decode_graph, make_plan
 from tests.unit.scheduler.requests import EOS, submit
@@ -21,7 +22,7 @@ BLOCK = 16
 
 def make_scheduler(dp: int = 2, num_blocks: int = 33, **options) -> Scheduler:
     query_len = options.get("num_drafts", 0) + 1
-    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "long_prompt_tokens": 64}
     limits |= {key: options.pop(key) for key in list(options) if key in limits}
     return Scheduler(
         SchedulerConfig(**limits),
@@ -44,13 +45,13 @@ def start(scheduler: Scheduler, *requests: Request) -> StepPlan:
     return plan
 
 
-def finish(scheduler: Scheduler, *tokens: list[int], tp: int = 1, **fields) -> list[RequestOutput]:
+def finish(scheduler: Scheduler, *tokens: list[int], tp: int = 1, **fields) -> list[RequestDelta]:
     """Update with each data-parallel rank's tokens of the step in flight."""
     results = [
         StepResult(scheduler.epoch, scheduler.step, dp_rank * tp, pack_ints(found), **fields)
         for dp_rank, found in enumerate(tokens)
     ]
-    return scheduler.update(results)
+    return list(scheduler.update(results))
 
 
 def lengths(plan: StepPlan | None) -> list[list[int]]:
@@ -143,7 +144,7 @@ def test_the_first_rank_of_each_data_parallel_rank_brings_its_tokens() -> None:
 
     outputs = scheduler.update([*acknowledgements, *owners])
 
-    assert [(o.request_id, o.token_ids) for o in outputs] == [("a", (10,)), ("b", (12,))]
+    assert [(o.request_id, o.tokens) for o in outputs] == [("a", [10]), ("b", [12])]
 
 
 def test_no_rank_takes_in_what_another_could_not_bring() -> None:
@@ -174,7 +175,7 @@ def test_a_step_that_lost_tokens_is_run_again_and_only_then_counts() -> None:
     first = start(scheduler, make_request("a"), make_request("b", 7))
     lost = StepResult(0, 1, 1, pack_ints([2]), num_unplaced=3)
 
-    assert scheduler.update([StepResult(0, 1, 0, pack_ints([1])), lost]) == []
+    assert list(scheduler.update([StepResult(0, 1, 0, pack_ints([1])), lost])) == []
     scheduler.abort("b")
     again = scheduler.schedule()
     outputs = finish(scheduler, [5], [6])
@@ -183,7 +184,7 @@ def test_a_step_that_lost_tokens_is_run_again_and_only_then_counts() -> None:
     assert (again.epoch, again.step, again.graph, again.exchange) == (0, 2, None, "all_gather")
     assert [b.scheduled for b in again.batches] == [b.scheduled for b in first.batches]
     assert all(not (b.started or b.appended or b.blocks) for b in again.batches)
-    assert [(o.request_id, o.token_ids) for o in outputs] == [("a", (5,))]
+    assert [(o.request_id, o.tokens) for o in outputs] == [("a", [5])]
     assert scheduler.stats()["reruns"] == 1
     assert [rank.pool.num_used for rank in scheduler.ranks] == [1, 0]
 
@@ -219,7 +220,7 @@ def start_drafting(**options) -> Scheduler:
     return scheduler
 
 
-def verify(scheduler: Scheduler, *tokens: int, **fields) -> RequestOutput:
+def verify(scheduler: Scheduler, *tokens: int, **fields) -> RequestDelta:
     """Run a step in which the only request gets ``tokens``."""
     assert lengths(scheduler.schedule()) == [[3]]
     (output,) = finish(scheduler, list(tokens), counts=pack_ints([len(tokens)]), **fields)
@@ -251,7 +252,7 @@ def test_accepted_drafts_are_computed_and_rejected_ones_are_not() -> None:
         finish(scheduler, tokens, counts=pack_ints([len(tokens)]))
 
     assert found == [([50], 4), ([51, 52, 53], 7), ([54], 8)]
-    assert scheduler.running[0].num_computed_tokens == 10
+    assert scheduler.ranks[0].rows.computed.tolist() == [10]
     stats = scheduler.stats()
     assert (stats["drafts"], stats["draft_tokens"], stats["accepted_tokens"]) == (3, 6, 3)
     assert scheduler.accepted_by_position == [2, 1]
@@ -265,7 +266,7 @@ def test_a_mixed_step_verifies_drafts_beside_a_prompt() -> None:
 
     assert unpack_ints(plan.batches[0].scheduled, 4).tolist() == [[0, 4, 3, 3], [1, 0, 6, 1]]
     assert plan.graph is None
-    assert [output.token_ids for output in outputs] == [(51, 52), (60,)]
+    assert [output.tokens for output in outputs] == [[51, 52], [60]]
     assert scheduler.stats()["draft_tokens"] == 2
 
 
@@ -280,11 +281,11 @@ def test_prompts_as_long_as_a_decode_step_do_not_replay_its_graph() -> None:
 @pytest.mark.parametrize(
     ("params", "tokens", "expected", "reason"),
     [
-        ({}, [51, EOS, 52], (51, EOS), "stop"),
-        ({"max_tokens": 3}, [51, 52, 53], (51, 52), "length"),
-        ({"max_tokens": 3}, [51, EOS, 53], (51, EOS), "stop"),
-        ({"min_tokens": 3, "max_tokens": 9}, [EOS, 52, 53], (EOS, 52, 53), None),
-        ({"min_tokens": 2, "max_tokens": 9}, [51, EOS, 53], (51, EOS), "stop"),
+        ({}, [51, EOS, 52], [51, EOS], "stop"),
+        ({"max_tokens": 3}, [51, 52, 53], [51, 52], "length"),
+        ({"max_tokens": 3}, [51, EOS, 53], [51, EOS], "stop"),
+        ({"min_tokens": 3, "max_tokens": 9}, [EOS, 52, 53], [EOS, 52, 53], None),
+        ({"min_tokens": 2, "max_tokens": 9}, [51, EOS, 53], [51, EOS], "stop"),
     ],
 )
 def test_what_comes_after_the_end_is_dropped(params, tokens, expected, reason) -> None:
@@ -293,7 +294,7 @@ def test_what_comes_after_the_end_is_dropped(params, tokens, expected, reason) -
 
     output = verify(scheduler, *tokens, logprobs=entries)
 
-    assert (output.token_ids, output.finish_reason) == (expected, reason)
+    assert (output.tokens, output.finish_reason) == (expected, reason)
     assert output.logprobs == entries[: len(expected)]
     if reason is not None:
         assert scheduler.ranks[0].pool.num_used == 0

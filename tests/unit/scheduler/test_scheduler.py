@@ -15,8 +15,9 @@ from dist_aclgraph.ints import pack_ints, unpack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.sampling import SamplingParams
-from dist_aclgraph.scheduler.request import Request, RequestOutput
+from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.scheduler import Scheduler
+from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.step import RowLogprobs, StepPlan, StepResult
 from tests.plans import decode_graph, make_plan
 from tests.unit.scheduler.requests import EOS, submit
@@ -58,10 +59,10 @@ def records(plan: StepPlan | None) -> list[list[int]]:
     return unpack_ints(plan.batches[0].scheduled, 4).tolist()
 
 
-def run(scheduler: Scheduler, *token_ids: int, **fields) -> list[RequestOutput]:
+def run(scheduler: Scheduler, *token_ids: int, **fields) -> list[RequestDelta]:
     """Update with the tokens of the step in flight."""
     result = StepResult(scheduler.epoch, scheduler.step, 0, pack_ints(list(token_ids)), **fields)
-    return scheduler.update([result])
+    return list(scheduler.update([result]))
 
 
 def test_a_prompt_runs_eagerly_and_its_decode_replays_a_graph() -> None:
@@ -147,7 +148,7 @@ def test_a_request_ends_at_the_first_limit_it_meets(params, tokens, reason) -> N
     while scheduler.schedule() is not None:
         outputs += run(scheduler, tokens[len(outputs)])
 
-    assert [token for output in outputs for token in output.token_ids] == tokens
+    assert [token for output in outputs for token in output.tokens] == tokens
     assert [output.finish_reason for output in outputs][-1] == reason
     assert scheduler.ranks[0].pool.num_used == 0
 
@@ -177,6 +178,18 @@ def test_an_equal_beginning_is_taken_from_the_cache_but_never_the_whole_prompt()
     assert records(plan) == [[0, 16, 16, 1]]
     assert output.num_cached_tokens == 16
     assert scheduler.stats()["cached_tokens"] == 16
+
+
+def test_equal_beginnings_are_shared_only_by_requests_with_the_same_salt() -> None:
+    scheduler = make_scheduler(block_size=16)
+    found = []
+    for name, salt in (("a", "x"), ("b", "y"), ("c", ""), ("d", "x"), ("e", "")):
+        scheduler.add(submit(name, list(range(32)), SamplingParams(max_tokens=1), cache_salt=salt))
+        scheduler.schedule()
+        (output,) = run(scheduler, 1)
+        found.append(output.num_cached_tokens)
+
+    assert found == [0, 0, 0, 16, 16]
 
 
 def test_the_latest_arrival_is_preempted_and_resumes_with_its_output() -> None:
@@ -210,9 +223,9 @@ def test_what_a_step_brings_for_an_aborted_request_is_dropped() -> None:
     used_in_flight = scheduler.ranks[0].pool.num_used
     outputs = run(scheduler, 1, 2)
 
-    assert last == RequestOutput("a", (), "abort")
+    assert last == RequestDelta("a", finish_reason="abort")
     assert used_in_flight == 2, "the step still writes to its block"
-    assert [(output.request_id, output.token_ids) for output in outputs] == [("b", (2,))]
+    assert [(output.request_id, output.tokens) for output in outputs] == [("b", [2])]
     assert scheduler.ranks[0].pool.num_used == 1
     assert scheduler.abort("a") is None
 
@@ -238,38 +251,6 @@ def test_all_requests_can_be_ended_at_once() -> None:
     assert {(o.request_id, o.finish_reason) for o in outputs} == {("a", "error"), ("b", "error")}
     assert run(scheduler, 1) == []
     assert scheduler.ranks[0].pool.num_used == 0
-
-
-def test_a_new_epoch_starts_every_request_again_with_its_tokens() -> None:
-    scheduler = make_scheduler()
-    for name in ("a", "b"):
-        scheduler.add(make_request(name))
-    scheduler.schedule()
-    run(scheduler, 1, 2)
-    stale = scheduler.schedule()
-    assert stale is not None
-
-    scheduler.restart(epoch=1)
-    plan = scheduler.schedule()
-
-    assert plan is not None and plan.epoch == 1
-    assert scheduler.update([StepResult(0, stale.step, 0, pack_ints([3, 4]))]) == []
-    tokens = [unpack_ints(start.token_ids).tolist() for start in plan.batches[0].started]
-    assert tokens == [[0, 1, 2, 3, 1], [0, 1, 2, 3, 2]]
-    assert [record[1] for record in records(plan)] == [0, 0], "the lost cache is not trusted"
-
-
-def test_a_resubmitted_request_counts_its_earlier_output() -> None:
-    scheduler = make_scheduler()
-    request = submit("a", [1, 2], SamplingParams(max_tokens=3), [7, 8])
-    scheduler.add(request)
-
-    plan = scheduler.schedule()
-    (output,) = run(scheduler, 9)
-
-    assert records(plan) == [[0, 0, 4, 1]]
-    assert (output.token_ids, output.finish_reason) == ((9,), "length")
-    assert request.sampling.num_prompt_tokens == 2
 
 
 def test_log_probabilities_follow_their_token() -> None:

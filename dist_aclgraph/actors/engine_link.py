@@ -1,0 +1,116 @@
+"""A client's end of the link to one engine. The client's I/O thread alone uses it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import zmq
+
+from dist_aclgraph.actors.messages import (
+    Answer,
+    Beat,
+    Deltas,
+    Hello,
+    Pulse,
+    Refused,
+    ToEngine,
+    encoder,
+    from_engine_decoder,
+)
+from dist_aclgraph.actors.sockets import MAX_MESSAGE_BYTES, Silence, read_frame
+from dist_aclgraph.errors import EngineDeadError, NotAMessageError
+
+FRAMES_A_TURN = 256  # so that a flood of tokens delays no beat
+BEATS_OF_A_SILENCE = 20
+LAST_WORDS_MS = 100
+
+
+class EngineLink:
+    """One connection. After an error it is over: close it, and open another one.
+
+    Args:
+        link_s: an engine that is silent for longer is gone.
+
+    Attributes:
+        is_welcome: whether the engine has answered on this connection, and serves.
+        is_lost: whether this connection is over; set by whoever has caught its error.
+    """
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], address: str, hello: Hello, link_s: float
+    ) -> None:
+        self.is_welcome = False
+        self.is_lost = False
+        self._received = 0
+        self._silence = Silence(link_s, 2 * link_s / BEATS_OF_A_SILENCE)
+        self._beaten_s = time.monotonic()
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        # No limit that discards or blocks: what we send is bounded by the requests that are open.
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.connect(address)
+        self.send(hello)
+
+    @property
+    def sockets(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """What to poll."""
+        return self._socket, self._monitor
+
+    def send(self, message: ToEngine) -> None:
+        self._socket.send(encoder.encode(message), zmq.NOBLOCK)
+
+    def receive(self) -> Iterator[Deltas | Answer]:
+        """Yield what the engine has sent.
+
+        Raises:
+            EngineDeadError: the link is lost; says why.
+        """
+        for _ in range(FRAMES_A_TURN):
+            if not self._socket.poll(0):
+                break
+            try:
+                message = read_frame(from_engine_decoder, self._socket.recv())
+            except NotAMessageError as e:
+                raise EngineDeadError(f"the engine has sent junk: {e}") from None
+            self._silence.heard()
+            if isinstance(message, Refused):
+                raise EngineDeadError(f"the engine refused the connection: {message.reason}")
+            if isinstance(message, Pulse):
+                if message.failure:
+                    raise EngineDeadError(message.failure)
+                self.is_welcome = True
+                continue
+            if isinstance(message, Deltas):
+                if message.number != self._received + 1:
+                    raise EngineDeadError(
+                        f"message {message.number} of the engine came after {self._received}: "
+                        "what is between them is lost"
+                    )
+                self._received = message.number
+            yield message
+        else:
+            return  # there may be more, which counts even if the connection has ended since
+        if self._monitor.poll(0):
+            raise EngineDeadError("the connection to the engine has ended: its process is gone")
+
+    def beat(self) -> None:
+        """Give a sign of life, and see whether the engine gives any.
+
+        Raises:
+            EngineDeadError: it has been silent for too long.
+        """
+        now_s = time.monotonic()
+        elapsed_s, self._beaten_s = now_s - self._beaten_s, now_s
+        if self.is_lost:
+            return
+        if not self._socket.poll(0) and self._silence.listen(elapsed_s):
+            raise EngineDeadError(f"the engine has been silent for {self._silence.silent_s:.1f} s")
+        if self.is_welcome:  # else our greeting still waits for an engine
+            self.send(Beat(self._received))
+
+    def close(self, linger_ms: int = LAST_WORDS_MS) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(linger_ms)

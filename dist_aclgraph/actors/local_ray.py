@@ -1,0 +1,151 @@
+"""Ray as this process uses it: a cluster that it has joined, or one that it has started itself.
+
+A Ray that we start is for this machine alone: it listens on loopback, wants a token, and is out of
+the way of signals that are meant for its driver. When one of its daemons dies, Ray's own calls may
+hang for as long as they like: whoever started it learns of it at once, and can end what is left.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import ray
+from ray._private import ray_constants
+
+from dist_aclgraph.actors import processes
+from dist_aclgraph.actors.ray_errors import ours
+from dist_aclgraph.config import Config
+from dist_aclgraph.device import emulator
+from dist_aclgraph.device.kind import resolve_kind
+from dist_aclgraph.environment import prepare_ray_environment, ray_address
+
+NAMESPACE = "dist_aclgraph"
+NPUS_OF_A_NODE = 8
+OBJECT_STORE_BYTES = 100 << 20  # the control plane needs none; this is what Ray accepts gladly
+RAYLET, PROXY = "raylet", "ray::ProxyActor"
+DAEMONS = {"gcs_server": "Ray's control store (GCS)", RAYLET: "Ray's node manager (raylet)"}
+RAYLET_VARIABLE = "RAY_RAYLET_PID"  # which Ray gives to all that a raylet starts
+
+
+class LocalRay:
+    """A Ray that this process has started. Owns its processes.
+
+    Args:
+        daemons: names of its processes, by process id.
+    """
+
+    def __init__(self, daemons: dict[int, str]) -> None:
+        self._daemons = daemons
+        self._stopped = threading.Event()
+        self.death = ""  # which of its processes has died, in one sentence
+
+    def watch(self, on_death: Callable[[str], None], *, with_proxy: bool = False) -> None:
+        """Call ``on_death``, on a thread, with one sentence about the first process that dies.
+
+        Args:
+            with_proxy: Ray Serve has started its HTTP proxy, which is watched too.
+        """
+        watched = {pid: DAEMONS[name] for pid, name in self._daemons.items() if name in DAEMONS}
+        if with_proxy:
+            found = [pid for pid in self._workers() if processes.name_of(pid) == PROXY]
+            watched |= dict.fromkeys(found, "Ray Serve's HTTP proxy")
+
+        def tell(name: str) -> None:
+            self.death = f"{name} has died; start again, and see /tmp/ray/session_latest/logs"
+            on_death(self.death)
+
+        processes.watch_processes(watched, tell, self._stopped)
+
+    def kill(self) -> None:
+        """End all its processes now, whatever state they are in."""
+        self._stopped.set()
+        processes.kill_all(self._workers() | set(self._daemons))
+
+    def stop(self) -> None:
+        """End it in order, or by force where it cannot be any more."""
+        self._stopped.set()
+        if self.death:
+            self.kill()
+        ray.shutdown()
+
+    def _workers(self) -> set[int]:
+        raylets = [pid for pid, name in self._daemons.items() if name == RAYLET]
+        found = [processes.with_variable(RAYLET_VARIABLE, str(pid)) for pid in raylets]
+        return set().union(*found)
+
+
+def start_ray(config: Config) -> LocalRay | None:
+    """Join the Ray cluster that RAY_ADDRESS names, else start Ray on this machine alone.
+
+    A local Ray declares a node's NPUs, or as many as are needed, where they are emulated.
+
+    Returns:
+        The Ray that was started; None where one was joined.
+
+    Raises:
+        PlacementError: there is none to be had; says what to do.
+    """
+    prepare_ray_environment()
+    address = ray_address()
+    if address is None and ray_constants.ENABLE_RAY_CLUSTER:
+        # Read when Ray was imported, before we could say that this Ray is for one machine.
+        importlib.reload(ray_constants)
+    try:
+        if address is not None:
+            _init(address)
+            return None
+        is_emulated = resolve_kind(config.device.kind) == "emulated"
+        # As many as a node has, so that a second deployment of this process finds some.
+        num_npus = max(NPUS_OF_A_NODE, config.parallel.world_size)
+        before = processes.children(os.getpid())
+        with own_process_group(), _emulated_acl() if is_emulated else nullcontext():
+            _init(
+                "local",
+                num_cpus=max(4, os.cpu_count() or 1),
+                resources={"NPU": num_npus} if is_emulated else None,
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=False,
+            )
+        started = processes.children(os.getpid()) - before
+        return LocalRay({pid: processes.name_of(pid) for pid in started})
+    except Exception as e:
+        raise ours(e, "starting Ray" if address is None else f"joining Ray at {address}") from e
+
+
+def _init(address: str, **options: Any) -> None:
+    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, **options)
+
+
+@contextmanager
+def own_process_group() -> Iterator[None]:
+    """Start children in a process group of their own, then go back to ours.
+
+    ``timeout``, a shell or a supervisor signals whole groups: Ray's daemons would die before the
+    driver has stopped in order. Where this process leads its group, children stay in it.
+    """
+    group = os.getpgrp()
+    if group == os.getpid():
+        yield
+        return
+    os.setpgid(0, 0)
+    try:
+        yield
+    finally:
+        os.setpgid(0, group)
+
+
+@contextmanager
+def _emulated_acl() -> Iterator[None]:
+    """Let Ray find the emulator's ``acl`` module while it counts this node's NPUs."""
+    folder = str(emulator.SOURCES / "python")
+    sys.path.append(folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)

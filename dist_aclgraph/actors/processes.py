@@ -1,0 +1,100 @@
+"""Processes of this machine: leaving with a parent, and hearing at once of the death of others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+WATCH_MS = 1000  # between two looks whether the watch is over
+
+
+def leave_with_parent() -> None:
+    """End this process when its parent ends: at once, whatever its threads are waiting for."""
+
+    def leave(name: str) -> None:
+        os._exit(1)
+
+    watch_processes({os.getppid(): "parent"}, leave)
+
+
+def watch_processes(
+    names: dict[int, str], on_death: Callable[[str], None], stop: threading.Event | None = None
+) -> None:
+    """Call ``on_death`` with the name of the first of these processes that ends, on a thread.
+
+    Args:
+        names: by process id.
+        stop: ends the watch, once set.
+    """
+    fd_to_name: dict[int, str] = {}
+    for pid, name in names.items():
+        try:
+            fd_to_name[os.pidfd_open(pid)] = name
+        except ProcessLookupError:
+            on_death(name)
+            return
+    threading.Thread(
+        target=_watch, args=(fd_to_name, on_death, stop), name="process-watch", daemon=True
+    ).start()
+
+
+def _watch(
+    fd_to_name: dict[int, str], on_death: Callable[[str], None], stop: threading.Event | None
+) -> None:
+    poll = select.poll()
+    for fd in fd_to_name:
+        poll.register(fd, select.POLLIN)
+    ready: list[tuple[int, int]] = []
+    while not ready and not (stop is not None and stop.is_set()):
+        ready = poll.poll(WATCH_MS)
+    first = fd_to_name[ready[0][0]] if ready else ""
+    for fd in fd_to_name:
+        os.close(fd)
+    if first and not (stop is not None and stop.is_set()):
+        on_death(first)
+
+
+def children(parent: int) -> set[int]:
+    """Return the processes that ``parent`` has started, and that live."""
+    return {pid for pid in _all() if _parent_of(pid) == parent}
+
+
+def name_of(pid: int) -> str:
+    """Return the file name of the program that runs, "" where there is none."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
+
+
+def with_variable(name: str, value: str) -> set[int]:
+    """Return this user's processes that were started with an environment variable."""
+    wanted = f"{name}={value}".encode()
+    found = set()
+    for pid in _all():
+        with contextlib.suppress(OSError):
+            if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found.add(pid)
+    return found
+
+
+def kill_all(pids: set[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _all() -> Iterator[int]:
+    return (int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal())
+
+
+def _parent_of(pid: int) -> int:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(stat.rpartition(")")[2].split()[1])

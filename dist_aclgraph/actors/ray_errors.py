@@ -1,0 +1,103 @@
+"""Errors of Ray and Ray Serve as ours: one sentence that says what to do, without Ray's own names.
+
+Used wherever Ray is called and a user may see what comes back: the command line, the ingress, LLM.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ray.exceptions import (
+    AuthenticationError,
+    GetTimeoutError,
+    OutOfMemoryError,
+    RayActorError,
+    RayTaskError,
+    TaskUnschedulableError,
+    WorkerCrashedError,
+)
+
+from dist_aclgraph.errors import (
+    DeviceError,
+    DistAclGraphError,
+    EngineUnavailableError,
+    GraphError,
+    PlacementError,
+    WorkerLostError,
+)
+
+LOGS = "/tmp/ray/session_latest/logs"
+MAX_CHARS = 500
+# Frames of C++ and of Ray, the actor's coordinates, and what stands around a traceback.
+NOISE = re.compile(
+    r"^(frame #|\[ERROR\]|ray::|Traceback|File \"|class_name:|actor_id:|pid:|name:|namespace:|ip:"
+    r"|Worker exit|The actor (died|is dead)|\x1b)"
+)
+
+
+def ours(error: BaseException, doing: str) -> DistAclGraphError:
+    """Return the error that a user is to see.
+
+    Args:
+        doing: what failed, e.g. "starting Ray".
+    """
+    if isinstance(error, DistAclGraphError):
+        return error
+    if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
+        return ours(error.cause, doing)
+    if isinstance(error, AuthenticationError):
+        return PlacementError(
+            f"{doing}: the cluster refused our token; put its token into ~/.ray/auth_token, or "
+            "name its file in RAY_AUTH_TOKEN_PATH"
+        )
+    if isinstance(error, ConnectionError):
+        return PlacementError(
+            f"{doing}: no Ray cluster answers there; start one with `ray start --head`, or unset "
+            "RAY_ADDRESS to have one started here"
+        )
+    if isinstance(error, GetTimeoutError | TimeoutError):
+        return EngineUnavailableError(
+            f"{doing}: no answer in time; the machine may be overloaded: try again"
+        )
+    if isinstance(error, TaskUnschedulableError):
+        return PlacementError(f"{doing}: no node of the Ray cluster has room: {sentence(error)}")
+    if isinstance(error, RayActorError | WorkerCrashedError | OutOfMemoryError):
+        return EngineUnavailableError(f"{doing}: {death_of(error)}")
+    return EngineUnavailableError(f"{doing}: {sentence(error)}")
+
+
+def of_worker(error: BaseException, rank: int, phase: str) -> DistAclGraphError:
+    """Return the error for a call to a worker, or to another actor where ``rank`` is -1."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    if rank >= 0 and isinstance(cause, DeviceError | GraphError):
+        # A device does not know whose it is.
+        return type(cause)(f"rank {rank} in {phase}: {cause}")
+    if isinstance(cause, DistAclGraphError):
+        return cause
+    if isinstance(cause, RayActorError | OutOfMemoryError):
+        return WorkerLostError(death_of(cause), rank, phase)
+    return WorkerLostError(f"{type(cause).__name__}: {sentence(cause)}", rank, phase)
+
+
+def death_of(error: BaseException) -> str:
+    """Say why a process has died, as far as Ray knows, and where to read more."""
+    text = str(error)
+    pid = re.search(r"\bpid: (\d+)", text)
+    who = f"the process {pid[1]} died" if pid else "the process died"
+    if isinstance(error, OutOfMemoryError) or "memory" in text.lower():
+        return (
+            f"{who}: Ray ended it because this node's memory was used up; free some, or start Ray "
+            "with RAY_memory_monitor_refresh_ms=0"
+        )
+    if "owner has died" in text:
+        return f"{who}: the controller that had started it is gone"
+    if "__init__" in text or "creation task" in text:
+        return f"{who} while it started: {sentence(error)}"
+    return f"{who}: it was killed or has crashed; its last words may be in {LOGS}"
+
+
+def sentence(error: BaseException) -> str:
+    """Return the first lines that say something, as one."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = [line for line in lines if not NOISE.match(line)]
+    return " ".join(said[:3])[:MAX_CHARS] or type(error).__name__

@@ -1,0 +1,79 @@
+"""What our sockets share: reading frames that anybody may have sent, and waking their thread."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from typing import TypeVar
+
+import msgspec
+
+from dist_aclgraph.errors import NotAMessageError
+
+T = TypeVar("T")
+
+# ZeroMQ closes the connection of a peer that announces a longer frame.
+MAX_MESSAGE_BYTES = 64 << 20
+
+
+def read_frame(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
+    """Return the message in ``frame``.
+
+    Raises:
+        NotAMessageError: there is none; whatever the bytes are, this is the only error.
+    """
+    try:
+        return decoder.decode(frame)
+    # Text that is not UTF-8, and fields nested too deep, are no errors of msgspec's own.
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+        raise NotAMessageError(f"{len(frame)} bytes are not a message of ours: {e}") from None
+
+
+class Wakeup:
+    """Ends the poll of an I/O thread from another thread. ``fileno`` is what to poll."""
+
+    def __init__(self) -> None:
+        self._out, self._in = socket.socketpair()
+        self._out.setblocking(False)
+        self._in.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._in.fileno()
+
+    def wake(self) -> None:
+        # A full pipe means that the thread has wake-ups waiting already, a closed one that it left.
+        with contextlib.suppress(OSError):
+            self._out.send(b"\0")
+
+    def drain(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._in.recv(4096):
+                pass
+
+    def close(self) -> None:
+        self._out.close()
+        self._in.close()
+
+
+class Silence:
+    """How long a peer has been silent, without the time in which we did not listen ourselves.
+
+    A process that was stopped, or that starved, must not blame its peers for it.
+
+    Args:
+        limit_s: more is too long.
+        turn_s: the most that one turn of the listening thread counts.
+    """
+
+    def __init__(self, limit_s: float, turn_s: float) -> None:
+        self.limit_s = limit_s
+        self._turn_s = turn_s
+        self.silent_s = 0.0
+
+    def heard(self) -> None:
+        self.silent_s = 0.0
+
+    def listen(self, elapsed_s: float) -> bool:
+        """Count a turn in which nothing was heard; return whether the silence is too long."""
+        self.silent_s += min(elapsed_s, self._turn_s)
+        return self.silent_s > self.limit_s

@@ -1,0 +1,74 @@
+"""How often tokens occur in each row, on the device: what penalties need.
+
+A step adds its new tokens, so that its work does not grow with what a request has said before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dist_aclgraph.engine.sampling_table import SamplingPlaces
+from dist_aclgraph.ints import IntArray
+
+IN_PROMPT = 1 << 30  # added to the count of a token that the prompt has
+
+ToDevice = Callable[[np.ndarray], Tensor]
+
+
+class TokenCounts:
+    """Owns [max_rows, vocab] int32: occurrences in the output, and whether the prompt has it.
+
+    Only rows with penalties are kept up to date.
+    """
+
+    def __init__(
+        self, max_rows: int, vocab_size: int, device: torch.device, to_device: ToDevice
+    ) -> None:
+        self._counts = torch.zeros((max_rows, vocab_size), dtype=torch.int32, device=device)
+        self._to_device = to_device
+
+    def begin(self, row: int, token_ids: IntArray, num_prompt_tokens: int) -> None:
+        """Count a request's tokens anew.
+
+        Args:
+            token_ids: [num_tokens], prompt and output.
+        """
+        ids, inverse = np.unique(token_ids, return_inverse=True)
+        counts = np.bincount(inverse[num_prompt_tokens:], minlength=len(ids)).astype(np.int32)
+        counts[inverse[:num_prompt_tokens]] += IN_PROMPT
+        self._counts[row].zero_()
+        self._counts[row].index_copy_(0, self._upload(ids), self._to_device(counts))
+
+    def add(self, rows: IntArray, token_ids: IntArray) -> None:
+        """Count new tokens, [n] each; no row has one token twice."""
+        flat = self._counts.view(-1)
+        where = self._upload(rows.astype(np.int64) * self._counts.shape[1] + token_ids)
+        flat.index_copy_(0, where, flat.index_select(0, where) + 1)
+
+    def penalise(self, logits: Tensor, places: SamplingPlaces) -> Tensor:
+        """Return [n, vocab] logits with repetition, frequency and presence penalties.
+
+        Repetition counts prompt and output, the other two the output alone (as vLLM and the OpenAI
+        API define them).
+        """
+        penalised = np.flatnonzero(places["has_penalties"])
+        if not len(penalised):
+            return logits
+        counts = self._counts.index_select(0, self._upload(places.rows[penalised]))
+        names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+        numbers = np.stack([places[name][penalised] for name in names])
+        repetition, frequency, presence = self._to_device(numbers).unsqueeze(-1).unbind(0)
+        where = self._upload(penalised)
+        values = logits.index_select(0, where)
+        repeated = torch.where(values > 0, values / repetition, values * repetition)
+        values = torch.where(counts > 0, repeated, values)
+        in_output = torch.where(counts >= IN_PROMPT, counts - IN_PROMPT, counts)
+        values = values - frequency * in_output - presence * (in_output > 0)
+        return logits.index_copy(0, where, values)
+
+    def _upload(self, indices: np.ndarray) -> Tensor:
+        return self._to_device(indices.astype(np.int64))

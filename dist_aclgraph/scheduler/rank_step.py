@@ -1,0 +1,218 @@
+"""A step of one data-parallel rank: built while it is decided, then fixed until its result."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import compress
+from typing import NamedTuple
+
+import numpy as np
+
+from dist_aclgraph.errors import WorkerError
+from dist_aclgraph.ints import IntArray, unpack_ints
+from dist_aclgraph.scheduler.request import Request
+from dist_aclgraph.scheduler.rows import EVERY, Indices, RunningRows
+from dist_aclgraph.steps.step import RowLogprobs, RowStart, StepResult
+
+
+class NewTokens(NamedTuple):
+    """What a step brought to one data-parallel rank.
+
+    Attributes:
+        token_ids: [num_new], request by request.
+        counts: [num_samples], tokens of each request that samples; None is one each.
+        logprobs: [num_new], or empty.
+    """
+
+    token_ids: IntArray
+    counts: IntArray | None
+    logprobs: tuple[RowLogprobs | None, ...]
+
+    def cut(self, kept: IntArray) -> NewTokens:
+        """Return the first tokens of each request.
+
+        Args:
+            kept: [num_samples], how many; requests with none are left out.
+        """
+        counts = np.ones(len(kept), np.int32) if self.counts is None else self.counts
+        starts = np.repeat(np.cumsum(counts) - counts, counts)
+        is_kept = np.arange(len(self.token_ids)) - starts < np.repeat(kept, counts)
+        logprobs = tuple(compress(self.logprobs, is_kept))
+        left = None if self.counts is None else kept[kept > 0]
+        return NewTokens(self.token_ids[is_kept], left, logprobs)
+
+
+@dataclass
+class _Chunk:
+    """The next tokens of a request that has not sampled yet."""
+
+    index: int  # among the running requests
+    length: int
+    left: int  # known tokens behind the chunk
+
+
+@dataclass
+class StepBuilder:
+    """Collects what one rank runs: requests that decode, then chunks of prompts.
+
+    Attributes:
+        decoding: [num_decoding], indices of the requests that decode; each runs ``decode_len``
+            tokens.
+        budget: tokens that the step may still take.
+        max_chunk: tokens of one prompt, as long as others want to run.
+        is_open: whether requests may be started.
+        unserved: indices of running requests that have not sampled, in order.
+    """
+
+    rows: RunningRows
+    decoding: Indices
+    num_decoding: int
+    decode_len: int
+    budget: int
+    max_chunk: int
+    is_open: bool
+    unserved: deque[int]
+    blocks: list[int] = field(default_factory=list)  # flat: row, index in the table, block id
+    started: list[RowStart] = field(default_factory=list)
+    _chunks: list[_Chunk] = field(default_factory=list)
+
+    def add_chunk(self, index: int) -> None:
+        """Let a request run its next tokens, up to its share of the step."""
+        left = int(self.rows.known[index] - self.rows.computed[index])
+        length = min(left, self.max_chunk, self.budget)
+        if length > 0:
+            self.budget -= length
+            self._chunks.append(_Chunk(index, length, left - length))
+
+    def serve_chunks(self, before: Request | None = None) -> None:
+        """Serve running requests that have not sampled, in order: those before a waiting request,
+        or all.
+        """
+        while self.unserved and self.budget > 0:
+            index = self.unserved[0]
+            if before is not None and self.rows.requests[index].order > before.order:
+                return
+            self.unserved.popleft()
+            self.add_chunk(index)
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether all running requests decode, and nothing else runs."""
+        return self.decoding is EVERY and not self._chunks
+
+    def build(self) -> RankStep:
+        """Return the step. What nobody else wants goes to the prompts that are served first."""
+        for chunk in self._chunks:
+            more = min(chunk.left, self.budget)
+            chunk.length += more
+            chunk.left -= more
+            self.budget -= more
+        rows, indices, num_decoding = self.rows, self.decoding, self.num_decoding
+        if self._chunks:
+            decoding = np.arange(len(rows))[self.decoding][:num_decoding]
+            indices = np.append(decoding, [chunk.index for chunk in self._chunks])
+        records = np.empty((num_decoding + len(self._chunks), 4), np.int32)
+        records[:, 0] = rows.row[indices]
+        records[:, 1] = rows.computed[indices]
+        records[:, 2:] = self.decode_len
+        records[num_decoding:, 2] = [chunk.length for chunk in self._chunks]
+        records[num_decoding:, 3] = [chunk.left == 0 for chunk in self._chunks]
+        return RankStep(indices, records, num_decoding, self.decode_len)
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """What one rank runs.
+
+    Attributes:
+        indices: [num_reqs], among the running requests.
+        records: [num_reqs, 4], as in ``RankBatch.scheduled``.
+        num_decoding: the first so many requests decode.
+        decode_len: tokens of a request that decodes: its last one, and its drafts.
+    """
+
+    indices: Indices
+    records: IntArray
+    num_decoding: int
+    decode_len: int
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.records)
+
+    @cached_property
+    def sampled(self) -> Indices:
+        """[num_samples], indices among the running requests of those that sample."""
+        if isinstance(self.indices, slice):
+            return self.indices
+        sampled: Indices = self.indices[self.records[:, 3] > 0]
+        return sampled
+
+    @cached_property
+    def num_logits(self) -> IntArray:
+        """[num_samples], positions sampled of each request that samples."""
+        logits = self.records[:, 3]
+        return logits[logits > 0]
+
+    @cached_property
+    def num_positions(self) -> int:
+        """Positions sampled of all requests."""
+        return int(self.num_logits.sum())
+
+    @cached_property
+    def shape(self) -> tuple[int, int, int]:
+        """Tokens, requests, and the query length where all requests have the same, else 0.
+
+        The length of decode steps is theirs alone: a step of prompts that are as long has 0, as it
+        samples at other places.
+        """
+        lengths = self.records[:, 2]
+        query_len = int(lengths[0])
+        if self.num_decoding < self.num_reqs and (
+            query_len in (1, self.decode_len) or bool((lengths != query_len).any())
+        ):
+            query_len = 0
+        return int(lengths.sum()), self.num_reqs, query_len
+
+    def read(self, result: StepResult) -> NewTokens:
+        """Return what the rank that owns this step's output has sampled.
+
+        Raises:
+            WorkerError: it is not what was asked for.
+        """
+        tokens, limits = unpack_ints(result.token_ids), self.num_logits
+        if not result.counts and self.num_positions == len(limits):
+            if len(tokens) != len(limits):
+                raise self._mismatch(result, f"{len(tokens)} tokens")
+            return NewTokens(tokens, None, result.logprobs)
+        counts = unpack_ints(result.counts)
+        if not (
+            len(counts) == len(limits)
+            and int(counts.sum()) == len(tokens)
+            and bool(((counts >= 1) & (counts <= limits)).all())
+        ):
+            raise self._mismatch(result, f"{len(tokens)} tokens in counts {counts.tolist()}")
+        return NewTokens(tokens, counts, result.logprobs)
+
+    def _mismatch(self, result: StepResult, brought: str) -> WorkerError:
+        return WorkerError(
+            f"step {result.step} brought {brought}, {len(self.num_logits)} requests were sampled "
+            f"at {self.num_positions} positions",
+            result.rank,
+            "SERVING",
+        )
+
+
+def largest_of(steps: Sequence[RankStep]) -> tuple[int, int, int]:
+    """Return tokens, requests and uniform query length of a graph that holds each of the steps.
+
+    The query length is 0 where they do not all have the same.
+    """
+    if len(steps) == 1:
+        return steps[0].shape
+    num_tokens, num_reqs, query_lens = zip(*[step.shape for step in steps], strict=True)
+    query_len = query_lens[0] if len(set(query_lens)) == 1 else 0
+    return max(num_tokens), max(num_reqs), query_len

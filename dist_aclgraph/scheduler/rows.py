@@ -1,0 +1,135 @@
+"""RunningRows: the requests that have a row on one data-parallel rank, as columns of integers.
+
+What changes in every step stands in columns, so that a step costs no Python for each request.
+"""
+
+from __future__ import annotations
+
+from itertools import compress
+
+import numpy as np
+import numpy.typing as npt
+
+from dist_aclgraph.ints import IntArray
+from dist_aclgraph.scheduler.request import Request
+
+Indices = npt.NDArray[np.intp] | slice
+EVERY = slice(None)
+
+
+NUM_COLUMNS = 9
+
+
+class RunningRows:
+    """Owns the columns; index i is the i-th request in order of admission.
+
+    Attributes: columns of int32, [num_requests] each.
+        row: place in the workers' batch.
+        computed: tokens whose KV is in cache; it catches up with ``known``.
+        known: tokens that exist, prompt and output.
+        started: tokens that the row began with; later ones were sampled.
+        limit: prompt and output together end here.
+        covered: tokens that the request's blocks have room for.
+        next_full: with so many computed tokens, one more block is full.
+        num_recent: tokens that ``settle`` adds to the request's own.
+        can_verify: 1 where drafts may pass, 0 where penalties make tokens depend on them.
+
+    Args:
+        capacity: rows of the batch.
+        window: how many new tokens of a request are kept here before ``settle`` must be called.
+    """
+
+    def __init__(self, capacity: int, window: int) -> None:
+        self.requests: list[Request] = []
+        self._columns = np.zeros((NUM_COLUMNS, capacity), np.int32)
+        self._recent = np.zeros((capacity, window), np.int32)  # by row: tokens that came last
+        self._index_of_row = np.zeros(capacity, np.intp)
+        self._name_columns()
+
+    def _name_columns(self) -> None:
+        """Make the attributes views of as many requests as there are."""
+        (
+            self.row,
+            self.computed,
+            self.known,
+            self.started,
+            self.limit,
+            self.covered,
+            self.next_full,
+            self.num_recent,
+            self.can_verify,
+        ) = self._columns[:, : len(self.requests)]
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    # ---- requests
+
+    def add(self, request: Request, *, computed: int, covered: int, next_full: int) -> int:
+        """Append a request that has its row and its blocks; return its index."""
+        index = len(self.requests)
+        num_tokens = len(request.tokens)
+        self.requests.append(request)
+        self._columns[:, index] = (
+            request.row,
+            computed,
+            num_tokens,
+            num_tokens,
+            request.max_total_tokens,
+            covered,
+            next_full,
+            0,
+            not request.sampling.has_penalties,
+        )
+        self._index_of_row[request.row] = index
+        self._name_columns()
+        return index
+
+    def index_of(self, request: Request) -> int:
+        return int(self._index_of_row[request.row])
+
+    def select(self, indices: Indices) -> list[Request]:
+        """Return the requests at indices."""
+        if isinstance(indices, slice):
+            return self.requests[indices]
+        return list(map(self.requests.__getitem__, indices.tolist()))
+
+    def remove(self, indices: list[int]) -> None:
+        """Take requests out; later ones move up. Their own tokens are up to date then."""
+        for index in indices:
+            self.settle(index)
+        num_kept = len(self.requests) - len(indices)
+        keep = np.ones(len(self.requests), bool)
+        keep[indices] = False
+        self._columns[:, :num_kept] = self._columns[:, : len(self.requests)][:, keep]
+        self.requests = list(compress(self.requests, keep))
+        self._name_columns()
+        self._index_of_row[self.row] = np.arange(num_kept)
+
+    # ---- tokens
+
+    def append(self, indices: Indices, tokens: IntArray, counts: IntArray | None) -> None:
+        """Add new tokens.
+
+        Args:
+            indices: [n], of the requests that get some.
+            tokens: [num_new], request by request.
+            counts: [n]; None is one each.
+        """
+        rows, recent = self.row[indices], self.num_recent[indices]
+        if counts is None:
+            self._recent[rows, recent] = tokens
+            grown: IntArray | int = 1
+        else:
+            starts = np.repeat(np.cumsum(counts) - counts, counts)
+            offsets = np.arange(len(tokens)) - starts
+            self._recent[np.repeat(rows, counts), np.repeat(recent, counts) + offsets] = tokens
+            grown = counts
+        self.num_recent[indices] += grown
+        self.known[indices] += grown
+
+    def settle(self, index: int) -> None:
+        """Bring a request's own tokens up to date."""
+        request, recent = self.requests[index], int(self.num_recent[index])
+        request.tokens.frombytes(self._recent[request.row, :recent].tobytes())
+        self.num_recent[index] = 0

@@ -1,0 +1,66 @@
+"""Edge: the outermost part of the API. What it refuses, it refuses before a body is read."""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dist_aclgraph.errors import DistAclGraphError
+from dist_aclgraph.serve.access import Access
+from dist_aclgraph.serve.errors import error_response
+from dist_aclgraph.serve.state import ApiState
+
+GENERATING = ("/v1/chat/completions", "/v1/completions")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class Edge:
+    """Checks access, then room, then lets the request in. Plain ASGI: streams pass through.
+
+    Args:
+        names_requests: echo X-Request-Id, or give the response one; off where a proxy does it.
+    """
+
+    def __init__(
+        self, app: ASGIApp, access: Access, state: ApiState, *, names_requests: bool = True
+    ) -> None:
+        self._app = app
+        self._access = access
+        self._state = state
+        self._names_requests = names_requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        if self._names_requests:
+            send = _naming(send, headers.get(b"x-request-id", b"").decode("latin-1"))
+        method, path = scope["method"], scope["path"]
+        try:
+            self._access.check(method, path, headers)
+            if method == "POST" and path in GENERATING:
+                self._state.admit(None)
+                self._state.places.take(1)
+        except DistAclGraphError as e:
+            await error_response(e)(scope, receive, send)
+            return
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            if method == "POST" and path in GENERATING:
+                self._state.places.give_back(1)
+
+
+def _naming(send: Send, given: str) -> Send:
+    name = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
+
+    async def send_with_id(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = [*message.get("headers", []), (b"x-request-id", name.encode())]
+            message = {**message, "headers": headers}
+        await send(message)
+
+    return send_with_id

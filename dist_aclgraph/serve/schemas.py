@@ -1,0 +1,74 @@
+"""JSON schemas of request fields that are counted before they are decoded, for OpenAPI."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Meta
+
+from dist_aclgraph.sampling import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+
+MAX_PROMPTS = 64  # completions of one request
+MAX_MESSAGES = 1024
+MAX_PARTS = 1024  # of a message
+
+_TEXT = {"type": "string", "minLength": 1}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+
+
+def _field(**schema: Any) -> Meta:
+    return Meta(extra_json_schema=schema)
+
+
+def _or_null(*schemas: dict[str, Any]) -> Meta:
+    return _field(anyOf=[*schemas, {"type": "null"}])
+
+
+CONTENT = _or_null(
+    {"type": "string"}, {"type": "array", "items": _PART, "minItems": 1, "maxItems": MAX_PARTS}
+)
+IGNORED = _field(description="accepted, and without effect")
+LOGIT_BIAS = _or_null({"type": "object", "maxProperties": 0})
+MESSAGES = _field(
+    type="array",
+    items={"$ref": "#/components/schemas/Message"},
+    minItems=1,
+    maxItems=MAX_MESSAGES,
+)
+NOTHING = _or_null({"type": "array", "maxItems": 0})
+PROMPT = _field(
+    anyOf=[
+        _TEXT,
+        {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_PROMPTS},
+        _IDS | {"minItems": 1},
+        {
+            "type": "array",
+            "items": _IDS | {"minItems": 1},
+            "minItems": 1,
+            "maxItems": MAX_PROMPTS,
+        },
+    ]
+)
+RESPONSE_FORMAT = _or_null(
+    {"type": "object", "required": ["type"], "properties": {"type": {"const": "text"}}}
+)
+STOP = _or_null(_TEXT, {"type": "array", "items": _TEXT, "maxItems": MAX_STOP_STRINGS})
+STOP_TOKEN_IDS = _or_null(_IDS | {"maxItems": MAX_STOP_TOKEN_IDS})
+STREAM_OPTIONS = _or_null(
+    {
+        "type": "object",
+        "properties": {
+            "include_usage": {"type": "boolean"},
+            "continuous_usage_stats": {"type": "boolean"},
+            "include_obfuscation": {"const": False},
+        },
+        "additionalProperties": False,
+    }
+)
+TOKEN_IDS = _field(**_IDS)
+TOOL_CHOICE = _field(enum=["none", "auto", None])

@@ -1,0 +1,178 @@
+"""An engine's loop over workers without a model, and clients of it: no Ray, no device."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from dist_aclgraph.actors.client_links import ClientLinks
+from dist_aclgraph.actors.engine_client import EngineClient
+from dist_aclgraph.actors.engine_loop import EngineLoop
+from dist_aclgraph.actors.graph_changes import GraphChanges
+from dist_aclgraph.actors.graph_transaction import GraphTransaction
+from dist_aclgraph.actors.messages import (
+    MAX_UNREAD_BYTES,
+    Hello,
+    Pulse,
+    Submit,
+    encoder,
+    from_engine_decoder,
+)
+from dist_aclgraph.actors.step_channel import StepReceiver, StepSender
+from dist_aclgraph.config import SchedulerConfig
+from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.planning.dispatcher import GraphDispatcher
+from dist_aclgraph.scheduler.scheduler import Scheduler
+from dist_aclgraph.steps.step import RowSampling, StepResult
+from tests.deployments import Answer, greedy_params
+from tests.plans import make_plan
+from tests.unit.scheduler.fake_worker import FakeWorker
+
+TOKEN, EPOCH, WAIT_S, STEP_S = "secret", 1, 10.0, 60.0
+NUM_BLOCKS, BLOCK = 32, 16
+
+
+class Group:
+    """One lockstep group of fake workers.
+
+    Args:
+        fail_at: the step at which rank 0 reports an error.
+        dp, tp: data-parallel ranks, and ranks of each; more than one share experts.
+        num_drafts: draft tokens of each request, of which one is right.
+        lose_at: the step at which the last rank's tokens find no room on their way.
+        stall_at, stall_s: the step that takes long, and how long.
+        link_s, max_unread_bytes, turn_s: limits of clients, and of the loop's host work.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        fail_at: int | None = None,
+        *,
+        dp: int = 1,
+        tp: int = 1,
+        num_drafts: int = 0,
+        lose_at: int | None = None,
+        stall_at: int | None = None,
+        stall_s: float = 0.0,
+        link_s: float = WAIT_S,
+        turn_s: float = STEP_S,
+        max_unread_bytes: int = MAX_UNREAD_BYTES,
+        max_model_len: int = 128,
+        num_blocks: int = NUM_BLOCKS,
+    ) -> None:
+        self.ranks = tuple(range(dp * tp))
+        self.later: list[RawClient] = []  # closed with the group
+        channel = StepSender(len(self.ranks), str(directory))
+        self._fail_at, self._lose_at, self._tp = fail_at, lose_at, tp
+        self._num_drafts, self._num_blocks = num_drafts, num_blocks
+        self._stall_at, self._stall_s = stall_at, stall_s
+        self._workers = [
+            threading.Thread(target=self._work, args=(channel.address, rank), daemon=True)
+            for rank in self.ranks
+        ]
+        for worker in self._workers:
+            worker.start()
+        channel.wait_for_workers(WAIT_S, lambda: None)
+        query_len = num_drafts + 1
+        plan = make_plan(query_len, 2 * query_len, 4 * query_len, query_len=query_len)
+        self.address = f"ipc://{directory}/clients"
+        dispatcher = GraphDispatcher(plan)
+        self.scheduler = Scheduler(
+            SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
+            [BlockPool(num_blocks, BLOCK, prefix_cache=True) for _ in range(dp)],
+            dispatcher,
+            max_model_len=max_model_len,
+            epoch=EPOCH,
+            num_drafts=num_drafts,
+            tp=tp,
+            choose_exchange=lambda num_tokens: "all_to_all" if dp > 1 else None,
+        )
+        self.loop = EngineLoop(
+            self.scheduler,
+            channel,
+            ClientLinks(self.address, TOKEN, link_s, max_unread_bytes),
+            step_timeout_s=STEP_S,
+            turn_timeout_s=turn_s,
+            changes=GraphChanges(dispatcher, GraphTransaction(self, WAIT_S, WAIT_S), {}),
+            report={},
+        )
+        self.thread = threading.Thread(target=self.loop.run, daemon=True)
+        self.thread.start()
+
+    def carry_out(self, *_: Any) -> Any:
+        raise AssertionError("no graph changes here")
+
+    def _work(self, address: Any, rank: int) -> None:
+        worker = FakeWorker(
+            self._num_blocks,
+            BLOCK,
+            num_drafts=self._num_drafts,
+            accept=lambda: min(1, self._num_drafts),
+        )
+        receiver, dp_rank = StepReceiver(address), rank // self._tp
+        try:
+            while (plan := receiver.receive(EPOCH)) is not None:
+                if plan.step == self._fail_at and rank == 0:
+                    receiver.send(StepResult(plan.epoch, plan.step, 0, error="out of luck"))
+                    continue
+                if plan.step == self._stall_at:
+                    time.sleep(self._stall_s)
+                is_void = plan.step == self._lose_at and rank == self.ranks[-1]
+                result = worker.execute(plan, dp_rank, rank, is_void=is_void)
+                if rank % self._tp:
+                    result = msgspec.structs.replace(result, token_ids=b"", counts=b"")
+                receiver.send(msgspec.structs.replace(result, expert_tokens=10 * plan.step + rank))
+        finally:
+            receiver.close()
+
+    def close(self) -> None:
+        for client in self.later:
+            client.close()
+        self.loop.stop()
+        for thread in (self.thread, *self._workers):
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+
+
+class RawClient:
+    """A client that sends what it likes."""
+
+    def __init__(self, address: str, token: str = TOKEN, name: str = "raw") -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(address)
+        self.send(encoder.encode(Hello(token, name)))
+
+    def send(self, *frames: bytes) -> None:
+        self._socket.send_multipart(frames)
+
+    def receive(self) -> Any:
+        """Return the next message that is no pulse."""
+        while True:
+            assert self._socket.poll(WAIT_S * 1000), "no answer"
+            message = from_engine_decoder.decode(self._socket.recv())
+            if not isinstance(message, Pulse):
+                return message
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+def assert_serves(client: EngineClient, name: str = "r") -> None:
+    answer = Answer()
+    client.submit(name, [1, 2, 3], greedy_params(5), [], answer.take)
+    assert answer.ended.wait(WAIT_S)
+    assert (answer.finish_reason, len(answer.tokens)) == ("length", 5), answer.error
+
+
+def make_submit(**changes: Any) -> bytes:
+    submit = Submit("bad", pack_ints([1, 2]), RowSampling(num_prompt_tokens=2), 4)
+    return encoder.encode(msgspec.structs.replace(submit, **changes))

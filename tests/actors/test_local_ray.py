@@ -1,0 +1,192 @@
+"""A Ray that we start: who reaches it, and what happens when a part of it dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from dist_aclgraph.actors import processes
+from tests.actors.leftovers import assert_processes_are_gone
+
+pytestmark = pytest.mark.cluster
+
+ROOT = Path(__file__).parents[2]
+WAIT_S = 60.0
+
+START_RAY = """
+import sys, ray
+from dist_aclgraph.actors.local_ray import start_ray
+from dist_aclgraph.config import make_config
+
+local = start_ray(make_config({"model": "unused", "device": {"kind": "emulated"}}))
+
+@ray.remote(num_cpus=0)
+class Actor:
+    def answer(self):
+        return 3
+
+actor = Actor.remote()
+assert ray.get(actor.answer.remote()) == 3
+print("address", ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.readline()
+local.stop()
+"""
+
+STRANGER = """
+import sys, ray
+ray.init(address=sys.argv[1], log_to_driver=False)
+
+@ray.remote(num_cpus=0)
+def run(path):
+    open(path, "w").close()
+
+ray.get(run.remote(sys.argv[2]), timeout=60)
+"""
+
+GENERATE = """
+import sys
+from dist_aclgraph.actors.llm import LLM
+from dist_aclgraph.errors import DistAclGraphError
+from dist_aclgraph.sampling import SamplingParams
+from tests.deployments import make_deployment_config
+
+config = make_deployment_config(sys.argv[1], graph={"mode": "NONE"}, max_model_len=480)
+try:
+    with LLM(config) as llm:
+        pids = [rank["pid"] for rank in llm.report()["ranks"]]
+        print("address", *pids, flush=True)
+        while True:
+            llm.generate([[1, 2, 3]] * 8, SamplingParams(max_tokens=400, ignore_eos=True))
+except DistAclGraphError as e:
+    print("error:", e, flush=True)
+"""
+
+
+def start(script: str, *arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_LOG_TO_STDERR": "0"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+@contextmanager
+def running(script: str, *arguments: object) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """Run a driver; yield it and what it says once it is there. Its descendants are ended."""
+    driver = start(script, *arguments)
+    try:
+        assert driver.stdout is not None
+        for line in driver.stdout:
+            if line.startswith("address"):
+                yield driver, line.split()[1:]
+                break
+        else:
+            raise AssertionError("the driver did not come up")
+    finally:
+        processes.kill_all(descendants(driver.pid) | {driver.pid})
+        driver.wait()
+
+
+def descendants(pid: int) -> set[int]:
+    found = processes.children(pid)
+    return found.union(*(descendants(child) for child in found))
+
+
+def listening(pids: set[int]) -> set[tuple[str, int]]:
+    """Addresses and ports that these processes listen at, over TCP."""
+    inodes = set()
+    for pid in pids:
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                inodes.add(os.readlink(fd).removeprefix("socket:[").rstrip("]"))
+    found = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                address, port = fields[1].split(":")
+                words = [bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8)]
+                found.add((socket.inet_ntop(family, b"".join(words)), int(port, 16)))
+    return found
+
+
+def test_a_ray_that_we_start_listens_on_loopback_and_wants_a_token(tmp_path: Path) -> None:
+    with running(START_RAY) as (driver, [address]):
+        sockets = listening(descendants(driver.pid) | {driver.pid})
+        assert len(sockets) >= 5  # control store, node manager, two agents, driver, actor
+        assert {host for host, _ in sockets} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+        port = int(address.rpartition(":")[2])
+        assert ("::ffff:127.0.0.1", port) in sockets or ("127.0.0.1", port) in sockets
+        for host in own_addresses():
+            with pytest.raises(OSError), socket.create_connection((host, port), 5):
+                pass
+
+        loopback = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+        friend = knock(port, tmp_path / "friend", {**loopback, "RAY_AUTH_MODE": "token"})
+        began_s = time.monotonic()
+        strangers = [
+            knock(port, tmp_path / "s1", {"HOME": str(tmp_path), "RAY_AUTH_MODE": "disabled"}),
+            knock(port, tmp_path / "s2", {"HOME": str(tmp_path), **loopback}),
+        ]
+        assert friend.wait(100) == 0
+        for stranger in strangers:
+            with suppress(subprocess.TimeoutExpired):
+                assert stranger.wait(2 * (time.monotonic() - began_s)) != 0
+            stranger.kill()
+            stranger.wait()
+
+        assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["friend"]
+
+
+def knock(port: int, done: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Try to run code on a Ray, which is to leave the file ``done``."""
+    known = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    return subprocess.Popen(
+        [sys.executable, "-c", STRANGER, f"127.0.0.1:{port}", str(done)],
+        env={**known, **environment},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def own_addresses() -> set[str]:
+    """This machine's addresses beside loopback; there may be none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            return set()
+        return {probe.getsockname()[0]} - {"127.0.0.1"}
+
+
+@pytest.mark.parametrize("victim", ["raylet", "gcs_server"])
+def test_a_daemon_that_dies_ends_everything_with_one_sentence(
+    checkpoint: Path, victim: str
+) -> None:
+    with running(GENERATE, checkpoint) as (driver, _):
+        pids = descendants(driver.pid)
+        [pid] = [pid for pid in pids if processes.name_of(pid) == victim]
+
+        os.kill(pid, signal.SIGKILL)
+        began_s = time.monotonic()
+
+        assert driver.stdout is not None
+        said = [line for line in driver.stdout if line.startswith("error:")]
+        assert said, "the driver ended without a word"
+        driver.wait(WAIT_S)
+        assert_processes_are_gone(pids)
+        print(f"{victim}: {time.monotonic() - began_s:.1f} s to the end of all; {said}")

@@ -1,0 +1,134 @@
+"""Who may ask: keys, names of the host, pages of other sites."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+from dist_aclgraph.config import ServeConfig
+from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.serve.access import Access, read_access
+from tests.serve.conftest import serving
+from tests.serve.test_errors import CHAT, HI, MODEL, assert_error
+
+KEY = "0123456789abcdef-key"
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory):
+    path = tmp_path_factory.mktemp("keys") / "keys"
+    path.write_text(f"# ours\n\nanother-key-of-someone\n{KEY}\n")
+    access = read_access(ServeConfig(api_keys_file=str(path)), checks_host=True)
+    with serving(access) as service:
+        yield service
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/version", "/docs", "/openapi.json"])
+def test_every_path_needs_a_key(guarded, path):
+    reply = guarded.http.get(path)
+
+    assert assert_error(reply, 401)["code"] == "invalid_api_key"
+    assert reply.headers["www-authenticate"] == "Bearer"
+    headers = {"Authorization": f"Bearer {KEY}"}
+    assert guarded.http.get(path, headers=headers).status_code == 200
+
+
+def test_probes_need_none(guarded):
+    assert guarded.http.get("/health").status_code == 200
+    assert guarded.http.get("/ready").status_code == 200
+
+
+@pytest.mark.parametrize("given", [f"Bearer {KEY}x", f"Basic {KEY}", KEY, f"Bearer {KEY[:-1]}"])
+def test_another_key_is_refused(guarded, given):
+    assert_error(guarded.http.get("/v1/models", headers={"Authorization": given}), 401)
+
+
+def test_the_sdk_brings_the_key_along(guarded):
+    guarded.answer("a")
+    client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=KEY)
+
+    reply = client.chat.completions.create(model=MODEL, messages=HI)
+
+    assert reply.choices[0].message.content == "a"
+    with pytest.raises(openai.AuthenticationError):
+        guarded.openai.models.list()
+
+
+def test_a_key_is_nowhere_in_what_is_kept(guarded):
+    access = read_access(ServeConfig(), checks_host=True)
+
+    assert access.digests == ()
+    assert KEY not in repr(guarded.__dict__)
+
+
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"]
+)
+def test_a_body_that_a_form_could_send_is_refused(service, kind):
+    body = b'{"model": "tiny-qwen3", "messages": [{"role": "user", "content": "x"}]}'
+
+    reply = service.http.post(CHAT, content=body, headers={"Content-Type": kind})
+
+    assert "application/json" in assert_error(reply, 415)["message"]
+    assert service.engine.submitted == []
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+        {"Sec-Fetch-Site": "cross-site"},
+    ],
+)
+def test_pages_of_other_sites_are_refused(service, headers):
+    reply = service.http.post(CHAT, json={"model": MODEL, "messages": HI}, headers=headers)
+
+    assert_error(reply, 403)
+    assert service.engine.submitted == []
+
+
+def test_a_page_of_this_site_may_ask(service):
+    service.answer("a")
+    headers = {"Origin": service.url, "Content-Type": "application/json; charset=utf-8"}
+
+    reply = service.http.post(CHAT, json={"model": MODEL, "messages": HI}, headers=headers)
+
+    assert reply.status_code == 200
+
+
+def test_a_foreign_name_that_points_to_loopback_is_refused():
+    access = read_access(ServeConfig(allowed_hosts=("mine.local",)), checks_host=True)
+
+    for host in (b"localhost:8000", b"127.0.0.1", b"[::1]:8000", b"MINE.local:80"):
+        access.check("GET", "/v1/models", {b"host": host})
+    for host in (b"evil.example", b"localhost.evil.example:8000", b"127.0.0.2"):
+        with pytest.raises(Exception, match="not known as"):
+            access.check("GET", "/health", {b"host": host})
+
+
+def test_beyond_loopback_there_is_a_key_or_a_word_about_it(monkeypatch):
+    with pytest.raises(ConfigError, match=r"serve\.host is 0\.0\.0\.0.*serve\.insecure=true"):
+        read_access(ServeConfig(host="0.0.0.0"), checks_host=True)
+
+    assert read_access(ServeConfig(host="0.0.0.0", insecure=True), checks_host=True) == Access()
+    monkeypatch.setenv("DIST_ACLGRAPH_API_KEY", KEY)
+    assert read_access(ServeConfig(host="0.0.0.0"), checks_host=True).digests
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "has no keys"),
+        ("short", "a key of 5 characters"),
+        (b"\xff\xfe", "is not text"),
+        (None, "cannot read"),
+    ],
+)
+def test_a_file_of_keys_that_is_none_is_a_configuration_error(tmp_path, content, words):
+    path = tmp_path / "keys"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    with pytest.raises(ConfigError, match=words):
+        read_access(ServeConfig(api_keys_file=str(path)), checks_host=True)

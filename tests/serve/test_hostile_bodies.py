@@ -1,0 +1,137 @@
+"""Bodies made to hurt: each is a 4xx, and the event loop turns meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+import msgspec
+import pytest
+
+from tests.serve.test_errors import CHAT, MODEL, TEXT, assert_error
+
+LARGEST = 2 << 20
+
+
+def filled(head: bytes, item: bytes, tail: bytes) -> bytes:
+    """A body of just under the largest size, with as many items as it holds."""
+    room = LARGEST - len(head) - len(tail)
+    return head + b",".join([item] * (room // (len(item) + 1))) + tail
+
+
+def text(item: bytes) -> bytes:
+    return filled(b'{"model":"tiny-qwen3","prompt":[', item, b"]}")
+
+
+def field(name: bytes, item: bytes) -> bytes:
+    head = b'{"model":"tiny-qwen3","messages":[{"role":"user","content":"x"}],"' + name + b'":['
+    return filled(head, item, b"]}")
+
+
+def chat(item: bytes) -> bytes:
+    return filled(b'{"model":"tiny-qwen3","messages":[', item, b"]}")
+
+
+BODIES = {
+    "objects": (TEXT, text(b"{}")),
+    "lists": (TEXT, text(b"[]")),
+    "lists of one": (TEXT, text(b"[1]")),
+    "ids": (TEXT, text(b"1")),
+    "empty texts": (TEXT, text(b'""')),
+    "texts": (TEXT, text(rb'"\u1234"')),
+    "deep": (TEXT, text(b"[" * 60 + b"]" * 60)),
+    "messages without anything": (CHAT, chat(b"{}")),
+    "messages": (CHAT, chat(b'{"role":"user","content":"x"}')),
+    "messages of no parts": (CHAT, chat(b'{"role":"user","content":[]}')),
+    "parts": (
+        CHAT,
+        filled(
+            b'{"model":"tiny-qwen3","messages":[{"role":"user","content":[',
+            b'{"type":"text","text":""}',
+            b"]}]}",
+        ),
+    ),
+    "unknown fields": (CHAT, field(b"nonsense", b"{}")),
+    "stop strings": (CHAT, field(b"stop", b'"a"')),
+    "stop ids": (CHAT, field(b"stop_token_ids", b"1")),
+    "tools": (CHAT, field(b"tools", b"{}")),
+    "modalities": (CHAT, field(b"modalities", b'"text"')),
+    "ids to detokenize": ("/detokenize", filled(b'{"tokens":[', b"1", b"]}")),
+    "one long text": (TEXT, b'{"model":"tiny-qwen3","prompt":"' + b"a " * 10**6 + b'"}'),
+}
+
+
+@contextlib.contextmanager
+def watched(loop: asyncio.AbstractEventLoop):
+    """Yield a list that gets the process's CPU seconds between every two turns of a loop."""
+    turns: list[float] = []
+
+    async def tick() -> None:
+        before = time.process_time()
+        while True:
+            await asyncio.sleep(0)
+            now = time.process_time()
+            turns.append(now - before)
+            before = now
+
+    ticking = asyncio.run_coroutine_threadsafe(tick(), loop)
+    try:
+        yield turns
+    finally:
+        ticking.cancel()
+
+
+def scan_s(body: bytes) -> float:
+    """CPU seconds of reading a body without building anything of it."""
+    found = []
+    for _ in range(5):
+        before = time.process_time()
+        msgspec.json.decode(body, type=msgspec.Raw)
+        found.append(time.process_time() - before)
+    return min(found)
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_hostile_body_is_refused_while_the_event_loop_turns(service, name):
+    path, body = BODIES[name]
+
+    with watched(service.loop) as turns:
+        reply = service.http.post(path, content=body)
+
+    assert_error(reply)
+    assert service.engine.submitted == []
+    # A body of objects took 1,500 times its scan; nothing may take more than a few.
+    assert max(turns) < 12 * scan_s(BODIES["objects"][1])
+
+
+def test_metadata_of_any_size_has_no_effect(service):
+    service.answer("a")
+    body = field(b"metadata", b"[]")
+
+    with watched(service.loop) as turns:
+        reply = service.http.post(CHAT, content=body)
+
+    assert reply.status_code == 200
+    assert max(turns) < 12 * scan_s(body)
+
+
+def test_a_long_text_is_tokenized_beside_the_event_loop(service):
+    prompt = "hello world " * 5_000
+
+    with watched(service.loop) as turns:
+        reply = service.http.post("/tokenize", json={"model": MODEL, "prompt": prompt})
+        counted = len(turns)
+
+    assert reply.json()["count"] > 10_000
+    assert counted > 10
+
+
+def test_stop_ids_outside_the_vocabulary_are_refused(service):
+    size = service.state.tokenizer.vocab_size
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 1, "stop_token_ids": [5, size]}
+
+    error = assert_error(service.http.post(TEXT, json=body))
+
+    assert error["param"] == "stop_token_ids"
+    assert f"[0, {size})" in error["message"]

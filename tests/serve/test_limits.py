@@ -1,0 +1,137 @@
+"""Limits on connections: whoever sends or reads too slowly, or too much, loses the connection."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+
+from tests.serve.conftest import serving, until
+from tests.serve.test_errors import CHAT, HI, MODEL
+
+LIMITS = {
+    "serve.header_s": 0.3,
+    "serve.body_s": 0.5,
+    "serve.stall_s": 0.5,
+    "serve.max_header_bytes": 4096,
+    "serve.max_connections": 20,
+}
+WAIT_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def limited():
+    with serving(**LIMITS) as service:
+        yield service
+
+
+def connect(service, receive_bytes: int | None = None) -> socket.socket:
+    client = socket.socket()
+    if receive_bytes is not None:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    client.settimeout(WAIT_S)
+    client.connect(("127.0.0.1", service.http.base_url.port))
+    return client
+
+
+def head(path: str, length: int, *more: str) -> bytes:
+    lines = (f"POST {path} HTTP/1.1", "Host: x", f"Content-Length: {length}", *more, "", "")
+    return "\r\n".join(lines).encode()
+
+
+def rest(client: socket.socket) -> bytes:
+    """Everything until the other side closes, or resets."""
+    found = b""
+    try:
+        while piece := client.recv(65536):
+            found += piece
+    except ConnectionResetError:
+        pass
+    return found
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: x\r\n", b"G"])
+def test_headers_that_do_not_come_end_the_connection(limited, sent):
+    with connect(limited) as client:
+        client.sendall(sent)
+
+        assert rest(client) == b""
+
+
+def test_a_second_request_on_a_connection_has_the_same_time(limited):
+    with connect(limited) as client:
+        client.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\nGET / HTTP/1.1\r\n")
+
+        assert rest(client).count(b"HTTP/1.1 200") == 1
+
+
+def test_large_headers_are_refused(limited):
+    with connect(limited) as client:
+        client.sendall(head(CHAT, 0, "X-Large: " + "x" * 5000))
+
+        assert b"HTTP/1.1 431" in rest(client)
+
+
+def test_headers_without_an_end_are_cut_off(limited):
+    with connect(limited) as client, pytest.raises(OSError):
+        for _ in range(100_000):
+            client.sendall(b"X-More: " + b"x" * 1000 + b"\r\n")
+
+
+def test_a_body_that_does_not_come_is_a_408(limited):
+    with connect(limited) as client:
+        client.sendall(head(CHAT, 100) + b'{"model"')
+
+        reply = client.recv(65536)
+
+    assert b"HTTP/1.1 408" in reply
+    assert b"did not arrive within 0.5 s" in reply
+
+
+def test_a_body_that_nobody_reads_ends_the_connection_too(limited):
+    with connect(limited) as client:
+        client.sendall(head("/nowhere", 100) + b"{")
+
+        assert b"HTTP/1.1 404" in rest(client)
+
+
+def test_a_client_that_does_not_read_is_cut_off_and_its_request_freed(limited):
+    limited.engine.reply = lambda submit: [70] * submit.max_tokens
+    body = {"model": MODEL, "messages": HI, "stream": True, "logprobs": True, "top_logprobs": 20}
+    sent = json.dumps(body).encode()
+
+    with connect(limited, receive_bytes=4096) as client:
+        client.sendall(head(CHAT, len(sent)) + sent)
+        until(lambda: limited.engine.num_running == 1, WAIT_S)
+        until(lambda: limited.engine.num_running == 0, WAIT_S)
+
+        assert len(limited.engine.aborted) == 1
+        assert b"[DONE]" not in rest(client)
+    limited.engine.aborted.clear()
+
+
+def test_a_client_that_reads_slowly_but_steadily_gets_everything(limited):
+    limited.engine.reply = lambda submit: [70] * submit.max_tokens
+    body = {"model": MODEL, "messages": HI, "stream": True, "max_tokens": 50}
+    sent = json.dumps(body).encode()
+
+    with connect(limited) as client:
+        client.sendall(head(CHAT, len(sent), "Connection: close") + sent)
+        found = b"".join(iter(lambda: client.recv(64), b""))
+
+    assert b"[DONE]" in found
+
+
+def test_more_connections_than_allowed_are_told_to_come_back(limited):
+    limited.http.close()
+    clients = [connect(limited) for _ in range(21)]
+    try:
+        clients[-1].sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+
+        reply = rest(clients[-1])
+    finally:
+        for client in clients:
+            client.close()
+    assert b"HTTP/1.1 503" in reply
+    assert b"retry-after: 1" in reply.lower()

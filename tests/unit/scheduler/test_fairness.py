@@ -1,0 +1,160 @@
+"""Who gets the tokens of a step: no prompt waits behind a long one, and nobody starves."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dist_aclgraph.config import SchedulerConfig
+from dist_aclgraph.ints import pack_ints, unpack_ints
+from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.planning.dispatcher import GraphDispatcher
+from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.scheduler.request import Request
+from dist_aclgraph.scheduler.scheduler import Scheduler
+from dist_aclgraph.steps.step import StepPlan, StepResult
+from tests.plans import make_plan
+from tests.unit.scheduler.requests import submit
+
+STEP_TOKENS = 64
+SHARE = 16
+LONG = 2000
+
+
+def make_scheduler(*, dp: int = 1, max_num_seqs: int = 16, share: int | None = SHARE) -> Scheduler:
+    return Scheduler(
+        SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=STEP_TOKENS,
+            long_prompt_tokens=share,
+        ),
+        [BlockPool(5000, 16, prefix_cache=False) for _ in range(dp)],
+        GraphDispatcher(make_plan(1, 8)),
+        max_model_len=4096,
+    )
+
+
+def run_step(scheduler: Scheduler) -> tuple[StepPlan, list[str]]:
+    """Run one step; return its plan and the names of those that got a token."""
+    plan = scheduler.schedule()
+    assert plan is not None
+    results = []
+    for rank, batch in enumerate(plan.batches):
+        num_samples = int((unpack_ints(batch.scheduled, 4)[:, 3] > 0).sum())
+        results.append(StepResult(plan.epoch, plan.step, rank, pack_ints([9] * num_samples)))
+    return plan, [delta.request_id for delta in scheduler.update(results)]
+
+
+def add(scheduler: Scheduler, name: str, num_tokens: int, max_tokens: int = 4) -> Request:
+    request = submit(name, [1] * num_tokens, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+    scheduler.add(request)
+    return request
+
+
+def lengths(plan: StepPlan) -> list[int]:
+    return unpack_ints(plan.batches[0].scheduled, 4)[:, 2].tolist()
+
+
+def test_a_short_prompt_behind_a_long_one_runs_in_the_same_step() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "long", LONG)
+    run_step(scheduler)
+    add(scheduler, "short", 10)
+
+    plan, sampled = run_step(scheduler)
+
+    assert sampled == ["short"]
+    assert sum(lengths(plan)) == STEP_TOKENS
+
+
+def test_a_long_prompt_that_is_alone_gets_the_whole_step() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "long", LONG)
+
+    plan, _ = run_step(scheduler)
+
+    assert lengths(plan) == [STEP_TOKENS]
+
+
+def test_long_prompts_share_a_step() -> None:
+    scheduler = make_scheduler()
+    for name in "abc":
+        add(scheduler, name, LONG)
+
+    plan, _ = run_step(scheduler)
+
+    assert lengths(plan) == [SHARE + STEP_TOKENS - 3 * SHARE, SHARE, SHARE]
+
+
+def test_requests_that_decode_come_before_an_older_prompt() -> None:
+    scheduler = make_scheduler(max_num_seqs=STEP_TOKENS)
+    add(scheduler, "long", LONG)
+    run_step(scheduler)
+    for index in range(STEP_TOKENS - 1):
+        add(scheduler, str(index), 1, max_tokens=50)
+
+    sampled: list[str] = []
+    while len(set(sampled)) < STEP_TOKENS - 1:
+        sampled += run_step(scheduler)[1]
+    plan, sampled = run_step(scheduler)
+
+    assert len(sampled) == STEP_TOKENS - 1
+    assert lengths(plan) == [1] * STEP_TOKENS, "the last token is the prompt's"
+
+
+@pytest.mark.parametrize("stream", [10, 200])
+def test_a_long_prompt_is_served_in_an_endless_stream_of_others(stream: int) -> None:
+    scheduler = make_scheduler()
+    long = add(scheduler, "long", LONG)
+    steps = earlier_tokens = 0
+
+    while "long" not in run_step(scheduler)[1]:
+        steps += 1
+        for index in range(8):  # more than a step can take
+            if len(scheduler.waiting) < 500:
+                other = add(scheduler, f"{steps} {index}", stream, max_tokens=1)
+                earlier_tokens += stream if other.order < long.order else 0
+
+    # After those with an earlier deadline, at least its share of each step.
+    assert steps <= earlier_tokens // STEP_TOKENS + LONG // SHARE + 8
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 12), st.sampled_from([1, 5, 16, 17, 60, 300])),
+        min_size=1,
+        max_size=25,
+    ),
+    st.integers(1, 3),
+    st.integers(1, 6),
+    st.integers(0, 1000),
+)
+def test_nobody_waits_for_those_that_came_after_its_deadline(arrivals, dp, rows, seed) -> None:
+    scheduler, chance = make_scheduler(dp=dp, max_num_seqs=rows), random.Random(seed)
+    arrivals = sorted(arrivals)
+    begun: set[str] = set()
+    deadlines: dict[str, int] = {}
+    came: dict[str, int] = {}
+    for step in range(5000):
+        for index, (at, num_tokens) in enumerate(arrivals):
+            if at == step:
+                request = add(scheduler, str(index), num_tokens, chance.randint(1, 20))
+                deadlines[str(index)], came[str(index)] = request.deadline, scheduler.step
+        waiting = {request.request_id for request in scheduler.waiting}
+        if not scheduler.has_work:
+            if step > 12:
+                break
+            continue
+        run_step(scheduler)
+        started = waiting - {request.request_id for request in scheduler.waiting}
+        left = waiting - started
+        begun |= started
+        for name in started:
+            passed = [other for other in left if deadlines[other] < came[name]]
+            assert not passed, "a request that came after their deadline went first"
+
+    assert len(begun) == len(arrivals)
