@@ -40,6 +40,7 @@ class Installation:
     def python(self, *arguments: str, **others: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "XDG_CACHE_HOME": str(self.cache), **others}
         environment["PYTHONPATH"] = str(self.packages)
+        environment.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
         return subprocess.run(
             [sys.executable, *arguments],
             cwd=self.folder,
