@@ -86,7 +86,6 @@ class Controller:
         self._failure = ""
         self._mode_reasons: tuple[str, ...] = ()
         self._groups: list[LockstepGroup] = []
-        self._budget_model = make_budget_model(config.graph.budget_model)
         self._traffic_watch: list[TrafficWatch] = []
         self._token = secrets.token_hex(16)
         self._started_s = time.monotonic()
@@ -166,6 +165,8 @@ class Controller:
                 f"{self._facts.max_model_len} tokens"
             )
         self._cache_spec = KVCacheSpec.from_config(config, self._facts)
+        workload = Workload.from_config(config, self._facts)
+        self._budget_model = make_budget_model(config.graph.budget_model, workload)
 
     def _place(self) -> None:
         for ranks in self._layout.lockstep_groups:
@@ -213,8 +214,7 @@ class Controller:
         for groups in scopes:
             self._plan_groups(groups, families)
         self._traffic_watch = [
-            TrafficWatch(self._config, groups, families, self._budget_model, self._facts)
-            for groups in scopes
+            TrafficWatch(self._config, groups, families, self._budget_model) for groups in scopes
         ]
 
     def _make_runners(self, group: LockstepGroup, families: tuple[GraphFamily, ...]) -> None:
@@ -257,14 +257,12 @@ class Controller:
     def _plan_groups(self, groups: list[LockstepGroup], families: tuple[GraphFamily, ...]) -> None:
         """Negotiate one plan over ``groups``, size the caches with what it leaves, capture it."""
         config, model = self._config, self._budget_model
-        workload = Workload.from_config(config, self._facts)
-        self._keep_room_for_lazy_graphs(groups, workload)
+        self._keep_room_for_lazy_graphs(groups)
         offers = [offer for group in groups for offer in group.offers]
         plan = negotiate(
             offers,
             families,
             model,
-            workload,
             traffic=Traffic.from_config(config.graph),
             max_num_seqs=config.scheduler.max_num_seqs,
         )
@@ -273,20 +271,18 @@ class Controller:
             for group in self._groups:
                 group.workers.phase = self._state.value
         # What has no room now is not kept room for: it would leave none for the cache.
-        lazy, _ = fit_memory(self._lazy_families if plan.families else (), offers, model, workload)
+        lazy, _ = fit_memory(self._lazy_families if plan.families else (), offers, model)
         everything = msgspec.structs.replace(plan, families=(*plan.families, *lazy))
         for group in groups:
             group.num_blocks = self._cache_spec.choose_num_blocks(
                 config,
-                min(
-                    o.free_bytes - pool_bytes(everything, o, model, workload) for o in group.offers
-                ),
+                min(o.free_bytes - pool_bytes(everything, o, model) for o in group.offers),
                 self._max_model_len,
             )
             group.workers.call(
                 "make_cache", self._state.value, config.timeouts.negotiate_s, same(group.num_blocks)
             )
-            group.ledgers = [Ledger.predict(o, plan, model, workload) for o in group.offers]
+            group.ledgers = [Ledger.predict(o, plan, model) for o in group.offers]
             group.record = self._capture(group, plan)
 
         def capture_again(index: int, plan: GraphPlan) -> CaptureRecord:
@@ -296,14 +292,13 @@ class Controller:
 
         agree([_record_of(group) for group in groups], capture_again)
 
-    def _keep_room_for_lazy_graphs(self, groups: list[LockstepGroup], workload: Workload) -> None:
+    def _keep_room_for_lazy_graphs(self, groups: list[LockstepGroup]) -> None:
         """Take the streams of lazy graphs out of the offers: as many as every rank can spare."""
         kept, capacity = keep_room(
             [offer for group in groups for offer in group.offers],
             self._lazy_families,
             self._config.graph.lazy_capacity,
             self._budget_model,
-            workload,
         )
         by_rank = {offer.rank: offer for offer in kept}
         for group in groups:

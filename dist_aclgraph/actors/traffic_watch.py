@@ -12,12 +12,11 @@ from dist_aclgraph.actors.engine import SeenTraffic
 from dist_aclgraph.actors.lockstep_group import LockstepGroup
 from dist_aclgraph.config import Config
 from dist_aclgraph.planning.buckets import GraphFamily
-from dist_aclgraph.planning.budget import BudgetModel, Workload
+from dist_aclgraph.planning.budget import BudgetModel
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.planning.rebucketing import Release, choose_again, reunite
 from dist_aclgraph.planning.traffic import Traffic, fade, merge
-from dist_aclgraph.shapes.model_facts import ModelFacts
 
 ANSWER_S = 10.0
 
@@ -40,13 +39,11 @@ class TrafficWatch:
         groups: Sequence[LockstepGroup],
         families: Sequence[GraphFamily],
         budget_model: BudgetModel,
-        facts: ModelFacts,
     ) -> None:
         self._config = config.graph
         self._groups = groups
         self._families = families
         self._budget_model = budget_model
-        self._workload = Workload.from_config(config, facts)
         self._traffic = Traffic()
         self._looked_s = time.monotonic()
 
@@ -81,7 +78,6 @@ class TrafficWatch:
             _slowest(seen),
             self._families,
             self._budget_model,
-            self._workload,
             self._config,
         )
         if change is not None:

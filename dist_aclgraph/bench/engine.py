@@ -6,6 +6,7 @@ import itertools
 import statistics
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,15 @@ class DecodeRun:
     @property
     def tokens_per_s(self) -> float:
         return self.batch / self.step_ms * 1e3
+
+
+def asked_sizes(mode: str, decode: Sequence[int], mixed: Sequence[int]) -> dict[str, Any]:
+    """Return the keys of ``graph`` that ask for these sizes, as far as the mode has them."""
+    if mode == "FULL_AND_PIECEWISE":
+        return {"sizes": tuple(decode), "mixed_sizes": tuple(mixed)}
+    if mode == "NONE":
+        return {}
+    return {"sizes": tuple(decode if mode == "FULL_DECODE_ONLY" else mixed)}
 
 
 class DecodeEngine:

@@ -17,8 +17,12 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
+<<<<<<< HEAD
 from dist_aclgraph.bench.command import run_command
 from dist_aclgraph.bench.engine import DecodeEngine
+=======
+from dist_aclgraph.bench.engine import DecodeEngine, asked_sizes
+>>>>>>> main
 from dist_aclgraph.bench.moe_figure import draw
 from dist_aclgraph.bench.moe_tables import markdown, tables
 from dist_aclgraph.bench.moe_workload import chat_workload, mixed_chat_workload
@@ -137,8 +141,7 @@ def _make_engine(model: Path, name: str, variant: Variant, bar: Progress) -> Dec
         parallel={**LAYOUT, "exchange": variant.exchange},
         graph={
             "mode": variant.mode,
-            "sizes": tuple(rows * queries for rows in ROWS),
-            "mixed_sizes": MIXED_SIZES,
+            **asked_sizes(variant.mode, [rows * queries for rows in ROWS], MIXED_SIZES),
             "overlap_shared_experts": variant.overlap,
             "lazy": "off",
             "rebucket_s": 0.0,

@@ -20,7 +20,7 @@ from rich.progress import Progress
 
 from dist_aclgraph.bench.checkpoints import Shape, write_checkpoint
 from dist_aclgraph.bench.command import run_command
-from dist_aclgraph.bench.engine import DecodeEngine
+from dist_aclgraph.bench.engine import DecodeEngine, asked_sizes
 from dist_aclgraph.bench.one_rank import OneRank
 from dist_aclgraph.bench.tp8_figure import draw
 from dist_aclgraph.bench.tp8_tables import markdown, tables
@@ -128,8 +128,7 @@ def _make_engine(path: Path, mode: str, tp: int, bar: Progress) -> DecodeEngine:
         parallel={"tp": tp},
         graph={
             "mode": mode,
-            "sizes": BUCKETS,
-            "mixed_sizes": BUCKETS,
+            **asked_sizes(mode, [b for b in BUCKETS if b <= max(BATCHES)], BUCKETS),
             "lazy": "off",
             "rebucket_s": 0.0,
         },

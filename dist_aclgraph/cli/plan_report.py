@@ -20,8 +20,9 @@ from dist_aclgraph.planning.exchange import ExchangeRule
 from dist_aclgraph.planning.ledger import Ledger, pool_bytes
 from dist_aclgraph.planning.memory import GIB, MemoryPart
 from dist_aclgraph.planning.plan import GraphPlan
+from dist_aclgraph.planning.planner import content_of
 from dist_aclgraph.planning.traffic import Traffic, weights_of
-from dist_aclgraph.simulate.deployment import AssumedDeployment, content_of
+from dist_aclgraph.simulate.deployment import AssumedDeployment
 from dist_aclgraph.topology import ParallelLayout
 
 CHOSEN, ALL_SIZES, UNIFORM = "chosen", "all sizes", "as many, evenly by index"
@@ -37,13 +38,13 @@ def plan_report(config: Config) -> dict[str, Any]:
     """
     deployment = AssumedDeployment.from_config(config)
     config = deployment.config  # in a mode that the model can have
-    layout, workload = deployment.layout, deployment.workload
-    model, spec = deployment.budget_model, deployment.cache_spec
+    layout = deployment.layout
+    model, spec = deployment.budget_model, deployment.planner.cache_spec
     families = candidate_families(config)
     groups = layout.lockstep_groups
     scopes = [groups] if config.graph.scope == "cluster" else [[group] for group in groups]
     found = [
-        deployment.negotiate([deployment.offers[rank] for group in scope for rank in group])
+        deployment.planner.negotiate([deployment.offers[rank] for group in scope for rank in group])
         for scope in scopes
     ]
     offers = sorted((o for item in found for o in item.offers), key=lambda offer: offer.rank)
@@ -65,12 +66,12 @@ def plan_report(config: Config) -> dict[str, Any]:
         "assumptions": deployment.assumptions,
         "graph": {
             "mode": config.graph.mode,
-            "mode_reasons": list(deployment.mode_reasons),
+            "mode_reasons": list(deployment.planner.mode_reasons),
             "scope": config.graph.scope,
             "budget_model": model.name,
-            "families": [_family_entry(f, model.price(f, workload, offers[0])) for f in families],
-            "fixed_price": total(model.fixed(workload, offers[0])),
-            "fixed_terms": _terms(model.fixed(workload, offers[0])),
+            "families": [_family_entry(f, model.price(f, offers[0])) for f in families],
+            "fixed_price": total(model.fixed(offers[0])),
+            "fixed_terms": _terms(model.fixed(offers[0])),
             "traffic": _traffic_in_words(config),
             "lazy_capacity": min(item.lazy_capacity for item in found),
         },
@@ -84,7 +85,7 @@ def plan_report(config: Config) -> dict[str, Any]:
             "num_blocks": num_blocks,
             "bytes": spec.total_bytes(num_blocks),
             "tokens": (num_blocks - 1) * spec.block_size,
-            "max_model_len": spec.longest_request(num_blocks, deployment.max_model_len),
+            "max_model_len": spec.longest_request(num_blocks, deployment.planner.max_model_len),
         },
     }
 
@@ -290,15 +291,15 @@ class _Costs:
         return self._known[key]
 
     def _predict(self, plan: GraphPlan, offer: StreamOffer) -> dict[str, Any]:
-        model, workload = self._deployment.budget_model, self._deployment.workload
-        ledger = Ledger.predict(offer, plan, model, workload)
-        fixed = total(model.fixed(workload, offer)) if plan.families else 0
+        model = self._deployment.budget_model
+        ledger = Ledger.predict(offer, plan, model)
+        fixed = total(model.fixed(offer)) if plan.families else 0
         streams = ledger.predicted_streams + fixed
         return {
             "num_buckets": plan.num_graphs,
             "prices": {e.term: e.predicted for e in ledger.entries if e.unit == "streams"},
             "planned_streams": streams,
-            "pool_bytes": pool_bytes(plan, offer, model, workload) or None,  # None: not predicted
+            "pool_bytes": pool_bytes(plan, offer, model) or None,  # None: not predicted
             "left_streams": offer.usable - streams,
         }
 

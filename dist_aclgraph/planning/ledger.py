@@ -7,7 +7,7 @@ from collections import Counter
 
 import msgspec
 
-from dist_aclgraph.planning.budget import BudgetModel, Price, StreamOffer, Workload, total
+from dist_aclgraph.planning.budget import BudgetModel, Price, StreamOffer, total
 from dist_aclgraph.planning.plan import GraphPlan
 
 TOLERANCE = 0.10  # relative difference between prediction and measurement that is worth a warning
@@ -54,14 +54,10 @@ class Ledger(msgspec.Struct, kw_only=True):
     counts_streams: bool = True  # whether the device's count tells what graphs took
 
     @classmethod
-    def predict(
-        cls, offer: StreamOffer, plan: GraphPlan, budget_model: BudgetModel, workload: Workload
-    ) -> Ledger:
+    def predict(cls, offer: StreamOffer, plan: GraphPlan, budget_model: BudgetModel) -> Ledger:
         """Return the ledger of a rank before capture: everything predicted, nothing measured."""
-        prices = {
-            family.name: budget_model.price(family, workload, offer) for family in plan.families
-        }
-        fixed = budget_model.fixed(workload, offer) if plan.families else ()
+        prices = {family.name: budget_model.price(family, offer) for family in plan.families}
+        fixed = budget_model.fixed(offer) if plan.families else ()
         entries = [
             LedgerEntry(
                 term=str(graph),
@@ -74,7 +70,7 @@ class Ledger(msgspec.Struct, kw_only=True):
             if family.has(graph)
         ]
         if plan.families:
-            pool = pool_bytes(plan, offer, budget_model, workload) or None
+            pool = pool_bytes(plan, offer, budget_model) or None
             entries.append(LedgerEntry(term="graph pool", unit="bytes", predicted=pool))
         return cls(
             rank=offer.rank,
@@ -129,16 +125,14 @@ def _by_name(price: Price) -> dict[str, int]:
     return dict(parts)
 
 
-def pool_bytes(
-    plan: GraphPlan, offer: StreamOffer, budget_model: BudgetModel, workload: Workload
-) -> int:
+def pool_bytes(plan: GraphPlan, offer: StreamOffer, budget_model: BudgetModel) -> int:
     """Return the bytes that all graphs of a plan take together on a rank; 0 where unknown.
 
     They share one pool and are captured largest first, so that the most expensive one counts alone.
     """
     return max(
         (
-            math.ceil(max(family.buckets) * budget_model.bytes_per_token(family, workload, offer))
+            math.ceil(max(family.buckets) * budget_model.bytes_per_token(family, offer))
             for family in plan.families
         ),
         default=0,

@@ -16,7 +16,6 @@ from dist_aclgraph.planning.budget import (
     BudgetModel,
     Limit,
     StreamOffer,
-    Workload,
     share_cards,
     total,
 )
@@ -50,7 +49,6 @@ def negotiate(
     offers: Sequence[StreamOffer],
     families: Sequence[GraphFamily],
     budget_model: BudgetModel,
-    workload: Workload,
     *,
     traffic: Traffic | None = None,
     version: int = 1,
@@ -64,7 +62,7 @@ def negotiate(
     a bucket is left for it. Units: streams and bytes.
 
     Args:
-        families: with all candidate sizes; none where ``workload.mode`` is NONE.
+        families: with all candidate sizes; none where the workload's mode is NONE.
         traffic: None takes a prior that is dense at small sizes.
 
     Raises:
@@ -76,26 +74,28 @@ def negotiate(
         raise GraphError(f"need one offer of each rank, got {[offer.rank for offer in offers]}")
     offers = share_cards(offers)
 
+    mode = budget_model.workload.mode
+
     def plan(chosen: Sequence[GraphFamily], reasons: Sequence[str]) -> GraphPlan:
         return GraphPlan(
             version=version,
-            mode=workload.mode,
+            mode=mode,
             families=tuple(chosen),
             max_num_seqs=max_num_seqs,
             budget_model=budget_model.name,
             reasons=tuple(reasons),
         )
 
-    if workload.mode == "NONE":
+    if mode == "NONE":
         return plan((), ["graph.mode is NONE"])
     if not families or not all(family.buckets for family in families):
         raise GraphError("there are no candidate sizes to choose from")
-    fitting, reasons = fit_memory(families, offers, budget_model, workload)
+    fitting, reasons = fit_memory(families, offers, budget_model)
     if not fitting:
         raise StreamBudgetError(
             f"{'; '.join(reasons)}; lower kv.memory_fraction, or set graph.mode to NONE"
         )
-    limits = tightest_limits(offers, fitting, budget_model, workload)
+    limits = tightest_limits(offers, fitting, budget_model)
     seconds = step_seconds(fitting, offers)
     menus = [
         _menu(family, weights, seconds[index], limits, index)
@@ -105,7 +105,7 @@ def negotiate(
     ]
     counts = _cheapest([item.limit for item in limits], menus)
     if not any(counts):
-        raise StreamBudgetError(_shortfalls(offers, fitting, budget_model, workload))
+        raise StreamBudgetError(_shortfalls(offers, fitting, budget_model))
     for index, family in enumerate(fitting):
         reasons.append(_why(index, family, counts, limits, budget_model))
     chosen = [
@@ -120,7 +120,6 @@ def keep_room(
     families: Sequence[GraphFamily],
     capacity: int,
     budget_model: BudgetModel,
-    workload: Workload,
 ) -> tuple[list[StreamOffer], int]:
     """Return the offers with streams in reserve for graphs that come later, and how many those are.
 
@@ -129,10 +128,7 @@ def keep_room(
     """
     if not families:
         return list(offers), 0
-    prices = [
-        [total(budget_model.price(family, workload, offer)) for family in families]
-        for offer in offers
-    ]
+    prices = [[total(budget_model.price(family, offer)) for family in families] for offer in offers]
     for price, shared in zip(prices, share_cards(offers), strict=True):
         if dearest := max(price):
             capacity = min(capacity, shared.usable // LATER_SHARE // dearest)
@@ -147,12 +143,11 @@ def tightest_limits(
     offers: Sequence[StreamOffer],
     families: Sequence[GraphFamily],
     budget_model: BudgetModel,
-    workload: Workload,
 ) -> list[RankLimit]:
     """Return the limits that hold for all ranks together: of equal prices, the smallest amount."""
     found: dict[tuple[str, tuple[int, ...]], RankLimit] = {}
     for offer in offers:
-        for limit in budget_model.limits(families, workload, offer):
+        for limit in budget_model.limits(families, offer):
             key = (limit.what, limit.prices)
             if key not in found or limit.amount < found[key].limit.amount:
                 found[key] = RankLimit(limit, f"rank {offer.rank}")
@@ -245,17 +240,16 @@ def fit_memory(
     families: Sequence[GraphFamily],
     offers: Sequence[StreamOffer],
     budget_model: BudgetModel,
-    workload: Workload,
 ) -> tuple[list[GraphFamily], list[str]]:
     """Return the families without the sizes that some rank has no memory for, and why."""
     fitting, reasons, lacking = [], [], []
     for family in families:
-        room = [_room(family, offer, budget_model, workload) for offer in offers]
+        room = [_room(family, offer, budget_model) for offer in offers]
         tokens, poorest = min(zip(room, offers, strict=True), key=lambda pair: pair[0])
         buckets = tuple(bucket for bucket in family.buckets if bucket <= tokens)
         have = f"{poorest.free_bytes} bytes of rank {poorest.rank}"
         if not buckets:
-            each = budget_model.bytes_per_token(family, workload, poorest)
+            each = budget_model.bytes_per_token(family, poorest)
             need = math.ceil(family.buckets[0] * each)
             lacking.append(
                 f"{family.name}: rank {poorest.rank} offers {poorest.free_bytes} bytes; the "
@@ -269,11 +263,9 @@ def fit_memory(
     return fitting, [*lacking, *reasons]
 
 
-def _room(
-    family: GraphFamily, offer: StreamOffer, budget_model: BudgetModel, workload: Workload
-) -> float:
+def _room(family: GraphFamily, offer: StreamOffer, budget_model: BudgetModel) -> float:
     """Return the tokens of the largest bucket that a rank has memory for."""
-    each = budget_model.bytes_per_token(family, workload, offer)
+    each = budget_model.bytes_per_token(family, offer)
     return offer.free_bytes / each if each else math.inf
 
 
@@ -302,12 +294,11 @@ def _shortfalls(
     offers: Sequence[StreamOffer],
     families: Sequence[GraphFamily],
     budget_model: BudgetModel,
-    workload: Workload,
 ) -> str:
     """Return which ranks cannot pay for a single bucket, and what one costs there."""
     lines = []
     for offer in offers:
-        limits = budget_model.limits(families, workload, offer)
+        limits = budget_model.limits(families, offer)
         lacks = [
             f"one {family.name} bucket needs {limit.prices[i]} of {limit.amount} {limit.what}"
             for i, family in enumerate(families)

@@ -14,7 +14,6 @@ from dist_aclgraph.planning.budget import (
     Limit,
     Probe,
     StreamOffer,
-    Workload,
     share_cards,
 )
 from dist_aclgraph.planning.choice import expected_cost, step_costs
@@ -50,7 +49,6 @@ def choose_again(
     step_seconds: Mapping[BatchDescriptor, float],
     families: Sequence[GraphFamily],
     budget_model: BudgetModel,
-    workload: Workload,
     config: GraphConfig,
 ) -> tuple[GraphPlan, tuple[Action, ...]] | None:
     """Return a plan that serves the traffic better and what leads there, or None without one.
@@ -66,13 +64,12 @@ def choose_again(
         offers,
         families,
         budget_model,
-        workload,
         min_gain=config.rebucket_gain,
         min_weight=config.rebucket_min_steps,
     )
     if better is None:
         return None
-    return better, transition(plan, better, offers, budget_model, workload)
+    return better, transition(plan, better, offers, budget_model)
 
 
 def _timed(offer: StreamOffer, step_seconds: Mapping[BatchDescriptor, float]) -> StreamOffer:
@@ -95,7 +92,6 @@ def propose(
     offers: Sequence[StreamOffer],
     families: Sequence[GraphFamily],
     budget_model: BudgetModel,
-    workload: Workload,
     *,
     min_gain: float = MIN_GAIN,
     min_weight: float = MIN_WEIGHT,
@@ -122,7 +118,6 @@ def propose(
             offers,
             [_candidates(family, families) for family in plan.families],
             budget_model,
-            workload,
             traffic=traffic,
             version=plan.version + 1,
             max_num_seqs=plan.max_num_seqs,
@@ -145,7 +140,6 @@ def transition(
     new: GraphPlan,
     offers: Sequence[StreamOffer],
     budget_model: BudgetModel,
-    workload: Workload,
 ) -> tuple[Action, ...]:
     """Return the captures and releases, one graph each, that lead from one plan to the other.
 
@@ -163,7 +157,7 @@ def transition(
         raise GraphError(
             f"plan {new.version} lacks a family or the largest bucket of one of plan {old.version}"
         )
-    rank_limits = tightest_limits(share_cards(offers), new.families, budget_model, workload)
+    rank_limits = tightest_limits(share_cards(offers), new.families, budget_model)
     return tuple(_actions(old, new, [item.limit for item in rank_limits]))
 
 

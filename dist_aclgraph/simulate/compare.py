@@ -16,7 +16,8 @@ from dist_aclgraph.planning.buckets import GraphFamily, candidate_families, trim
 from dist_aclgraph.planning.budget import StreamOffer
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.planning.plan import GraphPlan
-from dist_aclgraph.simulate.deployment import AssumedDeployment, NegotiatedPlan, distinct
+from dist_aclgraph.planning.planner import NegotiatedPlan
+from dist_aclgraph.simulate.deployment import AssumedDeployment, distinct
 from dist_aclgraph.simulate.group import SimulatedGroup
 from dist_aclgraph.simulate.streams import is_affordable, streams_held
 from dist_aclgraph.simulate.tally import replay_batches
@@ -91,5 +92,6 @@ def _plans(
         other = deployment.with_mode(mode)
         if other.config.graph.mode == mode != deployment.config.graph.mode:
             # The same ranks, with the room that this mode keeps for lazy graphs.
-            found = other.negotiate([other.offers[offer.rank] for offer in distinct(offers)])
+            asked = [other.offers[offer.rank] for offer in distinct(offers)]
+            found = other.planner.negotiate(asked)
             yield f"{mode}, held", other, found.offers, found.plan

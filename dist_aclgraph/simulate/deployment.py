@@ -5,31 +5,22 @@ The numbers of such devices are assumptions, and ``assumptions`` lists them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-
-import msgspec
 
 from dist_aclgraph.config import Config, GraphMode
 from dist_aclgraph.environment import launch_blocking
-from dist_aclgraph.errors import ConfigError, ModelError
-from dist_aclgraph.kv.cache_spec import KVCacheSpec
-from dist_aclgraph.planning.buckets import candidate_families, lazy_families
+from dist_aclgraph.errors import ModelError
 from dist_aclgraph.planning.budget import (
     BudgetModel,
     StreamOffer,
-    Workload,
-    make_budget_model,
     max_piecewise_sizes,
     streams_per_domain,
 )
 from dist_aclgraph.planning.exchange import ExchangeRule
 from dist_aclgraph.planning.memory import GIB, RankMemory
-from dist_aclgraph.planning.modes import with_possible_mode
-from dist_aclgraph.planning.negotiation import keep_room, negotiate
-from dist_aclgraph.planning.plan import GraphPlan
-from dist_aclgraph.planning.traffic import Traffic
-from dist_aclgraph.shapes.model_facts import ModelFacts, check_model, read_model_facts
+from dist_aclgraph.planning.planner import Planner, content_of
+from dist_aclgraph.shapes.model_facts import ModelFacts
 from dist_aclgraph.shapes.model_spec import ModelSpec, read_model_spec
 from dist_aclgraph.topology import ParallelLayout
 
@@ -41,32 +32,18 @@ NPU_CHIP = "Ascend910B"
 
 
 @dataclass(frozen=True)
-class NegotiatedPlan:
-    """A plan, the offers it was made of with room kept for lazy graphs, and how many those are."""
-
-    plan: GraphPlan
-    offers: list[StreamOffer]
-    lazy_capacity: int
-
-
-@dataclass(frozen=True)
 class AssumedDeployment:
     """What is known of a deployment before any device is.
 
     Attributes:
-        config: with a graph mode that the model can have; ``mode_reasons`` say what was changed.
+        planner: what follows from configuration and model.
         memory: of the poorest rank.
         unknown_shape: why weights are not priced by the decoder's shape; "" where they are.
         offers: of all ranks, in their order.
         exchange: how tokens travel to experts of other ranks.
     """
 
-    config: Config
-    mode_reasons: tuple[str, ...]
-    facts: ModelFacts
-    layout: ParallelLayout
-    workload: Workload
-    budget_model: BudgetModel
+    planner: Planner
     memory: RankMemory
     unknown_shape: str
     offers: list[StreamOffer]
@@ -80,13 +57,10 @@ class AssumedDeployment:
             ConfigError: the model's directory is missing or not a checkpoint, sizes do not match,
                 the wanted exchange is not to be had, or a device does not hold weights and buffers.
         """
-        facts = read_model_facts(config.model)
-        check_model(config, facts)
-        config, reasons = with_possible_mode(config, facts, launch_blocking=launch_blocking())
-        layout = ParallelLayout.from_config(config.parallel)
-        workload = Workload.from_config(config, facts)
+        planner = Planner.from_config(config, launch_blocking=launch_blocking())
+        config, facts = planner.config, planner.facts
         spec, unknown_shape = _read_shape(config.model)
-        ranks = range(layout.world_size)
+        ranks = range(planner.layout.world_size)
         memory = RankMemory.from_config(
             config,
             facts,
@@ -95,14 +69,9 @@ class AssumedDeployment:
             has_hccl_buffers=config.device.kind == "npu",
         )
         memory.check(config)
-        offers = [_offer(config, workload, rank, memory.taken_bytes) for rank in ranks]
+        offers = [_offer(planner, rank, memory.taken_bytes) for rank in ranks]
         return cls(
-            config,
-            reasons,
-            facts,
-            layout,
-            workload,
-            make_budget_model(config.graph.budget_model),
+            planner,
             memory,
             unknown_shape,
             offers,
@@ -114,39 +83,22 @@ class AssumedDeployment:
         graph = self.config.graph.model_copy(update={"mode": mode})
         return self.from_config(self.config.model_copy(update={"graph": graph}))
 
-    def negotiate(self, offers: Sequence[StreamOffer]) -> NegotiatedPlan:
-        """Negotiate one plan over offers, as a deployment would.
-
-        Raises:
-            StreamBudgetError: a rank cannot afford a single bucket.
-        """
-        config, model, workload = self.config, self.budget_model, self.workload
-        lazy, capacity = lazy_families(config), config.graph.lazy_capacity
-        # Ranks that offer the same limit a plan alike: the first of them speaks for all.
-        first_of = {content_of(offer): offer for offer in reversed(offers)}
-        kept, capacity = keep_room(list(first_of.values()), lazy, capacity, model, workload)
-        plan = negotiate(
-            kept,
-            candidate_families(config),
-            model,
-            workload,
-            traffic=Traffic.from_config(config.graph),
-            max_num_seqs=config.scheduler.max_num_seqs,
-        )
-        reserve_of = {key: offer.reserve for key, offer in zip(first_of, kept, strict=True)}
-        return NegotiatedPlan(
-            plan,
-            [
-                msgspec.structs.replace(offer, reserve=reserve_of[content_of(offer)])
-                for offer in offers
-            ],
-            capacity,
-        )
+    @property
+    def config(self) -> Config:
+        """With a graph mode that the model can have."""
+        return self.planner.config
 
     @property
-    def cache_spec(self) -> KVCacheSpec:
-        """The KV cache of one rank."""
-        return KVCacheSpec.from_config(self.config, self.facts)
+    def facts(self) -> ModelFacts:
+        return self.planner.facts
+
+    @property
+    def layout(self) -> ParallelLayout:
+        return self.planner.layout
+
+    @property
+    def budget_model(self) -> BudgetModel:
+        return self.planner.budget_model
 
     def graph_bytes(self, pool_bytes: int) -> int:
         """Return what graphs take: ``pool_bytes``, or an estimate where that is 0 for unknown."""
@@ -161,19 +113,8 @@ class AssumedDeployment:
             ConfigError: too few fit, see ``KVCacheSpec.choose_num_blocks``.
         """
         free_bytes = max(0, self.memory.free_bytes - self.graph_bytes(pool_bytes))
-        return self.cache_spec.choose_num_blocks(self.config, free_bytes, self.max_model_len)
-
-    @property
-    def max_model_len(self) -> int:
-        """The longest request that the configuration allows.
-
-        Raises:
-            ConfigError: it exceeds the model's context.
-        """
-        wanted, context = self.config.max_model_len, self.facts.max_model_len
-        if wanted is not None and wanted > context:
-            raise ConfigError(f"max_model_len is {wanted}; the model's context is {context} tokens")
-        return wanted or context
+        planner = self.planner
+        return planner.cache_spec.choose_num_blocks(self.config, free_bytes, planner.max_model_len)
 
     @property
     def assumptions(self) -> list[str]:
@@ -209,11 +150,6 @@ def distinct(offers: Iterable[StreamOffer]) -> list[StreamOffer]:
     return list(found.values())
 
 
-def content_of(offer: StreamOffer) -> bytes:
-    """Return what equal offers of two ranks have in common."""
-    return msgspec.msgpack.encode(msgspec.structs.replace(offer, rank=0))
-
-
 def _read_shape(model: str) -> tuple[ModelSpec | None, str]:
     """Return the decoder's shape, or None and why there is none."""
     try:
@@ -227,7 +163,8 @@ def _chip(config: Config) -> str:
     return (device.soc or NPU_CHIP) if device.kind == "npu" else device.emulator.soc
 
 
-def _offer(config: Config, workload: Workload, rank: int, taken_bytes: int) -> StreamOffer:
+def _offer(planner: Planner, rank: int, taken_bytes: int) -> StreamOffer:
+    config, workload = planner.config, planner.budget_model.workload
     emulator = config.device.emulator
     is_npu = config.device.kind == "npu"
     streams = NPU_STREAMS if is_npu else emulator.streams_by_rank.get(rank, emulator.streams)

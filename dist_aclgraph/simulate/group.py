@@ -19,17 +19,16 @@ from dist_aclgraph.actors.graph_changes import GraphChanges
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
 from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.kv.block_pool import BlockPool
-from dist_aclgraph.planning.buckets import candidate_families
 from dist_aclgraph.planning.budget import Probe, StreamOffer, total
 from dist_aclgraph.planning.commands import GraphAction, GraphAnswer
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.lazy import LazyGraphs
 from dist_aclgraph.planning.plan import CaptureCost, GraphPlan
-from dist_aclgraph.planning.rebucketing import choose_again
+from dist_aclgraph.planning.planner import NegotiatedPlan
 from dist_aclgraph.planning.traffic import Traffic, fade, merge
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.scheduler import Scheduler
-from dist_aclgraph.simulate.deployment import AssumedDeployment, NegotiatedPlan, distinct
+from dist_aclgraph.simulate.deployment import AssumedDeployment, distinct
 from dist_aclgraph.simulate.load import Arrival, Batch
 from dist_aclgraph.simulate.streams import streams_held, tightest_offer
 from dist_aclgraph.simulate.tally import Tally, WatchedDispatcher
@@ -108,7 +107,6 @@ class SimulatedGroup:
         self._deployment = deployment
         self._times = times
         self._offers = _probed(deployment, distinct(negotiated.offers))
-        self._families = candidate_families(config)
         self._weight = shares_plan_with
         self._traffic = Traffic()
         self._looked_s = 0.0
@@ -140,7 +138,7 @@ class SimulatedGroup:
                 for _ in range(deployment.layout.within_group.dp)
             ],
             self.dispatcher,
-            max_model_len=deployment.max_model_len,
+            max_model_len=deployment.planner.max_model_len,
         )
         self._no_tokens = bytes(4 * config.scheduler.max_num_seqs)
 
@@ -262,15 +260,11 @@ class SimulatedGroup:
         self._traffic = merge([fade(self._traffic, elapsed_s, config.traffic_half_life_s), seen])
         if self.changes.is_changing:
             return
-        change = choose_again(
+        change = self._deployment.planner.choose_again(
             self.dispatcher.plan,
             self._traffic,
             self._offers,
             {g: self._times.step_s(g.num_tokens, g.mode) for g in self.dispatcher.replays},
-            self._families,
-            self._deployment.budget_model,
-            self._deployment.workload,
-            config,
         )
         if change is not None:
             self.changes.change_plan(*change)
@@ -298,7 +292,7 @@ def _probed(deployment: AssumedDeployment, offers: list[StreamOffer]) -> list[St
         return offers
     graphs = {
         family.describe(family.buckets[-1], config.scheduler.max_num_seqs): family
-        for family in candidate_families(config)
+        for family in deployment.planner.families
     }
     return [
         msgspec.structs.replace(
@@ -306,7 +300,7 @@ def _probed(deployment: AssumedDeployment, offers: list[StreamOffer]) -> list[St
             probes=tuple(
                 Probe(
                     graph=graph,
-                    streams=total(model.price(family, deployment.workload, offer)),
+                    streams=total(model.price(family, offer)),
                     bytes=0,
                 )
                 for graph, family in graphs.items()

@@ -16,11 +16,10 @@ from typing import Any
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.planning.ledger import pool_bytes
+from dist_aclgraph.planning.planner import NegotiatedPlan, content_of
 from dist_aclgraph.simulate.compare import compare
 from dist_aclgraph.simulate.deployment import (
     AssumedDeployment,
-    NegotiatedPlan,
-    content_of,
     distinct,
 )
 from dist_aclgraph.simulate.group import SimulatedGroup
@@ -151,7 +150,7 @@ def simulate(
         "budget_model": deployment.budget_model.name,
         "load": _load_in_words(options, trace, num_groups),
         "assumptions": [
-            *deployment.mode_reasons,
+            *deployment.planner.mode_reasons,
             *deployment.assumptions,
             times.in_words,
             f"every capture succeeds and takes {times.capture_s * 1e3:g} ms, while which no step "
@@ -176,7 +175,7 @@ def group_kinds(deployment: AssumedDeployment) -> list[GroupKind]:
     """Return the groups by what they offer, those that stand for most first."""
     groups, offers = deployment.layout.lockstep_groups, deployment.offers
     if deployment.config.graph.scope == "cluster":
-        return [GroupKind(0, len(groups), deployment.negotiate(offers))]
+        return [GroupKind(0, len(groups), deployment.planner.negotiate(offers))]
     members: dict[tuple[bytes, ...], list[int]] = {}
     for index, ranks in enumerate(groups):
         key = tuple(sorted({content_of(offers[rank]) for rank in ranks}))
@@ -185,7 +184,7 @@ def group_kinds(deployment: AssumedDeployment) -> list[GroupKind]:
         GroupKind(
             indices[0],
             len(indices),
-            deployment.negotiate([offers[rank] for rank in groups[indices[0]]]),
+            deployment.planner.negotiate([offers[rank] for rank in groups[indices[0]]]),
         )
         for indices in members.values()
     ]
@@ -264,7 +263,7 @@ def _play(
         rate=options.poisson / num_groups,
         prompt_tokens=options.prompt_tokens,
         output_tokens=options.output_tokens,
-        max_total_tokens=min(deployment.max_model_len, cache_tokens),
+        max_total_tokens=min(deployment.planner.max_model_len, cache_tokens),
         max_requests=share,
         max_seconds=max_seconds,
         seed=(options.seed, kind.first),
@@ -286,12 +285,10 @@ def _until(arrivals: Iterator[Arrival], max_seconds: float) -> Iterator[Arrival]
 
 
 def _num_blocks(deployment: AssumedDeployment, found: Sequence[NegotiatedPlan]) -> int:
-    model, workload = deployment.budget_model, deployment.workload
+    model = deployment.budget_model
     return deployment.num_blocks(
         max(
-            pool_bytes(item.plan, offer, model, workload)
-            for item in found
-            for offer in distinct(item.offers)
+            pool_bytes(item.plan, offer, model) for item in found for offer in distinct(item.offers)
         )
     )
 

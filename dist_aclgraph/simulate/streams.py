@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from dist_aclgraph.planning.buckets import GraphFamily, candidate_families, lazy_families
+from dist_aclgraph.planning.buckets import GraphFamily
 from dist_aclgraph.planning.budget import StreamOffer, total
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.ledger import Ledger
 from dist_aclgraph.planning.plan import GraphPlan
-from dist_aclgraph.simulate.deployment import AssumedDeployment, NegotiatedPlan, distinct
+from dist_aclgraph.planning.planner import NegotiatedPlan
+from dist_aclgraph.simulate.deployment import AssumedDeployment, distinct
 
 Held = dict[str, int]  # streams by family, those that are gone before the first bucket, and all
 
 
 def tightest_offer(deployment: AssumedDeployment, negotiated: NegotiatedPlan) -> StreamOffer:
     """Return the offer of the rank that the plan leaves the fewest streams."""
-    model, workload = deployment.budget_model, deployment.workload
+    model = deployment.budget_model
 
     def left(offer: StreamOffer) -> int:
-        ledger = Ledger.predict(offer, negotiated.plan, model, workload)
-        return offer.usable - ledger.predicted_streams - total(model.fixed(workload, offer))
+        ledger = Ledger.predict(offer, negotiated.plan, model)
+        return offer.usable - ledger.predicted_streams - total(model.fixed(offer))
 
     return min(distinct(negotiated.offers), key=left)
 
@@ -29,11 +30,11 @@ def streams_held(
     deployment: AssumedDeployment, offer: StreamOffer
 ) -> Callable[[Iterable[BatchDescriptor]], Held]:
     """Return what says how many streams a set of graphs holds on the rank of an offer."""
-    config, model, workload = deployment.config, deployment.budget_model, deployment.workload
-    kinds = [*candidate_families(config), *lazy_families(config)]
+    planner, model = deployment.planner, deployment.budget_model
+    kinds = [*planner.families, *planner.lazy_families]
     families: dict[str, GraphFamily] = {family.name: family for family in kinds}
-    prices = {name: total(model.price(f, workload, offer)) for name, f in families.items()}
-    fixed = total(model.fixed(workload, offer)) if families else 0
+    prices = {name: total(model.price(f, offer)) for name, f in families.items()}
+    fixed = total(model.fixed(offer)) if families else 0
 
     def held(graphs: Iterable[BatchDescriptor]) -> Held:
         found = dict.fromkeys(families, 0)
@@ -47,6 +48,6 @@ def streams_held(
 
 def is_affordable(deployment: AssumedDeployment, offer: StreamOffer, plan: GraphPlan) -> bool:
     """Whether the rank of an offer can pay for a plan, by the budget model."""
-    limits = deployment.budget_model.limits(plan.families, deployment.workload, offer)
+    limits = deployment.budget_model.limits(plan.families, offer)
     counts = [len(family.buckets) for family in plan.families]
     return all(limit.admits(counts) for limit in limits)

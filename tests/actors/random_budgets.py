@@ -15,6 +15,7 @@ import msgspec
 
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
 from dist_aclgraph.actors.lockstep_capture import capture_plan, probe_graphs
+from dist_aclgraph.bench.engine import asked_sizes
 from dist_aclgraph.config import Config, make_config
 from dist_aclgraph.errors import CaptureError, StreamBudgetError
 from dist_aclgraph.planning.buckets import GraphFamily, candidate_families
@@ -37,12 +38,11 @@ MAX_NUM_SEQS = 12
 
 
 def make_round(base: Config, mode: str, model: str, chosen: random.Random) -> Config:
-    sizes = sorted(chosen.sample(range(1, 33), chosen.randint(4, 14)))
-    mixed = sorted(chosen.sample(range(1, 64), chosen.randint(3, 8)))
+    decode = sorted(chosen.sample(range(1, MAX_NUM_SEQS + 1), chosen.randint(4, MAX_NUM_SEQS)))
+    mixed = sorted(chosen.sample(range(1, 64), chosen.randint(3, 14)))
     graph = {
         "mode": mode,
-        "sizes": sizes,
-        "mixed_sizes": mixed if mode == "FULL_AND_PIECEWISE" else None,
+        **asked_sizes(mode, decode, mixed),
         "budget_model": model,
         "reserve_streams": chosen.choice([0, 0, 3]),
     }
@@ -55,9 +55,10 @@ def play(ranks: LocalRanks, config: Config, free: int) -> str:
     The law: what the models that count streams negotiate is captured completely; whatever a plan
     became, one more bucket of a family that it cut short does not fit; and all streams come back.
     """
-    model, reserve = make_budget_model(config.graph.budget_model), config.graph.reserve_streams
-    families = candidate_families(config)
     workload = Workload.from_config(config, read_model_facts(config.model))
+    model = make_budget_model(config.graph.budget_model, workload)
+    reserve = config.graph.reserve_streams
+    families = candidate_families(config)
     transaction = GraphTransaction(ranks, 1.0, 1.0)
     (worker,) = ranks.workers
     with HeldStreams(free):
@@ -66,11 +67,11 @@ def play(ranks: LocalRanks, config: Config, free: int) -> str:
         if model.name == "calibrated":
             largest = [family.describe(family.buckets[-1], MAX_NUM_SEQS) for family in families]
             offers = probe_graphs(transaction, largest, offers)
-        cheapest = min(total(make_budget_model("cann-pinned").price(f, workload, offers[0]))
+        cheapest = min(total(make_budget_model("cann-pinned", workload).price(f, offers[0]))
                        for f in families)  # fmt: skip
         try:
-            plan = negotiate(offers, families, model, workload, max_num_seqs=MAX_NUM_SEQS)
-            ledgers = [Ledger.predict(offer, plan, model, workload) for offer in offers]
+            plan = negotiate(offers, families, model, max_num_seqs=MAX_NUM_SEQS)
+            ledgers = [Ledger.predict(offer, plan, model) for offer in offers]
             record = capture_plan(transaction, plan, ledgers, lambda record, graph: None)
         except (StreamBudgetError, CaptureError):
             assert free - reserve < cheapest

@@ -35,7 +35,7 @@ def make_config(checkpoint: Path, mode: str, model: str, **others: Any) -> Confi
             "mode": mode,
             "budget_model": model,
             "sizes": (1, 2, 3, 4, 6, 8, 12),
-            "mixed_sizes": (8, 24, 48) if mode == "FULL_AND_PIECEWISE" else None,
+            **({"mixed_sizes": (8, 24, 48)} if mode == "FULL_AND_PIECEWISE" else {}),
             "reserve_streams": 2,
             "lazy": "off",
         },

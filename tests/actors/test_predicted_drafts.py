@@ -25,7 +25,7 @@ def test_graphs_of_drafts_are_priced_as_they_are_captured(mode: str) -> None:
             "mode": mode,
             "budget_model": "cann-pinned",
             "sizes": (3, 12),
-            "mixed_sizes": (8, 16) if mode == "FULL_AND_PIECEWISE" else None,
+            **({"mixed_sizes": (8, 16)} if mode == "FULL_AND_PIECEWISE" else {}),
             "lazy": "off",
         },
     )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from dist_aclgraph.bench.engine import asked_sizes
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.steps.step import RowLogprobs
 from tests.checkpoints import ARCHITECTURES, greedy
@@ -153,7 +154,7 @@ def test_two_ranks_in_every_mode_under_arrivals_aborts_and_preemptions(
     config = make_deployment_config(
         reference.directory,
         parallel={"tp": 2},
-        graph={"mode": mode, "sizes": (1, 4, 9, 12, 64), "mixed_sizes": (8, 64)},
+        graph={"mode": mode, **asked_sizes(mode, (1, 4, 9, 12), (8, 64))},
         scheduler={"max_num_seqs": 12, "max_num_batched_tokens": 64},
         kv={"block_size": 16, "num_blocks": 30},
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dist_aclgraph.bench.engine import asked_sizes
 from tests.deployments import greedy_params, make_deployment_config, serving
 from tests.parity.conftest import NUM_TOKENS
 
@@ -65,7 +66,7 @@ def test_the_cache_leaves_the_bytes_that_lazy_graphs_of_another_kind_need(refere
     for mode, lazy in (("FULL_DECODE_ONLY", "on"), ("FULL_AND_PIECEWISE", "off")):
         config = make_deployment_config(
             directory,
-            graph={"mode": mode, "lazy": lazy, "sizes": (12,), "mixed_sizes": (512,)},
+            graph={"mode": mode, "lazy": lazy, **asked_sizes(mode, (12,), (512,))},
             device={"emulator": {"strict": False, "memory_mb": 128}},
             kv={"num_blocks": None, "block_size": 16, "memory_fraction": 0.2},
         )

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from dist_aclgraph.bench.engine import asked_sizes
 from tests.deployments import greedy_params, make_deployment_config, serving
 from tests.parity.conftest import NUM_TOKENS, Reference
 
@@ -60,6 +61,7 @@ MC2_LAYOUTS = [
 
 def serve(reference: Reference, layout: Layout, dtype: str) -> list[list[int]]:
     """Return the greedy answers of a deployment."""
+    decode_sizes = [rows * (1 + layout.drafts) for rows in (1, 4, 12)]
     config = make_deployment_config(
         reference.directory,
         dtype=dtype,
@@ -69,7 +71,7 @@ def serve(reference: Reference, layout: Layout, dtype: str) -> list[list[int]]:
             "ep": layout.ep,
             "exchange": layout.exchange,
         },
-        graph={"mode": layout.mode, "sizes": (1, 4, 12), "mixed_sizes": (16, 64)},
+        graph={"mode": layout.mode, **asked_sizes(layout.mode, decode_sizes, (16, 64))},
         speculative={"num_tokens": layout.drafts},
     )
     with serving(config) as service:

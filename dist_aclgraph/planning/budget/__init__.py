@@ -49,12 +49,12 @@ __all__ = [
 ]
 
 
-def make_budget_model(name: BudgetModelName) -> BudgetModel:
-    """Return the budget model that the configuration names."""
+def make_budget_model(name: BudgetModelName, workload: Workload) -> BudgetModel:
+    """Return the budget model that the configuration names, for a workload."""
     if name == "cann-pinned":
-        return CannPinnedBudget()
+        return CannPinnedBudget(workload)
     if name == "cann-software-sq":
-        return CannSoftwareSqBudget()
+        return CannSoftwareSqBudget(workload)
     if name == "calibrated":
-        return CalibratedBudget()
-    return LegacyBudget(name)
+        return CalibratedBudget(workload)
+    return LegacyBudget(name, workload)

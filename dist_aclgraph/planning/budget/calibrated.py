@@ -9,7 +9,6 @@ from dist_aclgraph.planning.buckets import GraphFamily
 from dist_aclgraph.planning.budget.cann_pinned import CannPinnedBudget
 from dist_aclgraph.planning.budget.model import BudgetTerm, Price
 from dist_aclgraph.planning.budget.offer import StreamOffer
-from dist_aclgraph.planning.budget.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -23,18 +22,18 @@ class CalibratedBudget(CannPinnedBudget):
 
     name: BudgetModelName = "calibrated"
 
-    def price(self, family: GraphFamily, workload: Workload, offer: StreamOffer) -> Price:
+    def price(self, family: GraphFamily, offer: StreamOffer) -> Price:
         probes = offer.probes_of(family)
         if probes and offer.counts_graphs:
             why = f"what {probes[0].graph} took on rank {offer.rank}"
             return (BudgetTerm("probed", probes[0].streams, why),)
         cause = "the device's count does not follow graphs" if probes else "not probed"
-        guessed = super().price(family, workload, offer)
+        guessed = super().price(family, offer)
         return tuple(
             replace(term, why=f"{term.why} ({cause}: {CannPinnedBudget.name})") for term in guessed
         )
 
-    def bytes_per_token(self, family: GraphFamily, workload: Workload, offer: StreamOffer) -> float:
+    def bytes_per_token(self, family: GraphFamily, offer: StreamOffer) -> float:
         if probes := offer.probes_of(family):
             return probes[0].bytes / probes[0].graph.num_tokens
-        return super().bytes_per_token(family, workload, offer)
+        return super().bytes_per_token(family, offer)

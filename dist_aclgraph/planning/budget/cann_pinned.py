@@ -25,19 +25,18 @@ class CannPinnedBudget:
     what HCCL takes inside the graph. Nothing is fixed: an offer counts what is left after joining.
     """
 
+    workload: Workload
     name: BudgetModelName = "cann-pinned"
 
-    def price(self, family: GraphFamily, workload: Workload, offer: StreamOffer) -> Price:
-        return price_of(shapes(family, workload), workload)
+    def price(self, family: GraphFamily, offer: StreamOffer) -> Price:
+        return price_of(shapes(family, self.workload), self.workload)
 
-    def fixed(self, workload: Workload, offer: StreamOffer) -> Price:
+    def fixed(self, offer: StreamOffer) -> Price:
         return ()
 
-    def limits(
-        self, families: Sequence[GraphFamily], workload: Workload, offer: StreamOffer
-    ) -> tuple[Limit, ...]:
-        prices = [total(self.price(family, workload, offer)) for family in families]
+    def limits(self, families: Sequence[GraphFamily], offer: StreamOffer) -> tuple[Limit, ...]:
+        prices = [total(self.price(family, offer)) for family in families]
         return (stream_limit(prices, offer), *driver_limit(families, offer))
 
-    def bytes_per_token(self, family: GraphFamily, workload: Workload, offer: StreamOffer) -> float:
-        return workload.bytes_per_token
+    def bytes_per_token(self, family: GraphFamily, offer: StreamOffer) -> float:
+        return self.workload.bytes_per_token

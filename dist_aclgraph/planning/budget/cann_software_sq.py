@@ -32,12 +32,10 @@ class CannSoftwareSqBudget(CannPinnedBudget):
 
     name: BudgetModelName = "cann-software-sq"
 
-    def limits(
-        self, families: Sequence[GraphFamily], workload: Workload, offer: StreamOffer
-    ) -> tuple[Limit, ...]:
-        too_wide = tuple(int(_widest(family, workload) > QUEUES) for family in families)
+    def limits(self, families: Sequence[GraphFamily], offer: StreamOffer) -> tuple[Limit, ...]:
+        too_wide = tuple(int(_widest(family, self.workload) > QUEUES) for family in families)
         one_graph = Limit(f"buckets with a graph of more than {QUEUES} queues", 0, too_wide)
-        return (*super().limits(families, workload, offer), one_graph)
+        return (*super().limits(families, offer), one_graph)
 
 
 def _widest(family: GraphFamily, workload: Workload) -> int:

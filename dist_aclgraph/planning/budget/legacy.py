@@ -38,23 +38,24 @@ class LegacyBudget:
     """
 
     name: BudgetModelName
+    workload: Workload
 
     @property
     def variant(self) -> Variant:
         return LEGACY_VARIANTS[self.name]
 
-    def price(self, family: GraphFamily, workload: Workload, offer: StreamOffer) -> Price:
-        graphs = _graphs(family, workload)
+    def price(self, family: GraphFamily, offer: StreamOffer) -> Price:
+        graphs = _graphs(family, self.workload)
         terms = [BudgetTerm("graphs", graphs, f"{graphs} captured graphs in each bucket")]
-        extra = graphs * (_inputs(graphs, workload).streams_per_graph - 1)
-        if extra and _is_priced(family, workload):
-            how = "AIV: one per group" if _is_aiv(workload) else "two per TP or DP group"
+        extra = graphs * (_inputs(graphs, self.workload).streams_per_graph - 1)
+        if extra and _is_priced(family, self.workload):
+            how = "AIV: one per group" if _is_aiv(self.workload) else "two per TP or DP group"
             terms.append(BudgetTerm("communication", extra, f"streams inside each graph, {how}"))
         return tuple(terms)
 
-    def fixed(self, workload: Workload, offer: StreamOffer) -> Price:
-        graphs = _inputs(None, workload).num_graphs if _has_pieces(workload) else 1
-        inputs = _inputs(graphs, workload)
+    def fixed(self, offer: StreamOffer) -> Price:
+        graphs = _inputs(None, self.workload).num_graphs if _has_pieces(self.workload) else 1
+        inputs = _inputs(graphs, self.workload)
         if inputs.aiv:
             streams = graphs * inputs.streams_per_graph
             why = "dense models under AIV"
@@ -69,25 +70,23 @@ class LegacyBudget:
             terms.append(BudgetTerm("groups", streams, "40 for each of TP and DP"))
         return tuple(terms)
 
-    def limits(
-        self, families: Sequence[GraphFamily], workload: Workload, offer: StreamOffer
-    ) -> tuple[Limit, ...]:
-        priced = [family for family in families if _is_priced(family, workload)]
-        graphs = _graphs(priced[0], workload) if priced else 1
+    def limits(self, families: Sequence[GraphFamily], offer: StreamOffer) -> tuple[Limit, ...]:
+        priced = [family for family in families if _is_priced(family, self.workload)]
+        graphs = _graphs(priced[0], self.workload) if priced else 1
         num_candidates = max((len(family.buckets) for family in families), default=0)
-        inputs = _inputs(graphs, workload, num_candidates)
+        inputs = _inputs(graphs, self.workload, num_candidates)
         return (
             Limit(
                 f"buckets by {self.name}",
                 max(0, max_buckets(inputs, self.variant)),
                 tuple(int(family in priced) for family in families),
             ),
-            stream_limit([_graphs(family, workload) for family in families], offer),
+            stream_limit([_graphs(family, self.workload) for family in families], offer),
             *driver_limit(families, offer),
         )
 
-    def bytes_per_token(self, family: GraphFamily, workload: Workload, offer: StreamOffer) -> float:
-        return workload.bytes_per_token
+    def bytes_per_token(self, family: GraphFamily, offer: StreamOffer) -> float:
+        return self.workload.bytes_per_token
 
 
 def _has_pieces(workload: Workload) -> bool:

@@ -61,27 +61,32 @@ class Limit:
 
 
 class BudgetModel(Protocol):
-    """Prices graphs in streams and bytes. Knows nothing of negotiation; all methods are pure."""
+    """Prices the graphs of one workload in streams and bytes. Knows nothing of negotiation.
+
+    All methods are pure.
+    """
 
     @property
     def name(self) -> BudgetModelName: ...
 
-    def price(self, family: GraphFamily, workload: Workload, offer: StreamOffer) -> Price:
+    @property
+    def workload(self) -> Workload:
+        """What is captured."""
+
+    def price(self, family: GraphFamily, offer: StreamOffer) -> Price:
         """Return the streams that one bucket of a family takes on the rank, itemised."""
 
-    def fixed(self, workload: Workload, offer: StreamOffer) -> Price:
+    def fixed(self, offer: StreamOffer) -> Price:
         """Return the streams that are gone before the first bucket, itemised."""
 
-    def limits(
-        self, families: Sequence[GraphFamily], workload: Workload, offer: StreamOffer
-    ) -> tuple[Limit, ...]:
+    def limits(self, families: Sequence[GraphFamily], offer: StreamOffer) -> tuple[Limit, ...]:
         """Return all limits that the numbers of buckets must keep on the rank.
 
         Args:
             families: with all candidate sizes.
         """
 
-    def bytes_per_token(self, family: GraphFamily, workload: Workload, offer: StreamOffer) -> float:
+    def bytes_per_token(self, family: GraphFamily, offer: StreamOffer) -> float:
         """Return the device memory of one bucket, divided by its tokens; 0 where unknown."""
 
 

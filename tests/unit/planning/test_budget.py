@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def piecewise_family(num_sizes: int = 7) -> GraphFamily:
 
 def most(model, families, workload, offer) -> int:
     """Buckets of the last family alone that all limits admit."""
-    alone = [limit.most(len(families) - 1) for limit in model.limits(families, workload, offer)]
+    alone = [limit.most(len(families) - 1) for limit in model(workload).limits(families, offer)]
     return min(n for n in alone if n is not None)
 
 
@@ -127,7 +128,7 @@ def test_piecewise_models_equal_their_formula_on_a_device_of_2048_streams(path: 
 
     for line in lines(path):
         c = line["config"]
-        model = make_budget_model(names.get(line["variant"], "legacy-last"))
+        model = partial(make_budget_model, names.get(line["variant"], "legacy-last"))
         workload = Workload(
             num_layers=c["num_hidden_layers"],
             mode=c["cudagraph_mode"],
@@ -159,7 +160,7 @@ workloads = st.builds(
     draft_layers=st.integers(0, 2),
 )
 models = st.sampled_from(["legacy-0.11", "legacy-0.13", "legacy-0.20", "legacy-last"]).map(
-    make_budget_model
+    lambda name: partial(make_budget_model, name)
 )
 offers = st.builds(
     StreamOffer, rank=st.just(0), available=st.integers(0, 4000), reserve=st.integers(0, 300)
@@ -176,17 +177,17 @@ def test_the_buckets_a_formula_allows_are_paid_for(model, workload, offer) -> No
 
     limit = most(model, [family], workload, offer)
 
-    fixed = total(model.fixed(workload, offer))
-    assert limit == 0 or limit * total(model.price(family, workload, offer)) + fixed <= 1800
+    fixed = total(model(workload).fixed(offer))
+    assert limit == 0 or limit * total(model(workload).price(family, offer)) + fixed <= 1800
     assert limit <= offer.usable
 
 
 def test_a_driver_that_takes_few_sizes_caps_piecewise_buckets_only() -> None:
     offer = StreamOffer(rank=0, available=2048, max_sizes=max_piecewise_sizes("Ascend950PR"))
     workload = Workload(num_layers=4, mode="FULL_AND_PIECEWISE")
-    model = make_budget_model("legacy-last")
+    model = partial(make_budget_model, "legacy-last")
 
-    limits = model.limits([decode_family(), piecewise_family()], workload, offer)
+    limits = model(workload).limits([decode_family(), piecewise_family()], offer)
 
     assert all(limit.admits((7, 4)) for limit in limits)
     assert not all(limit.admits((0, 5)) for limit in limits)

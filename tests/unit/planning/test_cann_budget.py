@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -24,7 +25,7 @@ from dist_aclgraph.planning.ledger import Ledger, pool_bytes
 from dist_aclgraph.planning.negotiation import negotiate
 
 PINNED, SOFTWARE, CALIBRATED = (
-    make_budget_model(name) for name in ("cann-pinned", "cann-software-sq", "calibrated")
+    partial(make_budget_model, name) for name in ("cann-pinned", "cann-software-sq", "calibrated")
 )
 OFFER = StreamOffer(rank=0, available=2000)
 DECODE = GraphFamily(run_mode="FULL", query_len=1, buckets=(1, 4, 8))
@@ -32,7 +33,7 @@ PIECES = GraphFamily(run_mode="PIECEWISE", query_len=0, buckets=(1, 4, 8))
 
 
 def price(family: GraphFamily, workload: Workload) -> int:
-    return total(PINNED.price(family, workload, OFFER))
+    return total(PINNED(workload).price(family, OFFER))
 
 
 def lanes(family: GraphFamily, workload: Workload) -> list[tuple[int, ...]]:
@@ -100,8 +101,8 @@ def test_two_names_for_one_rank_set_cost_streams_once(workload) -> None:
     within = replace(plain, dcp=8, ep=8)
 
     for family in (DECODE, PIECES):
-        terms = {t.name: t.total for t in PINNED.price(family, plain, OFFER)}
-        same = {t.name: t.total for t in PINNED.price(family, within, OFFER)}
+        terms = {t.name: t.total for t in PINNED(plain).price(family, OFFER)}
+        same = {t.name: t.total for t in PINNED(within).price(family, OFFER)}
         assert {k: v for k, v in same.items() if "cascade" not in k} == {
             k: v for k, v in terms.items() if "cascade" not in k
         }
@@ -155,8 +156,8 @@ def test_experts_inside_a_tensor_parallel_group_have_no_collectives_of_their_own
 def test_with_software_queues_capture_takes_ids_all_the_same(workload, family, available) -> None:
     offer = StreamOffer(rank=0, available=available)
 
-    assert SOFTWARE.price(family, workload, offer) == PINNED.price(family, workload, offer)
-    limits = SOFTWARE.limits([family], workload, offer)
+    assert SOFTWARE(workload).price(family, offer) == PINNED(workload).price(family, offer)
+    limits = SOFTWARE(workload).limits([family], offer)
     for count in (0, 1, 7, 30):
         fits = all(limit.admits([count]) for limit in limits)
         assert fits == (count * price(family, workload) <= available)
@@ -166,11 +167,11 @@ def test_a_graph_wider_than_all_queues_is_not_planned() -> None:
     deep = Workload(num_layers=100_000, mode="FULL_AND_PIECEWISE")
     offer = StreamOffer(rank=0, available=1_000_000)
 
-    plan = negotiate([offer], [DECODE, PIECES], SOFTWARE, deep)
+    plan = negotiate([offer], [DECODE, PIECES], SOFTWARE(deep))
 
     assert [family.name for family in plan.families] == ["piecewise mixed"]
     with pytest.raises(StreamBudgetError, match="graph of more than 1024 queues"):
-        negotiate([offer], [DECODE], SOFTWARE, deep)
+        negotiate([offer], [DECODE], SOFTWARE(deep))
 
 
 def probe_of(family: GraphFamily, streams: int, num_bytes: int) -> Probe:
@@ -183,17 +184,17 @@ def test_a_device_that_does_not_count_graphs_is_priced_by_pinned_ids() -> None:
     )
     workload = Workload(num_layers=4, tp=2)
 
-    price = CALIBRATED.price(DECODE, workload, offer)
+    price = CALIBRATED(workload).price(DECODE, offer)
 
     assert total(price) == 4
     assert all("count does not follow graphs: cann-pinned" in term.why for term in price)
-    assert CALIBRATED.bytes_per_token(DECODE, workload, offer) == 100
+    assert CALIBRATED(workload).bytes_per_token(DECODE, offer) == 100
 
 
 def test_what_is_not_counted_is_not_measured_and_the_ledger_says_so() -> None:
     offer, workload = StreamOffer(rank=5, available=9, counts_graphs=False), Workload(num_layers=4)
-    plan = negotiate([offer], [DECODE], PINNED, workload)
-    ledger = Ledger.predict(offer, plan, PINNED, workload)
+    plan = negotiate([offer], [DECODE], PINNED(workload))
+    ledger = Ledger.predict(offer, plan, PINNED(workload))
 
     ledger.measure("full decode 8", 0)
 
@@ -208,17 +209,17 @@ def test_a_probe_prices_its_family_in_streams_and_bytes() -> None:
     probes = (probe_of(DECODE, 7, 800),)
     offer = StreamOffer(rank=3, available=26, free_bytes=500, probes=probes)
 
-    plan = negotiate([offer], [DECODE, PIECES], CALIBRATED, workload)
+    plan = negotiate([offer], [DECODE, PIECES], CALIBRATED(workload))
 
     decode, pieces = plan.families
     assert decode.buckets in ((4,), (1, 4))  # 8 would take 800 of 500 bytes
     assert 7 * len(decode.buckets) + 5 * len(pieces.buckets) <= 26
-    (term,) = CALIBRATED.price(DECODE, workload, offer)
+    (term,) = CALIBRATED(workload).price(DECODE, offer)
     assert (term.name, term.total, term.why) == ("probed", 7, "what full decode 8 took on rank 3")
     assert all(
-        "not probed: cann-pinned" in t.why for t in CALIBRATED.price(PIECES, workload, offer)
+        "not probed: cann-pinned" in t.why for t in CALIBRATED(workload).price(PIECES, offer)
     )
-    assert pool_bytes(plan, offer, CALIBRATED, workload) == 400
+    assert pool_bytes(plan, offer, CALIBRATED(workload)) == 400
 
 
 def test_a_slow_probe_makes_its_step_dear() -> None:
@@ -230,7 +231,7 @@ def test_a_slow_probe_makes_its_step_dear() -> None:
     ]
     offer = StreamOffer(rank=0, available=99, probes=tuple(timed))
 
-    plan = negotiate([offer], [DECODE], CALIBRATED, workload)
+    plan = negotiate([offer], [DECODE], CALIBRATED(workload))
 
     assert plan.families[0].buckets == (8,)
 
@@ -243,7 +244,7 @@ def test_seconds_of_one_family_are_not_weighed_against_tokens_of_the_other() -> 
         for probe in (slow, Probe(graph=slow.graph, streams=1, bytes=0))
     )
 
-    plans = [negotiate([o], [DECODE, PIECES], CALIBRATED, workload) for o in (timed, untimed)]
+    plans = [negotiate([o], [DECODE, PIECES], CALIBRATED(workload)) for o in (timed, untimed)]
 
     assert plans[0] == plans[1]
     assert plans[1].num_graphs < 6
@@ -251,9 +252,9 @@ def test_seconds_of_one_family_are_not_weighed_against_tokens_of_the_other() -> 
 
 def test_every_line_of_a_price_reaches_the_ledger() -> None:
     workload = Workload(num_layers=4, tp=2, mode="FULL_AND_PIECEWISE")
-    plan = negotiate([OFFER], [DECODE, PIECES], PINNED, workload)
+    plan = negotiate([OFFER], [DECODE, PIECES], PINNED(workload))
 
-    ledger = Ledger.predict(OFFER, plan, PINNED, workload)
+    ledger = Ledger.predict(OFFER, plan, PINNED(workload))
 
     assert ledger.predicted_streams == 3 * 4 + 3 * 20
     assert ledger.terms["full decode: graph: HCCL lanes"] == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from functools import partial
 from itertools import product
 
 import msgspec
@@ -21,7 +22,7 @@ from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.planning.traffic import weights_of
 from tests.plans import choose
 
-MODEL = make_budget_model("legacy-last")
+MODEL = partial(make_budget_model, "legacy-last")
 WORKLOAD = Workload(num_layers=4, tp=2)  # 40 fixed, 3 streams each
 
 
@@ -72,14 +73,14 @@ def test_a_plan_is_affordable_and_blind_to_the_order_of_offers(offers, workload,
     families = data.draw(families_by_mode[workload.mode])
     shuffled = rng.sample(offers, len(offers))
     try:
-        plan = negotiate(offers, families, MODEL, workload)
+        plan = negotiate(offers, families, MODEL(workload))
     except StreamBudgetError as e:
         with pytest.raises(StreamBudgetError) as again:
-            negotiate(shuffled, families, MODEL, workload)
+            negotiate(shuffled, families, MODEL(workload))
         assert str(again.value) == str(e)
         return
 
-    assert negotiate(shuffled, families, MODEL, workload).hash == plan.hash
+    assert negotiate(shuffled, families, MODEL(workload)).hash == plan.hash
     for offer in offers:
         on_card = sum(o.card == offer.card for o in offers) if offer.card else 1
         usable = offer.available // on_card - offer.reserve
@@ -113,12 +114,12 @@ def test_two_families_share_one_budget_at_the_least_cost(decode, mixed, availabl
     affordable = [
         (d, m)
         for d, m in product(range(1, len(decode) + 1), range(1, len(mixed) + 1))
-        if all(limit.admits((d, m)) for limit in MODEL.limits(families, workload, offer))
+        if all(limit.admits((d, m)) for limit in MODEL(workload).limits(families, offer))
     ]
     if not affordable:
         return
 
-    plan = negotiate([offer], families, MODEL, workload)
+    plan = negotiate([offer], families, MODEL(workload))
 
     best = min(
         cost(
@@ -138,7 +139,7 @@ def test_the_tightest_rank_decides_for_all() -> None:
         StreamOffer(rank=1, available=37, reserve=32),
     ]
 
-    plan = negotiate(offers, [decode_family(*capture_sizes(32, 512))], MODEL, WORKLOAD)
+    plan = negotiate(offers, [decode_family(*capture_sizes(32, 512))], MODEL(WORKLOAD))
 
     assert buckets_of(plan) == [(2, 8, 16, 24, 32)]
     assert [graph.num_tokens for graph in plan.capture_order] == [32, 24, 16, 8, 2]
@@ -151,7 +152,7 @@ def test_where_both_families_do_not_fit_the_cheaper_one_stays() -> None:
     workload = Workload(num_layers=4, mode="FULL_AND_PIECEWISE")  # a piecewise bucket takes 5
     families = (decode_family(1, 2), piecewise_family(1, 2))
 
-    plan = negotiate([StreamOffer(rank=0, available=4)], families, MODEL, workload)
+    plan = negotiate([StreamOffer(rank=0, available=4)], families, MODEL(workload))
 
     assert [family.name for family in plan.families] == ["full decode"]
     assert "rank 0 affords 0 of 2 piecewise mixed sizes" in plan.reasons[1]
@@ -161,7 +162,7 @@ def test_a_rank_that_affords_nothing_is_named_with_its_shortfall() -> None:
     offers = [StreamOffer(rank=0, available=2016), StreamOffer(rank=3, available=32, reserve=32)]
 
     with pytest.raises(StreamBudgetError) as caught:
-        negotiate(offers, [decode_family(1, 8)], MODEL, WORKLOAD)
+        negotiate(offers, [decode_family(1, 8)], MODEL(WORKLOAD))
 
     assert "rank 3 offers 0 streams" in str(caught.value)
     assert "one full decode bucket needs 1 of 0 streams for graphs" in str(caught.value)
@@ -172,7 +173,7 @@ def test_an_error_about_very_many_ranks_stays_readable() -> None:
     offers = [StreamOffer(rank=rank, available=0) for rank in range(4096)]
 
     with pytest.raises(StreamBudgetError, match="and 4088 other ranks") as caught:
-        negotiate(offers, [decode_family(1, 8)], MODEL, WORKLOAD)
+        negotiate(offers, [decode_family(1, 8)], MODEL(WORKLOAD))
 
     assert len(str(caught.value)) < 2000
 
@@ -181,7 +182,7 @@ def test_sizes_that_outgrow_memory_are_dropped_with_a_reason() -> None:
     workload = Workload(num_layers=4, bytes_per_token=100)
     offers = [StreamOffer(rank=0, available=2000, free_bytes=1650)]
 
-    plan = negotiate(offers, [decode_family(1, 8, 16, 32)], MODEL, workload)
+    plan = negotiate(offers, [decode_family(1, 8, 16, 32)], MODEL(workload))
 
     assert buckets_of(plan) == [(1, 8, 16)]
     assert plan.reasons[0] == "full decode sizes above 16 need more than the 1650 bytes of rank 0"
@@ -192,12 +193,12 @@ def test_memory_for_not_even_the_smallest_bucket_is_an_error() -> None:
     offers = [StreamOffer(rank=0, available=99, free_bytes=100)]
 
     with pytest.raises(StreamBudgetError, match="costs 400, 300 too many"):
-        negotiate(offers, [decode_family(4)], MODEL, workload)
+        negotiate(offers, [decode_family(4)], MODEL(workload))
 
 
 def test_mode_none_plans_no_bucket_and_asks_for_no_stream() -> None:
     plan = negotiate(
-        [StreamOffer(rank=0, available=0)], [], MODEL, Workload(num_layers=4, mode="NONE")
+        [StreamOffer(rank=0, available=0)], [], MODEL(Workload(num_layers=4, mode="NONE"))
     )
 
     assert plan.families == ()
@@ -208,18 +209,18 @@ def test_each_rank_offers_once(ranks: list[int]) -> None:
     offers = [StreamOffer(rank=r, available=99) for r in ranks]
 
     with pytest.raises(GraphError, match="one offer of each rank"):
-        negotiate(offers, [decode_family(1)], MODEL, WORKLOAD)
+        negotiate(offers, [decode_family(1)], MODEL(WORKLOAD))
 
 
 @pytest.mark.parametrize("families", [[], [decode_family()]])
 def test_without_candidate_sizes_there_is_nothing_to_choose(families) -> None:
     with pytest.raises(GraphError, match="no candidate sizes"):
-        negotiate([StreamOffer(rank=0, available=99)], families, MODEL, WORKLOAD)
+        negotiate([StreamOffer(rank=0, available=99)], families, MODEL(WORKLOAD))
 
 
 def test_offers_and_plans_travel_as_json_and_messagepack() -> None:
     offer = StreamOffer(rank=1, available=70, taken={"default stream": 1}, max_sizes=4)
-    plan = negotiate([offer], [decode_family(1, 2, 8)], MODEL, WORKLOAD)
+    plan = negotiate([offer], [decode_family(1, 2, 8)], MODEL(WORKLOAD))
 
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(offer), type=StreamOffer) == offer
     copies = [
@@ -231,7 +232,7 @@ def test_offers_and_plans_travel_as_json_and_messagepack() -> None:
 
 def test_any_other_field_makes_another_hash() -> None:
     plan = negotiate(
-        [StreamOffer(rank=0, available=2000)], [decode_family(1, 2, 8)], MODEL, WORKLOAD
+        [StreamOffer(rank=0, available=2000)], [decode_family(1, 2, 8)], MODEL(WORKLOAD)
     )
     others = [
         {"version": 2},
@@ -247,8 +248,8 @@ def test_any_other_field_makes_another_hash() -> None:
 
 def test_the_ledger_warns_of_the_term_that_is_ten_percent_off() -> None:
     offer = StreamOffer(rank=2, available=2000)
-    plan = negotiate([offer], [decode_family(1, 8)], MODEL, WORKLOAD)
-    ledger = Ledger.predict(offer, plan, MODEL, WORKLOAD)
+    plan = negotiate([offer], [decode_family(1, 8)], MODEL(WORKLOAD))
+    ledger = Ledger.predict(offer, plan, MODEL(WORKLOAD))
 
     ledger.measure("full decode 8", 3)
     ledger.measure("full decode 1", 5)
@@ -266,8 +267,8 @@ def test_the_ledger_warns_of_the_term_that_is_ten_percent_off() -> None:
 def test_the_pool_is_predicted_to_take_what_the_largest_bucket_does() -> None:
     workload = Workload(num_layers=4, bytes_per_token=100)
     offer = StreamOffer(rank=0, available=2000, free_bytes=5000)
-    plan = negotiate([offer], [decode_family(1, 8)], MODEL, workload)
-    ledger = Ledger.predict(offer, plan, MODEL, workload)
+    plan = negotiate([offer], [decode_family(1, 8)], MODEL(workload))
+    ledger = Ledger.predict(offer, plan, MODEL(workload))
 
     ledger.measure("graph pool", 879, "bytes")
 
@@ -278,8 +279,8 @@ def test_the_pool_is_predicted_to_take_what_the_largest_bucket_does() -> None:
 
 def test_a_pool_that_the_model_does_not_know_is_measured_without_a_warning() -> None:
     offer, workload = StreamOffer(rank=0, available=2000), Workload(num_layers=4)
-    plan = negotiate([offer], [decode_family(1, 8)], MODEL, workload)
-    ledger = Ledger.predict(offer, plan, MODEL, workload)
+    plan = negotiate([offer], [decode_family(1, 8)], MODEL(workload))
+    ledger = Ledger.predict(offer, plan, MODEL(workload))
 
     ledger.measure("graph pool", 1 << 21, "bytes")
 
@@ -293,15 +294,15 @@ def test_room_for_later_graphs_never_costs_a_rank_more_than_its_share(
 ) -> None:
     families = data.draw(families_by_mode[workload.mode])
 
-    kept, count = keep_room(offers, families, capacity, MODEL, workload)
+    kept, count = keep_room(offers, families, capacity, MODEL(workload))
 
     assert 0 <= count <= capacity
     for before, after, shared in zip(offers, kept, share_cards(offers), strict=True):
         more = after.reserve - before.reserve
         assert 0 <= more <= shared.usable // 4
-        dearest = max(total(MODEL.price(f, workload, before)) for f in families)
+        dearest = max(total(MODEL(workload).price(f, before)) for f in families)
         assert more == count * dearest
-    assert keep_room(offers, [], capacity, MODEL, workload) == (offers, 0)
+    assert keep_room(offers, [], capacity, MODEL(workload)) == (offers, 0)
 
 
 def test_offers_of_4096_ranks_give_one_plan_in_less_than_two_seconds() -> None:
@@ -312,7 +313,7 @@ def test_offers_of_4096_ranks_give_one_plan_in_less_than_two_seconds() -> None:
     workload = Workload(num_layers=61, moe=True, tp=16, mode="FULL_AND_PIECEWISE")
 
     start_s = time.process_time()
-    plan = negotiate(offers, families, MODEL, workload)
+    plan = negotiate(offers, families, MODEL(workload))
     took_s = time.process_time() - start_s
 
     assert plan.num_graphs > 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -29,7 +31,7 @@ from dist_aclgraph.planning.traffic import Traffic
 from tests.plans import decode_graph
 from tests.plans import make_plan as plan_of
 
-MODEL = make_budget_model("cann-pinned")
+MODEL = partial(make_budget_model, "cann-pinned")
 WORKLOAD = Workload(num_layers=3, mode="FULL_AND_PIECEWISE")  # a piecewise bucket takes 4 ids
 SIZES = tuple(stepped_sizes(64))
 FAMILIES = (
@@ -55,7 +57,7 @@ def make_plan(decode: tuple[int, ...], mixed: tuple[int, ...], version: int = 1)
 def streams(plan: GraphPlan) -> int:
     offer = StreamOffer(rank=0, available=0)
     return sum(
-        len(family.buckets) * total(MODEL.price(family, WORKLOAD, offer))
+        len(family.buckets) * total(MODEL(WORKLOAD).price(family, offer))
         for family in plan.families
     )
 
@@ -77,7 +79,7 @@ def test_every_step_keeps_the_budget_and_the_reach_of_each_family(old, new, spar
     available = max(streams(old), streams(new)) + spare
     offer = StreamOffer(rank=0, available=available)
 
-    actions = transition(old, new, [offer], MODEL, WORKLOAD)
+    actions = transition(old, new, [offer], MODEL(WORKLOAD))
 
     steps = run(old, actions)
     assert steps[-1].families == new.families
@@ -99,7 +101,7 @@ def test_a_plan_that_loses_reach_is_no_way_to_go() -> None:
     offers = [StreamOffer(rank=0, available=99)]
 
     with pytest.raises(GraphError, match="lacks a family or the largest bucket"):
-        transition(old, lower, offers, MODEL, WORKLOAD)
+        transition(old, lower, offers, MODEL(WORKLOAD))
 
 
 histograms = st.dictionaries(st.integers(1, 64), st.floats(1, 1e4), max_size=12)
@@ -110,14 +112,14 @@ def test_a_proposal_saves_what_was_asked_for_and_is_paid_for(old, decode, mixed,
     traffic = Traffic(decode=decode, mixed=mixed)
     offers = [StreamOffer(rank=0, available=streams(old) + spare)]
 
-    new = propose(old, traffic, offers, FAMILIES, MODEL, WORKLOAD, min_gain=min_gain, min_weight=0)
+    new = propose(old, traffic, offers, FAMILIES, MODEL(WORKLOAD), min_gain=min_gain, min_weight=0)
 
     if new is None:
         return
     assert new.version == old.version + 1 and new.reasons[: len(old.reasons)] == old.reasons
     assert streams(new) <= streams(old) + spare
     assert [f.buckets[-1] for f in new.families] == [f.buckets[-1] for f in old.families]
-    assert propose(new, traffic, offers, FAMILIES, MODEL, WORKLOAD, min_weight=0) is None
+    assert propose(new, traffic, offers, FAMILIES, MODEL(WORKLOAD), min_weight=0) is None
 
 
 def test_traffic_that_moved_moves_the_buckets() -> None:
@@ -125,10 +127,10 @@ def test_traffic_that_moved_moves_the_buckets() -> None:
     family = FAMILIES[0]
     offers = [StreamOffer(rank=0, available=5)]
     workload = Workload(num_layers=3)
-    old = negotiate(offers, [family], MODEL, workload, max_num_seqs=64)
+    old = negotiate(offers, [family], MODEL(workload), max_num_seqs=64)
     traffic = Traffic(decode=dict.fromkeys(range(45, 57), 100.0))
 
-    new = propose(old, traffic, offers, [family], MODEL, workload)
+    new = propose(old, traffic, offers, [family], MODEL(workload))
 
     assert new is not None
     cost = [
@@ -137,7 +139,7 @@ def test_traffic_that_moved_moves_the_buckets() -> None:
     ]
     assert cost[1] < cost[0]
     assert {48, 56, 64} <= set(new.families[0].buckets)
-    actions = transition(old, new, offers, MODEL, workload)
+    actions = transition(old, new, offers, MODEL(workload))
     assert isinstance(actions[0], Release)  # no stream is left for both
 
 
@@ -147,9 +149,9 @@ def test_a_little_traffic_or_a_little_gain_changes_nothing() -> None:
     few = Traffic(decode={32: 10.0})
     many = Traffic(decode={32: 1000.0})
 
-    assert propose(old, few, offers, FAMILIES, MODEL, WORKLOAD) is None
-    assert propose(old, many, offers, FAMILIES, MODEL, WORKLOAD) is not None
-    assert propose(old, many, offers, FAMILIES, MODEL, WORKLOAD, min_gain=0.9) is None
+    assert propose(old, few, offers, FAMILIES, MODEL(WORKLOAD)) is None
+    assert propose(old, many, offers, FAMILIES, MODEL(WORKLOAD)) is not None
+    assert propose(old, many, offers, FAMILIES, MODEL(WORKLOAD), min_gain=0.9) is None
 
 
 def test_a_family_that_was_given_up_stays_so_and_sizes_do_not_grow() -> None:
@@ -158,7 +160,7 @@ def test_a_family_that_was_given_up_stays_so_and_sizes_do_not_grow() -> None:
     plan = msgspec.structs.replace(plan, families=plan.families[:1])
     offers = [StreamOffer(rank=0, available=900)]
 
-    new = propose(plan, Traffic(decode={16: 1000.0}), offers, FAMILIES, MODEL, WORKLOAD)
+    new = propose(plan, Traffic(decode={16: 1000.0}), offers, FAMILIES, MODEL(WORKLOAD))
 
     assert new is not None
     assert [family.buckets for family in new.families] == [(1, 2, 4, 8, 16, 24, 32)]
@@ -177,7 +179,7 @@ def test_what_failed_once_is_not_proposed_again(old, decode, data, cause, is_ser
     else:
         left = old.shrink(failed, cause, 0)
 
-    new = propose(left, Traffic(decode=decode), offers, FAMILIES, MODEL, WORKLOAD, min_weight=0)
+    new = propose(left, Traffic(decode=decode), offers, FAMILIES, MODEL(WORKLOAD), min_weight=0)
 
     for was, before in ((w, b) for w in old.families for b in left.families if w.name == b.name):
         family = next((f for f in (new or left).families if f.name == before.name), before)
@@ -191,11 +193,11 @@ def test_what_failed_once_is_not_proposed_again(old, decode, data, cause, is_ser
 def test_a_plan_that_is_chosen_again_and_again_does_not_grow() -> None:
     families, workload = FAMILIES[:1], Workload(num_layers=3)
     offers = [StreamOffer(rank=0, available=3)]
-    plan = negotiate(offers, families, MODEL, workload, max_num_seqs=64)
+    plan = negotiate(offers, families, MODEL(workload), max_num_seqs=64)
 
     for batch in (10, 30, 50) * MAX_REASONS:
         traffic = Traffic(decode={batch: 500.0})
-        plan = propose(plan, traffic, offers, families, MODEL, workload) or plan
+        plan = propose(plan, traffic, offers, families, MODEL(workload)) or plan
 
     assert plan.version > MAX_REASONS
     assert len(plan.reasons) == MAX_REASONS
@@ -205,8 +207,8 @@ def test_step_times_make_no_graph_free_that_could_not_be_probed() -> None:
     family = FAMILIES[0]
     probe = Probe(graph=family.describe(64, 64), streams=2, bytes=640)
     offers = [StreamOffer(rank=0, available=16, probes=(probe,))]
-    calibrated = make_budget_model("calibrated")
-    plan = negotiate(offers, FAMILIES, calibrated, WORKLOAD, max_num_seqs=64)
+    calibrated = partial(make_budget_model, "calibrated")
+    plan = negotiate(offers, FAMILIES, calibrated(WORKLOAD), max_num_seqs=64)
     times = {graph: 0.01 + graph.num_tokens for graph in plan.capture_order}
 
     found = choose_again(
@@ -215,8 +217,7 @@ def test_step_times_make_no_graph_free_that_could_not_be_probed() -> None:
         offers,
         times,
         FAMILIES,
-        calibrated,
-        WORKLOAD,
+        calibrated(WORKLOAD),
         GraphConfig(),
     )
 
@@ -225,7 +226,7 @@ def test_step_times_make_no_graph_free_that_could_not_be_probed() -> None:
     counts = [len(family.buckets) for family in better.families]
     assert all(
         item.limit.admits(counts)
-        for item in tightest_limits(offers, FAMILIES, calibrated, WORKLOAD)
+        for item in tightest_limits(offers, FAMILIES, calibrated(WORKLOAD))
     )
 
 

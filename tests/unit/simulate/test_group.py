@@ -34,7 +34,7 @@ ONE_SECOND = StepTimes(base_s=1.0, token_s=0.0, capture_s=0.0)
 def group(config: Config, times: StepTimes = ONE_SECOND, **fields: Any) -> SimulatedGroup:
     deployment = AssumedDeployment.from_config(config)
     assert config.kv.num_blocks is not None
-    negotiated = deployment.negotiate(deployment.offers)
+    negotiated = deployment.planner.negotiate(deployment.offers)
     return SimulatedGroup(deployment, negotiated, config.kv.num_blocks, times, **fields)
 
 

@@ -128,17 +128,13 @@ def test_equal_ranks_speak_through_the_first_of_them(have: list[int], lazy_capac
                 graph={"lazy": "decode", "lazy_capacity": lazy_capacity},
             )
         )
-    config, model, workload = deployment.config, deployment.budget_model, deployment.workload
+    config, model = deployment.config, deployment.budget_model
 
-    found = deployment.negotiate(deployment.offers)
+    found = deployment.planner.negotiate(deployment.offers)
 
-    kept, capacity = keep_room(
-        deployment.offers, lazy_families(config), lazy_capacity, model, workload
-    )
+    kept, capacity = keep_room(deployment.offers, lazy_families(config), lazy_capacity, model)
     assert (found.offers, found.lazy_capacity) == (kept, capacity)
-    assert found.plan == negotiate(
-        kept, candidate_families(config), model, workload, max_num_seqs=8
-    )
+    assert found.plan == negotiate(kept, candidate_families(config), model, max_num_seqs=8)
 
 
 def test_the_plan_is_that_of_the_plan_command(checkpoint: Path) -> None:

@@ -1,0 +1,182 @@
+"""Planner: what follows from a configuration and its model for a deployment's graph plans.
+
+The controller asks ranks for their offers, ``plan`` and ``simulate`` assume them: from there on all
+of them do the same, which is written here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from dist_aclgraph.config import Config
+from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.kv.cache_spec import KVCacheSpec
+from dist_aclgraph.planning.buckets import GraphFamily, candidate_families, lazy_families
+from dist_aclgraph.planning.budget import BudgetModel, StreamOffer, Workload, make_budget_model
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.ledger import pool_bytes
+from dist_aclgraph.planning.modes import with_possible_mode
+from dist_aclgraph.planning.negotiation import fit_memory, keep_room, negotiate
+from dist_aclgraph.planning.plan import GraphPlan
+from dist_aclgraph.planning.rebucketing import Action, choose_again
+from dist_aclgraph.planning.traffic import Traffic
+from dist_aclgraph.shapes.model_facts import ModelFacts, check_model, read_model_facts
+from dist_aclgraph.topology import ParallelLayout
+
+
+@dataclass(frozen=True)
+class NegotiatedPlan:
+    """A plan, the offers it was made of with room kept for lazy graphs, and how many those are."""
+
+    plan: GraphPlan
+    offers: list[StreamOffer]
+    lazy_capacity: int
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans for one configuration. Knows no device.
+
+    Attributes:
+        config: with a graph mode that the model can have; ``mode_reasons`` say what was changed.
+        cache_spec: the KV cache of one rank.
+        max_model_len: the longest request that the configuration allows.
+        families: the graphs that are captured if every rank can afford them.
+        lazy_families: those that may be captured while serving.
+    """
+
+    config: Config
+    mode_reasons: tuple[str, ...]
+    facts: ModelFacts
+    layout: ParallelLayout
+    budget_model: BudgetModel
+    cache_spec: KVCacheSpec
+    max_model_len: int
+    families: tuple[GraphFamily, ...]
+    lazy_families: tuple[GraphFamily, ...]
+
+    @classmethod
+    def from_config(cls, config: Config, *, launch_blocking: bool = False) -> Planner:
+        """Read the model's facts, and check that the configuration can be served with them.
+
+        Raises:
+            ConfigError, ModelError: it cannot; says which key or file, and what to change.
+        """
+        facts = read_model_facts(config.model)
+        check_model(config, facts)
+        config, reasons = with_possible_mode(config, facts, launch_blocking=launch_blocking)
+        wanted, context = config.max_model_len, facts.max_model_len
+        if wanted is not None and wanted > context:
+            raise ConfigError(f"max_model_len is {wanted}; the model's context is {context} tokens")
+        return cls(
+            config,
+            reasons,
+            facts,
+            ParallelLayout.from_config(config.parallel),
+            make_budget_model(config.graph.budget_model, Workload.from_config(config, facts)),
+            KVCacheSpec.from_config(config, facts),
+            wanted or context,
+            candidate_families(config),
+            lazy_families(config),
+        )
+
+    @property
+    def largest_graphs(self) -> list[BatchDescriptor]:
+        """The largest graph of each kind; of equal kinds, of the one that comes first."""
+        max_num_seqs = self.config.scheduler.max_num_seqs
+        families = (*self.families, *self.lazy_families)
+        return list(
+            dict.fromkeys(family.describe(family.buckets[-1], max_num_seqs) for family in families)
+        )
+
+    def negotiate(self, offers: Sequence[StreamOffer]) -> NegotiatedPlan:
+        """Negotiate one plan over offers, with room for lazy graphs.
+
+        Raises:
+            StreamBudgetError: a rank cannot afford a single bucket.
+        """
+        # Ranks that offer the same limit a plan alike: the first of them speaks for all.
+        first_of = {content_of(offer): offer for offer in reversed(offers)}
+        kept, capacity = keep_room(
+            list(first_of.values()),
+            self.lazy_families,
+            self.config.graph.lazy_capacity,
+            self.budget_model,
+        )
+        plan = negotiate(
+            kept,
+            self.families,
+            self.budget_model,
+            traffic=Traffic.from_config(self.config.graph),
+            max_num_seqs=self.config.scheduler.max_num_seqs,
+        )
+        plan = msgspec.structs.replace(plan, reasons=(*plan.reasons, *self._reach()))
+        reserve_of = {key: offer.reserve for key, offer in zip(first_of, kept, strict=True)}
+        return NegotiatedPlan(
+            plan,
+            [
+                msgspec.structs.replace(offer, reserve=reserve_of[content_of(offer)])
+                for offer in offers
+            ],
+            capacity,
+        )
+
+    def reserved_bytes(
+        self, plan: GraphPlan, offer: StreamOffer, offers: Sequence[StreamOffer]
+    ) -> int:
+        """Return what graphs take of one rank's memory: those of a plan, and lazy ones.
+
+        Args:
+            offer: the rank's.
+            offers: all that the plan was negotiated over.
+        """
+        model = self.budget_model
+        # What has no room now is not kept room for: it would leave none for the cache.
+        lazy, _ = fit_memory(self.lazy_families if plan.families else (), offers, model)
+        everything = msgspec.structs.replace(plan, families=(*plan.families, *lazy))
+        return pool_bytes(everything, offer, model)
+
+    def choose_again(
+        self,
+        plan: GraphPlan,
+        traffic: Traffic,
+        offers: Sequence[StreamOffer],
+        step_seconds: Mapping[BatchDescriptor, float],
+    ) -> tuple[GraphPlan, tuple[Action, ...]] | None:
+        """Return a plan that serves the traffic better and what leads there, or None without one.
+
+        Args:
+            offers: those that ``plan`` was negotiated over, before anything was captured.
+            step_seconds: what steps took that replayed each graph.
+        """
+        return choose_again(
+            plan,
+            traffic,
+            offers,
+            step_seconds,
+            self.families,
+            self.budget_model,
+            self.config.graph,
+        )
+
+    def _reach(self) -> list[str]:
+        """Say which decode batches run eagerly: those above the asked sizes, or the largest graph.
+
+        Of mixed batches everybody expects it: they are prompts.
+        """
+        query_len = self.config.speculative.num_tokens + 1
+        largest = self.config.scheduler.max_num_seqs * query_len
+        return [
+            f"decode batches above {family.buckets[-1]} tokens, up to {largest}, run eagerly: see "
+            "graph.sizes and graph.max_tokens"
+            for family in self.families
+            if family.query_len and family.buckets[-1] < largest
+        ]
+
+
+def content_of(offer: StreamOffer) -> bytes:
+    """Return what equal offers of two ranks have in common."""
+    return msgspec.msgpack.encode(msgspec.structs.replace(offer, rank=0))
