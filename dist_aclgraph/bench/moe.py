@@ -17,12 +17,8 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
-<<<<<<< HEAD
 from dist_aclgraph.bench.command import run_command
-from dist_aclgraph.bench.engine import DecodeEngine
-=======
 from dist_aclgraph.bench.engine import DecodeEngine, asked_sizes
->>>>>>> main
 from dist_aclgraph.bench.moe_figure import draw
 from dist_aclgraph.bench.moe_tables import markdown, tables
 from dist_aclgraph.bench.moe_workload import chat_workload, mixed_chat_workload
