@@ -19,6 +19,7 @@ import typer
 from rich.progress import Progress
 
 from dist_aclgraph.bench.checkpoints import Shape, write_checkpoint
+from dist_aclgraph.bench.command import run_command
 from dist_aclgraph.bench.engine import DecodeEngine, asked_sizes
 from dist_aclgraph.bench.one_rank import OneRank
 from dist_aclgraph.bench.tp8_figure import draw
@@ -203,4 +204,4 @@ def _summary(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)
