@@ -209,6 +209,14 @@ def simulate(
 
 
 @cli.command()
+def keys() -> None:
+    """Print what every key of a configuration means, in Markdown."""
+    from dist_aclgraph.cli.keys import render_keys
+
+    print(render_keys(), end="")
+
+
+@cli.command()
 def doctor(as_json: AsJson = False) -> None:
     """Check this machine: versions, NPU or emulator, compiler, memory, ports."""
     from dist_aclgraph.cli.doctor import examine

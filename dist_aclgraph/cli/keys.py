@@ -1,0 +1,89 @@
+"""The keys of a configuration as a page: what each means, its type, its limits, its default."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic.fields import FieldInfo
+
+from dist_aclgraph.config import Config, Section
+
+INTRODUCTION = """\
+# Configuration
+
+One YAML file is one deployment. Every key stands here; unknown keys are refused. On a command line, `key=value` goes over
+the file: `parallel.tp=2`. This page is made by `dist-aclgraph keys > docs/configuration.md`.
+"""
+
+
+def render_keys() -> str:
+    """Return the page, in Markdown: the keys at the top, then a table for each section."""
+    return "\n".join([INTRODUCTION, *_render(Config, "")]) + "\n"
+
+
+def _render(section: type[Section], prefix: str) -> Iterator[str]:
+    inner: list[tuple[str, type[Section]]] = []
+    rows = []
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            inner.append((f"{prefix}{name}", field.annotation))
+        else:
+            rows.append(_row(name, field))
+    yield f"## {prefix.rstrip('.') or 'At the top'}\n"
+    yield f"{' '.join((section.__doc__ or '').split())}\n"
+    if rows:
+        yield "| key | type | default | meaning |\n| --- | --- | --- | --- |"
+        yield from rows
+        yield ""
+    for name, found in inner:
+        yield from _render(found, f"{name}.")
+
+
+def _row(name: str, field: FieldInfo) -> str:
+    default = "required" if field.is_required() else f"`{_literal(field.default)}`"
+    limits = _limits(field)
+    kind = _type(field.annotation) + (f", {limits}" if limits else "")
+    meaning = (field.description or "").replace("|", "\\|")
+    return f"| `{name}` | {kind} | {default} | {meaning} |"
+
+
+def _limits(field: FieldInfo) -> str:
+    words = []
+    for limit in field.metadata:
+        if isinstance(limit, annotated_types.Ge):
+            words.append(f">= {limit.ge}")
+        elif isinstance(limit, annotated_types.Gt):
+            words.append(f"> {limit.gt}")
+        elif isinstance(limit, annotated_types.Le):
+            words.append(f"<= {limit.le}")
+        elif isinstance(limit, annotated_types.Lt):
+            words.append(f"< {limit.lt}")
+        elif isinstance(limit, annotated_types.MultipleOf):
+            words.append(f"a multiple of {limit.multiple_of}")
+    return ", ".join(words)
+
+
+def _type(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return ", ".join(f"`{_literal(value)}`" for value in arguments)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_type(argument) for argument in arguments)
+    if origin is tuple:
+        return f"list of {_type(arguments[0])}"
+    if origin is dict:
+        return f"map of {_type(arguments[0])} to {_type(arguments[1])}"
+    if annotation is type(None):
+        return "null"
+    return {bool: "true or false", int: "integer", float: "number", str: "text"}[annotation]
+
+
+def _literal(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, tuple | dict):
+        return "[]" if isinstance(value, tuple) and not value else str(value).replace("()", "[]")
+    return str(value) if value != "" else '""'

@@ -1,0 +1,31 @@
+"""The page of all configuration keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dist_aclgraph.cli.keys import render_keys
+from dist_aclgraph.config import Config, Section
+
+PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
+
+
+def count_keys(section: type[Section]) -> int:
+    kinds = [field.annotation for field in section.model_fields.values()]
+    return sum(
+        count_keys(kind) if isinstance(kind, type) and issubclass(kind, Section) else 1
+        for kind in kinds
+    )
+
+
+def test_the_page_in_the_documentation_is_the_one_that_the_command_prints() -> None:
+    assert PAGE.read_text(encoding="utf-8") == render_keys(), (
+        "run: dist-aclgraph keys > docs/configuration.md"
+    )
+
+
+def test_the_page_has_a_row_with_a_meaning_for_every_key() -> None:
+    rows = [line for line in render_keys().splitlines() if line.startswith("| `")]
+
+    assert len(rows) == count_keys(Config)
+    assert all(len(row.rsplit("| ", 1)[1]) > 8 for row in rows)
