@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, NewType
 
 from dist_aclgraph.config import ParallelConfig
 from dist_aclgraph.errors import ConfigError
@@ -18,6 +18,10 @@ GroupKind = Literal["tp", "dp", "pcp", "dcp", "ep"]
 ExchangeKind = Literal["all_gather", "all_to_all", "mc2"]  # how tokens travel to their experts
 GROUP_KINDS: tuple[GroupKind, ...] = ("tp", "dp", "pcp", "dcp", "ep")
 
+# Messages that people read name world ranks; within a lockstep group, ranks count from 0.
+WorldRank = NewType("WorldRank", int)
+GroupRank = NewType("GroupRank", int)
+NO_RANK = WorldRank(-1)  # of a worker that has none yet, or where several may be meant
 Ranks = tuple[int, ...]
 ChooseExchange = Callable[[int], ExchangeKind | None]  # by the padded tokens of each rank
 

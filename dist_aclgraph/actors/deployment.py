@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
+from dist_aclgraph.actors import placement
 from dist_aclgraph.actors.controller import Controller, Progress, Service
 from dist_aclgraph.actors.local_ray import NAMESPACE, LocalRay, start_ray
 from dist_aclgraph.actors.ray_errors import ours
@@ -17,11 +19,12 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.device import emulator
 from dist_aclgraph.device.kind import resolve_kind
 from dist_aclgraph.errors import EngineDeadError
+from dist_aclgraph.planning.planner import Planner
+from dist_aclgraph.topology import NO_RANK
 
 CONTROLLER = "controller"  # first part of the names of controller actors
 POLL_S = 0.1
 ANSWER_S, STOP_S = 10.0, 60.0  # limits of the controller's answers
-NO_RANK = -1
 
 OnProgress = Callable[[Progress], None]
 
@@ -39,12 +42,14 @@ class Deployment:
     def __init__(
         self,
         controller: Any,
+        name: str,
         service: Service,
         *,
         local_ray: LocalRay | None = None,
         owns_connection: bool = False,
     ) -> None:
         self._controller = controller
+        self._name = name
         self._local_ray = local_ray
         self._owns_connection = owns_connection
         self.addresses = service.addresses
@@ -79,11 +84,9 @@ class Deployment:
             return
         controller, self._controller = self._controller, None
         if self._local_ray is None or not self._local_ray.death:
-            try:
+            with suppress(RayError):  # It may be gone already, and its actors with it.
                 ray.get(controller.shut_down.remote(), timeout=STOP_S)
-                ray.kill(controller)
-            except RayError:
-                pass  # It is gone already, and its actors with it.
+            _end_by_force(controller, self._name)
         _leave_ray(self._local_ray, self._owns_connection)
 
 
@@ -93,6 +96,7 @@ def start(config: Config, on_progress: OnProgress | None = None) -> Deployment:
     Raises:
         DistAclGraphError: typed, naming rank and phase where a worker failed; nothing is left.
     """
+    Planner.from_config(config)  # refuses what cannot be served before anything is started
     is_emulated = resolve_kind(config.device.kind) == "emulated"
     if is_emulated:
         emulator.build()
@@ -102,21 +106,23 @@ def start(config: Config, on_progress: OnProgress | None = None) -> Deployment:
         # What is left of Ray would keep the engine; without it, clients learn of the end at once.
         started = local_ray
         local_ray.watch(lambda _: started.kill())
-    controller = None
+    controller, name = None, f"{CONTROLLER}-{secrets.token_hex(4)}"
     try:
         actor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)(Controller)
-        controller = actor.options(
-            name=f"{CONTROLLER}-{secrets.token_hex(4)}", namespace=NAMESPACE
-        ).remote(config, is_emulated=is_emulated)
+        controller = actor.options(name=name, namespace=NAMESPACE).remote(
+            config, name, is_emulated=is_emulated
+        )
         service = _wait_for(controller, local_ray, on_progress)
     except BaseException as e:
         if controller is not None and (local_ray is None or not local_ray.death):
-            ray.kill(controller)
+            _end_by_force(controller, name)
         _leave_ray(local_ray, owns_connection)
         if isinstance(e, RayError):
             raise ours(e, "starting the deployment") from e
         raise
-    return Deployment(controller, service, local_ray=local_ray, owns_connection=owns_connection)
+    return Deployment(
+        controller, name, service, local_ray=local_ray, owns_connection=owns_connection
+    )
 
 
 def _wait_for(
@@ -130,6 +136,13 @@ def _wait_for(
             on_progress(ray.get(controller.progress.remote(), timeout=ANSWER_S))
     service: Service = fetch(starting, NO_RANK, "PLACING")
     return service
+
+
+def _end_by_force(controller: Any, name: str) -> None:
+    """Take from a controller what it may not have given back, its life included."""
+    with suppress(RayError):
+        ray.kill(controller)
+        placement.release_all(name)
 
 
 def _leave_ray(local_ray: LocalRay | None, owns_connection: bool) -> None:

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from dist_aclgraph.actors.client_links import ClientLinks
@@ -14,8 +15,9 @@ from dist_aclgraph.actors.engine_loop import EngineLoop
 from dist_aclgraph.actors.graph_changes import ChannelRanks, GraphChanges
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
 from dist_aclgraph.actors.processes import leave_with_parent
-from dist_aclgraph.actors.run_directory import make_run_directory, remove_run_directory
+from dist_aclgraph.actors.run_directory import RunDirectory
 from dist_aclgraph.actors.step_channel import ChannelAddress, StepSender
+from dist_aclgraph.actors.worker_group import ask_workers
 from dist_aclgraph.config import Config
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.planning.descriptor import BatchDescriptor
@@ -26,7 +28,7 @@ from dist_aclgraph.planning.plan import CaptureCost, GraphPlan
 from dist_aclgraph.planning.rebucketing import Action
 from dist_aclgraph.planning.traffic import Traffic
 from dist_aclgraph.scheduler.scheduler import Scheduler
-from dist_aclgraph.topology import ParallelLayout
+from dist_aclgraph.topology import ParallelLayout, WorldRank
 
 
 @dataclass(frozen=True)
@@ -56,22 +58,35 @@ class SeenTraffic:
 class Engine:
     """Owns the loop, its sockets and their directory."""
 
-    def __init__(self, config: Config, num_workers: int, *, one_node: bool, host: str) -> None:
+    def __init__(
+        self,
+        config: Config,
+        world_ranks: Sequence[WorldRank],
+        workers: Sequence[Any],
+        *,
+        one_node: bool,
+        host: str,
+    ) -> None:
         """Open the step channel; workers may connect from now on."""
         leave_with_parent()
         self._config = config
-        self._num_workers = num_workers
-        self._directory = make_run_directory()
+        self._world_ranks = tuple(world_ranks)
+        self._directory = RunDirectory()
         self._host = host
         self._one_node = one_node
-        self._channel = StepSender(num_workers, self._directory if one_node else None, host)
+        self._channel = StepSender(
+            world_ranks,
+            self._directory.path if one_node else None,
+            host,
+            partial(ask_workers, workers),
+        )
         self._loop: EngineLoop | None = None
         self._thread: threading.Thread | None = None
 
     def rendezvous(self) -> str:
         """Return where the workers' HCCL world meets: a file on one node, else a port here."""
         if self._one_node:
-            return f"file://{self._directory}/rendezvous"
+            return f"file://{self._directory.path}/rendezvous"
         with socket.socket() as probe:
             probe.bind((self._host, 0))
             return f"tcp://{self._host}:{probe.getsockname()[1]}"
@@ -104,9 +119,13 @@ class Engine:
             tp=layout.tp,
             choose_exchange=settings.exchange.choose,
         )
-        address = f"ipc://{self._directory}/clients"
+        address = f"ipc://{self._directory.path}/clients"
         ranks = ChannelRanks(
-            self._channel, tuple(range(self._num_workers)), settings.epoch, self._check
+            self._channel,
+            self._world_ranks,
+            settings.epoch,
+            self._check,
+            pool_bytes=settings.report["pool_bytes"],
         )
         timeouts = config.timeouts
         self._loop = EngineLoop(
@@ -120,7 +139,7 @@ class Engine:
                 GraphTransaction(ranks, timeouts.negotiate_s, timeouts.capture_s),
                 settings.costs,
             ),
-            report=settings.report,
+            report=lambda: {**settings.report, "pool_bytes": ranks.pool_bytes},
         )
         # What exists now lives as long as the engine: collections need not look at it again.
         gc.collect()
@@ -149,12 +168,10 @@ class Engine:
         if self._loop is not None:
             self._loop.fail(reason)
 
-    def failure(self) -> str:
-        """Return why the group serves no more, or "" while it does."""
-        if self._loop is None or self._thread is None:
-            return ""
-        failure = self._loop.failure_now()
-        return failure if failure or self._thread.is_alive() else "the engine's loop has ended"
+    def wait_for_end(self) -> str:
+        """Return why the group serves no more, when that is so: the engine's death notice."""
+        assert self._loop is not None
+        return self._loop.wait_for_end()
 
     def report(self) -> dict[str, Any]:
         return self._loop.report() if self._loop is not None else {}
@@ -164,4 +181,4 @@ class Engine:
         if self._loop is not None and self._thread is not None:
             self._loop.stop()
             self._thread.join(timeout=self._config.timeouts.stop_s)
-        remove_run_directory(self._directory)
+        self._directory.remove()

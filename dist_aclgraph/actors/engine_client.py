@@ -175,18 +175,19 @@ class EngineClient:
             self._command(engine, Abort(request_id))
 
     def query(self, what: QueryKind, timeout_s: float = 5.0) -> list[dict[str, Any]]:
-        """Return one answer per engine, in the order of the addresses.
+        """Return one answer per living engine, in the order of the addresses.
 
         Raises:
-            EngineDeadError: an engine is dead or did not answer in time.
+            EngineDeadError: all engines are dead, or one did not answer in time.
         """
+        self.check()
         futures: list[Future[dict[str, Any]]] = []
         for engine in self._engines:
             query = Query(next(self._query_ids), what)
             future: Future[dict[str, Any]] = Future()
             with self._lock:
                 if engine.dead_because:
-                    raise EngineDeadError(engine.dead_because)
+                    continue
                 engine.queries[query.query_id] = future
             futures.append(future)
             self._command(engine, query)
@@ -197,11 +198,15 @@ class EngineClient:
             raise EngineDeadError(f"no answer to {what} within {timeout_s:g} s") from None
 
     def check(self) -> None:
-        """Raise EngineDeadError, with the cause, if any engine is dead."""
+        """Raise EngineDeadError, with the causes, if no engine is alive."""
+        losses = self.losses()
+        if len(losses) == len(self._engines) or not self._thread.is_alive():
+            raise EngineDeadError("; ".join(losses) or STOPPING)
+
+    def losses(self) -> list[str]:
+        """Return why engines are dead, one reason for each; the others serve on."""
         with self._lock:
-            reasons = [e.dead_because for e in self._engines if e.dead_because]
-        if reasons or not self._thread.is_alive():
-            raise EngineDeadError("; ".join(reasons) or STOPPING)
+            return [e.dead_because for e in self._engines if e.dead_because]
 
     @property
     def num_outstanding(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,7 @@ class EngineLoop:
 
     Args:
         changes: what becomes of the group's graphs while it serves.
-        report: what the controller knows of the ranks; part of every report.
+        report: what is known of the ranks; part of every report.
         step_timeout_s: a step that takes longer ends the epoch.
         turn_timeout_s: host work that takes longer between two waits is stuck. Waits have limits of
             their own.
@@ -72,7 +72,7 @@ class EngineLoop:
         step_timeout_s: float,
         turn_timeout_s: float,
         changes: GraphChanges,
-        report: dict[str, Any],
+        report: Callable[[], dict[str, Any]],
     ) -> None:
         self._scheduler = scheduler
         self._channel = channel
@@ -106,6 +106,12 @@ class EngineLoop:
 
     def stop(self) -> None:
         self._stopping = True
+
+    def wait_for_end(self) -> str:
+        """Wait until nothing is served any more, and return why."""
+        while not (reason := self.failure_now()) and not self._stopping:
+            time.sleep(IDLE_S)
+        return reason or STOPPING
 
     def change_plan(self, plan: GraphPlan, actions: Sequence[Action]) -> None:
         """Move to another graph plan, in quiet steps."""
@@ -282,14 +288,15 @@ class EngineLoop:
         """Counters and gauges of this group, for /metrics."""
         tokens = self._num_tokens
         counts = LoopCounts(tokens["prompt"], tokens["generation"], self._num_steps)
-        return group_metrics(self._scheduler, counts, dict(self._changes.costs), self._report)
+        return group_metrics(self._scheduler, counts, dict(self._changes.costs), self._report())
 
     def report(self) -> dict[str, Any]:
         """Plan, buckets with their counters, eager steps by reason, ranks: see ``LLM.report``."""
+        ranks_report = self._report()
         return {
-            **self._report,
+            **ranks_report,
             **group_report(self._scheduler, dict(self._changes.costs), self.step_seconds()),
-            "rollbacks": [*self._report.get("rollbacks", []), *self._changes.failures],
+            "rollbacks": [*ranks_report.get("rollbacks", []), *self._changes.failures],
             "metrics": self.metrics(),
             "timings_us": dict(self._timings_us),
         }

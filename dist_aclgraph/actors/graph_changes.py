@@ -20,6 +20,7 @@ from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.planning.lazy import LazyGraphs
 from dist_aclgraph.planning.plan import CaptureCost, CaptureFailure, GraphPlan
 from dist_aclgraph.planning.rebucketing import Action, Release
+from dist_aclgraph.topology import WorldRank
 
 STEPS_BETWEEN = 16  # so that no two captures delay the same tokens
 MAX_FAILURES = 100  # that are told of; a shape that always fails is tried for as long as we serve
@@ -28,12 +29,17 @@ PATIENCE_STEPS = 200  # a group that is never quiet changes its graphs all the s
 
 @dataclass
 class ChannelRanks:
-    """The ranks of a serving group, reached over its step channel."""
+    """The ranks of a serving group, reached over its step channel.
+
+    Attributes:
+        pool_bytes: that all graphs of a rank hold together, the most of any rank.
+    """
 
     channel: StepSender
-    ranks: tuple[int, ...]
+    ranks: tuple[WorldRank, ...]
     epoch: int
     check: Callable[[], None]
+    pool_bytes: int
     _num_commands: int = 0
 
     def carry_out(
@@ -51,7 +57,9 @@ class ChannelRanks:
         self._num_commands += 1
         command = GraphCommand(self.epoch, self._num_commands, action, graph, plan)
         self.channel.send(command)
-        return self.channel.receive_votes(command, timeout_s, self.check)
+        answers = self.channel.receive_votes(command, timeout_s, self.check)
+        self.pool_bytes = max(answer.pool_bytes for answer in answers)
+        return answers
 
 
 @dataclass

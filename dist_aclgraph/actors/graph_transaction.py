@@ -9,7 +9,7 @@ its streams, where its device counts them, and the pool's bytes are back where t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +22,10 @@ from dist_aclgraph.planning.plan import CaptureCost, CaptureFailure, GraphPlan
 class Ranks(Protocol):
     """All ranks of one lockstep group, as far as their graphs are concerned."""
 
-    ranks: tuple[int, ...]
+    @property
+    def ranks(self) -> Sequence[int]:
+        """World ranks."""
+        ...
 
     def carry_out(
         self,

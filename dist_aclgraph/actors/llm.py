@@ -16,6 +16,7 @@ from dist_aclgraph.actors.engine_client import Deployment, EngineClient, StartDe
 from dist_aclgraph.actors.messages import error_of
 from dist_aclgraph.config import Config, load_config
 from dist_aclgraph.errors import (
+    EngineDeadError,
     EngineUnavailableError,
     InvalidParameterError,
     RequestTooLongError,
@@ -138,6 +139,10 @@ class LLM:
                 if delta.request_id in running and self._advance(*running[delta.request_id], delta):
                     del running[delta.request_id]
                     client.abort(delta.request_id)  # no effect unless a stop string ended it
+        except EngineDeadError:
+            if self._deployment is not None:
+                self._deployment.check()  # may know of the cause
+            raise
         finally:
             for request_id in running:
                 client.abort(request_id)

@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -30,6 +31,7 @@ NAMESPACE = "dist_aclgraph"
 NPUS_OF_A_NODE = 8
 OBJECT_STORE_BYTES = 100 << 20  # the control plane needs none; this is what Ray accepts gladly
 RAYLET, PROXY = "raylet", "ray::ProxyActor"
+KILL_ROUNDS, KILL_PAUSE_S = 5, 0.2
 DAEMONS = {"gcs_server": "Ray's control store (GCS)", RAYLET: "Ray's node manager (raylet)"}
 RAYLET_VARIABLE = "RAY_RAYLET_PID"  # which Ray gives to all that a raylet starts
 
@@ -66,7 +68,10 @@ class LocalRay:
     def kill(self) -> None:
         """End all its processes now, whatever state they are in."""
         self._stopped.set()
-        processes.kill_all(self._workers() | set(self._daemons))
+        processes.kill_all(set(self._daemons))
+        for _ in range(KILL_ROUNDS):  # one that was just being started shows a moment later
+            processes.kill_all(self._workers())
+            time.sleep(KILL_PAUSE_S)
 
     def stop(self) -> None:
         """End it in order, or by force where it cannot be any more."""

@@ -29,6 +29,17 @@ class LockstepGroup:
     pool_bytes: int = 0
     lazy_capacity: int = 0
     loops: list[Any] = field(default_factory=list)
+    lost_because: str = ""  # its epoch is over; other groups serve on
+
+    @property
+    def captured(self) -> CaptureRecord:
+        assert self.record is not None
+        return self.record
+
+    @property
+    def name(self) -> str:
+        """For messages, e.g. ``the group of ranks 2, 3``."""
+        return f"the group of ranks {', '.join(map(str, self.workers.ranks))}"
 
 
 def group_report(group: LockstepGroup) -> dict[str, Any]:

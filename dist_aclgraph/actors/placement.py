@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 
 from dist_aclgraph.errors import PlacementError
 
@@ -66,13 +72,16 @@ def cluster_npus() -> dict[str, float]:
     }
 
 
-def reserve(request: BundleRequest, timeout_s: float) -> PlacementGroup:
+def reserve(request: BundleRequest, timeout_s: float, name: str) -> PlacementGroup:
     """Return a placement group that is ready.
+
+    Args:
+        name: by which ``release_all`` finds it.
 
     Raises:
         PlacementError: it was not ready in time; says what is available.
     """
-    group = placement_group(request.bundles, strategy=request.strategy)
+    group = placement_group(request.bundles, strategy=request.strategy, name=name)
     if not group.wait(timeout_seconds=timeout_s):
         available = {k: v for k, v in ray.available_resources().items() if k in ("NPU", "CPU")}
         remove_placement_group(group)
@@ -87,6 +96,16 @@ def reserve(request: BundleRequest, timeout_s: float) -> PlacementGroup:
 def release(group: PlacementGroup) -> None:
     """Give the bundles back; actors in them die."""
     remove_placement_group(group)
+
+
+def release_all(prefix: str) -> None:
+    """Give back the bundles of a deployment whose controller is gone, and could not do it itself.
+
+    Ray keeps them for as long as the job lives that the controller was part of.
+    """
+    for entry in placement_group_table().values():
+        if entry["name"].startswith(prefix) and entry["state"] != "REMOVED":
+            remove_placement_group(get_placement_group(entry["name"]))
 
 
 def actor_options(group: PlacementGroup, index: int, bundle: dict[str, float]) -> dict[str, Any]:

@@ -1,33 +1,57 @@
-"""A private directory for socket files: only this user may enter, and short enough for a socket."""
+"""A private directory for socket files: only this user may enter, and short enough for a socket.
+
+Its owner holds a lock in it for as long as it lives. A process id would not say whether that is so:
+several containers may share one temporary folder, and each counts its processes on its own.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
 from pathlib import Path
 
 PREFIX = "dist-aclgraph-"
+LOCK = "owner.lock"
 
 
-def make_run_directory() -> str:
-    """Return a new directory of mode 0700 in the system's temporary folder.
+class RunDirectory:
+    """Owns a new directory of mode 0700 in the system's temporary folder, and the lock in it.
 
-    Its name holds this process's id; directories of processes that are gone are removed first.
+    Directories whose owners are gone are removed first.
     """
-    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        if _owner_is_gone(path):
-            remove_run_directory(str(path))
-    return tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-")
+
+    def __init__(self) -> None:
+        for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+            _sweep(path)
+        self.path = tempfile.mkdtemp(prefix=PREFIX)
+        # Held before it gets its name: who sweeps must never find it free.
+        new = f"{self.path}/new"
+        self._lock = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        os.rename(new, f"{self.path}/{LOCK}")
+
+    def remove(self) -> None:
+        """Give it up. Idempotent."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
 
-def remove_run_directory(path: str) -> None:
-    shutil.rmtree(path, ignore_errors=True)
-
-
-def _owner_is_gone(path: Path) -> bool:
-    pid = path.name.removeprefix(PREFIX).partition("-")[0]
+def _sweep(path: Path) -> None:
+    """Remove a directory of ours whose lock nobody holds."""
     try:
-        return path.stat().st_uid == os.getuid() and not Path(f"/proc/{int(pid)}").exists()
-    except (OSError, ValueError):
-        return False
+        if path.stat().st_uid != os.getuid():
+            return
+        lock = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return  # not one of ours, or one that is just being made
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path, ignore_errors=True)
+    except BlockingIOError:
+        pass  # its owner lives
+    finally:
+        os.close(lock)

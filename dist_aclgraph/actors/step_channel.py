@@ -7,13 +7,16 @@ travel through Ray. Every message carries epoch and step; stale ones are dropped
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import zmq
 
-from dist_aclgraph.errors import WorkerLostError, WorkerStartTimeoutError
+from dist_aclgraph.actors.sockets import MAX_MESSAGE_BYTES, read_frame
+from dist_aclgraph.actors.standing import Ask, Places, judge
+from dist_aclgraph.errors import NotAMessageError, WorkerLostError, WorkerStartTimeoutError
 from dist_aclgraph.planning.commands import GraphAnswer, GraphCommand
 from dist_aclgraph.steps.step import (
     FromWorker,
@@ -25,9 +28,11 @@ from dist_aclgraph.steps.step import (
     from_worker_decoder,
     to_worker_decoder,
 )
+from dist_aclgraph.topology import GroupRank, WorldRank
 
-MAX_MESSAGE_BYTES = 64 << 20
 POLL_MS = 100  # how often a wait looks whether it should end
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,16 +59,31 @@ class Deadline:
         self.at_s = time.monotonic() + timeout_s
 
 
+def nobody_says(ranks: Sequence[GroupRank]) -> Places:
+    """The answers of ranks that cannot be asked."""
+    return dict.fromkeys(ranks)
+
+
 class StepSender:
     """The engine's end. Owns both sockets."""
 
-    def __init__(self, num_workers: int, directory: str | None, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        world_ranks: Sequence[WorldRank],
+        directory: str | None,
+        host: str = "127.0.0.1",
+        ask: Ask = nobody_says,
+    ) -> None:
         """Bind.
 
         Args:
+            world_ranks: of the group's workers, which answer with their ranks in the group.
             directory: where socket files go; None uses TCP on ``host``.
+            ask: where ranks stand that did not answer in time.
         """
-        self._num_workers = num_workers
+        self._world_ranks = tuple(world_ranks)
+        self._num_workers = len(world_ranks)
+        self._ask = ask
         self._context = zmq.Context(io_threads=1)
         self._plans = self._context.socket(zmq.XPUB)
         # Verbose: equal subscriptions of several workers are several messages, so they count.
@@ -122,7 +142,7 @@ class StepSender:
         Raises:
             WorkerLostError: a worker failed or did not answer in time; names the rank.
         """
-        results: dict[int, StepResult] = {}
+        results: dict[GroupRank, StepResult] = {}
         deadline = Deadline(timeout_s)
         while len(results) < self._num_workers:
             result = self._next(f"step {plan.step}", set(results), deadline, check)
@@ -131,8 +151,9 @@ class StepSender:
             if result.epoch != plan.epoch:
                 continue
             if result.error:
-                raise WorkerLostError(result.error, result.rank, "SERVING")
-            results[result.rank] = result
+                rank = self._world_ranks[result.rank]
+                raise WorkerLostError(result.error, rank, "SERVING")
+            results[GroupRank(result.rank)] = result
         return list(results.values())
 
     def receive_votes(
@@ -143,30 +164,40 @@ class StepSender:
         Raises:
             WorkerLostError: a worker did not answer in time; names the rank.
         """
-        votes: dict[int, GraphAnswer] = {}
+        votes: dict[GroupRank, GraphAnswer] = {}
         deadline = Deadline(timeout_s)
         while len(votes) < self._num_workers:
             vote = self._next(f"'{command}'", set(votes), deadline, check)
             if not isinstance(vote, GraphAnswer) or vote.number != command.number:
                 continue
             if vote.epoch == command.epoch:
-                votes[vote.rank] = vote
+                votes[GroupRank(vote.rank)] = vote
         return [votes[rank] for rank in sorted(votes)]
 
     def _next(
-        self, what: str, answered: set[int], deadline: Deadline, check: Callable[[], None]
+        self, what: str, answered: set[GroupRank], deadline: Deadline, check: Callable[[], None]
     ) -> FromWorker:
-        while not self._results.poll(POLL_MS):
-            check()
-            if time.monotonic() > deadline.at_s:
-                missing = sorted(set(range(self._num_workers)) - answered)
-                ranks = ", ".join(str(rank) for rank in missing)
-                raise WorkerLostError(
-                    f"{what} was not answered by rank {ranks} within {deadline.timeout_s:g} s",
-                    missing[0],
-                    "SERVING",
-                )
-        return from_worker_decoder.decode(self._results.recv())
+        while True:
+            while not self._results.poll(POLL_MS):
+                check()
+                if time.monotonic() > deadline.at_s:
+                    raise self._silence(what, answered, deadline.timeout_s)
+            try:
+                message = read_frame(from_worker_decoder, self._results.recv())
+            except NotAMessageError as e:
+                logger.warning("dropped: %s", e)
+                continue
+            if 0 <= message.rank < self._num_workers:
+                return message
+
+    def _silence(self, what: str, answered: set[GroupRank], timeout_s: float) -> WorkerLostError:
+        missing = [r for r in map(GroupRank, range(self._num_workers)) if r not in answered]
+        verdict = judge(self._world_ranks, self._ask(missing))
+        return WorkerLostError(
+            f"{what} was not answered by {verdict.silent} within {timeout_s:g} s: {verdict.where}",
+            verdict.rank,
+            "SERVING",
+        )
 
     def close(self, epoch: int) -> None:
         """Tell workers to leave their loop, and close the sockets."""
@@ -204,11 +235,14 @@ class StepReceiver:
     def receive(self, epoch: int) -> StepPlan | GraphCommand | None:
         """Return the next plan or command of ``epoch``, or None when the engine shuts down.
 
-        Raises:
-            msgspec.ValidationError: the message is not one of ours.
+        What is no message is dropped.
         """
         while True:
-            message = to_worker_decoder.decode(self._plans.recv())
+            try:
+                message = read_frame(to_worker_decoder, self._plans.recv())
+            except NotAMessageError as e:
+                logger.warning("dropped: %s", e)
+                continue
             if message.epoch == epoch:
                 return None if isinstance(message, Shutdown) else message
 

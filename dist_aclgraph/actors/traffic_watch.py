@@ -10,13 +10,11 @@ from ray.exceptions import RayError
 
 from dist_aclgraph.actors.engine import SeenTraffic
 from dist_aclgraph.actors.lockstep_group import LockstepGroup
-from dist_aclgraph.config import Config
-from dist_aclgraph.planning.buckets import GraphFamily
-from dist_aclgraph.planning.budget import BudgetModel
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.plan import GraphPlan
-from dist_aclgraph.planning.rebucketing import Release, choose_again, reunite
-from dist_aclgraph.planning.traffic import Traffic, fade, merge
+from dist_aclgraph.planning.planner import Planner
+from dist_aclgraph.planning.rebucketing import Release, reunite
+from dist_aclgraph.planning.traffic import TrafficHistory
 
 ANSWER_S = 10.0
 
@@ -33,19 +31,10 @@ def _slowest(seen: Sequence[SeenTraffic]) -> dict[BatchDescriptor, float]:
 class TrafficWatch:
     """Owns the traffic seen by groups that share one plan, and asks them to change it."""
 
-    def __init__(
-        self,
-        config: Config,
-        groups: Sequence[LockstepGroup],
-        families: Sequence[GraphFamily],
-        budget_model: BudgetModel,
-    ) -> None:
-        self._config = config.graph
-        self._groups = groups
-        self._families = families
-        self._budget_model = budget_model
-        self._traffic = Traffic()
-        self._looked_s = time.monotonic()
+    def __init__(self, planner: Planner, groups: Sequence[LockstepGroup]) -> None:
+        self._planner = planner
+        self._groups = list(groups)
+        self._history = TrafficHistory(planner.config.graph, time.monotonic())
 
     def look(self, now_s: float) -> None:
         """Where it is time, take the traffic in, and move to a better plan if there is one.
@@ -53,17 +42,17 @@ class TrafficWatch:
         Groups that are still changing their plan are left alone; those that hold different ones,
         because a capture failed on some, come to one again.
         """
-        elapsed_s = now_s - self._looked_s
-        if not self._config.rebucket_s or elapsed_s < self._config.rebucket_s:
+        if not self._history.is_due(now_s):
             return
-        self._looked_s = now_s
+        self._groups = [group for group in self._groups if not group.lost_because]
+        if not self._groups:
+            return
         try:
             asked = [group.engine.take_traffic.remote() for group in self._groups]
             seen: list[SeenTraffic] = ray.get(asked, timeout=ANSWER_S)
         except RayError:
             return  # the watcher will hear of it
-        faded = fade(self._traffic, elapsed_s, self._config.traffic_half_life_s)
-        self._traffic = merge([faded, *(group.traffic for group in seen)])
+        traffic = self._history.take([group.traffic for group in seen], now_s)
         plans = [group.plan for group in seen if group.plan is not None]
         if len(plans) < len(seen):
             return
@@ -71,15 +60,8 @@ class TrafficWatch:
         if any(other != plan for other in plans):
             self._reunite(plans)
             return
-        change = choose_again(
-            plan,
-            self._traffic,
-            [offer for group in self._groups for offer in group.offers],
-            _slowest(seen),
-            self._families,
-            self._budget_model,
-            self._config,
-        )
+        offers = [offer for group in self._groups for offer in group.offers]
+        change = self._planner.choose_again(plan, traffic, offers, _slowest(seen))
         if change is not None:
             for group in self._groups:
                 group.engine.change_plan.remote(*change)

@@ -30,7 +30,7 @@ from dist_aclgraph.planning.plan import CaptureCost, GraphPlan
 from dist_aclgraph.shapes.model_facts import read_model_facts
 from dist_aclgraph.shapes.model_spec import ModelSpec, read_model_spec
 from dist_aclgraph.steps.step import StepPlan, StepResult
-from dist_aclgraph.topology import ParallelLayout
+from dist_aclgraph.topology import NO_RANK, GroupRank, ParallelLayout, WorldRank
 
 if TYPE_CHECKING:
     from dist_aclgraph.device.npu import Npu
@@ -58,7 +58,7 @@ class Worker:
     def __init__(self, config: Config, epoch: int) -> None:
         self._config = config
         self._epoch = epoch
-        self._rank = -1
+        self._rank = NO_RANK
         self._phase = "PLACING"
         self._last_step = -1
         self._progress = (0, 0)  # layers loaded, layers in all
@@ -100,12 +100,11 @@ class Worker:
             npu_ids=visible_devices() or (),
         )
 
-    def join(self, rank: int, group_rank: int, group_size: int, rendezvous: str) -> str:
+    def join(self, rank: WorldRank, group_rank: GroupRank, group_size: int, rendezvous: str) -> str:
         """Open the device and join the lockstep group; return the device in plain words.
 
         Args:
-            rank: world rank.
-            group_rank, group_size: place in the lockstep group.
+            group_rank, group_size: place in the lockstep group; answers carry it.
         """
         from dist_aclgraph.comm.groups import join_lockstep_group, make_groups
         from dist_aclgraph.device.npu import open_npu
@@ -257,6 +256,7 @@ class Worker:
             cost=cost,
             free_streams=self._runner.free_streams,
             live_bytes=self._runner.pool_memory.live_bytes,
+            pool_bytes=self._runner.pool_memory.total_bytes,
         )
 
     def _move(self, command: GraphCommand) -> CaptureCost | None:

@@ -13,6 +13,7 @@ from ray.util.placement_group import PlacementGroup
 
 from dist_aclgraph.actors import placement
 from dist_aclgraph.actors.ray_errors import of_worker
+from dist_aclgraph.actors.standing import Places, judge
 from dist_aclgraph.actors.worker import Worker, WorkerInfo
 from dist_aclgraph.config import Config
 from dist_aclgraph.environment import child_environment
@@ -24,8 +25,10 @@ from dist_aclgraph.errors import (
 from dist_aclgraph.planning.commands import GraphAction, GraphAnswer, GraphCommand
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.plan import GraphPlan
+from dist_aclgraph.topology import GroupRank, WorldRank
 
 PEERS_OF_A_FAILURE_S = 5.0  # how long ranks are waited for once one of them has failed
+
 ASK_S = 2.0  # limit of asking ranks where they stand
 
 
@@ -40,7 +43,7 @@ class WorkerGroup:
         infos: where each landed.
     """
 
-    ranks: tuple[int, ...]
+    ranks: tuple[WorldRank, ...]
     workers: list[Any]
     bundles: PlacementGroup
     infos: list[WorkerInfo] = field(default_factory=list)
@@ -97,39 +100,32 @@ class WorkerGroup:
         silent: Sequence[int],
         failed: GraphAnswer | None,
     ) -> DistAclGraphError:
-        """The error for workers that did not answer: theirs, or of the rank that they wait for.
-
-        A rank that waits for its device may wait for its peers in a collective. One that is stuck
-        elsewhere, or does not even say where it stands, is the one to blame.
-        """
-        names = ", ".join(str(self.ranks[i]) for i in silent)
+        """The error for workers that did not answer: theirs, or of the rank that they wait for."""
+        verdict = judge(self.ranks, ask_workers(self.workers, [GroupRank(i) for i in silent]))
         if failed is not None:
             return WorkerLostError(
-                f"{method} failed, and rank {names} did not come back from it: {failed.message}",
-                failed.rank,
+                f"{method} failed, and {verdict.silent} did not come back from it: "
+                f"{failed.message}",
+                self.ranks[failed.rank],
                 phase,
             )
-        places = self._ask(silent)
-        blamed = [i for i in silent if (place := places[i]) is None or not place["waits"]] or silent
-        doing = next((place["doing"] for place in places.values() if place and place["doing"]), "")
-        where = "; ".join(f"rank {self.ranks[i]} {_standing(places[i])}" for i in silent)
         return WorkerStartTimeoutError(
-            f"{doing or method} was not answered by rank {names} within {timeout_s:g} s: {where}",
-            self.ranks[blamed[0]] if len(blamed) == 1 else -1,
+            f"{verdict.doing or method} was not answered by {verdict.silent} within "
+            f"{timeout_s:g} s: {verdict.where}",
+            verdict.rank,
             phase,
         )
 
-    def _ask(self, indices: Sequence[int]) -> dict[int, dict[str, Any] | None]:
-        """Return where workers stand, asked on their control threads; None for no answer."""
-        refs = {i: self.workers[i].ping.remote() for i in indices}
-        ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=ASK_S)
-        places: dict[int, dict[str, Any] | None] = {}
-        for i, ref in refs.items():
-            try:
-                places[i] = ray.get(ref) if ref in ready else None
-            except RayError:
-                places[i] = None
-        return places
+    def find_out(self, timeout_s: float) -> None:
+        """Learn where the workers landed, and give neighbouring ranks to neighbouring NPUs.
+
+        Raises:
+            WorkerStartTimeoutError, WorkerLostError: a worker did not come up.
+        """
+        infos = self.call("describe", "PLACING", timeout_s)
+        order = sorted(range(len(infos)), key=lambda i: (infos[i].node_id, infos[i].npu_ids, i))
+        self.workers = [self.workers[i] for i in order]
+        self.infos = [infos[i] for i in order]
 
     def carry_out(
         self,
@@ -153,8 +149,8 @@ class WorkerGroup:
 
     def progress(self) -> list[dict[str, Any]]:
         """Return where those workers stand that say so."""
-        places = self._ask(range(len(self.workers))).values()
-        return [place for place in places if place is not None]
+        places = ask_workers(self.workers, [GroupRank(i) for i in range(len(self.workers))])
+        return [place for place in places.values() if place is not None]
 
     def kill(self) -> None:
         """End all workers now; a hung one too."""
@@ -172,12 +168,6 @@ def _has_failed(answer: Any) -> bool:
     return isinstance(answer, GraphAnswer) and answer.failure is not None
 
 
-def _standing(place: dict[str, Any] | None) -> str:
-    if place is None:
-        return "does not say where it stands"
-    return "waits for its device" if place["waits"] else "is stuck on its host"
-
-
 def fetch(ref: Any, rank: int, phase: str) -> Any:
     """Return the value of a finished call, with Ray's errors as ours.
 
@@ -191,17 +181,19 @@ def fetch(ref: Any, rank: int, phase: str) -> Any:
         raise of_worker(e, rank, phase) from None
 
 
-def start_group(
-    config: Config, ranks: Sequence[int], epoch: int, *, is_emulated: bool
+def place_group(
+    config: Config, ranks: Sequence[int], epoch: int, *, is_emulated: bool, deployment: str
 ) -> WorkerGroup:
-    """Place and start the workers of one group; describe where they landed.
+    """Place and start the workers of one group; ``find_out`` waits for them.
+
+    Args:
+        deployment: its name, with which that of the placement group begins.
 
     Raises:
         PlacementError: no room.
-        WorkerStartTimeoutError, WorkerLostError: a worker did not come up.
     """
     request = placement.plan_bundles(len(ranks), placement.cluster_npus(), is_emulated=is_emulated)
-    bundles = placement.reserve(request, config.timeouts.place_s)
+    bundles = placement.reserve(request, config.timeouts.place_s, f"{deployment}/{ranks[0]}")
     actor = ray.remote(concurrency_groups={"control": 1}, max_restarts=0)(Worker)
     environment = {"env_vars": child_environment(config)}
     workers = [
@@ -211,21 +203,17 @@ def start_group(
         ).remote(config, epoch)
         for index in range(len(ranks))
     ]
-    group = WorkerGroup(tuple(ranks), workers, bundles)
-    try:
-        group.infos = group.call("describe", "PLACING", config.timeouts.place_s)
-    except DistAclGraphError:
-        group.kill()
-        raise
-    _order_by_place(group)
-    return group
+    return WorkerGroup(tuple(map(WorldRank, ranks)), workers, bundles)
 
 
-def _order_by_place(group: WorkerGroup) -> None:
-    """Give neighbouring ranks to neighbouring NPUs: by node, then by physical id."""
-    order = sorted(
-        range(len(group.workers)),
-        key=lambda i: (group.infos[i].node_id, group.infos[i].npu_ids, i),
-    )
-    group.workers = [group.workers[i] for i in order]
-    group.infos = [group.infos[i] for i in order]
+def ask_workers(workers: Sequence[Any], ranks: Sequence[GroupRank]) -> Places:
+    """Return where workers stand, asked on their control threads."""
+    refs = {rank: workers[rank].ping.remote() for rank in ranks}
+    ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=ASK_S)
+    places: dict[GroupRank, dict[str, Any] | None] = {}
+    for rank, ref in refs.items():
+        try:
+            places[rank] = ray.get(ref) if ref in ready else None
+        except RayError:
+            places[rank] = None
+    return places

@@ -120,10 +120,15 @@ class Npu:
         return Memory(free_bytes=free, total_bytes=total)
 
     def synchronize(self) -> None:
+        with self.waiting(), translated("synchronizing the device"):
+            runtime().synchronize()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Have other threads know, meanwhile, that the host waits for the device."""
         self.is_waiting = True
         try:
-            with translated("synchronizing the device"):
-                runtime().synchronize()
+            yield
         finally:
             self.is_waiting = False
 

@@ -133,7 +133,8 @@ class StepOutput:
             self._tally.copy_(tally, non_blocking=True)
         self._ready.record(self._stream)
         while_waiting(self._ready.query)
-        self._ready.synchronize()
+        with self._npu.waiting():
+            self._ready.synchronize()
         chosen = self._tokens[:num_places].numpy()
         counts = np.ones(num_samples, np.int32)
         if accepted is not None:

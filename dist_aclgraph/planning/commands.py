@@ -47,6 +47,7 @@ class GraphAnswer(msgspec.Struct, frozen=True, tag="graph_answer"):
         cost: of a capture.
         free_streams: that the device can still give; None where its count does not follow graphs.
         live_bytes: of the graph pool, that something holds.
+        pool_bytes: of the graph pool, in all.
     """
 
     epoch: int
@@ -58,3 +59,4 @@ class GraphAnswer(msgspec.Struct, frozen=True, tag="graph_answer"):
     cost: CaptureCost = CaptureCost()
     free_streams: int | None = None
     live_bytes: int = 0
+    pool_bytes: int = 0

@@ -124,20 +124,16 @@ class Planner:
             capacity,
         )
 
-    def reserved_bytes(
-        self, plan: GraphPlan, offer: StreamOffer, offers: Sequence[StreamOffer]
-    ) -> int:
-        """Return what graphs take of one rank's memory: those of a plan, and lazy ones.
+    def reserved_bytes(self, plan: GraphPlan, offers: Sequence[StreamOffer]) -> dict[int, int]:
+        """Return by rank what graphs take of its memory: those of a plan, and lazy ones.
 
         Args:
-            offer: the rank's.
             offers: all that the plan was negotiated over.
         """
-        model = self.budget_model
         # What has no room now is not kept room for: it would leave none for the cache.
-        lazy, _ = fit_memory(self.lazy_families if plan.families else (), offers, model)
+        lazy, _ = fit_memory(self.lazy_families if plan.families else (), offers, self.budget_model)
         everything = msgspec.structs.replace(plan, families=(*plan.families, *lazy))
-        return pool_bytes(everything, offer, model)
+        return {offer.rank: pool_bytes(everything, offer, self.budget_model) for offer in offers}
 
     def choose_again(
         self,

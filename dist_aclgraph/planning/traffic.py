@@ -6,6 +6,7 @@ and the clock is an argument.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -98,3 +99,31 @@ def _with_prior(seen: Mapping[int, float], family: GraphFamily) -> dict[int, flo
         tokens: seen.get(tokens, 0.0) + share * unseen.get(tokens, 0.0)
         for tokens in sorted({*seen, *unseen})
     }
+
+
+class TrafficHistory:
+    """Owns the traffic that was seen, old steps faded, and when it was looked at last.
+
+    Args:
+        now_s: a clock's time, in seconds, as in all methods.
+    """
+
+    def __init__(self, config: GraphConfig, now_s: float) -> None:
+        self._config = config
+        self._traffic = Traffic()
+        self._looked_s = now_s
+
+    @property
+    def next_look_s(self) -> float:
+        """When it is time to look at the traffic again; never is infinity."""
+        return self._looked_s + (self._config.rebucket_s or math.inf)
+
+    def is_due(self, now_s: float) -> bool:
+        return now_s >= self.next_look_s
+
+    def take(self, seen: Sequence[Traffic], now_s: float) -> Traffic:
+        """Add what was seen since the last time; return all of it."""
+        faded = fade(self._traffic, now_s - self._looked_s, self._config.traffic_half_life_s)
+        self._looked_s = now_s
+        self._traffic = merge([faded, *seen])
+        return self._traffic

@@ -25,7 +25,7 @@ from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.lazy import LazyGraphs
 from dist_aclgraph.planning.plan import CaptureCost, GraphPlan
 from dist_aclgraph.planning.planner import NegotiatedPlan
-from dist_aclgraph.planning.traffic import Traffic, fade, merge
+from dist_aclgraph.planning.traffic import Traffic, TrafficHistory
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.simulate.deployment import AssumedDeployment, distinct
@@ -103,13 +103,11 @@ class SimulatedGroup:
         shares_plan_with: int = 1,
     ) -> None:
         config = deployment.config
-        self._config = config.graph
         self._deployment = deployment
         self._times = times
         self._offers = _probed(deployment, distinct(negotiated.offers))
         self._weight = shares_plan_with
-        self._traffic = Traffic()
-        self._looked_s = 0.0
+        self._history = TrafficHistory(config.graph, 0.0)
         self._is_unseen = False  # whether steps ran since the last look
         self.clock_s = 0.0
         self.tally = Tally()
@@ -220,8 +218,8 @@ class SimulatedGroup:
         """Let time pass without a request, up to whatever comes first."""
         if is_changed or self.changes.is_changing:
             until_s = min(until_s, self.clock_s + IDLE_POLL_S)
-        elif self._is_unseen and self._config.rebucket_s:
-            until_s = min(until_s, max(self.clock_s, self._looked_s + self._config.rebucket_s))
+        elif self._is_unseen:
+            until_s = min(until_s, max(self.clock_s, self._history.next_look_s))
         self.clock_s = until_s
 
     # ---- graphs
@@ -251,18 +249,16 @@ class SimulatedGroup:
 
     def _look_again(self) -> None:
         """Where it is time, choose the buckets again, as the controller does."""
-        elapsed_s, config = self.clock_s - self._looked_s, self._config
-        if not config.rebucket_s or elapsed_s < config.rebucket_s:
+        if not self._history.is_due(self.clock_s):
             return
-        self._looked_s = self.clock_s
         self._is_unseen = False
         seen = _times(self.dispatcher.take_traffic(), self._weight)
-        self._traffic = merge([fade(self._traffic, elapsed_s, config.traffic_half_life_s), seen])
+        traffic = self._history.take([seen], self.clock_s)
         if self.changes.is_changing:
             return
         change = self._deployment.planner.choose_again(
             self.dispatcher.plan,
-            self._traffic,
+            traffic,
             self._offers,
             {g: self._times.step_s(g.num_tokens, g.mode) for g in self.dispatcher.replays},
         )

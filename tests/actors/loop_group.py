@@ -69,7 +69,7 @@ class Group:
     ) -> None:
         self.ranks = tuple(range(dp * tp))
         self.later: list[RawClient] = []  # closed with the group
-        channel = StepSender(len(self.ranks), str(directory))
+        channel = StepSender(self.ranks, str(directory))
         self._fail_at, self._lose_at, self._tp = fail_at, lose_at, tp
         self._num_drafts, self._num_blocks = num_drafts, num_blocks
         self._stall_at, self._stall_s = stall_at, stall_s
@@ -101,7 +101,7 @@ class Group:
             step_timeout_s=STEP_S,
             turn_timeout_s=turn_s,
             changes=GraphChanges(dispatcher, GraphTransaction(self, WAIT_S, WAIT_S), {}),
-            report={},
+            report=dict,
         )
         self.thread = threading.Thread(target=self.loop.run, daemon=True)
         self.thread.start()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dist_aclgraph.actors import processes
 from dist_aclgraph.errors import EngineDeadError
 from tests.actors.leftovers import (
     assert_all_npus_are_free,
@@ -108,6 +109,111 @@ def test_a_stalled_worker_ends_requests_in_bounded_time(checkpoint: Path) -> Non
             assert "was not answered by rank 0, 1" in answer.error
     assert_processes_are_gone(pids)
     assert_all_npus_are_free()
+
+
+@pytest.mark.parametrize("step_s", [4.0, 600.0])
+def test_a_stopped_rank_is_blamed_and_not_its_peers(checkpoint: Path, step_s: float) -> None:
+    """By the step's deadline, or by the heartbeat where that comes first."""
+    config = make_deployment_config(
+        checkpoint,
+        parallel={"tp": 2},
+        graph={"mode": "NONE"},
+        timeouts={"step_s": step_s, "stop_s": 2.0, "link_s": 5.0},
+    )
+    with serving(config) as service:
+        pids = worker_pids(service)
+        answers = submit_some(service)
+        assert all(answer.began.wait(30) for answer in answers)
+
+        os.kill(pids[0], signal.SIGSTOP)
+
+        for answer in answers:
+            assert answer.ended.wait(60)
+            assert answer.error.startswith("rank 0 in SERVING"), answer.error
+        wait_until(lambda: is_dead(service), "the client does not know")
+        assert_processes_are_gone(pids)
+
+
+def test_the_death_of_a_group_is_its_own(checkpoint: Path) -> None:
+    with serving(make_deployment_config(checkpoint, parallel={"dp": 2})) as service:
+        report = service.report()
+        pids = [group["ranks"][0]["pid"] for group in (report, *report["groups"])]
+        answers = submit_some(service, 6)
+        assert all(answer.began.wait(30) for answer in answers)
+
+        os.kill(pids[1], signal.SIGKILL)
+
+        for answer in answers:
+            assert answer.ended.wait(30)
+        lost = [answer for answer in answers if answer.error]
+        assert len(lost) == 3
+        assert all("rank 1 in SERVING" in answer.error for answer in lost)
+        service.generate(make_prompts([20] * 3), greedy_params(10), "again")
+        service.client.check()
+        service.deployment.check()
+        [loss] = service.client.losses()
+        assert "rank 1" in loss
+        wait_until(lambda: bool(service.report()["lost_groups"]), "the controller does not know")
+        [loss] = service.report()["lost_groups"]
+        assert loss.startswith("the group of ranks 1: rank 1 in SERVING")
+
+        os.kill(pids[0], signal.SIGKILL)
+
+        wait_until(lambda: is_dead(service), "the client does not know")
+        with pytest.raises(EngineDeadError, match=r"rank 0.*rank 1"):
+            service.deployment.check()
+        assert_processes_are_gone(pids)
+    assert_all_npus_are_free()
+
+
+def test_a_killed_engine_ends_its_requests_and_leaves_nothing(checkpoint: Path) -> None:
+    with serving(make_deployment_config(checkpoint, timeouts={"link_s": 60.0})) as service:
+        pids = worker_pids(service)
+        answers = submit_some(service)
+        assert all(answer.began.wait(30) for answer in answers)
+        [engine] = siblings_of(pids[0], "ray::Engine")
+
+        os.kill(engine, signal.SIGKILL)
+
+        for answer in answers:
+            assert answer.ended.wait(20)
+            assert "its process is gone" in answer.error
+        wait_until(lambda: not serves(service), "the controller does not know")
+        assert_processes_are_gone([engine, *pids])
+
+
+def test_a_killed_controller_takes_everything_with_it(checkpoint: Path) -> None:
+    with serving(make_deployment_config(checkpoint)) as service:
+        pids = worker_pids(service)
+        answers = submit_some(service)
+        assert all(answer.began.wait(30) for answer in answers)
+        [engine] = siblings_of(pids[0], "ray::Engine")
+        [controller] = siblings_of(pids[0], "ray::Controller")
+
+        os.kill(controller, signal.SIGKILL)
+
+        for answer in answers:
+            assert answer.ended.wait(20)
+        with pytest.raises(EngineDeadError, match="the controller: the process"):
+            service.deployment.check()
+        assert_processes_are_gone([engine, *pids])
+    assert_all_npus_are_free()
+
+
+def siblings_of(pid: int, name: str) -> list[int]:
+    """Actors of a class, which Ray has started beside the one with this process id."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    parent = int(status.partition("PPid:")[2].split()[0])
+    # The kernel keeps 15 characters of a name.
+    return [p for p in processes.children(parent) if processes.name_of(p) == name[:15]]
+
+
+def serves(service: Serving) -> bool:
+    try:
+        service.deployment.check()
+    except EngineDeadError:
+        return False
+    return True
 
 
 def test_shutting_down_in_the_middle_of_requests_ends_them(checkpoint: Path) -> None:

@@ -3,13 +3,15 @@ from __future__ import annotations
 import itertools
 import os
 import stat
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
 from dist_aclgraph.actors.placement import plan_bundles
-from dist_aclgraph.actors.run_directory import make_run_directory, remove_run_directory
+from dist_aclgraph.actors.run_directory import RunDirectory
 from dist_aclgraph.actors.state import TRANSITIONS, IllegalTransitionError, State, advance
 from dist_aclgraph.errors import PlacementError
 
@@ -83,39 +85,44 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_run_directory_is_private(temporary: Path) -> None:
-    path = make_run_directory()
+    directory = RunDirectory()
 
-    assert stat.S_IMODE(os.stat(path).st_mode) == 0o700
+    assert stat.S_IMODE(os.stat(directory.path).st_mode) == 0o700
+    directory.remove()
 
 
 def test_directories_of_dead_owners_are_swept(temporary: Path) -> None:
-    dead = temporary / f"dist-aclgraph-{_unused_pid()}-x"
-    (dead / "inside").mkdir(parents=True)
+    make = "from dist_aclgraph.actors.run_directory import RunDirectory as R; print(R().path)"
+    dead = subprocess.run(
+        [sys.executable, "-c", make],
+        env={**os.environ, "TMPDIR": str(temporary)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    assert Path(dead).is_dir()
 
-    make_run_directory()
+    RunDirectory().remove()
 
-    assert not dead.exists()
+    assert not Path(dead).exists()
 
 
-def test_directories_of_living_owners_and_of_others_stay(temporary: Path) -> None:
-    mine = Path(make_run_directory())
+def test_directories_of_living_owners_stay_whatever_their_process_ids(temporary: Path) -> None:
+    mine = RunDirectory()  # as one of another container: its name says nothing of processes
     foreign = temporary / "dist-aclgraph-notes"
     foreign.mkdir()
 
-    make_run_directory()
+    RunDirectory().remove()
 
-    assert mine.exists()
+    assert Path(mine.path).exists()
     assert foreign.exists()
+    mine.remove()
 
 
 def test_removing_a_run_directory_twice_is_fine(temporary: Path) -> None:
-    path = make_run_directory()
+    directory = RunDirectory()
 
-    remove_run_directory(path)
-    remove_run_directory(path)
+    directory.remove()
+    directory.remove()
 
-    assert not Path(path).exists()
-
-
-def _unused_pid() -> int:
-    return next(pid for pid in range(400_000, 4_000_000) if not Path(f"/proc/{pid}").exists())
+    assert not Path(directory.path).exists()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 import msgpack
 import numpy as np
 import pytest
+import zmq
 
 from dist_aclgraph.actors.step_channel import StepReceiver, StepSender
 from dist_aclgraph.errors import WorkerLostError, WorkerStartTimeoutError
@@ -23,6 +25,7 @@ from dist_aclgraph.steps.step import (
 )
 
 WAIT_S = 5.0
+NUM_JUNK = int(os.environ.get("DIST_ACLGRAPH_JUNK", "2000"))
 EPOCH = 3
 
 Serve = Callable[[StepReceiver, int], None]
@@ -38,7 +41,7 @@ class Channel:
     """A sender, and receivers on threads that run ``serve`` until they are told to leave."""
 
     def __init__(self, directory: str | None, num_workers: int, serve: Serve) -> None:
-        self.sender = StepSender(num_workers, directory)
+        self.sender = StepSender(range(4, 4 + num_workers), directory)
         self.threads = [
             threading.Thread(target=self._work, args=(rank, serve), daemon=True)
             for rank in range(num_workers)
@@ -137,10 +140,60 @@ def test_a_silent_worker_is_named(open_channel: Callable[..., Channel], tmp_path
     sender = open_channel(str(tmp_path), 3, serve).sender
     sender.send(make_plan())
 
-    with pytest.raises(WorkerLostError, match="rank 1 within") as caught:
+    with pytest.raises(WorkerLostError, match="rank 5 within") as caught:
         sender.receive(make_plan(), 0.3, lambda: None)
 
-    assert caught.value.rank == 1
+    assert caught.value.rank == 5
+
+
+def test_of_silent_workers_the_one_is_named_that_says_nothing(tmp_path: Path) -> None:
+    standing = {0: {"waits": True, "doing": ""}, 1: None, 2: {"waits": True, "doing": ""}}
+    sender = StepSender((4, 5, 6), str(tmp_path), ask=lambda ranks: {r: standing[r] for r in ranks})
+
+    with pytest.raises(WorkerLostError, match="rank 5 does not say where it stands") as caught:
+        sender.receive(make_plan(), 0.2, lambda: None)
+
+    assert caught.value.rank == 5
+    assert "not answered by rank 4, 5, 6" in str(caught.value)
+    sender.close(EPOCH)
+
+
+def test_junk_among_results_harms_nobody(
+    open_channel: Callable[..., Channel], tmp_path: Path
+) -> None:
+    sender = open_channel(str(tmp_path), 1, acknowledge).sender
+    context = zmq.Context()
+    stranger = context.socket(zmq.PUSH)
+    stranger.connect(sender.address.results)
+    junk = (b"", b"\x81\xa4type\xa4\xff\xfe", b"\x91" * 10_000, encoder.encode({"type": "result"}),
+            encoder.encode(StepResult(EPOCH, 1, 99)))  # fmt: skip
+    thread = threading.Thread(
+        target=lambda: [stranger.send(junk[i % len(junk)]) for i in range(NUM_JUNK)]
+    )
+    thread.start()
+
+    for step in range(1, 50):
+        sender.send(make_plan(step))
+        assert sender.receive(make_plan(step), 60.0, lambda: None)[0].step == step
+    while thread.is_alive():
+        sender.send(make_plan(50))
+        sender.receive(make_plan(50), 60.0, lambda: None)
+    thread.join()
+    context.destroy(linger=0)
+
+
+def test_junk_among_plans_harms_nobody(tmp_path: Path) -> None:
+    sender = StepSender((0,), str(tmp_path))
+    receiver = StepReceiver(sender.address)
+    sender.wait_for_workers(WAIT_S, lambda: None)
+    for junk in (b"", b"\x81\xa4type\xa4\xff\xfe", b"\x91" * 10_000):
+        sender._plans.send(junk)
+
+    sender.send(make_plan())
+
+    assert receiver.receive(EPOCH) == make_plan()
+    receiver.close()
+    sender.close(EPOCH)
 
 
 def test_a_worker_that_reports_an_error_is_named(
@@ -153,7 +206,7 @@ def test_a_worker_that_reports_an_error_is_named(
     sender = open_channel(str(tmp_path), 1, fail).sender
     sender.send(make_plan())
 
-    with pytest.raises(WorkerLostError, match="rank 0 in SERVING: no luck"):
+    with pytest.raises(WorkerLostError, match="rank 4 in SERVING: no luck"):
         sender.receive(make_plan(), WAIT_S, lambda: None)
 
 
@@ -175,7 +228,7 @@ def test_a_wait_ends_when_the_caller_says_so(
 
 
 def test_workers_that_do_not_come_are_counted(tmp_path: Path) -> None:
-    sender = StepSender(2, str(tmp_path))
+    sender = StepSender((0, 1), str(tmp_path))
 
     with pytest.raises(WorkerStartTimeoutError, match="0 of 2"):
         sender.wait_for_workers(0.2, lambda: None)
@@ -186,9 +239,7 @@ def test_workers_that_do_not_come_are_counted(tmp_path: Path) -> None:
 def test_a_tcp_client_without_the_keys_gets_nothing() -> None:
     import dataclasses
 
-    import zmq
-
-    sender = StepSender(1, None)
+    sender = StepSender((0,), None)
     stranger_keys = zmq.curve_keypair()
     wrong = dataclasses.replace(
         sender.address,
@@ -217,7 +268,7 @@ def test_messages_are_plain_messagepack() -> None:
 
 
 def test_a_worker_can_look_whether_a_plan_waits(tmp_path: Path) -> None:
-    sender = StepSender(1, str(tmp_path))
+    sender = StepSender((0,), str(tmp_path))
     receiver = StepReceiver(sender.address)
     try:
         sender.wait_for_workers(WAIT_S, lambda: None)

@@ -1,0 +1,245 @@
+"""From configuration to captured graphs: what a deployment does once, all its groups in parallel.
+
+The lockstep groups of a deployment have nothing to wait for in each other until one plan is made
+for all of them. Each phase has a deadline; an error names the rank and the phase.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import ray
+
+from dist_aclgraph.actors.engine import Engine
+from dist_aclgraph.actors.graph_transaction import GraphTransaction
+from dist_aclgraph.actors.lockstep_capture import (
+    CaptureRecord,
+    agree,
+    capture_plan,
+    probe_graphs,
+)
+from dist_aclgraph.actors.lockstep_group import LockstepGroup
+from dist_aclgraph.actors.state import State
+from dist_aclgraph.actors.worker_group import WorkerGroup, place_group, same
+from dist_aclgraph.errors import WorkerError
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.ledger import Ledger
+from dist_aclgraph.planning.plan import GraphPlan
+from dist_aclgraph.planning.planner import Planner
+
+EPOCH = 1  # of a deployment that does not yet survive the death of a worker
+MIB = 1 << 20
+TRIAL_BLOCKS = 2  # a cache for padding rows alone: they use the dummy block
+
+T = TypeVar("T")
+OnPhase = Callable[[State], None]
+OnGraph = Callable[[int, int, str], None]  # captured so far, of how many, and what comes next
+
+
+class Startup:
+    """The phases. Owns nothing: what it starts is in ``groups``, which belong to the controller."""
+
+    def __init__(
+        self, planner: Planner, groups: list[LockstepGroup], on_phase: OnPhase, on_graph: OnGraph
+    ) -> None:
+        self._planner = planner
+        self._config = planner.config
+        self._groups = groups
+        self._enter = on_phase
+        self._show = on_graph
+        self._phase = State.PLACING
+
+    def run(self, *, is_emulated: bool, deployment: str) -> None:
+        """Run all phases up to captured graphs.
+
+        Raises:
+            DistAclGraphError: the first error of any group.
+        """
+        self._place(is_emulated, deployment)
+        self._go(State.JOINING)
+        self._each(self._join)
+        self._go(State.LOADING)
+        self._each(self._load)
+        self._go(State.NEGOTIATING)
+        self._each(self._make_runners)
+        self._each(self._ask_offers)
+        for groups in self.scopes:
+            self._plan_groups(groups)
+
+    @property
+    def scopes(self) -> list[list[LockstepGroup]]:
+        """The groups that share a plan."""
+        if self._config.graph.scope == "group":
+            return [[group] for group in self._groups]
+        return [self._groups]
+
+    def _go(self, phase: State) -> None:
+        self._phase = phase
+        self._enter(phase)
+
+    def _each(
+        self, work: Callable[[LockstepGroup], T], groups: Sequence[LockstepGroup] | None = None
+    ) -> list[T]:
+        """Have all groups work at the same time; return what each gave.
+
+        Raises:
+            Exception: the first that failed; the others' actors are about to be stopped.
+        """
+        groups = self._groups if groups is None else groups
+        pool = concurrent.futures.ThreadPoolExecutor(len(groups), "group")
+        try:
+            working = [pool.submit(work, group) for group in groups]
+            for done in concurrent.futures.as_completed(working):
+                done.result()
+            return [future.result() for future in working]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _place(self, is_emulated: bool, deployment: str) -> None:
+        for ranks in self._planner.layout.lockstep_groups:
+            workers = place_group(
+                self._config, ranks, EPOCH, is_emulated=is_emulated, deployment=deployment
+            )
+            self._groups.append(LockstepGroup(workers))
+        self._each(lambda group: group.workers.find_out(self._config.timeouts.place_s))
+
+    def _join(self, group: LockstepGroup) -> None:
+        timeout_s = self._config.timeouts.join_s
+        workers = group.workers
+        one_node = len({info.node_id for info in workers.infos}) == 1
+        leader = workers.infos[0]
+        # Beside the first worker: its node is the one that ranks meet at.
+        group.engine = _beside(leader.node_id).remote(
+            self._config,
+            workers.ranks,
+            workers.workers,
+            one_node=one_node,
+            host=leader.node_ip,
+        )
+        rendezvous = ray.get(group.engine.rendezvous.remote(), timeout=timeout_s)
+        devices = workers.call(
+            "join",
+            "JOINING",
+            timeout_s,
+            _places(workers, rendezvous),
+        )
+        group.device = devices[0]
+
+    def _load(self, group: LockstepGroup) -> None:
+        loaded = group.workers.call("load", "LOADING", self._config.timeouts.load_s)
+        group.weight_bytes = max(loaded)
+
+    # ---- the plan
+
+    def _make_runners(self, group: LockstepGroup) -> None:
+        """Have every rank make a runner that can try things out: its cache holds dummies only."""
+        timeout_s = self._config.timeouts.negotiate_s
+        query_len = self._config.speculative.num_tokens + 1
+        # Run eagerly where no graph is captured.
+        smallest = BatchDescriptor(query_len, 1, query_len, "FULL")
+        largest = self._planner.largest_graphs or [smallest]
+        # The cache write of latent attention wants a slot for each row, padding or not.
+        rows = max((graph.num_tokens for graph in largest if graph.query_len), default=0)
+        num_blocks = max(TRIAL_BLOCKS, self._planner.cache_spec.blocks_for(rows))
+        group.workers.call(
+            "make_runner",
+            "NEGOTIATING",
+            timeout_s,
+            same(num_blocks, self._planner.max_model_len, largest),
+        )
+        # An eager step of each kind creates HCCL domains and side streams: offers count them.
+        for graph in largest:
+            answers = group.workers.carry_out("prepare", timeout_s, graph)
+            for rank, answer in zip(group.workers.ranks, answers, strict=True):
+                if answer.failure is not None:
+                    raise WorkerError(answer.message, rank, "NEGOTIATING")
+
+    def _ask_offers(self, group: LockstepGroup) -> None:
+        """Collect the offers, and probes for them where the budget model wants some."""
+        timeout_s = self._config.timeouts.negotiate_s
+        group.offers = group.workers.call("offer", "NEGOTIATING", timeout_s)
+        if self._config.graph.budget_model == "calibrated":
+            largest = self._planner.largest_graphs
+            group.offers = probe_graphs(self._transaction(group), largest, group.offers)
+
+    def _plan_groups(self, groups: list[LockstepGroup]) -> None:
+        """Negotiate one plan over ``groups``, size the caches with what it leaves, capture it."""
+        config, planner = self._config, self._planner
+        negotiated = planner.negotiate([offer for group in groups for offer in group.offers])
+        plan = negotiated.plan
+        offer_of = {offer.rank: offer for offer in negotiated.offers}
+        for group in groups:
+            group.lazy_capacity = negotiated.lazy_capacity
+            group.offers = [offer_of[offer.rank] for offer in group.offers]
+        if plan.families and self._phase is State.NEGOTIATING:
+            self._go(State.CAPTURING)
+            for group in self._groups:
+                group.workers.phase = self._phase.value
+
+        def capture(group: LockstepGroup) -> None:
+            reserved = planner.reserved_bytes(plan, negotiated.offers)
+            group.num_blocks = planner.cache_spec.choose_num_blocks(
+                config,
+                min(offer.free_bytes - reserved[offer.rank] for offer in group.offers),
+                planner.max_model_len,
+            )
+            group.workers.call(
+                "make_cache", self._phase.value, config.timeouts.negotiate_s, same(group.num_blocks)
+            )
+            group.ledgers = [Ledger.predict(o, plan, planner.budget_model) for o in group.offers]
+            group.record = self._capture(group, plan)
+
+        self._each(capture, groups)
+
+        def capture_again(index: int, plan: GraphPlan) -> CaptureRecord:
+            group = groups[index]
+            group.record = self._capture(group, plan)
+            return group.record
+
+        agree([group.captured for group in groups], capture_again)
+
+    def _capture(self, group: LockstepGroup, plan: GraphPlan) -> CaptureRecord:
+        transaction = self._transaction(group)
+        if group.record is not None:  # captured before, with another plan
+            transaction.release(group.record.plan.capture_order)
+
+        def show(record: CaptureRecord, graph: BatchDescriptor | None) -> None:
+            done, total = len(record.costs), record.plan.num_graphs
+            left = min(offer.available for offer in group.offers)
+            detail = _progress_of(record, graph, left)
+            self._show(done, total, detail)
+
+        record = capture_plan(transaction, plan, group.ledgers, show)
+        timeout_s = self._config.timeouts.negotiate_s
+        held = group.workers.call("pool_bytes", self._phase.value, timeout_s)
+        group.pool_bytes = max(held)
+        for ledger, count in zip(group.ledgers, held, strict=True):
+            ledger.measure("graph pool", count, "bytes")
+        return record
+
+    def _transaction(self, group: LockstepGroup) -> GraphTransaction:
+        timeouts = self._config.timeouts
+        return GraphTransaction(group.workers, timeouts.negotiate_s, timeouts.capture_s)
+
+
+def _progress_of(record: CaptureRecord, graph: BatchDescriptor | None, available: int) -> str:
+    """What is captured next, and what the graphs before it have left on the tightest rank."""
+    left = available - sum(cost.streams for cost in record.costs.values())
+    held = sum(cost.bytes for cost in record.costs.values())
+    return f"{graph or 'done'}; {left} streams left, {held / MIB:.1f} MiB taken"
+
+
+def _beside(node_id: str) -> Any:
+    """Return the engine actor's class, pinned to a node."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    actor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=6)(Engine)
+    return actor.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
+
+
+def _places(workers: WorkerGroup, rendezvous: str) -> Callable[[int], tuple[Any, ...]]:
+    """Arguments of ``Worker.join``: world rank, place in the group, and where the group meets."""
+    size = len(workers.ranks)
+    return lambda index: (workers.ranks[index], index, size, rendezvous)
