@@ -17,6 +17,7 @@ import yaml
 from pydantic import Field, field_validator, model_validator
 
 from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.shipped import shipped
 
 GraphMode = Literal["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
 BudgetModelName = Literal[
@@ -463,13 +464,14 @@ class Config(Section):
 def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:
     """Read a YAML file, apply dotted overrides, and check the whole.
 
+    ``configs/x.yaml`` is that of the package where the working directory has none.
     A relative ``model`` is taken from the working directory if it exists there, else from the
     directory that holds the file's folder (``configs/x.yaml`` names ``models/y`` beside it).
 
     Raises:
         ConfigError: the file cannot be read, a key is unknown, or a value is not allowed.
     """
-    path = Path(path)
+    path = _find_config(Path(path))
     try:
         raw = _read_yaml(path.read_text(encoding="utf-8"))
     except OSError as e:
@@ -584,6 +586,12 @@ def _known_keys(location: tuple[Any, ...]) -> str:
         section = section.model_fields[part].annotation
     where = ".".join(str(part) for part in location[:-1]) or "the top level"
     return f"known in {where}: {', '.join(section.model_fields)}"
+
+
+def _find_config(given: Path) -> Path:
+    if given.exists() or given.is_absolute() or not shipped(str(given)).is_file():
+        return given
+    return shipped(str(given))
 
 
 def _find_model(model: str, config_path: Path) -> str:

@@ -21,7 +21,7 @@ import ray
 from ray._private import ray_constants
 
 from dist_aclgraph.actors import processes
-from dist_aclgraph.actors.ray_errors import ours
+from dist_aclgraph.actors.ray_errors import LOGS, ours
 from dist_aclgraph.config import Config
 from dist_aclgraph.device import emulator
 from dist_aclgraph.device.kind import resolve_kind
@@ -30,7 +30,7 @@ from dist_aclgraph.environment import prepare_ray_environment, ray_address
 NAMESPACE = "dist_aclgraph"
 NPUS_OF_A_NODE = 8
 OBJECT_STORE_BYTES = 100 << 20  # the control plane needs none; this is what Ray accepts gladly
-RAYLET, PROXY = "raylet", "ray::ProxyActor"
+RAYLET = "raylet"
 KILL_ROUNDS, KILL_PAUSE_S = 5, 0.2
 DAEMONS = {"gcs_server": "Ray's control store (GCS)", RAYLET: "Ray's node manager (raylet)"}
 RAYLET_VARIABLE = "RAY_RAYLET_PID"  # which Ray gives to all that a raylet starts
@@ -48,26 +48,23 @@ class LocalRay:
         self._stopped = threading.Event()
         self.death = ""  # which of its processes has died, in one sentence
 
-    def watch(self, on_death: Callable[[str], None], *, with_proxy: bool = False) -> None:
-        """Call ``on_death``, on a thread, with one sentence about the first process that dies.
-
-        Args:
-            with_proxy: Ray Serve has started its HTTP proxy, which is watched too.
-        """
-        watched = {pid: DAEMONS[name] for pid, name in self._daemons.items() if name in DAEMONS}
-        if with_proxy:
-            found = [pid for pid in self._workers() if processes.name_of(pid) == PROXY]
-            watched |= dict.fromkeys(found, "Ray Serve's HTTP proxy")
+    def watch(self, on_death: Callable[[str], None]) -> None:
+        """Call ``on_death``, on a thread, with one sentence about the first daemon that dies."""
+        names = {pid: DAEMONS[name] for pid, name in self._daemons.items() if name in DAEMONS}
 
         def tell(name: str) -> None:
-            self.death = f"{name} has died; start again, and see /tmp/ray/session_latest/logs"
+            self.death = f"{name} has died; start again, and see {LOGS}"
             on_death(self.death)
 
-        processes.watch_processes(watched, tell, self._stopped)
+        processes.watch_processes(names, tell, self._stopped)
+
+    def unwatch(self) -> None:
+        """From now on, its processes end because somebody stops them."""
+        self._stopped.set()
 
     def kill(self) -> None:
         """End all its processes now, whatever state they are in."""
-        self._stopped.set()
+        self.unwatch()
         processes.kill_all(set(self._daemons))
         for _ in range(KILL_ROUNDS):  # one that was just being started shows a moment later
             processes.kill_all(self._workers())
@@ -75,7 +72,7 @@ class LocalRay:
 
     def stop(self) -> None:
         """End it in order, or by force where it cannot be any more."""
-        self._stopped.set()
+        self.unwatch()
         if self.death:
             self.kill()
         ray.shutdown()

@@ -84,7 +84,7 @@ def death_of(error: BaseException) -> str:
     text = str(error)
     pid = re.search(r"\bpid: (\d+)", text)
     who = f"the process {pid[1]} died" if pid else "the process died"
-    if isinstance(error, OutOfMemoryError) or "memory" in text.lower():
+    if isinstance(error, OutOfMemoryError) or "running low on memory" in text:
         return (
             f"{who}: Ray ended it because this node's memory was used up; free some, or start Ray "
             "with RAY_memory_monitor_refresh_ms=0"

@@ -23,6 +23,7 @@ from dist_aclgraph.errors import (
     PlacementError,
     RequestError,
 )
+from dist_aclgraph.extras import require
 from dist_aclgraph.version import VERSION
 
 cli = typer.Typer(
@@ -132,6 +133,8 @@ def plan(
         from dist_aclgraph.cli.plan_report import plan_report, render_plan
         from dist_aclgraph.config import load_config, parse_overrides
 
+        if plot is not None:
+            require("matplotlib", "plots", "--plot")
         report = plan_report(load_config(config, parse_overrides(overrides or [])))
         if plot is not None:
             from dist_aclgraph.cli.plan_plot import plot_padding
@@ -177,6 +180,8 @@ def simulate(
         from dist_aclgraph.simulate.simulation import LoadOptions
         from dist_aclgraph.simulate.times import line_times, read_times
 
+        if plot is not None:
+            require("matplotlib", "plots", "--plot")
         assumed = line_times(step_ms, token_ms, capture_ms)
         options = LoadOptions(
             trace=trace,
