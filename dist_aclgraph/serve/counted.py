@@ -13,7 +13,7 @@ from msgspec import Raw
 from dist_aclgraph.errors import InvalidParameterError, RequestTooLongError
 from dist_aclgraph.serve.body import decode
 
-_BEGINNING = re.compile(rb'\[\s*(["\[]?)')
+_BEGINNING = re.compile(rb"\[\s*([^\d\s\]-]?)")  # an array, and what begins its first item
 
 
 def decode_ids(raw: Raw, most: int, param: str) -> list[int]:
@@ -48,6 +48,8 @@ def decode_prompts(raw: Raw, most: int, context_len: int) -> list[str] | list[li
     if array[1] == b'"':
         check_num_strings(data, most, "prompt")
         return list(decode(data, list[str], "prompt"))
+    if array[1] not in (b"", b"["):  # no form begins so: decoding says what is wrong
+        return [decode(data, list[int], "prompt")]
     num_prompts = data.count(b"[") - 1 if array[1] else 1
     if num_prompts > most:
         raise InvalidParameterError(f"prompt holds more than {most} prompts", "prompt")

@@ -268,7 +268,7 @@ def _for_template(body: Body, raw: Raw) -> list[dict[str, str]]:
     messages = decode(raw, list[body.kind_of_part(Message)], "messages")  # type: ignore[misc]
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise InvalidParameterError(
-            f"messages are {len(messages)}; there must be 1 to {MAX_MESSAGES}", "messages"
+            f"messages has {len(messages)} items; it must have 1 to {MAX_MESSAGES}", "messages"
         )
     return [message.for_template(f"messages.{i}") for i, message in enumerate(messages)]
 

@@ -105,6 +105,12 @@ def test_a_hostile_body_is_refused_while_the_event_loop_turns(service, name):
     assert max(turns) < 12 * scan_s(BODIES["objects"][1])
 
 
+def test_a_prompt_of_no_form_is_told_what_it_holds(service):
+    error = assert_error(service.http.post(TEXT, content=BODIES["objects"][1]))
+
+    assert (error["param"], error["message"]) == ("prompt.0", "prompt.0: expected int, got object")
+
+
 def test_metadata_of_any_size_has_no_effect(service):
     service.answer("a")
     body = field(b"metadata", b"[]")
