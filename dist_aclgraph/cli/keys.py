@@ -14,8 +14,9 @@ from dist_aclgraph.config import Config, Section
 INTRODUCTION = """\
 # Configuration
 
-One YAML file is one deployment. Every key stands here; unknown keys are refused. On a command line, `key=value` goes over
-the file: `parallel.tp=2`. This page is made by `dist-aclgraph keys > docs/configuration.md`.
+One YAML file is one deployment. Every key stands here; unknown keys are refused. On a command line,
+`key=value` goes over the file: `parallel.tp=2`. This page is made by
+`dist-aclgraph keys > docs/configuration.md`.
 """
 
 

@@ -28,7 +28,7 @@ async def chat_completions(state: ApiState, request: Request) -> Response:
         state.tokenizer.encode_chat, messages, max_tokens=state.context_len
     )
     params = body.sampling(state.fit(len(prompt_ids), body.asked_max_tokens, None, "messages"))
-    generation = Generation(state, [prompt_ids], [params], body.num_choices)
+    generation = Generation(state, [prompt_ids], [params], body.num_choices, body.cache_salt or "")
     return await reply(request, generation, _ChatReply(state, body), stream=bool(body.stream))
 
 

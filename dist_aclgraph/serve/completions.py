@@ -37,7 +37,7 @@ async def completions(state: ApiState, request: Request) -> Response:
         body.sampling(state.fit(len(ids), body.max_tokens, DEFAULT_MAX_TOKENS, "prompt"))
         for ids in prompts
     ]
-    generation = Generation(state, prompts, params, body.num_choices)
+    generation = Generation(state, prompts, params, body.num_choices, body.cache_salt or "")
     return await reply(request, generation, shape, stream=bool(body.stream))
 
 

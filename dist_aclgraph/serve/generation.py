@@ -79,6 +79,7 @@ class Generation:
     prompts: Sequence[list[int]]
     params: Sequence[SamplingParams]  # one per prompt
     num_choices: int = 1
+    cache_salt: str = ""  # cached blocks are shared with requests of the same salt only
     _choices: list[_Choice] = field(default_factory=list)
     _num_places: int = 0  # taken beside the one that the HTTP request has
     _arrived: asyncio.Queue[tuple[int, RequestDelta]] = field(default_factory=asyncio.Queue)
@@ -148,7 +149,12 @@ class Generation:
 
         tokenizer = self.state.tokenizer
         self.state.client.submit(
-            request_id, prompt_ids, params, end_ids(tokenizer, params), on_delta
+            request_id,
+            prompt_ids,
+            params,
+            end_ids(tokenizer, params),
+            on_delta,
+            cache_salt=self.cache_salt,
         )
         output = OutputText(tokenizer, params)
         self._choices.append(_Choice(prompt_ids, output, request_id, time.monotonic()))

@@ -30,6 +30,7 @@ from dist_aclgraph.serve.counted import (
 from dist_aclgraph.serve.schemas import MAX_MESSAGES, MAX_PARTS, MAX_PROMPTS
 
 MAX_CHOICES = 16
+MAX_CACHE_SALT_CHARS = 256
 MAX_STOP_BYTES = 16 << 10
 ABSENT: Raw = field(default_factory=Raw)
 
@@ -123,8 +124,12 @@ class Generate(Body, kw_only=True):
     def check(self) -> None:
         if not _is_empty(self.logit_bias):
             raise InvalidParameterError("logit_bias is not offered", "logit_bias")
-        if self.cache_salt:
-            raise InvalidParameterError("cache_salt is not offered", "cache_salt")
+        if len(self.cache_salt or "") > MAX_CACHE_SALT_CHARS:
+            raise InvalidParameterError(
+                f"cache_salt has {len(self.cache_salt or '')} characters; at most "
+                f"{MAX_CACHE_SALT_CHARS} are allowed",
+                "cache_salt",
+            )
         if not _is_empty(self.stream_options) and not self.stream:
             raise InvalidParameterError("stream_options needs stream to be true", "stream_options")
         if self.streaming().include_obfuscation:

@@ -50,7 +50,7 @@ def make_faulty_config(
         "lazy": "off",
     }
     if mode == "FULL_AND_PIECEWISE":
-        graph["mixed_sizes"] = MIXED_SIZES
+        graph["mixed_sizes"] = (*MIXED_SIZES, max_tokens)
     fault = {"rank": 1, **fault} if fault else {}
     return make_deployment_config(
         checkpoint,

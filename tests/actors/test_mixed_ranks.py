@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dist_aclgraph.bench.engine import asked_sizes
 from dist_aclgraph.config import Config
 from dist_aclgraph.kv.cache_spec import KVCacheSpec
 from tests.checkpoints import make_prompts
@@ -27,6 +28,8 @@ PRICES = {
 
 def make_config(checkpoint: Path, mode: str, model: str, **others: Any) -> Config:
     emulator = {"strict": False, **others.pop("emulator", {})}
+    most = others.get("scheduler", {}).get("max_num_seqs", 12)
+    decode, both = sorted({1, 2, 3, 4, 6, 8, 12, most}), mode == "FULL_AND_PIECEWISE"
     return make_deployment_config(
         checkpoint,
         parallel={"tp": 2},
@@ -34,8 +37,7 @@ def make_config(checkpoint: Path, mode: str, model: str, **others: Any) -> Confi
         graph={
             "mode": mode,
             "budget_model": model,
-            "sizes": (1, 2, 3, 4, 6, 8, 12),
-            **({"mixed_sizes": (8, 24, 48)} if mode == "FULL_AND_PIECEWISE" else {}),
+            **asked_sizes(mode, decode, (8, 24, 48, 64) if both else (*decode, 64)),
             "reserve_streams": 2,
             "lazy": "off",
         },
