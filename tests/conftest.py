@@ -40,7 +40,12 @@ def npu() -> Any:
     config = make_config(
         {"model": "unused", "device": {"kind": "emulated", "emulator": {"strict": False}}}
     )
-    return open_npu(config.device, 0)
+    opened = open_npu(config.device, 0)
+    import torch
+
+    # transformers beside us: a second thread that spins costs more than it brings.
+    torch.set_num_threads(1)
+    return opened
 
 
 @pytest.fixture(scope="session")

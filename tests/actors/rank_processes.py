@@ -12,7 +12,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from dist_aclgraph.config import Config
+from dist_aclgraph.environment import child_environment
 from dist_aclgraph.planning.commands import GraphAction, GraphCommand
+from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.steps.step import (
     StepPlan,
@@ -65,16 +67,20 @@ class RankProcesses:
 def rank_processes(
     config: Config, plan: GraphPlan, num_blocks: int, max_len: int
 ) -> Iterator[RankProcesses]:
-    """Start every rank of ``config``, whose graphs are those of ``plan``, and end them."""
-    spawn = multiprocessing.get_context("spawn")
+    """Start every rank of ``config``, whose graphs are those of ``plan``, and end them.
+
+    They are forked from a process that has imported torch, which is most of a start.
+    """
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(["torch", "dist_aclgraph.actors.worker"])
     size = config.parallel.world_size
     with tempfile.TemporaryDirectory() as directory:
         rendezvous = f"file://{Path(directory) / 'rendezvous'}"
         pipes, processes = [], []
         for rank in range(size):
-            ours, theirs = spawn.Pipe()
+            ours, theirs = forks.Pipe()
             arguments = (config, plan, num_blocks, max_len, rank, rendezvous, theirs)
-            process = spawn.Process(target=_run_rank, args=arguments, daemon=True)
+            process = forks.Process(target=_run_rank, args=arguments, daemon=True)
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -98,14 +104,16 @@ def _run_rank(
     rendezvous: str,
     pipe: Connection,
 ) -> None:
-    os.environ["ASCEND_RT_VISIBLE_DEVICES"] = str(rank)
+    os.environ.update(child_environment(config), ASCEND_RT_VISIBLE_DEVICES=str(rank))
     from dist_aclgraph.actors.worker import Worker
     from dist_aclgraph.device import emulator
 
     worker = Worker(config, epoch=0)
     worker.join(rank, rank, config.parallel.world_size, rendezvous)
     worker.load()
-    worker.make_runner(num_blocks, max_len, list(plan.capture_order))
+    query_len = config.speculative.num_tokens + 1
+    smallest = BatchDescriptor(query_len, 1, query_len, "FULL")  # where no graph is captured
+    worker.make_runner(num_blocks, max_len, list(plan.capture_order) or [smallest])
     moves: tuple[GraphAction, ...] = ("prepare", "capture", "commit")
     for graph in plan.capture_order:
         for move in moves:

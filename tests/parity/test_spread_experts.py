@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from dist_aclgraph.bench.engine import asked_sizes
+from dist_aclgraph.config import Config
 from tests.deployments import greedy_params, make_deployment_config, serving
 from tests.parity.conftest import NUM_TOKENS, Reference
-
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
+from tests.parity.lockstep import generate
 
 
 class Layout(NamedTuple):
@@ -34,7 +33,6 @@ V3, V2, QWEN = "DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM", "Qwen3MoeForCau
 EAGER, DECODE, BOTH = "NONE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"
 LAYOUTS = [
     Layout(V3, 1, 1, 1, "auto", EAGER, 1),
-    Layout(V3, 1, 2, 1, "auto", BOTH, 2),
     Layout(V3, 2, 1, 1, "auto", DECODE, 3),
     Layout(V3, 4, 1, 1, "auto", BOTH, 1),
     Layout(V3, 4, 1, 4, "all_gather", DECODE, 2),
@@ -50,6 +48,8 @@ LAYOUTS = [
     Layout(QWEN, 2, 2, 4, "all_to_all", EAGER, 0),
     Layout(QWEN, 4, 1, 4, "all_gather", DECODE, 0),
 ]
+# Groups that do not know of one another: they serve as one deployment.
+INDEPENDENT = Layout(V3, 1, 2, 1, "auto", BOTH, 2)
 # Its operators take narrow types alone, as documented.
 MC2_LAYOUTS = [
     Layout(V3, 1, 2, 2, "mc2", DECODE, 1),
@@ -59,10 +59,14 @@ MC2_LAYOUTS = [
 ]
 
 
-def serve(reference: Reference, layout: Layout, dtype: str) -> list[list[int]]:
-    """Return the greedy answers of a deployment."""
-    decode_sizes = [rows * (1 + layout.drafts) for rows in (1, 4, 12)]
-    config = make_deployment_config(
+def sizes(layout: Layout) -> dict[str, Any]:
+    """The sizes that a mode has; those of decode batches count drafts."""
+    decode = {"sizes": tuple(count * (layout.drafts + 1) for count in (1, 4, 12))}
+    return {EAGER: {}, DECODE: decode, BOTH: {**decode, "mixed_sizes": (16, 64)}}[layout.mode]
+
+
+def make_config(reference: Reference, layout: Layout, dtype: str) -> Config:
+    return make_deployment_config(
         reference.directory,
         dtype=dtype,
         parallel={
@@ -71,28 +75,43 @@ def serve(reference: Reference, layout: Layout, dtype: str) -> list[list[int]]:
             "ep": layout.ep,
             "exchange": layout.exchange,
         },
-        graph={"mode": layout.mode, **asked_sizes(layout.mode, decode_sizes, (16, 64))},
+        graph={"mode": layout.mode, **sizes(layout)},
         speculative={"num_tokens": layout.drafts},
     )
-    with serving(config) as service:
-        answers = service.generate(reference.prompts, greedy_params(NUM_TOKENS))
-        report = service.report()
-    replays = sum(bucket["replays"] for bucket in report["buckets"])
-    assert (replays > 0) == (layout.mode != EAGER)
-    return [answer.tokens for answer in answers]
+
+
+def answers_of(reference: Reference, layout: Layout, dtype: str) -> list[list[int]]:
+    """Return the greedy answers of the group of all ranks."""
+    config = make_config(reference, layout, dtype)
+    found = generate(config, reference.prompts, NUM_TOKENS)
+    assert (found.num_replayed > 0) == (layout.mode != EAGER)
+    return found.tokens
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
 def test_greedy_tokens_equal_those_of_transformers(references: Any, layout: Layout) -> None:
     reference = references(layout.architecture)
 
-    assert serve(reference, layout, "float32") == reference.tokens
+    assert answers_of(reference, layout, "float32") == reference.tokens
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+def test_independent_groups_give_the_tokens_of_transformers(references: Any) -> None:
+    reference = references(INDEPENDENT.architecture)
+
+    with serving(make_config(reference, INDEPENDENT, "float32")) as service:
+        answers = service.generate(reference.prompts, greedy_params(NUM_TOKENS))
+        report = service.report()
+
+    assert [answer.tokens for answer in answers] == reference.tokens
+    assert sum(bucket["replays"] for bucket in report["buckets"]) > 0
 
 
 @pytest.mark.parametrize("layout", MC2_LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
 def test_mc2_chooses_tokens_that_are_best_but_for_rounding(references: Any, layout: Layout) -> None:
     reference = references(layout.architecture)
-    answers = serve(reference, layout, "bfloat16")
+    answers = answers_of(reference, layout, "bfloat16")
 
     rounded = copy.deepcopy(reference.model).bfloat16()
     lost = [losses(reference.model, *pair) for pair in zip(reference.prompts, answers, strict=True)]
