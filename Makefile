@@ -1,27 +1,36 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-PYTHON ?= python3.11
+# The first of these that torch-npu has a wheel for and that can make environments.
+PYTHONS := python3.11 python3.12 python3.13 python3
+FITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+PYTHON ?= $(firstword $(shell for p in $(PYTHONS); do $$p -c '$(FITS)' 2>/dev/null && echo $$p; done))
 CONFIG ?= configs/tiny-qwen3.yaml
 BIN := .venv/bin
 STAMP := .venv/stamp-run
 DEV_STAMP := .venv/stamp-dev
-# The stamps hold the hash of pyproject.toml: a set-up that fits needs no network.
-HASH := $(shell sha256sum pyproject.toml | cut -d' ' -f1)
+# The stamps hold the hash of pyproject.toml and setup.py: a set-up that fits needs no network.
+HASH := $(shell cat pyproject.toml setup.py | sha256sum | cut -d' ' -f1)
 export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help run test lint demo-model bench-decode bench-tp8 bench-moe setup setup-dev emulator
+.PHONY: help run test test-all lint demo-model bench-decode bench-tp8 bench-moe setup setup-bench \
+	setup-dev emulator python
 
 help: ## Show the targets
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
+	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
 
 run: setup emulator ## Serve the demo model, or CONFIG=configs/x.yaml
 	@exec $(BIN)/dist-aclgraph serve $(CONFIG)
 
 # Two processes: the emulator's settings hold for the life of one, and its own tests are strict.
-test: setup-dev emulator lint ## Lint, then run all tests
-	$(BIN)/python -m pytest tests/emulator
-	$(BIN)/python -m pytest --ignore=tests/emulator
+PYTEST = $(BIN)/python -m pytest
+test: setup-dev emulator lint ## Lint, then run the tests, without benches and with short laws
+	$(PYTEST) tests/emulator
+	$(PYTEST) --ignore=tests/emulator -m "not bench"
+
+test-all: setup-dev emulator lint ## Lint, then run all tests: benches too, and laws with many examples
+	$(PYTEST) --hypothesis-profile=full tests/emulator
+	$(PYTEST) --hypothesis-profile=full --ignore=tests/emulator
 
 lint: setup-dev ## Check style and types
 	$(BIN)/ruff check .
@@ -29,35 +38,53 @@ lint: setup-dev ## Check style and types
 	$(BIN)/mypy
 
 DEMO ?= tiny_qwen3
-demo-model: setup ## Train a demo model again, half an hour on one core; DEMO=tiny_deepseek
+demo-model: setup-bench ## Train a demo model again, half an hour on one core; DEMO=tiny_deepseek
 	$(BIN)/python models/make_$(DEMO).py
 
-bench-decode: setup emulator ## Decode against transformers, and host time by stage
+bench-decode: setup-bench emulator ## Decode against transformers, and host time by stage
 	$(BIN)/python -m dist_aclgraph.bench.decode
 
 TP ?= 8
-bench-tp8: setup emulator ## Graph modes on eight ranks by turns, or TP=2
+bench-tp8: setup-bench emulator ## Graph modes on eight ranks by turns, or TP=2
 	$(BIN)/python -m dist_aclgraph.bench.tp8 --tp $(TP)
 
-bench-moe: setup emulator ## Experts on four ranks: graphs, drafts, overlap and exchanges by turns
+bench-moe: setup-bench emulator ## Experts on four ranks: graphs, drafts, overlap and exchanges by turns
 	$(BIN)/python -m dist_aclgraph.bench.moe
 
+EMULATED := ! ls /dev/davinci[0-9]* >/dev/null 2>&1
 emulator: setup ## Build the emulated NPU where there is no real one
-	@ls /dev/davinci[0-9]* >/dev/null 2>&1 || $(BIN)/python -m dist_aclgraph.device.emulator
+	@if $(EMULATED); then $(BIN)/python -m dist_aclgraph.device.emulator; fi
 
-# torch first: torch-npu wants it there. The package itself comes last and needs no network.
+python: ## Show which Python is taken; PYTHON=... takes another
+	@test -n "$(PYTHON)" || { echo "no Python 3.11, 3.12 or 3.13 with venv is here (Debian, Ubuntu:" \
+	  "apt-get install python3 python3-venv)" >&2; exit 1; }
+	@echo $(PYTHON)
+
+# The emulator needs only torch and torch-npu: it is built while pip installs the rest, and a failure
+# shows when the target emulator builds it again. Modules are compiled when they are first imported,
+# not all 30,000. The package itself needs no network.
+PIP = $(BIN)/python -m pip install -q --no-compile
 setup: ## Make .venv with the pinned packages
 	@if [ "$$(cat $(STAMP) 2>/dev/null)" != "$(HASH)" ]; then set -e; \
+	  test -x $(BIN)/python || $(MAKE) -s python >/dev/null; \
 	  echo "Setting up .venv (once; later runs need no network) ..."; \
 	  test -x $(BIN)/python || $(PYTHON) -m venv .venv; \
-	  $(BIN)/python -m pip install -q "setuptools>=77" wheel torch==2.13.0; \
 	  $(BIN)/python tools/requirements.py > .venv/requirements.txt; \
-	  $(BIN)/python -m pip install -q -r .venv/requirements.txt; \
-	  $(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .; \
-	  echo $(HASH) > $(STAMP); fi
+	  $(PIP) --no-deps $$(grep '^torch' .venv/requirements.txt); \
+	  if $(EMULATED); then \
+	    MAKEFLAGS= make -C emulator -j$$(nproc) PYTHON=$(CURDIR)/$(BIN)/python \
+	      > .venv/emulator.log 2>&1 & fi; \
+	  $(PIP) "setuptools>=77" wheel -r .venv/requirements.txt; \
+	  $(PIP) --no-deps --no-build-isolation -e .; \
+	  wait; echo $(HASH) > $(STAMP); fi
+
+setup-bench: setup
+	@$(BIN)/python -c 'import matplotlib.figure, transformers' 2>/dev/null || { \
+	  $(BIN)/python tools/requirements.py bench > .venv/requirements-bench.txt; \
+	  $(PIP) -r .venv/requirements-bench.txt; }
 
 setup-dev: setup
 	@if [ "$$(cat $(DEV_STAMP) 2>/dev/null)" != "$(HASH)" ]; then set -e; \
 	  $(BIN)/python tools/requirements.py dev > .venv/requirements-dev.txt; \
-	  $(BIN)/python -m pip install -q -r .venv/requirements-dev.txt; \
+	  $(PIP) -r .venv/requirements-dev.txt; \
 	  echo $(HASH) > $(DEV_STAMP); fi

@@ -7,15 +7,17 @@ command line.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import pydantic
 import yaml
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.shipped import shipped
 
 GraphMode = Literal["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
 BudgetModelName = Literal[
@@ -31,6 +33,8 @@ DECODE_MODES = ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")  # decode steps have g
 HcclExpansion = Literal["AIV", "AICPU", "FFTS"]
 ExchangeSetting = Literal["auto", "all_gather", "all_to_all", "mc2"]
 
+MAX_YAML_CHARS, MAX_YAML_VALUES = 64 << 10, 100_000  # PyYAML takes seconds for more
+MAX_SHOWN_ERRORS = 5
 MAX_WEIGHT = 1e15  # of traffic; sums of larger ones lose the smaller, and at last are infinite
 
 
@@ -129,6 +133,13 @@ class GraphConfig(Section):
         description="capture shapes outside the plan when they come often: none, those of decode "
         "batches, or all",
     )
+
+    @field_validator("lazy", mode="before")
+    @classmethod
+    def _read_switch(cls, value: object) -> object:
+        """YAML reads ``on`` and ``off`` as true and false."""
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
     lazy_capacity: int = Field(
         12, ge=0, le=1024, description="lazy graphs at once; streams and bytes are kept for them"
     )
@@ -453,18 +464,19 @@ class Config(Section):
 def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:
     """Read a YAML file, apply dotted overrides, and check the whole.
 
+    ``configs/x.yaml`` is that of the package where the working directory has none.
     A relative ``model`` is taken from the working directory if it exists there, else from the
     directory that holds the file's folder (``configs/x.yaml`` names ``models/y`` beside it).
 
     Raises:
         ConfigError: the file cannot be read, a key is unknown, or a value is not allowed.
     """
-    path = Path(path)
+    path = _find_config(Path(path))
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = _read_yaml(path.read_text(encoding="utf-8"))
     except OSError as e:
         raise ConfigError(f"cannot read the configuration {path}: {e.strerror}") from e
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
+    except ValueError as e:
         raise ConfigError(f"{path} is not YAML: {e}") from e
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must hold a mapping of keys, not {type(raw).__name__}")
@@ -483,7 +495,8 @@ def make_config(raw: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate(_lists_to_tuples(dict(raw)))
     except pydantic.ValidationError as e:
-        raise ConfigError("; ".join(_explain(error) for error in e.errors())) from None
+        shown = [_explain(error) for error in e.errors()[:MAX_SHOWN_ERRORS]]
+        raise ConfigError("; ".join(shown)) from None
 
 
 def parse_overrides(arguments: Iterable[str]) -> dict[str, Any]:
@@ -498,9 +511,9 @@ def parse_overrides(arguments: Iterable[str]) -> dict[str, Any]:
         if not equals or not key:
             raise ConfigError(f"{argument!r} is not of the form key=value")
         try:
-            overrides[key] = yaml.safe_load(value)
-        except yaml.YAMLError as e:
-            raise ConfigError(f"the value of {key} is not YAML: {value!r}") from e
+            overrides[key] = _read_yaml(value)
+        except ValueError as e:
+            raise ConfigError(f"the value of {key} is not YAML: {value!r:.200}") from e
     return overrides
 
 
@@ -518,6 +531,33 @@ def _set(raw: dict[str, Any], dotted: str, value: Any) -> None:
     node[int(last) if last.isdecimal() else last] = value
 
 
+def _read_yaml(text: str) -> Any:
+    """Return what a YAML text holds.
+
+    An alias is a copy of what it stands for: a few lines may hold more values than there is memory.
+
+    Raises:
+        ValueError: it is not YAML, or holds too many values.
+    """
+    if len(text) > MAX_YAML_CHARS:
+        raise ValueError(f"it has {len(text)} characters; at most {MAX_YAML_CHARS} are read")
+    room = itertools.repeat(None, MAX_YAML_VALUES)
+
+    def copied(value: Any) -> Any:
+        if next(room, True):
+            raise ValueError(f"it holds more than {MAX_YAML_VALUES} values")
+        if isinstance(value, dict):
+            return {key: copied(item) for key, item in value.items()}
+        return [copied(item) for item in value] if isinstance(value, list) else value
+
+    try:
+        return copied(yaml.safe_load(text))
+    except yaml.YAMLError as e:
+        raise ValueError(" ".join(str(e).split())) from e
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def _lists_to_tuples(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _lists_to_tuples(item) for key, item in value.items()}
@@ -529,13 +569,15 @@ def _lists_to_tuples(value: Any) -> Any:
 def _explain(error: Any) -> str:
     key = ".".join(str(part) for part in error["loc"]) or "configuration"
     if error["type"] == "extra_forbidden":
-        return f"{key} is not a known key (value {error['input']!r}); {_known_keys(error['loc'])}"
+        return (
+            f"{key} is not a known key (value {error['input']!r:.200}); {_known_keys(error['loc'])}"
+        )
     if error["type"] == "missing":
         return f"{key} is missing"
     message = error["msg"].removeprefix("Value error, ")
     if key == "configuration" or isinstance(error["input"], dict):
         return message if key == "configuration" else f"{key}: {message}"
-    return f"{key} is {error['input']!r}: {message[0].lower()}{message[1:]}"
+    return f"{key} is {error['input']!r:.200}: {message[0].lower()}{message[1:]}"
 
 
 def _known_keys(location: tuple[Any, ...]) -> str:
@@ -544,6 +586,12 @@ def _known_keys(location: tuple[Any, ...]) -> str:
         section = section.model_fields[part].annotation
     where = ".".join(str(part) for part in location[:-1]) or "the top level"
     return f"known in {where}: {', '.join(section.model_fields)}"
+
+
+def _find_config(given: Path) -> Path:
+    if given.exists() or given.is_absolute() or not shipped(str(given)).is_file():
+        return given
+    return shipped(str(given))
 
 
 def _find_model(model: str, config_path: Path) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from pathlib import Path
 
 from dist_aclgraph.config import Config, HcclExpansion
 
@@ -30,6 +31,12 @@ def child_environment(config: Config) -> dict[str, str]:
         "HCCL_BUFFSIZE": str(config.device.hccl_buffer_mb),
         "HCCL_CONNECT_TIMEOUT": str(math.ceil(max(120.0, config.timeouts.join_s))),
     }
+
+
+def cache_directory() -> Path:
+    """Return where this user keeps what can be made again."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "dist-aclgraph"
 
 
 def build_environment() -> dict[str, str]:

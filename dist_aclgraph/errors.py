@@ -2,6 +2,7 @@
 
 DistAclGraphError
   ConfigError             a key, its value, what is allowed
+  MissingPackageError     a command needs a package that serving does not
   PlacementError          Ray cannot give the NPUs that the configuration asks for
   WorkerError             a worker actor failed; names rank and phase
     WorkerStartTimeoutError, WorkerLostError, RankDisagreementError
@@ -31,6 +32,10 @@ class DistAclGraphError(Exception):
 
 class ConfigError(DistAclGraphError):
     """A configuration value is unknown, ill-typed or out of range."""
+
+
+class MissingPackageError(DistAclGraphError):
+    """A command needs a package that is not installed; names the extra that holds it."""
 
 
 class PlacementError(DistAclGraphError):

@@ -6,6 +6,7 @@ transformers looks for torch_npu: the emulator must be loaded before (fixture ``
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -151,3 +152,11 @@ def add_next_token_module(directory: Path) -> None:
     tensors[f"{module}eh_proj.weight"] = 0.1 * mix
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     path.write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+
+
+def copy_of(checkpoint: Path, directory: Path, **changes: Any) -> Path:
+    """Copy a checkpoint, and change keys of its config.json."""
+    shutil.copytree(checkpoint, directory, dirs_exist_ok=True)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, **changes}))
+    return directory

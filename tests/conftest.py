@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests import laws
+
 OUR_VARIABLES = ("ASCEND_", "HCCL_", "TASK_QUEUE_ENABLE", "DIST_ACLGRAPH_")
 
 # Shared machines stall now and then: a deadline would measure them and not the code.
-settings.register_profile("default", deadline=None)
-settings.load_profile("default")
+settings.register_profile("quick", deadline=None, max_examples=laws.QUICK)
+settings.register_profile("full", deadline=None, max_examples=laws.FULL)
+settings.load_profile("quick")
 
 
 @pytest.fixture(autouse=True)

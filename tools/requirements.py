@@ -1,9 +1,21 @@
-"""Prints the packages that pyproject.toml pins; with an argument, those of that extra."""
+"""Prints the packages that pyproject.toml pins; with an argument, those of that extra too."""
 
+import re
 import sys
 import tomllib
 from pathlib import Path
 
 project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
-extras = project["optional-dependencies"]
-print("\n".join(extras[sys.argv[1]] if len(sys.argv) > 1 else project["dependencies"]))
+
+
+def pins(packages: list[str]) -> set[str]:
+    """Resolve what the extras name of this project itself."""
+    found = set()
+    for package in packages:
+        own = re.fullmatch(rf"{project['name']}\[(\w+)\]", package)
+        found |= pins(project["optional-dependencies"][own[1]]) if own else {package}
+    return found
+
+
+extras = [f"{project['name']}[{extra}]" for extra in sys.argv[1:]]
+print("\n".join(sorted(pins(project["dependencies"] + extras))))

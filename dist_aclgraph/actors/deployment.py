@@ -20,6 +20,7 @@ from dist_aclgraph.device import emulator
 from dist_aclgraph.device.kind import resolve_kind
 from dist_aclgraph.errors import EngineDeadError
 from dist_aclgraph.planning.planner import Planner
+from dist_aclgraph.shapes.model_spec import read_model_spec
 from dist_aclgraph.topology import NO_RANK
 
 CONTROLLER = "controller"  # first part of the names of controller actors
@@ -93,10 +94,14 @@ class Deployment:
 def start(config: Config, on_progress: OnProgress | None = None) -> Deployment:
     """Bring a deployment up, on this process's Ray cluster, or as ``start_ray`` finds one.
 
+    What the files of the model refuse is refused here, before anything is built or started.
+
     Raises:
+        ConfigError, ModelError: the model cannot be served, or not so.
         DistAclGraphError: typed, naming rank and phase where a worker failed; nothing is left.
     """
-    Planner.from_config(config)  # refuses what cannot be served before anything is started
+    Planner.from_config(config)
+    read_model_spec(config.model)
     is_emulated = resolve_kind(config.device.kind) == "emulated"
     if is_emulated:
         emulator.build()

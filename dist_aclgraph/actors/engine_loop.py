@@ -213,7 +213,7 @@ class EngineLoop:
             "message": send_s * 1e6 + wait_s * 1e6 - worker_us,
             "result": update_s * 1e6,
             **result.timings_us,
-            **result.beside_us,
+            **result.overlapped_us,
         }
         for stage, duration_us in stages.items():
             self._timings_us[f"{mode}.{stage}"] += duration_us  # type: ignore[assignment]

@@ -8,6 +8,7 @@ hang for as long as they like: whoever started it learns of it at once, and can 
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 import threading
@@ -125,7 +126,14 @@ def start_ray(config: Config) -> LocalRay | None:
 
 
 def _init(address: str, **options: Any) -> None:
-    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, **options)
+    # What Ray has to say, of daemons and of what it retries, is no news to whoever serves a model.
+    ray.init(
+        address=address,
+        namespace=NAMESPACE,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        **options,
+    )
 
 
 @contextmanager

@@ -74,8 +74,8 @@ def agree(
 ) -> None:
     """Bring groups to one plan: those that could capture more than others give the surplus up.
 
-    A group may fail at the plan of another one, which then is too large for it: all come again,
-    with fewer graphs each time.
+    A group may fail to capture the plan of another one, because it is too large for it. Then the
+    comparison starts anew; plans shrink each time, so it ends.
 
     Args:
         records: of each group.

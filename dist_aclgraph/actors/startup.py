@@ -22,7 +22,7 @@ from dist_aclgraph.actors.lockstep_capture import (
 )
 from dist_aclgraph.actors.lockstep_group import LockstepGroup
 from dist_aclgraph.actors.state import State
-from dist_aclgraph.actors.worker_group import WorkerGroup, place_group, same
+from dist_aclgraph.actors.worker_group import WorkerGroup, for_each_rank, place_group
 from dist_aclgraph.errors import WorkerError
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.ledger import Ledger
@@ -147,7 +147,7 @@ class Startup:
             "make_runner",
             "NEGOTIATING",
             timeout_s,
-            same(num_blocks, self._planner.max_model_len, largest),
+            for_each_rank(num_blocks, self._planner.max_model_len, largest),
         )
         # An eager step of each kind creates HCCL domains and side streams: offers count them.
         for graph in largest:
@@ -186,7 +186,10 @@ class Startup:
                 planner.max_model_len,
             )
             group.workers.call(
-                "make_cache", self._phase.value, config.timeouts.negotiate_s, same(group.num_blocks)
+                "make_cache",
+                self._phase.value,
+                config.timeouts.negotiate_s,
+                for_each_rank(group.num_blocks),
             )
             group.ledgers = [Ledger.predict(o, plan, planner.budget_model) for o in group.offers]
             group.record = self._capture(group, plan)

@@ -171,7 +171,7 @@ class Worker:
         memory = RankMemory.from_config(config, facts, spec, free_bytes, has_hccl_buffers=False)
         memory.check(config, f"the NPU of rank {self._rank}")
         KVCacheSpec.from_config(config, facts).choose_num_blocks(
-            config, memory.free_bytes, config.max_model_len or facts.max_model_len
+            config, memory.free_bytes, config.max_model_len or facts.max_position_embeddings
         )
 
     def _make_expert_setup(self, spec: ModelSpec) -> ExpertSetup:

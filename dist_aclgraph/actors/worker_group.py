@@ -141,7 +141,7 @@ class WorkerGroup:
         """
         self._num_commands += 1
         command = GraphCommand(0, self._num_commands, action, graph, plan)
-        return self.call("carry_out", self.phase, timeout_s, same(command))
+        return self.call("carry_out", self.phase, timeout_s, for_each_rank(command))
 
     def start_loops(self, address: Any) -> list[Any]:
         """Send every worker into its step loop; the returned references are the death notices."""
@@ -159,7 +159,7 @@ class WorkerGroup:
         placement.release(self.bundles)
 
 
-def same(*arguments: Any) -> Callable[[int], tuple[Any, ...]]:
+def for_each_rank(*arguments: Any) -> Callable[[int], tuple[Any, ...]]:
     """Arguments of a call that are the same for every rank."""
     return lambda _: arguments
 

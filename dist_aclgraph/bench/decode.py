@@ -23,8 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from dist_aclgraph.bench.checkpoints import Shape, write_checkpoint
+from dist_aclgraph.bench.command import run_command
 from dist_aclgraph.bench.engine import DecodeEngine, DecodeRun
 from dist_aclgraph.device import emulator
+from dist_aclgraph.extras import require
 
 BATCHES = (1, 8, 32)
 PROMPT_LEN = 128
@@ -43,6 +45,7 @@ def main(
     repeats: Annotated[int, typer.Option(help="Interleaved repeats; medians count.")] = 3,
 ) -> None:
     """Measure, print and save."""
+    require("transformers", "bench", "comparing with transformers")
     console = Console(width=120)
     emulator.load({})  # transformers looks for torch_npu, which must find its libraries
     torch.set_num_threads(1)
@@ -244,4 +247,4 @@ def _update_table(rows: list[dict[str, Any]]) -> Table:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

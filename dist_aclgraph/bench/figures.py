@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
-
-from matplotlib.axes import Axes
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dist_aclgraph.bench.turns import title
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 GROUP_WIDTH = 0.8  # of the room between two ticks
 
@@ -19,6 +23,25 @@ class Bars(NamedTuple):
     places: list[float]
     rows: list[dict[str, Any]]
     width: float
+
+
+@contextmanager
+def sheet(
+    path: Path, results: Mapping[str, Any], title: str
+) -> Iterator[tuple[Figure, list[Axes]]]:
+    """Return a figure and its four charts, row by row; save it at the end.
+
+    The title goes on with what both benches did, and with the note on what ran them.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 9), layout="constrained")
+    yield figure, list(figure.subplots(2, 2).flat)
+    figure.suptitle(
+        f"{title}, {results['repeats']} rounds of {results['steps']} tokens on "
+        f"{results['cores']} CPU cores\n{results['note']}"
+    )
+    figure.savefig(path, dpi=110)
 
 
 def groups(axes: Axes, deployments: Mapping[str, Any]) -> list[Bars]:

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
+from dist_aclgraph.bench.command import run_command
 from dist_aclgraph.bench.engine import DecodeEngine, asked_sizes
 from dist_aclgraph.bench.moe_figure import draw
 from dist_aclgraph.bench.moe_tables import markdown, tables
@@ -39,8 +40,10 @@ from dist_aclgraph.bench.workload import (
     round_ratios,
 )
 from dist_aclgraph.config import ExchangeSetting, GraphMode
+from dist_aclgraph.shipped import shipped
 from dist_aclgraph.text.tokenizer import Tokenizer
 
+MODEL = shipped("models/tiny-deepseek")
 LAYOUT = {"tp": 2, "dp": 2, "ep": 4}
 BATCHES = (1, 16)
 MIXED_BATCH = 8
@@ -76,7 +79,7 @@ OTHERS = ",".join(name for name in VARIANTS if name != BASE)
 
 
 def main(
-    model: Annotated[Path, typer.Option(help="The checkpoint.")] = Path("models/tiny-deepseek"),
+    model: Annotated[Path, typer.Option(help="The checkpoint.")] = MODEL,
     steps: Annotated[int, typer.Option(help="Tokens per request.")] = 40,
     repeats: Annotated[int, typer.Option(help="Rounds: all variants by turns.")] = 5,
     variants: Annotated[str, typer.Option(help="Those beside the base.")] = OTHERS,
@@ -220,4 +223,4 @@ def _ratios(ours: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

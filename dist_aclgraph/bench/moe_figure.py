@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from dist_aclgraph.bench.figures import groups, sheet
 
-from dist_aclgraph.bench.figures import groups
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
     """Draw steps, tokens, drafts and loads into one file."""
-    figure = Figure(figsize=(13, 9), layout="constrained")
-    (steps, speed), (drafts, loads) = figure.subplots(2, 2)
-    _draw_ratios(steps, results, "step_ratio", "Time of a step against the base's")
-    _draw_ratios(speed, results, "rate_ratio", "Tokens/s against the base's")
-    _draw_drafts(drafts, results)
-    _draw_loads(loads, results)
-    handles, labels = steps.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize="small")
     layout = ", ".join(f"{axis.upper()} {size}" for axis, size in results["layout"].items())
-    figure.suptitle(
-        f"{results['model']}, {layout}, {results['repeats']} rounds of {results['steps']} tokens "
-        f"on {results['cores']} CPU cores\n{results['note']}"
-    )
-    figure.savefig(path, dpi=110)
+    with sheet(path, results, f"{results['model']}, {layout}") as (figure, charts):
+        steps, speed, drafts, loads = charts
+        _draw_ratios(steps, results, "step_ratio", "Time of a step against the base's")
+        _draw_ratios(speed, results, "rate_ratio", "Tokens/s against the base's")
+        _draw_drafts(drafts, results)
+        _draw_loads(loads, results)
+        handles, labels = steps.get_legend_handles_labels()
+        figure.legend(
+            handles, labels, loc="outside lower center", ncols=len(labels), fontsize="small"
+        )
 
 
 def _draw_ratios(axes: Axes, results: dict[str, Any], key: str, title: str) -> None:

@@ -19,6 +19,7 @@ import typer
 from rich.progress import Progress
 
 from dist_aclgraph.bench.checkpoints import Shape, write_checkpoint
+from dist_aclgraph.bench.command import run_command
 from dist_aclgraph.bench.engine import DecodeEngine, asked_sizes
 from dist_aclgraph.bench.one_rank import OneRank
 from dist_aclgraph.bench.tp8_figure import draw
@@ -187,7 +188,7 @@ def _summary(
         "speedup": paired_ratio(base_rounds, rounds),
         "tokens_per_s": statistics.median(run.num_tokens / run.seconds for run in runs),
         "stages_us": {k: v for k, v in stages.items() if k not in BESIDE},
-        "beside_us": {k: v for k, v in stages.items() if k in BESIDE},
+        "overlapped_us": {k: v for k, v in stages.items() if k in BESIDE},
         "steps": dict(sum(map(Counter, counts), Counter())),
         "launch_us_per_operator": launching / operators,
         "update_us_per_layer": stages.get("update_per_layer", stages["update"] / layers)
@@ -203,4 +204,4 @@ def _summary(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

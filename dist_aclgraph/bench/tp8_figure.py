@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
-from dist_aclgraph.bench.figures import GROUP_WIDTH, groups
+from dist_aclgraph.bench.figures import GROUP_WIDTH, groups, sheet
 from dist_aclgraph.bench.tables import MIB
 from dist_aclgraph.bench.tp8_tables import stage_names
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
     """Draw step times, host stages, pools and padding into one file."""
-    figure = Figure(figsize=(13, 9), layout="constrained")
-    (steps, stages), (pools, padding) = figure.subplots(2, 2)
-    _draw_steps(steps, results)
-    _draw_stages(stages, results)
-    _draw_pools(pools, results)
-    _draw_padding(padding, results)
     model = results["model"]
-    figure.suptitle(
-        f"TP {results['tp']}, {model['layers']} layers, hidden {model['hidden']}, bfloat16, "
-        f"{results['repeats']} rounds of {results['steps']} tokens on {results['cores']} CPU "
-        f"cores\n{results['note']}"
-    )
-    figure.savefig(path, dpi=110)
+    title = f"TP {results['tp']}, {model['layers']} layers, hidden {model['hidden']}, bfloat16"
+    with sheet(path, results, title) as (_, (steps, stages, pools, padding)):
+        _draw_steps(steps, results)
+        _draw_stages(stages, results)
+        _draw_pools(pools, results)
+        _draw_padding(padding, results)
 
 
 def _draw_steps(axes: Axes, results: dict[str, Any]) -> None:

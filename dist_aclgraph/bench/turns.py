@@ -24,6 +24,7 @@ from dist_aclgraph.actors.local_ray import start_ray
 from dist_aclgraph.bench.engine import DecodeEngine
 from dist_aclgraph.bench.workload import Arrival, Run, run_workload
 from dist_aclgraph.config import make_config
+from dist_aclgraph.extras import require
 
 MIXED = "mixed"  # a workload; others are named by the size of their batch
 
@@ -141,6 +142,7 @@ def report_bench(
     Args:
         measure: is given a folder of its own, which is gone afterwards.
     """
+    require("matplotlib", "bench", "the figure of this bench")
     console = Console(width=150)
     torch.set_num_threads(1)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())

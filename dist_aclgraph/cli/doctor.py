@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MIN_SHM_BYTES = 256 << 20
+PYTHONS = ((3, 11), (3, 12), (3, 13))
 PINNED = {"torch": "2.13.0", "torch-npu": "2.13.0", "ray": "2.60.0"}
 
 
@@ -32,17 +33,23 @@ def examine() -> list[Finding]:
 
 
 def _python() -> Finding:
-    is_ok = sys.version_info[:2] == (3, 11)
-    return Finding("python", is_ok, platform.python_version(), "install Python 3.11")
+    is_ok = sys.version_info[:2] in PYTHONS
+    known = ", ".join(f"{major}.{minor}" for major, minor in PYTHONS)
+    remedy = f"install one of Python {known}"
+    return Finding("python", is_ok, platform.python_version(), remedy)
 
 
 def _package(name: str, wanted: str) -> Finding:
     try:
         found = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return Finding(name, False, "not installed", f"pip install {name}=={wanted}")
+        return Finding(name, False, "not installed", _pip_install(name, wanted))
     is_ok = found.split("+")[0] == wanted
-    return Finding(name, is_ok, found, f"pip install {name}=={wanted}")
+    return Finding(name, is_ok, found, _pip_install(name, wanted))
+
+
+def _pip_install(name: str, wanted: str) -> str:
+    return f"{sys.executable} -m pip install {name}=={wanted}"
 
 
 def _device() -> Finding:
@@ -53,16 +60,19 @@ def _device() -> Finding:
 
     if emulator.is_built():
         return Finding("device", True, "no NPU here; the emulated NPU is built and will be used")
-    remedy = "build it with: python -m dist_aclgraph.device.emulator"
+    remedy = f"build it with: {sys.executable} -m dist_aclgraph.device.emulator"
     return Finding("device", False, "no NPU here, and the emulated NPU is not built", remedy)
 
 
 def _compiler() -> Finding:
-    path = shutil.which("g++")
-    if path is None and any(Path("/dev").glob("davinci[0-9]*")):
-        return Finding("compiler", True, "no g++; with NPUs none is needed")
-    remedy = "install g++ (Debian, Ubuntu: apt-get install g++)"
-    return Finding("compiler", path is not None, path or "no g++", remedy)
+    from dist_aclgraph.device.emulator import missing_tools
+
+    missing = " and no ".join(missing_tools())
+    if missing and any(Path("/dev").glob("davinci[0-9]*")):
+        return Finding("compiler", True, f"no {missing}; with NPUs none is needed")
+    remedy = "install g++ and make (Debian, Ubuntu: apt-get install g++ make)"
+    found = f"no {missing}" if missing else str(shutil.which("g++"))
+    return Finding("compiler", not missing, found, remedy)
 
 
 def _shared_memory() -> Finding:

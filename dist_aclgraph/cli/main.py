@@ -16,10 +16,17 @@ from typing import Annotated
 
 import typer
 
-from dist_aclgraph.errors import ConfigError, DistAclGraphError, PlacementError, RequestError
+from dist_aclgraph.errors import (
+    ConfigError,
+    DistAclGraphError,
+    ModelError,
+    PlacementError,
+    RequestError,
+)
+from dist_aclgraph.extras import require
+from dist_aclgraph.version import VERSION
 
 cli = typer.Typer(
-    help="Serve large language models on many Ascend NPUs.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -28,7 +35,25 @@ ConfigPath = Annotated[Path, typer.Argument(help="YAML file of a deployment")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="key=value over the file, e.g. parallel.tp=2")
 ]
+Host = Annotated[str | None, typer.Option(help="address to listen on, as serve.host=ADDRESS")]
+Port = Annotated[int | None, typer.Option(help="port to listen on, as serve.port=N")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"dist-aclgraph {VERSION}")
+        raise typer.Exit
+
+
+@cli.callback()
+def common(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="show it and exit"),
+    ] = False,
+) -> None:
+    """Serve large language models on many Ascend NPUs."""
 
 
 @cli.command()
@@ -47,12 +72,14 @@ def run(
 
         from dist_aclgraph.actors import deployment
         from dist_aclgraph.actors.llm import LLM
+        from dist_aclgraph.cli.checks import check_deployment
         from dist_aclgraph.cli.progress import StartProgress
         from dist_aclgraph.config import load_config, parse_overrides
         from dist_aclgraph.sampling import SamplingParams
 
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
         loaded = load_config(config, parse_overrides(overrides or []))
+        check_deployment(loaded)
         with StartProgress(Console(stderr=True)) as show:
             llm = LLM(loaded, start=partial(deployment.start, on_progress=show))
         with llm:
@@ -74,8 +101,10 @@ def run(
 
 
 @cli.command()
-def serve(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Serve the OpenAI API until Ctrl-C or SIGTERM."""
+def serve(
+    config: ConfigPath, overrides: Overrides = None, host: Host = None, port: Port = None
+) -> None:
+    """Serve the OpenAI API until Ctrl-C or SIGTERM; on 127.0.0.1:8000 unless told otherwise."""
     from dist_aclgraph.cli.supervise import call_outside_of_lead
 
     def serve_here() -> None:
@@ -83,7 +112,9 @@ def serve(config: ConfigPath, overrides: Overrides = None) -> None:
             from dist_aclgraph.cli.serve import serve_until_signal
             from dist_aclgraph.config import load_config, parse_overrides
 
-            serve_until_signal(load_config(config, parse_overrides(overrides or [])))
+            given = {"serve.host": host, "serve.port": port}
+            options = {key: value for key, value in given.items() if value is not None}
+            serve_until_signal(load_config(config, parse_overrides(overrides or []) | options))
 
     call_outside_of_lead(serve_here)
 
@@ -102,6 +133,8 @@ def plan(
         from dist_aclgraph.cli.plan_report import plan_report, render_plan
         from dist_aclgraph.config import load_config, parse_overrides
 
+        if plot is not None:
+            require("matplotlib", "plots", "--plot")
         report = plan_report(load_config(config, parse_overrides(overrides or [])))
         if plot is not None:
             from dist_aclgraph.cli.plan_plot import plot_padding
@@ -147,6 +180,8 @@ def simulate(
         from dist_aclgraph.simulate.simulation import LoadOptions
         from dist_aclgraph.simulate.times import line_times, read_times
 
+        if plot is not None:
+            require("matplotlib", "plots", "--plot")
         assumed = line_times(step_ms, token_ms, capture_ms)
         options = LoadOptions(
             trace=trace,
@@ -193,7 +228,7 @@ def doctor(as_json: AsJson = False) -> None:
 def _user_errors() -> Iterator[None]:
     try:
         yield
-    except (ConfigError, RequestError, PlacementError) as e:
+    except (ConfigError, ModelError, RequestError, PlacementError) as e:
         print(f"error: {e}", file=sys.stderr)
         raise typer.Exit(2) from None
     except DistAclGraphError as e:

@@ -57,6 +57,10 @@ class StartProgress:
         if words is None:
             return
         if self._bar is not None:
+            if report.state != self._state:
+                # A bar keeps its total for ever: each state has a bar of its own.
+                self._bar.remove_task(self._task)
+                self._task = self._bar.add_task(words, total=None, detail="")
             self._bar.update(
                 self._task,
                 description=words,

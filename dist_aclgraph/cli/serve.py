@@ -23,7 +23,7 @@ from rich.table import Table
 
 from dist_aclgraph.actors import deployment
 from dist_aclgraph.actors.engine_client import Deployment
-from dist_aclgraph.cli.plan_report import plan_report
+from dist_aclgraph.cli.checks import check_deployment
 from dist_aclgraph.cli.progress import StartProgress
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import EngineUnavailableError
@@ -35,7 +35,7 @@ from dist_aclgraph.serve.state import ApiState, open_state
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 TABLE_KEYS = ("graph", "streams", "bytes")
-POLL_S = 0.1
+POLL_S, CHECK_S, JOIN_S = 0.1, 1.0, 2.0
 SILENT_S = 30.0  # a check of the deployment that takes longer has no answer
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -58,7 +58,7 @@ def serve_until_signal(config: Config, start: Start = deployment.start) -> None:
     access = read_access(config.serve, checks_host=True)
     server = HttpServer(config.serve)
     try:
-        plan_report(config)  # finds what does not fit the model, before anything is started
+        check_deployment(config)  # before anything is started
         tokenizer = Tokenizer(config.model)
         console = Console(stderr=True)
         front = Front("the service is starting")
@@ -110,15 +110,16 @@ def _started(
         with StartProgress(console) as show:
 
             def report(progress: Any) -> None:
+                signals.take_over()  # Ray has installed handlers of its own meanwhile
                 if signals.received:
                     raise _Stopping
                 show(progress)
 
             running = start(config, on_progress=report)
-    except _Stopping:
-        raise SystemExit(128 + signals.received) from None
+    except (_Stopping, SystemExit):  # Ray's own handler of SIGTERM exits, with another number
+        raise SystemExit(128 + (signals.received or signal.SIGTERM)) from None
     try:
-        signals.take_over()  # Ray has installed handlers of its own
+        signals.take_over()
         yield running
     finally:
         running.shut_down()
@@ -130,13 +131,13 @@ def _watch(state: ApiState, running: Deployment, signals: _Signals) -> None:
     Raises:
         EngineUnavailableError: the deployment serves no more; says why.
     """
-    checks = _Checks(running)
-    while not signals.wait(POLL_S):
-        try:
-            state.check()
-            checks.raise_failure()
-        except EngineUnavailableError as e:
-            raise EngineUnavailableError(f"the service has ended: {_cause(running, e)}") from e
+    with _Checks(running) as checks:
+        while not signals.wait(POLL_S):
+            try:
+                state.check()
+                checks.raise_failure()
+            except EngineUnavailableError as e:
+                raise EngineUnavailableError(f"the service has ended: {_cause(running, e)}") from e
 
 
 def _cause(running: Deployment, seen: EngineUnavailableError) -> EngineUnavailableError:
@@ -155,7 +156,17 @@ class _Checks:
         self._running = running
         self._failure: EngineUnavailableError | None = None
         self._asked_s = time.monotonic()
-        threading.Thread(target=self._run, name="checks", daemon=True).start()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="checks", daemon=True)
+
+    def __enter__(self) -> _Checks:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Let the last question end, so that it meets no deployment that is being stopped."""
+        self._ended.set()
+        self._thread.join(JOIN_S)
 
     def raise_failure(self) -> None:
         if self._failure is not None:
@@ -164,13 +175,12 @@ class _Checks:
             raise EngineUnavailableError(f"Ray has not answered for {silent_s:.0f} s")
 
     def _run(self) -> None:
-        while self._failure is None:
+        while self._failure is None and not self._ended.wait(CHECK_S):
             try:
                 self._running.check()
             except EngineUnavailableError as e:
                 self._failure = e
             self._asked_s = time.monotonic()
-            time.sleep(1.0)
 
 
 class _Signals:

@@ -11,24 +11,40 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from dist_aclgraph.environment import build_environment, disable_backend_autoload
+from dist_aclgraph.environment import (
+    build_environment,
+    cache_directory,
+    disable_backend_autoload,
+)
 from dist_aclgraph.errors import DeviceError, EmulatorBuildError
+from dist_aclgraph.shipped import is_installed, shipped
 
-SOURCES = Path(__file__).resolve().parents[2] / "emulator"
-BUILD = SOURCES / "build"
+
+def _build_folder() -> Path:
+    """Beside the sources in a clone; else one of this installation's own in the user's cache."""
+    if not is_installed() and os.access(SOURCES, os.W_OK):
+        return SOURCES / "build"
+    installation = hashlib.sha256(str(SOURCES).encode()).hexdigest()[:12]
+    return cache_directory() / f"emulator-{installation}"
+
+
+SOURCES = shipped("emulator")
+BUILD = _build_folder()
 
 # In this order: torch lies between the two groups, because the second links against libtorch_cpu.
 _BEFORE_TORCH = ("ascendcl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel")
 _AFTER_TORCH = ("hccl", "opapi", "nnopbase")
 
 _STAMP = BUILD / "stamp"
-_LOCK = SOURCES / "build" / "lock"
+_LOCK = BUILD / "lock"
+_TOOLS = ("g++", "make")
 _QUOTED_LINES = 40
 
 OnProgress = Callable[[int, int, str], None]
@@ -53,10 +69,16 @@ def build(progress: OnProgress | None = None) -> Path:
         progress: called with (steps done, steps in all, what was done last).
 
     Raises:
-        EmulatorBuildError: the compiler failed; its last lines are quoted.
+        EmulatorBuildError: g++ or make is missing; or the compiler failed, and its last lines are
+            quoted.
     """
     if is_built():
         return BUILD
+    if missing := missing_tools():
+        raise EmulatorBuildError(
+            "there is no NPU here, and the emulated one is built at its first use, for which "
+            f"{' and '.join(missing)} must be installed (Debian, Ubuntu: apt-get install g++ make)"
+        )
     BUILD.mkdir(parents=True, exist_ok=True)
     with _one_builder():
         if not is_built():
@@ -64,6 +86,11 @@ def build(progress: OnProgress | None = None) -> Path:
             _make(progress)
             _STAMP.write_text(_fingerprint())
     return BUILD
+
+
+def missing_tools() -> list[str]:
+    """Return those programs that a build needs and this machine has not."""
+    return [tool for tool in _TOOLS if shutil.which(tool) is None]
 
 
 def load(settings: Mapping[str, str | int | bool]) -> None:
@@ -167,6 +194,7 @@ def _processor_features() -> str:
 
 def _make(progress: OnProgress | None) -> None:
     command = ["make", "-C", str(SOURCES), "--no-print-directory", f"PYTHON={sys.executable}"]
+    command.append(f"B={BUILD}")
     environment = build_environment()
     plan = subprocess.run([*command, "-n"], capture_output=True, text=True, env=environment)
     total = sum(line.startswith("echo ") for line in plan.stdout.splitlines())
@@ -189,6 +217,8 @@ def _make(progress: OnProgress | None) -> None:
     if process.wait():
         quoted = "\n".join(lines[-_QUOTED_LINES:])
         raise EmulatorBuildError(f"building the emulator failed ({' '.join(command)}):\n{quoted}")
+    if is_installed():
+        (BUILD / "aten.h.gch").unlink(missing_ok=True)  # 265 MB that only a change would need
 
 
 def main() -> None:

@@ -202,7 +202,7 @@ class Stopwatch:
         if self.enabled:
             self.beside[what] = self.beside.get(what, 0.0) + duration_us
 
-    def take_beside(self) -> dict[str, float]:
+    def take_overlapped(self) -> dict[str, float]:
         taken, self.beside = self.beside, {}
         return taken
 

@@ -90,17 +90,17 @@ class DraftSteps:
         query_ends, kv_lens = lens
         experts = ExpertStep(self._choose_exchange(len(sampled)), self._tally)
 
-        def run(over: DraftPass) -> Tensor:
+        def run(draft_pass: DraftPass) -> Tensor:
             metadata = AttentionMetadata(
-                slot_mapping=over.written,
+                slot_mapping=draft_pass.written,
                 block_table=inputs.block_table,
                 query_ends=query_ends,
-                kv_lens=[length + over.iteration for length in kv_lens],
+                kv_lens=[length + draft_pass.iteration for length in kv_lens],
                 causal_mask=self._causal_mask,
-                tasks=None if tasks is None else tasks.ahead(over.iteration),
+                tasks=None if tasks is None else tasks.ahead(draft_pass.iteration),
             )
             metadata = self._prepared(metadata, NO_TABLE)
-            return self._forward(over, metadata, experts)
+            return self._forward(draft_pass, metadata, experts)
 
         return self._drafter.propose(
             self._module.logits,
@@ -139,23 +139,23 @@ class DraftSteps:
         num_samples = len(step.drafts.rows)
         spread = ExpertStep(self._choose_exchange(num_samples * num_places), self._tally)
 
-        def run(over: DraftPass) -> Tensor:
-            if over.iteration == 0:
+        def run(draft_pass: DraftPass) -> Tensor:
+            if draft_pass.iteration == 0:
                 experts = ExpertStep(exchange, self._tally)
-                return self._forward(over, metadata, experts)
+                return self._forward(draft_pass, metadata, experts)
             assert inputs.drafts is not None
-            ends = inputs.drafts.positions[:, -1] + 1 + over.iteration
+            ends = inputs.drafts.positions[:, -1] + 1 + draft_pass.iteration
             later = AttentionMetadata(
-                slot_mapping=over.written[: live * num_places],
+                slot_mapping=draft_pass.written[: live * num_places],
                 block_table=step.draft_table,
                 query_ends=list(range(num_places, live * num_places + 1, num_places)),
                 kv_lens=ends.tolist(),
                 causal_mask=self._causal_mask,
             )
             later = self._prepared(later, inputs.block_table[inputs.sampled])
-            return self._forward(over, later, spread)
+            return self._forward(draft_pass, later, spread)
 
-        # Before padding, whose places are no one's.
+        # Before the tokens are padded: padding has no places.
         next_tokens = step.next_tokens.index_copy(0, step.places.long(), sampled)
         if len(sampled) < num_samples * num_places:
             padded = sampled.new_zeros(num_samples * num_places)
@@ -173,12 +173,14 @@ class DraftSteps:
             step.drafts,
         )
 
-    def _forward(self, over: DraftPass, metadata: AttentionMetadata, experts: ExpertStep) -> Tensor:
+    def _forward(
+        self, draft_pass: DraftPass, metadata: AttentionMetadata, experts: ExpertStep
+    ) -> Tensor:
         return self._module.forward(
-            over.token_ids,
-            over.hidden,
-            over.positions,
-            over.slots,
+            draft_pass.token_ids,
+            draft_pass.hidden,
+            draft_pass.positions,
+            draft_pass.slots,
             self._cache,
             metadata,
             experts,

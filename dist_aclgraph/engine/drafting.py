@@ -11,7 +11,7 @@ Then the next-token module runs over the same places with the tokens that were s
 last right place on it proposes k tokens, one after another. How many drafts passed is known to the
 device alone, and nothing on the host may depend on it. So every request keeps k + 1 places in each
 of these runs, of which those from the last right place on write to the cache; causality keeps the
-places after it from being seen, and no place sees memory that nobody has written.
+places after it from being seen, and no place reads memory that was never written.
 """
 
 from __future__ import annotations

@@ -180,7 +180,8 @@ class InputBatch:
 
 
 def table_width(num_tokens: int, block_size: int, num_drafts: int) -> int:
-    """Return the blocks that so many tokens may touch; each iteration of drafting looks one token
-    further, from behind the last draft.
+    """Return the width of the block table: blocks for the tokens and for positions of drafts.
+
+    A step verifies k drafts behind the last token, and drafting then goes k positions further.
     """
     return -(-(num_tokens + 2 * num_drafts) // block_size)

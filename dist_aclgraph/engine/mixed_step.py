@@ -68,7 +68,7 @@ def upload_step(
 
     Args:
         size: what it is padded to.
-        spare_row: row of requests that are not there.
+        spare_row: row of padding requests.
         static: the inputs of a graph in pieces, which have been written; None for an eager step.
     """
     arrays = [inputs.places]

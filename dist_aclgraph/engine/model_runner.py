@@ -231,7 +231,7 @@ class ModelRunner:
             expert_tokens=read.expert_tokens,
             num_unplaced=self._num_unplaced - num_unplaced,
             timings_us=watch.stages,
-            beside_us=watch.take_beside(),
+            overlapped_us=watch.take_overlapped(),
         )
         if not self._owns_output:
             return result

@@ -85,7 +85,7 @@ class StepBuffers:
 
         Args:
             num_drafts: k, of every request of a decode batch.
-            spare_row: row of requests that are not there.
+            spare_row: row of padding requests.
         """
         device = npu.device
         max_tokens, max_reqs, max_samples = largest

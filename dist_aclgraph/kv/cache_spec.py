@@ -6,24 +6,11 @@ from dataclasses import dataclass
 
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.shapes.heads import kv_heads_per_rank
 from dist_aclgraph.shapes.model_facts import ModelFacts
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 MIN_BLOCKS = 2  # the dummy block and one for requests
-
-
-def kv_heads_per_rank(num_kv_heads: int, tp: int) -> int:
-    """Return the KV heads that one TP rank holds; with more ranks than heads, heads repeat.
-
-    Raises:
-        ConfigError: heads cannot be spread evenly.
-    """
-    if num_kv_heads % tp and tp % num_kv_heads:
-        raise ConfigError(
-            f"parallel.tp is {tp}; it must divide the model's {num_kv_heads} KV heads, or be a "
-            "multiple of them"
-        )
-    return max(1, num_kv_heads // tp)
 
 
 def elements_per_token(facts: ModelFacts, tp: int) -> int:
@@ -37,7 +24,7 @@ def elements_per_token(facts: ModelFacts, tp: int) -> int:
     """
     if facts.mla:
         return facts.latent_size
-    return 2 * kv_heads_per_rank(facts.num_kv_heads, tp) * facts.head_size
+    return 2 * kv_heads_per_rank(facts.num_kv_heads, tp) * facts.head_dim
 
 
 def how_to_shrink_weights(config: Config) -> str:

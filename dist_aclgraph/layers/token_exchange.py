@@ -143,7 +143,7 @@ class Mc2:
             *domain,
             x_active_mask=is_live,
         )
-        # Rows of padding are not written; a number that is none would spread.
+        # The operator does not write rows of padding: a NaN there would spread to other rows.
         return y.masked_fill_(is_padding.unsqueeze(1), 0)
 
 

@@ -42,7 +42,7 @@ class AttentionKind(Protocol):
         """Gather the rows of [n] int32 positions."""
 
     def make_cache(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> Cache:
-        """Return one layer's cache; block 0, which padding reads, holds numbers."""
+        """Return one layer's cache. Padding reads block 0, so it must not hold NaN."""
 
     def prepare(
         self, metadata: AttentionMetadata, block_table: IntArray, block_size: int, upload: Upload

@@ -6,7 +6,6 @@ of products that run in int8.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from dist_aclgraph.errors import (
 )
 from dist_aclgraph.models import block_scales, int8_weights
 from dist_aclgraph.models.int8_weights import Matrix
+from dist_aclgraph.shapes.weight_files import tensor_files
 
 Progress = Callable[[int, int], None]  # tensors read, tensors in all
 
@@ -43,7 +43,7 @@ class Checkpoint:
         self.dtype = dtype
         self._directory = Path(directory)
         self._quantises = quantises
-        self._file_of = self._index()
+        self._file_of = tensor_files(self._directory)
         self._open: dict[str, Any] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -177,38 +177,6 @@ class Checkpoint:
                 raise ModelError(f"cannot read {self._directory / file_name}: {e}") from e
         return self._open[file_name]
 
-    def _file_named(self, name: str) -> Path:
-        """Return the file of that name, or else the only one whose name ends alike.
-
-        Tools that quantise choose names of their own.
-        """
-        wanted = self._directory / name
-        if wanted.is_file():
-            return wanted
-        others = list(self._directory.glob("*" + name.removeprefix("model")))
-        return others[0] if len(others) == 1 else wanted
-
-    def _index(self) -> dict[str, str]:
-        """Map every tensor to its file; names in the index must stay inside the directory."""
-        index = self._file_named("model.safetensors.index.json")
-        if index.is_file():
-            file_of = _read_weight_map(index)
-            for file_name in set(file_of.values()):
-                if Path(file_name).name != file_name:
-                    raise ModelError(f"{index} names a file outside the directory: {file_name!r}")
-            return file_of
-        single = self._file_named("model.safetensors")
-        if not single.is_file():
-            raise ModelError(
-                f"{self._directory} has neither model.safetensors nor model.safetensors.index.json,"
-                " nor one other file that ends like these"
-            )
-        try:
-            with safe_open(single, framework="pt") as file:
-                return dict.fromkeys(file.keys(), single.name)
-        except (OSError, SafetensorError) as e:
-            raise ModelError(f"cannot read {single}: {e}") from e
-
 
 def _padded(part: Tensor, dim: int, length: int) -> Tensor:
     """Return the part with zeros behind it, ``length`` long in ``dim``."""
@@ -218,11 +186,3 @@ def _padded(part: Tensor, dim: int, length: int) -> Tensor:
     padding = list(part.shape)
     padding[dim] = missing
     return torch.cat([part, torch.zeros(padding, dtype=part.dtype)], dim)
-
-
-def _read_weight_map(index: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {str(name): str(file_name) for name, file_name in weight_map.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
-        raise ModelError(f"{index} is not an index of safetensors files: {e!r}") from e

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.comm.groups import CommGroup
-from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.ints import IntArray
 from dist_aclgraph.layers.attention import AttentionMetadata, KVCache, PagedAttention
 from dist_aclgraph.layers.linear import Product, RowParallelLinear
 from dist_aclgraph.layers.rotary import RotaryTables
 from dist_aclgraph.models.attention_kind import Rope, Upload
 from dist_aclgraph.models.loading import WeightSlices
-from dist_aclgraph.shapes.model_facts import heads_per_rank
+from dist_aclgraph.shapes.heads import heads_per_rank, kv_heads_per_rank
 from dist_aclgraph.shapes.model_spec import ModelSpec
 
 
@@ -39,12 +38,7 @@ def share_heads(spec: ModelSpec, group: CommGroup) -> HeadShare:
     """
     size = group.size
     num_heads = heads_per_rank(spec.num_heads, size, is_latent=False)
-    if spec.num_kv_heads % size and size % spec.num_kv_heads:
-        raise ConfigError(
-            f"parallel.tp is {size}: it must divide the model's {spec.num_kv_heads} KV heads or be "
-            "a multiple of them"
-        )
-    num_kv_heads = max(1, spec.num_kv_heads // size)
+    num_kv_heads = kv_heads_per_rank(spec.num_kv_heads, size)
     first_kv_head = group.rank * spec.num_kv_heads // size
     return HeadShare(num_heads, num_kv_heads, group.rank * num_heads, first_kv_head)
 

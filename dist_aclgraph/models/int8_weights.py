@@ -56,11 +56,13 @@ def dequantise(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def beside(matrices: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
     """Return one matrix with the outputs of all, as ``alike`` has them."""
-    weights, scales = alike(matrices, dtype)
+    weights, scales = of_one_kind(matrices, dtype)
     return Matrix(torch.cat(weights, 1), torch.cat(scales, 1) if scales else None)
 
 
-def alike(matrices: Sequence[Matrix], dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+def of_one_kind(
+    matrices: Sequence[Matrix], dtype: torch.dtype
+) -> tuple[list[Tensor], list[Tensor]]:
     """Return weights and scales for one operator: int8 if all are, else all floats, no scales.
 
     What a checkpoint leaves in floats is meant to stay so, also beside matrices in int8.

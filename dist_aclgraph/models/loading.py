@@ -14,7 +14,7 @@ from dist_aclgraph.layers.int8_products import Int8GroupedProduct, Int8Linear
 from dist_aclgraph.layers.linear import Linear, Product, RowParallelLinear
 from dist_aclgraph.layers.local_experts import ExpertProduct, GroupedProduct
 from dist_aclgraph.models.checkpoint import Checkpoint
-from dist_aclgraph.models.int8_weights import Matrix, alike, beside
+from dist_aclgraph.models.int8_weights import Matrix, beside, of_one_kind
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class WeightSlices:
     def expert_product(self, matrices: Sequence[Matrix]) -> ExpertProduct:
         """Return one product of several experts, with a matrix for each."""
         dtype = self.checkpoint.dtype
-        weights, scales = alike(matrices, dtype)
+        weights, scales = of_one_kind(matrices, dtype)
         weight = self.place(torch.stack(weights))
         if not scales:
             return GroupedProduct(weight)

@@ -19,7 +19,7 @@ from dist_aclgraph.layers.rotary import RotaryTables, score_factor
 from dist_aclgraph.models.attention_kind import Rope, Upload
 from dist_aclgraph.models.int8_weights import Matrix
 from dist_aclgraph.models.loading import WeightSlices
-from dist_aclgraph.shapes.model_facts import heads_per_rank
+from dist_aclgraph.shapes.heads import heads_per_rank
 from dist_aclgraph.shapes.model_spec import LatentSpec, ModelSpec
 
 

@@ -30,7 +30,7 @@ class LedgerEntry(msgspec.Struct, kw_only=True):
         return abs(self.measured - self.predicted) > TOLERANCE * self.predicted
 
     def describe(self) -> str:
-        """Return prediction and measurement in words, and the part that is nearest to both's gap.
+        """Return prediction and measurement in words, and the part closest to their difference.
 
         Devices tell how many streams are left and not who took them, so the part is a guess.
         """

@@ -164,7 +164,7 @@ def _step_buffers(
     often tokens occur in each row.
     """
     element_bytes, k = DTYPE_BYTES[config.dtype], config.speculative.num_tokens
-    max_len = config.max_model_len or facts.max_model_len
+    max_len = config.max_model_len or facts.max_position_embeddings
     width = KVCacheSpec.from_config(config, facts).blocks_for(max_len + 2 * k)
     outputs = largest.num_samples * (spec.vocab_size + (spec.hidden_size if k else 0))
     tables = 2 * max_len * (spec.latent.rope_dim if spec.latent else spec.head_dim)

@@ -219,7 +219,9 @@ def _cheapest(limits: Sequence[Limit], menus: Sequence[_Menu]) -> tuple[int, ...
 
 
 def _maximal(limits: Sequence[Limit], most: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield counts that keep all limits; for each choice of the others, the most of the last."""
+    """Yield counts within all limits: every choice of the first ones, with the largest possible
+    count of the last one.
+    """
     *head, last = most
     for counts in product(*(range(n + 1) for n in head)):
         left = [

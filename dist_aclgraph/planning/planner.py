@@ -68,7 +68,7 @@ class Planner:
         facts = read_model_facts(config.model)
         check_model(config, facts)
         config, reasons = with_possible_mode(config, facts, launch_blocking=launch_blocking)
-        wanted, context = config.max_model_len, facts.max_model_len
+        wanted, context = config.max_model_len, facts.max_position_embeddings
         if wanted is not None and wanted > context:
             raise ConfigError(f"max_model_len is {wanted}; the model's context is {context} tokens")
         return cls(

@@ -15,7 +15,7 @@ import msgspec
 from dist_aclgraph.config import GraphConfig
 from dist_aclgraph.planning.buckets import GraphFamily
 
-PRIOR_SHARE = 0.02  # of the weight, on batches that nobody has seen: they come one day
+PRIOR_SHARE = 0.02  # of the weight, on sizes not seen yet, so that they keep a bucket
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):

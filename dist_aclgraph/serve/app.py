@@ -11,8 +11,8 @@ from typing import Any
 
 import pydantic
 import yaml
-from fastapi import FastAPI
 from ray import serve
+from starlette.types import ASGIApp
 
 from dist_aclgraph.actors.engine_client import StartDeployment
 from dist_aclgraph.actors.llm import start_on_ray
@@ -22,7 +22,7 @@ from dist_aclgraph.serve.api import make_api
 from dist_aclgraph.serve.state import open_state
 from dist_aclgraph.text.tokenizer import Tokenizer
 
-DEFAULT_CONFIG = "configs/tiny-qwen3.yaml"
+DEFAULT_CONFIG = "configs/tiny-qwen3.yaml"  # of the working directory, or the package's own
 MAX_ONGOING_REQUESTS = 4096  # the scheduler's own queue is what limits
 
 
@@ -56,7 +56,7 @@ class Ingress:
             self._deployment.shut_down()
             raise
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
+    def __serve_build_asgi_app__(self) -> ASGIApp:
         # Serve's proxy names requests, and answers with the name.
         return make_api(self._state, self._access, names_requests=False)
 

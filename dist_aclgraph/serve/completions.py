@@ -27,7 +27,9 @@ async def completions(state: ApiState, request: Request) -> Response:
         return body, body.prompts(state.context_len)
 
     body, given = await read_body(request, CompletionRequest, convert, state.config.serve)
-    prompts = await asyncio.to_thread(_encode, state, given)
+    # Off the event loop: a long text must not stall the streams of others.
+    is_text = isinstance(given[0], str)
+    prompts = await asyncio.to_thread(_encode, state, given) if is_text else _encode(state, given)
     shape = _CompletionReply(state, body, given)
     if body.max_tokens == 0 and body.echo:
         return _echo_alone(state, body, shape, prompts)

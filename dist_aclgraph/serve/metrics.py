@@ -6,6 +6,7 @@ each value lies. A value that is an object is one sample per key, labelled with 
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from dist_aclgraph.actors.engine_client import EngineClient
 from dist_aclgraph.errors import EngineDeadError
 
 PREFIX = "dist_aclgraph_"
+LABELS = ("model_name", "replica")  # of every metric
 _PATHS = {
     "graph_replays": ("graph", "replays"),
     "eager_steps": ("graph", "misses"),
@@ -74,33 +76,35 @@ class Metrics:
 
     def __init__(self, model_name: str, client: EngineClient) -> None:
         self._registry = CollectorRegistry()
-        labels = {"labelnames": ("model_name",), "registry": self._registry}
+        # Replicas behind one address answer in turns: by their names, counters do not fall.
+        values = (model_name, secrets.token_hex(4))
+        labels = {"labelnames": LABELS, "registry": self._registry}
         self._ttft = Histogram(
             f"{PREFIX}time_to_first_token_seconds",
             "From submission to the first token.",
             buckets=_LATENCY_BUCKETS,
             **labels,  # type: ignore[arg-type]
-        ).labels(model_name)
+        ).labels(*values)
         self._itl = Histogram(
             f"{PREFIX}inter_token_latency_seconds",
             "Between two deliveries of tokens to one request.",
             buckets=_LATENCY_BUCKETS,
             **labels,  # type: ignore[arg-type]
-        ).labels(model_name)
+        ).labels(*values)
         self._e2e = Histogram(
             f"{PREFIX}e2e_request_latency_seconds",
             "From submission to the end of a request.",
             buckets=_E2E_BUCKETS,
             **labels,  # type: ignore[arg-type]
-        ).labels(model_name)
+        ).labels(*values)
         self._finished = Counter(
             f"{PREFIX}request_success",
             "Requests that ended, by reason.",
-            ("model_name", "finished_reason"),
+            (*LABELS, "finished_reason"),
             registry=self._registry,
         )
-        self._model_name = model_name
-        self._registry.register(_EngineCollector(model_name, client))
+        self._values = values
+        self._registry.register(_EngineCollector(values, client))
 
     def first_token(self, seconds: float) -> None:
         self._ttft.observe(seconds)
@@ -110,7 +114,7 @@ class Metrics:
 
     def finished(self, reason: str, seconds: float) -> None:
         self._e2e.observe(seconds)
-        self._finished.labels(self._model_name, reason).inc()
+        self._finished.labels(*self._values, reason).inc()
 
     def expose(self) -> bytes:
         """Return all metrics as Prometheus text; waits for the engines' answers."""
@@ -120,8 +124,8 @@ class Metrics:
 class _EngineCollector(Collector):
     """Asks the engines at every scrape; one ``engine`` label value per lockstep group."""
 
-    def __init__(self, model_name: str, client: EngineClient) -> None:
-        self._model_name = model_name
+    def __init__(self, values: tuple[str, ...], client: EngineClient) -> None:
+        self._values = values
         self._client = client
 
     def describe(self) -> list[Metric]:
@@ -133,17 +137,17 @@ class _EngineCollector(Collector):
         except EngineDeadError:
             answers = []
         healthy = GaugeMetricFamily(
-            f"{PREFIX}engine_healthy", "1 while the engines answer.", labels=("model_name",)
+            f"{PREFIX}engine_healthy", "1 while the engines answer.", labels=LABELS
         )
-        healthy.add_metric((self._model_name,), 1.0 if answers else 0.0)
+        healthy.add_metric(self._values, 1.0 if answers else 0.0)
         yield healthy
         for key, (kind, label, text) in ENGINE_METRICS.items():
-            labels = ("model_name", "engine", *((label,) if label else ()))
+            labels = (*LABELS, "engine", *((label,) if label else ()))
             family = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
             metric = family(PREFIX + key, text, labels=labels)
             for engine, answered in enumerate(answers):
                 for sample, value in _samples(_find(answered, key)):
-                    metric.add_metric((self._model_name, str(engine), *sample), value)
+                    metric.add_metric((*self._values, str(engine), *sample), value)
             yield metric
 
 

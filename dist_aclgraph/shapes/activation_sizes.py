@@ -8,6 +8,7 @@ that latent attention makes chunk by chunk.
 
 from __future__ import annotations
 
+from dist_aclgraph.shapes.heads import kv_heads_per_rank
 from dist_aclgraph.shapes.model_spec import ExpertSpec, LatentSpec, ModelSpec
 
 
@@ -36,7 +37,7 @@ def activation_bytes(
 
 
 def _grouped(spec: ModelSpec, tp: int) -> int:
-    q, kv = spec.num_heads // tp, max(1, spec.num_kv_heads // tp)
+    q, kv = spec.num_heads // tp, kv_heads_per_rank(spec.num_kv_heads, tp)
     # As projected, and again normalised and rotated; what attention makes of them.
     return spec.head_dim * (2 * (q + 2 * kv) + q)
 

@@ -1,17 +1,22 @@
-"""What planning must know of a model: read from the checkpoint's config.json, without weights."""
+"""What planning must know of a model, of any architecture: from config.json and weight headers."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dist_aclgraph.config import Config
-from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.errors import ConfigError, ModelError
+from dist_aclgraph.shapes.heads import heads_per_rank, kv_heads_per_rank
+from dist_aclgraph.shapes.model_config import (
+    MAX_EXPERTS,
+    MAX_HEADS,
+    MAX_LAYERS,
+    ModelConfig,
+    read_model_config,
+)
+from dist_aclgraph.shapes.weight_files import read_header
 
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-MAX_LATENT_HEADS = 128  # of a rank, and a power of two: the limits of latent attention's operator
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
@@ -34,7 +39,7 @@ class ModelFacts:
     """The shape of a model.
 
     Attributes:
-        max_model_len: longest context that the checkpoint declares.
+        max_position_embeddings: longest context that the checkpoint declares.
         num_draft_layers: next-token modules, which propose drafts.
         latent_size: elements that latent attention keeps of a token in each layer, 0 without it.
         weight_bytes: size of its safetensors files, 0 where there are none.
@@ -45,8 +50,8 @@ class ModelFacts:
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_size: int
-    max_model_len: int
+    head_dim: int
+    max_position_embeddings: int
     num_draft_layers: int = 0
     hidden_size: int = 0
     experts: ExpertFacts | None = None
@@ -83,6 +88,8 @@ def check_model(config: Config, facts: ModelFacts) -> None:
             "only: set dtype=bfloat16"
         )
     heads_per_rank(facts.num_heads, config.parallel.tp, is_latent=facts.mla)
+    if not facts.mla:
+        kv_heads_per_rank(facts.num_kv_heads, config.parallel.tp)
     if config.parallel.ep > 1 and not facts.moe:
         raise ConfigError(
             f"parallel.ep is {config.parallel.ep}; {facts.architecture} has no experts to spread: "
@@ -95,96 +102,55 @@ def check_model(config: Config, facts: ModelFacts) -> None:
         )
 
 
-def heads_per_rank(num_heads: int, tp: int, *, is_latent: bool) -> int:
-    """Return how many attention heads each of ``tp`` ranks has.
-
-    Raises:
-        ConfigError: they cannot be divided, or into numbers that latent attention does not take.
-    """
-    count, rest = divmod(num_heads, tp)
-    if is_latent and (rest or count > MAX_LATENT_HEADS or count & (count - 1)):
-        raise ConfigError(
-            f"parallel.tp is {tp}: it must divide the model's {num_heads} attention heads into "
-            f"powers of two up to {MAX_LATENT_HEADS}, the numbers of heads that latent attention "
-            "can have on a rank"
-        )
-    if rest:
-        raise ConfigError(
-            f"parallel.tp is {tp}: it must divide the model's {num_heads} attention heads"
-        )
-    return count
-
-
 def read_model_facts(directory: str | Path) -> ModelFacts:
-    """Read the facts of a checkpoint.
+    """Read the facts of a checkpoint, whatever its architecture.
 
     Raises:
-        ConfigError: the directory or its config.json is missing, or lacks a key.
+        ConfigError: there is no such directory.
+        ModelError: its config.json is missing, lacks a key, or has a value that cannot be.
     """
-    directory = Path(directory)
-    if not directory.is_dir():
-        raise ConfigError(
-            f"model is {str(directory)!r}: no such directory; give the path of a Hugging Face "
-            "checkpoint (a folder with config.json)"
-        )
-    path = directory / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise ConfigError(f"cannot read {path}: {e.strerror}; is it a checkpoint?") from e
-    except ValueError as e:
-        raise ConfigError(f"{path} is not JSON: {e}") from e
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path} must hold an object, not {type(raw).__name__}")
-    text = raw.get("text_config")
-    shape: dict[str, Any] = {**raw, **text} if isinstance(text, dict) else raw
-    num_heads = _integer(shape, "num_attention_heads", path)
+    config = read_model_config(directory)
+    files = sorted(config.directory.glob("*.safetensors"))
+    num_heads = config.integer("num_attention_heads", most=MAX_HEADS)
+    hidden_size = config.integer("hidden_size")
     return ModelFacts(
-        architecture=next(iter(raw.get("architectures") or ["unknown"])),
-        num_layers=_integer(shape, "num_hidden_layers", path),
+        architecture=config.architecture,
+        num_layers=config.integer("num_hidden_layers", most=MAX_LAYERS),
         num_heads=num_heads,
-        num_kv_heads=int(shape.get("num_key_value_heads") or num_heads),
-        head_size=int(shape.get("head_dim") or _integer(shape, "hidden_size", path) // num_heads),
-        max_model_len=int(shape.get("max_position_embeddings") or 2048),
-        num_draft_layers=int(
-            shape.get("num_nextn_predict_layers", shape.get("num_mtp_layers")) or 0
-        ),
-        latent_size=_latent_size(shape, path),
-        is_encoder_decoder=bool(raw.get("is_encoder_decoder")),
-        hidden_size=_integer(shape, "hidden_size", path),
-        experts=_experts(shape, path),
-        weight_bytes=sum(file.stat().st_size for file in directory.glob("*.safetensors")),
-        holds_int8=any(map(_has_int8, sorted(directory.glob("*.safetensors")))),
+        num_kv_heads=config.integer("num_key_value_heads", num_heads, most=MAX_HEADS),
+        head_dim=config.integer("head_dim", max(1, hidden_size // num_heads)),
+        max_position_embeddings=config.max_position_embeddings,
+        num_draft_layers=config.num_draft_layers,
+        latent_size=_latent_size(config),
+        is_encoder_decoder=config.flag("is_encoder_decoder", False),
+        hidden_size=hidden_size,
+        experts=_experts(config),
+        weight_bytes=sum(file.stat().st_size for file in files),
+        holds_int8=any(map(_has_int8, files)),
     )
 
 
 def _has_int8(file: Path) -> bool:
-    """Whether the header of a safetensors file names an int8 tensor; broken files fail to load."""
-    with file.open("rb") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-        header = stream.read(min(size, MAX_HEADER_BYTES))
-    return b'"I8"' in header
+    """Whether a safetensors file has an int8 tensor; ``check_weight_files`` refuses broken ones."""
+    try:
+        tensors = read_header(file).values()
+    except ModelError:
+        return False
+    return any(isinstance(tensor, dict) and tensor.get("dtype") == "I8" for tensor in tensors)
 
 
-def _experts(shape: dict[str, Any], path: Path) -> ExpertFacts | None:
-    num_experts = next((int(shape[key]) for key in EXPERT_KEYS if shape.get(key)), 0)
-    if not num_experts:
+def _experts(config: ModelConfig) -> ExpertFacts | None:
+    key = next((key for key in EXPERT_KEYS if config.has(key)), None)
+    if key is None:
         return None
     return ExpertFacts(
-        num_experts=num_experts,
-        top_k=_integer(shape, "num_experts_per_tok", path),
-        num_shared=int(shape.get("n_shared_experts") or 0),
+        num_experts=config.integer(key, most=MAX_EXPERTS),
+        top_k=config.integer("num_experts_per_tok", most=MAX_EXPERTS),
+        num_shared=config.integer("n_shared_experts", 0, least=0, most=MAX_EXPERTS),
     )
 
 
-def _latent_size(shape: dict[str, Any], path: Path) -> int:
-    if not shape.get("kv_lora_rank"):
+def _latent_size(config: ModelConfig) -> int:
+    if not config.has("kv_lora_rank"):
         return 0
-    return _integer(shape, "kv_lora_rank", path) + _integer(shape, "qk_rope_head_dim", path)
-
-
-def _integer(shape: dict[str, Any], key: str, path: Path) -> int:
-    value = shape.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{path}: {key} is {value!r}; it must be a positive integer")
-    return value
+    return config.integer("kv_lora_rank") + config.integer("qk_rope_head_dim")

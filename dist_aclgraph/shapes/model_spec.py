@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says, as one frozen value; nothing here needs torch.
+"""The shape of a supported decoder, as one frozen value; nothing here needs torch.
 
 Supported: ``Qwen3ForCausalLM``, ``Qwen2ForCausalLM``, ``LlamaForCausalLM``,
 ``Qwen3MoeForCausalLM``, ``DeepseekV2ForCausalLM`` and ``DeepseekV3ForCausalLM``. They are one
@@ -8,12 +8,19 @@ heads; latent attention in place of grouped queries; experts in place of the MLP
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from dist_aclgraph.errors import ModelError, UnsupportedModelError
+from dist_aclgraph.shapes.model_config import (
+    MAX_CONTEXT,
+    MAX_EXPERTS,
+    MAX_HEADS,
+    MAX_LAYERS,
+    ModelConfig,
+    read_model_config,
+)
 from dist_aclgraph.shapes.quantised_formats import check_quantisation
 
 ARCHITECTURES = (
@@ -123,79 +130,65 @@ class ModelSpec:
     has_qk_norm: bool
     max_position_embeddings: int
     rope: RopeSpec
-    eos_token_ids: tuple[int, ...]
     experts: ExpertSpec | None = None
     latent: LatentSpec | None = None
     num_draft_layers: int = 0
 
 
 def read_model_spec(directory: str | Path) -> ModelSpec:
-    """Read config.json (and generation_config.json for the end tokens) of a checkpoint.
+    """Read the shape of a supported decoder from a checkpoint.
 
     Raises:
-        ModelError: the directory or its config.json is missing or unreadable, or lacks a key.
+        ConfigError: there is no such directory.
+        ModelError: its config.json is missing or unreadable, lacks a key, or has a value that
+            cannot be.
         UnsupportedModelError: the architecture, activation, rope scaling or quantisation is not
             implemented.
     """
-    path = Path(directory) / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise ModelError(
-            f"cannot read {path}: {e.strerror}; `model` must be a directory with a Hugging Face "
-            "checkpoint (config.json, *.safetensors, tokenizer.json)"
-        ) from e
-    except ValueError as e:
-        raise ModelError(f"{path} is not JSON: {e}") from e
-    try:
-        return _model_spec(raw, Path(directory))
-    except KeyError as e:
-        raise ModelError(f"{path} lacks the key {e.args[0]}; is it a whole checkpoint's?") from e
-
-
-def _model_spec(raw: dict[str, Any], directory: Path) -> ModelSpec:
-    architecture = (raw.get("architectures") or ["(none)"])[0]
+    config = read_model_config(directory)
+    architecture = config.architecture
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"architecture {architecture} is not supported; supported: {', '.join(ARCHITECTURES)}"
         )
-    if raw.get("hidden_act", "silu") != "silu":
-        raise UnsupportedModelError(f"hidden_act {raw['hidden_act']} is not supported; only silu")
-    check_quantisation(Path(directory), raw)
-    if raw.get("use_sliding_window"):
+    if (activation := config.text("hidden_act", "silu")) != "silu":
+        raise UnsupportedModelError(f"hidden_act {activation} is not supported; only silu")
+    check_quantisation(config)
+    if config.flag("use_sliding_window", False):
         raise UnsupportedModelError("sliding window attention is not supported")
     is_deepseek = architecture.startswith("Deepseek")
-    num_heads = raw["num_attention_heads"]
-    attention_bias = bool(raw.get("attention_bias", False))
+    num_heads = config.integer("num_attention_heads", most=MAX_HEADS)
+    hidden_size = config.integer("hidden_size")
+    attention_bias = config.flag("attention_bias", False)
     return ModelSpec(
         architecture=architecture,
-        vocab_size=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
-        intermediate_size=raw["intermediate_size"],
-        num_layers=raw["num_hidden_layers"],
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=config.integer("intermediate_size"),
+        num_layers=config.integer("num_hidden_layers", most=MAX_LAYERS),
         num_heads=num_heads,
-        num_kv_heads=raw.get("num_key_value_heads") or num_heads,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // num_heads,
-        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        num_kv_heads=config.integer("num_key_value_heads", num_heads, most=MAX_HEADS),
+        head_dim=config.integer("head_dim", max(1, hidden_size // num_heads)),
+        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        tie_word_embeddings=config.flag("tie_word_embeddings", False),
         has_qkv_bias=architecture == "Qwen2ForCausalLM" or attention_bias,
         has_output_bias=architecture != "Qwen2ForCausalLM" and attention_bias,
-        has_mlp_bias=architecture == "LlamaForCausalLM" and bool(raw.get("mlp_bias", False)),
+        has_mlp_bias=architecture == "LlamaForCausalLM" and config.flag("mlp_bias", False),
         has_qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
-        max_position_embeddings=raw["max_position_embeddings"],
-        rope=_rope_spec(raw),
-        eos_token_ids=_eos_token_ids(directory, raw),
-        experts=_read_experts(architecture, raw),
-        latent=_latent_spec(raw) if is_deepseek else None,
-        num_draft_layers=_num_draft_layers(raw) if is_deepseek else 0,
+        max_position_embeddings=config.integer("max_position_embeddings", most=MAX_CONTEXT),
+        rope=_rope_spec(config),
+        experts=_read_experts(config),
+        latent=_latent_spec(config) if is_deepseek else None,
+        num_draft_layers=config.num_draft_layers if is_deepseek else 0,
     )
 
 
-def _read_experts(architecture: str, raw: dict[str, Any]) -> ExpertSpec | None:
-    if architecture == "Qwen3MoeForCausalLM":
-        return _checked(_qwen3_experts(raw))
-    if architecture.startswith("Deepseek") and raw.get("n_routed_experts"):
-        return _checked(_deepseek_experts(raw, is_v3=architecture == "DeepseekV3ForCausalLM"))
+def _read_experts(config: ModelConfig) -> ExpertSpec | None:
+    if config.architecture == "Qwen3MoeForCausalLM":
+        return _checked(_qwen3_experts(config))
+    if config.architecture.startswith("Deepseek") and config.has("n_routed_experts"):
+        is_v3 = config.architecture == "DeepseekV3ForCausalLM"
+        return _checked(_deepseek_experts(config, is_v3=is_v3))
     return None
 
 
@@ -215,9 +208,10 @@ def _checked(experts: ExpertSpec) -> ExpertSpec:
     return experts
 
 
-def _deepseek_experts(raw: dict[str, Any], *, is_v3: bool) -> ExpertSpec:
+def _deepseek_experts(config: ModelConfig, *, is_v3: bool) -> ExpertSpec:
     scoring, method = ("sigmoid", "noaux_tc") if is_v3 else ("softmax", "greedy")
-    scoring, method = raw.get("scoring_func", scoring), raw.get("topk_method", method)
+    scoring = config.text("scoring_func", scoring)
+    method = config.text("topk_method", method)
     known = (
         (("sigmoid", "noaux_tc"),)
         if is_v3
@@ -229,40 +223,37 @@ def _deepseek_experts(raw: dict[str, Any], *, is_v3: bool) -> ExpertSpec:
             f"{', '.join(' and '.join(pair) for pair in known)}"
         )
     has_groups = method != "greedy"
-    first, step = raw.get("first_k_dense_replace", 0), raw.get("moe_layer_freq", 1)
-    num_layers = raw["num_hidden_layers"] + _num_draft_layers(raw)
+    first = config.integer("first_k_dense_replace", 0, least=0, most=MAX_LAYERS)
+    step = config.integer("moe_layer_freq", 1, most=MAX_LAYERS)
+    num_layers = config.integer("num_hidden_layers", most=MAX_LAYERS) + config.num_draft_layers
     return ExpertSpec(
-        num_experts=raw["n_routed_experts"],
-        top_k=raw["num_experts_per_tok"],
-        width=raw["moe_intermediate_size"],
+        num_experts=config.integer("n_routed_experts", most=MAX_EXPERTS),
+        top_k=config.integer("num_experts_per_tok", most=MAX_EXPERTS),
+        width=config.integer("moe_intermediate_size"),
         # Weights of V2 are scaled or renormalised, never both; published ones are scaled.
-        renormalizes=is_v3 and bool(raw.get("norm_topk_prob", True)),
+        renormalizes=is_v3 and config.flag("norm_topk_prob", True),
         layers=frozenset(i for i in range(first, num_layers) if i % step == 0),
-        scoring=scoring,
-        num_groups=(has_groups and raw.get("n_group")) or 1,
-        top_groups=(has_groups and raw.get("topk_group")) or 1,
+        scoring="sigmoid" if scoring == "sigmoid" else "softmax",
+        num_groups=config.integer("n_group", 1, most=MAX_EXPERTS) if has_groups else 1,
+        top_groups=config.integer("topk_group", 1, most=MAX_EXPERTS) if has_groups else 1,
         group_score="top2" if is_v3 else "max",
-        scaling=float(raw.get("routed_scaling_factor") or 1.0),
-        num_shared=raw.get("n_shared_experts") or 0,
+        scaling=config.number("routed_scaling_factor", 1.0),
+        num_shared=config.integer("n_shared_experts", 0, least=0, most=MAX_EXPERTS),
         has_bias=is_v3,
     )
 
 
-def _num_draft_layers(raw: dict[str, Any]) -> int:
-    return int(raw.get("num_nextn_predict_layers", raw.get("num_mtp_layers")) or 0)
-
-
-def _latent_spec(raw: dict[str, Any]) -> LatentSpec:
+def _latent_spec(config: ModelConfig) -> LatentSpec:
     for key in ("attention_bias", "mlp_bias"):
-        if raw.get(key):
+        if config.has(key):
             raise UnsupportedModelError(f"{key} is not supported beside latent attention")
     latent = LatentSpec(
-        q_rank=raw["q_lora_rank"],
-        kv_rank=raw["kv_lora_rank"],
-        plain_dim=raw["qk_nope_head_dim"],
-        rope_dim=raw["qk_rope_head_dim"],
-        value_dim=raw["v_head_dim"],
-        interleaves=bool(raw.get("rope_interleave", True)),
+        q_rank=config.integer("q_lora_rank") if config.has("q_lora_rank") else None,
+        kv_rank=config.integer("kv_lora_rank"),
+        plain_dim=config.integer("qk_nope_head_dim"),
+        rope_dim=config.integer("qk_rope_head_dim"),
+        value_dim=config.integer("v_head_dim"),
+        interleaves=config.flag("rope_interleave", True),
     )
     sizes = (latent.kv_rank, latent.plain_dim, latent.rope_dim, latent.value_dim)
     if sizes != LATENT_SIZES:
@@ -274,53 +265,53 @@ def _latent_spec(raw: dict[str, Any]) -> LatentSpec:
     return latent
 
 
-def _qwen3_experts(raw: dict[str, Any]) -> ExpertSpec:
-    step, dense = raw.get("decoder_sparse_step", 1), set(raw.get("mlp_only_layers") or ())
-    layers = (i for i in range(raw["num_hidden_layers"]) if (i + 1) % step == 0)
+def _qwen3_experts(config: ModelConfig) -> ExpertSpec:
+    step = config.integer("decoder_sparse_step", 1, most=MAX_LAYERS)
+    num_layers = config.integer("num_hidden_layers", most=MAX_LAYERS)
+    layers = (i for i in range(num_layers) if (i + 1) % step == 0)
+    key = "num_experts" if config.has("num_experts") else "num_local_experts"
     return ExpertSpec(
-        num_experts=raw.get("num_experts") or raw["num_local_experts"],
-        top_k=raw["num_experts_per_tok"],
-        width=raw["moe_intermediate_size"],
-        renormalizes=bool(raw.get("norm_topk_prob", False)),
-        layers=frozenset(layers) - dense,
+        num_experts=config.integer(key, most=MAX_EXPERTS),
+        top_k=config.integer("num_experts_per_tok", most=MAX_EXPERTS),
+        width=config.integer("moe_intermediate_size"),
+        renormalizes=config.flag("norm_topk_prob", False),
+        layers=frozenset(layers) - frozenset(config.integers("mlp_only_layers")),
     )
 
 
-def _rope_spec(raw: dict[str, Any]) -> RopeSpec:
+def _rope_spec(config: ModelConfig) -> RopeSpec:
     # transformers 5 writes rope_parameters; older checkpoints have rope_theta and rope_scaling.
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    scaling = config.part("rope_parameters") or config.part("rope_scaling") or config.empty_part()
+    kind = scaling.text("rope_type", scaling.text("type", "default"))
     if kind not in ROPE_TYPES:
         raise UnsupportedModelError(
             f"rope scaling {kind} is not supported; supported: {', '.join(ROPE_TYPES)}"
         )
-    if scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
+    partial = scaling.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+    if partial != 1.0:
         raise UnsupportedModelError("partial rotary embeddings are not supported")
-    optional = (
-        "low_freq_factor",
-        "high_freq_factor",
-        "beta_fast",
-        "beta_slow",
-        "attention_factor",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    )
+    numbers = {
+        key: scaling.number(key)
+        for key in (
+            "low_freq_factor",
+            "high_freq_factor",
+            "beta_fast",
+            "beta_slow",
+            "attention_factor",
+            "mscale",
+            "mscale_all_dim",
+        )
+        if scaling.raw.get(key) is not None
+    }
+    original = "original_max_position_embeddings"
     return RopeSpec(
-        theta=float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+        theta=scaling.number("rope_theta", config.number("rope_theta", 10000.0)),
         kind=kind,
-        max_position_embeddings=raw["max_position_embeddings"],
-        factor=float(scaling.get("factor") or 1.0),
-        original_max_position_embeddings=scaling.get("original_max_position_embeddings"),
-        **{key: scaling[key] for key in optional if scaling.get(key) is not None},
+        max_position_embeddings=config.integer("max_position_embeddings", most=MAX_CONTEXT),
+        factor=scaling.number("factor", 1.0),
+        original_max_position_embeddings=(
+            scaling.integer(original, most=MAX_CONTEXT) if scaling.has(original) else None
+        ),
+        truncate=scaling.flag("truncate", True),
+        **numbers,
     )
-
-
-def _eos_token_ids(directory: Path, raw: dict[str, Any]) -> tuple[int, ...]:
-    ids = raw.get("eos_token_id")
-    generation = directory / "generation_config.json"
-    if generation.is_file():
-        ids = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id", ids)
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, list) else (ids,)

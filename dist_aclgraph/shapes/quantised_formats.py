@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dist_aclgraph.errors import ModelError, UnsupportedModelError
+from dist_aclgraph.errors import UnsupportedModelError
+from dist_aclgraph.shapes.json_files import read_json_object
+from dist_aclgraph.shapes.model_config import ModelConfig
 
 DESCRIPTION = "quant_model_description.json"  # of Ascend's tool: the type of every tensor
 DESCRIBED = ("W8A8_DYNAMIC", "FLOAT")
@@ -21,42 +22,40 @@ SUPPORTED = (
 )
 
 
-def check_quantisation(directory: Path, config: Mapping[str, Any]) -> None:
+def check_quantisation(config: ModelConfig) -> None:
     """Check how a checkpoint is quantised, if it is; its weights say for themselves which are.
 
-    Args:
-        config: what its config.json holds.
-
     Raises:
-        ModelError: its description cannot be read.
+        ModelError: config.json has a value that cannot be, or the description cannot be read.
         UnsupportedModelError: it is quantised in another way than the supported ones.
     """
-    found = config.get("quantization_config")
-    if found:
+    if (found := config.part("quantization_config")) is not None:
         reason = _refusal(found)
         if reason:
             raise UnsupportedModelError(
-                f"quantization_config of {directory} has {reason}; {SUPPORTED}"
+                f"quantization_config of {config.directory} has {reason}; {SUPPORTED}"
             )
-    description = directory / DESCRIPTION
-    if description.is_file():
+    description = config.directory / DESCRIPTION
+    if description.exists():
         _check_description(description)
 
 
-def _refusal(config: Mapping[str, Any]) -> str:
+def _refusal(config: ModelConfig) -> str:
     """Return what is not supported, or nothing."""
-    method = config.get("quant_method")
+    method = config.raw.get("quant_method")
     if method == "fp8":
-        return _difference(config, FP8)
+        return _difference(config.raw, FP8)
     if method != "compressed-tensors":
-        return f"quant_method {method!r}"
-    if config.get("format", "int-quantized") != "int-quantized":
-        return f"format {config['format']!r}"
-    if config.get("kv_cache_scheme"):
+        return f"quant_method {method!r:.80}"
+    if (form := config.text("format", "int-quantized")) != "int-quantized":
+        return f"format {form!r:.80}"
+    if config.has("kv_cache_scheme"):
         return "a kv_cache_scheme"
-    for name, group in config.get("config_groups", {}).items():
+    groups = config.part("config_groups") or config.empty_part()
+    for name in groups.raw:
+        group = groups.part(name) or config.empty_part()
         for part, wanted in (("weights", INT8_WEIGHTS), ("input_activations", INT8_INPUTS)):
-            difference = _difference(group.get(part) or {}, wanted)
+            difference = _difference((group.part(part) or config.empty_part()).raw, wanted)
             if difference:
                 return f"{difference} for {part} of {name}"
     return ""
@@ -66,15 +65,11 @@ def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     """Return the first key that is not as wanted, with its value, or nothing."""
     for key, value in wanted.items():
         if found.get(key) != value:
-            return f"{key} {found.get(key)!r}"
+            return f"{key} {found.get(key)!r:.80}"
     return ""
 
 
 def _check_description(path: Path) -> None:
-    try:
-        types = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as e:
-        raise ModelError(f"{path} is not a description of tensors: {e}") from e
-    for name, kind in types.items():
+    for name, kind in read_json_object(path).items():
         if name.endswith(".weight") and kind not in DESCRIBED:
             raise UnsupportedModelError(f"{path} has {name} in {kind}; {SUPPORTED}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from dist_aclgraph.shapes.heads import kv_heads_per_rank
 from dist_aclgraph.shapes.model_spec import ExpertSpec, LatentSpec, ModelSpec
 
 NORMS_OF_NEXT_TOKEN = 3  # of token, of hidden state, before the head
@@ -83,7 +84,7 @@ def _vocabulary(spec: ModelSpec, tp: int) -> _Elements:
 
 def _attention(spec: ModelSpec, tp: int) -> _Elements:
     hidden, d = spec.hidden_size, spec.head_dim
-    q, kv = spec.num_heads // tp * d, max(1, spec.num_kv_heads // tp) * d
+    q, kv = spec.num_heads // tp * d, kv_heads_per_rank(spec.num_kv_heads, tp) * d
     biases = (q + 2 * kv) * spec.has_qkv_bias + hidden * spec.has_output_bias
     return _Elements(hidden * (2 * q + 2 * kv), biases + 2 * d * spec.has_qk_norm)
 

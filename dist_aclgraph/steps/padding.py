@@ -34,7 +34,7 @@ def _pad_uniform(graph: BatchDescriptor, kv_lens: IntArray) -> Lens:
 
 
 def _pad_mixed(graph: BatchDescriptor, query_ends: IntArray, kv_lens: IntArray) -> Lens:
-    # The padding tokens are shared out among the requests that are not there.
+    # The padding tokens are divided among the padding requests.
     ends, lens = query_ends.tolist(), kv_lens.tolist()
     end = ends[-1] if ends else 0
     missing = graph.num_reqs - len(ends)

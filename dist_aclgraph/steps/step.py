@@ -67,7 +67,7 @@ class RankBatch(msgspec.Struct, frozen=True):
     ``num_logits`` tokens of a request are sampled after: none in the middle of a prompt, one at its
     end, k + 1 where the row's k draft tokens are verified, which only the device knows.
     ``appended`` and ``blocks`` bring the rows up to date before the step. A data-parallel rank
-    without work has an empty batch, and runs along.
+    without work has an empty batch, and runs the step on padding.
     """
 
     scheduled: bytes  # int32 [num_reqs, 4]
@@ -108,7 +108,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     since it started, and how many tokens found no room in their exchange: then the step counts for
     nothing, and is run again.
     Where the worker measures: ``timings_us`` is its host time by stage, from plan to result;
-    ``beside_us`` what happened meanwhile or since the result before.
+    ``overlapped_us`` what it did while the device worked, or between two steps.
     """
 
     epoch: int
@@ -120,7 +120,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     expert_tokens: int = 0
     num_unplaced: int = 0
     timings_us: dict[str, float] = {}
-    beside_us: dict[str, float] = {}
+    overlapped_us: dict[str, float] = {}
     error: str = ""  # the step failed on this rank; the epoch is over
 
 

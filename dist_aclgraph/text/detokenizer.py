@@ -6,24 +6,22 @@ from collections.abc import Iterable
 
 from dist_aclgraph.text.tokenizer import Tokenizer
 
-REPLACEMENT = "\ufffd"
 MAX_HELD_TOKENS = 8  # more than one UTF-8 character needs; then the bytes are invalid for good
 
 
 class Detokenizer:
-    """One request's text. Owns the few last ids whose text may still change.
+    """One request's text, by the library's ``DecodeStream``.
 
-    Each call decodes a window of recent ids only, so that the cost per token does not grow with
-    the output. ``text(a) + text(b)`` may differ from ``text(a + b)`` at a seam: the window begins
-    at ids already emitted, and what is new is what their longer text has more.
+    The stream holds bytes back until they are a character. It would do so for ever with bytes that
+    never become one: they come out as replacement characters, after a few tokens or at the end.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._window: list[int] = []  # ids from the last seam on
-        self._num_emitted = 0  # ids of the window whose text is out
-        self._emitted = ""  # text of those ids
+        self._stream = tokenizer.decode_stream(skip_special_tokens=skip_special_tokens)
+        self._before: list[int] = []  # ids of the last text that came out
+        self._held: list[int] = []  # ids whose text has not come out
 
     def feed(self, ids: Iterable[int]) -> str:
         """Take new ids and return the text that is now certain; it may be empty."""
@@ -31,22 +29,23 @@ class Detokenizer:
 
     def finish(self) -> str:
         """Return what was held back; nothing may be fed afterwards."""
-        rest = self._decode(self._window)[len(self._emitted) :]
-        self._window, self._num_emitted, self._emitted = [], 0, ""
-        return rest
+        # With what stands before it: some decoders drop a space at the beginning.
+        before = self._decode(self._before)
+        text = self._decode(self._before + self._held)[len(before) :]
+        self._before, self._held = [], []
+        return text
 
     def _feed_one(self, token_id: int) -> str:
-        self._window.append(token_id)
-        text = self._decode(self._window)
-        held = len(self._window) - self._num_emitted
-        if text.endswith(REPLACEMENT) and held < MAX_HELD_TOKENS:
-            return ""  # an incomplete character: more bytes may follow
-        new = text[len(self._emitted) :]
-        # The ids just emitted stay as the left context of the next one.
-        self._window = self._window[self._num_emitted :]
-        self._num_emitted = len(self._window)
-        self._emitted = self._decode(self._window)
-        return new
+        self._held.append(token_id)
+        text = self._stream(token_id)
+        if text is not None:
+            self._before, self._held = self._held, []
+            return text
+        if len(self._held) < MAX_HELD_TOKENS:
+            return ""
+        text = self.finish()
+        self._stream = self._tokenizer.decode_stream(skip_special_tokens=self._skip)
+        return text
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip) if ids else ""

@@ -1,23 +1,26 @@
 """Tokenizer: a checkpoint's ``tokenizer.json`` and chat template, without transformers.
 
-The template is the model's own and runs in Jinja's immutable sandbox; nobody else's ever does.
+The template is the model's own; nobody else's is ever rendered.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.sandbox
 import tokenizers
 
-from dist_aclgraph.errors import ConfigError, InvalidParameterError, RequestTooLongError
+from dist_aclgraph.errors import (
+    DistAclGraphError,
+    InvalidParameterError,
+    ModelError,
+    RequestTooLongError,
+)
+from dist_aclgraph.shapes.json_files import check_regular, read_json_object
+from dist_aclgraph.shapes.model_config import read_model_config
+from dist_aclgraph.text.chat_template import read_chat_template
 
-MAX_RENDERED_CHARS = 4 << 20
 MAX_CHARS_PER_TOKEN = 64  # longer texts, per token of the context, are refused unread
 
 
@@ -36,28 +39,30 @@ class Tokenizer:
         """Read a checkpoint directory.
 
         Raises:
-            ConfigError: a file is missing or cannot be read.
+            ConfigError: there is no such directory.
+            ModelError: a file is missing or cannot be read.
         """
         directory = Path(directory)
-        config = _read_json(directory / "config.json")
-        tokenizer_config = _read_json(directory / "tokenizer_config.json", optional=True)
-        generation = _read_json(directory / "generation_config.json", optional=True)
+        config = read_model_config(directory)
+        described = directory / "tokenizer_config.json"
+        tokenizer_config = read_json_object(described) if described.exists() else {}
         path = directory / "tokenizer.json"
-        self.has_text = path.is_file()
+        self.has_text = path.exists()
+        if self.has_text:
+            check_regular(path)
         try:
             if self.has_text:
                 self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
             else:
                 self._tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-        except Exception as e:  # tokenizers raises the base class itself
-            raise ConfigError(f"{path} is not a tokenizer: {e}") from e
+        except BaseException as e:  # tokenizers raises the base class itself, and panics
+            raise _translate(e, ModelError(f"{path} is not a tokenizer: {e}")) from e
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.vocab_size = int(config.get("vocab_size", self._tokenizer.get_vocab_size()))
-        self.context_len = int(config.get("max_position_embeddings", 2048))
-        self.eos_ids = _ids(generation.get("eos_token_id", config.get("eos_token_id")))
-        self._special = _special_tokens(tokenizer_config)
-        self._template = _compile_template(directory, tokenizer_config)
+        self.vocab_size = config.integer("vocab_size", self._tokenizer.get_vocab_size())
+        self.context_len = config.max_position_embeddings
+        self.eos_ids = config.eos_token_ids
+        self._template = read_chat_template(directory, tokenizer_config)
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
@@ -89,7 +94,7 @@ class Tokenizer:
                 [text], add_special_tokens=add_special_tokens
             )
         except BaseException as e:
-            raise _translate(e, "tokenize") from e
+            raise _translate(e, _cannot("tokenize")) from e
         if max_tokens is not None and len(encoding) > max_tokens:
             raise self._too_long(f"{len(encoding)} tokens", max_tokens)
         return list(encoding.ids)
@@ -112,7 +117,24 @@ class Tokenizer:
         try:
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
         except BaseException as e:
-            raise _translate(e, "decode") from e
+            raise _translate(e, _cannot("decode")) from e
+
+    def decode_stream(self, *, skip_special_tokens: bool) -> Callable[[int], str | None]:
+        """Return a function that takes the ids of one text in order.
+
+        It returns the text that an id completes, or None where no character is complete.
+        """
+        stream = tokenizers.decoders.DecodeStream(skip_special_tokens=skip_special_tokens)
+
+        def step(token_id: int) -> str | None:
+            self.check_ids((token_id,), "tokens")
+            try:
+                text: str | None = stream.step(self._tokenizer, token_id)
+            except BaseException as e:
+                raise _translate(e, _cannot("decode")) from e
+            return text
+
+        return step
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         for token_id in ids:
@@ -131,30 +153,7 @@ class Tokenizer:
         """
         if self._template is None:
             raise InvalidParameterError("this model has no chat template; use /v1/completions")
-        pieces: list[str] = []
-        size = 0
-        try:
-            for piece in self._template.generate(
-                messages=list(messages),
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                **self._special,
-            ):
-                size += len(piece)
-                if size > MAX_RENDERED_CHARS:
-                    raise InvalidParameterError(
-                        f"the rendered messages exceed {MAX_RENDERED_CHARS} characters", "messages"
-                    )
-                pieces.append(piece)
-        except jinja2.TemplateError as e:
-            raise InvalidParameterError(
-                f"the chat template refuses the messages: {e}", "messages"
-            ) from e
-        except (TypeError, ValueError, RecursionError, OverflowError) as e:
-            raise InvalidParameterError(
-                "the chat template cannot render the messages", "messages"
-            ) from e
-        return "".join(pieces)
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
 
     def encode_chat(
         self,
@@ -168,65 +167,12 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False, max_tokens=max_tokens)
 
 
-def _translate(error: BaseException, verb: str) -> BaseException:
+def _translate(error: BaseException, ours: DistAclGraphError) -> BaseException:
     """The Rust side panics with a BaseException of its own; everything else passes unchanged."""
     if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-        return InvalidParameterError(f"the tokenizer cannot {verb} this input")
+        return ours
     return error
 
 
-def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
-    if optional and not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise ConfigError(f"cannot read {path}: {e.strerror}") from e
-    except ValueError as e:
-        raise ConfigError(f"{path} is not JSON: {e}") from e
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a JSON object")
-    return content
-
-
-def _ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(int(i) for i in value) if isinstance(value, list) else (int(value),)
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens that templates name; older files wrap each in an object."""
-    found = {}
-    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-        value = config.get(name)
-        if isinstance(value, dict):
-            value = value.get("content")
-        if isinstance(value, str):
-            found[name] = value
-    return found
-
-
-def _compile_template(directory: Path, config: Mapping[str, Any]) -> jinja2.Template | None:
-    path = directory / "chat_template.jinja"
-    source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
-    if isinstance(source, list):  # several named templates; "default" is the chat's
-        source = next((t["template"] for t in source if t.get("name") == "default"), None)
-    if not isinstance(source, str):
-        return None
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    environment.filters["tojson"] = lambda value, **options: json.dumps(
-        value, ensure_ascii=False, indent=options.get("indent")
-    )
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateError as e:
-        raise ConfigError(f"the chat template in {directory} does not compile: {e}") from e
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+def _cannot(verb: str) -> InvalidParameterError:
+    return InvalidParameterError(f"the tokenizer cannot {verb} this input")

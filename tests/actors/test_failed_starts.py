@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -19,10 +18,10 @@ from dist_aclgraph.errors import (
     PlacementError,
     StreamBudgetError,
     StreamExhaustedError,
-    UnsupportedModelError,
     WorkerError,
 )
 from tests.actors.leftovers import assert_all_npus_are_free
+from tests.checkpoints import copy_of
 from tests.deployments import make_deployment_config
 
 DEMO = Path(__file__).parents[2] / "models" / "tiny-deepseek"
@@ -40,25 +39,6 @@ def nothing_is_left() -> Iterator[None]:
     assert_all_npus_are_free()
 
 
-def copy_of(checkpoint: Path, directory: Path, **changes: Any) -> Path:
-    shutil.copytree(checkpoint, directory, dirs_exist_ok=True)
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, **changes}))
-    return directory
-
-
-def test_a_missing_directory_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nowhere"):
-        start(make_deployment_config(tmp_path / "nowhere"))
-
-
-def test_an_unknown_architecture_is_named(checkpoint: Path, tmp_path: Path) -> None:
-    directory = copy_of(checkpoint, tmp_path, architectures=["MambaForCausalLM"])
-
-    with pytest.raises(UnsupportedModelError, match="MambaForCausalLM"):
-        start(make_deployment_config(directory))
-
-
 def test_a_missing_tensor_is_named(checkpoint: Path, tmp_path: Path) -> None:
     directory = copy_of(checkpoint, tmp_path)
     tensors = load_file(directory / "model.safetensors")
@@ -67,16 +47,6 @@ def test_a_missing_tensor_is_named(checkpoint: Path, tmp_path: Path) -> None:
 
     with pytest.raises(MissingTensorError, match=r"layers\.2\.mlp\.down_proj"):
         start(make_deployment_config(directory, parallel={"tp": 2}))
-
-
-def test_heads_that_the_ranks_do_not_divide_are_refused(checkpoint: Path) -> None:
-    with pytest.raises(ConfigError, match=r"parallel\.tp is 3"):
-        start(make_deployment_config(checkpoint, parallel={"tp": 3}))
-
-
-def test_a_context_beyond_the_model_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(ConfigError, match="max_model_len"):
-        start(make_deployment_config(checkpoint, max_model_len=100_000))
 
 
 def test_more_npus_than_the_cluster_has_are_refused(checkpoint: Path, tmp_path: Path) -> None:

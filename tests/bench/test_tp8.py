@@ -9,7 +9,7 @@ import pytest
 from tests.bench import runs
 from tests.bench.runs import Bench, assert_says_what_ran_it, run_bench
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.bench, pytest.mark.timeout(900)]
 
 # Which run modes the steps of a graph mode may have.
 STEPS = {"NONE": {"eager"}, "PIECEWISE": {"piecewise"}, "FULL": {"full"}}

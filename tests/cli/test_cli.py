@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 from dist_aclgraph.cli.main import cli
 from dist_aclgraph.config import load_config
+from dist_aclgraph.version import VERSION
 
 CONFIG = str(Path(__file__).parents[2] / "configs" / "tiny-qwen3.yaml")
 
@@ -27,7 +29,10 @@ def call(*arguments: str):
         (("run", CONFIG, "nonsense=1", "--prompt", "x"), "nonsense is not a known key"),
         (("run", CONFIG, "nonsense", "--prompt", "x"), "key=value"),
         (("run", CONFIG, "--prompt", "x", "--temperature", "9"), "temperature is 9"),
-        (("run", CONFIG, "model=nowhere", "--prompt", "x"), "cannot read nowhere/config.json"),
+        (
+            ("run", CONFIG, "model=nowhere", "--prompt", "x"),
+            "model is 'nowhere': no such directory",
+        ),
         (("simulate", CONFIG), "either --trace FILE or --poisson RATE"),
         (("simulate", CONFIG, "--poisson", "0"), "--poisson is 0"),
         (("simulate", CONFIG, "--trace", "nowhere"), "cannot read the trace nowhere"),
@@ -37,6 +42,8 @@ def call(*arguments: str):
         (("simulate", CONFIG, "--poisson", "9", "--requests", "5", "--plot", "no/x.png"), "plot"),
         (("serve", CONFIG, "parallel.tp=two"), "parallel.tp"),
         (("serve", CONFIG, "kv.block_size=17"), "kv.block_size"),
+        (("serve", CONFIG, "--port", "0"), "serve.port is 0"),
+        (("serve", CONFIG, "--host", "0.0.0.0"), "there is no API key"),
         (("serve", CONFIG, "serve.port=8765", "parallel.tp=3"), "tp"),
         (("serve", CONFIG, "serve.port=8765", "model=nowhere"), "nowhere"),
     ],
@@ -49,6 +56,19 @@ def test_a_users_mistake_is_one_sentence_and_exit_code_2(arguments, words):
     assert result.stderr.startswith("error: ")
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize("command", [("serve",), ("run", "--prompt", "x")])
+def test_weights_that_are_cut_off_are_one_sentence_before_anything_starts(tmp_path, command):
+    model = tmp_path / "model"
+    shutil.copytree(Path(CONFIG).parents[1] / "models" / "tiny-qwen3", model)
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+    result = call(command[0], CONFIG, f"model={model}", *command[1:])
+
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.startswith(f"error: {weights} is cut off: 100 bytes are missing")
 
 
 def test_a_port_in_use_is_said_before_anything_starts():
@@ -131,6 +151,12 @@ def test_the_announcement_has_device_plan_and_a_curl_line(capsys):
     assert "1,234,567 in all" in printed
     assert "4,096" in printed
     assert "curl -s http://127.0.0.1:8000/v1/chat/completions" in printed
+
+
+def test_the_version_is_told():
+    result = call("--version")
+
+    assert (result.exit_code, result.stdout) == (0, f"dist-aclgraph {VERSION}\n")
 
 
 def test_doctor_gives_each_problem_a_remedy():

@@ -35,7 +35,7 @@ def make_spec(num_heads: int, num_kv_heads: int) -> ModelSpec:
         num_layers=1, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=8,
         rms_norm_eps=1e-6, tie_word_embeddings=False, has_qkv_bias=False, has_output_bias=False,
         has_mlp_bias=False, has_qk_norm=True, max_position_embeddings=16,
-        rope=RopeSpec(theta=1e4, kind="default", max_position_embeddings=16), eos_token_ids=(),
+        rope=RopeSpec(theta=1e4, kind="default", max_position_embeddings=16),
     )  # fmt: skip
 
 

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_aclgraph.engine.model_runner import ModelRunner
 from dist_aclgraph.planning.plan import GraphPlan
 from tests.engine.runners import make_runner
 from tests.engine.test_modes_law import EAGER, MAX_SEQS, Arrival, arrivals, run
+from tests.laws import examples
 from tests.plans import make_plan
 
 DEMO = Path(__file__).parents[2] / "models" / "tiny-deepseek"
@@ -55,7 +56,7 @@ def drafting(npu: Any, request: pytest.FixtureRequest) -> tuple[int, Runners]:
     return request.param, make_runners(npu, DEMO, request.param)
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(arrivals, st.integers(12, 40), st.sampled_from(SAMPLINGS))
 def test_drafts_change_no_token(
     without: Runners,

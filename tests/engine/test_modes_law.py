@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_aclgraph.config import SchedulerConfig
@@ -20,6 +20,7 @@ from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from tests.engine.runners import BLOCK_SIZE, MAX_LEN, make_runner
+from tests.laws import examples
 from tests.plans import make_plan
 from tests.unit.scheduler.requests import submit
 
@@ -115,7 +116,7 @@ def run(
     return tokens, scheduler
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(arrivals, st.integers(12, 40))
 def test_every_mode_gives_the_tokens_of_eager_steps(
     runners: dict[str, ModelRunner], arrivals: list[Arrival], num_blocks: int
@@ -130,7 +131,7 @@ def test_every_mode_gives_the_tokens_of_eager_steps(
             assert not scheduler.dispatcher.misses
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(arrivals, st.integers(12, 40))
 def test_every_mode_of_latent_attention_gives_the_tokens_of_eager_steps(
     latent_runners: dict[str, ModelRunner], arrivals: list[Arrival], num_blocks: int

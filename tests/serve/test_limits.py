@@ -83,7 +83,7 @@ def test_a_body_that_does_not_come_is_a_408(limited):
     with connect(limited) as client:
         client.sendall(head(CHAT, 100) + b'{"model"')
 
-        reply = client.recv(65536)
+        reply = rest(client)
 
     assert b"HTTP/1.1 408" in reply
     assert b"did not arrive within 0.5 s" in reply

@@ -8,6 +8,7 @@ import sys
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from dist_aclgraph.serve.metrics import Metrics
 from tests.serve.conftest import serving, until
 
 MODEL = "tiny-qwen3"
@@ -76,6 +77,16 @@ def test_metrics_are_well_formed_and_count(service):
         if sample.name.endswith("_count")
     }
     assert min(counts.values()) >= 1
+
+
+def test_replicas_count_under_names_of_their_own(service):
+    found = set()
+    for _ in range(2):
+        text = Metrics(MODEL, service.state.client).expose()
+        for family in text_string_to_metric_families(text.decode()):
+            found |= {sample.labels["replica"] for sample in family.samples}
+
+    assert len(found) == 2
 
 
 def test_tokenize_and_detokenize_are_inverse(service):

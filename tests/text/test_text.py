@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_aclgraph.errors import ConfigError, InvalidParameterError, RequestTooLongError
+from dist_aclgraph.errors import InvalidParameterError, ModelError, RequestTooLongError
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.steps.step import RowLogprobs
 from dist_aclgraph.text.detokenizer import Detokenizer
@@ -55,6 +55,25 @@ def test_text_fed_token_by_token_is_the_text(text):
     pieces = [detokenizer.feed([i]) for i in TOKENIZER.encode(text)]
 
     assert "".join(pieces) + detokenizer.finish() == text
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=30))
+def test_any_ids_are_fed_to_the_text_that_they_decode_to(ids):
+    """But for replacement characters: bytes that are no character may become one later."""
+    detokenizer = Detokenizer(TOKENIZER)
+
+    pieces = [detokenizer.feed([i]) for i in ids]
+
+    fed = "".join(pieces) + detokenizer.finish()
+    assert fed.replace("\ufffd", "") == TOKENIZER.decode(ids).replace("\ufffd", "")
+
+
+def test_special_tokens_alone_are_no_text():
+    detokenizer = Detokenizer(TOKENIZER)
+    end = TOKENIZER.eos_ids[0]
+
+    assert detokenizer.feed([end] * 30) + detokenizer.finish() == ""
 
 
 def test_no_piece_ends_in_half_a_character():
@@ -182,14 +201,14 @@ def test_a_template_that_misbehaves_is_refused(tmp_path, template):
         tokenizer.render_chat([{"role": "user", "content": "x"}])
 
 
-def test_a_template_that_does_not_compile_is_a_configuration_error(tmp_path):
-    with pytest.raises(ConfigError, match="does not compile"):
+def test_a_template_that_does_not_compile_is_a_model_error(tmp_path):
+    with pytest.raises(ModelError, match="does not compile"):
         Tokenizer(write_model(tmp_path, "{% for %}"))
 
 
-def test_a_tokenizer_that_cannot_be_read_is_a_configuration_error(tmp_path):
+def test_a_tokenizer_that_cannot_be_read_is_a_model_error(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer.json").write_text("{}")
 
-    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
         Tokenizer(tmp_path)

@@ -22,6 +22,8 @@ from dist_aclgraph.environment import (
 )
 from dist_aclgraph.errors import ConfigError
 
+ROOT = Path(__file__).parents[2]
+
 
 def write(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "configs" / "x.yaml"
@@ -207,3 +209,35 @@ def test_visible_devices_are_the_physical_ids(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_defaults_are_a_valid_deployment() -> None:
     assert Config(model="m").parallel.world_size == 1
+
+
+@pytest.mark.parametrize(("written", "meant"), [("on", "on"), ("off", "off"), ("decode", "decode")])
+def test_lazy_graphs_are_switched_by_the_words_that_the_keys_description_has(written, meant):
+    overrides = parse_overrides([f"graph.lazy={written}"])
+
+    assert (
+        make_config({"model": "m", "graph": {"lazy": overrides["graph.lazy"]}}).graph.lazy == meant
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a0: &a0 [1, 2]\n" + "".join(
+            f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 30)
+        ), "more than 100000 values"),
+        ("a: &a [*a]\n", "nested too deeply"),
+        ("a: " + "[" * 5000, "nested too deeply"),
+        ("a: [" + "1, " * 500_000 + "1]\n", "at most 65536 are read"),
+    ],
+    ids=["laughs", "cycle", "deep", "long"],
+)  # fmt: skip
+def test_a_configuration_made_to_hurt_is_one_sentence(tmp_path, text, words):
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+
+    with pytest.raises(ConfigError, match=words) as e:
+        load_config(path)
+
+    assert "\n" not in str(e.value)
+    assert len(str(e.value)) < 1000

@@ -189,7 +189,7 @@ void FiaArguments::check_pages() const {
            " must be a multiple of 16 and at most 512");
   must(table.size(0) >= batch(), "block_table has ", table.size(0), " rows for ", batch(),
        " sequences");
-  // The operator's tiling compares the two; sequences that are not there have no query rows.
+  // The operator's tiling compares the two; padding sequences have no query rows.
   if (tnd())
     should(table.size(0) == batch(), "block_table has ", table.size(0), " rows for ", batch(),
            " sequences: with TND actual_seq_lengths needs an entry for each row");

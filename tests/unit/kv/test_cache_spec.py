@@ -6,7 +6,8 @@ import pytest
 
 from dist_aclgraph.config import Config, make_config
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.kv.cache_spec import KVCacheSpec, elements_per_token, kv_heads_per_rank
+from dist_aclgraph.kv.cache_spec import KVCacheSpec, elements_per_token
+from dist_aclgraph.shapes.heads import kv_heads_per_rank
 from dist_aclgraph.shapes.model_facts import ModelFacts
 
 
@@ -28,14 +29,14 @@ def make_facts(**changes) -> ModelFacts:
         "num_layers": 61,
         "num_heads": 128,
         "num_kv_heads": 128,
-        "head_size": 64,
-        "max_model_len": 163840,
+        "head_dim": 64,
+        "max_position_embeddings": 163840,
     }
     return ModelFacts(**(values | changes))
 
 
 def test_every_rank_keeps_the_whole_latent_and_its_own_heads() -> None:
-    latent, grouped = make_facts(latent_size=576), make_facts(num_kv_heads=8, head_size=128)
+    latent, grouped = make_facts(latent_size=576), make_facts(num_kv_heads=8, head_dim=128)
 
     assert [elements_per_token(latent, tp) for tp in (1, 8, 16)] == [576] * 3
     assert [elements_per_token(grouped, tp) for tp in (1, 8, 16)] == [2048, 256, 256]

@@ -1,0 +1,24 @@
+"""What is refused before anything is started: by files and shapes, in a second."""
+
+from __future__ import annotations
+
+from dist_aclgraph.cli.plan_report import plan_report
+from dist_aclgraph.config import Config
+from dist_aclgraph.shapes.model_spec import read_model_spec
+from dist_aclgraph.shapes.weight_files import check_weight_files
+
+
+def check_deployment(config: Config) -> None:
+    """Return if a deployment may come up.
+
+    A plan may be made of any model; to serve, its architecture must be supported and its weights
+    be there.
+
+    Raises:
+        ConfigError: the configuration does not fit the model or the devices.
+        ModelError: the checkpoint is broken, or not supported.
+        StreamBudgetError: a rank cannot afford a single bucket.
+    """
+    read_model_spec(config.model)
+    check_weight_files(config.model)
+    plan_report(config)

@@ -1,0 +1,23 @@
+"""Packages that only some commands need."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Literal
+
+from dist_aclgraph.errors import MissingPackageError
+
+Extra = Literal["plots", "bench"]
+
+
+def require(package: str, extra: Extra, purpose: str) -> None:
+    """Return if ``package`` can be imported.
+
+    Raises:
+        MissingPackageError: it is not installed; names the extra that holds it.
+    """
+    if find_spec(package) is None:
+        raise MissingPackageError(
+            f"{purpose} needs {package}, which is not installed: "
+            f"pip install 'dist-aclgraph[{extra}]'"
+        )

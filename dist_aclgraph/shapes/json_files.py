@@ -1,0 +1,63 @@
+"""JSON files of a checkpoint: bounded, and refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+from dist_aclgraph.errors import ModelError
+
+MAX_JSON_BYTES = 64 << 20  # an index of a million tensors
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return what a file of a checkpoint holds.
+
+    Raises:
+        ModelError: it is not a regular file, too large, not JSON or no object.
+    """
+    text = read_text(path)
+    try:
+        content = json.loads(text)
+    except RecursionError:
+        raise ModelError(f"{path} is nested too deeply") from None
+    except ValueError as e:
+        raise ModelError(f"{path} is not JSON: {e}") from e
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} must hold an object, not {type(content).__name__}")
+    return content
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file of a checkpoint.
+
+    Raises:
+        ModelError: it is not a regular file, too large or not UTF-8.
+    """
+    check_regular(path)
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ModelError(f"{path} has {path.stat().st_size} bytes; at most {MAX_JSON_BYTES}")
+        return path.read_text(encoding="utf-8")
+    except OSError as e:
+        raise ModelError(f"cannot read {path}: {e.strerror}") from e
+    except UnicodeDecodeError as e:
+        raise ModelError(f"{path} is not UTF-8 text: {e}") from e
+
+
+def check_regular(path: Path) -> None:
+    """Raise ModelError where a file is missing, or one that would block a reader, such as a pipe.
+
+    A symbolic link counts as what it leads to: caches of downloads are made of them.
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError as e:
+        raise ModelError(
+            f"cannot read {path}: {e.strerror}; `model` must be the directory of a Hugging Face "
+            "checkpoint (config.json, *.safetensors, tokenizer.json)"
+        ) from e
+    if not stat.S_ISREG(mode):
+        raise ModelError(f"{path} is not a regular file")

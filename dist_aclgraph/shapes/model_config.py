@@ -1,0 +1,175 @@
+"""ModelConfig: a checkpoint's config.json, read once and looked up by type; the only reader of it.
+
+Names are those of config.json. A key that is null counts as absent, as checkpoints write it so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dist_aclgraph.errors import ConfigError, ModelError
+from dist_aclgraph.shapes.json_files import read_json_object
+
+DEFAULT_CONTEXT = 2048
+MAX_LAYERS = 4096
+MAX_HEADS = 1 << 16
+MAX_EXPERTS = 1 << 16
+MAX_SIZE = 1 << 24  # of a vocabulary, or of any width
+MAX_CONTEXT = 1 << 30
+MAX_EOS_IDS = 1024
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Typed look-ups in an object of config.json.
+
+    Attributes:
+        path: of the file, for errors.
+        raw: the object; of a model with several parts, the text part over the whole.
+        generation: what generation_config.json holds.
+    """
+
+    path: Path
+    raw: Mapping[str, Any]
+    generation: Mapping[str, Any]
+
+    @property
+    def directory(self) -> Path:
+        return self.path.parent
+
+    @property
+    def architecture(self) -> str:
+        names = self.raw.get("architectures")
+        if not names:
+            return "(none)"
+        if not isinstance(names, list) or not isinstance(names[0], str):
+            raise self._wrong("architectures", names, "a list of names")
+        return names[0][:200]
+
+    @property
+    def max_position_embeddings(self) -> int:
+        return self.integer("max_position_embeddings", DEFAULT_CONTEXT, most=MAX_CONTEXT)
+
+    @property
+    def num_draft_layers(self) -> int:
+        """Next-token modules."""
+        key = "num_nextn_predict_layers"
+        key = key if key in self.raw else "num_mtp_layers"
+        return self.integer(key, 0, least=0, most=MAX_LAYERS)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end an output, from generation_config.json, else config.json."""
+        value = self.generation.get("eos_token_id", self.raw.get("eos_token_id"))
+        if value is None:
+            return ()
+        ids = value if isinstance(value, list) else [value]
+        if len(ids) > MAX_EOS_IDS or not all(_is_integer(i) and 0 <= i < MAX_SIZE for i in ids):
+            raise self._wrong("eos_token_id", value, "a token id, or a list of them")
+        return tuple(ids)
+
+    def integer(
+        self, key: str, default: int | None = None, *, least: int = 1, most: int = MAX_SIZE
+    ) -> int:
+        """Return an integer.
+
+        Raises:
+            ModelError: it is absent and has no default, or is not an integer within the bounds.
+        """
+        value = self._value(key, default)
+        if not _is_integer(value) or not least <= value <= most:
+            raise self._wrong(key, value, f"an integer from {least} to {most}")
+        return int(value)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a finite number, or raise ModelError."""
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _finite(value):
+            raise self._wrong(key, value, "a finite number")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Return true or false, or raise ModelError."""
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, value, "true or false")
+        return value
+
+    def text(self, key: str, default: str) -> str:
+        """Return a text, or raise ModelError."""
+        value = self._value(key, default)
+        if not isinstance(value, str):
+            raise self._wrong(key, value, "a text")
+        return value
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """Return a list of integers, empty where it is absent, or raise ModelError."""
+        value = self._value(key, [])
+        if not isinstance(value, list) or not all(_is_integer(item) for item in value):
+            raise self._wrong(key, value, "a list of integers")
+        return tuple(value)
+
+    def part(self, key: str) -> ModelConfig | None:
+        """Return an object within, None where it is absent or empty, or raise ModelError."""
+        value = self.raw.get(key)
+        if value is None or value == {}:
+            return None
+        if not isinstance(value, dict):
+            raise self._wrong(key, value, "an object")
+        return ModelConfig(self.path, value, {})
+
+    def empty_part(self) -> ModelConfig:
+        return ModelConfig(self.path, {}, {})
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there and neither null nor zero nor false."""
+        return bool(self.raw.get(key))
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self.raw.get(key)
+        if value is not None:
+            return value
+        if default is None:
+            raise ModelError(
+                f"{self.path} of a {self.architecture} lacks the key {key}; is it whole?"
+            )
+        return default
+
+    def _wrong(self, key: str, value: Any, wanted: str) -> ModelError:
+        return ModelError(f"{self.path}: {key} is {value!r:.80}; it must be {wanted}")
+
+
+def read_model_config(directory: str | Path) -> ModelConfig:
+    """Read config.json, and generation_config.json where there is one.
+
+    Raises:
+        ConfigError: there is no such directory.
+        ModelError: a file is missing, is not JSON or no object.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise ConfigError(
+            f"model is {str(directory)!r}: no such directory; give the path of a Hugging Face "
+            "checkpoint (a folder with config.json)"
+        )
+    path, generation = directory / "config.json", directory / "generation_config.json"
+    raw = read_json_object(path)
+    text = raw.get("text_config")
+    shape = {**raw, **text} if isinstance(text, dict) else raw
+    shape["architectures"] = raw.get("architectures")
+    return ModelConfig(path, shape, read_json_object(generation) if generation.exists() else {})
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False

@@ -1,0 +1,97 @@
+"""The safetensors files of a checkpoint: which there are, and whether they are whole.
+
+Only their headers are read: what is missing or cut off is known before anything is started.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dist_aclgraph.errors import ModelError
+from dist_aclgraph.shapes.json_files import check_regular, read_json_object
+
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def check_weight_files(directory: str | Path) -> None:
+    """Return if a checkpoint's weights can be loaded, as far as headers tell.
+
+    Raises:
+        ModelError: a file is missing, cut off or no safetensors file; names it.
+    """
+    directory = Path(directory)
+    for name in sorted(set(tensor_files(directory).values())):
+        read_header(directory / name)
+
+
+def tensor_files(directory: Path) -> dict[str, str]:
+    """Return the name of the file of each tensor: from the index, or of the only file.
+
+    Raises:
+        ModelError: there are no weights, or their index or header cannot be read.
+    """
+    index = _file_named(directory, INDEX)
+    if index.exists():
+        return _read_weight_map(index)
+    single = _file_named(directory, SINGLE)
+    if not single.exists():
+        raise ModelError(
+            f"{directory} has neither {SINGLE} nor {INDEX}, nor one other file that ends like these"
+        )
+    return dict.fromkeys(read_header(single), single.name)
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """Return the header of a safetensors file: tensors by name, with dtype, shape and place.
+
+    Raises:
+        ModelError: the file is not one, or is cut off.
+    """
+    check_regular(path)
+    try:
+        with path.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            num_bytes = path.stat().st_size
+            if not 2 <= size <= min(MAX_HEADER_BYTES, num_bytes - 8):
+                raise ModelError(f"{path} is no safetensors file, or is cut off in its header")
+            header = json.loads(stream.read(size))
+        header.pop("__metadata__", None)
+        ends = [tensor["data_offsets"][1] for tensor in header.values()]
+        missing = max(ends, default=0) - (num_bytes - 8 - size)
+    except OSError as e:
+        raise ModelError(f"cannot read {path}: {e.strerror}") from e
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as e:
+        raise ModelError(f"{path} is no safetensors file: its header cannot be read") from e
+    if missing > 0:
+        raise ModelError(f"{path} is cut off: {missing} bytes are missing; download it again")
+    return dict(header)
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    """Return the file of each tensor; names of files must stay inside the directory.
+
+    Raises:
+        ModelError: the index cannot be read, or names a file elsewhere.
+    """
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index} is not an index of safetensors files: it has no weight_map")
+    for file_name in weight_map.values():
+        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+            raise ModelError(f"{index} names a file outside the directory: {file_name!r:.200}")
+    return weight_map
+
+
+def _file_named(directory: Path, name: str) -> Path:
+    """Return the file of that name, or else the only one whose name ends alike.
+
+    Tools that quantise choose names of their own.
+    """
+    wanted = directory / name
+    if wanted.exists():
+        return wanted
+    others = list(directory.glob("*" + name.removeprefix("model")))
+    return others[0] if len(others) == 1 else wanted

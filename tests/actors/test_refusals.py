@@ -1,0 +1,48 @@
+"""What the model's own files refuse is refused at once: no Ray, no worker, no emulator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dist_aclgraph.actors import deployment
+from dist_aclgraph.config import Config
+from dist_aclgraph.errors import ConfigError, UnsupportedModelError
+from tests.checkpoints import copy_of
+from tests.deployments import make_deployment_config
+
+CHECKPOINT = Path(__file__).parents[2] / "models" / "tiny-qwen3"
+
+
+@pytest.fixture(autouse=True)
+def no_cluster_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks for Ray all the same gets another error."""
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+
+
+def start(config: Config) -> None:
+    """Start, and stop at once what ought not to have started."""
+    deployment.start(config).shut_down()
+
+
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        start(make_deployment_config(tmp_path / "nowhere"))
+
+
+def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
+    directory = copy_of(CHECKPOINT, tmp_path, architectures=["MambaForCausalLM"])
+
+    with pytest.raises(UnsupportedModelError, match="MambaForCausalLM"):
+        start(make_deployment_config(directory))
+
+
+def test_heads_that_the_ranks_do_not_divide_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.tp is 3"):
+        start(make_deployment_config(CHECKPOINT, parallel={"tp": 3}))
+
+
+def test_a_context_beyond_the_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_model_len"):
+        start(make_deployment_config(CHECKPOINT, max_model_len=100_000))

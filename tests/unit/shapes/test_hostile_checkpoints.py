@@ -1,0 +1,188 @@
+"""Checkpoints that are broken, or made to hurt: one sentence each, before anything is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_aclgraph.errors import ConfigError, ModelError
+from dist_aclgraph.shapes.model_facts import read_model_facts
+from dist_aclgraph.shapes.model_spec import read_model_spec
+from dist_aclgraph.shapes.weight_files import check_weight_files
+from dist_aclgraph.text.tokenizer import Tokenizer
+from tests.unit.shapes.test_model_spec import V3
+
+READERS = [read_model_facts, read_model_spec, Tokenizer]
+
+
+def write(directory: Path, name: str, content: Any) -> Path:
+    data = content if isinstance(content, bytes) else json.dumps(content).encode()
+    (directory / name).write_bytes(data)
+    return directory
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ([], "must hold an object, not list"),
+        (b"", "is not JSON"),
+        (b"\xff\xfe", "is not UTF-8"),
+        (b"[" * 100_000, "is nested too deeply"),
+        (b'{"a":' * 100_000, "is nested too deeply"),
+        (b"9" * 10_000, "is not JSON"),
+    ],
+    ids=lambda value: repr(value)[:20],
+)
+def test_a_config_that_is_none_is_one_sentence(tmp_path, read, content, words):
+    with pytest.raises(ModelError, match=words) as e:
+        read(write(tmp_path, "config.json", content))
+
+    assert str(e.value).count("\n") == 0
+
+
+@pytest.mark.parametrize("read", [read_model_facts, read_model_spec])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", 10**18),
+        ("num_hidden_layers", "61"),
+        ("num_hidden_layers", True),
+        ("num_attention_heads", 0),
+        ("num_attention_heads", None),
+        ("hidden_size", -1),
+        ("hidden_size", 7168.0),
+        ("num_key_value_heads", "x"),
+        ("head_dim", "128"),
+        ("max_position_embeddings", [1]),
+        ("n_routed_experts", 10**12),
+        ("num_experts_per_tok", {}),
+        ("kv_lora_rank", "512"),
+        ("architectures", "X"),
+        ("architectures", [5]),
+    ],
+)
+def test_a_value_that_cannot_be_names_its_key(tmp_path, read, key, value):
+    with pytest.raises(ModelError, match=key):
+        read(write(tmp_path, "config.json", {**V3, key: value}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("vocab_size", "129280"),
+        ("intermediate_size", []),
+        ("rms_norm_eps", "small"),
+        ("rms_norm_eps", 10**400),
+        ("rope_theta", "10000"),
+        ("rope_scaling", "yarn"),
+        ("rope_scaling", {"type": "yarn", "factor": "40"}),
+        ("rope_scaling", {"type": ["yarn"]}),
+        ("tie_word_embeddings", "no"),
+        ("quantization_config", []),
+        ("quantization_config", {"quant_method": "compressed-tensors", "config_groups": [1]}),
+        ("first_k_dense_replace", 10**12),
+        ("moe_layer_freq", 0),
+        ("scoring_func", 5),
+    ],
+)
+def test_a_value_that_only_the_shape_needs_names_its_key(tmp_path, key, value):
+    words = key if not isinstance(value, dict) else f"{key}|factor|type|config_groups"
+    with pytest.raises(ModelError, match=words):
+        read_model_spec(write(tmp_path, "config.json", {**V3, key: value}))
+
+
+def test_an_architecture_without_these_keys_is_named(tmp_path):
+    write(tmp_path, "config.json", {"architectures": ["GPT2LMHeadModel"], "n_head": 12})
+
+    with pytest.raises(ModelError, match="of a GPT2LMHeadModel lacks the key num_attention_heads"):
+        read_model_facts(tmp_path)
+
+
+@pytest.mark.parametrize("content", [[], {"eos_token_id": "x"}, {"eos_token_id": [1, None]}])
+def test_end_tokens_that_are_none_are_refused(tmp_path, content):
+    write(tmp_path, "config.json", {"vocab_size": 100})
+    write(tmp_path, "generation_config.json", content)
+
+    with pytest.raises(ModelError, match=r"generation_config\.json|eos_token_id"):
+        Tokenizer(tmp_path)
+
+
+def test_a_missing_directory_is_the_configurations_fault():
+    for read in READERS:
+        with pytest.raises(ConfigError, match="no such directory"):
+            read("nowhere")
+
+
+def safetensors(header: Any, data: bytes = b"") -> bytes:
+    encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(encoded)) + encoded + data
+
+
+TENSOR = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+
+
+def test_whole_weights_pass(tmp_path):
+    check_weight_files(write(tmp_path, "model.safetensors", safetensors(TENSOR, b"x" * 8)))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (safetensors(TENSOR, b"x" * 3), "is cut off: 5 bytes are missing"),
+        (safetensors(TENSOR)[:20], "cut off in its header"),
+        (b"", "cut off in its header"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "no safetensors file"),
+        (struct.pack("<Q", 2**60) + b"{}", "cut off in its header"),
+        (safetensors(b"[" * 50_000), "its header cannot be read"),
+        (safetensors([1]), "its header cannot be read"),
+        (safetensors({"a": 5}), "its header cannot be read"),
+        (safetensors({"a": {"data_offsets": ["x", "y"]}}), "its header cannot be read"),
+    ],
+    ids=lambda value: repr(value)[:24],
+)
+def test_weights_that_are_broken_are_named(tmp_path, content, words):
+    write(tmp_path, "model.safetensors", content)
+
+    with pytest.raises(ModelError, match=f"model.safetensors.*{words}"):
+        check_weight_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        (b'{"weight_map":' + b"[" * 100_000, "nested too deeply"),
+        ({"weight_map": []}, "has no weight_map"),
+        ({}, "has no weight_map"),
+        ({"weight_map": {"a": "../b.safetensors"}}, "outside the directory"),
+        ({"weight_map": {"a": 5}}, "outside the directory"),
+        ({"weight_map": {"a": "gone.safetensors"}}, r"cannot read .*gone\.safetensors"),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_an_index_that_cannot_be_followed_is_refused(tmp_path, index, words):
+    write(tmp_path, "model.safetensors.index.json", index)
+
+    with pytest.raises(ModelError, match=words):
+        check_weight_files(tmp_path)
+
+
+def test_no_weights_at_all_is_said(tmp_path):
+    with pytest.raises(ModelError, match=r"has neither model\.safetensors nor"):
+        check_weight_files(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_pipe_in_the_place_of_a_file_blocks_nobody(tmp_path, name):
+    write(tmp_path, "config.json", V3)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    read = check_weight_files if name.endswith("safetensors") else Tokenizer
+
+    with pytest.raises(ModelError, match="is not a regular file"):
+        read(tmp_path)
