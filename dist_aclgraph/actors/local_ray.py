@@ -45,6 +45,11 @@ class LocalRay:
 
     def __init__(self, daemons: dict[int, str]) -> None:
         self._daemons = daemons
+        raylets = [pid for pid, name in daemons.items() if name == RAYLET]
+        self._raylets = raylets
+        # Its agents outlive it for up to a minute, and hide what they were started with.
+        agents = set().union(*map(processes.children, raylets))
+        self._handles = processes.open_handles(agents | set(daemons))
         self._stopped = threading.Event()
         self.death = ""  # which of its processes has died, in one sentence
 
@@ -65,7 +70,7 @@ class LocalRay:
     def kill(self) -> None:
         """End all its processes now, whatever state they are in."""
         self.unwatch()
-        processes.kill_all(set(self._daemons))
+        processes.kill_handles(self._handles)
         for _ in range(KILL_ROUNDS):  # one that was just being started shows a moment later
             processes.kill_all(self._workers())
             time.sleep(KILL_PAUSE_S)
@@ -78,8 +83,7 @@ class LocalRay:
         ray.shutdown()
 
     def _workers(self) -> set[int]:
-        raylets = [pid for pid, name in self._daemons.items() if name == RAYLET]
-        found = [processes.with_variable(RAYLET_VARIABLE, str(pid)) for pid in raylets]
+        found = [processes.with_variable(RAYLET_VARIABLE, str(pid)) for pid in self._raylets]
         return set().union(*found)
 
 

@@ -82,6 +82,24 @@ def with_variable(name: str, value: str) -> set[int]:
     return found
 
 
+def open_handles(pids: set[int]) -> list[int]:
+    """Return handles of processes: unlike ids, they never come to mean others."""
+    handles = []
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            handles.append(os.pidfd_open(pid))
+    return handles
+
+
+def kill_handles(handles: list[int]) -> None:
+    """End these processes now, where they have not ended, and close the handles."""
+    while handles:
+        handle = handles.pop()
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+        os.close(handle)
+
+
 def kill_all(pids: set[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):

@@ -185,7 +185,7 @@ class StepSender:
             try:
                 message = read_frame(from_worker_decoder, self._results.recv())
             except NotAMessageError as e:
-                logger.warning("dropped: %s", e)
+                logger.debug("dropped: %s", e)
                 continue
             if 0 <= message.rank < self._num_workers:
                 return message
@@ -241,7 +241,7 @@ class StepReceiver:
             try:
                 message = read_frame(to_worker_decoder, self._plans.recv())
             except NotAMessageError as e:
-                logger.warning("dropped: %s", e)
+                logger.debug("dropped: %s", e)
                 continue
             if message.epoch == epoch:
                 return None if isinstance(message, Shutdown) else message

@@ -137,7 +137,16 @@ def _watch(state: ApiState, running: Deployment, signals: _Signals) -> None:
                 state.check()
                 checks.raise_failure()
             except EngineUnavailableError as e:
-                raise EngineUnavailableError(f"the service has ended: {e}") from e
+                raise EngineUnavailableError(f"the service has ended: {_cause(running, e)}") from e
+
+
+def _cause(running: Deployment, seen: EngineUnavailableError) -> EngineUnavailableError:
+    """What the deployment knows of an end that its client has seen first."""
+    try:
+        running.check()
+    except EngineUnavailableError as e:
+        return e
+    return seen
 
 
 class _Checks:
