@@ -11,7 +11,7 @@ DistAclGraphError
   GraphError              planning, capture or replay of graphs
     CaptureError, ReplayMismatchError, StreamBudgetError
   KVCacheError            blocks
-    OutOfBlocksError, BlockTableTooShortError
+    OutOfBlocksError
   ModelError              a checkpoint that cannot be served
     UnsupportedModelError, MissingTensorError
   RequestError            what a client may have got wrong (a 4xx)
@@ -24,6 +24,10 @@ Every error survives pickling, because Ray carries it: fields are passed to ``Ex
 """
 
 from __future__ import annotations
+
+from typing import Literal
+
+FailureCause = Literal["streams", "memory", "operator", "timeout"]  # of a device's refusal
 
 
 class DistAclGraphError(Exception):
@@ -110,10 +114,6 @@ class KVCacheError(DistAclGraphError):
 
 class OutOfBlocksError(KVCacheError):
     """The block pool cannot give the blocks that were asked for."""
-
-
-class BlockTableTooShortError(KVCacheError):
-    """A position lies beyond the last block of its request."""
 
 
 class ModelError(DistAclGraphError):

@@ -7,19 +7,17 @@ same exhaustion in several ways, by version and by the call that met it.
 from __future__ import annotations
 
 import re
-from typing import Literal
 
 from dist_aclgraph.errors import (
     CaptureError,
     DeviceError,
     DistAclGraphError,
+    FailureCause,
     OutOfDeviceMemoryError,
     StreamExhaustedError,
     WorkerLostError,
     WorkerStartTimeoutError,
 )
-
-FailureKind = Literal["streams", "memory", "operator", "timeout"]
 
 # 207008 ACL_ERROR_RT_NO_STREAM_RESOURCE, at capture begin; 207005 ACL_ERROR_RT_RESOURCE_ALLOC_FAIL,
 # "new capture stream failed"; 207001 ACL_ERROR_RT_MEMORY_ALLOCATION.
@@ -32,7 +30,7 @@ _MEMORY_WORDS = re.compile(r"\b207001\b|out of (device )?memory", re.IGNORECASE)
 _TIMEOUT_WORDS = re.compile(r"\b(507046|107020)\b|time(d)? ?out", re.IGNORECASE)
 
 
-def classify(error: BaseException) -> FailureKind:
+def classify(error: BaseException) -> FailureCause:
     """Return what an error tells of: ours by its type, torch_npu's by CANN's codes and words."""
     if isinstance(error, StreamExhaustedError):
         return "streams"
@@ -54,7 +52,7 @@ def device_error(error: BaseException, doing: str) -> DistAclGraphError:
     """Return our error for an exception of torch_npu, to be raised ``from`` it."""
     if isinstance(error, DistAclGraphError):
         return error
-    kinds: dict[FailureKind, type[DistAclGraphError]] = {
+    kinds: dict[FailureCause, type[DistAclGraphError]] = {
         "streams": StreamExhaustedError,
         "memory": OutOfDeviceMemoryError,
         "operator": CaptureError if "captur" in doing else DeviceError,

@@ -10,8 +10,9 @@ from typing import Literal
 
 import msgspec
 
+from dist_aclgraph.errors import FailureCause
 from dist_aclgraph.planning.descriptor import BatchDescriptor
-from dist_aclgraph.planning.plan import CaptureCause, CaptureCost, GraphPlan
+from dist_aclgraph.planning.plan import CaptureCost, GraphPlan
 
 GraphAction = Literal["adopt", "prepare", "capture", "commit", "release"]
 
@@ -53,7 +54,7 @@ class GraphAnswer(msgspec.Struct, frozen=True, tag="graph_answer"):
     epoch: int
     number: int
     rank: int
-    failure: CaptureCause | None = None
+    failure: FailureCause | None = None
     message: str = ""
     plan_hash: str = ""
     cost: CaptureCost = CaptureCost()

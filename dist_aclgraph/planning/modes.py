@@ -10,7 +10,7 @@ from dist_aclgraph.config import Config, GraphMode
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.shapes.model_facts import ModelFacts
 
-AttentionUpdates = Literal["any", "uniform", "none"]
+AttentionUpdates = Literal["any", "uniform"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,13 +18,11 @@ class GraphSupport:
     """What model and device are able to.
 
     Attributes:
-        has_pieces: the model gives its forward pass in segments, cut at attention.
         attention_updates: for which batches a captured attention can be given new lengths: any;
-            uniform ones, in which all requests have as many tokens (MLA); none.
+            uniform ones, in which all requests have as many tokens (MLA).
         is_encoder_decoder: the model reads an encoder's states.
     """
 
-    has_pieces: bool = True
     attention_updates: AttentionUpdates = "any"
     is_encoder_decoder: bool = False
 
@@ -40,7 +38,6 @@ class _Rule:
 
 
 _FULL: tuple[GraphMode, ...] = ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
-_PIECES: tuple[GraphMode, ...] = ("PIECEWISE", "FULL_AND_PIECEWISE")
 
 # The first rule that names the mode and applies is followed, until none does.
 _RULES: tuple[_Rule, ...] = (
@@ -51,35 +48,10 @@ _RULES: tuple[_Rule, ...] = (
         "attention to an encoder's states differs with each request, so it stays out of graphs",
     ),
     _Rule(
-        _FULL,
-        lambda s: s.attention_updates == "none",
-        "PIECEWISE",
-        "a captured attention of this model cannot be given new lengths",
-    ),
-    _Rule(
-        ("FULL",),
-        lambda s: s.attention_updates == "uniform" and s.has_pieces,
-        "FULL_AND_PIECEWISE",
-        "a captured attention of this model takes new lengths for uniform batches only",
-    ),
-    _Rule(
         ("FULL",),
         lambda s: s.attention_updates == "uniform",
-        "FULL_DECODE_ONLY",
-        "a captured attention of this model takes new lengths for uniform batches only, and the "
-        "model cannot run in pieces",
-    ),
-    _Rule(
-        _PIECES,
-        lambda s: not s.has_pieces and s.attention_updates != "none" and not s.is_encoder_decoder,
-        "FULL_DECODE_ONLY",
-        "this model cannot run in pieces",
-    ),
-    _Rule(
-        _PIECES,
-        lambda s: not s.has_pieces,
-        "NONE",
-        "this model cannot run in pieces, and its attention not in graphs",
+        "FULL_AND_PIECEWISE",
+        "a captured attention of this model takes new lengths for uniform batches only",
     ),
 )
 

@@ -6,19 +6,18 @@ Also what becomes of a plan when a capture fails: a decision value, for the cont
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from dist_aclgraph.config import BudgetModelName, GraphMode
 from dist_aclgraph.errors import (
+    FailureCause,
     GraphError,
     StreamBudgetError,
 )
 from dist_aclgraph.planning.buckets import GraphFamily
 from dist_aclgraph.planning.descriptor import BatchDescriptor
-
-CaptureCause = Literal["streams", "memory", "operator", "timeout"]
 
 
 class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +61,7 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
             reasons=(*self.reasons, reason),
         )
 
-    def shrink(self, failed: BatchDescriptor, cause: CaptureCause, rank: int) -> GraphPlan:
+    def shrink(self, failed: BatchDescriptor, cause: FailureCause, rank: int) -> GraphPlan:
         """Return the next version, with fewer graphs: what the ranks proved they can afford.
 
         An operator that fails speaks against its own graph alone. Where streams or memory ran out,
@@ -134,7 +133,7 @@ class CaptureFailure(msgspec.Struct, frozen=True):
 
     graph: BatchDescriptor
     rank: int
-    cause: CaptureCause
+    cause: FailureCause
     message: str = ""
 
     @property

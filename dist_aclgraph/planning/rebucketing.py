@@ -191,19 +191,6 @@ def reunite(plans: Sequence[GraphPlan]) -> GraphPlan:
     )
 
 
-def apply(plan: GraphPlan, action: Action) -> GraphPlan:
-    """Return the plan that holds after an action, as its next version."""
-    graph = action.graph
-    families = []
-    for family in plan.families:
-        buckets = set(family.buckets)
-        if family.is_kind_of(graph):
-            change = buckets.add if isinstance(action, Capture) else buckets.discard
-            change(graph.num_tokens)
-        families.append(msgspec.structs.replace(family, buckets=tuple(sorted(buckets))))
-    return msgspec.structs.replace(plan, version=plan.version + 1, families=tuple(families))
-
-
 def _actions(old: GraphPlan, new: GraphPlan, limits: Sequence[Limit]) -> Iterator[Action]:
     held = list(old.capture_order)
     surplus = [graph for graph in held if graph not in new.capture_order]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from dist_aclgraph.errors import FailureCause
 from dist_aclgraph.planning.commands import GraphAction, GraphAnswer
 from dist_aclgraph.planning.descriptor import BatchDescriptor
-from dist_aclgraph.planning.plan import CaptureCause, CaptureCost, GraphPlan
+from dist_aclgraph.planning.plan import CaptureCost, GraphPlan
 
 
 @dataclass
@@ -36,8 +37,8 @@ class FakeRanks:
     """
 
     streams: tuple[int, ...] = (100, 100)
-    failures: dict[tuple[int, BatchDescriptor], CaptureCause] = field(default_factory=dict)
-    unprepared: dict[tuple[int, BatchDescriptor], CaptureCause] = field(default_factory=dict)
+    failures: dict[tuple[int, BatchDescriptor], FailureCause] = field(default_factory=dict)
+    unprepared: dict[tuple[int, BatchDescriptor], FailureCause] = field(default_factory=dict)
     digests: dict[tuple[int, BatchDescriptor], str] = field(default_factory=dict)
     holds_another_plan: int | None = None
     leaks: int | None = None
@@ -97,7 +98,7 @@ class FakeRanks:
             free_streams=state.streams - len(state.captured) if self.counts else None,
         )
 
-    def _capture(self, state: FakeRank, graph: BatchDescriptor) -> CaptureCause | None:
+    def _capture(self, state: FakeRank, graph: BatchDescriptor) -> FailureCause | None:
         cause = self.failures.get((state.rank, graph))
         if cause is None and len(state.captured) == state.streams:
             cause = "streams"

@@ -5,6 +5,7 @@ domain; ``captured.py`` what a bucket's graphs hold; every budget model has a fi
 """
 
 from dist_aclgraph.config import BudgetModelName
+from dist_aclgraph.planning.buckets import trim_sizes
 from dist_aclgraph.planning.budget.calibrated import CalibratedBudget
 from dist_aclgraph.planning.budget.cann_pinned import CannPinnedBudget
 from dist_aclgraph.planning.budget.cann_software_sq import CannSoftwareSqBudget
@@ -46,6 +47,7 @@ __all__ = [
     "share_cards",
     "streams_per_domain",
     "total",
+    "trim_sizes",
 ]
 
 

@@ -18,8 +18,7 @@ from dist_aclgraph.shapes.model_facts import read_model_facts
 modes = st.sampled_from(get_args(GraphMode))
 supports = st.builds(
     GraphSupport,
-    has_pieces=st.booleans(),
-    attention_updates=st.sampled_from(["any", "uniform", "none"]),
+    attention_updates=st.sampled_from(["any", "uniform"]),
     is_encoder_decoder=st.booleans(),
 )
 
@@ -29,10 +28,10 @@ def can_have(mode: GraphMode, support: GraphSupport) -> bool:
     updates = "none" if support.is_encoder_decoder else support.attention_updates
     return {
         "NONE": True,
-        "PIECEWISE": support.has_pieces,
+        "PIECEWISE": True,
         "FULL": updates == "any",
         "FULL_DECODE_ONLY": updates != "none",
-        "FULL_AND_PIECEWISE": support.has_pieces and updates != "none",
+        "FULL_AND_PIECEWISE": updates != "none",
     }[mode]
 
 
@@ -73,8 +72,6 @@ def test_mla_takes_decode_batches_whole_and_mixed_ones_in_pieces() -> None:
             "takes new lengths for uniform batches only",
         ),
     )
-    mode, _ = normalise_mode("FULL", GraphSupport(attention_updates="uniform", has_pieces=False))
-    assert mode == "FULL_DECODE_ONLY"
 
 
 def test_blocking_launches_exclude_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

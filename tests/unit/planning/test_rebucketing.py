@@ -21,7 +21,6 @@ from dist_aclgraph.planning.rebucketing import (
     Action,
     Capture,
     Release,
-    apply,
     choose_again,
     propose,
     reunite,
@@ -38,6 +37,19 @@ FAMILIES = (
     GraphFamily(run_mode="FULL", query_len=1, buckets=SIZES),
     GraphFamily(run_mode="PIECEWISE", query_len=0, buckets=SIZES),
 )
+
+
+def apply(plan: GraphPlan, action: Action) -> GraphPlan:
+    """Return the plan that holds after an action, as its next version."""
+    graph = action.graph
+    families = []
+    for family in plan.families:
+        buckets = set(family.buckets)
+        if family.is_kind_of(graph):
+            change = buckets.add if isinstance(action, Capture) else buckets.discard
+            change(graph.num_tokens)
+        families.append(msgspec.structs.replace(family, buckets=tuple(sorted(buckets))))
+    return msgspec.structs.replace(plan, version=plan.version + 1, families=tuple(families))
 
 
 def make_plan(decode: tuple[int, ...], mixed: tuple[int, ...], version: int = 1) -> GraphPlan:
