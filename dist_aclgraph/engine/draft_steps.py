@@ -10,15 +10,14 @@ from torch import Tensor
 
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.engine.drafting import Drafter, DraftPass
-from dist_aclgraph.engine.input_batch import StepInputs
-from dist_aclgraph.engine.mixed_step import MixedStep
-from dist_aclgraph.graphs.step_buffers import GraphInputs
+from dist_aclgraph.graphs.device_step import DeviceStep
 from dist_aclgraph.graphs.task_update import TaskRecorder
 from dist_aclgraph.ints import IntArray
 from dist_aclgraph.layers.attention import AttentionMetadata
 from dist_aclgraph.layers.experts import ExpertStep
 from dist_aclgraph.models.attention_kind import Cache
 from dist_aclgraph.models.next_token import NextTokenModule
+from dist_aclgraph.steps.host_step import HostStep
 from dist_aclgraph.steps.padding import Lens
 from dist_aclgraph.topology import ExchangeKind
 
@@ -71,7 +70,7 @@ class DraftSteps:
 
     def propose_whole(
         self,
-        inputs: GraphInputs,
+        inputs: DeviceStep,
         lens: Lens,
         hidden: Tensor,
         sampled: Tensor,
@@ -108,7 +107,7 @@ class DraftSteps:
             inputs.token_ids,
             None,
             inputs.positions,
-            inputs.slot_mapping,
+            inputs.slots,
             hidden,
             sampled.view(-1, self.num_places),
             inputs.drafts,
@@ -116,8 +115,8 @@ class DraftSteps:
 
     def propose_mixed(
         self,
-        step: MixedStep,
-        inputs: StepInputs,
+        step: DeviceStep,
+        inputs: HostStep,
         metadata: AttentionMetadata,
         hidden: Tensor,
         sampled: Tensor,
@@ -135,6 +134,8 @@ class DraftSteps:
             [num_samples] int32, how many drafts of each request passed; then padding.
         """
         assert step.drafts is not None and step.next_tokens is not None
+        draft_table = step.draft_table
+        assert draft_table is not None
         num_places, live = self.num_places, inputs.num_samples
         num_samples = len(step.drafts.rows)
         spread = ExpertStep(self._choose_exchange(num_samples * num_places), self._tally)
@@ -147,7 +148,7 @@ class DraftSteps:
             ends = inputs.drafts.positions[:, -1] + 1 + draft_pass.iteration
             later = AttentionMetadata(
                 slot_mapping=draft_pass.written[: live * num_places],
-                block_table=step.draft_table,
+                block_table=draft_table,
                 query_ends=list(range(num_places, live * num_places + 1, num_places)),
                 kv_lens=ends.tolist(),
                 causal_mask=self._causal_mask,

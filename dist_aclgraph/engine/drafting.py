@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dist_aclgraph.graphs.step_buffers import DraftInputs
+from dist_aclgraph.graphs.device_step import DraftInputs
 from dist_aclgraph.steps.draft_places import PADDING_SLOT
 
 

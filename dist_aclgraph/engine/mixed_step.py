@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.device.npu import Npu
-from dist_aclgraph.engine.input_batch import StepInputs
-from dist_aclgraph.graphs.step_buffers import DraftInputs, GraphInputs
+from dist_aclgraph.graphs.device_step import DeviceStep, DraftInputs
 from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.steps.draft_places import PADDING_SLOT
+from dist_aclgraph.steps.host_step import HostStep
 from dist_aclgraph.steps.step import StepPlan
 
 
@@ -25,7 +25,7 @@ class StepSize:
     num_samples: int
 
     @classmethod
-    def of(cls, plan: StepPlan, inputs: StepInputs) -> StepSize:
+    def of(cls, plan: StepPlan, inputs: HostStep) -> StepSize:
         """Return this rank's own size, or that of the largest batch where experts are spread: all
         ranks then pass the same shapes, as often.
         """
@@ -38,32 +38,9 @@ class StepSize:
         )
 
 
-@dataclass(frozen=True)
-class MixedStep:
-    """A step's inputs on the device.
-
-    Attributes:
-        token_ids, positions, slots: [num_tokens] int32, padding included.
-        block_table: [num_reqs, num_blocks] int32, of live requests.
-        places: [num_samples * (k + 1)] int32, of live requests.
-        next_tokens: [num_tokens] int32; drafts: [num_samples, ...], padding included. None without
-            drafts.
-        draft_table: [num_samples, num_blocks] int32, of the live requests that are sampled.
-    """
-
-    token_ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    block_table: Tensor
-    places: Tensor
-    next_tokens: Tensor | None
-    drafts: DraftInputs | None
-    draft_table: Tensor
-
-
 def upload_step(
-    npu: Npu, inputs: StepInputs, size: StepSize, spare_row: int, static: GraphInputs | None
-) -> MixedStep:
+    npu: Npu, inputs: HostStep, size: StepSize, spare_row: int, static: DeviceStep | None
+) -> DeviceStep:
     """Send a step's integers to the device, in one transfer.
 
     Args:
@@ -93,19 +70,19 @@ def upload_step(
     if static is None:
         token_ids, positions, slots, block_table, *rest = rest
     else:
-        token_ids, positions, slots = static.token_ids, static.positions, static.slot_mapping
+        token_ids, positions, slots = static.token_ids, static.positions, static.slots
         block_table = static.block_table[: len(inputs.rows)]
     if drafts is None:
-        return MixedStep(token_ids, positions, slots, block_table, places, None, None, block_table)
+        return DeviceStep(token_ids, positions, slots, block_table, places)
     next_tokens, *fields, draft_table = rest
-    return MixedStep(
+    return DeviceStep(
         token_ids,
         positions,
         slots,
         block_table,
         places,
-        next_tokens,
         DraftInputs(*fields),
+        next_tokens,
         draft_table,
     )
 

@@ -19,7 +19,7 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.device.npu import Npu, PoolMemory, Stopwatch, UpdateWait, translated
 from dist_aclgraph.engine.draft_steps import DraftSteps
 from dist_aclgraph.engine.graph_store import GraphStore, WholeStep
-from dist_aclgraph.engine.input_batch import NO_INTS, NO_STEP, InputBatch, StepInputs, table_width
+from dist_aclgraph.engine.input_batch import InputBatch, table_width
 from dist_aclgraph.engine.mixed_step import StepSize, upload_step
 from dist_aclgraph.engine.replays import Replays
 from dist_aclgraph.engine.step_output import TALLY_SHAPE, SpecialPlaces, StepOutput
@@ -37,6 +37,7 @@ from dist_aclgraph.models.decoder import Decoder
 from dist_aclgraph.planning.buckets import buffer_sizes
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.plan import CaptureCost
+from dist_aclgraph.steps.host_step import NO_INTS, NO_STEP, HostStep
 from dist_aclgraph.steps.padding import pad_lens
 from dist_aclgraph.steps.step import StepPlan, StepResult
 from dist_aclgraph.topology import ChooseExchange, no_exchange
@@ -247,7 +248,7 @@ class ModelRunner:
         with translated("sending lengths ahead"):
             self._replays.send_ahead(is_wanted_elsewhere)
 
-    def _run(self, plan: StepPlan, inputs: StepInputs) -> Sampled:
+    def _run(self, plan: StepPlan, inputs: HostStep) -> Sampled:
         """Run the decoder, sample, draft."""
         if plan.graph is None:
             return self._run_mixed(plan, inputs, None)
@@ -257,20 +258,12 @@ class ModelRunner:
                 f"the plan asks for {plan.graph} with exchange {plan.exchange}; it was captured "
                 f"with {self._choose_exchange(plan.graph.num_tokens)}"
             )
-        self._buffers.write(
-            plan.graph,
-            inputs.token_ids,
-            inputs.positions,
-            inputs.slots,
-            inputs.places,
-            inputs.block_table,
-            inputs.drafts,
-        )
+        self._buffers.write(plan.graph, inputs)
         if isinstance(captured, CapturedPieces):
             return self._run_mixed(plan, inputs, captured)
         return self._replay_whole(captured, inputs)
 
-    def _replay_whole(self, graphs: WholeStep, inputs: StepInputs) -> Sampled:
+    def _replay_whole(self, graphs: WholeStep, inputs: HostStep) -> Sampled:
         decoder, *drafts = graphs
         self._replays.begin(graphs, inputs)
         self._replays.queue(decoder)
@@ -286,7 +279,7 @@ class ModelRunner:
         return Sampled(tokens, None, special)
 
     def _run_mixed(
-        self, plan: StepPlan, inputs: StepInputs, pieces: CapturedPieces | None
+        self, plan: StepPlan, inputs: HostStep, pieces: CapturedPieces | None
     ) -> Sampled:
         """Run any mixture of requests: the decoder in pieces or eagerly, the rest eagerly."""
         graph = None if pieces is None else pieces.descriptor
@@ -334,7 +327,7 @@ class ModelRunner:
         return logits[:n], logits.argmax(-1).int()[:n]
 
     def _choose_special(
-        self, inputs: StepInputs, logits: Tensor, tokens: Tensor
+        self, inputs: HostStep, logits: Tensor, tokens: Tensor
     ) -> SpecialPlaces | None:
         if not self._samples:
             return None
@@ -355,7 +348,7 @@ class ModelRunner:
         inputs, buffers = self._buffers.inputs(graph), self._buffers
         query_ends, kv_lens = pad_lens(graph, NO_INTS, NO_INTS)
         metadata = AttentionMetadata(
-            slot_mapping=inputs.slot_mapping,
+            slot_mapping=inputs.slots,
             block_table=inputs.block_table,
             query_ends=query_ends,
             kv_lens=kv_lens,
@@ -367,13 +360,13 @@ class ModelRunner:
         hidden = self._model.forward(
             inputs.token_ids,
             inputs.positions,
-            inputs.slot_mapping,
+            inputs.slots,
             self._caches,
             self._prepared(metadata, NO_STEP.block_table),
             step=self._experts_of(graph),
         )
         if graph.query_len == 0:
-            hidden = hidden.index_select(0, inputs.last_tokens)
+            hidden = hidden.index_select(0, inputs.places)
         n = len(hidden)
         logits = self._model.logits(hidden, buffers.logits[:n])
         # On every rank, though one of them samples: all capture the same operators.
@@ -402,7 +395,7 @@ class ModelRunner:
         return self._model.forward(
             inputs.token_ids,
             inputs.positions,
-            inputs.slot_mapping,
+            inputs.slots,
             self._caches,
             metadata,
             run,
@@ -411,11 +404,9 @@ class ModelRunner:
 
     def _metadata_of_padding(self, graph: BatchDescriptor) -> AttentionMetadata:
         inputs = self._buffers.inputs(graph)
-        return self._metadata(NO_STEP, inputs.slot_mapping, inputs.block_table[:0])
+        return self._metadata(NO_STEP, inputs.slots, inputs.block_table[:0])
 
-    def _metadata(
-        self, inputs: StepInputs, slots: Tensor, block_table: Tensor
-    ) -> AttentionMetadata:
+    def _metadata(self, inputs: HostStep, slots: Tensor, block_table: Tensor) -> AttentionMetadata:
         """Where the live tokens stand; ``slots`` may be padded."""
         is_decode = inputs.num_tokens == len(inputs.rows)
         metadata = AttentionMetadata(

@@ -8,9 +8,9 @@ from typing import Any
 
 from dist_aclgraph.device.npu import Stopwatch, UpdateWait, runtime
 from dist_aclgraph.engine.graph_store import WholeStep
-from dist_aclgraph.engine.input_batch import StepInputs
 from dist_aclgraph.graphs.captured_graph import CapturedGraph
 from dist_aclgraph.ints import IntArray
+from dist_aclgraph.steps.host_step import HostStep
 from dist_aclgraph.steps.padding import Lens, pad_lens
 
 
@@ -45,7 +45,7 @@ class Replays:
         self._step: tuple[WholeStep, Lens] | None = None
         self._ahead: tuple[WholeStep, Lens] | None = None
 
-    def begin(self, graphs: WholeStep, inputs: StepInputs) -> None:
+    def begin(self, graphs: WholeStep, inputs: HostStep) -> None:
         """A step of these graphs begins."""
         lens = pad_lens(graphs[0].descriptor, inputs.query_ends, inputs.kv_lens)
         self._step = graphs, lens
@@ -81,7 +81,7 @@ class Replays:
         """Nothing is known of the next step."""
         self._step = self._ahead = None
 
-    def guess_next(self, inputs: StepInputs, counts: IntArray) -> None:
+    def guess_next(self, inputs: HostStep, counts: IntArray) -> None:
         """Note what the step after the last one will want if all its requests go on.
 
         Args:

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.device.npu import Npu, runtime
-from dist_aclgraph.engine.input_batch import InputBatch, StepInputs
+from dist_aclgraph.engine.input_batch import InputBatch
 from dist_aclgraph.engine.sampler import choose_tokens, report_logprobs
 from dist_aclgraph.engine.sampling_table import SamplingPlaces
 from dist_aclgraph.engine.token_counts import TokenCounts
 from dist_aclgraph.ints import IntArray, unpack_ints
+from dist_aclgraph.steps.host_step import HostStep
 from dist_aclgraph.steps.step import RankBatch, RowLogprobs
 
 TALLY_SHAPE = (2, 2)  # of decoder and drafts: tokens computed, tokens without room
@@ -83,7 +84,7 @@ class StepOutput:
                 self._counts.add(rows[is_counted], tokens[is_counted])
 
     def choose_special(
-        self, inputs: StepInputs, logits: Tensor, tokens: Tensor
+        self, inputs: HostStep, logits: Tensor, tokens: Tensor
     ) -> SpecialPlaces | None:
         """Sample the places that need it, and put what they got among ``tokens``.
 

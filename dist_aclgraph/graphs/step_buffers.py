@@ -9,54 +9,19 @@ no draft accepted, and block 0, the dummy block that no request owns.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from dist_aclgraph.device.npu import Npu, runtime
+from dist_aclgraph.graphs.device_step import DeviceStep, DraftInputs
 from dist_aclgraph.ints import IntArray
 from dist_aclgraph.planning.buckets import BufferSizes
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.steps.draft_places import PADDING_SLOT, DraftPlaces
-
-
-class DraftInputs(NamedTuple):
-    """Where drafting goes on, for the requests that are sampled in a step.
-
-    Attributes:
-        rows: [num_reqs] int32, their rows; padding has the spare row, which nobody reads.
-        most: [num_reqs] int32, how many drafts may pass: k, or 0 where none were run.
-        positions: [num_reqs, k + 1] int32, of the places.
-        slots: [num_reqs, 2 k] int32, of the positions from the first place on; -1 is padding.
-        places: [num_reqs * (k + 1)] int32, their indices into the tokens of the step; the last one
-            is repeated where a request has fewer.
-    """
-
-    rows: Tensor
-    most: Tensor
-    positions: Tensor
-    slots: Tensor
-    places: Tensor
-
-
-class GraphInputs(NamedTuple):
-    """Views of one graph's inputs on the device.
-
-    Attributes:
-        token_ids, positions, slot_mapping: [num_tokens] int32.
-        last_tokens: [num_reqs] int32, which tokens' logits are wanted.
-        block_table: [num_reqs, max_blocks] int32.
-        drafts: where every request verifies drafts; its last tokens are then all tokens.
-    """
-
-    token_ids: Tensor
-    positions: Tensor
-    slot_mapping: Tensor
-    last_tokens: Tensor
-    block_table: Tensor
-    drafts: DraftInputs | None = None
+from dist_aclgraph.steps.host_step import NO_STEP, HostStep
 
 
 class StepBuffers:
@@ -103,7 +68,7 @@ class StepBuffers:
         self._every_token = torch.arange(max_tokens, dtype=torch.int32, device=device)
         tensors = (self._inputs, self._block_table, self.logits, self.sampled)
         self.addresses = tuple(tensor.data_ptr() for tensor in tensors)
-        self._views: dict[BatchDescriptor, GraphInputs] = {}
+        self._views: dict[BatchDescriptor, DeviceStep] = {}
         self._inputs_cpu = npu.pinned((size,), torch.int32)
         self._block_table_cpu = npu.pinned((max_reqs, max_blocks), torch.int32)
         self._inputs_np: IntArray = self._inputs_cpu.numpy()
@@ -113,44 +78,31 @@ class StepBuffers:
         self._copied: Any = runtime().Event()
         self._is_read = True  # whether the device is known to be done with the pinned twins
 
-    def write(
-        self,
-        graph: BatchDescriptor,
-        token_ids: IntArray,
-        positions: IntArray,
-        slots: IntArray,
-        last_tokens: IntArray,
-        block_table: IntArray,
-        drafts: DraftPlaces | None = None,
-    ) -> None:
+    def write(self, graph: BatchDescriptor, step: HostStep) -> None:
         """Send one step's inputs, padded to ``graph``, to the device.
 
-        Args:
-            token_ids, positions, slots: [num_tokens], as many as are live.
-            last_tokens: [num_sampled], indices into the tokens; of no use where all are sampled.
-            block_table: [num_reqs, num_blocks] with num_blocks <= max_blocks.
-            drafts: where the graph verifies drafts; None has no request.
+        Its places are of no use where all tokens are sampled.
         """
         if not self._is_read:
             self._copied.synchronize()
-        n, bucket, size = len(token_ids), graph.num_tokens, self._size(graph)
+        n, bucket, size = step.num_tokens, graph.num_tokens, self._size(graph)
         inputs = self._inputs_np
         for start, values, padding in (
-            (0, token_ids, 0),
-            (bucket, positions, 0),
-            (2 * bucket, slots, PADDING_SLOT),
+            (0, step.token_ids, 0),
+            (bucket, step.positions, 0),
+            (2 * bucket, step.slots, PADDING_SLOT),
         ):
             inputs[start : start + n] = values
             inputs[start + n : start + bucket] = padding
         if self._verifies(graph):
-            self._write_drafts(inputs[3 * bucket : size], graph.num_reqs, drafts)
+            self._write_drafts(inputs[3 * bucket : size], graph.num_reqs, step.drafts)
         else:
-            end = 3 * bucket + len(last_tokens)
-            inputs[3 * bucket : end] = last_tokens
+            end = 3 * bucket + len(step.places)
+            inputs[3 * bucket : end] = step.places
             inputs[end:size] = 0
         self._inputs[:size].copy_(self._inputs_cpu[:size], non_blocking=True)
-        num_rows = len(block_table)
-        if self._update_block_table(num_rows, block_table):
+        num_rows = len(step.block_table)
+        if self._update_block_table(num_rows, step.block_table):
             rows = max(num_rows, self._written_rows)
             self._block_table[:rows].copy_(self._block_table_cpu[:rows], non_blocking=True)
             self._written_rows = num_rows
@@ -159,35 +111,34 @@ class StepBuffers:
 
     def write_padding(self, graph: BatchDescriptor) -> None:
         """Fill all of a graph's inputs with padding."""
-        none = np.empty(0, np.int32)
-        self.write(graph, none, none, none, none, np.empty((0, 1), np.int32))
+        self.write(graph, NO_STEP)
 
     def mark_read(self) -> None:
         """Note that the host has seen a later result of the stream: the twins may be written."""
         self._is_read = True
 
-    def inputs(self, graph: BatchDescriptor) -> GraphInputs:
+    def inputs(self, graph: BatchDescriptor) -> DeviceStep:
         """Return a graph's inputs as views, the same ones each time."""
         if graph not in self._views:
             self._views[graph] = self._make_views(graph)
         return self._views[graph]
 
-    def _make_views(self, graph: BatchDescriptor) -> GraphInputs:
+    def _make_views(self, graph: BatchDescriptor) -> DeviceStep:
         bucket, packed = graph.num_tokens, self._inputs
         rest = packed[3 * bucket : self._size(graph)]
-        inputs = GraphInputs(
+        inputs = DeviceStep(
             packed[:bucket],
             packed[bucket : 2 * bucket],
             packed[2 * bucket : 3 * bucket],
-            rest,
             self._block_table[: self._reqs_of(graph)],
+            rest,
         )
         if not self._verifies(graph):
             return inputs
         every, n = self._every_token[:bucket], graph.num_reqs
         positions = inputs.positions.view(n, graph.query_len)
         drafts = DraftInputs(rest[:n], rest[n : 2 * n], positions, rest[2 * n :].view(n, -1), every)
-        return inputs._replace(last_tokens=every, drafts=drafts)
+        return replace(inputs, places=every, drafts=drafts)
 
     def _verifies(self, graph: BatchDescriptor) -> bool:
         return self._num_drafts > 0 and graph.query_len == self._num_drafts + 1

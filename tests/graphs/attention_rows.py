@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from dist_aclgraph.graphs.step_buffers import StepBuffers
 from dist_aclgraph.graphs.task_update import TaskRecorder
 from dist_aclgraph.layers.attention import AttentionMetadata, KVCache, PagedAttention
 from dist_aclgraph.planning.buckets import BufferSizes
+from dist_aclgraph.steps.host_step import NO_STEP
 from dist_aclgraph.steps.padding import PADDING_KV_LEN, Lens
 from tests.plans import decode_graph
 
@@ -67,7 +68,7 @@ class AttentionDecoder:
     ) -> None:
         inputs = self.buffers.inputs(decode_graph(bucket))
         metadata = AttentionMetadata(
-            slot_mapping=inputs.slot_mapping,
+            slot_mapping=inputs.slots,
             block_table=inputs.block_table,
             query_ends=list(range(1, bucket + 1)),
             kv_lens=kv_lens or [PADDING_KV_LEN] * bucket,
@@ -111,14 +112,16 @@ class AttentionDecoder:
         table = np.zeros((len(rows), MAX_BLOCKS), np.int32)
         for i, row in enumerate(rows):
             table[i, : len(row.blocks)] = row.blocks
-        self.buffers.write(
-            decode_graph(bucket),
-            np.array([row.tokens[-1] for row in rows], np.int32),
-            positions,
-            np.array([slot(row) for row in rows], np.int32),
-            np.arange(len(rows), dtype=np.int32),
-            table,
+        step = replace(
+            NO_STEP,
+            rows=np.arange(len(rows), dtype=np.int32),
+            token_ids=np.array([row.tokens[-1] for row in rows], np.int32),
+            positions=positions,
+            slots=np.array([slot(row) for row in rows], np.int32),
+            places=np.arange(len(rows), dtype=np.int32),
+            block_table=table,
         )
+        self.buffers.write(decode_graph(bucket), step)
 
     def replay(
         self, graph: CapturedGraph, rows: list[Row], kv_lens: list[int] | None = None, **other: Any
