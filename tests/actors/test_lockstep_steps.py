@@ -93,7 +93,7 @@ def test_random_arrivals_and_aborts(config: Config, ranks: RankProcesses) -> Non
         if plan.graph is not None and plan.graph.mode == "FULL":
             collectives.setdefault(plan.graph, set()).update(counts)
         for output in scheduler.update([step.result for step in done]):
-            tokens[output.request_id] += output.token_ids
+            tokens[output.request_id] += output.tokens
             if output.finish_reason is not None:
                 live.discard(output.request_id)
                 ended[output.request_id] += 1

@@ -110,7 +110,7 @@ def run(
         step_plan = scheduler.schedule()
         if step_plan is not None:
             for output in scheduler.update([runner.execute(step_plan, 0, 0)]):
-                tokens[output.request_id] += output.token_ids
+                tokens[output.request_id] += output.tokens
         step += 1
         assert step < 2000
     return tokens, scheduler

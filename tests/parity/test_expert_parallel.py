@@ -57,7 +57,7 @@ def test_shared_experts_on_a_stream_of_their_own_change_nothing_but_streams(
             graph={
                 "overlap_shared_experts": overlaps,
                 "budget_model": "cann-pinned",
-                "sizes": (4, 12),
+                "sizes": (4, 12, 24),
             },
             speculative={"num_tokens": 1},
         )
@@ -73,5 +73,5 @@ def test_shared_experts_on_a_stream_of_their_own_change_nothing_but_streams(
             assert all(("overlap" in entry["parts"]) == overlaps for entry in graphs)
 
     assert tokens[True] == tokens[False] == [t[:NUM_TOKENS] for t in reference.tokens]
-    # One more for each graph: the decoder and its drafts, at two sizes and the largest batch.
+    # One more for each graph: the decoder and its drafts, at three sizes.
     assert [on - off for on, off in zip(streams[True], streams[False], strict=True)] == [6] * 4
