@@ -64,7 +64,7 @@ def test_more_choices_than_places_are_refused(own_service):
     reply = service.http.post(TEXT, json={"model": MODEL, "prompt": [70], "n": 3, "max_tokens": 1})
 
     assert_error(reply, 503)
-    assert service.state.places.taken == total - 2
+    until(lambda: service.state.places.taken == total - 2)  # given back behind the answer
 
 
 def test_a_thousand_clients_at_once_are_refused_as_fast_as_they_can_be_answered(full):
