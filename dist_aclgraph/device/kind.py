@@ -37,7 +37,7 @@ def emulator_settings(config: DeviceConfig, rank: int) -> dict[str, str | int | 
         "hbm_mb": emulated.memory_mb_by_rank.get(rank, emulated.memory_mb),
         "kernels": emulated.kernels,
         "accounting": emulated.accounting,
-        "hccl_expansion": config.hccl_expansion,
+        "hccl_expansion": config.expansion,
         "soc": emulated.soc,
         "wait_s": emulated.wait_s,
     }
