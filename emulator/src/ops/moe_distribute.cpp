@@ -3,6 +3,7 @@
 // stream ids of the domain.
 #include "hccl/domain.h"
 #include "ops/bind.h"
+#include "target.h"
 
 #include <cstring>
 #include <set>
@@ -17,7 +18,7 @@ struct Parallel {
   int64_t experts, local, ranks, rank, most_rows;  // most_rows: of one rank's batch
 };
 
-bool is_a3() { return settings().soc.rfind("Ascend910_93", 0) == 0; }
+bool is_a3() { return chip() == Chip::A3; }
 
 // Rules: op-plugin documents npu_moe_distribute_dispatch_v2 and _combine_v2. Not emulated:
 // quantisation, ranks of shared experts, tensor-parallel groups.
