@@ -11,7 +11,7 @@ def test_the_build_is_fresh():
 
 
 def test_loading_again_with_the_same_settings_is_nothing():
-    emulator.load({"devices": 4})
+    emulator.load({"devices": 4, "cann": "9.0.0"})
 
 
 def test_loading_again_with_other_settings_is_refused():
