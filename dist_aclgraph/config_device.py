@@ -50,6 +50,11 @@ class EmulatorConfig(Section):
         "pinned", description="how captured graphs take streams, as old or as new drivers do"
     )
     soc: str = Field("Ascend910B1", description="name of the chip")
+    cann: str = Field(
+        "8.5.0",
+        pattern=r"^(8\.5|9\.[0-9]+)\.[0-9]+$",
+        description="version of CANN whose rules the operators follow: 8.5 or 9",
+    )
     wait_s: int = Field(60, ge=1, description="limit of a wait on the device")
     fault: FaultConfig = FaultConfig()
 

@@ -39,6 +39,7 @@ def emulator_settings(config: DeviceConfig, rank: int) -> dict[str, str | int | 
         "accounting": emulated.accounting,
         "hccl_expansion": config.expansion,
         "soc": emulated.soc,
+        "cann": emulated.cann,
         "wait_s": emulated.wait_s,
     }
     fault = emulated.fault

@@ -169,6 +169,28 @@ os._exit(0)  # the device is stopped
     assert_all_pass(results)
 
 
+PADDING = """
+given = batch(4, 0)
+ids = given[1].clone()
+ids[3] = torch.tensor({ids})
+mask = torch.arange(4) < 3
+try:
+    Layer()(*to_device(given[0], ids, given[2]), mask=mask.npu())
+    torch.npu.synchronize()
+except RuntimeError as error:
+    assert "expert_ids has {rule}" in str(error), error
+else:
+    raise AssertionError("taken")
+os._exit(0)  # the device is stopped
+"""
+
+
+@pytest.mark.parametrize("ids,rule", [([-1, 0, 1], "-1 of 8 experts"), ([2, 0, 2], "2 twice")])
+def test_experts_of_masked_rows_must_be_legal(run_ranks, ids, rule):
+    code = SETUP + PADDING.replace("{ids}", str(ids)).replace("{rule}", rule)
+    assert_all_pass(run_ranks(code, 2, devices=2, cann="9.0.0"))
+
+
 def test_limits_are_those_of_the_product(run_ranks):
     results = run_ranks(
         SETUP

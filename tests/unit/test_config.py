@@ -204,6 +204,15 @@ def test_the_expansion_mode_reaches_hccl_and_the_emulator(ours: str, theirs: str
     assert emulator_settings(config.device, rank=0)["hccl_expansion"] == ours
 
 
+def test_chip_and_version_of_cann_reach_the_emulator() -> None:
+    emulated = {"soc": "Ascend910_9391", "cann": "9.0.0"}
+    config = make_config({"model": "m", "device": {"emulator": emulated}})
+
+    assert emulated.items() <= emulator_settings(config.device, rank=0).items()
+    with pytest.raises(ConfigError, match=r"device.emulator.cann is '7.0'"):
+        make_config({"model": "m", "device": {"emulator": {"cann": "7.0"}}})
+
+
 def test_a_fault_reaches_the_emulator_of_its_rank_alone() -> None:
     fault = {"op": "alloc", "when": "capture", "kind": "die", "call": 3, "rank": 1, "stall_s": 0.5}
     config = make_config({"model": "m", "device": {"emulator": {"fault": fault}}})
