@@ -195,7 +195,9 @@ def _processor_features() -> str:
 
 def _make(progress: OnProgress | None) -> None:
     command = ["make", "-C", str(SOURCES), "--no-print-directory", f"PYTHON={sys.executable}"]
-    command.append(f"B={BUILD}")
+    # Dependencies name the file that has them: in a clone it must be the name that plain make gives.
+    if SOURCES / "build" != BUILD:
+        command.append(f"B={BUILD}")
     environment = build_environment()
     plan = subprocess.run([*command, "-n"], capture_output=True, text=True, env=environment)
     total = sum(line.startswith("echo ") for line in plan.stdout.splitlines())
