@@ -13,6 +13,7 @@ from typing import NamedTuple
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.kv.cache_spec import DTYPE_BYTES, KVCacheSpec, how_to_shrink_weights
+from dist_aclgraph.packing import aligned
 from dist_aclgraph.planning.buckets import (
     BufferSizes,
     buffer_sizes,
@@ -176,7 +177,8 @@ def _step_buffers(
     width = KVCacheSpec.from_config(config, facts).blocks_for(max_len + 2 * k)
     outputs = largest.num_samples * (spec.vocab_size + (spec.hidden_size if k else 0))
     tables = 2 * max_len * (spec.latent.rope_dim if spec.latent else spec.head_dim)
-    inputs = largest.num_reqs * width + 4 * largest.num_tokens
+    by_request = 2 * aligned(largest.num_reqs) + aligned(2 * k * largest.num_reqs)
+    inputs = largest.num_reqs * width + 3 * aligned(largest.num_tokens) + by_request
     counts = config.scheduler.max_num_seqs * spec.vocab_size
     return (
         MemoryPart(
