@@ -11,6 +11,7 @@ from dist_aclgraph.config_section import Section
 HcclExpansion = Literal["AIV", "AICPU", "FFTS"]
 A3_CHIPS = "Ascend910_93"  # how their names begin
 UNKNOWN_CHIP = "Ascend910B"
+PORTS = r"^(auto|[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?)*)$"
 
 
 class FaultConfig(Section):
@@ -99,6 +100,24 @@ class DeviceConfig(Section):
         le=65536,
         description="HCCL's buffer of the domain that MC2 has for itself; larger batches than it "
         "holds travel another way; null is what the largest batch of MC2 needs",
+    )
+    hccl_interfaces: str | None = Field(
+        None,
+        min_length=1,
+        description="network interfaces of HCCL between nodes (HCCL_SOCKET_IFNAME), e.g. eth0, or "
+        "=eth0 for this one alone, or ^docker for all others; null lets HCCL choose. Addresses "
+        "differ by node: HCCL_IF_IP belongs into the environment of each node's `ray start`",
+    )
+    hccl_host_ports: str | None = Field(
+        None,
+        pattern=PORTS,
+        description="ports of HCCL on the host (HCCL_HOST_SOCKET_PORT_RANGE), e.g. 60000-60050, or "
+        "auto; several ranks on a node need as many",
+    )
+    hccl_npu_ports: str | None = Field(
+        None,
+        pattern=PORTS,
+        description="ports of HCCL on the NPU (HCCL_NPU_SOCKET_PORT_RANGE), likewise",
     )
     soc: str | None = Field(
         None,

@@ -29,9 +29,28 @@ def child_environment(config: Config) -> dict[str, str]:
         "HCCL_BUFFSIZE": str(config.device.hccl_buffer_mb),
         "HCCL_CONNECT_TIMEOUT": str(math.ceil(max(120.0, config.timeouts.join_s))),
     }
-    if (expansion := config.device.hccl_expansion) is not None:
-        variables["HCCL_OP_EXPANSION_MODE"] = HCCL_EXPANSION_NAMES[expansion]
-    return variables
+    device = config.device
+    asked = {
+        "HCCL_OP_EXPANSION_MODE": device.hccl_expansion
+        and HCCL_EXPANSION_NAMES[device.hccl_expansion],
+        "HCCL_SOCKET_IFNAME": device.hccl_interfaces,
+        "HCCL_HOST_SOCKET_PORT_RANGE": device.hccl_host_ports,
+        "HCCL_NPU_SOCKET_PORT_RANGE": device.hccl_npu_ports,
+    }
+    return variables | {name: value for name, value in asked.items() if value is not None}
+
+
+def hccl_variables() -> dict[str, str]:
+    """Return what this process's environment tells HCCL."""
+    return {name: value for name, value in os.environ.items() if name.startswith("HCCL_")}
+
+
+def ascend_toolkit() -> Path:
+    """Return where CANN is, as its own set-up script says, or where it is installed by default."""
+    for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"):
+        if os.environ.get(name):
+            return Path(os.environ[name])
+    return Path("/usr/local/Ascend/ascend-toolkit/latest")
 
 
 def prepare_device(config: DeviceConfig, *, is_npu: bool, deterministic: bool) -> None:

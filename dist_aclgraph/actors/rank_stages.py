@@ -18,6 +18,7 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.environment import launch_blocking, visible_devices
 from dist_aclgraph.kv.cache_spec import KVCacheSpec
 from dist_aclgraph.planning.budget import StreamOffer, max_piecewise_sizes
+from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.commands import GraphCommand
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.exchange import ExchangeRule
@@ -44,7 +45,8 @@ def join_rank(
     """Open the device and join the lockstep group of ``group_size`` ranks at ``rendezvous``.
 
     Raises:
-        ConfigError: the wanted exchange is not to be had on this chip.
+        ConfigError: the chip is not one of those that plans assume, or does not take what the
+            configuration wants.
     """
     from dist_aclgraph.comm.groups import join_lockstep_group, make_groups
     from dist_aclgraph.device.npu import open_npu
@@ -53,6 +55,7 @@ def join_rank(
     normalise_mode(config.graph.mode, GraphSupport(), launch_blocking=launch_blocking())
     facts = read_model_facts(config.model)
     npu = open_npu(config.device, rank, deterministic=needs_fixed_sums(config, facts))
+    _check_chip(config, facts, npu, rank)
     exchange = ExchangeRule.from_config(config, facts, npu.name)
     streams = StreamLedger(npu)
     if group_size > 1:
@@ -63,6 +66,16 @@ def join_rank(
     streams.book("joining HCCL groups")
     domains = layout.domains_of(group_rank)
     return JoinedRank(config, rank, group_rank, npu, groups, domains, exchange, streams)
+
+
+def _check_chip(config: Config, facts: ModelFacts, npu: Npu, rank: WorldRank) -> None:
+    chip, whose = Chip(npu.name, npu.cann), f"the NPU of rank {rank}"
+    if npu.kind == "emulated":
+        if config.device.emulator.strict:
+            chip.check(config, facts, whose)
+        return
+    chip.check_assumed(config, whose)
+    chip.check(config, facts, whose)
 
 
 def needs_fixed_sums(config: Config, facts: ModelFacts) -> bool:

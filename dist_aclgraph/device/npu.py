@@ -62,6 +62,11 @@ class Npu:
         return str(runtime().get_device_name(0))
 
     @property
+    def cann(self) -> str:
+        """Version of CANN, e.g. 9.1.0; empty where torch_npu cannot tell."""
+        return str(runtime().get_cann_version())
+
+    @property
     def description(self) -> str:
         """In plain words, for people."""
         if self.kind == "emulated":

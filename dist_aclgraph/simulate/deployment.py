@@ -17,6 +17,7 @@ from dist_aclgraph.planning.budget import (
     max_piecewise_sizes,
     streams_per_domain,
 )
+from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.exchange import ExchangeRule
 from dist_aclgraph.planning.memory import GIB, RankMemory
 from dist_aclgraph.planning.planner import Planner, content_of
@@ -60,6 +61,10 @@ class AssumedDeployment:
         config, facts = planner.config, planner.facts
         spec, unknown_shape = _read_shape(config.model)
         ranks = range(planner.layout.world_size)
+        emulator = config.device.emulator
+        if config.device.kind != "npu" and emulator.strict:
+            whose = "the emulated NPU"
+            Chip(config.device.chip, emulator.cann).check(config, facts, whose)
         exchange = ExchangeRule.from_config(config, facts, config.device.chip)
         memory = RankMemory.from_config(
             config,

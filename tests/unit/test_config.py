@@ -196,6 +196,18 @@ def test_hccl_chooses_its_expansion_and_plans_follow_the_chip(device: Any, plann
     assert config.device.expansion == planned
 
 
+def test_what_hccl_needs_between_nodes_reaches_workers() -> None:
+    keys = {"hccl_interfaces": "=eth0", "hccl_host_ports": "60000-60050", "hccl_npu_ports": "auto"}
+
+    environment = child_environment(make_config({"model": "m", "device": keys}))
+
+    assert environment["HCCL_SOCKET_IFNAME"] == "=eth0"
+    assert environment["HCCL_HOST_SOCKET_PORT_RANGE"] == "60000-60050"
+    assert environment["HCCL_NPU_SOCKET_PORT_RANGE"] == "auto"
+    with pytest.raises(ConfigError, match="hccl_host_ports is 'all'"):
+        make_config({"model": "m", "device": {"hccl_host_ports": "all"}})
+
+
 @pytest.mark.parametrize("ours,theirs", [("AIV", "AIV"), ("AICPU", "AI_CPU"), ("FFTS", "HOST")])
 def test_the_expansion_mode_reaches_hccl_and_the_emulator(ours: str, theirs: str) -> None:
     config = make_config({"model": "m", "device": {"hccl_expansion": ours}})
