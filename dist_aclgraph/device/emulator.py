@@ -195,7 +195,7 @@ def _processor_features() -> str:
 
 def _make(progress: OnProgress | None) -> None:
     command = ["make", "-C", str(SOURCES), "--no-print-directory", f"PYTHON={sys.executable}"]
-    # Dependencies name the file that has them: in a clone it must be the name that plain make gives.
+    # Dependencies name the file that has them: in a clone it must have the name that make gives it.
     if SOURCES / "build" != BUILD:
         command.append(f"B={BUILD}")
     environment = build_environment()
