@@ -21,6 +21,7 @@ from dist_aclgraph.device.kind import resolve_kind
 from dist_aclgraph.errors import EngineDeadError
 from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.shapes.model_spec import read_model_spec
+from dist_aclgraph.shapes.weight_files import check_weight_files
 from dist_aclgraph.topology import NO_RANK
 
 CONTROLLER = "controller"  # first part of the names of controller actors
@@ -102,6 +103,7 @@ def start(config: Config, on_progress: OnProgress | None = None) -> Deployment:
     """
     Planner.from_config(config)
     read_model_spec(config.model)
+    check_weight_files(config.model)
     is_emulated = resolve_kind(config.device.kind) == "emulated"
     if is_emulated:
         emulator.build()
