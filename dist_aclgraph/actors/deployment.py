@@ -18,6 +18,7 @@ from dist_aclgraph.actors.worker_group import fetch
 from dist_aclgraph.config import Config
 from dist_aclgraph.device import emulator
 from dist_aclgraph.device.kind import resolve_kind
+from dist_aclgraph.device.torch_build import check_torch
 from dist_aclgraph.errors import EngineDeadError
 from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.shapes.model_spec import read_model_spec
@@ -99,11 +100,13 @@ def start(config: Config, on_progress: OnProgress | None = None) -> Deployment:
 
     Raises:
         ConfigError, ModelError: the model cannot be served, or not so.
+        DeviceError: torch is built for CUDA, or there is no such device.
         DistAclGraphError: typed, naming rank and phase where a worker failed; nothing is left.
     """
     Planner.from_config(config)
     read_model_spec(config.model)
     check_weight_files(config.model)
+    check_torch()
     is_emulated = resolve_kind(config.device.kind) == "emulated"
     if is_emulated:
         emulator.build()

@@ -11,9 +11,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from dist_aclgraph.device import torch_build
+
 MIN_SHM_BYTES = 256 << 20
 PYTHONS = ((3, 11), (3, 12), (3, 13))
-PINNED = {"torch": "2.13.0", "torch-npu": "2.13.0", "ray": "2.60.0"}
+PINNED = {"torch": torch_build.VERSION, "torch-npu": "2.13.0", "ray": "2.60.0"}
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class Finding:
 def examine() -> list[Finding]:
     """Return all findings; imports neither torch nor Ray, and starts nothing."""
     versions = [_package(name, wanted) for name, wanted in PINNED.items()]
-    return [_python(), *versions, _device(), _compiler(), _shared_memory(), _port(8000)]
+    packages = [_python(), *versions, _torch_build()]
+    return [*packages, _device(), _compiler(), _shared_memory(), _port(8000)]
 
 
 def _python() -> Finding:
@@ -50,6 +53,12 @@ def _package(name: str, wanted: str) -> Finding:
 
 def _pip_install(name: str, wanted: str) -> str:
     return f"{sys.executable} -m pip install {name}=={wanted}"
+
+
+def _torch_build() -> Finding:
+    cuda = torch_build.cuda_version()
+    found = f"for CUDA {cuda}, beside which torch_npu cannot be loaded" if cuda else "for CPUs"
+    return Finding("torch build", not cuda, found, f"{sys.executable} -m {torch_build.REMEDY}")
 
 
 def _device() -> Finding:

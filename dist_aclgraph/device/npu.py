@@ -19,6 +19,7 @@ from dist_aclgraph.config import DeviceConfig
 from dist_aclgraph.device import emulator
 from dist_aclgraph.device.failures import device_error
 from dist_aclgraph.device.kind import DeviceKind, emulator_settings, resolve_kind
+from dist_aclgraph.device.torch_build import check_torch
 from dist_aclgraph.errors import DeviceError
 
 # Seen on 910C with CANN 9.0: so many creations succeed, then 207005.
@@ -148,8 +149,9 @@ def open_npu(config: DeviceConfig, rank: int) -> Npu:
     """Load torch_npu on the device that ``config`` means and return it.
 
     Raises:
-        DeviceError: no such device, or its runtime did not start.
+        DeviceError: no such device, its runtime did not start, or torch is built for CUDA.
     """
+    check_torch()
     kind = resolve_kind(config.kind)
     if kind == "emulated":
         emulator.load(emulator_settings(config, rank))
