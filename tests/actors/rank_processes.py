@@ -130,4 +130,4 @@ def _run_rank(
         result = worker.execute(message)
         pipe.send_bytes(encoder.encode(result))
         pipe.send_bytes((emulator.counters()["collectives"] - before).to_bytes(8, "little"))
-        worker._runner.prepare_next(pipe.poll)
+        worker._running.runner.prepare_next(pipe.poll)
