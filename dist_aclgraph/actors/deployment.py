@@ -93,6 +93,19 @@ class Deployment:
         _leave_ray(self._local_ray, self._owns_connection)
 
 
+def check(config: Config) -> None:
+    """Return if nothing that this process can read is against the deployment.
+
+    Raises:
+        ConfigError, ModelError: the model cannot be served, or not so.
+        DeviceError: torch is built for CUDA.
+    """
+    Planner.from_config(config)
+    read_model_spec(config.model)
+    check_weight_files(config.model)
+    check_torch()
+
+
 def start(config: Config, on_progress: OnProgress | None = None) -> Deployment:
     """Bring a deployment up, on this process's Ray cluster, or as ``start_ray`` finds one.
 
@@ -103,10 +116,7 @@ def start(config: Config, on_progress: OnProgress | None = None) -> Deployment:
         DeviceError: torch is built for CUDA, or there is no such device.
         DistAclGraphError: typed, naming rank and phase where a worker failed; nothing is left.
     """
-    Planner.from_config(config)
-    read_model_spec(config.model)
-    check_weight_files(config.model)
-    check_torch()
+    check(config)
     is_emulated = resolve_kind(config.device.kind) == "emulated"
     if is_emulated:
         emulator.build()
