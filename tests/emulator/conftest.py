@@ -14,7 +14,7 @@ import pytest
 from dist_aclgraph.device import emulator
 
 ROOT = Path(__file__).resolve().parents[2]
-SETTINGS = {"devices": 4}
+SETTINGS = {"devices": 4, "cann": "9.0.0"}  # test_cann_lines tries 8.5 as well
 
 PROLOGUE = """
 import json, os, sys, time
