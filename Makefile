@@ -63,7 +63,9 @@ python: ## Show which Python is taken; PYTHON=... takes another
 # The emulator needs only torch and torch-npu: it is built while pip installs the rest, and a failure
 # shows when the target emulator builds it again. Modules are compiled when they are first imported,
 # not all 30,000. The package itself needs no network.
+# torch_npu cannot be loaded beside a torch for CUDA, which some registries give: it is replaced.
 PIP = $(BIN)/python -m pip install -q --no-compile
+CPU_WHEELS := https://download.pytorch.org/whl/cpu
 setup: ## Make .venv with the pinned packages
 	@if [ "$$(cat $(STAMP) 2>/dev/null)" != "$(HASH)" ]; then set -e; \
 	  test -x $(BIN)/python || $(MAKE) -s python >/dev/null; \
@@ -71,6 +73,8 @@ setup: ## Make .venv with the pinned packages
 	  test -x $(BIN)/python || $(PYTHON) -m venv .venv; \
 	  $(BIN)/python tools/requirements.py > .venv/requirements.txt; \
 	  $(PIP) --no-deps $$(grep '^torch' .venv/requirements.txt); \
+	  $(BIN)/python -m dist_aclgraph.device.torch_build 2>/dev/null || $(PIP) --no-deps \
+	    --force-reinstall --index-url $(CPU_WHEELS) $$(grep '^torch==' .venv/requirements.txt); \
 	  if $(EMULATED); then \
 	    MAKEFLAGS= make -C emulator -j$$(nproc) PYTHON=$(CURDIR)/$(BIN)/python \
 	      > .venv/emulator.log 2>&1 & fi; \

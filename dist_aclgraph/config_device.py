@@ -36,6 +36,7 @@ class EmulatorConfig(Section):
     """The emulated NPU; nothing here matters on hardware."""
 
     strict: bool = Field(True, description="refuse what the documented operators refuse")
+    trace: bool = Field(False, description="print every launch and every error to the worker's log")
     streams: int = Field(2048, ge=1, le=65536, description="stream ids of one device")
     streams_by_rank: dict[int, int] = Field(
         default_factory=dict, description="stream ids where a world rank differs"

@@ -19,11 +19,12 @@ from dist_aclgraph.cli.ascend_versions import (
     read_cann_version,
     read_driver_version,
 )
+from dist_aclgraph.device import torch_build
 from dist_aclgraph.environment import ascend_toolkit, hccl_variables
 
 MIN_SHM_BYTES = 256 << 20
 PYTHONS = ((3, 11), (3, 12), (3, 13))
-PINNED = {"torch": "2.13.0", "torch-npu": "2.13.0", "ray": "2.60.0"}
+PINNED = {"torch": torch_build.VERSION, "torch-npu": "2.13.0", "ray": "2.60.0"}
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,9 @@ class Finding:
 def examine() -> list[Finding]:
     """Return all findings; imports neither torch nor Ray, and starts nothing."""
     versions = [_package(name, wanted) for name, wanted in PINNED.items()]
+    packages = [_python(), *versions, _torch_build()]
     ascend = [_cann(), _driver(), _hccl()] if _npus() else []
-    return [_python(), *versions, _device(), *ascend, _compiler(), _shared_memory(), _port(8000)]
+    return [*packages, _device(), *ascend, _compiler(), _shared_memory(), _port(8000)]
 
 
 def _python() -> Finding:
@@ -94,6 +96,12 @@ def _driver() -> Finding:
 def _hccl() -> Finding:
     told = ", ".join(f"{name}={value}" for name, value in sorted(hccl_variables().items()))
     return Finding("HCCL", True, told or "nothing set; device.hccl_* of the configuration sets it")
+
+
+def _torch_build() -> Finding:
+    cuda = torch_build.cuda_version()
+    found = f"for CUDA {cuda}, beside which torch_npu cannot be loaded" if cuda else "for CPUs"
+    return Finding("torch build", not cuda, found, f"{sys.executable} -m {torch_build.REMEDY}")
 
 
 def _device() -> Finding:

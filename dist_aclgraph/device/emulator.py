@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from dist_aclgraph.device.torch_build import check_torch
 from dist_aclgraph.environment import (
     build_environment,
     cache_directory,
@@ -103,7 +104,7 @@ def load(settings: Mapping[str, str | int | bool]) -> None:
     Raises:
         EmulatorBuildError: as ``build``.
         DeviceError: a setting is unknown or out of range; torch_npu is loaded already, or the
-            emulator is with other settings.
+            emulator is with other settings; torch is built for CUDA.
     """
     global _loaded_settings
     wanted = {key: _as_text(value) for key, value in settings.items()}
@@ -113,6 +114,7 @@ def load(settings: Mapping[str, str | int | bool]) -> None:
         return
     if "torch_npu" in sys.modules:
         raise DeviceError("torch_npu is imported already: load the emulator before it")
+    check_torch()
     folder = build()
     runtime, *_ = [_preload(folder, name) for name in _BEFORE_TORCH]
     _configure(runtime, wanted)

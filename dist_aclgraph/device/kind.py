@@ -41,6 +41,7 @@ def emulator_settings(config: DeviceConfig, rank: int) -> dict[str, str | int | 
         "soc": emulated.soc,
         "cann": emulated.cann,
         "wait_s": emulated.wait_s,
+        "trace": emulated.trace,
     }
     fault = emulated.fault
     if fault.op and fault.rank in (None, rank):

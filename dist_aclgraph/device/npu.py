@@ -19,6 +19,7 @@ from dist_aclgraph.config import DeviceConfig
 from dist_aclgraph.device import emulator
 from dist_aclgraph.device.failures import device_error
 from dist_aclgraph.device.kind import DeviceKind, emulator_settings, resolve_kind
+from dist_aclgraph.device.torch_build import check_torch
 from dist_aclgraph.environment import prepare_device
 from dist_aclgraph.errors import DeviceError
 
@@ -157,8 +158,9 @@ def open_npu(config: DeviceConfig, rank: int, *, deterministic: bool = False) ->
         deterministic: whether collectives sum in a fixed order.
 
     Raises:
-        DeviceError: no such device, or its runtime did not start.
+        DeviceError: no such device, its runtime did not start, or torch is built for CUDA.
     """
+    check_torch()
     kind = resolve_kind(config.kind)
     prepare_device(config, is_npu=kind == "npu", deterministic=deterministic)
     if kind == "emulated":

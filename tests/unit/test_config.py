@@ -308,3 +308,9 @@ def test_a_configuration_made_to_hurt_is_one_sentence(tmp_path, text, words):
 
     assert "\n" not in str(e.value)
     assert len(str(e.value)) < 1000
+
+
+def test_the_emulators_launches_are_printed_where_a_configuration_says_so() -> None:
+    config = make_config({"model": "x", "device": {"emulator": {"trace": True}}})
+
+    assert emulator_settings(config.device, rank=0)["trace"] is True
