@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from dist_aclgraph.steps.step import (
     from_worker_decoder,
     to_worker_decoder,
 )
+from tests.forks import forks
 
 STEP_S = 60.0  # until a rank counts as stuck
 
@@ -69,18 +69,17 @@ def rank_processes(
 ) -> Iterator[RankProcesses]:
     """Start every rank of ``config``, whose graphs are those of ``plan``, and end them.
 
-    They are forked from a process that has imported torch, which is most of a start.
+    They are forked from a process that has loaded torch and torch_npu, most of a start.
     """
-    forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload(["torch", "dist_aclgraph.actors.worker"])
+    context = forks()
     size = config.parallel.world_size
     with tempfile.TemporaryDirectory() as directory:
         rendezvous = f"file://{Path(directory) / 'rendezvous'}"
         pipes, processes = [], []
         for rank in range(size):
-            ours, theirs = forks.Pipe()
+            ours, theirs = context.Pipe()
             arguments = (config, plan, num_blocks, max_len, rank, rendezvous, theirs)
-            process = forks.Process(target=_run_rank, args=arguments, daemon=True)
+            process = context.Process(target=_run_rank, args=arguments, daemon=True)
             process.start()
             theirs.close()
             pipes.append(ours)
