@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def forks() -> ForkServerContext:
-    """Return the context whose processes are forked from the server, which starts with the first."""
+    """Return the context whose processes come from the server, which starts with the first."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preloaded"])
     return context

@@ -15,6 +15,7 @@ from dist_aclgraph.errors import WorkerError
 from tests.actors.leftovers import assert_all_npus_are_free
 from tests.checkpoints import make_prompts
 from tests.deployments import Serving, greedy_params, make_deployment_config, serving
+from tests.lockstep import Lockstep, lockstep
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
@@ -66,7 +67,7 @@ def families(report: dict[str, Any]) -> dict[str, list[int]]:
     return dict(report["plan"]["families"])
 
 
-def assert_serves(service: Serving) -> None:
+def assert_serves(service: Serving | Lockstep) -> None:
     answers = service.generate(make_prompts([3, 20, 40]), greedy_params(12))
     assert all(len(answer.tokens) == 12 for answer in answers)
     assert sum(bucket["replays"] for bucket in service.report()["buckets"]) > 0
@@ -90,9 +91,9 @@ def test_memory_that_runs_out_inside_a_capture_costs_that_bucket_alone(checkpoin
     # The second allocation: some of the bucket's pieces exist by then, and hold memory.
     fault = {"op": "alloc", "call": 2}
     config = make_faulty_config(checkpoint, "FULL_AND_PIECEWISE", fault, max_tokens=512)
-    with serving(config) as service:
-        assert_serves(service)
-        report = service.report()
+    with lockstep(config) as group:
+        assert_serves(group)
+        report = group.report()
 
     assert families(report) == {"full decode": list(SIZES), "piecewise mixed": list(MIXED_SIZES)}
     (rollback,) = report["rollbacks"]
@@ -104,9 +105,9 @@ def test_memory_that_runs_out_inside_a_capture_costs_that_bucket_alone(checkpoin
 
 def test_an_operator_that_fails_while_captured_costs_that_bucket_alone(checkpoint: Path) -> None:
     fault = {"op": "aclnnSwiGlu", "when": "capture", "call": 2 * LAYERS + 2}
-    with serving(make_faulty_config(checkpoint, fault=fault)) as service:
-        assert_serves(service)
-        report = service.report()
+    with lockstep(make_faulty_config(checkpoint, fault=fault)) as group:
+        assert_serves(group)
+        report = group.report()
 
     assert families(report) == {"full decode": [1, 2, 8, 12]}
     (rollback,) = report["rollbacks"]

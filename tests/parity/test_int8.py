@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import make_prompts, make_reference
-from tests.deployments import greedy_params, make_deployment_config, serving
-
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
+from tests.deployments import greedy_params, make_deployment_config
+from tests.lockstep import lockstep
 
 
 def generate(directory: Path, parallel: dict[str, int], mode: str) -> list[list[int]]:
@@ -22,13 +21,13 @@ def generate(directory: Path, parallel: dict[str, int], mode: str) -> list[list[
         graph={"mode": mode},
         device={"emulator": {"strict": True}},
     )
-    with serving(config) as service:
+    with lockstep(config) as group:
         # One after another: products of floats may round otherwise in batches of another size.
         answers = [
-            service.generate([prompt], greedy_params(8), f"alone{i}")[0]
+            group.generate([prompt], greedy_params(8), f"alone{i}")[0]
             for i, prompt in enumerate(make_prompts([5, 150]))
         ]
-        report = service.report()
+        report = group.report()
     if mode != "NONE":
         assert sum(bucket["replays"] for bucket in report["buckets"]) > 0
     return [answer.tokens for answer in answers]
