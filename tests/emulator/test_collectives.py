@@ -112,11 +112,16 @@ def test_an_absent_rank_is_named_after_the_limit(run_ranks):
         dist.init_process_group("hccl")
         dist.all_reduce(torch.ones(8).npu())
         torch.npu.synchronize()
-        if rank == 0:
-            dist.all_reduce(torch.ones(8).npu())
-            torch.npu.synchronize()
-        else:
-            time.sleep(8)
+        store = dist.distributed_c10d._get_default_store()
+        try:
+            if rank == 0:
+                dist.all_reduce(torch.ones(8).npu())
+                torch.npu.synchronize()
+        except RuntimeError as e:
+            print(e)
+            store.set("over", "")
+        if rank == 1:  # there, and absent from the collective
+            store.wait(["over"])
         os._exit(0)
         """,
         2,
