@@ -16,15 +16,16 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.steps.step import RowLogprobs
 from tests.checkpoints import ARCHITECTURES, logprobs
-from tests.deployments import ANSWER_S, Answer, greedy_params, make_deployment_config, serving
+from tests.deployments import (
+    ANSWER_S,
+    Answer,
+    deployed,
+    greedy_params,
+    make_deployment_config,
+    serving,
+)
 from tests.lockstep import lockstep
 from tests.parity.conftest import NUM_TOKENS, Reference
-
-
-def deployed(test: Any) -> Any:
-    """Mark a test that starts deployments on the session's Ray cluster."""
-    return pytest.mark.cluster(pytest.mark.usefixtures("ray_cluster")(test))
-
 
 # Graphs at each size; eager steps give the same at any size, by a law of their own.
 CROSS = [

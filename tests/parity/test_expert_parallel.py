@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 
-from tests.deployments import greedy_params, make_deployment_config, serving
+from tests.deployments import deployed, greedy_params, make_deployment_config, serving
 from tests.lockstep import lockstep
 
 NUM_TOKENS = 16
 
 
-@pytest.mark.cluster
-@pytest.mark.usefixtures("ray_cluster")
+@deployed
 @pytest.mark.parametrize(
     ("parallel", "mode"),
     [

@@ -13,7 +13,7 @@ import torch
 
 from dist_aclgraph.config import Config
 from tests.checkpoints import logprobs
-from tests.deployments import greedy_params, make_deployment_config, serving
+from tests.deployments import deployed, greedy_params, make_deployment_config, serving
 from tests.lockstep import lockstep
 from tests.parity.conftest import NUM_TOKENS, Reference
 
@@ -97,8 +97,7 @@ def test_greedy_tokens_equal_those_of_transformers(references: Any, layout: Layo
     assert answers_of(reference, layout, "float32") == reference.tokens
 
 
-@pytest.mark.cluster
-@pytest.mark.usefixtures("ray_cluster")
+@deployed
 def test_independent_groups_give_the_tokens_of_transformers(references: Any) -> None:
     reference = references(INDEPENDENT.architecture)
 
