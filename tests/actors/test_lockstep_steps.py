@@ -38,7 +38,12 @@ def config(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Config:
             # Room so narrow that some steps are run again.
             "parallel": {"dp": DP, "ep": DP, "exchange": "all_to_all", "expert_capacity": 1.0},
             "speculative": {"num_tokens": DRAFTS},
-            "graph": {"sizes": (2, 4, 8), "mixed_sizes": (16, 32), "lazy": "off"},
+            "graph": {
+                "mode": "FULL_AND_PIECEWISE",
+                "sizes": (2, 4, 8),
+                "mixed_sizes": (16, 32),
+                "lazy": "off",
+            },
             "scheduler": {"max_num_seqs": 4, "max_num_batched_tokens": 32},
             "kv": {"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS},
             "device": {"kind": "emulated", "emulator": {"strict": False}},
