@@ -23,9 +23,17 @@ def forks() -> ForkServerContext:
     return context
 
 
+def begin(environment: Mapping[str, str]) -> None:
+    """Take over an environment, in a forked process. What torch has read while loading is set."""
+    os.environ.update(environment)
+    import torch
+
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
+
+
 def run_code(code: str, environment: Mapping[str, str], out: Path) -> None:
     """Run code as the program of this forked process; both its outputs go to the file ``out``."""
-    os.environ.update(environment)
+    begin(environment)
     file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(file, stream.fileno())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from dist_aclgraph.steps.step import (
     to_worker_decoder,
 )
 from dist_aclgraph.topology import GroupRank, WorldRank
-from tests.forks import forks
+from tests.forks import begin, forks
 
 ANSWER_S = 120.0  # until a rank counts as stuck, whatever it was asked
 END_S = 10.0  # until one that was told to leave is killed
@@ -135,7 +134,7 @@ def rendezvous() -> Iterator[str]:
 
 
 def _run_rank(config: Config, rank: int, pipe: Connection) -> None:
-    os.environ.update(child_environment(config), ASCEND_RT_VISIBLE_DEVICES=str(rank))
+    begin({**child_environment(config), "ASCEND_RT_VISIBLE_DEVICES": str(rank)})
     from dist_aclgraph.device import emulator
 
     worker = Worker(config, EPOCH)
