@@ -1,9 +1,9 @@
 """``make bench-decode``: decoding through the whole engine, in ratios of one run.
 
-Three questions. How fast is replayed decoding against transformers' ``generate`` on the same
+Four questions. How fast is replayed decoding against transformers' ``generate`` on the same
 checkpoint and one thread? What host time does a step cost when the emulator's kernels do nothing:
-what a host-bound NPU would feel? And what do updates of attention lengths cost, sent ahead of the
-step or only behind its replay? Figures of the emulator, never of an NPU.
+what a host-bound NPU would feel? What do updates of attention lengths cost, sent ahead of the step
+or only behind its replay? And what does sampling cost? Figures of the emulator, never of an NPU.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from rich.table import Table
 from dist_aclgraph.bench.checkpoints import Shape, write_checkpoint
 from dist_aclgraph.bench.command import run_command
 from dist_aclgraph.bench.engine import DecodeEngine, DecodeRun
+from dist_aclgraph.bench.sampling import sampling_cost, sampling_table
 from dist_aclgraph.device import emulator
 from dist_aclgraph.extras import require
 
@@ -58,11 +59,13 @@ def main(
             for kernels in ("skip", "compute")
             for row in update_cost(shape, kernels, Path(folder), steps, repeats)
         ]
+        sampling = sampling_cost(Path(folder), steps, repeats)
     results = {
         "device": "emulated NPU on the CPU; not an NPU figure",
         "against_transformers": ratios,
         "host_time": hosts,
         "updates": updates,
+        "sampling": sampling,
     }
     out.mkdir(parents=True, exist_ok=True)
     (out / "decode.json").write_text(json.dumps(results, indent=2))
@@ -70,6 +73,7 @@ def main(
     for layers, rows in hosts.items():
         console.print(_host_table(layers, rows))
     console.print(_update_table(updates))
+    console.print(sampling_table(sampling))
     console.print(f"Saved in {out / 'decode.json'}. {results['device']}.")
 
 

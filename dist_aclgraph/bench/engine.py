@@ -89,8 +89,13 @@ class DecodeEngine:
         self.client.close()
         self.deployment.shut_down()
 
-    def decode(self, batch: int, prompt_len: int, steps: int) -> DecodeRun:
-        """Decode ``steps`` tokens for ``batch`` random prompts of ``prompt_len`` tokens."""
+    def decode(self, batch: int, prompt_len: int, steps: int, **sampling: Any) -> DecodeRun:
+        """Decode ``steps`` tokens for ``batch`` random prompts of ``prompt_len`` tokens.
+
+        Args:
+            sampling: parameters of the requests; greedy where there are none.
+        """
+        params = SamplingParams(**{"max_tokens": steps, "temperature": 0.0, **sampling})
         random = np.random.default_rng(batch)
         arrivals: list[list[float]] = [[] for _ in range(batch)]
         finished = threading.Semaphore(0)
@@ -103,7 +108,6 @@ class DecodeEngine:
 
         for index in range(batch):
             prompt = random.integers(0, 1000, prompt_len).tolist()
-            params = SamplingParams(max_tokens=steps, temperature=0.0)
             name = f"b{batch}-{time.monotonic_ns()}-{index}"
             self.client.submit(name, prompt, params, [], record)
         for _ in range(batch):

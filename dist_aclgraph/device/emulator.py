@@ -84,8 +84,9 @@ def build(progress: OnProgress | None = None) -> Path:
     with _one_builder():
         if not is_built():
             _STAMP.unlink(missing_ok=True)
+            fingerprint = _fingerprint()  # of the sources that are compiled, not of later ones
             _make(progress)
-            _STAMP.write_text(_fingerprint())
+            _STAMP.write_text(fingerprint)
     return BUILD
 
 

@@ -62,9 +62,9 @@ class Replays:
         """
         assert self._step is not None
         streams, (_, lens) = (self._main_stream, self._update_stream), self._step
-        graph.replay(*streams, self._addresses, *lens)
+        graph.replay(*streams, self._addresses, lens)
         self._watch.lap("replay")
-        self._num_behind += graph.update(*streams)
+        self._num_behind += graph.update(*streams, lens)
         self._watch.book("update_per_layer", self._watch.lap("update") / graph.num_tasks)
 
     def end(self) -> None:

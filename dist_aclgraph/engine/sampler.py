@@ -1,25 +1,32 @@
 """From logits to token ids, on the device.
 
-Randomness enters as one uniform number per place, drawn on the host from (seed, position), and
-picks a token by inverting the cumulative distribution over the sorted, filtered probabilities. So a
-request gets the same tokens in any batch, on any device, and when it is resumed.
+Tokens with a temperature are drawn by a race (``race_noise``): nothing is sorted but the rows that
+ask for top-k or top-p. The numbers are those of (seed, position, token), so that a request gets the
+same tokens in any batch, on every rank, and when it is resumed.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dist_aclgraph.engine.random_numbers import uniforms
+from dist_aclgraph.engine.race_noise import RaceNoise, make_keys
 from dist_aclgraph.engine.sampling_table import SamplingPlaces
 from dist_aclgraph.engine.token_counts import ToDevice, TokenCounts
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.steps.step import RowLogprobs
 
+MAX_OPERATOR_K = 1024  # npu_top_k_top_p takes no larger k
+
 
 def choose_tokens(
-    logits: Tensor, places: SamplingPlaces, counts: TokenCounts, to_device: ToDevice
+    logits: Tensor,
+    places: SamplingPlaces,
+    counts: TokenCounts,
+    noise: RaceNoise,
+    to_device: ToDevice,
 ) -> Tensor:
     """Choose one token for each place; the host waits for nothing.
 
@@ -32,10 +39,13 @@ def choose_tokens(
         [n] int32.
     """
     adjusted = _suppress(counts.penalise(logits.float(), places), places, to_device)
-    greedy = adjusted.argmax(-1)
     if places["temperature"].any():
-        return _draw(adjusted, greedy, places, to_device).int()
-    return greedy.int()
+        adjusted = _filter(adjusted, places, to_device)
+        # A place without a temperature has zero: its most probable token wins.
+        temperature = to_device(places["temperature"]).unsqueeze(-1)
+        keys = to_device(make_keys(places["seed"], places.positions)).unsqueeze(-1)
+        adjusted = adjusted.addcmul(noise.log_exponentials(keys), temperature, value=-1)
+    return adjusted.argmax(-1).int()
 
 
 def _suppress(logits: Tensor, places: SamplingPlaces, to_device: ToDevice) -> Tensor:
@@ -46,39 +56,52 @@ def _suppress(logits: Tensor, places: SamplingPlaces, to_device: ToDevice) -> Te
         return logits
     where = to_device(np.asarray(flat, dtype=np.int64))
     forbidden = torch.full((len(flat),), -torch.inf, dtype=logits.dtype, device=logits.device)
-    return logits.reshape(-1).scatter(0, where, forbidden).view(logits.shape)
+    return logits.reshape(-1).index_copy(0, where, forbidden).view(logits.shape)
 
 
-def _draw(logits: Tensor, greedy: Tensor, places: SamplingPlaces, to_device: ToDevice) -> Tensor:
-    """Sample places with a temperature; the others keep their greedy token."""
-    vocab = logits.shape[1]
-    is_random = places["temperature"] > 0.0
-    numbers = np.stack(
-        [
-            np.where(is_random, places["temperature"], np.float32(1.0)),
-            places["top_p"],
-            places["min_p"],
-            uniforms(places["seed"], places.positions),
-        ]
-    )
-    temperature, top_p, min_p, uniform = to_device(numbers).unsqueeze(-1).unbind(0)  # [n, 1] each
-    most = places["top_k"]
-    most = np.where((most > 0) & (most < vocab), most, np.int32(vocab))
-    top_k = to_device(most).unsqueeze(-1)
+def _filter(logits: Tensor, places: SamplingPlaces, to_device: ToDevice) -> Tensor:
+    """Forbid what top-k, top-p and min-p leave out; rows that ask for none are left alone.
 
-    values, token_ids = torch.sort(logits / temperature, dim=-1, descending=True, stable=True)
-    ranks = torch.arange(vocab, dtype=torch.int32, device=logits.device)
-    probabilities = torch.softmax(values.masked_fill(ranks >= top_k, -torch.inf), dim=-1)
-    before = probabilities.cumsum(-1) - probabilities
-    is_kept = (before < top_p) & (probabilities >= min_p * probabilities[:, :1])
-    is_kept = is_kept & (ranks < top_k)
-    probabilities = probabilities.masked_fill(~is_kept, 0.0)
-    cumulative = probabilities.cumsum(-1)
-    below = (cumulative <= uniform * cumulative[:, -1:]).sum(-1, keepdim=True)
-    # Rounding may put the number on the last edge: stay within what was kept.
-    last_kept = is_kept.sum(-1, keepdim=True) - 1
-    drawn = token_ids.gather(1, torch.minimum(below, last_kept)).squeeze(-1)
-    return torch.where(to_device(is_random), drawn, greedy)
+    Top-p counts what top-k has left; equal logits pass or fail top-k together.
+    """
+    vocab, is_random = logits.shape[1], places["temperature"] > 0
+    cuts_k = is_random & (places["top_k"] > 0) & (places["top_k"] < vocab)
+    is_wide = cuts_k & (places["top_k"] > MAX_OPERATOR_K)
+    if is_wide.any():
+        logits = _keep_top_k(logits, np.flatnonzero(is_wide), places["top_k"], to_device)
+        cuts_k &= ~is_wide
+    cuts_p = is_random & (places["top_p"] < 1)
+    for is_meant in (cuts_k & cuts_p, cuts_k & ~cuts_p, cuts_p & ~cuts_k):
+        if is_meant.any():
+            rows = np.flatnonzero(is_meant)
+            numbers = np.stack([places["temperature"][rows], places["top_p"][rows]])
+            temperature, top_p = to_device(numbers).unbind(0)
+            where = to_device(rows)
+            kept = torch.ops.npu.npu_top_k_top_p(
+                logits.index_select(0, where).div_(temperature.unsqueeze(-1)),
+                top_p if cuts_p[rows[0]] else None,
+                to_device(places["top_k"][rows]) if cuts_k[rows[0]] else None,
+            )
+            logits = logits.index_copy(0, where, kept.mul_(temperature.unsqueeze(-1)))
+    has_min_p = is_random & (places["min_p"] > 0)
+    if not has_min_p.any():
+        return logits
+    # In logits, how much less than the best token's: all of it where a row asks for nothing.
+    less = np.full(len(places), np.inf, np.float32)
+    less[has_min_p] = -places["temperature"][has_min_p] * np.log(places["min_p"][has_min_p])
+    least = logits.amax(-1, keepdim=True) - to_device(less).unsqueeze(-1)
+    return logits.masked_fill(logits < least, -torch.inf)
+
+
+def _keep_top_k(
+    logits: Tensor, rows: npt.NDArray[np.intp], top_k: npt.NDArray[np.int32], to_device: ToDevice
+) -> Tensor:
+    """Forbid in some rows what is less than their k-th logit."""
+    where, wanted = to_device(rows), top_k[rows]
+    chosen = logits.index_select(0, where)
+    best = chosen.topk(int(wanted.max()), dim=-1).values
+    least = best.gather(1, to_device(wanted.astype(np.int64) - 1).unsqueeze(-1))
+    return logits.index_copy(0, where, chosen.masked_fill_(chosen < least, -torch.inf))
 
 
 def report_logprobs(
@@ -103,11 +126,11 @@ def report_logprobs(
     rank = (all_logprobs > of_chosen).sum(-1) + 1
     count = min(max(int(wanted.max()), 1), logits.shape[1])
     best, best_ids = all_logprobs.topk(count, dim=-1)
-    ids = torch.cat([chosen.unsqueeze(-1), best_ids.int()], -1).cpu().numpy()
-    values = torch.cat([of_chosen, best], -1).cpu().tolist()
+    # One copy: integers travel as the bits of floats.
+    integers = torch.cat([chosen.unsqueeze(-1), best_ids.int(), rank.int().unsqueeze(-1)], -1)
+    packed = torch.cat([integers.view(torch.float32), of_chosen, best], -1).cpu().numpy()
+    ids, values = packed[:, : count + 2].view(np.int32), packed[:, count + 2 :].tolist()
     return {
-        index: RowLogprobs(pack_ints(ids[i, : n + 1]), tuple(values[i][: n + 1]), place)
-        for i, (index, n, place) in enumerate(
-            zip(asking.tolist(), wanted.tolist(), rank.cpu().tolist(), strict=True)
-        )
+        index: RowLogprobs(pack_ints(ids[i, : n + 1]), tuple(values[i][: n + 1]), int(ids[i, -1]))
+        for i, (index, n) in enumerate(zip(asking.tolist(), wanted.tolist(), strict=True))
     }

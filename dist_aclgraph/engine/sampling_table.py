@@ -51,8 +51,8 @@ class SamplingPlaces:
         return len(self.rows)
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
-        """Return one of COLUMNS, [n]."""
-        return self.settings[name]
+        """Return one of COLUMNS, [n], apart from the others."""
+        return self.settings[name].copy()
 
     def suppressed(self) -> Iterator[tuple[int, int]]:
         """Yield index and token of each end token that comes too early."""

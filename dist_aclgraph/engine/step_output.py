@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dist_aclgraph.device.npu import Npu, runtime
 from dist_aclgraph.engine.input_batch import InputBatch
+from dist_aclgraph.engine.race_noise import RaceNoise
 from dist_aclgraph.engine.sampler import choose_tokens, report_logprobs
 from dist_aclgraph.engine.sampling_table import SamplingPlaces
 from dist_aclgraph.engine.token_counts import TokenCounts
@@ -70,6 +71,7 @@ class StepOutput:
         self._stream = runtime().current_stream()
         self._ready: Any = runtime().Event()
         self._counts = TokenCounts(max_samples, vocab_size, npu.device, npu.upload)
+        self._noise = RaceNoise(vocab_size, npu.upload)
 
     def count_tokens(self, batch: RankBatch) -> None:
         """Take in the tokens that a step's rows began with, or got since the last one."""
@@ -106,7 +108,7 @@ class StepOutput:
         where = self._npu.upload(indices.astype(np.int32))
         if len(indices) < len(logits):
             logits = logits.index_select(0, where)
-        chosen = choose_tokens(logits, places, self._counts, self._npu.upload)
+        chosen = choose_tokens(logits, places, self._counts, self._noise, self._npu.upload)
         tokens.index_copy_(0, where.long(), chosen)
         return SpecialPlaces(indices, places, logits, chosen)
 

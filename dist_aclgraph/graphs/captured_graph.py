@@ -35,7 +35,6 @@ class CapturedGraph:
         self._recording = recording
         self._addresses = addresses
         self._updates = TaskUpdates(recorder.tasks)
-        self._lens: Lens
 
     @property
     def num_tasks(self) -> int:
@@ -47,20 +46,19 @@ class CapturedGraph:
         main_stream: Any,
         update_stream: Any,
         addresses: tuple[int, ...],
-        query_ends: list[int],
-        kv_lens: list[int],
+        lens: Lens,
     ) -> None:
         """Queue one replay; it stops at its first task until ``update`` lets it pass.
 
         Args:
             addresses: of the buffers that hold the step's inputs.
-            query_ends, kv_lens: [num_reqs], padding included; ``update`` sends them where they
-                were not sent ahead.
+            lens: query ends and KV lengths, [num_reqs] each, padding included; ``update`` must
+                send the same, where they were not sent ahead.
 
         Raises:
             ReplayMismatchError: the inputs are not those of the capture; nothing was queued.
         """
-        graph = self.descriptor
+        graph, (query_ends, kv_lens) = self.descriptor, lens
         if addresses != self._addresses:
             raise ReplayMismatchError(
                 f"the graph {graph} was captured on buffers at "
@@ -74,16 +72,15 @@ class CapturedGraph:
                 f"query ends up to {query_ends[-1]}; it takes {graph.num_reqs} of each, up to "
                 f"{graph.num_tokens}"
             )
-        self._lens = (query_ends, kv_lens)
-        self._updates.before_replay(main_stream, update_stream, self._lens)
+        self._updates.before_replay(main_stream, update_stream, lens)
         self._graph.replay()
 
-    def update(self, main_stream: Any, update_stream: Any) -> int:
-        """Send the lengths of the replay queued last to the tasks that were not sent them ahead.
+    def update(self, main_stream: Any, update_stream: Any, lens: Lens) -> int:
+        """Send a queued replay's lengths to the tasks that were not sent them ahead.
 
         Layer by layer; the host waits for nothing. Returns how many tasks that were.
         """
-        return self._updates.after_replay(main_stream, update_stream, self._lens)
+        return self._updates.after_replay(main_stream, update_stream, lens)
 
     def send_ahead(
         self, update_stream: Any, lens: Lens, is_wanted_elsewhere: Callable[[], bool]

@@ -88,7 +88,7 @@ class LocalExperts:
 
         Args:
             x: [n, hidden].
-            experts: [n, top_k] int32, of the whole layer; negative ones are nobody's.
+            experts: [n, top_k] int32, of the whole layer; ``num_experts`` is nobody's.
             weights: [n, top_k] float32.
             tally: see ``ExpertStep``.
         """
@@ -97,7 +97,7 @@ class LocalExperts:
             x,
             experts,
             active_num=experts.numel(),
-            expert_num=self.num_experts,
+            expert_num=self.num_experts + 1,
             expert_tokens_num_type=COUNTS,
             expert_tokens_num_flag=True,
             active_expert_range=[self.first, self.first + self.num_local],
@@ -111,7 +111,7 @@ class LocalExperts:
             # The operator takes wider weights beside bfloat16 only.
             weights if x.dtype == torch.bfloat16 else weights.to(x.dtype),
             order,
-            experts,
+            None,
             drop_pad_mode=3,  # rows of rank 3, of which some choices have none
         )
         return y
@@ -124,5 +124,5 @@ class LocalExperts:
             counts: [num_local] int64, rows of each expert.
         """
         if tally is not None:
-            tally[0].add_(counts.sum())
+            tally[0].add_(counts.int().sum(dtype=torch.int32))
         return self.down(torch.ops.npu.npu_swiglu(self.gate_up(rows, counts)), counts)

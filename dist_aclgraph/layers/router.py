@@ -13,7 +13,6 @@ GroupScore = Literal["max", "top2"]
 # What npu_moe_gating_top_k calls them.
 NORM_TYPES: dict[Scoring, int] = {"softmax": 0, "sigmoid": 1}
 GROUP_SELECT_MODES: dict[GroupScore, int] = {"max": 0, "top2": 1}
-NOWHERE = -1  # the expert of a padding token: outside every rank's range
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,10 @@ class Router:
     scale: float = 1.0
 
     def __call__(self, x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Return experts [n, top_k] int32, NOWHERE for padding, and weights [n, top_k] float32.
+        """Return experts [n, top_k] int32 and weights [n, top_k] float32.
+
+        Padding goes to one expert more than there are: operators are told of it, and no rank has it
+        (negative ids are not allowed, and on CANN 9 hide all others).
 
         Args:
             x: [n, hidden].
@@ -62,4 +64,5 @@ class Router:
         )
         if self.scoring == "softmax" and self.renormalizes:
             weights = weights * (self.scale / weights.sum(-1, keepdim=True))
-        return experts.masked_fill((slots < 0).unsqueeze(1), NOWHERE), weights
+        nowhere = self.weight.shape[1]
+        return experts.masked_fill((slots < 0).unsqueeze(1), nowhere), weights

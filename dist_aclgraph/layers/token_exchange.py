@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dist_aclgraph.comm.groups import CommGroup
+from dist_aclgraph.comm.groups import CommGroup, RankGroups
 from dist_aclgraph.layers.local_experts import COUNTS, LocalExperts
-from dist_aclgraph.layers.router import NOWHERE
 from dist_aclgraph.planning.exchange import expert_capacity
 from dist_aclgraph.topology import ExchangeKind
 
@@ -30,7 +29,7 @@ class Exchange(Protocol):
 
         Args:
             x: [m, hidden], this rank's slice of its tokens; ``m`` is equal on all ranks.
-            experts: [m, top_k] int32; NOWHERE in all of a row, or in none. Padding comes last.
+            experts: [m, top_k] int32; of padding, which comes last, each is ``num_experts``.
             weights: [m, top_k] float32.
             tally: see ``ExpertStep``.
         """
@@ -67,13 +66,14 @@ class AllToAll:
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, tally: Tensor | None) -> Tensor:
         (m, hidden), top_k, size = x.shape, experts.shape[1], self.group.size
         capacity = expert_capacity(m, size, top_k, self.factor)
-        ranks = torch.arange(size, device=x.device)
+        # All in int32: what is longer, chips sum and scatter on their AI CPU.
+        ranks = torch.arange(size, dtype=torch.int32, device=x.device)
         owner = torch.div(experts, self.local.num_local, rounding_mode="floor")
         is_wanted = (owner.unsqueeze(-1) == ranks).any(1)  # [m, ranks]
-        place = is_wanted.cumsum(0) - 1  # among the tokens for the same rank
+        place = is_wanted.cumsum(0, dtype=torch.int32) - 1  # among the tokens for the same rank
         fits = is_wanted & (place < capacity)
         if tally is not None:
-            tally[1].add_((is_wanted & ~fits).sum())
+            tally[1].add_((is_wanted & ~fits).sum(dtype=torch.int32))
         place = place + ranks * capacity
         sent = self._sent(x, experts, weights, place, fits, size * capacity)
         received = self.group.all_to_all(sent)
@@ -85,7 +85,7 @@ class AllToAll:
             None,
             None,
             torch.ones_like(fits, dtype=x.dtype),
-            torch.where(fits, place, -1).int().flatten(),
+            torch.where(fits, place, -1).flatten(),
             None,
             drop_pad_mode=3,
         )
@@ -103,10 +103,12 @@ class AllToAll:
         """Return the rows to send, [num_places, columns]; places that nobody takes hold padding."""
         more, m, device = (0, 0, 0, 1), x.shape[0], x.device
         # One token more, which is padding, and one place more, for what is not sent.
-        tokens = pack(pad(x, more), pad(experts, more, value=NOWHERE), pad(weights, more))
-        source = torch.full((num_places + 1,), m, device=device)
-        index = torch.arange(m, device=device).unsqueeze(1).expand_as(place)
-        source.scatter_(0, torch.where(fits, place, num_places).flatten(), index.flatten())
+        nowhere = self.local.num_experts
+        tokens = pack(pad(x, more), pad(experts, more, value=nowhere), pad(weights, more))
+        source = torch.full((num_places + 1,), m, dtype=torch.int32, device=device)
+        index = torch.arange(m, dtype=torch.int32, device=device).unsqueeze(1).expand_as(place)
+        where = torch.where(fits, place, num_places).flatten().long()
+        source.scatter_(0, where, index.flatten())
         return tokens.index_select(0, source[:num_places])
 
 
@@ -116,14 +118,22 @@ class Mc2:
 
     ``npu_moe_distribute_dispatch_v2`` and ``npu_moe_distribute_combine_v2``; the limits of both are
     checked when the deployment is planned.
+
+    Attributes:
+        group: of MC2 alone.
+        sends_scales: whether the operators of this chip take the weights along.
     """
 
     group: CommGroup
     local: LocalExperts
+    sends_scales: bool
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, tally: Tensor | None) -> Tensor:
         npu = torch.ops.npu
-        is_padding = experts[:, 0] < 0
+        is_padding = experts[:, 0] == self.local.num_experts
+        # Padding travels nowhere, but its experts must be such that are there, none of them twice.
+        some = torch.arange(experts.shape[1], dtype=torch.int32, device=x.device)
+        experts = torch.where(is_padding.unsqueeze(1), some, experts)
         domain = (
             self.group.hccl_name,
             self.group.size,
@@ -131,8 +141,13 @@ class Mc2:
             self.local.num_experts,
         )
         is_live = is_padding.logical_not()
-        rows, _, origins, counts, received, _, _ = npu.npu_moe_distribute_dispatch_v2(
-            x, experts, *domain, x_active_mask=is_live, expert_token_nums_type=COUNTS
+        rows, _, origins, counts, received, _, scales = npu.npu_moe_distribute_dispatch_v2(
+            x,
+            experts,
+            *domain,
+            x_active_mask=is_live,
+            expert_scales=weights if self.sends_scales else None,
+            expert_token_nums_type=COUNTS,
         )
         y: Tensor = npu.npu_moe_distribute_combine_v2(
             self.local.compute(rows, counts, tally),
@@ -142,20 +157,25 @@ class Mc2:
             weights,
             *domain,
             x_active_mask=is_live,
+            expand_scales=scales if self.sends_scales else None,
         )
         # The operator does not write rows of padding: a NaN there would spread to other rows.
         return y.masked_fill_(is_padding.unsqueeze(1), 0)
 
 
 def make_exchanges(
-    group: CommGroup, local: LocalExperts, factor: float
+    groups: RankGroups, local: LocalExperts, factor: float, *, mc2_sends_scales: bool
 ) -> Mapping[ExchangeKind, Exchange]:
-    """Return all exchanges of an expert parallel group."""
-    return {
-        "all_gather": AllGather(group, local),
-        "all_to_all": AllToAll(group, local, factor),
-        "mc2": Mc2(group, local),
+    """Return the exchanges of an expert parallel group: none of one rank; MC2 if it has a group."""
+    if groups.ep.size == 1:
+        return {}
+    exchanges: dict[ExchangeKind, Exchange] = {
+        "all_gather": AllGather(groups.ep, local),
+        "all_to_all": AllToAll(groups.ep, local, factor),
     }
+    if groups.mc2 is not None:
+        exchanges["mc2"] = Mc2(groups.mc2, local, mc2_sends_scales)
+    return exchanges
 
 
 def pack(x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:

@@ -157,4 +157,4 @@ def _run_rank(config: Config, rank: int, pipe: Connection) -> None:
             pipe.send(e)
             return
         if method == "step":
-            worker._runner.prepare_next(pipe.poll)
+            worker._running.runner.prepare_next(pipe.poll)

@@ -15,7 +15,7 @@ from dist_aclgraph.device import emulator
 from tests.forks import forks, run_code
 
 ROOT = Path(__file__).resolve().parents[2]
-SETTINGS = {"devices": 4}
+SETTINGS = {"devices": 4, "cann": "9.0.0"}  # test_cann_lines tries 8.5 as well
 
 PROLOGUE = """
 import json, os, sys, time

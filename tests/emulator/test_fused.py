@@ -102,7 +102,7 @@ def test_cache_write_skips_slot_minus_one(slot_type):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "heads,kv_heads,dim,block_size",
-    [(4, 2, 64, 16), (8, 1, 128, 128), (3, 3, 32, 32), (4, 2, 96, 48)],
+    [(4, 2, 64, 16), (8, 1, 128, 128), (6, 3, 32, 32), (4, 2, 96, 48)],
 )
 def test_decode_over_pages(dtype, heads, kv_heads, dim, block_size):
     pages = Pages([1, 70, 129, 33], kv_heads, dim, block_size, dtype)

@@ -88,7 +88,7 @@ def test_updates_before_and_after_the_replay():
 
 def test_attention_lengths_are_updated():
     heads, dim, block = 2, 64, 16
-    keys, values = (torch.randn(8, block, heads * dim).half() for _ in range(2))
+    keys, values = (torch.randn(8, block, dim).half() for _ in range(2))
     query, table = torch.randn(2, heads, dim).half(), torch.arange(8, dtype=torch.int32).view(2, 4)
     device = [t.npu() for t in (query, keys, values, table)]
 
@@ -102,6 +102,7 @@ def test_attention_lengths_are_updated():
             actual_seq_lengths_kv=lengths,
             block_table=t,
             num_heads=heads,
+            num_key_value_heads=1,
             scale=0.125,
             input_layout="TND",
             block_size=block,

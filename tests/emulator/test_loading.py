@@ -11,7 +11,7 @@ def test_the_build_is_fresh():
 
 
 def test_loading_again_with_the_same_settings_is_nothing():
-    emulator.load({"devices": 4})
+    emulator.load({"devices": 4, "cann": "9.0.0"})
 
 
 def test_loading_again_with_other_settings_is_refused():
@@ -26,6 +26,7 @@ def test_loading_again_with_other_settings_is_refused():
         ({"devices": 0}, "devices=0: want a whole number from 1 to 64"),
         ({"kernels": "fast"}, "kernels=fast: want compute or skip"),
         ({"strict": "maybe"}, "strict=maybe: want true or false"),
+        ({"cann": "7.0"}, "cann=7.0: want a version of CANN 8.5 or 9"),
     ],
 )
 def test_wrong_settings_are_refused(run_script, settings, problem):

@@ -347,8 +347,8 @@ def test_attention_with_rope_before_absorption():
     """Head size 128 and 64 more, keys without pages, as prefill has them."""
     rows, heads = [5, 12], 4
     total = sum(rows)
-    query, key, value = (torch.randn(total, heads, 128).half() for _ in range(3))
-    query_rope, key_rope = (torch.randn(total, heads, ROPE).half() for _ in range(2))
+    query, key, value = (torch.randn(total, heads, 128).bfloat16() for _ in range(3))
+    query_rope, key_rope = (torch.randn(total, heads, ROPE).bfloat16() for _ in range(2))
     ends = torch.tensor(rows).cumsum(0).tolist()
 
     out, _ = torch_npu.npu_fused_infer_attention_score_v2(

@@ -1,5 +1,7 @@
 """Operators of mixture-of-experts layers against plain torch, and what their documents exclude."""
 
+import json
+
 import pytest
 import torch
 import torch_npu
@@ -204,6 +206,32 @@ def test_routing_refuses(rule, options):
     call = {k: v.npu() if isinstance(v, torch.Tensor) else v for k, v in call.items()}
     x = torch.zeros(2, 16).npu()
     refused(rule, lambda: torch_npu.npu_moe_init_routing_v2(x, call.pop("expert_idx"), **call))
+
+
+ROUTE = """
+x, ids = torch.arange(8.).view(4, 2), torch.tensor([[2, 0], [-1, -1], [1, 0], [-1, -1]]).int()
+rows, index, counts, _ = torch_npu.npu_moe_init_routing_v2(
+    x.npu(), ids.npu(), active_num=8, expert_num=3, active_expert_range=[0, 3],
+    expert_tokens_num_type=1, expert_tokens_num_flag=True, row_idx_type=0)
+print("ROUTED", json.dumps([index.tolist(), counts.tolist(), rows[:4].tolist()]))
+"""
+
+
+def test_ids_below_zero_are_refused_by_name(run_script):
+    status, output = run_script(ROUTE)
+    assert status == 1 and "expert_idx -1 is not 0 to expert_num - 1, 2" in output
+
+
+@pytest.mark.parametrize("cann", ["8.5.0", "9.0.0"])
+def test_without_strictness_ids_below_zero_do_what_the_kernel_does(run_script, cann):
+    status, output = run_script(ROUTE, strict=False, cann=cann)
+    assert status == 0, output
+    index, counts, rows = json.loads(output.partition("ROUTED ")[2])
+    if cann == "8.5.0":  # left out
+        assert index == [3, 0, -1, -1, 2, 1, -1, -1] and counts == [2, 1, 1]
+    else:  # sorted before all others, and nothing is counted: fresh memory is -1
+        assert index == [7, 4, 0, 1, 6, 5, 2, 3] and counts == [-1] * 3
+        assert rows == [[2, 3], [2, 3], [6, 7], [6, 7]]
 
 
 # ---- products

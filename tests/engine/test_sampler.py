@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from dist_aclgraph.engine.race_noise import RaceNoise
 from dist_aclgraph.engine.sampler import choose_tokens, report_logprobs
 from dist_aclgraph.engine.sampling_table import SamplingTable
 from dist_aclgraph.engine.token_counts import TokenCounts
@@ -49,7 +50,8 @@ def run(npu: Any, logits: torch.Tensor, rows: list[Place]) -> tuple[list[int], l
     positions = [len(row.token_ids) + row.num_drafts for row in rows]
     places = table.places(np.arange(len(rows), dtype=np.int32), np.asarray(positions, np.int32))
     on_device = logits.to(npu.device)
-    chosen = choose_tokens(on_device, places, counts, to_device)
+    noise = RaceNoise(logits.shape[1], to_device)
+    chosen = choose_tokens(on_device, places, counts, noise, to_device)
     reports = report_logprobs(on_device, chosen, places, to_device)
     return chosen.cpu().tolist(), [reports.get(index) for index in range(len(rows))]
 

@@ -135,15 +135,11 @@ class AttentionDecoder:
     ) -> int:
         """Queue a replay and its updates; return how many were not sent ahead."""
         self.write(graph.descriptor.num_tokens, rows)
-        ends, lens = self.lens(graph, rows)
-        graph.replay(
-            self.main,
-            self.side,
-            other.get("addresses", self.buffers.addresses),
-            other.get("ends", ends),
-            kv_lens or lens,
-        )
-        return graph.update(self.main, self.side)
+        ends, true_lens = self.lens(graph, rows)
+        lens = other.get("ends", ends), kv_lens or true_lens
+        addresses = other.get("addresses", self.buffers.addresses)
+        graph.replay(self.main, self.side, addresses, lens)
+        return graph.update(self.main, self.side, lens)
 
     @staticmethod
     def lens(graph: CapturedGraph, rows: list[Row], longer: int = 0) -> Lens:

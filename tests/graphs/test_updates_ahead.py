@@ -136,13 +136,13 @@ def wait_for_first_task(decoder: AttentionDecoder, graph: CapturedGraph, rows: l
     """Give a replay time to run ahead of its updates: the first task must hold it."""
     decoder.write(graph.descriptor.num_tokens, rows)
     addresses, lens = decoder.buffers.addresses, decoder.lens(graph, rows)
-    graph.replay(decoder.main, decoder.side, addresses, *lens)
+    graph.replay(decoder.main, decoder.side, addresses, lens)
     done = runtime().Event()
     done.record(decoder.main)
     for _ in range(200):
         assert not done.query()
     decoder.side.synchronize()
-    graph.update(decoder.main, decoder.side)
+    graph.update(decoder.main, decoder.side, lens)
     out = decoder.buffers.logits[: len(rows)].cpu()
     torch.testing.assert_close(out, decoder.expected(rows), rtol=1e-4, atol=1e-5)
 
@@ -207,9 +207,9 @@ def test_the_wait_for_updates_is_measured(decoder: AttentionDecoder, is_counted:
         decoder.write(graph.descriptor.num_tokens, rows)
         wait.begin(decoder.main)
         addresses, lens = decoder.buffers.addresses, decoder.lens(graph, rows)
-        graph.replay(decoder.main, decoder.side, addresses, *lens)
+        graph.replay(decoder.main, decoder.side, addresses, lens)
         time.sleep(pause_s)
-        wait.end(decoder.side, graph.update(decoder.main, decoder.side))
+        wait.end(decoder.side, graph.update(decoder.main, decoder.side, lens))
         graph.send_ahead(decoder.side, decoder.lens(graph, rows, 1), after(LAYERS))
         decoder.npu.synchronize()
         return wait.take_us()

@@ -35,6 +35,8 @@ struct FiaArguments {
   int64_t value_dim() const;
   // Multi-head latent attention after absorption: one head of 512 plus 64 for all queries.
   bool latent() const { return query_rope && head_dim() == 512; }
+  // Whether the tiling of CANN 9 for grouped queries in TND takes the call.
+  bool split_fuse() const;
 
   // Reads the layout and fills in defaults; throws Refusal.
   void prepare();
@@ -49,6 +51,7 @@ private:
   void check_lengths() const;
   void check_pages() const;
   void check_mask() const;
+  void check_tnd() const;
 };
 
 }  // namespace emu

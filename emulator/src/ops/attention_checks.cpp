@@ -1,7 +1,8 @@
 // What FusedInferAttentionScore demands. Rules: op-plugin document npu_fused_infer_attention_score,
-// sections named at each check. The document also lists head size 128 or 192 for TND without rope;
-// that is not enforced, because other sizes are in use in the field.
+// sections named at each check; where a line of CANN takes less, the tilings of ops-transformer:
+// for 8.5 that of November 2025 (c29bc10), for 9 those of 2026.
 #include "ops/attention.h"
+#include "target.h"
 
 #include <set>
 
@@ -132,6 +133,14 @@ void FiaArguments::check_latent() const {
   should(sparse_mode == 0 || sparse_mode == 3 || sparse_mode == 4,
          "with head size 512 sparse_mode must be 0, 3 or 4, got ", sparse_mode);
   should(out_layout != FiaOut::BSND, "with head size 512 input_layout ", layout_name, " is excluded");
+  if (is_cann_8_5()) {  // fused_infer_attention_score_tiling_check_feature.cpp, CheckFeatureMlaNoquant
+    should(!tnd() || sparse_mode == 0 || sparse_mode == 3, "with head size 512 and TND sparse_mode ",
+           "must be 0 or 3 on CANN 8.5, got ", sparse_mode);
+    should(sparse_mode != 0 || !mask, "with head size 512 sparse_mode 0 takes no atten_mask on CANN ",
+           "8.5");
+    should(!wants_lse, "with head size 512 softmax_lse is not given on CANN 8.5");
+    should(paged() || sparse_mode == 4, "with head size 512 a block_table is needed on CANN 8.5");
+  }
   should(query.numel() > 0, "query must not be empty");
   int64_t rows = tnd() ? 0 : query_rows();
   for (size_t i = 0; tnd() && i < query_lengths->size(); i++)
@@ -178,7 +187,13 @@ void FiaArguments::check_pages() const {
        table.sizes());
   must(kv_lengths && !kv_lengths->empty(), "actual_seq_lengths_kv must be given with a block_table");
   must(block_size > 0, "block_size must be given with a block_table");
-  if (tnd() || latent())  // sections "TND布局约束", "MLA约束"
+  if (latent() && is_cann_8_5())  // CheckFeatureMlaNoquantPa
+    should(block_size == 16 || block_size == 128, "block_size ", block_size,
+           " must be 16 or 128 with head size 512 on CANN 8.5");
+  else if (latent())
+    should(block_size % 16 == 0 && block_size <= 512, "block_size ", block_size,
+           " must be a multiple of 16 and at most 512 with head size 512");
+  else if (tnd())  // section "TND布局约束"; check_tnd says more
     should(block_size % 16 == 0 && block_size <= 1024, "block_size ", block_size,
            " must be a multiple of 16 and at most 1024 (TND)");
   else if (query_rows() > 1)
@@ -244,6 +259,55 @@ void FiaArguments::check_mask() const {
            ", must be at least block_table columns * block_size, ", longest);
 }
 
+// fused_infer_attention_score_tiling.cpp of CANN 9, IsUsingFAI. There a sequence of one head per key
+// goes to the tiling of CANN 8.5, and so does what this one does not take.
+bool FiaArguments::split_fuse() const {
+  bool sizes = head_dim() <= 256 && value_dim() == head_dim();
+  bool pages = !paged() || (key().dim() == 3 && block_size % 16 == 0 && block_size <= 512);
+  return !is_cann_8_5() && tnd() && !query_rope && heads != kv_heads && inner_precise == 0 && sizes &&
+         pages;
+}
+
+// prompt_flash_attention_tiling.cpp of 8.5: CheckInputShapeWhenLayoutIsTND, CheckPAWhenBaseApi.
+void FiaArguments::check_tnd() const {
+  if (!tnd() || latent())
+    return;
+  should(sparse_mode == 0 || sparse_mode == 3 || sparse_mode == 4,
+         "with TND sparse_mode must be 0, 3 or 4, got ", sparse_mode);
+  should(sparse_mode != 0 || !mask, "with TND sparse_mode 0 takes no atten_mask");
+  const Ints &q = *query_lengths, &kv = *kv_lengths;
+  for (size_t i = 0; sparse_mode == 3 && i < q.size(); i++) {
+    // The other tiling does not look; what rows without keys become there, no source says.
+    int64_t rows = q[i] - (i ? q[i - 1] : 0), seen = kv[i] - (i && !paged() ? kv[i - 1] : 0);
+    should(rows <= seen, "with sparse_mode 3 sequence ", i, " has ", rows,
+           " query rows, more than its ", seen, " keys");
+  }
+  if (split_fuse())
+    return;
+  const char *line = is_cann_8_5() ? " with TND on CANN 8.5"
+                                   : " with TND, unless query heads share key heads, D is one and at "
+                                     "most 256, and block_size a multiple of 16 up to 512";
+  should(query.scalar_type() == at::kBFloat16, "query must be bfloat16", line, ", got ",
+         query.scalar_type());
+  int64_t dim = head_dim(), out_dim = value_dim();
+  if (!query_rope)
+    should(((dim == 64 || dim == 128) && out_dim == dim) || (dim == 192 && out_dim == 128) ||
+               (dim == 192 && out_dim == 192 && heads == kv_heads),
+           "head size ", dim, " with values of ", out_dim, " must be 64, 128, or 192 with 128", line);
+  should(sparse_mode != 4 || out_dim == 64 || out_dim == 128, "with sparse_mode 4 values must have ",
+         "D 64 or 128", line, ", got ", out_dim);
+  if (!paged())
+    return;
+  should(block_size % 128 == 0, "block_size ", block_size, " must be a multiple of 128", line);
+  int64_t blocks = 0;
+  for (int64_t length : kv)
+    blocks += (length + block_size - 1) / block_size;
+  should(blocks > 0, "actual_seq_lengths_kv must not be all zero", line);
+  // A block that two sequences share counts twice.
+  should(blocks <= key().size(0), "actual_seq_lengths_kv need ", blocks, " blocks, the cache has ",
+         key().size(0), line);
+}
+
 void FiaArguments::check() const {
   check_types();
   check_heads();
@@ -252,6 +316,7 @@ void FiaArguments::check() const {
   check_latent();
   check_pages();
   check_mask();
+  check_tnd();
   should(inner_precise >= 0 && inner_precise <= 3, "inner_precise ", inner_precise);
   if (wants_lse)
     must(lse.scalar_type() == at::kFloat && lse.numel() == query.numel() / head_dim(),

@@ -1,8 +1,11 @@
 // Routing of mixture-of-experts models: choice of experts, sorting of rows, adding up.
 #include "kernels/moe.h"
 #include "ops/bind.h"
+#include "target.h"
 
+#include <algorithm>
 #include <cstring>
+#include <numeric>
 
 using namespace emu;
 
@@ -76,6 +79,19 @@ static void write_index(const std::vector<int64_t> &to, bool scatter, int32_t *i
       index[to[i]] = static_cast<int32_t>(i);
 }
 
+// What CANN 9 does where all experts are active (moe_v3_full_load_base.h, SortCompute): it sorts
+// without leaving out foreign ids, and counts nothing once it has met one.
+static std::vector<int64_t> sorted_unfiltered(const kernels::Routing &r, bool &counted) {
+  std::vector<int64_t> order(r.count), to(r.count);
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t a, int64_t b) { return r.experts[a] < r.experts[b]; });
+  for (int64_t place = 0; place < r.count; place++)
+    to[order[place]] = place;
+  counted = r.count == 0 || r.experts[order[0]] >= 0;
+  return to;
+}
+
 enum TokenCounts { Cumulative = 0, Counts = 1, Pairs = 2 };
 
 static void write_tokens(const std::vector<int64_t> &tokens, int64_t first, int64_t kind,
@@ -97,8 +113,7 @@ static void write_tokens(const std::vector<int64_t> &tokens, int64_t first, int6
 
 // Rules: op-plugin document npu_moe_init_routing_v2 (A2, A3). Quantisation is not emulated. What
 // the document calls invalid or meaningless stays unwritten: rows beyond the choices of active
-// experts, counts without the flag. A negative expert id is outside any range; an id of expert_num
-// or more stops the device.
+// experts, counts without the flag. An id outside 0 to expert_num - 1 stops the device in strict mode.
 OP(aclnnMoeInitRoutingV3,
    [](Tensor x, Tensor experts, OptTensor scale, OptTensor offset, int64_t active_num,
       int64_t capacity, int64_t expert_num, int64_t drop_pad, int64_t tokens_kind,
@@ -149,11 +164,14 @@ OP(aclnnMoeInitRoutingV3,
                         drop_pad ? capacity : 0};
      return [=] {
        for (int64_t i = 0; settings().strict && i < r.count; i++)
-         TORCH_CHECK(r.experts[i] < expert_num, "expert_idx ", r.experts[i], " of ", expert_num,
-                     " experts");
+         TORCH_CHECK(r.experts[i] >= 0 && r.experts[i] < expert_num, "expert_idx ", r.experts[i],
+                     " is not 0 to expert_num - 1, ", expert_num - 1);
        std::vector<int64_t> counts, to = kernels::route(r, counts);
+       bool counted = true;
+       if (!is_cann_8_5() && !drop_pad && range[0] == 0 && range[1] == expert_num)
+         to = sorted_unfiltered(r, counted);
        write_index(to, index_kind == 1, index.data_ptr<int32_t>());
-       if (wants_tokens)
+       if (wants_tokens && counted)
          write_tokens(counts, range[0], drop_pad ? Counts : tokens_kind, tokens);
        int64_t bytes = columns * x.element_size();
        auto *from = static_cast<const char *>(x.data_ptr());

@@ -3,6 +3,7 @@
 // stream ids of the domain.
 #include "hccl/domain.h"
 #include "ops/bind.h"
+#include "target.h"
 
 #include <cstring>
 #include <set>
@@ -17,7 +18,7 @@ struct Parallel {
   int64_t experts, local, ranks, rank, most_rows;  // most_rows: of one rank's batch
 };
 
-bool is_a3() { return settings().soc.rfind("Ascend910_93", 0) == 0; }
+bool is_a3() { return chip() == Chip::A3; }
 
 // Rules: op-plugin documents npu_moe_distribute_dispatch_v2 and _combine_v2. Not emulated:
 // quantisation, ranks of shared experts, tensor-parallel groups.
@@ -29,6 +30,8 @@ Parallel bind_parallel(const std::string &group, int64_t ranks, int64_t rank, in
                 " characters, 1 to 127 are allowed");
   auto domain = hccl::find_domain(group, static_cast<uint32_t>(rank));
   refuse_unless(domain, "group_ep ", group, " has no rank ", rank, " in this process");
+  refuse_unless(!domain->has_collectives, "group_ep ", group, " has run collectives; dispatch and ",
+                "combine need a communicator of their own");
   refuse_unless(domain->ranks == ranks, "ep_world_size ", ranks, ", but group_ep has ",
                 domain->ranks, " ranks");
   refuse_unless(shared_ranks == 0 && shard_type == 0, "ranks of shared experts are not emulated");
@@ -78,14 +81,13 @@ bool is_active(const OptTensor &mask, int64_t row, int64_t choice, int64_t k) {
   return mask->dim() == 1 ? p[row] : p[row * k + choice];
 }
 
-// Ids in range and different in each row, masked rows last: what the document leaves to the caller.
+// Ids in range and different in each row, in masked rows too; these come last: what the documents of
+// both operators leave to the caller.
 void require_ids(const int32_t *ids, int64_t rows, int64_t k, int64_t experts,
                  const OptTensor &mask) {
   for (int64_t row = 0; row < rows; row++) {
     std::set<int32_t> seen;
     for (int64_t i = 0; i < k; i++) {
-      if (!is_active(mask, row, i, k))
-        continue;
       int32_t id = ids[row * k + i];
       TORCH_CHECK(id >= 0 && id < experts, "expert_ids has ", id, " of ", experts, " experts");
       TORCH_CHECK(seen.insert(id).second, "expert_ids has ", id, " twice in row ", row);
@@ -196,8 +198,10 @@ struct Return {
 void run(const Return &c) {
   AtenScope scope;
   const Parallel &p = c.parallel;
-  Tensor rows = c.rows.contiguous(), scales = c.scales.contiguous();
-  int64_t k = c.ids.size(1), tokens = c.ids.size(0), hidden = rows.size(1);
+  Tensor rows = c.rows.contiguous(), scales = c.scales.contiguous(), ids = c.ids.contiguous();
+  int64_t k = ids.size(1), tokens = ids.size(0), hidden = rows.size(1);
+  if (settings().strict && !skipping())
+    require_ids(ids.data_ptr<int32_t>(), tokens, k, p.experts, c.mask);
   std::string what = describe("MoeDistributeCombine", p, hidden, k);
   int32_t returned = skipping() ? 0 : c.counts.data_ptr<int32_t>()[p.local * p.ranks - 1];
   std::vector<char> own(4);

@@ -51,6 +51,13 @@ int choice(const std::string &value, std::initializer_list<const char *> choices
   throw std::invalid_argument("want " + all);
 }
 
+// The lines whose rules are known: 8.5 and 9.
+std::string known_cann(const std::string &value) {
+  if (value.rfind("8.5.", 0) != 0 && value.rfind("9.", 0) != 0)
+    throw std::invalid_argument("want a version of CANN 8.5 or 9, such as 8.5.0 or 9.0.0");
+  return value;
+}
+
 using Setter = std::function<void(Settings &, const std::string &)>;
 
 const std::map<std::string, Setter> &setters() {
@@ -61,7 +68,7 @@ const std::map<std::string, Setter> &setters() {
       {"devices", [](S &s, Text &v) { s.devices = number(v, 1, kMaxDevices); }},
       {"hbm_mb", [](S &s, Text &v) { s.hbm_bytes = size_t(number(v, 1, many)) << 20; }},
       {"soc", [](S &s, Text &v) { s.soc = v; }},
-      {"cann", [](S &s, Text &v) { s.cann = v; }},
+      {"cann", [](S &s, Text &v) { s.cann = known_cann(v); }},
       {"strict", [](S &s, Text &v) { s.strict = boolean(v); }},
       {"kernels", [](S &s, Text &v) { s.compute = choice(v, {"compute", "skip"}) == 0; }},
       {"streams", [](S &s, Text &v) { s.streams = number(v, 1, many); }},

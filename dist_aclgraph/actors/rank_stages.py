@@ -1,0 +1,232 @@
+"""What a rank is at each stage of its start: one value each, which the next is made from.
+
+``join_rank`` gives a ``JoinedRank``, its ``load`` a ``LoadedRank``, its ``make_runner`` a
+``RunningRank``. Heavy imports happen inside, after Ray has set the process's environment: torch_npu
+reads it once, at import.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dist_aclgraph.actors.stream_ledger import StreamLedger
+from dist_aclgraph.config import Config
+from dist_aclgraph.environment import launch_blocking, visible_devices
+from dist_aclgraph.kv.cache_spec import KVCacheSpec
+from dist_aclgraph.planning.budget import StreamOffer, max_piecewise_sizes
+from dist_aclgraph.planning.commands import GraphCommand
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.exchange import ExchangeRule
+from dist_aclgraph.planning.memory import RankMemory
+from dist_aclgraph.planning.modes import GraphSupport, normalise_mode
+from dist_aclgraph.planning.plan import CaptureCost
+from dist_aclgraph.shapes.model_facts import ModelFacts, read_model_facts
+from dist_aclgraph.shapes.model_spec import ModelSpec, read_model_spec
+from dist_aclgraph.topology import GroupRank, ParallelLayout, Ranks, WorldRank
+
+if TYPE_CHECKING:
+    from dist_aclgraph.comm.groups import RankGroups
+    from dist_aclgraph.device.npu import Npu
+    from dist_aclgraph.engine.model_runner import ModelRunner
+    from dist_aclgraph.layers.experts import ExpertSetup
+    from dist_aclgraph.models.decoder import Decoder
+
+NoteProgress = Callable[[int, int], None]  # layers loaded, layers in all
+
+
+def join_rank(
+    config: Config, rank: WorldRank, group_rank: GroupRank, group_size: int, rendezvous: str
+) -> JoinedRank:
+    """Open the device and join the lockstep group of ``group_size`` ranks at ``rendezvous``.
+
+    Raises:
+        ConfigError: the wanted exchange is not to be had on this chip.
+    """
+    from dist_aclgraph.comm.groups import join_lockstep_group, make_groups
+    from dist_aclgraph.device.npu import open_npu
+
+    # In this process's environment, that of its node: nobody else can see it.
+    normalise_mode(config.graph.mode, GraphSupport(), launch_blocking=launch_blocking())
+    facts = read_model_facts(config.model)
+    npu = open_npu(config.device, rank, deterministic=needs_fixed_sums(config, facts))
+    exchange = ExchangeRule.from_config(config, facts, npu.name)
+    streams = StreamLedger(npu)
+    if group_size > 1:
+        join_lockstep_group(rendezvous, group_rank, group_size, config.timeouts.join_s)
+    buffer_mb = exchange.mc2_buffer_mb
+    layout = ParallelLayout.from_config(config.parallel, mc2=buffer_mb is not None).within_group
+    groups = make_groups(layout, group_rank, buffer_mb)
+    streams.book("joining HCCL groups")
+    domains = layout.domains_of(group_rank)
+    return JoinedRank(config, rank, group_rank, npu, groups, domains, exchange, streams)
+
+
+def needs_fixed_sums(config: Config, facts: ModelFacts) -> bool:
+    """Whether collectives must give the same sum in every run and on every rank.
+
+    Ranks of a tensor parallel group route tokens, and accept drafts, each for itself: sums that
+    differ in the last bit would part them.
+    """
+    if config.device.deterministic is not None:
+        return config.device.deterministic
+    decides_itself = facts.moe or config.speculative.num_tokens > 0
+    return config.parallel.tp > 1 and decides_itself
+
+
+@dataclass(frozen=True)
+class JoinedRank:
+    """A rank with an open device and its communication groups."""
+
+    config: Config
+    rank: WorldRank
+    group_rank: GroupRank
+    npu: Npu
+    groups: RankGroups
+    domains: tuple[Ranks, ...]
+    exchange: ExchangeRule
+    streams: StreamLedger
+
+    def load(self, note_progress: NoteProgress) -> LoadedRank:
+        """Load this rank's weights.
+
+        Raises:
+            ConfigError: the device does not hold them, or no KV blocks beside them.
+        """
+        from dist_aclgraph.engine.model_runner import TORCH_DTYPES
+        from dist_aclgraph.models.checkpoint import Checkpoint
+        from dist_aclgraph.models.decoder import Decoder
+
+        config = self.config
+        spec = read_model_spec(config.model)
+        before = self.npu.memory().free_bytes
+        self._check_needs(spec, before)
+        model = Decoder(
+            spec,
+            self.groups,
+            Checkpoint(
+                config.model,
+                TORCH_DTYPES[config.dtype],
+                quantises=config.quantization == "w8a8",
+            ),
+            device=self.npu.device,
+            max_len=config.max_model_len or spec.max_position_embeddings,
+            drafts=config.speculative.num_tokens > 0,
+            progress=note_progress,
+            experts=self._make_expert_setup(spec),
+        )
+        self.npu.synchronize()
+        return LoadedRank(self, model, before - self.npu.memory().free_bytes)
+
+    def _check_needs(self, spec: ModelSpec, free_bytes: int) -> None:
+        """Refuse, before anything is read, what cannot be had or cannot fit by known bytes."""
+        config, facts = self.config, read_model_facts(self.config.model)
+        # What HCCL takes is documented and not measured: no reason to refuse.
+        memory = RankMemory.from_config(config, facts, spec, free_bytes, has_hccl_buffers=False)
+        memory.check(config, f"the NPU of rank {self.rank}")
+        KVCacheSpec.from_config(config, facts).choose_num_blocks(
+            config, memory.free_bytes, config.max_model_len or facts.max_position_embeddings
+        )
+
+    def _make_expert_setup(self, spec: ModelSpec) -> ExpertSetup:
+        from dist_aclgraph.layers.experts import ExpertSetup
+        from dist_aclgraph.layers.shared_experts import SideStream
+
+        has_shared = spec.experts is not None and spec.experts.num_shared > 0
+        side = SideStream() if has_shared and self.config.graph.overlap_shared_experts else None
+        self.streams.book("side stream of shared experts, and the pool that all streams are of")
+        product = self.exchange.mc2.product if self.exchange.mc2 is not None else None
+        return ExpertSetup(
+            self.groups,
+            self.config.parallel.expert_capacity,
+            side,
+            mc2_sends_scales=product is not None and product.takes_scales,
+        )
+
+
+@dataclass(frozen=True)
+class LoadedRank:
+    """A rank that holds its weights."""
+
+    joined: JoinedRank
+    model: Decoder
+    weight_bytes: int
+
+    def make_runner(
+        self, num_blocks: int, max_len: int, graphs: list[BatchDescriptor]
+    ) -> RunningRank:
+        """Make a runner with a KV cache for trying things out, and buffers for all ``graphs``."""
+        from dist_aclgraph.device.npu import translated
+        from dist_aclgraph.engine.model_runner import ModelRunner
+
+        joined, config = self.joined, self.joined.config
+        with translated("allocating the buffers of graphs"):
+            runner = ModelRunner(
+                config,
+                joined.npu,
+                self.model,
+                num_blocks=num_blocks,
+                max_len=max_len,
+                graphs=graphs,
+                owns_output=joined.groups.tp.rank == 0,
+                choose_exchange=joined.exchange.choose,
+            )
+        joined.streams.book("main, update and capture streams")
+        return RunningRank(joined, runner)
+
+
+@dataclass(frozen=True)
+class RunningRank:
+    """A rank that runs steps and captures graphs."""
+
+    joined: JoinedRank
+    runner: ModelRunner
+
+    def make_cache(self, num_blocks: int) -> None:
+        """Allocate the KV cache, of as many blocks as every other rank's."""
+        from dist_aclgraph.device.npu import translated
+
+        with translated("allocating the KV cache"):
+            self.runner.make_cache(num_blocks)
+
+    def book_domains(self) -> None:
+        """Before the offer: a domain takes its streams at its first collective."""
+        sizes = " and ".join(str(len(ranks)) for ranks in self.joined.domains) or "no"
+        mode = self.joined.config.device.expansion
+        self.joined.streams.book(f"HCCL domains of {sizes} ranks, expanded by {mode}")
+
+    def offer(self) -> StreamOffer:
+        """Say what this rank can give to graphs.
+
+        Called after eager steps, when the HCCL domains and side streams exist, and before any
+        capture: with software queues the count does not rise again when graphs are released.
+        """
+        joined = self.joined
+        chips = ",".join(map(str, visible_devices() or (os.getpid(),)))
+        return StreamOffer(
+            rank=joined.rank,
+            available=joined.npu.available_streams(),
+            counts_graphs=self.runner.free_streams is not None,
+            reserve=joined.config.graph.reserve_streams,
+            free_bytes=joined.npu.memory().free_bytes,
+            device=joined.npu.name,
+            card=f"{socket.gethostname()}:{chips}",
+            max_sizes=max_piecewise_sizes(joined.npu.name),
+            taken=joined.streams.taken,
+        )
+
+    def move(self, command: GraphCommand) -> CaptureCost:
+        """Do one move of a graph transaction, and return what it took."""
+        assert command.graph is not None
+        if command.action == "capture":
+            return self.runner.capture(command.graph)
+        if command.action == "prepare":
+            self.runner.warm_up(command.graph)
+        elif command.action == "commit":
+            self.runner.commit(command.graph)
+        else:
+            self.runner.release(command.graph)
+        return CaptureCost()

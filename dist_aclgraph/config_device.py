@@ -1,0 +1,118 @@
+"""The configuration's keys of the device: the chip, its runtime, and the emulated NPU."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from dist_aclgraph.config_section import Section
+
+HcclExpansion = Literal["AIV", "AICPU", "FFTS"]
+A3_CHIPS = "Ascend910_93"  # how their names begin
+UNKNOWN_CHIP = "Ascend910B"
+
+
+class FaultConfig(Section):
+    """A fault that the emulator injects, for tests."""
+
+    op: str = Field(
+        "",
+        description="operator, e.g. aclnnMm or HcclAllReduce; alloc: device memory in a capture",
+    )
+    when: Literal["execute", "capture"] = Field(
+        "execute", description="which calls count: executions, replays too, or recordings"
+    )
+    call: int = Field(1, ge=1, description="at which of its calls")
+    kind: Literal["fail", "stall", "die"] = Field(
+        "fail", description="what happens at that call; die ends the process as kill -9 does"
+    )
+    rank: int | None = Field(None, ge=0, description="on which world rank; null means all")
+    stall_s: float = Field(60.0, gt=0, description="how long a stall lasts")
+
+
+class EmulatorConfig(Section):
+    """The emulated NPU; nothing here matters on hardware."""
+
+    strict: bool = Field(True, description="refuse what the documented operators refuse")
+    streams: int = Field(2048, ge=1, le=65536, description="stream ids of one device")
+    streams_by_rank: dict[int, int] = Field(
+        default_factory=dict, description="stream ids where a world rank differs"
+    )
+    memory_mb: int = Field(4096, ge=16, description="device memory, counted and not reserved")
+    memory_mb_by_rank: dict[int, int] = Field(
+        default_factory=dict, description="device memory where a world rank differs"
+    )
+    kernels: Literal["compute", "skip"] = Field(
+        "compute", description="skip leaves out arithmetic, to measure host time alone"
+    )
+    accounting: Literal["pinned", "software_sq"] = Field(
+        "pinned", description="how captured graphs take streams, as old or as new drivers do"
+    )
+    soc: str = Field("Ascend910B1", description="name of the chip")
+    cann: str = Field(
+        "8.5.0",
+        pattern=r"^(8\.5|9\.[0-9]+)\.[0-9]+$",
+        description="version of CANN whose rules the operators follow: 8.5 or 9",
+    )
+    wait_s: int = Field(60, ge=1, description="limit of a wait on the device")
+    fault: FaultConfig = FaultConfig()
+
+
+class DeviceConfig(Section):
+    """Which device runs the model."""
+
+    kind: Literal["auto", "npu", "emulated"] = Field(
+        "auto", description="auto takes a real NPU where one answers, else the emulator"
+    )
+    task_queue: Literal[0, 1] | None = Field(
+        None,
+        description="torch_npu's TASK_QUEUE_ENABLE: 1 dispatches operators from a second thread; "
+        "null is 1 on NPUs, and 0 on the emulator, where that thread has no core of its own",
+    )
+    expandable_segments: bool | None = Field(
+        None,
+        description="let torch_npu's allocator grow its segments, against fragments; null is on "
+        "with NPUs alone",
+    )
+    deterministic: bool | None = Field(
+        None,
+        description="sum in a fixed order in collectives (HCCL_DETERMINISTIC), which makes them "
+        "slower; null does so where every rank of a tensor parallel group decides for itself what "
+        "must be the same on all: with experts, and with drafts",
+    )
+    hccl_expansion: HcclExpansion | None = Field(
+        None,
+        description="who unrolls a collective: vector cores, AI CPU, or the host with FFTS+; it "
+        "decides what communication costs in streams; null leaves it to HCCL, and plans with what "
+        "its documents say of the chip: AICPU of an A3, FFTS of an A2",
+    )
+    hccl_buffer_mb: int = Field(
+        200,
+        ge=1,
+        le=65536,
+        description="HCCL's buffer of a communication domain (HCCL_BUFFSIZE)",
+    )
+    mc2_buffer_mb: int | None = Field(
+        None,
+        ge=1,
+        le=65536,
+        description="HCCL's buffer of the domain that MC2 has for itself; larger batches than it "
+        "holds travel another way; null is what the largest batch of MC2 needs",
+    )
+    soc: str | None = Field(
+        None,
+        description="name of the chip that plans for kind npu assume, e.g. Ascend910B1 (an A2, as "
+        "null does) or Ascend910_9391 (an A3); a running deployment asks",
+    )
+    emulator: EmulatorConfig = EmulatorConfig()
+
+    @property
+    def chip(self) -> str:
+        """The chip that plans assume."""
+        return (self.soc or UNKNOWN_CHIP) if self.kind == "npu" else self.emulator.soc
+
+    @property
+    def expansion(self) -> HcclExpansion:
+        """Who unrolls collectives, as plans assume."""
+        return self.hccl_expansion or ("AICPU" if self.chip.startswith(A3_CHIPS) else "FFTS")

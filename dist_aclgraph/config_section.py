@@ -1,0 +1,13 @@
+"""What every section of the configuration is."""
+
+from __future__ import annotations
+
+import pydantic
+
+
+class Section(pydantic.BaseModel):
+    """A part of the configuration: frozen, and closed to unknown keys."""
+
+    model_config = pydantic.ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False
+    )

@@ -1,0 +1,69 @@
+"""Random numbers of a race between tokens, as a function of (seed, position, token).
+
+The same on every rank, in any batch and after a retry. They are made on the device, for each place
+all at once: the host sends one key a place.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from dist_aclgraph.engine.token_counts import ToDevice
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+_TABLE_SEED = 0x5EED
+_SMALLEST = 2.0**-32
+_LESS_THAN_ONE = 1 - 2.0**-23  # the largest u in float32: an infinite number would not be one
+
+
+def make_keys(
+    seeds: npt.NDArray[np.int64], positions: npt.NDArray[np.int32]
+) -> npt.NDArray[np.int32]:
+    """Return one key for each pair, uniform over 32 bits.
+
+    SplitMix64's finaliser (Steele, Lea and Flood, 2014) over seed and position in turn.
+    """
+    with np.errstate(over="ignore"):
+        mixed = _finalise(seeds.astype(np.uint64) + _GOLDEN)
+        mixed = _finalise(mixed ^ (positions.astype(np.uint64) * _GOLDEN + _GOLDEN))
+    return (mixed >> np.uint64(32)).astype(np.uint32).view(np.int32)
+
+
+def _finalise(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * _MIX_1
+    x = (x ^ (x >> np.uint64(27))) * _MIX_2
+    return x ^ (x >> np.uint64(31))
+
+
+class RaceNoise:
+    """Owns [2, vocab] int32: a random factor and summand of each token, which no seed changes.
+
+    A number is a hash of the place's key: h = key * factor + summand, then h * (2h + 1), modulo
+    2^32: products and sums of int32 wrap. The second step is the permutation of RC6 (Rivest,
+    Robshaw, Sidney, Yin, 1998); without it, the numbers of all tokens would lie on lines.
+    """
+
+    def __init__(self, vocab_size: int, to_device: ToDevice) -> None:
+        chance = np.random.Generator(np.random.PCG64(_TABLE_SEED))
+        table = chance.integers(-(1 << 31), 1 << 31, (2, vocab_size)).astype(np.int32)
+        table[0] |= 1  # an odd factor loses no bit of a key
+        self._factors, self._summands = to_device(table).unbind(0)
+
+    def log_exponentials(self, keys: Tensor) -> Tensor:
+        """Return [n, vocab] float32: logarithms of standard exponential numbers.
+
+        In a race the token with the largest ``logit - number`` wins, each with the probability that
+        softmax gives it.
+
+        Args:
+            keys: [n, 1] int32.
+        """
+        h = (keys * self._factors).add_(self._summands)
+        h = h.add_(h * h, alpha=2).bitwise_and_(0x7FFFFFFF)
+        # Small numbers decide the race: they are kept to 31 bits, where 1 - u would have 24.
+        minus_u = h.float().mul_(-_LESS_THAN_ONE / (1 << 31)).sub_(_SMALLEST)
+        return minus_u.log1p_().neg_().log_()
