@@ -118,6 +118,7 @@ def test_replay_goes_far_beyond_the_captured_kv_length(references: Any, architec
     assert_replays_where_it_may(report, "FULL_DECODE_ONLY")
 
 
+@deployed
 @pytest.mark.parametrize(
     ("architecture", "forms_agree"),
     # With latent attention a request's form, and with it the rounding, depends on its neighbours.
@@ -135,9 +136,9 @@ def test_strict_bfloat16_logprobs_lie_near_those_of_transformers(
             graph={"mode": mode},
             device={"emulator": {"strict": True}},
         )
-        with lockstep(config) as group:
-            plain = group.generate(reference.prompts, greedy_params(NUM_TOKENS))
-            first = group.generate(reference.prompts, greedy_params(1, logprobs=20), "l")
+        with serving(config) as service:
+            plain = service.generate(reference.prompts, greedy_params(NUM_TOKENS))
+            first = service.generate(reference.prompts, greedy_params(1, logprobs=20), "l")
         tokens[mode] = [answer.tokens for answer in plain]
         assert_logprobs_near(reference, [answer.logprobs[0] for answer in first])
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import make_prompts, make_reference
-from tests.deployments import greedy_params, make_deployment_config
-from tests.lockstep import lockstep
+from tests.deployments import deployed, greedy_params, make_deployment_config, serving
 
 
 def generate(directory: Path, parallel: dict[str, int], mode: str) -> list[list[int]]:
@@ -21,18 +20,19 @@ def generate(directory: Path, parallel: dict[str, int], mode: str) -> list[list[
         graph={"mode": mode},
         device={"emulator": {"strict": True}},
     )
-    with lockstep(config) as group:
+    with serving(config) as service:
         # One after another: products of floats may round otherwise in batches of another size.
         answers = [
-            group.generate([prompt], greedy_params(8), f"alone{i}")[0]
+            service.generate([prompt], greedy_params(8), f"alone{i}")[0]
             for i, prompt in enumerate(make_prompts([5, 150]))
         ]
-        report = group.report()
+        report = service.report()
     if mode != "NONE":
         assert sum(bucket["replays"] for bucket in report["buckets"]) > 0
     return [answer.tokens for answer in answers]
 
 
+@deployed
 @pytest.mark.parametrize(
     ("architecture", "parallel"),
     [
