@@ -22,15 +22,19 @@ help: ## Show the targets
 run: setup emulator ## Serve the demo model, or CONFIG=configs/x.yaml
 	@exec $(BIN)/dist-aclgraph serve $(CONFIG)
 
-# Two processes: the emulator's settings hold for the life of one, and its own tests are strict.
+# Apart: the emulator's settings hold for the life of a process, and its own tests are strict. JOBS
+# processes take file after file, because many tests wait more than they compute; benches run alone.
+JOBS ?= 2
 PYTEST = $(BIN)/python -m pytest
+SPREAD = $(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder
 test: setup-dev emulator lint ## Lint, then run the tests, without benches and with short laws
-	$(PYTEST) tests/emulator
-	$(PYTEST) --ignore=tests/emulator -m "not bench"
+	$(SPREAD) tests/emulator
+	$(SPREAD) --ignore=tests/emulator -m "not bench"
 
 test-all: setup-dev emulator lint ## Lint, then run all tests: benches too, and laws with many examples
-	$(PYTEST) --hypothesis-profile=full tests/emulator
-	$(PYTEST) --hypothesis-profile=full --ignore=tests/emulator
+	$(SPREAD) --hypothesis-profile=full tests/emulator
+	$(SPREAD) --hypothesis-profile=full --ignore=tests/emulator -m "not bench"
+	$(PYTEST) -m bench tests/bench
 
 lint: setup-dev ## Check style and types
 	$(BIN)/ruff check .

@@ -51,6 +51,7 @@ _QUOTED_LINES = 40
 OnProgress = Callable[[int, int, str], None]
 
 _loaded_settings: dict[str, str] | None = None
+_is_preloaded = False
 
 
 def is_built() -> bool:
@@ -112,21 +113,42 @@ def load(settings: Mapping[str, str | int | bool]) -> None:
         if wanted != _loaded_settings:
             raise DeviceError(f"the emulator is loaded with {_loaded_settings}, asked for {wanted}")
         return
-    if "torch_npu" in sys.modules:
+    if "torch_npu" in sys.modules and not _is_preloaded:
         raise DeviceError("torch_npu is imported already: load the emulator before it")
+    _configure(_load_runtime(), wanted)
+    _load_torch()
+    _loaded_settings = wanted
+
+
+def preload() -> None:
+    """Load all but the settings, and touch no device: ``load`` in a forked process is short then.
+
+    Raises:
+        EmulatorBuildError: as ``build``.
+        DeviceError: a library cannot be loaded.
+    """
+    global _is_preloaded
+    _load_runtime()
+    _load_torch()
+    _is_preloaded = True
+
+
+def _load_runtime() -> ctypes.CDLL:
+    """Return the library that holds the settings; torch's libraries come behind these."""
     check_torch()
     folder = build()
     runtime, *_ = [_preload(folder, name) for name in _BEFORE_TORCH]
-    _configure(runtime, wanted)
+    return runtime
+
+
+def _load_torch() -> None:
     # torch would otherwise import torch_npu by itself, before the libraries below are there.
     disable_backend_autoload()
     import torch  # noqa: F401
 
     for name in _AFTER_TORCH:
-        _preload(folder, name)
+        _preload(BUILD, name)
     import torch_npu  # noqa: F401
-
-    _loaded_settings = wanted
 
 
 def counters(device: int | None = None) -> dict[str, int]:

@@ -194,9 +194,9 @@ def test_thousands_of_equal_ranks_are_shown_in_a_few_lines_without_comparing_eac
             device={"emulator": {"streams_by_rank": {3: 36 + 3}}},
         )
         out = io.StringIO()
-        began_s = time.perf_counter()
+        began_s = time.process_time()
         render_plan(plan_report(config), Console(file=out, width=160))
-        return out.getvalue(), time.perf_counter() - began_s
+        return out.getvalue(), time.process_time() - began_s
 
     _, of_few_s = show(256)
     text, of_many_s = show(2048)
