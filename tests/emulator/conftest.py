@@ -34,6 +34,7 @@ emulator.load(SETTINGS)
 
 
 def _start(code: str, settings: dict, environment: dict[str, str]) -> subprocess.Popen:
+    settings = {"cann": SETTINGS["cann"]} | settings
     program = PROLOGUE.format(root=str(ROOT)) + textwrap.dedent(code)
     return subprocess.Popen(
         [sys.executable, "-u", "-c", program],

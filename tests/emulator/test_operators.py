@@ -351,15 +351,18 @@ EMPTY = torch.zeros(0, dtype=torch.int64)
         lambda x, i: x[x > 99],
         lambda x, i: x[(x > 99)[:, 0]],
         lambda x, i: written(x, i, 9.0),
-        lambda x, i: x.clone().index_put_(
-            (i, torch.tensor([1], device=x.device)), x.new_full((), 9)
-        ),
         lambda x, i: x.clone().index_put_(((x > 99)[:, 0],), x.new_ones(()), accumulate=True),
         lambda x, i: written(x.sum(), x.sum() != x.sum(), 0.0),
     ],
 )
-def test_indices_of_no_elements(call):
-    check(call, X, EMPTY)
+@pytest.mark.parametrize("x", [X, X.long()], ids=["float32", "int64"])
+def test_indices_of_no_elements(call, x):
+    check(call, x, EMPTY)
+
+
+def test_an_index_of_no_elements_beside_another():
+    # Into whole numbers it could not be told from a whole dimension.
+    check(lambda x, i: x.clone().index_put_((i, i.new_ones(1)), x.new_full((), 9)), X, EMPTY)
 
 
 @pytest.mark.parametrize("a,b", [((5, 5, 0), (0, 5)), ((5, 0, 3), (3, 4)), ((2, 3, 0), (2, 0, 4))])

@@ -1,6 +1,8 @@
 // Reading and writing by index.
 #include "ops/bind.h"
 
+#include <algorithm>
+
 using namespace emu;
 
 // An index of int32 is taken by the device and not by every ATen function.
@@ -89,7 +91,11 @@ OP(aclnnIndex, [](Tensor a, Tensors indices, Tensor out) {
 OP(aclnnIndexPutImpl, [](Tensor a, Tensors indices, Tensor values, bool accumulate, bool) {
   if (values.numel() == 0 || a.numel() == 0)
     return;
-  a.index_put_(index_list(a, indices), values.to(a.scalar_type()), accumulate);
+  auto list = index_list(a, indices);
+  // Nobody indexes whole dimensions only: these are indices of no elements, of the tensor's own type.
+  if (std::none_of(list.begin(), list.end(), [](const OptTensor &i) { return i.has_value(); }))
+    return;
+  a.index_put_(list, values.to(a.scalar_type()), accumulate);
 })
 OP(aclnnIndexAdd,
    [](Tensor a, int64_t dim, Tensor index, Tensor source, Scalar alpha, Tensor out) {
