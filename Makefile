@@ -22,15 +22,19 @@ help: ## Show the targets
 run: setup emulator ## Serve the demo model, or CONFIG=configs/x.yaml
 	@exec $(BIN)/dist-aclgraph serve $(CONFIG)
 
-# Two processes: the emulator's settings hold for the life of one, and its own tests are strict.
+# Apart: the emulator's settings hold for the life of a process, and its own tests are strict. JOBS
+# processes take file after file, because many tests wait more than they compute; benches run alone.
+JOBS ?= 2
 PYTEST = $(BIN)/python -m pytest
+SPREAD = $(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder
 test: setup-dev emulator lint ## Lint, then run the tests, without benches and with short laws
-	$(PYTEST) tests/emulator
-	$(PYTEST) --ignore=tests/emulator -m "not bench"
+	$(SPREAD) tests/emulator
+	$(SPREAD) --ignore=tests/emulator -m "not bench"
 
 test-all: setup-dev emulator lint ## Lint, then run all tests: benches too, and laws with many examples
-	$(PYTEST) --hypothesis-profile=full tests/emulator
-	$(PYTEST) --hypothesis-profile=full --ignore=tests/emulator
+	$(SPREAD) --hypothesis-profile=full tests/emulator
+	$(SPREAD) --hypothesis-profile=full --ignore=tests/emulator -m "not bench"
+	$(PYTEST) -m bench tests/bench
 
 lint: setup-dev ## Check style and types
 	$(BIN)/ruff check .
@@ -63,7 +67,9 @@ python: ## Show which Python is taken; PYTHON=... takes another
 # The emulator needs only torch and torch-npu: it is built while pip installs the rest, and a failure
 # shows when the target emulator builds it again. Modules are compiled when they are first imported,
 # not all 30,000. The package itself needs no network.
+# torch_npu cannot be loaded beside a torch for CUDA, which some registries give: it is replaced.
 PIP = $(BIN)/python -m pip install -q --no-compile
+CPU_WHEELS := https://download.pytorch.org/whl/cpu
 setup: ## Make .venv with the pinned packages
 	@if [ "$$(cat $(STAMP) 2>/dev/null)" != "$(HASH)" ]; then set -e; \
 	  test -x $(BIN)/python || $(MAKE) -s python >/dev/null; \
@@ -71,6 +77,8 @@ setup: ## Make .venv with the pinned packages
 	  test -x $(BIN)/python || $(PYTHON) -m venv .venv; \
 	  $(BIN)/python tools/requirements.py > .venv/requirements.txt; \
 	  $(PIP) --no-deps $$(grep '^torch' .venv/requirements.txt); \
+	  $(BIN)/python -m dist_aclgraph.device.torch_build 2>/dev/null || $(PIP) --no-deps \
+	    --force-reinstall --index-url $(CPU_WHEELS) $$(grep '^torch==' .venv/requirements.txt); \
 	  if $(EMULATED); then \
 	    MAKEFLAGS= make -C emulator -j$$(nproc) PYTHON=$(CURDIR)/$(BIN)/python \
 	      > .venv/emulator.log 2>&1 & fi; \

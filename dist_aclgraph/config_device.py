@@ -9,6 +9,9 @@ from pydantic import Field
 from dist_aclgraph.config_section import Section
 
 HcclExpansion = Literal["AIV", "AICPU", "FFTS"]
+A3_CHIPS = "Ascend910_93"  # how their names begin
+UNKNOWN_CHIP = "Ascend910B"
+PORTS = r"^(auto|[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?)*)$"
 
 
 class FaultConfig(Section):
@@ -33,6 +36,7 @@ class EmulatorConfig(Section):
     """The emulated NPU; nothing here matters on hardware."""
 
     strict: bool = Field(True, description="refuse what the documented operators refuse")
+    trace: bool = Field(False, description="print every launch and every error to the worker's log")
     streams: int = Field(2048, ge=1, le=65536, description="stream ids of one device")
     streams_by_rank: dict[int, int] = Field(
         default_factory=dict, description="stream ids where a world rank differs"
@@ -63,20 +67,58 @@ class DeviceConfig(Section):
     kind: Literal["auto", "npu", "emulated"] = Field(
         "auto", description="auto takes a real NPU where one answers, else the emulator"
     )
-    task_queue: Literal[0, 1] = Field(
-        0, description="torch_npu's TASK_QUEUE_ENABLE: 1 dispatches operators from a second thread"
+    task_queue: Literal[0, 1] | None = Field(
+        None,
+        description="torch_npu's TASK_QUEUE_ENABLE: 1 dispatches operators from a second thread; "
+        "null is 1 on NPUs, and 0 on the emulator, where that thread has no core of its own",
     )
-    hccl_expansion: HcclExpansion = Field(
-        "FFTS",
-        description="who unrolls a collective: vector cores, AI CPU (the default of A3), or the "
-        "host with FFTS+ (that of A2); it decides what communication costs in streams",
+    expandable_segments: bool | None = Field(
+        None,
+        description="let torch_npu's allocator grow its segments, against fragments; null is on "
+        "with NPUs alone",
+    )
+    deterministic: bool | None = Field(
+        None,
+        description="sum in a fixed order in collectives (HCCL_DETERMINISTIC), which makes them "
+        "slower; null does so where every rank of a tensor parallel group decides for itself what "
+        "must be the same on all: with experts, and with drafts",
+    )
+    hccl_expansion: HcclExpansion | None = Field(
+        None,
+        description="who unrolls a collective: vector cores, AI CPU, or the host with FFTS+; it "
+        "decides what communication costs in streams; null leaves it to HCCL, and plans with what "
+        "its documents say of the chip: AICPU of an A3, FFTS of an A2",
     )
     hccl_buffer_mb: int = Field(
         200,
         ge=1,
         le=65536,
-        description="HCCL's buffer of a communication domain (HCCL_BUFFSIZE); MC2 needs more for "
-        "larger batches",
+        description="HCCL's buffer of a communication domain (HCCL_BUFFSIZE)",
+    )
+    mc2_buffer_mb: int | None = Field(
+        None,
+        ge=1,
+        le=65536,
+        description="HCCL's buffer of the domain that MC2 has for itself; larger batches than it "
+        "holds travel another way; null is what the largest batch of MC2 needs",
+    )
+    hccl_interfaces: str | None = Field(
+        None,
+        min_length=1,
+        description="network interfaces of HCCL between nodes (HCCL_SOCKET_IFNAME), e.g. eth0, or "
+        "=eth0 for this one alone, or ^docker for all others; null lets HCCL choose. Addresses "
+        "differ by node: HCCL_IF_IP belongs into the environment of each node's `ray start`",
+    )
+    hccl_host_ports: str | None = Field(
+        None,
+        pattern=PORTS,
+        description="ports of HCCL on the host (HCCL_HOST_SOCKET_PORT_RANGE), e.g. 60000-60050, or "
+        "auto; several ranks on a node need as many",
+    )
+    hccl_npu_ports: str | None = Field(
+        None,
+        pattern=PORTS,
+        description="ports of HCCL on the NPU (HCCL_NPU_SOCKET_PORT_RANGE), likewise",
     )
     soc: str | None = Field(
         None,
@@ -84,3 +126,13 @@ class DeviceConfig(Section):
         "null does) or Ascend910_9391 (an A3); a running deployment asks",
     )
     emulator: EmulatorConfig = EmulatorConfig()
+
+    @property
+    def chip(self) -> str:
+        """The chip that plans assume."""
+        return (self.soc or UNKNOWN_CHIP) if self.kind == "npu" else self.emulator.soc
+
+    @property
+    def expansion(self) -> HcclExpansion:
+        """Who unrolls collectives, as plans assume."""
+        return self.hccl_expansion or ("AICPU" if self.chip.startswith(A3_CHIPS) else "FFTS")

@@ -9,7 +9,7 @@ import math
 import os
 from pathlib import Path
 
-from dist_aclgraph.config import Config, HcclExpansion
+from dist_aclgraph.config import Config, DeviceConfig, HcclExpansion
 
 # How HCCL_OP_EXPANSION_MODE calls them. FFTS+ is what an A2 takes when the host expands.
 HCCL_EXPANSION_NAMES: dict[HcclExpansion, str] = {"AIV": "AIV", "AICPU": "AI_CPU", "FFTS": "HOST"}
@@ -18,19 +18,56 @@ API_KEY_VARIABLE = "DIST_ACLGRAPH_API_KEY"
 
 
 def child_environment(config: Config) -> dict[str, str]:
-    """Environment of worker processes: what torch_npu and Ray read and nothing else may set."""
-    return {
-        "TASK_QUEUE_ENABLE": str(config.device.task_queue),
+    """Environment of worker processes: what torch and Ray read and nothing else may set."""
+    variables = {
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         # A lost rank holds its peers for so long. Longer than the step's deadline, at which the
         # lost one is found out: its peers must not fail before, and be blamed.
         "HCCL_EXEC_TIMEOUT": str(math.ceil(config.timeouts.step_s + config.timeouts.link_s)),
-        "HCCL_OP_EXPANSION_MODE": HCCL_EXPANSION_NAMES[config.device.hccl_expansion],
         "HCCL_BUFFSIZE": str(config.device.hccl_buffer_mb),
         "HCCL_CONNECT_TIMEOUT": str(math.ceil(max(120.0, config.timeouts.join_s))),
     }
+    device = config.device
+    asked = {
+        "HCCL_OP_EXPANSION_MODE": device.hccl_expansion
+        and HCCL_EXPANSION_NAMES[device.hccl_expansion],
+        "HCCL_SOCKET_IFNAME": device.hccl_interfaces,
+        "HCCL_HOST_SOCKET_PORT_RANGE": device.hccl_host_ports,
+        "HCCL_NPU_SOCKET_PORT_RANGE": device.hccl_npu_ports,
+    }
+    return variables | {name: value for name, value in asked.items() if value is not None}
+
+
+def hccl_variables() -> dict[str, str]:
+    """Return what this process's environment tells HCCL."""
+    return {name: value for name, value in os.environ.items() if name.startswith("HCCL_")}
+
+
+def ascend_toolkit() -> Path:
+    """Return where CANN is, as its own set-up script says, or where it is installed by default."""
+    for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"):
+        if os.environ.get(name):
+            return Path(os.environ[name])
+    return Path("/usr/local/Ascend/ascend-toolkit/latest")
+
+
+def prepare_device(config: DeviceConfig, *, is_npu: bool, deterministic: bool) -> None:
+    """Set, before torch_npu is loaded, what depends on the device that this process found.
+
+    What a user has set for the allocator stays.
+
+    Args:
+        deterministic: whether collectives sum in a fixed order.
+    """
+    task_queue = config.task_queue if config.task_queue is not None else int(is_npu)
+    os.environ["TASK_QUEUE_ENABLE"] = str(task_queue)
+    segments = config.expandable_segments
+    if segments or (segments is None and is_npu):
+        os.environ.setdefault("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True")
+    if deterministic:
+        os.environ["HCCL_DETERMINISTIC"] = "true"
 
 
 def cache_directory() -> Path:

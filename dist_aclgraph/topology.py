@@ -44,7 +44,9 @@ class ParallelLayout:
     """The sizes of all parallel axes. Knows nothing of nodes, devices or HCCL.
 
     ``ep`` ranks share one set of experts: 1, or whole data-parallel ranks that divide the world.
-    ``dcp`` divides the TP group, as decode context parallelism reuses its ranks.
+    ``dcp`` divides the TP group, as decode context parallelism reuses its ranks. ``mc2`` says that
+    experts have, beside the EP domain, one of the same ranks for operators that communicate inside
+    their kernel: nothing else may run in it.
     """
 
     tp: int = 1
@@ -52,6 +54,7 @@ class ParallelLayout:
     pcp: int = 1
     dcp: int = 1
     ep: int = 1
+    mc2: bool = False
 
     def __post_init__(self) -> None:
         for axis in GROUP_KINDS:
@@ -70,9 +73,14 @@ class ParallelLayout:
             )
 
     @classmethod
-    def from_config(cls, parallel: ParallelConfig) -> ParallelLayout:
+    def from_config(cls, parallel: ParallelConfig, *, mc2: bool = False) -> ParallelLayout:
         return cls(
-            tp=parallel.tp, dp=parallel.dp, pcp=parallel.pcp, dcp=parallel.dcp, ep=parallel.ep
+            tp=parallel.tp,
+            dp=parallel.dp,
+            pcp=parallel.pcp,
+            dcp=parallel.dcp,
+            ep=parallel.ep,
+            mc2=mc2,
         )
 
     @property
@@ -122,12 +130,18 @@ class ParallelLayout:
     def domains(self) -> tuple[Ranks, ...]:
         """The communication domains: distinct rank sets of two or more that meet in collectives.
 
-        Two named groups of the same ranks share one communicator, and cost streams once. Dense
-        copies of a model never talk to each other; experts spread over them do, in the EP domain.
+        Two named groups of the same ranks share one communicator, and cost streams once; MC2 has
+        another, behind all others. Dense copies of a model never talk to each other; experts spread
+        over them do, in the EP domain.
         """
         kinds: tuple[GroupKind, ...] = ("tp", "pcp", "dcp", "ep")
         sets = {tuple(sorted(group)) for kind in kinds for group in self.groups(kind)}
-        return tuple(sorted(ranks for ranks in sets if len(ranks) > 1))
+        return (*sorted(ranks for ranks in sets if len(ranks) > 1), *self.mc2_domains)
+
+    @property
+    def mc2_domains(self) -> tuple[Ranks, ...]:
+        """The domains that MC2 has for itself."""
+        return self.groups("ep") if self.mc2 and self.ep > 1 else ()
 
     def domains_of(self, rank: int) -> tuple[Ranks, ...]:
         """Return the communication domains that ``rank`` is a member of."""

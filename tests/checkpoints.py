@@ -120,19 +120,31 @@ def make_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
     return [random.randint(0, VOCAB, size=length).tolist() for length in lengths]
 
 
-def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
-    """Return the ``count`` most probable tokens, one after another, by transformers."""
-    tokens = torch.tensor([prompt])
+def greedy(model: Any, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
+    """Return the ``count`` most probable tokens of each prompt, one after another, by transformers.
+
+    All prompts are one batch, padded on the left.
+    """
+    longest = max(map(len, prompts))
+    missing = [longest - len(prompt) for prompt in prompts]
+    rows = zip(missing, prompts, strict=True)
     with torch.no_grad():
         out = model.generate(
-            tokens,
-            attention_mask=torch.ones_like(tokens),  # else taken from where the pad token stands
+            torch.tensor([[0] * n + prompt for n, prompt in rows]),
+            attention_mask=torch.tensor([[0] * n + [1] * (longest - n) for n in missing]),
             max_new_tokens=count,
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
         )
-    return out[0, len(prompt) :].tolist()
+    return out[:, longest:].tolist()
+
+
+def logprobs(model: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """[len(answer), vocab], at the places where the answer's tokens were chosen."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits.float(), -1)
 
 
 def add_next_token_module(directory: Path) -> None:

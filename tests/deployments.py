@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from dist_aclgraph.actors.deployment import Deployment, start
 from dist_aclgraph.actors.engine_client import EngineClient
 from dist_aclgraph.config import Config, make_config
@@ -83,6 +85,11 @@ class Serving:
 
 def greedy_params(count: int, **others: Any) -> SamplingParams:
     return SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, **others)
+
+
+def deployed(test: Any) -> Any:
+    """Mark a test that starts deployments on the session's Ray cluster."""
+    return pytest.mark.cluster(pytest.mark.usefixtures("ray_cluster")(test))
 
 
 @contextmanager

@@ -10,6 +10,11 @@ from hypothesis import settings
 FULL, QUICK = 100, 25  # percent, in the profiles' own count of examples
 
 
-def examples(count: int) -> settings:
-    """Return settings for a law that names ``count`` examples."""
-    return settings(max_examples=-(-count * settings().max_examples // FULL))
+def count(full: int) -> int:
+    """Return this profile's share of a number that a law names."""
+    return -(-full * settings().max_examples // FULL)
+
+
+def examples(full: int) -> settings:
+    """Return settings for a law that names ``full`` examples."""
+    return settings(max_examples=count(full))

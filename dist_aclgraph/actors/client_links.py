@@ -12,7 +12,6 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import zmq
@@ -36,7 +35,7 @@ from dist_aclgraph.actors.messages import (
 )
 from dist_aclgraph.actors.sockets import MAX_MESSAGE_BYTES, Silence, Wakeup, read_frame
 from dist_aclgraph.errors import NotAMessageError
-from dist_aclgraph.steps.delta import RequestDelta
+from dist_aclgraph.steps.delta import StepDeltas
 
 # Frames for one peer. Only strangers, who have no limit in bytes, can come near.
 MAX_QUEUED_FRAMES = 1 << 16
@@ -110,7 +109,7 @@ class ClientLinks:
         self._socket.bind(address)
         self._links: dict[bytes, Link] = {}
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._outgoing: deque[tuple[Link, Sequence[RequestDelta]]] = deque()
+        self._outgoing: deque[tuple[Link, StepDeltas]] = deque()
         self._wakeup = Wakeup()
         self._closing = threading.Event()
         self._told = ""  # the failure that clients know of
@@ -135,7 +134,7 @@ class ClientLinks:
         except queue.Empty:
             return events
 
-    def send(self, link: Link, deltas: Sequence[RequestDelta]) -> None:
+    def send(self, link: Link, deltas: StepDeltas) -> None:
         """Send deltas, in order; a link that is over takes none."""
         self._outgoing.append((link, deltas))
         self._wakeup.wake()
@@ -224,7 +223,7 @@ class ClientLinks:
             if self._links.get(link.routing_id) is not link:
                 continue
             link.number += 1
-            frame = encoder.encode(Deltas(tuple(deltas), link.number))
+            frame = encoder.encode(Deltas(deltas, link.number))
             link.book(len(frame))
             if link.unread_bytes > self._max_unread_bytes:
                 self._cut(link, f"the client has left {link.unread_bytes} bytes unread")

@@ -18,9 +18,11 @@ from dist_aclgraph.actors.worker_group import fetch
 from dist_aclgraph.config import Config
 from dist_aclgraph.device import emulator
 from dist_aclgraph.device.kind import resolve_kind
+from dist_aclgraph.device.torch_build import check_torch
 from dist_aclgraph.errors import EngineDeadError
 from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.shapes.model_spec import read_model_spec
+from dist_aclgraph.shapes.weight_files import check_weight_files
 from dist_aclgraph.topology import NO_RANK
 
 CONTROLLER = "controller"  # first part of the names of controller actors
@@ -91,6 +93,19 @@ class Deployment:
         _leave_ray(self._local_ray, self._owns_connection)
 
 
+def check(config: Config) -> None:
+    """Return if nothing that this process can read is against the deployment.
+
+    Raises:
+        ConfigError, ModelError: the model cannot be served, or not so.
+        DeviceError: torch is built for CUDA.
+    """
+    Planner.from_config(config)
+    read_model_spec(config.model)
+    check_weight_files(config.model)
+    check_torch()
+
+
 def start(config: Config, on_progress: OnProgress | None = None) -> Deployment:
     """Bring a deployment up, on this process's Ray cluster, or as ``start_ray`` finds one.
 
@@ -98,10 +113,10 @@ def start(config: Config, on_progress: OnProgress | None = None) -> Deployment:
 
     Raises:
         ConfigError, ModelError: the model cannot be served, or not so.
+        DeviceError: torch is built for CUDA, or there is no such device.
         DistAclGraphError: typed, naming rank and phase where a worker failed; nothing is left.
     """
-    Planner.from_config(config)
-    read_model_spec(config.model)
+    check(config)
     is_emulated = resolve_kind(config.device.kind) == "emulated"
     if is_emulated:
         emulator.build()

@@ -44,6 +44,7 @@ from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.request import row_sampling
 from dist_aclgraph.steps.delta import RequestDelta
 
+NUMBERS = 1 << 31  # of requests on one engine, before they begin again
 OnDelta = Callable[[RequestDelta], None]
 
 STOPPING = "the service is stopping"
@@ -81,6 +82,8 @@ class _Engine:
     open_link: Callable[[], EngineLink]
     dead_because: str = ""
     requests: dict[str, OnDelta] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)  # request ids, by their numbers here
+    num_submitted: int = 0
     queries: dict[int, Future[dict[str, Any]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -110,7 +113,7 @@ class EngineClient:
             for address in addresses
         ]
         self._beat_s = link_s / BEATS_OF_A_SILENCE
-        self._owner: dict[str, _Engine] = {}
+        self._owner: dict[str, tuple[_Engine, int]] = {}  # and the request's number there
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
         self._thread.start()
@@ -146,14 +149,7 @@ class EngineClient:
         sampling = row_sampling(
             params, seed=seed, num_prompt_tokens=len(prompt_ids), end_ids=stop_ids
         )
-        message = Submit(
-            request_id,
-            pack_ints(prompt_ids),
-            sampling,
-            params.max_tokens,
-            tuple(stop_ids),
-            cache_salt,
-        )
+        prompt = pack_ints(prompt_ids)
         with self._lock:
             if request_id in self._owner:
                 raise InvalidParameterError(f"request id {request_id!r} is in use", "request_id")
@@ -161,18 +157,37 @@ class EngineClient:
             if not alive or self._closing.is_set():
                 raise EngineDeadError(self._engines[0].dead_because or STOPPING)
             engine = min(alive, key=lambda engine: len(engine.requests))
+            number = engine.num_submitted % NUMBERS
+            engine.num_submitted += 1
             engine.requests[request_id] = on_delta
-            self._owner[request_id] = engine
-        self._command(engine, message)
+            engine.names[number] = request_id
+            self._owner[request_id] = engine, number
+        self._command(
+            engine,
+            Submit(
+                request_id,
+                number,
+                prompt,
+                sampling,
+                params.max_tokens,
+                tuple(stop_ids),
+                cache_salt,
+            ),
+        )
 
     def abort(self, request_id: str) -> None:
         """End a request, whose deltas nobody wants any more; unknown ids are ignored."""
         with self._lock:
-            engine = self._owner.pop(request_id, None)
-            if engine is not None:
-                engine.requests.pop(request_id, None)
+            engine = self._forget(request_id)
         if engine is not None:
             self._command(engine, Abort(request_id))
+
+    def _forget(self, request_id: str) -> _Engine | None:
+        """Forget a request; return the engine that has it. The lock is held."""
+        engine, number = self._owner.pop(request_id, (None, 0))
+        if engine is not None:
+            del engine.requests[request_id], engine.names[number]
+        return engine
 
     def query(self, what: QueryKind, timeout_s: float = 5.0) -> list[dict[str, Any]]:
         """Return one answer per living engine, in the order of the addresses.
@@ -298,12 +313,11 @@ class EngineClient:
             future.set_result(json.loads(message.body))
 
     def _deliver(self, engine: _Engine, message: Deltas) -> None:
-        for delta in message.deltas:
+        for delta in message.step.each(engine.names):
             with self._lock:
                 on_delta = engine.requests.get(delta.request_id)
                 if on_delta is not None and delta.finish_reason is not None:
-                    del engine.requests[delta.request_id]
-                    del self._owner[delta.request_id]
+                    self._forget(delta.request_id)
             if on_delta is not None:
                 self._tell(on_delta, delta)
 
@@ -323,10 +337,10 @@ class EngineClient:
         with self._lock:
             engine.dead_because = reason
             engine.link.is_lost = True
-            requests, engine.requests = engine.requests, {}
+            requests = dict(engine.requests)
             queries, engine.queries = engine.queries, {}
             for request_id in requests:
-                self._owner.pop(request_id, None)
+                self._forget(request_id)
         for request_id, on_delta in requests.items():
             self._tell(on_delta, failed(request_id, EngineDeadError(reason)))
         for future in queries.values():

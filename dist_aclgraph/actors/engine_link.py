@@ -89,6 +89,7 @@ class EngineLink:
                         "what is between them is lost"
                     )
                 self._received = message.number
+                _check(message)
             yield message
         else:
             return  # there may be more, which counts even if the connection has ended since
@@ -114,3 +115,10 @@ class EngineLink:
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(linger_ms)
+
+
+def _check(message: Deltas) -> None:
+    try:
+        message.step.check()
+    except NotAMessageError as e:
+        raise EngineDeadError(f"the engine has sent junk: {e}") from None

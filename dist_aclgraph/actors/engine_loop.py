@@ -16,7 +16,8 @@ from typing import Any
 from dist_aclgraph.actors.client_links import ClientLinks, Link
 from dist_aclgraph.actors.engine_report import LoopCounts, group_metrics, group_report
 from dist_aclgraph.actors.graph_changes import GraphChanges
-from dist_aclgraph.actors.messages import Submit, failed
+from dist_aclgraph.actors.messages import Submit
+from dist_aclgraph.actors.recipients import Recipients
 from dist_aclgraph.actors.step_channel import StepSender
 from dist_aclgraph.errors import (
     DistAclGraphError,
@@ -32,7 +33,7 @@ from dist_aclgraph.planning.traffic import Traffic
 from dist_aclgraph.scheduler.outputs import StepOutputs
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.scheduler import Scheduler
-from dist_aclgraph.steps.delta import RequestDelta
+from dist_aclgraph.steps.delta import last_words
 from dist_aclgraph.steps.step import StepPlan, StepResult
 
 STOPPING = "the deployment is stopping"
@@ -81,7 +82,7 @@ class EngineLoop:
         self._turn_timeout_s = turn_timeout_s
         self._changes = changes
         self._report = report
-        self._link_of: dict[str, Link] = {}
+        self._recipients = Recipients()
         self._seen_s = time.monotonic()  # when the loop last showed that it goes on
         self._failure = ""
         self._stopping = False
@@ -229,12 +230,12 @@ class EngineLoop:
             elif wish is not None:
                 self._abort(link, wish.request_id)
             else:
-                for request_id in [r for r, owner in self._link_of.items() if owner is link]:
-                    self._abort(link, request_id)
+                for request_id in self._recipients.remove_link(link):
+                    self._scheduler.abort(request_id)
 
     def _abort(self, link: Link, request_id: str) -> None:
-        if self._link_of.get(request_id) is link:
-            del self._link_of[request_id]
+        if self._recipients.is_owner(link, request_id):
+            self._recipients.remove(request_id)
             self._scheduler.abort(request_id)
 
     def _submit(self, link: Link, submit: Submit) -> None:
@@ -253,22 +254,14 @@ class EngineLoop:
             )
             self._scheduler.add(request)
         except DistAclGraphError as e:
-            self._links.send(link, [failed(submit.request_id, e)])
+            self._links.send(link, last_words(submit.number, e))
             return
-        self._link_of[submit.request_id] = link
+        request.key = self._recipients.add(submit.request_id, link, submit.number)
         self._num_tokens["prompt"] += request.num_prompt_tokens
 
     def _deliver(self, outputs: StepOutputs) -> None:
         """Send each client one message with the tokens of all its requests."""
-        by_link: defaultdict[Link, list[RequestDelta]] = defaultdict(list)
-        for delta in outputs:
-            link = self._link_of.get(delta.request_id)
-            if link is None:
-                continue
-            if delta.finish_reason is not None:
-                del self._link_of[delta.request_id]
-            by_link[link].append(delta)
-        for link, deltas in by_link.items():
+        for link, deltas in self._recipients.hand_out(outputs):
             self._links.send(link, deltas)
 
     def _serve_failure(self) -> None:
@@ -278,9 +271,8 @@ class EngineLoop:
         self._take(IDLE_S)
 
     def _end_requests(self, reason: str) -> None:
-        for request_id, link in self._link_of.items():
-            self._links.send(link, [failed(request_id, EngineDeadError(reason))])
-        self._link_of.clear()
+        for link, number in self._recipients.remove_all():
+            self._links.send(link, last_words(number, EngineDeadError(reason)))
 
     # ---- what clients may ask
 

@@ -9,14 +9,15 @@ takes its requests with it: the client ends them with an error, the engine abort
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from dist_aclgraph import errors
-from dist_aclgraph.steps.delta import RequestDelta
+from dist_aclgraph.steps.delta import RequestDelta, StepDeltas
 from dist_aclgraph.steps.step import RowSampling
 
+RequestNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 QueryKind = Literal["report", "metrics"]
 # Sent to a client and not confirmed by it: more means that it has stopped reading.
 MAX_UNREAD_BYTES = 128 << 20
@@ -40,9 +41,13 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
-    """A new request. ``sampling.seed`` is final: who submits has drawn one where none was given."""
+    """A new request. ``sampling.seed`` is final: who submits has drawn one where none was given.
+
+    ``number`` is what deltas call it; no other request of the connection has it meanwhile.
+    """
 
     request_id: str
+    number: RequestNumber
     prompt: bytes  # int32 [num_prompt_tokens]
     sampling: RowSampling
     max_tokens: int
@@ -69,7 +74,7 @@ class Deltas(msgspec.Struct, frozen=True, tag="deltas"):
     ``number`` counts them on each connection, from 1: a gap means that tokens are lost.
     """
 
-    deltas: tuple[RequestDelta, ...]
+    step: StepDeltas
     number: int
 
 

@@ -18,13 +18,14 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.environment import launch_blocking, visible_devices
 from dist_aclgraph.kv.cache_spec import KVCacheSpec
 from dist_aclgraph.planning.budget import StreamOffer, max_piecewise_sizes
+from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.commands import GraphCommand
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.exchange import ExchangeRule
 from dist_aclgraph.planning.memory import RankMemory
 from dist_aclgraph.planning.modes import GraphSupport, normalise_mode
 from dist_aclgraph.planning.plan import CaptureCost
-from dist_aclgraph.shapes.model_facts import read_model_facts
+from dist_aclgraph.shapes.model_facts import ModelFacts, read_model_facts
 from dist_aclgraph.shapes.model_spec import ModelSpec, read_model_spec
 from dist_aclgraph.topology import GroupRank, ParallelLayout, Ranks, WorldRank
 
@@ -41,20 +42,52 @@ NoteProgress = Callable[[int, int], None]  # layers loaded, layers in all
 def join_rank(
     config: Config, rank: WorldRank, group_rank: GroupRank, group_size: int, rendezvous: str
 ) -> JoinedRank:
-    """Open the device and join the lockstep group of ``group_size`` ranks at ``rendezvous``."""
+    """Open the device and join the lockstep group of ``group_size`` ranks at ``rendezvous``.
+
+    Raises:
+        ConfigError: the chip is not one of those that plans assume, or does not take what the
+            configuration wants.
+    """
     from dist_aclgraph.comm.groups import join_lockstep_group, make_groups
     from dist_aclgraph.device.npu import open_npu
 
     # In this process's environment, that of its node: nobody else can see it.
     normalise_mode(config.graph.mode, GraphSupport(), launch_blocking=launch_blocking())
-    npu = open_npu(config.device, rank)
+    facts = read_model_facts(config.model)
+    npu = open_npu(config.device, rank, deterministic=needs_fixed_sums(config, facts))
+    _check_chip(config, facts, npu, rank)
+    exchange = ExchangeRule.from_config(config, facts, npu.name)
     streams = StreamLedger(npu)
     if group_size > 1:
         join_lockstep_group(rendezvous, group_rank, group_size, config.timeouts.join_s)
-    layout = ParallelLayout.from_config(config.parallel).within_group
-    groups = make_groups(layout, group_rank)
+    buffer_mb = exchange.mc2_buffer_mb
+    layout = ParallelLayout.from_config(config.parallel, mc2=buffer_mb is not None).within_group
+    groups = make_groups(layout, group_rank, buffer_mb)
     streams.book("joining HCCL groups")
-    return JoinedRank(config, rank, group_rank, npu, groups, layout.domains_of(group_rank), streams)
+    domains = layout.domains_of(group_rank)
+    return JoinedRank(config, rank, group_rank, npu, groups, domains, exchange, streams)
+
+
+def _check_chip(config: Config, facts: ModelFacts, npu: Npu, rank: WorldRank) -> None:
+    chip, whose = Chip(npu.name, npu.cann), f"the NPU of rank {rank}"
+    if npu.kind == "emulated":
+        if config.device.emulator.strict:
+            chip.check(config, facts, whose)
+        return
+    chip.check_assumed(config, whose)
+    chip.check(config, facts, whose)
+
+
+def needs_fixed_sums(config: Config, facts: ModelFacts) -> bool:
+    """Whether collectives must give the same sum in every run and on every rank.
+
+    Ranks of a tensor parallel group route tokens, and accept drafts, each for itself: sums that
+    differ in the last bit would part them.
+    """
+    if config.device.deterministic is not None:
+        return config.device.deterministic
+    decides_itself = facts.moe or config.speculative.num_tokens > 0
+    return config.parallel.tp > 1 and decides_itself
 
 
 @dataclass(frozen=True)
@@ -67,14 +100,14 @@ class JoinedRank:
     npu: Npu
     groups: RankGroups
     domains: tuple[Ranks, ...]
+    exchange: ExchangeRule
     streams: StreamLedger
 
     def load(self, note_progress: NoteProgress) -> LoadedRank:
         """Load this rank's weights.
 
         Raises:
-            ConfigError: the device does not hold them, or no KV blocks beside them, or the wanted
-                exchange is not to be had.
+            ConfigError: the device does not hold them, or no KV blocks beside them.
         """
         from dist_aclgraph.engine.model_runner import TORCH_DTYPES
         from dist_aclgraph.models.checkpoint import Checkpoint
@@ -104,7 +137,6 @@ class JoinedRank:
     def _check_needs(self, spec: ModelSpec, free_bytes: int) -> None:
         """Refuse, before anything is read, what cannot be had or cannot fit by known bytes."""
         config, facts = self.config, read_model_facts(self.config.model)
-        ExchangeRule.from_config(config, facts, self.npu.name)
         # What HCCL takes is documented and not measured: no reason to refuse.
         memory = RankMemory.from_config(config, facts, spec, free_bytes, has_hccl_buffers=False)
         memory.check(config, f"the NPU of rank {self.rank}")
@@ -119,7 +151,13 @@ class JoinedRank:
         has_shared = spec.experts is not None and spec.experts.num_shared > 0
         side = SideStream() if has_shared and self.config.graph.overlap_shared_experts else None
         self.streams.book("side stream of shared experts, and the pool that all streams are of")
-        return ExpertSetup(self.groups, self.config.parallel.expert_capacity, side)
+        product = self.exchange.mc2.product if self.exchange.mc2 is not None else None
+        return ExpertSetup(
+            self.groups,
+            self.config.parallel.expert_capacity,
+            side,
+            mc2_sends_scales=product is not None and product.takes_scales,
+        )
 
 
 @dataclass(frozen=True)
@@ -147,9 +185,7 @@ class LoadedRank:
                 max_len=max_len,
                 graphs=graphs,
                 owns_output=joined.groups.tp.rank == 0,
-                choose_exchange=ExchangeRule.from_config(
-                    config, read_model_facts(config.model), joined.npu.name
-                ).choose,
+                choose_exchange=joined.exchange.choose,
             )
         joined.streams.book("main, update and capture streams")
         return RunningRank(joined, runner)
@@ -172,7 +208,7 @@ class RunningRank:
     def book_domains(self) -> None:
         """Before the offer: a domain takes its streams at its first collective."""
         sizes = " and ".join(str(len(ranks)) for ranks in self.joined.domains) or "no"
-        mode = self.joined.config.device.hccl_expansion
+        mode = self.joined.config.device.expansion
         self.joined.streams.book(f"HCCL domains of {sizes} ranks, expanded by {mode}")
 
     def offer(self) -> StreamOffer:

@@ -140,9 +140,8 @@ class Startup:
         # Run eagerly where no graph is captured.
         smallest = BatchDescriptor(query_len, 1, query_len, "FULL")
         largest = self._planner.largest_graphs or [smallest]
-        # The cache write of latent attention wants a slot for each row, padding or not.
-        rows = max((graph.num_tokens for graph in largest if graph.query_len), default=0)
-        num_blocks = max(TRIAL_BLOCKS, self._planner.cache_spec.blocks_for(rows))
+        # Padding, too, has a length of one: CANN 8.5 wants a block for each request.
+        num_blocks = max(TRIAL_BLOCKS, *(graph.num_reqs for graph in largest))
         group.workers.call(
             "make_runner",
             "NEGOTIATING",

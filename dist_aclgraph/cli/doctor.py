@@ -11,9 +11,20 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from dist_aclgraph.cli.ascend_versions import (
+    CANN_OF_TORCH_NPU,
+    DRIVER,
+    MIN_DRIVER,
+    is_driver_new_enough,
+    read_cann_version,
+    read_driver_version,
+)
+from dist_aclgraph.device import torch_build
+from dist_aclgraph.environment import ascend_toolkit, hccl_variables
+
 MIN_SHM_BYTES = 256 << 20
 PYTHONS = ((3, 11), (3, 12), (3, 13))
-PINNED = {"torch": "2.13.0", "torch-npu": "2.13.0", "ray": "2.60.0"}
+PINNED = {"torch": torch_build.VERSION, "torch-npu": "2.13.0", "ray": "2.60.0"}
 
 
 @dataclass(frozen=True)
@@ -29,7 +40,9 @@ class Finding:
 def examine() -> list[Finding]:
     """Return all findings; imports neither torch nor Ray, and starts nothing."""
     versions = [_package(name, wanted) for name, wanted in PINNED.items()]
-    return [_python(), *versions, _device(), _compiler(), _shared_memory(), _port(8000)]
+    packages = [_python(), *versions, _torch_build()]
+    ascend = [_cann(), _driver(), _hccl()] if _npus() else []
+    return [*packages, _device(), *ascend, _compiler(), _shared_memory(), _port(8000)]
 
 
 def _python() -> Finding:
@@ -52,10 +65,48 @@ def _pip_install(name: str, wanted: str) -> str:
     return f"{sys.executable} -m pip install {name}=={wanted}"
 
 
+def _npus() -> list[str]:
+    return sorted(path.name for path in Path("/dev").glob("davinci[0-9]*"))
+
+
+def _cann() -> Finding:
+    wanted = CANN_OF_TORCH_NPU[PINNED["torch-npu"]]
+    toolkit = ascend_toolkit()
+    found = read_cann_version(toolkit)
+    line = wanted.rpartition(".")[0]
+    return Finding(
+        "CANN",
+        found is not None and found.startswith(line),
+        f"{found or 'none'} in {toolkit}",
+        f"install CANN {wanted}, toolkit and operators of your chip, and source its set_env.sh",
+    )
+
+
+def _driver() -> Finding:
+    found = read_driver_version()
+    wanted = ".".join(map(str, MIN_DRIVER))
+    return Finding(
+        "driver",
+        found is not None and is_driver_new_enough(found),
+        found or f"no {DRIVER}",
+        f"install an Ascend driver from {wanted} on, and mount {DRIVER.parent} into containers",
+    )
+
+
+def _hccl() -> Finding:
+    told = ", ".join(f"{name}={value}" for name, value in sorted(hccl_variables().items()))
+    return Finding("HCCL", True, told or "nothing set; device.hccl_* of the configuration sets it")
+
+
+def _torch_build() -> Finding:
+    cuda = torch_build.cuda_version()
+    found = f"for CUDA {cuda}, beside which torch_npu cannot be loaded" if cuda else "for CPUs"
+    return Finding("torch build", not cuda, found, f"{sys.executable} -m {torch_build.REMEDY}")
+
+
 def _device() -> Finding:
-    devices = sorted(Path("/dev").glob("davinci[0-9]*"))
-    if devices:
-        return Finding("device", True, f"{len(devices)} NPUs: {', '.join(d.name for d in devices)}")
+    if devices := _npus():
+        return Finding("device", True, f"{len(devices)} NPUs: {', '.join(devices)}")
     from dist_aclgraph.device import emulator
 
     if emulator.is_built():
@@ -68,7 +119,7 @@ def _compiler() -> Finding:
     from dist_aclgraph.device.emulator import missing_tools
 
     missing = " and no ".join(missing_tools())
-    if missing and any(Path("/dev").glob("davinci[0-9]*")):
+    if missing and _npus():
         return Finding("compiler", True, f"no {missing}; with NPUs none is needed")
     remedy = "install g++ and make (Debian, Ubuntu: apt-get install g++ make)"
     found = f"no {missing}" if missing else str(shutil.which("g++"))

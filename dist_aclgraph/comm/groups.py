@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dist_aclgraph.device.npu import translated
+from dist_aclgraph.device.npu import hccl_options, translated
 from dist_aclgraph.topology import GroupKind, ParallelLayout
 
 
@@ -77,12 +77,10 @@ class CommGroup:
     def hccl_name(self) -> str:
         """HCCL's name of the communicator, for operators that communicate by themselves.
 
-        Collective where it is asked for first, outside captures: HCCL makes a communicator when it
-        is used.
+        Makes the communicator, for which all members must ask, outside captures; nothing is sent.
         """
-        device = torch.device("npu")
-        dist.all_reduce(torch.ones(1, device=device), group=self.handle)
-        return str(self.handle._get_backend(device).get_hccl_comm_name(self.rank))
+        backend = self.handle._get_backend(torch.device("npu"))
+        return str(backend.get_hccl_comm_name(self.rank))
 
 
 @dataclass(frozen=True)
@@ -92,12 +90,15 @@ class RankGroups:
     Attributes:
         tp: ranks that share each layer; ``ep``: ranks that share the experts, a group of one where
             every tensor parallel group has them all.
+        mc2: the ranks of ``ep`` again, for operators that communicate inside their kernel; None
+            where there are none.
         dp_rank: which of its lockstep group's batches the rank runs.
     """
 
     tp: CommGroup
     ep: CommGroup
     dp_rank: int = 0
+    mc2: CommGroup | None = None
 
 
 ALONE = CommGroup((0,), 0)
@@ -127,17 +128,19 @@ def join_lockstep_group(rendezvous: str, rank: int, size: int, timeout_s: float)
         )
 
 
-def make_groups(layout: ParallelLayout, rank: int) -> RankGroups:
-    """Return the groups of ``rank``; groups of the same ranks share one communicator.
+def make_groups(layout: ParallelLayout, rank: int, mc2_buffer_mb: int | None = None) -> RankGroups:
+    """Return the groups of ``rank``; groups of the same ranks share one communicator, but MC2's.
 
     Collective: every rank of the world calls it.
 
     Args:
         layout: of the lockstep group, see ``ParallelLayout.within_group``.
         rank: within the lockstep group.
+        mc2_buffer_mb: HCCL's buffer of MC2's domain, if ``layout`` has one.
     """
     handles: dict[tuple[int, ...], Any] = {}
-    for members in layout.domains:
+    shared = len(layout.domains) - len(layout.mc2_domains)
+    for members in layout.domains[:shared]:
         is_world = len(members) == layout.world_size
         handles[members] = dist.group.WORLD if is_world else dist.new_group(list(members))
 
@@ -145,4 +148,18 @@ def make_groups(layout: ParallelLayout, rank: int) -> RankGroups:
         members = layout.group_of(kind, rank)
         return CommGroup(members, members.index(rank), handles.get(members))
 
-    return RankGroups(group_of("tp"), group_of("ep"), layout.coordinates(rank).dp)
+    mc2 = None
+    for members in layout.mc2_domains:
+        handle = _new_group_with_buffer(members, mc2_buffer_mb)
+        if rank in members:
+            mc2 = CommGroup(members, members.index(rank), handle)
+    groups = RankGroups(group_of("tp"), group_of("ep"), layout.coordinates(rank).dp, mc2)
+    if mc2 is not None:
+        assert mc2.hccl_name  # made here, where all members are
+    return groups
+
+
+def _new_group_with_buffer(members: tuple[int, ...], buffer_mb: int | None) -> Any:
+    """Make a process group whose communicator has a buffer of its own size."""
+    options = None if buffer_mb is None else hccl_options(buffer_mb)
+    return dist.new_group(list(members), pg_options=options)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from dist_aclgraph.device.torch_build import check_torch
 from dist_aclgraph.environment import (
     build_environment,
     cache_directory,
@@ -50,6 +51,7 @@ _QUOTED_LINES = 40
 OnProgress = Callable[[int, int, str], None]
 
 _loaded_settings: dict[str, str] | None = None
+_is_preloaded = False
 
 
 def is_built() -> bool:
@@ -83,8 +85,9 @@ def build(progress: OnProgress | None = None) -> Path:
     with _one_builder():
         if not is_built():
             _STAMP.unlink(missing_ok=True)
+            fingerprint = _fingerprint()  # of the sources that are compiled, not of later ones
             _make(progress)
-            _STAMP.write_text(_fingerprint())
+            _STAMP.write_text(fingerprint)
     return BUILD
 
 
@@ -102,7 +105,7 @@ def load(settings: Mapping[str, str | int | bool]) -> None:
     Raises:
         EmulatorBuildError: as ``build``.
         DeviceError: a setting is unknown or out of range; torch_npu is loaded already, or the
-            emulator is with other settings.
+            emulator is with other settings; torch is built for CUDA.
     """
     global _loaded_settings
     wanted = {key: _as_text(value) for key, value in settings.items()}
@@ -110,20 +113,42 @@ def load(settings: Mapping[str, str | int | bool]) -> None:
         if wanted != _loaded_settings:
             raise DeviceError(f"the emulator is loaded with {_loaded_settings}, asked for {wanted}")
         return
-    if "torch_npu" in sys.modules:
+    if "torch_npu" in sys.modules and not _is_preloaded:
         raise DeviceError("torch_npu is imported already: load the emulator before it")
+    _configure(_load_runtime(), wanted)
+    _load_torch()
+    _loaded_settings = wanted
+
+
+def preload() -> None:
+    """Load all but the settings, and touch no device: ``load`` in a forked process is short then.
+
+    Raises:
+        EmulatorBuildError: as ``build``.
+        DeviceError: a library cannot be loaded.
+    """
+    global _is_preloaded
+    _load_runtime()
+    _load_torch()
+    _is_preloaded = True
+
+
+def _load_runtime() -> ctypes.CDLL:
+    """Return the library that holds the settings; torch's libraries come behind these."""
+    check_torch()
     folder = build()
     runtime, *_ = [_preload(folder, name) for name in _BEFORE_TORCH]
-    _configure(runtime, wanted)
+    return runtime
+
+
+def _load_torch() -> None:
     # torch would otherwise import torch_npu by itself, before the libraries below are there.
     disable_backend_autoload()
     import torch  # noqa: F401
 
     for name in _AFTER_TORCH:
-        _preload(folder, name)
+        _preload(BUILD, name)
     import torch_npu  # noqa: F401
-
-    _loaded_settings = wanted
 
 
 def counters(device: int | None = None) -> dict[str, int]:
@@ -206,7 +231,9 @@ def _processor_features() -> str:
 
 def _make(progress: OnProgress | None) -> None:
     command = ["make", "-C", str(SOURCES), "--no-print-directory", f"PYTHON={sys.executable}"]
-    command.append(f"B={BUILD}")
+    # Dependencies name the file that has them: in a clone it must have the name that make gives it.
+    if SOURCES / "build" != BUILD:
+        command.append(f"B={BUILD}")
     environment = build_environment()
     plan = subprocess.run([*command, "-n"], capture_output=True, text=True, env=environment)
     total = sum(line.startswith("echo ") for line in plan.stdout.splitlines())

@@ -37,10 +37,11 @@ def emulator_settings(config: DeviceConfig, rank: int) -> dict[str, str | int | 
         "hbm_mb": emulated.memory_mb_by_rank.get(rank, emulated.memory_mb),
         "kernels": emulated.kernels,
         "accounting": emulated.accounting,
-        "hccl_expansion": config.hccl_expansion,
+        "hccl_expansion": config.expansion,
         "soc": emulated.soc,
         "cann": emulated.cann,
         "wait_s": emulated.wait_s,
+        "trace": emulated.trace,
     }
     fault = emulated.fault
     if fault.op and fault.rank in (None, rank):

@@ -19,6 +19,8 @@ from dist_aclgraph.config import DeviceConfig
 from dist_aclgraph.device import emulator
 from dist_aclgraph.device.failures import device_error
 from dist_aclgraph.device.kind import DeviceKind, emulator_settings, resolve_kind
+from dist_aclgraph.device.torch_build import check_torch
+from dist_aclgraph.environment import prepare_device
 from dist_aclgraph.errors import DeviceError
 
 # Seen on 910C with CANN 9.0: so many creations succeed, then 207005.
@@ -59,6 +61,11 @@ class Npu:
     @property
     def name(self) -> str:
         return str(runtime().get_device_name(0))
+
+    @property
+    def cann(self) -> str:
+        """Version of CANN, e.g. 9.1.0; empty where torch_npu cannot tell."""
+        return str(runtime().get_cann_version())
 
     @property
     def description(self) -> str:
@@ -144,13 +151,18 @@ class Npu:
         return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
 
 
-def open_npu(config: DeviceConfig, rank: int) -> Npu:
+def open_npu(config: DeviceConfig, rank: int, *, deterministic: bool = False) -> Npu:
     """Load torch_npu on the device that ``config`` means and return it.
 
+    Args:
+        deterministic: whether collectives sum in a fixed order.
+
     Raises:
-        DeviceError: no such device, or its runtime did not start.
+        DeviceError: no such device, its runtime did not start, or torch is built for CUDA.
     """
+    check_torch()
     kind = resolve_kind(config.kind)
+    prepare_device(config, is_npu=kind == "npu", deterministic=deterministic)
     if kind == "emulated":
         emulator.load(emulator_settings(config, rank))
     else:
@@ -286,6 +298,15 @@ class GraphPool:
         self._num_graphs -= 1
         if self._num_graphs == 0:
             self.handle = runtime().graph_pool_handle()
+
+
+def hccl_options(buffer_mb: int) -> Any:
+    """Return options of a process group whose communicators have buffers of so many MB."""
+    from torch_npu._C._distributed_c10d import ProcessGroupHCCL
+
+    options = ProcessGroupHCCL.Options()
+    options.hccl_config = {"hccl_buffer_size": buffer_mb}
+    return options
 
 
 def external_event() -> Any:

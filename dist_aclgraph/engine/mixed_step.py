@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.graphs.device_step import DeviceStep, DraftInputs
 from dist_aclgraph.ints import IntArray, unpack_ints
+from dist_aclgraph.packing import pack_parts
 from dist_aclgraph.steps.draft_places import PADDING_SLOT
 from dist_aclgraph.steps.host_step import HostStep
 from dist_aclgraph.steps.step import StepPlan
@@ -96,6 +96,10 @@ def _pad(array: IntArray, length: int, value: int) -> IntArray:
 
 
 def _upload(npu: Npu, arrays: Sequence[IntArray]) -> list[Tensor]:
-    flat = npu.upload(np.concatenate([array.ravel() for array in arrays], dtype=np.int32))
-    parts = torch.split(flat, [array.size for array in arrays])
-    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+    """Send arrays in one copy; return them on the device, each on an aligned place."""
+    parts, size = pack_parts(array.size for array in arrays)
+    packed = np.zeros(size, np.int32)
+    for part, array in zip(parts, arrays, strict=True):
+        packed[part] = array.ravel()
+    flat = npu.upload(packed)
+    return [flat[part].view(array.shape) for part, array in zip(parts, arrays, strict=True)]

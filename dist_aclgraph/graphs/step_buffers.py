@@ -1,15 +1,14 @@
 """The persistent inputs and outputs of graphs, allocated once at the largest size.
 
-A graph's integers lie packed at the front of one buffer: tokens, positions, slots, last tokens. So
-a step sends exactly the live part and what padding demands, in one copy, and one more for the block
-table when it changed. Where all tokens are sampled, rows and slots of drafts lie in place of the
+A graph's integers lie at the front of one buffer, each array on an aligned place: tokens,
+positions, slots, last tokens. So a step sends them in one copy, and the block table in one more
+when it changed. Where all tokens are sampled, rows and slots of drafts lie in place of the
 last tokens. Padding: token 0, position 0, slot -1 (written nowhere), last token 0, the spare row,
 no draft accepted, and block 0, the dummy block that no request owns.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,11 @@ import torch
 from dist_aclgraph.device.npu import Npu, runtime
 from dist_aclgraph.graphs.device_step import DeviceStep, DraftInputs
 from dist_aclgraph.ints import IntArray
+from dist_aclgraph.packing import pack_parts
 from dist_aclgraph.planning.buckets import BufferSizes
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.steps.draft_places import PADDING_SLOT, DraftPlaces
-from dist_aclgraph.steps.host_step import NO_STEP, HostStep
+from dist_aclgraph.steps.host_step import NO_INTS, NO_STEP, HostStep
 
 
 class StepBuffers:
@@ -56,7 +56,7 @@ class StepBuffers:
         max_tokens, max_reqs, max_samples = largest
         self._max_reqs = max_reqs
         self._num_drafts, self._spare_row = num_drafts, spare_row
-        size = 3 * max_tokens + max_reqs * (2 + 2 * num_drafts)
+        _, size = pack_parts([max_tokens] * 3 + [max_reqs, max_reqs, max_reqs * 2 * num_drafts])
         self._inputs = torch.zeros(size, dtype=torch.int32, device=device)
         self._block_table = torch.zeros((max_reqs, max_blocks), dtype=torch.int32, device=device)
         self.logits = torch.zeros((max_samples, vocab_size), dtype=dtype, device=device)
@@ -85,21 +85,16 @@ class StepBuffers:
         """
         if not self._is_read:
             self._copied.synchronize()
-        n, bucket, size = step.num_tokens, graph.num_tokens, self._size(graph)
-        inputs = self._inputs_np
-        for start, values, padding in (
-            (0, step.token_ids, 0),
-            (bucket, step.positions, 0),
-            (2 * bucket, step.slots, PADDING_SLOT),
-        ):
-            inputs[start : start + n] = values
-            inputs[start + n : start + bucket] = padding
+        parts, size = pack_parts(self._sizes(graph))
+        token_ids, positions, slots, *rest = (self._inputs_np[part] for part in parts)
+        _fill(token_ids, step.token_ids, 0)
+        _fill(positions, step.positions, 0)
+        _fill(slots, step.slots, PADDING_SLOT)
         if self._verifies(graph):
-            self._write_drafts(inputs[3 * bucket : size], graph.num_reqs, step.drafts)
+            self._write_drafts(rest, step.drafts)
         else:
-            end = 3 * bucket + len(step.places)
-            inputs[3 * bucket : end] = step.places
-            inputs[end:size] = 0
+            # With drafts there may be more, behind pieces: those places come with the eager rest.
+            _fill(rest[0], step.places[: len(rest[0])], 0)
         self._inputs[:size].copy_(self._inputs_cpu[:size], non_blocking=True)
         num_rows = len(step.block_table)
         if self._update_block_table(num_rows, step.block_table):
@@ -124,41 +119,35 @@ class StepBuffers:
         return self._views[graph]
 
     def _make_views(self, graph: BatchDescriptor) -> DeviceStep:
-        bucket, packed = graph.num_tokens, self._inputs
-        rest = packed[3 * bucket : self._size(graph)]
-        inputs = DeviceStep(
-            packed[:bucket],
-            packed[bucket : 2 * bucket],
-            packed[2 * bucket : 3 * bucket],
-            self._block_table[: self._reqs_of(graph)],
-            rest,
-        )
+        parts, _ = pack_parts(self._sizes(graph))
+        token_ids, positions, slots, *rest = (self._inputs[part] for part in parts)
+        block_table = self._block_table[: self._reqs_of(graph)]
         if not self._verifies(graph):
-            return inputs
-        every, n = self._every_token[:bucket], graph.num_reqs
-        positions = inputs.positions.view(n, graph.query_len)
-        drafts = DraftInputs(rest[:n], rest[n : 2 * n], positions, rest[2 * n :].view(n, -1), every)
-        return replace(inputs, places=every, drafts=drafts)
+            return DeviceStep(token_ids, positions, slots, block_table, rest[0])
+        every, n = self._every_token[: graph.num_tokens], graph.num_reqs
+        rows, most, draft_slots = rest
+        by_request = positions.view(n, graph.query_len)
+        drafts = DraftInputs(rows, most, by_request, draft_slots.view(n, -1), every)
+        return DeviceStep(token_ids, positions, slots, block_table, every, drafts)
 
     def _verifies(self, graph: BatchDescriptor) -> bool:
         return self._num_drafts > 0 and graph.query_len == self._num_drafts + 1
 
-    def _write_drafts(self, packed: IntArray, num_reqs: int, drafts: DraftPlaces | None) -> None:
+    def _write_drafts(self, parts: list[IntArray], drafts: DraftPlaces | None) -> None:
         """Fill rows, most and slots, each padded to the requests of a graph."""
-        live = 0 if drafts is None else len(drafts.rows)
-        rows, most = packed[:num_reqs], packed[num_reqs : 2 * num_reqs]
-        slots = packed[2 * num_reqs :].reshape(num_reqs, -1)
-        rows[live:], most[live:], slots[live:] = self._spare_row, 0, PADDING_SLOT
-        if drafts is not None:
-            rows[:live], most[:live], slots[:live] = drafts.rows, drafts.most, drafts.slots
+        rows, most, slots = parts
+        _fill(rows, NO_INTS if drafts is None else drafts.rows, self._spare_row)
+        _fill(most, NO_INTS if drafts is None else drafts.most, 0)
+        _fill(slots, NO_INTS if drafts is None else drafts.slots.ravel(), PADDING_SLOT)
 
     def _reqs_of(self, graph: BatchDescriptor) -> int:
         # Pieces hold no attention: any number of requests goes with them.
         return graph.num_reqs or min(graph.num_tokens, self._max_reqs)
 
-    def _size(self, graph: BatchDescriptor) -> int:
-        per_request = 2 + 2 * self._num_drafts if self._verifies(graph) else 1
-        return 3 * graph.num_tokens + per_request * self._reqs_of(graph)
+    def _sizes(self, graph: BatchDescriptor) -> list[int]:
+        """Return the sizes of a graph's arrays, in their order."""
+        tokens, n = [graph.num_tokens] * 3, self._reqs_of(graph)
+        return [*tokens, n, n, n * 2 * self._num_drafts] if self._verifies(graph) else [*tokens, n]
 
     def _update_block_table(self, n: int, block_table: IntArray) -> bool:
         """Bring the pinned twin up to date; say whether anything changed."""
@@ -171,3 +160,8 @@ class StepBuffers:
         # Rows that were live before and are padding now must name the dummy block again.
         self._block_table_np[n : self._written_rows] = 0
         return True
+
+
+def _fill(array: IntArray, values: IntArray, padding: int) -> None:
+    array[: len(values)] = values
+    array[len(values) :] = padding

@@ -41,11 +41,13 @@ class ExpertSetup:
     Attributes:
         capacity_factor: room of an all-to-all, see ``expert_capacity``.
         side: where shared experts run beside the routed ones; None: before them.
+        mc2_sends_scales: see ``Mc2``.
     """
 
     groups: RankGroups
     capacity_factor: float = 2.0
     side: SideStream | None = None
+    mc2_sends_scales: bool = False
 
 
 @dataclass(frozen=True)

@@ -99,9 +99,12 @@ class LatentAttention:
         self, kv: Tensor, rope: tuple[Tensor, Tensor], cache: LatentCache, slots: Tensor
     ) -> None:
         n = len(kv)
-        cos, sin = (table[:n].view(1, 1, n, -1) for table in rope)
+        # Each token a sequence of its own, as the field does. The operator wants a block for each
+        # sequence; where there are fewer, all tokens are one, which its document allows, too.
+        rows = (n, 1, 1) if n <= len(cache.latents) else (1, 1, n)
+        cos, sin = (table[:n].view(*rows, -1) for table in rope)
         torch.ops.npu.npu_kv_rmsnorm_rope_cache(
-            kv.view(1, 1, n, -1),
+            kv.view(*rows, -1),
             self.norm,
             cos,
             sin,

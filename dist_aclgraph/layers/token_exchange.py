@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dist_aclgraph.comm.groups import CommGroup
+from dist_aclgraph.comm.groups import CommGroup, RankGroups
 from dist_aclgraph.layers.local_experts import COUNTS, LocalExperts
 from dist_aclgraph.planning.exchange import expert_capacity
 from dist_aclgraph.topology import ExchangeKind
@@ -118,10 +118,15 @@ class Mc2:
 
     ``npu_moe_distribute_dispatch_v2`` and ``npu_moe_distribute_combine_v2``; the limits of both are
     checked when the deployment is planned.
+
+    Attributes:
+        group: of MC2 alone.
+        sends_scales: whether the operators of this chip take the weights along.
     """
 
     group: CommGroup
     local: LocalExperts
+    sends_scales: bool
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, tally: Tensor | None) -> Tensor:
         npu = torch.ops.npu
@@ -136,8 +141,13 @@ class Mc2:
             self.local.num_experts,
         )
         is_live = is_padding.logical_not()
-        rows, _, origins, counts, received, _, _ = npu.npu_moe_distribute_dispatch_v2(
-            x, experts, *domain, x_active_mask=is_live, expert_token_nums_type=COUNTS
+        rows, _, origins, counts, received, _, scales = npu.npu_moe_distribute_dispatch_v2(
+            x,
+            experts,
+            *domain,
+            x_active_mask=is_live,
+            expert_scales=weights if self.sends_scales else None,
+            expert_token_nums_type=COUNTS,
         )
         y: Tensor = npu.npu_moe_distribute_combine_v2(
             self.local.compute(rows, counts, tally),
@@ -147,20 +157,25 @@ class Mc2:
             weights,
             *domain,
             x_active_mask=is_live,
+            expand_scales=scales if self.sends_scales else None,
         )
         # The operator does not write rows of padding: a NaN there would spread to other rows.
         return y.masked_fill_(is_padding.unsqueeze(1), 0)
 
 
 def make_exchanges(
-    group: CommGroup, local: LocalExperts, factor: float
+    groups: RankGroups, local: LocalExperts, factor: float, *, mc2_sends_scales: bool
 ) -> Mapping[ExchangeKind, Exchange]:
-    """Return all exchanges of an expert parallel group."""
-    return {
-        "all_gather": AllGather(group, local),
-        "all_to_all": AllToAll(group, local, factor),
-        "mc2": Mc2(group, local),
+    """Return the exchanges of an expert parallel group: none of one rank; MC2 if it has a group."""
+    if groups.ep.size == 1:
+        return {}
+    exchanges: dict[ExchangeKind, Exchange] = {
+        "all_gather": AllGather(groups.ep, local),
+        "all_to_all": AllToAll(groups.ep, local, factor),
     }
+    if groups.mc2 is not None:
+        exchanges["mc2"] = Mc2(groups.mc2, local, mc2_sends_scales)
+    return exchanges
 
 
 def pack(x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:

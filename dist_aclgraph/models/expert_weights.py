@@ -45,7 +45,9 @@ def load_experts(
         _load_router(slices, experts, hidden, f"{prefix}.gate"),
         local,
         setup.groups,
-        make_exchanges(ep, local, setup.capacity_factor) if ep.size > 1 else {},
+        make_exchanges(
+            setup.groups, local, setup.capacity_factor, mc2_sends_scales=setup.mc2_sends_scales
+        ),
         _load_shared(slices, experts, hidden, f"{prefix}.shared_experts"),
     )
 

@@ -101,8 +101,8 @@ class ExchangeRule:
                 hidden=facts.hidden_size,
                 element_bytes=4 if config.dtype == "float32" else 2,
                 device=device,
-                expansion=config.device.hccl_expansion,
-                buffer_mb=config.device.hccl_buffer_mb,
+                expansion=config.device.expansion,
+                buffer_mb=config.device.mc2_buffer_mb,
             )
         rule = cls(
             tp=parallel.tp,
@@ -163,6 +163,16 @@ class ExchangeRule:
             else:
                 found.append(Stretch(first, last, decision))
         return found
+
+    @property
+    def mc2_buffer_mb(self) -> int | None:
+        """HCCL's buffer in MB of the domain that MC2 has for itself; None where nothing uses it."""
+        if self.mc2 is None:
+            return None
+        last = max((s.last for s in self.stretches() if s.decision.kind == "mc2"), default=None)
+        if last is None:
+            return None
+        return self.mc2.buffer_mb or self.mc2.needed_mb(-(-last // self.tp))
 
     def _saved_bytes(self, gathered: int, sent: float) -> float:
         """What a rank need not receive in one layer, there and back, if each other rank sends it

@@ -42,6 +42,7 @@ class Product:
         max_rows: tokens of one rank.
         hidden_sizes: widths of a token.
         pays_from_ep, pays_to_local: ranks, and experts of a rank, for which the field takes MC2.
+        takes_scales: whether the weights of experts travel with the tokens, and back.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Product:
     hidden_sizes: range
     pays_from_ep: int = 2
     pays_to_local: int = MAX_EXPERTS
+    takes_scales: bool = False
 
 
 PRODUCTS = (
@@ -62,6 +64,7 @@ PRODUCTS = (
         range(32, 7168 + 1, 32),
         pays_from_ep=16,
         pays_to_local=24,
+        takes_scales=True,
     ),
     Product("A3", "Ascend910_93", frozenset(range(2, 769)), 512, range(1024, 8192 + 1)),
 )
@@ -74,7 +77,7 @@ class Mc2:
     Attributes:
         element_bytes: of activations.
         device: name of the chip.
-        buffer_mb: HCCL's buffer.
+        buffer_mb: HCCL's buffer of MC2's own domain; None is what a batch needs.
     """
 
     ep: int
@@ -84,7 +87,7 @@ class Mc2:
     element_bytes: int
     device: str
     expansion: HcclExpansion
-    buffer_mb: int
+    buffer_mb: int | None = None
 
     @cached_property
     def product(self) -> Product | None:
@@ -98,6 +101,10 @@ class Mc2:
     def max_rows(self) -> int:
         """Most tokens of one rank that the operators take, whatever the buffer."""
         return self.product.max_rows if self.product else 0
+
+    def needed_mb(self, num_rows: int) -> int:
+        """Return the buffer in MB that batches of so many tokens of one rank need."""
+        return mc2_buffer_mb(num_rows, self.hidden, self.ep, self.num_local, self.top_k)
 
     def obstacle(self, num_rows: int) -> str | None:
         """Return why ``num_rows`` tokens of each rank cannot travel so, None where they can."""
@@ -139,9 +146,9 @@ class Mc2:
             )
         if num_rows > product.max_rows:
             yield f"{num_rows} tokens of one rank; {product.name} takes {product.max_rows}"
-        needed = mc2_buffer_mb(num_rows, self.hidden, self.ep, self.num_local, self.top_k)
-        if needed > self.buffer_mb:
+        needed = self.needed_mb(num_rows)
+        if self.buffer_mb is not None and needed > self.buffer_mb:
             yield (
-                f"device.hccl_buffer_mb is {self.buffer_mb}; {num_rows} tokens of one rank need "
+                f"device.mc2_buffer_mb is {self.buffer_mb}; {num_rows} tokens of one rank need "
                 f"{needed}"
             )

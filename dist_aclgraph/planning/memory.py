@@ -13,6 +13,7 @@ from typing import NamedTuple
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.kv.cache_spec import DTYPE_BYTES, KVCacheSpec, how_to_shrink_weights
+from dist_aclgraph.packing import aligned
 from dist_aclgraph.planning.buckets import (
     BufferSizes,
     buffer_sizes,
@@ -62,6 +63,7 @@ class RankMemory:
         device_bytes: int,
         *,
         has_hccl_buffers: bool,
+        mc2_buffer_mb: int | None = None,
     ) -> RankMemory:
         """Return the account of a rank.
 
@@ -70,9 +72,10 @@ class RankMemory:
             device_bytes: in all, or what is free before anything is loaded.
             has_hccl_buffers: whether HCCL's buffers are yet to come out of ``device_bytes``; on the
                 emulator they are not of the device.
+            mc2_buffer_mb: of the domain that MC2 has for itself; None where there is none.
         """
         parallel = config.parallel
-        hccl = _hccl_buffers(config) if has_hccl_buffers else ()
+        hccl = _hccl_buffers(config, mc2_buffer_mb) if has_hccl_buffers else ()
         if spec is None:
             files = MemoryPart("weights", facts.weight_bytes // parallel.tp, "its files over tp")
             return cls(device_bytes=device_bytes, parts=(files, *hccl))
@@ -131,21 +134,27 @@ class RankMemory:
             )
 
 
-def _hccl_buffers(config: Config) -> tuple[MemoryPart, ...]:
-    """One part for the communication domains of a rank, of which each rank has as many."""
+def _hccl_buffers(config: Config, mc2_buffer_mb: int | None) -> tuple[MemoryPart, ...]:
+    """Parts for the communication domains of a rank, of which each rank has as many."""
     domains = ParallelLayout.from_config(config.parallel).domains_of(0)
     if not domains:
         return ()
     mb = config.device.hccl_buffer_mb
     sizes = " and ".join(str(len(domain)) for domain in domains)
-    return (
-        MemoryPart(
-            "HCCL buffers",
-            len(domains) * BUFFERS_OF_A_DOMAIN * mb * MIB,
-            f"{BUFFERS_OF_A_DOMAIN} x {mb} MiB for each domain, of {sizes} ranks; as documented, "
-            "not measured",
-        ),
+    documented = "as documented, not measured"
+    shared = MemoryPart(
+        "HCCL buffers",
+        len(domains) * BUFFERS_OF_A_DOMAIN * mb * MIB,
+        f"{BUFFERS_OF_A_DOMAIN} x {mb} MiB for each domain, of {sizes} ranks; {documented}",
     )
+    if mc2_buffer_mb is None:
+        return (shared,)
+    own = MemoryPart(
+        "MC2 buffers",
+        BUFFERS_OF_A_DOMAIN * mc2_buffer_mb * MIB,
+        f"{BUFFERS_OF_A_DOMAIN} x {mc2_buffer_mb} MiB for the domain of its own; {documented}",
+    )
+    return shared, own
 
 
 def _largest_graphs(config: Config) -> BufferSizes:
@@ -168,7 +177,8 @@ def _step_buffers(
     width = KVCacheSpec.from_config(config, facts).blocks_for(max_len + 2 * k)
     outputs = largest.num_samples * (spec.vocab_size + (spec.hidden_size if k else 0))
     tables = 2 * max_len * (spec.latent.rope_dim if spec.latent else spec.head_dim)
-    inputs = largest.num_reqs * width + 4 * largest.num_tokens
+    by_request = 2 * aligned(largest.num_reqs) + aligned(2 * k * largest.num_reqs)
+    inputs = largest.num_reqs * width + 3 * aligned(largest.num_tokens) + by_request
     counts = config.scheduler.max_num_seqs * spec.vocab_size
     return (
         MemoryPart(

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 import numpy as np
+import numpy.typing as npt
 
-from dist_aclgraph.ints import INT_BYTES, IntArray, pack_ints
+from dist_aclgraph.ints import IntArray, pack_ints
 from dist_aclgraph.scheduler.request import Request
-from dist_aclgraph.steps.delta import FinishReason, RequestDelta
+from dist_aclgraph.steps.delta import FinishReason, Note, RequestDelta, StepDeltas
 from dist_aclgraph.steps.step import RowLogprobs
+
+NO_INTS: IntArray = np.empty(0, np.int32)
+Places = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True)
@@ -19,15 +24,19 @@ class StepOutputs:
 
     Attributes:
         requests: [num_reqs].
+        keys: [num_reqs], of the requests.
         token_ids: [num_new], request by request.
         ends: [num_reqs], where each request's tokens end; None is one token each.
+        firsts: [n], indices of requests that got their first tokens.
         finish_reasons: of the requests that are over, by index.
         logprobs: [num_new], or empty where nobody asked.
     """
 
     requests: Sequence[Request] = ()
-    token_ids: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
+    keys: IntArray = field(default_factory=lambda: NO_INTS)
+    token_ids: IntArray = field(default_factory=lambda: NO_INTS)
     ends: IntArray | None = None
+    firsts: Places = field(default_factory=lambda: np.empty(0, np.intp))
     finish_reasons: Mapping[int, FinishReason] = field(default_factory=dict)
     logprobs: tuple[RowLogprobs | None, ...] = ()
 
@@ -40,8 +49,10 @@ class StepOutputs:
         firsts = np.cumsum([0, *(len(part) for part in parts)]).tolist()
         return cls(
             [request for part in parts for request in part.requests],
+            np.concatenate([part.keys for part in parts]),
             np.concatenate([part.token_ids for part in parts]),
             np.concatenate([part.each_end + at for part, at in zip(parts, offsets, strict=False)]),
+            np.concatenate([part.firsts + at for part, at in zip(parts, firsts, strict=False)]),
             {
                 first + index: reason
                 for first, part in zip(firsts, parts, strict=False)
@@ -70,16 +81,52 @@ class StepOutputs:
         return len(self.requests)
 
     def __iter__(self) -> Iterator[RequestDelta]:
-        data = pack_ints(self.token_ids)
-        start = 0
-        for index, (request, end) in enumerate(
-            zip(self.requests, self.each_end.tolist(), strict=True)
-        ):
-            yield RequestDelta(
-                request.request_id,
-                data[start * INT_BYTES : end * INT_BYTES],
-                self.finish_reasons.get(index),
-                self.logprobs[start:end],
-                max(0, request.num_cached_tokens),
-            )
-            start = end
+        names = {index: request.request_id for index, request in enumerate(self.requests)}
+        return self.deltas(np.arange(len(self), dtype=np.int32)).each(names)
+
+    def deltas(self, numbers: IntArray, picked: Places | None = None) -> StepDeltas:
+        """Return what travels to the client of some requests.
+
+        Args:
+            numbers: [n], what the client calls them.
+            picked: [n], their indices in ascending order; None is all.
+        """
+        notes = self._notes()
+        tokens, ends, logprobs = self.token_ids, self.ends, self.logprobs
+        if picked is not None:
+            places = np.searchsorted(picked, list(notes)).tolist()
+            notes = {
+                place: note
+                for place, (index, note) in zip(places, notes.items(), strict=True)
+                if place < len(picked) and picked[place] == index
+            }
+            tokens, ends, logprobs = self._pick(picked)
+        return StepDeltas(
+            pack_ints(numbers),
+            pack_ints(tokens),
+            b"" if ends is None else pack_ints(ends),
+            tuple(Note(index, *note) for index, note in notes.items()),
+            logprobs,
+        )
+
+    def _notes(self) -> dict[int, tuple[int, FinishReason | None]]:
+        """Return cached tokens and finish reason of the requests that began or ended, by index."""
+        indices = dict.fromkeys(self.firsts.tolist()) | dict.fromkeys(self.finish_reasons)
+        return {
+            index: (max(0, self.requests[index].num_cached_tokens), self.finish_reasons.get(index))
+            for index in indices
+        }
+
+    def _pick(
+        self, picked: Places
+    ) -> tuple[IntArray, IntArray | None, tuple[RowLogprobs | None, ...]]:
+        """Return tokens, ends and log-probabilities of some requests."""
+        if self.ends is None:
+            chosen = [self.logprobs[index] for index in picked.tolist()] if self.logprobs else ()
+            return self.token_ids[picked], None, tuple(chosen)
+        counts = np.diff(self.ends, prepend=0)
+        is_picked = np.zeros(len(self), bool)
+        is_picked[picked] = True
+        keep = np.repeat(is_picked, counts)
+        ends = np.cumsum(counts[picked], dtype=np.int32)
+        return self.token_ids[keep], ends, tuple(compress(self.logprobs, keep))

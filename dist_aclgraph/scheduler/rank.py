@@ -24,6 +24,7 @@ from dist_aclgraph.steps.delta import FinishReason
 from dist_aclgraph.steps.step import RankBatch
 
 NO_PAIRS: IntArray = np.empty((0, 2), np.int32)
+NO_INDICES = np.empty(0, np.intp)
 
 
 class RankScheduler:
@@ -180,12 +181,18 @@ class RankScheduler:
         new, reasons = self._end(sampled, new)
         if step.num_decoding < step.num_reqs:
             rows.computed[step.indices] += records[:, 2] - records[:, 3]
+            is_first = rows.known[sampled] == rows.started[sampled]
+            firsts = np.flatnonzero(is_first)
+        else:
+            firsts = NO_INDICES
         # What was computed for drafts that were rejected is written again.
         rows.computed[sampled] += 1 if new.counts is None else new.counts
         rows.append(sampled, new.token_ids, new.counts)
         requests = rows.select(sampled)
         ends = None if new.counts is None else np.cumsum(new.counts, dtype=np.int32)
-        outputs = StepOutputs(requests, new.token_ids, ends, reasons, new.logprobs)
+        outputs = StepOutputs(
+            requests, rows.key[sampled].copy(), new.token_ids, ends, firsts, reasons, new.logprobs
+        )
         row = rows.row[sampled]
         self._appended = np.empty((len(new.token_ids), 2), np.int32)
         self._appended[:, 0] = row if new.counts is None else np.repeat(row, new.counts)

@@ -18,6 +18,8 @@ class Request:
         tokens: prompt and output. While it runs, the newest are in its rank's ``RunningRows``.
         max_tokens: of its output; None goes on to the end of the context.
         stop_ids: all ids that end the output.
+        key: a number by which its owner knows what a step brought to it; the owner sets it before
+            the request is scheduled.
         arrival: when it came, counted in requests; filled by the scheduler, as the next two are.
         deadline: step by which its prompt should have run: later by one for each
             ``scheduler.long_prompt_tokens``. The earliest deadline goes first, so short prompts
@@ -38,6 +40,7 @@ class Request:
         "dp_rank",
         "hashes",
         "is_over",
+        "key",
         "max_tokens",
         "max_total_tokens",
         "min_total_tokens",
@@ -71,6 +74,7 @@ class Request:
                 "the prompt is empty; it needs at least one token", "prompt"
             )
         self.request_id = request_id
+        self.key = -1
         self.sampling = sampling
         self.max_tokens = max_tokens
         self.stop_ids = frozenset(stop_token_ids)

@@ -17,7 +17,7 @@ Indices = npt.NDArray[np.intp] | slice
 EVERY = slice(None)
 
 
-NUM_COLUMNS = 9
+NUM_COLUMNS = 10
 
 
 class RunningRows:
@@ -25,6 +25,7 @@ class RunningRows:
 
     Attributes: columns of int32, [num_requests] each.
         row: place in the workers' batch.
+        key: the request's, for its owner.
         computed: tokens whose KV is in cache; it catches up with ``known``.
         known: tokens that exist, prompt and output.
         started: tokens that the row began with; later ones were sampled.
@@ -50,6 +51,7 @@ class RunningRows:
         """Make the attributes views of as many requests as there are."""
         (
             self.row,
+            self.key,
             self.computed,
             self.known,
             self.started,
@@ -72,6 +74,7 @@ class RunningRows:
         self.requests.append(request)
         self._columns[:, index] = (
             request.row,
+            request.key,
             computed,
             num_tokens,
             num_tokens,

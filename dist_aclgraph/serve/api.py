@@ -15,7 +15,6 @@ from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp
 
 from dist_aclgraph.errors import DistAclGraphError, InvalidParameterError
 from dist_aclgraph.serve import misc, openapi
@@ -44,9 +43,7 @@ GETS: dict[str, Endpoint] = {
 }
 
 
-def make_api(
-    state: ApiState, access: Access | None = None, *, names_requests: bool = True
-) -> ASGIApp:
+def make_api(state: ApiState, access: Access | None = None, *, names_requests: bool = True) -> Edge:
     """Build the application; everything it needs it takes from ``state``.
 
     Args:

@@ -9,14 +9,18 @@ Annotations are evaluated here, because Serve looks at the class of the builder'
 import asyncio
 from typing import Any
 
+import click
 import pydantic
 import yaml
 from ray import serve
+from ray.serve.exceptions import RayServeException
 from starlette.types import ASGIApp
 
+from dist_aclgraph.actors import deployment
 from dist_aclgraph.actors.engine_client import StartDeployment
 from dist_aclgraph.actors.llm import start_on_ray
 from dist_aclgraph.config import Config, load_config
+from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.serve.access import Access, read_access
 from dist_aclgraph.serve.api import make_api
 from dist_aclgraph.serve.state import open_state
@@ -24,6 +28,12 @@ from dist_aclgraph.text.tokenizer import Tokenizer
 
 DEFAULT_CONFIG = "configs/tiny-qwen3.yaml"  # of the working directory, or the package's own
 MAX_ONGOING_REQUESTS = 4096  # the scheduler's own queue is what limits
+
+
+class RefusedError(click.ClickException, RayServeException):  # type: ignore[misc]  # untyped
+    """What cannot be served, in one sentence: ``serve run`` prints errors of click so, and
+    ``serve status`` those of Serve; all others come with a traceback.
+    """
 
 
 class AppArgs(pydantic.BaseModel):
@@ -101,7 +111,14 @@ def make_app(config: Config, start: StartDeployment = start_on_ray) -> serve.App
 def app(args: AppArgs) -> serve.Application:
     """Application builder for ``serve run dist_aclgraph:app [config=FILE] [key=value ...]``.
 
+    The model must be readable where the application is built.
+
     Raises:
-        ConfigError: the configuration is wrong; ``serve status`` shows the sentence.
+        RefusedError: the configuration or the model cannot be served.
     """
-    return make_app(args.load())
+    try:
+        config = args.load()
+        deployment.check(config)
+        return make_app(config)
+    except DistAclGraphError as e:
+        raise RefusedError(str(e)) from e

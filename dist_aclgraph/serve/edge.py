@@ -1,4 +1,7 @@
-"""Edge: the outermost part of the API. What it refuses, it refuses before a body is read."""
+"""Edge: the outermost part of the API. What it refuses, it refuses before a body is read.
+
+Where nothing is free, a server that knows ``GatedApp`` asks for the refusal before all else.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.serve.access import Access
 from dist_aclgraph.serve.errors import error_response
+from dist_aclgraph.serve.refusal import Refusal
 from dist_aclgraph.serve.state import ApiState
 
-GENERATING = ("/v1/chat/completions", "/v1/completions")
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+GENERATING = frozenset({"/v1/chat/completions", "/v1/completions"})
+_GENERATING_BYTES = frozenset(path.encode() for path in GENERATING)
+REQUEST_ID = b"x-request-id"
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
 class Edge:
@@ -30,6 +36,13 @@ class Edge:
         self._access = access
         self._state = state
         self._names_requests = names_requests
+        self._full = Refusal(error_response(state.places.full_error()))
+
+    def refusal(self, method: bytes, path: bytes) -> Refusal | None:
+        """See ``GatedApp``. Who has no key learns that the service is full, and nothing else."""
+        if self._state.places.is_full and method == b"POST" and path in _GENERATING_BYTES:
+            return self._full
+        return None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -37,7 +50,7 @@ class Edge:
             return
         headers = dict(scope["headers"])
         if self._names_requests:
-            send = _naming(send, headers.get(b"x-request-id", b"").decode("latin-1"))
+            send = _naming(send, request_name(headers.get(REQUEST_ID, b"")))
         method, path = scope["method"], scope["path"]
         try:
             self._access.check(method, path, headers)
@@ -54,12 +67,15 @@ class Edge:
                 self._state.places.give_back(1)
 
 
-def _naming(send: Send, given: str) -> Send:
-    name = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
+def request_name(given: bytes) -> bytes:
+    """Return the name that the client has given the request, or a new one."""
+    return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12).encode()
 
+
+def _naming(send: Send, name: bytes) -> Send:
     async def send_with_id(message: Message) -> None:
         if message["type"] == "http.response.start":
-            headers = [*message.get("headers", []), (b"x-request-id", name.encode())]
+            headers = [*message.get("headers", []), (REQUEST_ID, name)]
             message = {**message, "headers": headers}
         await send(message)
 

@@ -28,6 +28,15 @@ class Places:
     def taken(self) -> int:
         return self._taken
 
+    @property
+    def is_full(self) -> bool:
+        """Whether none is free."""
+        return self._taken >= self._total
+
+    def full_error(self) -> QueueFullError:
+        """Return what is said while none is free."""
+        return _full(self._total, self._total)
+
     def take(self, count: int) -> None:
         """Take places.
 
@@ -35,10 +44,12 @@ class Places:
             QueueFullError: so many are not free.
         """
         if self._taken + count > self._total:
-            raise QueueFullError(
-                f"{self._taken} completions run or wait, of {self._total} that may; try again later"
-            )
+            raise _full(self._taken, self._total)
         self._taken += count
 
     def give_back(self, count: int) -> None:
         self._taken -= count
+
+
+def _full(taken: int, total: int) -> QueueFullError:
+    return QueueFullError(f"{taken} completions run or wait, of {total} that may; try again later")

@@ -6,7 +6,7 @@ The numbers of such devices are assumptions, and ``assumptions`` lists them.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dist_aclgraph.config import Config, GraphMode
 from dist_aclgraph.environment import launch_blocking
@@ -17,6 +17,7 @@ from dist_aclgraph.planning.budget import (
     max_piecewise_sizes,
     streams_per_domain,
 )
+from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.exchange import ExchangeRule
 from dist_aclgraph.planning.memory import GIB, RankMemory
 from dist_aclgraph.planning.planner import Planner, content_of
@@ -28,7 +29,6 @@ NPU_STREAMS = 2048
 NPU_STREAMS_TAKEN = 69  # before anything is joined: 1979 were left on a 910C with CANN 9.0
 EMULATOR_STREAMS_TAKEN = 34  # those of torch_npu and the runner, counted on the emulator
 NPU_BYTES = 64 << 30
-NPU_CHIP = "Ascend910B"
 
 
 @dataclass(frozen=True)
@@ -61,22 +61,23 @@ class AssumedDeployment:
         config, facts = planner.config, planner.facts
         spec, unknown_shape = _read_shape(config.model)
         ranks = range(planner.layout.world_size)
+        emulator = config.device.emulator
+        if config.device.kind != "npu" and emulator.strict:
+            whose = "the emulated NPU"
+            Chip(config.device.chip, emulator.cann).check(config, facts, whose)
+        exchange = ExchangeRule.from_config(config, facts, config.device.chip)
         memory = RankMemory.from_config(
             config,
             facts,
             spec,
             min(_device_bytes(config, rank) for rank in ranks),
             has_hccl_buffers=config.device.kind == "npu",
+            mc2_buffer_mb=exchange.mc2_buffer_mb,
         )
         memory.check(config)
-        offers = [_offer(planner, rank, memory.taken_bytes) for rank in ranks]
-        return cls(
-            planner,
-            memory,
-            unknown_shape,
-            offers,
-            ExchangeRule.from_config(config, facts, _chip(config)),
-        )
+        has_mc2 = exchange.mc2_buffer_mb is not None
+        offers = [_offer(planner, rank, memory.taken_bytes, has_mc2=has_mc2) for rank in ranks]
+        return cls(planner, memory, unknown_shape, offers, exchange)
 
     def with_mode(self, mode: GraphMode) -> AssumedDeployment:
         """Return the same deployment in another graph mode."""
@@ -94,7 +95,9 @@ class AssumedDeployment:
 
     @property
     def layout(self) -> ParallelLayout:
-        return self.planner.layout
+        """With the domain that MC2 has for itself, if it is used."""
+        has_mc2 = self.exchange.mc2_buffer_mb is not None
+        return replace(self.planner.layout, mc2=has_mc2)
 
     @property
     def budget_model(self) -> BudgetModel:
@@ -126,7 +129,7 @@ class AssumedDeployment:
                 f"{self.unknown_shape}"
             ]
         if self.config.device.kind == "npu":
-            chip = [f"each NPU is an {_chip(self.config)}; MC2 has other limits on others"]
+            chip = [f"each NPU is an {self.config.device.chip}; MC2 has other limits on others"]
             return [
                 *shape,
                 f"each NPU has {NPU_STREAMS} streams and {NPU_BYTES // GIB} GiB; the runtime and "
@@ -158,21 +161,17 @@ def _read_shape(model: str) -> tuple[ModelSpec | None, str]:
         return None, str(e)
 
 
-def _chip(config: Config) -> str:
-    device = config.device
-    return (device.soc or NPU_CHIP) if device.kind == "npu" else device.emulator.soc
-
-
-def _offer(planner: Planner, rank: int, taken_bytes: int) -> StreamOffer:
+def _offer(planner: Planner, rank: int, taken_bytes: int, *, has_mc2: bool) -> StreamOffer:
     config, workload = planner.config, planner.budget_model.workload
     emulator = config.device.emulator
     is_npu = config.device.kind == "npu"
     streams = NPU_STREAMS if is_npu else emulator.streams_by_rank.get(rank, emulator.streams)
+    sizes = [domain.num_ranks for domain in workload.domains]
+    if has_mc2:
+        sizes.append(config.parallel.ep)
     taken = {
         "torch_npu and runner": NPU_STREAMS_TAKEN if is_npu else EMULATOR_STREAMS_TAKEN,
-        "communication domains": sum(
-            streams_per_domain(workload.expansion, domain.num_ranks) for domain in workload.domains
-        ),
+        "communication domains": sum(streams_per_domain(workload.expansion, n) for n in sizes),
     }
     device = "NPU" if is_npu else f"emulated {emulator.soc}"
     return StreamOffer(

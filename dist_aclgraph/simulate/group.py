@@ -197,9 +197,7 @@ class SimulatedGroup:
             self.counts.generated_tokens += num_samples
         self._end_step(on_progress)
         outputs = self.scheduler.update(results)
-        for output in outputs:
-            if output.finish_reason is not None:
-                self.counts.finished += 1
+        self.counts.finished += len(outputs.finish_reasons)
 
     def _end_step(self, on_progress: OnProgress) -> None:
         """Let the time of the step pass that was dispatched last."""

@@ -1,18 +1,25 @@
-"""What a step brought to one request, as it travels from the engine to whoever asked."""
+"""What a step brought to requests, as it travels from the engine to whoever asked.
+
+An engine says it of all requests of a client at once, in columns; the client tells each request
+its own part.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import msgspec
+import numpy as np
 
-from dist_aclgraph.ints import unpack_ints
+from dist_aclgraph.errors import NotAMessageError
+from dist_aclgraph.ints import INT_BYTES, IntArray, pack_ints, unpack_ints
 from dist_aclgraph.steps.step import RowLogprobs
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
-class RequestDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+class RequestDelta(msgspec.Struct, frozen=True):
     """What one step brought to one request. With ``finish_reason`` set it is the last one.
 
     A stop token, where one ended the request, is the last of ``token_ids``.
@@ -22,7 +29,7 @@ class RequestDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     token_ids: bytes = b""  # int32 [num_new_tokens]
     finish_reason: FinishReason | None = None
     logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new_tokens], or empty if not asked for
-    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache; 0 also where said before
     error: str = ""  # one sentence, where finish_reason is "error"
     error_kind: str = ""  # class name from errors.py
 
@@ -31,3 +38,81 @@ class RequestDelta(msgspec.Struct, frozen=True, omit_defaults=True):
         """The new tokens as numbers."""
         tokens: list[int] = unpack_ints(self.token_ids).tolist()
         return tokens
+
+
+class Note(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What else there is to say of a request: with its first tokens, and with its last ones.
+
+    ``index`` is its place among the step's requests; the rest is as in ``RequestDelta``.
+    """
+
+    index: int
+    num_cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    error: str = ""
+    error_kind: str = ""
+
+
+NO_NOTE = Note(-1)
+
+
+class StepDeltas(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one step brought to the requests of one client: a delta for each of them, in columns.
+
+    A request has the number that its client gave it in ``Submit``.
+    """
+
+    numbers: bytes  # int32 [num_reqs]
+    token_ids: bytes = b""  # int32 [num_new], request by request
+    ends: bytes = b""  # int32 [num_reqs], where each request's tokens end; empty is one token each
+    notes: tuple[Note, ...] = ()
+    logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new], or empty if nobody asked
+
+    def check(self) -> None:
+        """Return if the columns fit each other.
+
+        Raises:
+            NotAMessageError: they do not.
+        """
+        if any(len(column) % INT_BYTES for column in (self.numbers, self.token_ids, self.ends)):
+            raise NotAMessageError("a column is no array of int32")
+        num_reqs, num_new = len(self.numbers) // INT_BYTES, len(self.token_ids) // INT_BYTES
+        ends = self._each_end()
+        starts = np.append(np.zeros(1, np.int32), ends)
+        if len(ends) != num_reqs or starts[-1] != num_new or bool((np.diff(starts) < 0).any()):
+            raise NotAMessageError(f"the ends of {num_reqs} requests do not part {num_new} tokens")
+        if not all(0 <= note.index < num_reqs for note in self.notes):
+            raise NotAMessageError(f"a note is about none of the {num_reqs} requests")
+        if self.logprobs and len(self.logprobs) != num_new:
+            raise NotAMessageError(f"{len(self.logprobs)} reports are about {num_new} tokens")
+
+    def each(self, names: Mapping[int, str]) -> Iterator[RequestDelta]:
+        """Yield the delta of each request that still has a name."""
+        notes = {note.index: note for note in self.notes}
+        start = 0
+        numbers = unpack_ints(self.numbers).tolist()
+        for index, (number, end) in enumerate(zip(numbers, self._each_end().tolist(), strict=True)):
+            name = names.get(number)
+            if name is not None:
+                note = notes.get(index, NO_NOTE)
+                yield RequestDelta(
+                    name,
+                    self.token_ids[start * INT_BYTES : end * INT_BYTES],
+                    note.finish_reason,
+                    self.logprobs[start:end],
+                    note.num_cached_tokens,
+                    note.error,
+                    note.error_kind,
+                )
+            start = end
+
+    def _each_end(self) -> IntArray:
+        if self.ends:
+            return unpack_ints(self.ends)
+        return np.arange(1, len(self.numbers) // INT_BYTES + 1, dtype=np.int32)
+
+
+def last_words(number: int, error: Exception) -> StepDeltas:
+    """Return what ends one request with an error."""
+    note = Note(0, finish_reason="error", error=str(error), error_kind=type(error).__name__)
+    return StepDeltas(pack_ints([number]), ends=pack_ints([0]), notes=(note,))

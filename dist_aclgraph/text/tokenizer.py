@@ -21,7 +21,10 @@ from dist_aclgraph.shapes.json_files import check_regular, read_json_object
 from dist_aclgraph.shapes.model_config import read_model_config
 from dist_aclgraph.text.chat_template import read_chat_template
 
-MAX_CHARS_PER_TOKEN = 64  # longer texts, per token of the context, are refused unread
+MIN_LONGEST_TOKEN = 64  # characters; normalisers may drop some of a text
+# The library holds Python's lock while it gives an encoding back or frees it: some 5 ms for one of
+# so many characters.
+PART_CHARS = 1 << 16
 
 
 class Tokenizer:
@@ -59,6 +62,8 @@ class Tokenizer:
             raise _translate(e, ModelError(f"{path} is not a tokenizer: {e}")) from e
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        longest = max(map(len, self._tokenizer.get_vocab()), default=0)
+        self._longest_token = max(MIN_LONGEST_TOKEN, longest)
         self.vocab_size = config.integer("vocab_size", self._tokenizer.get_vocab_size())
         self.context_len = config.max_position_embeddings
         self.eos_ids = config.eos_token_ids
@@ -83,21 +88,40 @@ class Tokenizer:
                 "this checkpoint has no tokenizer.json: give the prompt as token ids", "prompt"
             )
         most = max_tokens or self.context_len
-        if len(text) > most * MAX_CHARS_PER_TOKEN:
+        if len(text) > most * self._longest_token:
             raise self._too_long(f"{len(text)} characters", most)
         try:
-            text.encode()
+            num_bytes = len(text.encode())
         except UnicodeEncodeError:
             raise InvalidParameterError("the text holds an unpaired surrogate") from None
+        if max_tokens is not None and len(text) > PART_CHARS and num_bytes > max_tokens:
+            self._check_parts(text, max_tokens)
+        encoding = self._encode(text, add_special_tokens)
+        if max_tokens is not None and len(encoding) > max_tokens:
+            raise self._too_long(f"{len(encoding)} tokens", max_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def _check_parts(self, text: str, max_tokens: int) -> None:
+        """Refuse a long text by its beginning, without an encoding of all its tokens.
+
+        Where a text is cut, a token may become as many as it has characters.
+        """
+        count = 0
+        for start in range(0, len(text), PART_CHARS):
+            part = self._encode(text[start : start + PART_CHARS], False)
+            count += max(0, len(part) - self._longest_token)
+            if count > max_tokens:
+                raise self._too_long(f"more than {count} tokens", max_tokens)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> Any:
         try:
             (encoding,) = self._tokenizer.encode_batch_fast(
                 [text], add_special_tokens=add_special_tokens
             )
         except BaseException as e:
             raise _translate(e, _cannot("tokenize")) from e
-        if max_tokens is not None and len(encoding) > max_tokens:
-            raise self._too_long(f"{len(encoding)} tokens", max_tokens)
-        return list(encoding.ids)
+        return encoding
 
     def _too_long(self, found: str, most: int) -> RequestTooLongError:
         # Clients look for the first words.

@@ -174,5 +174,5 @@ def assert_serves(client: EngineClient, name: str = "r") -> None:
 
 
 def make_submit(**changes: Any) -> bytes:
-    submit = Submit("bad", pack_ints([1, 2]), RowSampling(num_prompt_tokens=2), 4)
+    submit = Submit("bad", 7, pack_ints([1, 2]), RowSampling(num_prompt_tokens=2), 4)
     return encoder.encode(msgspec.structs.replace(submit, **changes))

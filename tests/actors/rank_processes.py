@@ -1,21 +1,22 @@
-"""The ranks of a lockstep group as processes of their own, without Ray; a test is their engine."""
+"""The workers of a lockstep group as processes that this one has forked, without Ray."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
+import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
+from dist_aclgraph.actors.startup import EPOCH
+from dist_aclgraph.actors.worker import Worker, WorkerInfo
+from dist_aclgraph.actors.worker_group import WorkerGroup
 from dist_aclgraph.config import Config
 from dist_aclgraph.environment import child_environment
-from dist_aclgraph.planning.commands import GraphAction, GraphCommand
-from dist_aclgraph.planning.descriptor import BatchDescriptor
-from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.steps.step import (
     StepPlan,
     StepResult,
@@ -23,8 +24,11 @@ from dist_aclgraph.steps.step import (
     from_worker_decoder,
     to_worker_decoder,
 )
+from dist_aclgraph.topology import GroupRank, WorldRank
+from tests.forks import begin, forks
 
-STEP_S = 60.0  # until a rank counts as stuck
+ANSWER_S = 120.0  # until a rank counts as stuck, whatever it was asked
+END_S = 10.0  # until one that was told to leave is killed
 
 
 @dataclass(frozen=True)
@@ -39,95 +43,118 @@ class RankStep:
     num_collectives: int
 
 
-class RankProcesses:
-    """Sends steps to all ranks, as an engine would."""
+class RankProcesses(WorkerGroup):
+    """Calls workers over pipes, and sends them steps as an engine does."""
 
-    def __init__(self, pipes: list[Connection]) -> None:
-        self._pipes = pipes
-
-    def step(self, plan: StepPlan) -> list[RankStep]:
-        """Let all ranks run a step; return what each of them did.
+    def call(
+        self,
+        method: str,
+        phase: str,
+        timeout_s: float,
+        arguments: Callable[[int], tuple[Any, ...]] | None = None,
+    ) -> list[Any]:
+        """Call a method on all workers and return their answers in rank order.
 
         Raises:
-            AssertionError: a rank did not answer.
+            AssertionError: a rank did not answer, or is gone.
+            Exception: what a worker raised; the others are not waited for.
         """
+        for index, pipe in enumerate(self.workers):
+            pipe.send((method, arguments(index) if arguments else ()))
+        index_of = {pipe: index for index, pipe in enumerate(self.workers)}
+        answers: dict[int, Any] = {}
+        while len(answers) < len(self.workers):
+            waiting = [pipe for pipe, index in index_of.items() if index not in answers]
+            ready = connection.wait(waiting, ANSWER_S)
+            silent = [self.ranks[index_of[pipe]] for pipe in waiting]
+            assert ready, f"{method} was not answered by rank {silent} in {phase}"
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                answer = pipe.recv()
+                if isinstance(answer, BaseException):
+                    raise answer
+                answers[index_of[pipe]] = answer
+        return [answers[index] for index in range(len(self.workers))]
+
+    def join(self, rendezvous: str, timeout_s: float) -> list[str]:
+        """Open all devices and make the ranks one HCCL world; return the devices in words."""
+        return self.call(
+            "join",
+            "JOINING",
+            timeout_s,
+            lambda i: (self.ranks[i], GroupRank(i), len(self.ranks), rendezvous),
+        )
+
+    def step(self, plan: StepPlan) -> list[RankStep]:
+        """Let all ranks run a step; return what each of them did."""
         message = encoder.encode(plan)
-        for pipe in self._pipes:
-            pipe.send_bytes(message)
         done = []
-        for rank, pipe in enumerate(self._pipes):
-            assert pipe.poll(STEP_S), f"rank {rank} is stuck in step {plan.step}"
-            result = from_worker_decoder.decode(pipe.recv_bytes())
+        for answer, count in self.call("step", "SERVING", ANSWER_S, lambda _: (message,)):
+            result = from_worker_decoder.decode(answer)
             assert isinstance(result, StepResult)
-            done.append(RankStep(result, int.from_bytes(pipe.recv_bytes(), "little")))
+            done.append(RankStep(result, count))
         return done
 
 
 @contextmanager
-def rank_processes(
-    config: Config, plan: GraphPlan, num_blocks: int, max_len: int
-) -> Iterator[RankProcesses]:
-    """Start every rank of ``config``, whose graphs are those of ``plan``, and end them.
-
-    They are forked from a process that has imported torch, which is most of a start.
-    """
-    forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload(["torch", "dist_aclgraph.actors.worker"])
+def rank_processes(config: Config) -> Iterator[RankProcesses]:
+    """Start every rank of ``config`` as one group whose workers have met, and end them."""
     size = config.parallel.world_size
+    context = forks()
+    pipes, processes = [], []
+    for rank in range(size):
+        ours, theirs = context.Pipe()
+        arguments = (config, rank, theirs)
+        process = context.Process(target=_run_rank, args=arguments, daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    infos = [
+        WorkerInfo("", "127.0.0.1", socket.gethostname(), process.pid, (rank,))
+        for rank, process in enumerate(processes)
+    ]
+    try:
+        bundles: Any = None
+        yield RankProcesses(tuple(map(WorldRank, range(size))), pipes, bundles, infos)
+        for pipe in pipes:
+            pipe.close()
+        for process in processes:
+            process.join(END_S)
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@contextmanager
+def rendezvous() -> Iterator[str]:
+    """Where the ranks of one HCCL world meet."""
     with tempfile.TemporaryDirectory() as directory:
-        rendezvous = f"file://{Path(directory) / 'rendezvous'}"
-        pipes, processes = [], []
-        for rank in range(size):
-            ours, theirs = forks.Pipe()
-            arguments = (config, plan, num_blocks, max_len, rank, rendezvous, theirs)
-            process = forks.Process(target=_run_rank, args=arguments, daemon=True)
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        try:
-            yield RankProcesses(pipes)
-        finally:
-            for pipe in pipes:
-                pipe.close()
-            for process in processes:
-                process.join(10)
-                process.kill()
+        yield f"file://{Path(directory) / 'rendezvous'}"
 
 
-def _run_rank(
-    config: Config,
-    plan: GraphPlan,
-    num_blocks: int,
-    max_len: int,
-    rank: int,
-    rendezvous: str,
-    pipe: Connection,
-) -> None:
-    os.environ.update(child_environment(config), ASCEND_RT_VISIBLE_DEVICES=str(rank))
-    from dist_aclgraph.actors.worker import Worker
+def _run_rank(config: Config, rank: int, pipe: Connection) -> None:
+    begin({**child_environment(config), "ASCEND_RT_VISIBLE_DEVICES": str(rank)})
     from dist_aclgraph.device import emulator
 
-    worker = Worker(config, epoch=0)
-    worker.join(rank, rank, config.parallel.world_size, rendezvous)
-    worker.load()
-    query_len = config.speculative.num_tokens + 1
-    smallest = BatchDescriptor(query_len, 1, query_len, "FULL")  # where no graph is captured
-    worker.make_runner(num_blocks, max_len, list(plan.capture_order) or [smallest])
-    moves: tuple[GraphAction, ...] = ("prepare", "capture", "commit")
-    for graph in plan.capture_order:
-        for move in moves:
-            answer = worker.carry_out(GraphCommand(0, 0, move, graph))
-            assert answer.failure is None, answer.message
-    worker.adopt(plan)
+    worker = Worker(config, EPOCH)
+
+    def step(message: bytes) -> tuple[bytes, int]:
+        plan = to_worker_decoder.decode(message)
+        assert isinstance(plan, StepPlan)
+        before = emulator.counters()["collectives"]
+        result = worker.execute(plan)
+        return encoder.encode(result), emulator.counters()["collectives"] - before
+
     while True:
         try:
-            message = to_worker_decoder.decode(pipe.recv_bytes())
+            method, arguments = pipe.recv()
         except EOFError:
             return
-        assert isinstance(message, StepPlan)
-        before = emulator.counters()["collectives"]
-        result = worker.execute(message)
-        pipe.send_bytes(encoder.encode(result))
-        pipe.send_bytes((emulator.counters()["collectives"] - before).to_bytes(8, "little"))
-        worker._running.runner.prepare_next(pipe.poll)
+        try:
+            pipe.send((step if method == "step" else getattr(worker, method))(*arguments))
+        except Exception as e:
+            pipe.send(e)
+            return
+        if method == "step":
+            worker._running.runner.prepare_next(pipe.poll)

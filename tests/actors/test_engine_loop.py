@@ -75,7 +75,8 @@ def test_a_request_that_makes_no_sense_ends_with_an_error_of_its_own(
     message = raw.receive()
 
     assert isinstance(message, Deltas)
-    assert message.deltas[0].finish_reason == "error"
+    [delta] = message.step.each({7: "bad"})
+    assert delta.finish_reason == "error"
     assert_serves(client)
 
 
@@ -98,7 +99,7 @@ def test_a_request_id_in_use_is_refused_and_the_first_goes_on(
 
     raw.send(make_submit())
 
-    [delta] = raw.receive().deltas
+    [delta] = raw.receive().step.each({7: "bad"})
     assert delta.error_kind == "InvalidParameterError"
     assert first.ended.wait(WAIT_S)
     assert len(first.tokens) == 100

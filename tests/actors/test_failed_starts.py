@@ -23,6 +23,7 @@ from dist_aclgraph.errors import (
 from tests.actors.leftovers import assert_all_npus_are_free
 from tests.checkpoints import copy_of
 from tests.deployments import make_deployment_config
+from tests.lockstep import lockstep
 
 DEMO = Path(__file__).parents[2] / "models" / "tiny-deepseek"
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
@@ -31,6 +32,12 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 def start(config: Config) -> None:
     """Start, and stop at once what ought not to have started."""
     deployment.start(config).shut_down()
+
+
+def start_ranks(config: Config) -> None:
+    """The same without Ray, for what ranks and negotiation refuse."""
+    with lockstep(config):
+        pass
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +67,7 @@ def test_too_few_streams_for_one_bucket_are_refused(checkpoint: Path) -> None:
     emulator = {"strict": False, "streams": 34}
 
     with pytest.raises(StreamBudgetError, match="rank 0 offers"):
-        start(make_deployment_config(checkpoint, device={"emulator": emulator}))
+        start_ranks(make_deployment_config(checkpoint, device={"emulator": emulator}))
 
 
 def test_an_operator_that_fails_at_start_is_reported_for_its_rank(checkpoint: Path) -> None:
@@ -112,7 +119,7 @@ def test_weights_that_a_device_does_not_hold_are_refused_before_they_are_read(
     emulator = {"strict": False, "memory_mb": 64}
 
     with pytest.raises(ConfigError, match=r"of the NPU of rank \d, which has 0\.06: raise"):
-        start(
+        start_ranks(
             make_deployment_config(
                 tmp_path, parallel={"tp": 2}, device={"kind": "emulated", "emulator": emulator}
             )
@@ -125,7 +132,7 @@ def test_a_length_that_the_cache_does_not_hold_is_refused_before_weights_are_rea
     shutil.copy(checkpoint / "config.json", tmp_path)
 
     with pytest.raises(ConfigError, match=r"max_model_len is 512; 3 KV blocks .* of 257"):
-        start(make_deployment_config(tmp_path, max_model_len=512, kv={"num_blocks": 3}))
+        start_ranks(make_deployment_config(tmp_path, max_model_len=512, kv={"num_blocks": 3}))
 
 
 def test_an_exchange_that_is_not_to_be_had_is_refused_before_weights_are_read(
@@ -135,4 +142,4 @@ def test_an_exchange_that_is_not_to_be_had_is_refused_before_weights_are_read(
     parallel = {"dp": 2, "ep": 2, "exchange": "mc2"}
 
     with pytest.raises(ConfigError, match=r"parallel\.exchange is mc2, .* dtype is float32"):
-        start(make_deployment_config(tmp_path, parallel=parallel))
+        start_ranks(make_deployment_config(tmp_path, parallel=parallel))

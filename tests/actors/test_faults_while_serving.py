@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +27,47 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 LONG = 400
 
 
+@dataclass
+class Busy:
+    """A deployment in the middle of requests, and its processes.
+
+    Attributes:
+        pids: of the workers, by rank.
+    """
+
+    service: Serving
+    pids: list[int]
+    answers: list[Answer]
+
+    def kill(self, rank: int) -> None:
+        os.kill(self.pids[rank], signal.SIGKILL)
+
+    def sibling(self, name: str) -> int:
+        """The only actor of a class, which Ray has started beside the workers."""
+        parent = int(Path(f"/proc/{self.pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
+        # The kernel keeps 15 characters of a name.
+        [pid] = [p for p in processes.children(parent) if processes.name_of(p) == name[:15]]
+        return pid
+
+
 def submit_some(service: Serving, count: int = 4) -> list[Answer]:
     prompts = make_prompts([20] * count)
     return [service.submit(f"r{i}", p, greedy_params(LONG)) for i, p in enumerate(prompts)]
 
 
+@contextmanager
+def busy(checkpoint: Path, num_requests: int = 4, **overrides: Any) -> Iterator[Busy]:
+    """Requests run, of which each has got its first tokens; nothing holds an NPU behind it."""
+    with serving(make_deployment_config(checkpoint, **overrides)) as service:
+        pids, answers = worker_pids(service), submit_some(service, num_requests)
+        assert all(answer.began.wait(30) for answer in answers)
+        yield Busy(service, pids, answers)
+    assert_all_npus_are_free()
+
+
 def worker_pids(service: Serving) -> list[int]:
-    return [rank["pid"] for rank in service.report()["ranks"]]
+    report = service.report()
+    return [rank["pid"] for group in (report, *report["groups"]) for rank in group["ranks"]]
 
 
 def is_dead(service: Serving) -> bool:
@@ -55,32 +91,20 @@ def make_faulty_config(checkpoint: Path, **fault: Any) -> Any:
 def test_a_killed_worker_ends_requests_with_its_rank_and_leaves_no_process(
     checkpoint: Path,
 ) -> None:
-    config = make_deployment_config(checkpoint, parallel={"tp": 2})
-    with serving(config) as service:
-        pids = worker_pids(service)
-        answers = submit_some(service)
-        assert all(answer.began.wait(30) for answer in answers)
+    with busy(checkpoint, parallel={"tp": 2}) as run:
+        run.kill(1)
 
-        os.kill(pids[1], signal.SIGKILL)
-
-        for answer in answers:
+        for answer in run.answers:
             assert answer.ended.wait(20)
             assert (answer.finish_reason, answer.error_kind) == ("error", "EngineDeadError")
             assert "rank 1" in answer.error
-        wait_until(lambda: is_dead(service), "the client does not know")
+        wait_until(lambda: is_dead(run.service), "the client does not know")
         with pytest.raises(EngineDeadError, match="rank 1"):
-            service.deployment.check()
-        assert_processes_are_gone(pids)
-    assert_all_npus_are_free()
-
-
-def test_a_request_after_a_death_ends_at_once_with_the_cause(checkpoint: Path) -> None:
-    with serving(make_deployment_config(checkpoint)) as service:
-        os.kill(worker_pids(service)[0], signal.SIGKILL)
-        wait_until(lambda: is_dead(service), "the client does not know")
-
-        with pytest.raises(EngineDeadError, match="rank 0"):
-            submit_some(service, 1)
+            run.service.deployment.check()
+        # A request after the death ends at once, with the cause.
+        with pytest.raises(EngineDeadError, match="rank 1"):
+            submit_some(run.service, 1)
+        assert_processes_are_gone(run.pids)
 
 
 def test_a_failing_operator_ends_requests_with_its_rank(checkpoint: Path) -> None:
@@ -114,38 +138,30 @@ def test_a_stalled_worker_ends_requests_in_bounded_time(checkpoint: Path) -> Non
 @pytest.mark.parametrize("step_s", [4.0, 600.0])
 def test_a_stopped_rank_is_blamed_and_not_its_peers(checkpoint: Path, step_s: float) -> None:
     """By the step's deadline, or by the heartbeat where that comes first."""
-    config = make_deployment_config(
+    with busy(
         checkpoint,
         parallel={"tp": 2},
         graph={"mode": "NONE"},
         timeouts={"step_s": step_s, "stop_s": 2.0, "link_s": 5.0},
-    )
-    with serving(config) as service:
-        pids = worker_pids(service)
-        answers = submit_some(service)
-        assert all(answer.began.wait(30) for answer in answers)
+    ) as run:
+        os.kill(run.pids[0], signal.SIGSTOP)
 
-        os.kill(pids[0], signal.SIGSTOP)
-
-        for answer in answers:
+        for answer in run.answers:
             assert answer.ended.wait(60)
             assert answer.error.startswith("rank 0 in SERVING"), answer.error
-        wait_until(lambda: is_dead(service), "the client does not know")
-        assert_processes_are_gone(pids)
+        wait_until(lambda: is_dead(run.service), "the client does not know")
+        assert_processes_are_gone(run.pids)
 
 
 def test_the_death_of_a_group_is_its_own(checkpoint: Path) -> None:
-    with serving(make_deployment_config(checkpoint, parallel={"dp": 2})) as service:
-        report = service.report()
-        pids = [group["ranks"][0]["pid"] for group in (report, *report["groups"])]
-        answers = submit_some(service, 6)
-        assert all(answer.began.wait(30) for answer in answers)
+    with busy(checkpoint, 6, parallel={"dp": 2}) as run:
+        service = run.service
 
-        os.kill(pids[1], signal.SIGKILL)
+        run.kill(1)
 
-        for answer in answers:
+        for answer in run.answers:
             assert answer.ended.wait(30)
-        lost = [answer for answer in answers if answer.error]
+        lost = [answer for answer in run.answers if answer.error]
         assert len(lost) == 3
         assert all("rank 1 in SERVING" in answer.error for answer in lost)
         service.generate(make_prompts([20] * 3), greedy_params(10), "again")
@@ -157,55 +173,40 @@ def test_the_death_of_a_group_is_its_own(checkpoint: Path) -> None:
         [loss] = service.report()["lost_groups"]
         assert loss.startswith("the group of ranks 1: rank 1 in SERVING")
 
-        os.kill(pids[0], signal.SIGKILL)
+        run.kill(0)
 
         wait_until(lambda: is_dead(service), "the client does not know")
         with pytest.raises(EngineDeadError, match=r"rank 0.*rank 1"):
             service.deployment.check()
-        assert_processes_are_gone(pids)
-    assert_all_npus_are_free()
+        with pytest.raises(EngineDeadError, match="rank 0"):
+            submit_some(service, 1)
+        assert_processes_are_gone(run.pids)
 
 
 def test_a_killed_engine_ends_its_requests_and_leaves_nothing(checkpoint: Path) -> None:
-    with serving(make_deployment_config(checkpoint, timeouts={"link_s": 60.0})) as service:
-        pids = worker_pids(service)
-        answers = submit_some(service)
-        assert all(answer.began.wait(30) for answer in answers)
-        [engine] = siblings_of(pids[0], "ray::Engine")
+    with busy(checkpoint, timeouts={"link_s": 60.0}) as run:
+        engine = run.sibling("ray::Engine")
 
         os.kill(engine, signal.SIGKILL)
 
-        for answer in answers:
+        for answer in run.answers:
             assert answer.ended.wait(20)
             assert "its process is gone" in answer.error
-        wait_until(lambda: not serves(service), "the controller does not know")
-        assert_processes_are_gone([engine, *pids])
+        wait_until(lambda: not serves(run.service), "the controller does not know")
+        assert_processes_are_gone([engine, *run.pids])
 
 
 def test_a_killed_controller_takes_everything_with_it(checkpoint: Path) -> None:
-    with serving(make_deployment_config(checkpoint)) as service:
-        pids = worker_pids(service)
-        answers = submit_some(service)
-        assert all(answer.began.wait(30) for answer in answers)
-        [engine] = siblings_of(pids[0], "ray::Engine")
-        [controller] = siblings_of(pids[0], "ray::Controller")
+    with busy(checkpoint) as run:
+        engine, controller = run.sibling("ray::Engine"), run.sibling("ray::Controller")
 
         os.kill(controller, signal.SIGKILL)
 
-        for answer in answers:
+        for answer in run.answers:
             assert answer.ended.wait(20)
         with pytest.raises(EngineDeadError, match="the controller: the process"):
-            service.deployment.check()
-        assert_processes_are_gone([engine, *pids])
-    assert_all_npus_are_free()
-
-
-def siblings_of(pid: int, name: str) -> list[int]:
-    """Actors of a class, which Ray has started beside the one with this process id."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    parent = int(status.partition("PPid:")[2].split()[0])
-    # The kernel keeps 15 characters of a name.
-    return [p for p in processes.children(parent) if processes.name_of(p) == name[:15]]
+            run.service.deployment.check()
+        assert_processes_are_gone([engine, *run.pids])
 
 
 def serves(service: Serving) -> bool:
@@ -216,27 +217,23 @@ def serves(service: Serving) -> bool:
     return True
 
 
-def test_shutting_down_in_the_middle_of_requests_ends_them(checkpoint: Path) -> None:
-    with serving(make_deployment_config(checkpoint, parallel={"tp": 2})) as service:
-        pids = worker_pids(service)
-        answers = submit_some(service)
-        assert all(answer.began.wait(30) for answer in answers)
-
-        service.deployment.shut_down()
-
-        assert_processes_are_gone(pids)
-        service.client.close()
-        assert all(answer.ended.wait(20) for answer in answers)
-    assert_all_npus_are_free()
-
-
-def test_reports_and_queries_from_other_threads_disturb_nothing(checkpoint: Path) -> None:
-    with serving(make_deployment_config(checkpoint)) as service:
-        answers = submit_some(service, 8)
-
-        while not all(answer.ended.is_set() for answer in answers):
+def test_reports_disturb_nothing_and_shutting_down_in_the_middle_ends_requests(
+    checkpoint: Path,
+) -> None:
+    with busy(checkpoint, 8, parallel={"tp": 2}) as run:
+        service = run.service
+        while not all(answer.ended.is_set() for answer in run.answers):
             assert service.report()["state"] == "SERVING"
             assert service.client.query("metrics")[0]["num_requests_running"] <= 8
-            time.sleep(0.001)
+        assert {answer.finish_reason for answer in run.answers} == {"length"}
 
-        assert {answer.finish_reason for answer in answers} == {"length"}
+        answers = [
+            service.submit(f"later{i}", prompt, greedy_params(LONG))
+            for i, prompt in enumerate(make_prompts([20] * 4))
+        ]
+        assert all(answer.began.wait(30) for answer in answers)
+        service.deployment.shut_down()
+
+        assert_processes_are_gone(run.pids)
+        service.client.close()
+        assert all(answer.ended.wait(20) for answer in answers)

@@ -7,29 +7,21 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dist_aclgraph.config import Config, make_config
-from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.planning.descriptor import BatchDescriptor
-from dist_aclgraph.planning.dispatcher import GraphDispatcher
-from dist_aclgraph.planning.exchange import ExchangeRule
-from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.sampling import SamplingParams
-from dist_aclgraph.scheduler.scheduler import Scheduler
-from dist_aclgraph.shapes.model_facts import read_model_facts
 from dist_aclgraph.steps.step import StepPlan
-from tests.actors.rank_processes import RankProcesses, rank_processes
+from tests import laws
 from tests.checkpoints import add_next_token_module, make_prompts, make_reference
-from tests.plans import make_plan
+from tests.lockstep import Lockstep, lockstep
 from tests.unit.scheduler.requests import submit
 
 DP, DRAFTS, NUM_BLOCKS, BLOCK_SIZE, MAX_LEN = 4, 1, 14, 16, 96
 NUM_STEPS = 2000
-PLAN = make_plan(2, 4, 8, mixed=(16, 32), query_len=DRAFTS + 1, max_num_seqs=4)
 PROMPTS = make_prompts((1, 3, 10, 16, 17, 30, 45, 60))
 
 
@@ -46,37 +38,28 @@ def config(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Config:
             # Room so narrow that some steps are run again.
             "parallel": {"dp": DP, "ep": DP, "exchange": "all_to_all", "expert_capacity": 1.0},
             "speculative": {"num_tokens": DRAFTS},
-            "graph": {"mode": PLAN.mode},
+            "graph": {
+                "mode": "FULL_AND_PIECEWISE",
+                "sizes": (2, 4, 8),
+                "mixed_sizes": (16, 32),
+                "lazy": "off",
+            },
             "scheduler": {"max_num_seqs": 4, "max_num_batched_tokens": 32},
-            "kv": {"block_size": BLOCK_SIZE},
+            "kv": {"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS},
             "device": {"kind": "emulated", "emulator": {"strict": False}},
         }
     )
 
 
 @pytest.fixture
-def ranks(config: Config) -> Iterator[RankProcesses]:
-    with rank_processes(config, PLAN, NUM_BLOCKS, MAX_LEN) as processes:
-        yield processes
+def group(config: Config) -> Iterator[Lockstep]:
+    with lockstep(config) as started:
+        yield started
 
 
-def make_scheduler(config: Config, plan: GraphPlan) -> Scheduler:
-    rule = ExchangeRule.from_config(
-        config, read_model_facts(Path(config.model)), config.device.emulator.soc
-    )
-    return Scheduler(
-        config.scheduler,
-        [BlockPool(NUM_BLOCKS, BLOCK_SIZE) for _ in range(DP)],
-        GraphDispatcher(plan),
-        max_model_len=MAX_LEN,
-        num_drafts=DRAFTS,
-        choose_exchange=rule.choose,
-    )
-
-
-def test_random_arrivals_and_aborts(config: Config, ranks: RankProcesses) -> None:
-    rng = random.Random(0)
-    scheduler = make_scheduler(config, PLAN)
+def test_random_arrivals_and_aborts(group: Lockstep) -> None:
+    rng, num_wanted = random.Random(0), laws.count(NUM_STEPS)
+    scheduler, graphs = group.scheduler, group.scheduler.dispatcher.plan.capture_order
     prompts: dict[str, int] = {}
     tokens: dict[str, list[int]] = {}
     live: set[str] = set()
@@ -86,7 +69,7 @@ def test_random_arrivals_and_aborts(config: Config, ranks: RankProcesses) -> Non
     collectives: dict[BatchDescriptor, set[int]] = {}
 
     def run(plan: StepPlan) -> None:
-        done = ranks.step(plan)
+        done = group.ranks.step(plan)
         counts = {step.num_collectives for step in done}
         assert len(counts) == 1, f"step {plan.step}: {[step.num_collectives for step in done]}"
         assert {(step.result.epoch, step.result.step) for step in done} == {(plan.epoch, plan.step)}
@@ -99,8 +82,8 @@ def test_random_arrivals_and_aborts(config: Config, ranks: RankProcesses) -> Non
                 ended[output.request_id] += 1
 
     num_steps = 0
-    while num_steps < NUM_STEPS or scheduler.has_work:
-        if num_steps < NUM_STEPS and rng.random() < (0.25 if num_steps // 200 % 2 else 0.05):
+    while num_steps < num_wanted or scheduler.has_work:
+        if num_steps < num_wanted and rng.random() < (0.25 if num_steps // 200 % 2 else 0.05):
             name = str(len(prompts))
             prompts[name] = rng.randrange(len(PROMPTS))
             params = SamplingParams(max_tokens=rng.randint(1, 30), temperature=0.0, ignore_eos=True)
@@ -123,7 +106,8 @@ def test_random_arrivals_and_aborts(config: Config, ranks: RankProcesses) -> Non
     assert set(ended) == set(prompts)
     assert set(ended.values()) == {1}
     assert all(rank.pool.num_used == 0 for rank in scheduler.ranks)
-    assert shapes == {*PLAN.capture_order, None}, "all graphs and eager steps"
+    assert len(graphs) == 5
+    assert shapes == {*graphs, None}, "all graphs and eager steps"
     assert idle_steps > 0
     assert scheduler.num_reruns > 0
     # A graph's collectives do not depend on what it runs.

@@ -11,9 +11,8 @@ from dist_aclgraph.bench.engine import asked_sizes
 from dist_aclgraph.config import Config
 from dist_aclgraph.kv.cache_spec import KVCacheSpec
 from tests.checkpoints import make_prompts
-from tests.deployments import Serving, greedy_params, make_deployment_config, serving
-
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
+from tests.deployments import greedy_params, make_deployment_config
+from tests.lockstep import Lockstep, lockstep
 
 STREAMS_BEFORE = 36  # of a rank of two, when it offers
 # What the tighter rank may give, by mode: less than all sizes take.
@@ -46,8 +45,8 @@ def make_config(checkpoint: Path, mode: str, model: str, **others: Any) -> Confi
     )
 
 
-def assert_serves(service: Serving) -> None:
-    answers = service.generate(make_prompts([3, 20, 40]), greedy_params(12))
+def assert_serves(group: Lockstep) -> None:
+    answers = group.generate(make_prompts([3, 20, 40]), greedy_params(12))
     assert all(len(answer.tokens) == 12 for answer in answers)
 
 
@@ -62,11 +61,11 @@ def test_a_mixed_pair_captures_what_its_tighter_rank_affords_as_predicted(
 ) -> None:
     free = FREE[mode]
     streams = {0: 900, 1: STREAMS_BEFORE + free + 2}
-    with serving(
+    with lockstep(
         make_config(checkpoint, mode, model, emulator={"streams_by_rank": streams})
-    ) as service:
-        assert_serves(service)
-        report = service.report()
+    ) as group:
+        assert_serves(group)
+        report = group.report()
 
     assert report["rollbacks"] == []
     taken = streams_of(report["plan"])
@@ -88,9 +87,9 @@ def test_the_rank_with_less_memory_sizes_the_cache_of_both(checkpoint: Path) -> 
         kv={"num_blocks": None},
         emulator={"memory_mb_by_rank": {0: 64}, "streams_by_rank": {1: STREAMS_BEFORE + 12}},
     )
-    with serving(config) as service:
-        assert_serves(service)
-        report = service.report()
+    with lockstep(config) as group:
+        assert_serves(group)
+        report = group.report()
 
     assert streams_of(report["plan"]) == 8  # of the ten that rank 1 may give
     spec = KVCacheSpec(num_layers=3, elements_per_token=128, block_size=128, dtype="float32")
@@ -105,9 +104,9 @@ def test_software_queues_are_planned_by_ids_and_the_report_says_what_is_not_coun
 ) -> None:
     emulator = {"accounting": "software_sq", "streams_by_rank": {1: STREAMS_BEFORE + 40}}
     config = make_config(checkpoint, "FULL_AND_PIECEWISE", "calibrated", emulator=emulator)
-    with serving(config) as service:
-        assert_serves(service)
-        report = service.report()
+    with lockstep(config) as group:
+        assert_serves(group)
+        report = group.report()
 
     assert report["rollbacks"] == []
     assert 38 - DECODE < streams_of(report["plan"]) <= 38
@@ -118,8 +117,8 @@ def test_software_queues_are_planned_by_ids_and_the_report_says_what_is_not_coun
 
 
 def test_a_wrong_model_is_found_out_and_the_term_named(checkpoint: Path) -> None:
-    with serving(make_config(checkpoint, "FULL_DECODE_ONLY", "legacy-0.11")) as service:
-        report = service.report()
+    with lockstep(make_config(checkpoint, "FULL_DECODE_ONLY", "legacy-0.11")) as group:
+        report = group.report()
 
     for rank in report["ranks"]:
         assert rank["warnings"]

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.deployments import make_deployment_config, serving
-
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
+from tests.deployments import make_deployment_config
+from tests.lockstep import lockstep
 
 TINY_DEEPSEEK = Path(__file__).parents[2] / "models" / "tiny-deepseek"
 
@@ -30,8 +29,8 @@ def test_graphs_of_drafts_are_priced_as_they_are_captured(mode: str) -> None:
         },
     )
 
-    with serving(config) as service:
-        ranks = service.report()["ranks"]
+    with lockstep(config) as group:
+        ranks = group.report()["ranks"]
 
     for rank in ranks:
         assert rank["warnings"] == []

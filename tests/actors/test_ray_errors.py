@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from typing import Any
+
 import pytest
+import ray
 from ray.exceptions import (
     ActorDiedError,
     AuthenticationError,
@@ -32,6 +37,12 @@ DIED = """The actor died unexpectedly before finishing this task.
 The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit \
 detail: Worker unexpectedly exits with a connection error code 2. End of file. Some common causes \
 include: (1) the process was killed by the OOM killer due to high memory usage, (2) ray stop"""
+# Ray 2.60's words for what its memory monitor does, with the actor's coordinates around them.
+OUT_OF_MEMORY = DIED.split("The actor is dead")[0] + (
+    "The actor is dead because its worker process has died. Worker exit type: NODE_OUT_OF_MEMORY "
+    "Worker exit detail: 1 worker(s) were killed due to the node running low on memory. Memory on "
+    "the node (IP: 10.0.0.1, ID: 5f) was 62.1GB used / 64.0GB limit (0.97)\nOOM kill reason: used"
+)
 INTERNALS = ("class_name", "actor_id", "namespace", "SYSTEM_ERROR", "Traceback", "ray::", "\n")
 
 
@@ -46,6 +57,8 @@ def task_error(cause: Exception) -> RayTaskError:
         (ActorDiedError(), EngineUnavailableError, "the process died"),
         (OutOfMemoryError("Task was killed due to the node running low on memory.\nIP: 1"),
          EngineUnavailableError, "RAY_memory_monitor_refresh_ms=0"),
+        (RayActorError(error_msg=OUT_OF_MEMORY), EngineUnavailableError,
+         "the process 20742 died: Ray ended it because this node's memory was used up"),
         (RayActorError(error_msg=DIED + "\nbecause its owner has died"), EngineUnavailableError,
          "the controller that had started it is gone"),
         (AuthenticationError("InvalidAuthToken"), PlacementError, "~/.ray/auth_token"),
@@ -80,3 +93,29 @@ def test_a_workers_own_error_stays_what_it_is_and_gets_its_rank() -> None:
 
     assert type(found) is CaptureError
     assert str(found) == "rank 1 in CAPTURING: no stream"
+
+
+class Victim:
+    def pid(self) -> int:
+        return os.getpid()
+
+    def wait(self) -> None:
+        signal.pause()
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("asks_before", [True, False])
+def test_a_killed_process_is_not_blamed_on_memory(asks_before: bool) -> None:
+    actor: Any = ray.remote(num_cpus=0)(Victim).remote()
+    pid = ray.get(actor.pid.remote())
+    waiting = [actor.wait.remote()] if asks_before else []
+
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RayActorError) as raised:
+        ray.get([*waiting, actor.wait.remote()])
+
+    for said in (str(ours(raised.value, "asking")), str(of_worker(raised.value, 3, "SERVING"))):
+        assert f"the process {pid} died: it was killed or has crashed" in said
+        assert "memory" not in said
+        assert not any(word in said for word in INTERNALS), said

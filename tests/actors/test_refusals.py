@@ -8,7 +8,7 @@ import pytest
 
 from dist_aclgraph.actors import deployment
 from dist_aclgraph.config import Config
-from dist_aclgraph.errors import ConfigError, UnsupportedModelError
+from dist_aclgraph.errors import ConfigError, ModelError, UnsupportedModelError
 from tests.checkpoints import copy_of
 from tests.deployments import make_deployment_config
 
@@ -46,3 +46,13 @@ def test_heads_that_the_ranks_do_not_divide_are_refused() -> None:
 def test_a_context_beyond_the_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_model_len"):
         start(make_deployment_config(CHECKPOINT, max_model_len=100_000))
+
+
+def test_weights_that_are_cut_off_are_named(tmp_path: Path) -> None:
+    directory = copy_of(CHECKPOINT, tmp_path)
+    weights = directory / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-100])
+
+    with pytest.raises(ModelError, match="is cut off: 100 bytes are missing"):
+        start(make_deployment_config(directory))

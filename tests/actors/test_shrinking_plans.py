@@ -5,12 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.checkpoints import make_prompts
-from tests.deployments import greedy_params, make_deployment_config, serving
-
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
+from tests.deployments import greedy_params, make_deployment_config
+from tests.lockstep import Lockstep, lockstep
 
 
 def make_short_config(checkpoint: Path, **device: Any) -> Any:
@@ -29,16 +26,16 @@ def make_short_config(checkpoint: Path, **device: Any) -> Any:
     )
 
 
-def assert_serves(service: Any) -> None:
-    answers = service.generate(make_prompts([3, 20, 40]), greedy_params(20))
+def assert_serves(group: Lockstep) -> None:
+    answers = group.generate(make_prompts([3, 20, 40]), greedy_params(20))
     assert all(len(answer.tokens) == 20 for answer in answers)
 
 
 def test_a_rank_short_of_streams_shrinks_the_plan_of_all(checkpoint: Path) -> None:
-    with serving(make_short_config(checkpoint, streams_by_rank={1: 64})) as service:
-        report = service.report()
-        assert_serves(service)
-        replays = sum(bucket["replays"] for bucket in service.report()["buckets"])
+    with lockstep(make_short_config(checkpoint, streams_by_rank={1: 64})) as group:
+        report = group.report()
+        assert_serves(group)
+        replays = sum(bucket["replays"] for bucket in group.report()["buckets"])
 
     assert 0 < len(report["buckets"]) < 12
     assert any("rank 1" in line for line in [*report["rollbacks"], *report["plan"]["reasons"]])

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dist_aclgraph.device import emulator
+from tests.forks import forks, run_code
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {"devices": 4, "cann": "9.0.0"}  # test_cann_lines tries 8.5 as well
@@ -23,6 +24,7 @@ from dist_aclgraph.device import emulator
 emulator.load(json.loads(os.environ["SCRIPT_SETTINGS"]))
 import torch, torch_npu
 import torch.distributed as dist
+torch.set_num_threads(1)
 rank = int(os.environ.get("RANK", 0))
 torch.npu.set_device(rank)
 """
@@ -33,48 +35,79 @@ emulator.build()
 emulator.load(SETTINGS)
 
 
-def _start(code: str, settings: dict, environment: dict[str, str]) -> subprocess.Popen:
-    settings = {"cann": SETTINGS["cann"]} | settings
-    program = PROLOGUE.format(root=str(ROOT)) + textwrap.dedent(code)
-    return subprocess.Popen(
-        [sys.executable, "-u", "-c", program],
-        env={**os.environ, "SCRIPT_SETTINGS": json.dumps(settings), **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+class Script:
+    """A program that runs; forked where its loading and its end are not the subject."""
 
+    def __init__(self, code: str, settings: dict, environment: dict, out: Path, fresh: bool):
+        program = PROLOGUE.format(root=str(ROOT)) + textwrap.dedent(code)
+        settings = {"cann": SETTINGS["cann"]} | settings
+        environment = {"SCRIPT_SETTINGS": json.dumps(settings), **environment}
+        environment |= {"TASK_QUEUE_ENABLE": "0"}
+        self._out = out
+        if fresh:
+            with out.open("w") as file:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-u", "-c", program],
+                    env={**os.environ, **environment},
+                    stdout=file,
+                    stderr=file,
+                )
+        else:
+            arguments = (program, environment, out)
+            self._process = forks().Process(target=run_code, args=arguments, daemon=True)
+            self._process.start()
 
-def _finish(process: subprocess.Popen, timeout_s: float) -> tuple[int, str]:
-    try:
-        output = process.communicate(timeout=timeout_s)[0]
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return -9, process.communicate()[0] + "\nkilled after the time limit"
-    return process.returncode, output
+    def finish(self, timeout_s: float) -> tuple[int, str]:
+        """Return (exit status, output); a script that exceeds the limit is killed."""
+        status = self._wait(timeout_s)
+        if status is None:
+            self._process.kill()
+            self._wait(timeout_s)
+            return -9, self._out.read_text() + "\nkilled after the time limit"
+        return status, self._out.read_text()
+
+    def _wait(self, timeout_s: float) -> int | None:
+        if not isinstance(self._process, subprocess.Popen):
+            self._process.join(timeout_s)
+            return self._process.exitcode
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
 
 
 @pytest.fixture
-def run_script() -> Callable[..., tuple[int, str]]:
-    """Run code in a fresh process and return (exit status, output)."""
+def run_script(tmp_path_factory) -> Callable[..., tuple[int, str]]:
+    """Run code in a process of its own and return (exit status, output).
 
-    def run(code: str, timeout_s: float = 90, **settings) -> tuple[int, str]:
-        return _finish(_start(code, settings, {"TASK_QUEUE_ENABLE": "0"}), timeout_s)
+    It is forked from one that has everything loaded, unless a ``fresh`` one is asked for.
+    """
+
+    def run(
+        code: str, timeout_s: float = 90, *, fresh: bool = False, **settings
+    ) -> tuple[int, str]:
+        out = tmp_path_factory.mktemp("script") / "out"
+        return Script(code, settings, {}, out, fresh).finish(timeout_s)
 
     return run
 
 
 @pytest.fixture
-def run_ranks() -> Callable[..., list[tuple[int, str]]]:
+def run_ranks(tmp_path_factory) -> Callable[..., list[tuple[int, str]]]:
     """Run code once for each rank and return (exit status, output) of each."""
 
-    def run(code: str, ranks: int, timeout_s: float = 120, **settings) -> list[tuple[int, str]]:
+    def run(
+        code: str, ranks: int, timeout_s: float = 120, *, fresh: bool = False, **settings
+    ) -> list[tuple[int, str]]:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = str(s.getsockname()[1])
+        folder = tmp_path_factory.mktemp("ranks")
         shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        shared |= {"TASK_QUEUE_ENABLE": "0", "OMP_NUM_THREADS": "1"}
-        processes = [_start(code, settings, {**shared, "RANK": str(r)}) for r in range(ranks)]
-        return [_finish(process, timeout_s) for process in processes]
+        scripts = [
+            Script(code, settings, {**shared, "RANK": str(r)}, folder / str(r), fresh)
+            for r in range(ranks)
+        ]
+        return [script.finish(timeout_s) for script in scripts]
 
     return run

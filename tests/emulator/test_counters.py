@@ -91,11 +91,11 @@ def test_waits_of_replays_and_updates_are_counted(x):
 
     first = replay(0.2)
     assert (first["external_waits"], first["task_updates"]) == (1, 1)
-    assert 0.15e9 < first["external_wait_ns"] < 2e9
+    assert first["external_wait_ns"] > 0.15e9
 
     second = replay(0.0)
     assert (second["external_waits"], second["task_updates"]) == (2, 2)
-    assert second["external_wait_ns"] - first["external_wait_ns"] < 0.1e9
+    assert second["external_wait_ns"] < 2 * first["external_wait_ns"]
 
 
 def test_a_wait_outside_a_graph_is_not_counted(x):

@@ -30,5 +30,23 @@ def test_loading_again_with_other_settings_is_refused():
     ],
 )
 def test_wrong_settings_are_refused(run_script, settings, problem):
-    status, output = run_script("", **settings)
+    status, output = run_script("", fresh=True, **settings)
     assert status == 1 and problem in output
+
+
+def test_an_ordinary_process_ends_by_itself(run_script):
+    """With streams, graphs and memory that nobody gave back."""
+    status, output = run_script(
+        """
+        x, side = torch.ones(4).npu(), torch.npu.Stream()
+        graph = torch.npu.NPUGraph()
+        with torch.npu.graph(graph):
+            y = x + 1
+        graph.replay()
+        with torch.npu.stream(side):
+            x + 1
+        print("RESULT", y.tolist())
+        """,
+        fresh=True,
+    )
+    assert status == 0 and "RESULT [2.0, 2.0, 2.0, 2.0]" in output, output

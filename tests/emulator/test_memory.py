@@ -29,7 +29,7 @@ def test_the_host_cannot_read_device_memory(run_script, expandable):
     if expandable:
         os.environ["PYTORCH_NPU_ALLOC_CONF"] = "expandable_segments:True"
     try:
-        status, output = run_script(code)
+        status, output = run_script(code, fresh=expandable)  # read where torch_npu is loaded
     finally:
         os.environ.pop("PYTORCH_NPU_ALLOC_CONF", None)
     assert "REACHED" in output and status == -signal.SIGSEGV

@@ -5,8 +5,8 @@ import pytest
 SETUP = """
 dist.init_process_group("hccl")
 n = dist.get_world_size()
-dist.all_reduce(torch.ones(1).npu())  # communicators are made at the first use
-group = dist.group.WORLD._get_backend(torch.device("npu")).get_hccl_comm_name(rank)
+own = dist.new_group(list(range(n)))
+group = own._get_backend(torch.device("npu")).get_hccl_comm_name(rank)  # makes the communicator
 EXPERTS, K, H = 8, 3, 64
 local = EXPERTS // n
 torch.manual_seed(0)
@@ -262,5 +262,32 @@ for seed in range(2):
         2,
         devices=2,
         kernels="skip",
+    )
+    assert_all_pass(results)
+
+
+def test_a_domain_is_for_collectives_or_for_dispatch_and_combine(run_ranks):
+    results = run_ranks(
+        SETUP
+        + """
+layer, given = Layer(), batch(4, 0)
+layer(*to_device(*given))
+torch.npu.synchronize()
+try:
+    dist.all_reduce(torch.ones(1).npu(), group=own)
+except RuntimeError as error:
+    assert "which operators use that communicate inside their kernel" in str(error), error
+else:
+    raise AssertionError("a collective ran in the domain of dispatch and combine")
+
+shared = dist.new_group(list(range(n)))
+dist.all_reduce(torch.ones(1).npu(), group=shared)
+name = shared._get_backend(torch.device("npu")).get_hccl_comm_name(rank)
+refused("group_ep " + name + " has run collectives", domain=(name, n, rank, EXPERTS))
+
+check(layer(*to_device(*given))[0], *given)  # neither refusal did any harm
+""",
+        2,
+        devices=2,
     )
     assert_all_pass(results)

@@ -9,6 +9,7 @@ import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from hypothesis import settings
 
@@ -25,8 +26,8 @@ RANDOM = {
     "bernoulli", "exponential", "multinomial", "nn_functional_fractional_max_pool2d",
     "nn_functional_fractional_max_pool3d", "normal", "normal_in_place", "normal_number_mean",
     "nn_functional_alpha_dropout", "nn_functional_dropout", "nn_functional_dropout2d",
-    "nn_functional_dropout3d", "nn_functional_feature_alpha_dropout_with_train", "rand_like", "randint",
-    "randint_like", "randn", "randn_like", "uniform",
+    "nn_functional_dropout3d", "nn_functional_feature_alpha_dropout_with_train", "rand_like",
+    "randint", "randint_like", "randn", "randn_like", "uniform",
 }  # fmt: skip
 UNWRITTEN = {
     "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided",
@@ -81,11 +82,12 @@ def test_samples_are_equal_or_refused_by_name(run_script):
 
 def write_list():
     """Try many samples of all operators, and print what was wrong."""
-    from conftest import _finish, _start
+    from conftest import Script
     from torch.testing._internal.common_methods_invocations import op_db
 
     def run_script(code, timeout_s):
-        return _finish(_start(code, {}, {"TASK_QUEUE_ENABLE": "0"}), timeout_s)
+        with NamedTemporaryFile() as file:
+            return Script(code, {}, {}, Path(file.name), fresh=True).finish(timeout_s)
 
     known = {}
     names = {op.formatted_name for op in op_db}

@@ -34,7 +34,7 @@ def references(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
             if architecture == "DeepseekV3ForCausalLM":
                 add_next_token_module(directory)
             prompts = make_prompts(LENGTHS)
-            tokens = [greedy(model, prompt, NUM_TOKENS) for prompt in prompts]
+            tokens = greedy(model, prompts, NUM_TOKENS)
             known[architecture] = Reference(directory, model, prompts, tokens)
         return known[architecture]
 

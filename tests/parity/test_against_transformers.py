@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,18 +12,20 @@ import pytest
 import torch
 
 from dist_aclgraph.bench.engine import asked_sizes
+from dist_aclgraph.config import Config
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.steps.step import RowLogprobs
-from tests.checkpoints import ARCHITECTURES, greedy
-from tests.deployments import ANSWER_S, greedy_params, make_deployment_config, serving
+from tests.checkpoints import ARCHITECTURES, logprobs
+from tests.deployments import (
+    ANSWER_S,
+    Answer,
+    deployed,
+    greedy_params,
+    make_deployment_config,
+    serving,
+)
+from tests.lockstep import lockstep
 from tests.parity.conftest import NUM_TOKENS, Reference
-from tests.parity.lockstep import generate
-
-
-def deployed(test: Any) -> Any:
-    """Mark a test that starts deployments on the session's Ray cluster."""
-    return pytest.mark.cluster(pytest.mark.usefixtures("ray_cluster")(test))
-
 
 # Graphs at each size; eager steps give the same at any size, by a law of their own.
 CROSS = [
@@ -38,15 +41,21 @@ def test_greedy_tokens_equal_those_of_transformers(
     reference = references(architecture)
     config = make_deployment_config(reference.directory, parallel={"tp": tp}, graph={"mode": mode})
 
-    found = generate(config, reference.prompts, NUM_TOKENS)
+    with lockstep(config) as group:
+        answers = group.generate(reference.prompts, greedy_params(NUM_TOKENS))
+        report = group.report()
 
-    assert found.tokens == reference.tokens
+    assert [answer.tokens for answer in answers] == reference.tokens
+    assert_replays_where_it_may(report, mode)
+
+
+def assert_replays_where_it_may(report: dict[str, Any], mode: str) -> None:
     if mode == "NONE":
-        assert found.num_replayed == 0
-        assert found.misses == {"mode_none"}
+        assert report["buckets"] == []
+        assert set(report["eager_steps"]) == {"mode_none"}
     else:
-        assert found.num_replayed >= NUM_TOKENS - 1
-        assert found.misses <= {"prefill", "mixed"}
+        assert sum(bucket["replays"] for bucket in report["buckets"]) >= NUM_TOKENS - 1
+        assert set(report["eager_steps"]) <= {"prefill", "mixed"}
 
 
 @deployed
@@ -60,26 +69,18 @@ def test_a_deployment_reports_what_it_replayed(references: Any, mode: str) -> No
         report = service.report()
 
     assert [answer.tokens for answer in answers] == reference.tokens
-    if mode == "NONE":
-        assert report["buckets"] == []
-        assert set(report["eager_steps"]) == {"mode_none"}
-    else:
-        assert sum(bucket["replays"] for bucket in report["buckets"]) >= NUM_TOKENS - 1
-        assert set(report["eager_steps"]) <= {"prefill", "mixed"}
+    assert_replays_where_it_may(report, mode)
 
 
-@deployed
 def test_kv_heads_are_repeated_where_ranks_outnumber_them(references: Any) -> None:
     reference = references("Qwen3ForCausalLM")
-    config = make_deployment_config(reference.directory, parallel={"tp": 4})
 
-    with serving(config) as service:
-        answers = service.generate(reference.prompts, greedy_params(NUM_TOKENS))
+    with lockstep(make_deployment_config(reference.directory, parallel={"tp": 4})) as group:
+        answers = group.generate(reference.prompts, greedy_params(NUM_TOKENS))
 
     assert [answer.tokens for answer in answers] == reference.tokens
 
 
-@deployed
 def test_batches_shrink_and_grow_through_every_bucket_edge(references: Any) -> None:
     reference = references("Qwen3ForCausalLM")
     config = make_deployment_config(
@@ -87,31 +88,34 @@ def test_batches_shrink_and_grow_through_every_bucket_edge(references: Any) -> N
     )
 
     # Request i ends after 2 i tokens: the batch has every size from 12 down to 1.
-    with serving(config) as service:
+    with lockstep(config) as group:
         for wave in range(2):
             answers = [
-                service.submit(f"{wave}-{i}", prompt, greedy_params(2 + 2 * i))
+                group.submit(f"{wave}-{i}", prompt, greedy_params(2 + 2 * i))
                 for i, prompt in enumerate(reference.prompts)
             ]
-            assert all(answer.ended.wait(ANSWER_S) for answer in answers)
+            group.finish()
             for i, answer in enumerate(answers):
                 assert answer.tokens == reference.tokens[i][: 2 + 2 * i]
-        buckets = service.report()["buckets"]
+        buckets = group.report()["buckets"]
 
+    assert len(buckets) == 5
     assert all(bucket["replays"] > 0 for bucket in buckets)
 
 
-@deployed
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "DeepseekV3ForCausalLM"])
 def test_replay_goes_far_beyond_the_captured_kv_length(references: Any, architecture: str) -> None:
     reference = references(architecture)
     prompt, count = reference.prompts[4], 440
-    config = make_deployment_config(reference.directory, kv={"block_size": 32})
 
-    with serving(config) as service:
-        [answer] = service.generate([prompt], greedy_params(count))
+    with lockstep(make_deployment_config(reference.directory, kv={"block_size": 32})) as group:
+        [answer] = group.generate([prompt], greedy_params(count))
+        report = group.report()
 
-    assert answer.tokens == greedy(reference.model, prompt, count)
+    # Each is the most probable one behind those before it.
+    assert answer.tokens == logprobs(reference.model, prompt, answer.tokens).argmax(-1).tolist()
+    assert len(answer.tokens) == count
+    assert_replays_where_it_may(report, "FULL_DECODE_ONLY")
 
 
 @deployed
@@ -155,7 +159,55 @@ def assert_logprobs_near(reference: Reference, rows: list[RowLogprobs]) -> None:
         assert (found - exact).abs().max() <= allowed
 
 
-@deployed
+@dataclass(frozen=True)
+class Arrival:
+    """A request of some traffic: prompt, tokens, steps that run before the next one, and its fate.
+
+    Attributes:
+        aborts: index of an earlier request that is aborted behind this one.
+    """
+
+    prompt: int
+    count: int
+    steps: int
+    aborts: int | None
+
+
+def make_traffic(reference: Reference, seed: int) -> list[Arrival]:
+    random = np.random.default_rng(seed)
+    return [
+        Arrival(
+            int(random.integers(len(reference.prompts))),
+            int(random.integers(1, NUM_TOKENS + 1)),
+            int(random.integers(0, 4)),
+            int(random.integers(index + 1)) if random.random() < 0.2 else None,
+        )
+        for index in range(40)
+    ]
+
+
+def make_narrow_config(reference: Reference, mode: str) -> Config:
+    """Two ranks, and less room than the traffic wants."""
+    return make_deployment_config(
+        reference.directory,
+        parallel={"tp": 2},
+        graph={"mode": mode, **asked_sizes(mode, (1, 4, 9, 12), (8, 64))},
+        scheduler={"max_num_seqs": 12, "max_num_batched_tokens": 64},
+        kv={"block_size": 16, "num_blocks": 30},
+    )
+
+
+def assert_all_is_answered(
+    reference: Reference, traffic: list[Arrival], answers: list[Answer]
+) -> None:
+    aborted = {arrival.aborts for arrival in traffic}
+    for index, (arrival, answer) in enumerate(zip(traffic, answers, strict=True)):
+        if index not in aborted:
+            assert answer.ended.wait(ANSWER_S)
+            assert len(answer.tokens) == arrival.count
+        assert answer.tokens == reference.tokens[arrival.prompt][: len(answer.tokens)]
+
+
 @pytest.mark.parametrize(
     ("architecture", "mode"),
     [
@@ -173,30 +225,47 @@ def test_two_ranks_in_every_mode_under_arrivals_aborts_and_preemptions(
     references: Any, architecture: str, mode: str
 ) -> None:
     reference = references(architecture)
-    random = np.random.default_rng(len(mode))
-    config = make_deployment_config(
-        reference.directory,
-        parallel={"tp": 2},
-        graph={"mode": mode, **asked_sizes(mode, (1, 4, 9, 12), (8, 64))},
-        scheduler={"max_num_seqs": 12, "max_num_batched_tokens": 64},
-        kv={"block_size": 16, "num_blocks": 30},
-    )
+    traffic, answers = make_traffic(reference, len(mode)), []
 
-    with serving(config) as service:
-        answers, aborted = [], set()
-        for index, i in enumerate(random.integers(0, len(reference.prompts), 40).tolist()):
-            count = int(random.integers(1, NUM_TOKENS + 1))
-            params = greedy_params(count)
-            answers.append((i, count, service.submit(str(index), reference.prompts[i], params)))
-            if random.random() < 0.2:
-                aborted.add(int(random.integers(len(answers))))
-                service.client.abort(str(max(aborted)))
-            time.sleep(float(random.exponential(0.01)))
-        for index, (i, count, answer) in enumerate(answers):
-            if index not in aborted:
-                assert answer.ended.wait(ANSWER_S)
-                assert len(answer.tokens) == count
-            assert answer.tokens == reference.tokens[i][: len(answer.tokens)]
+    with lockstep(make_narrow_config(reference, mode)) as group:
+        for index, arrival in enumerate(traffic):
+            prompt, params = reference.prompts[arrival.prompt], greedy_params(arrival.count)
+            answers.append(group.submit(str(index), prompt, params))
+            for _ in range(arrival.steps):
+                plan = group.schedule()
+                if arrival.aborts is not None:  # while the step is in flight
+                    group.abort(str(arrival.aborts))
+                if plan is not None:
+                    group.run(plan)
+        group.finish()
+        report, num_preemptions = group.report(), group.scheduler.num_preemptions
+
+    assert_all_is_answered(reference, traffic, answers)
+    assert num_preemptions > 0
+    assert sum(bucket["replays"] for bucket in report["buckets"]) > 0
+    if mode == "FULL":
+        assert report["eager_steps"] == {}
+
+
+@deployed
+@pytest.mark.parametrize(
+    ("architecture", "mode"),
+    [("Qwen3ForCausalLM", "FULL"), ("DeepseekV3ForCausalLM", "FULL_AND_PIECEWISE")],
+)
+def test_a_deployment_of_two_ranks_under_arrivals_aborts_and_preemptions(
+    references: Any, architecture: str, mode: str
+) -> None:
+    reference = references(architecture)
+    traffic, answers = make_traffic(reference, len(mode)), []
+
+    with serving(make_narrow_config(reference, mode)) as service:
+        for index, arrival in enumerate(traffic):
+            prompt, params = reference.prompts[arrival.prompt], greedy_params(arrival.count)
+            answers.append(service.submit(str(index), prompt, params))
+            if arrival.aborts is not None:
+                service.client.abort(str(arrival.aborts))
+            time.sleep(0.005 * arrival.steps)
+        assert_all_is_answered(reference, traffic, answers)
         report = service.report()
 
     assert report["metrics"]["num_preemptions"] > 0

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from tests.deployments import greedy_params, make_deployment_config, serving
-
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
+from tests.deployments import deployed, greedy_params, make_deployment_config, serving
+from tests.lockstep import lockstep
 
 NUM_TOKENS = 16
 
 
+@deployed
 @pytest.mark.parametrize(
     ("parallel", "mode"),
     [
@@ -61,9 +61,9 @@ def test_shared_experts_on_a_stream_of_their_own_change_nothing_but_streams(
             },
             speculative={"num_tokens": 1},
         )
-        with serving(config) as service:
-            answers = service.generate(reference.prompts, greedy_params(NUM_TOKENS))
-            report = service.report()
+        with lockstep(config) as group:
+            answers = group.generate(reference.prompts, greedy_params(NUM_TOKENS))
+            report = group.report()
         tokens[overlaps] = [answer.tokens for answer in answers]
         streams[overlaps] = [rank["streams"]["measured"] for rank in report["ranks"]]
         for rank in report["ranks"]:

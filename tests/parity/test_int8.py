@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import make_prompts, make_reference
-from tests.deployments import greedy_params, make_deployment_config, serving
-
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
+from tests.deployments import deployed, greedy_params, make_deployment_config, serving
 
 
 def generate(directory: Path, parallel: dict[str, int], mode: str) -> list[list[int]]:
@@ -34,6 +32,7 @@ def generate(directory: Path, parallel: dict[str, int], mode: str) -> list[list[
     return [answer.tokens for answer in answers]
 
 
+@deployed
 @pytest.mark.parametrize(
     ("architecture", "parallel"),
     [

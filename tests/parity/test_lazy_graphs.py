@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from dist_aclgraph.bench.engine import asked_sizes
-from tests.deployments import greedy_params, make_deployment_config, serving
+from tests.deployments import deployed, greedy_params, make_deployment_config, serving
+from tests.lockstep import lockstep
 from tests.parity.conftest import NUM_TOKENS
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
-
+@deployed
 @pytest.mark.parametrize("tp", [1, 2])
 def test_frequent_shapes_are_captured_while_serving(references: Any, tp: int) -> None:
     reference = references("Qwen3ForCausalLM")
@@ -38,6 +38,7 @@ def test_frequent_shapes_are_captured_while_serving(references: Any, tp: int) ->
     assert report["rollbacks"] == []
 
 
+@deployed
 def test_shapes_of_drafts_over_ranks_that_share_experts_are_captured_while_serving(
     references: Any,
 ) -> None:
@@ -70,7 +71,7 @@ def test_the_cache_leaves_the_bytes_that_lazy_graphs_of_another_kind_need(refere
             device={"emulator": {"strict": False, "memory_mb": 128}},
             kv={"num_blocks": None, "block_size": 16, "memory_fraction": 0.2},
         )
-        with serving(config) as service:
-            blocks[mode] = service.report()["num_blocks"]
+        with lockstep(config) as group:
+            blocks[mode] = group.report()["num_blocks"]
 
     assert blocks["FULL_DECODE_ONLY"] == blocks["FULL_AND_PIECEWISE"]

@@ -13,7 +13,9 @@ from tests.parity.conftest import NUM_TOKENS
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
 NUM_STREAMS = 64
-PHASE_S = 30.0
+PHASE_S = 90.0  # at most, until the plan has followed
+# Requests at a time, and the buckets of which one fits them.
+PHASES = ((20, {20, 24}), (44, {44, 48}), (NUM_STREAMS, {NUM_STREAMS}))
 
 
 def run_wave(service: Serving, reference: Any, name: str, size: int) -> None:
@@ -45,26 +47,28 @@ def test_three_plan_versions_under_load_change_no_token(references: Any) -> None
         device={"emulator": {"strict": False, "streams": 54}},
         kv={"block_size": 16, "num_blocks": 800},
     )
-    versions, buckets = [], []
+    versions, buckets = [1], []
 
     with serving(config) as service:
         # The traffic moves from wave to wave; each lasts until the plan has followed it.
-        for phase, size in enumerate((20, 44, NUM_STREAMS)):
+        for phase, (size, fitting) in enumerate(PHASES):
             wave = 0
             deadline_s = time.monotonic() + PHASE_S
             while True:
                 run_wave(service, reference, f"{phase}-{wave}", size)
                 plan = service.report()["plan"]
+                sizes = plan["families"]["full decode"]
                 wave += 1
-                if plan["version"] > phase + 1 or phase == 2 or time.monotonic() > deadline_s:
+                if plan["version"] > versions[-1] and fitting.intersection(sizes):
+                    break
+                if phase == len(PHASES) - 1 or time.monotonic() > deadline_s:
                     break
             versions.append(plan["version"])
-            buckets.append(plan["families"]["full decode"])
+            buckets.append(sizes)
         report = service.report()
 
-    assert versions[0] >= 2
-    assert versions[1] > versions[0]
-    assert 20 in buckets[0] or 24 in buckets[0]
+    assert versions[0] < versions[1] < versions[2]
+    assert PHASES[0][1].intersection(buckets[0])
     assert all(sizes[-1] == NUM_STREAMS for sizes in buckets)
     assert report["rollbacks"] == []
     assert any("chosen again" in reason for reason in report["plan"]["reasons"])

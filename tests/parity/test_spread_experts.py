@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from dist_aclgraph.config import Config
-from tests.deployments import greedy_params, make_deployment_config, serving
+from tests.checkpoints import logprobs
+from tests.deployments import deployed, greedy_params, make_deployment_config, serving
+from tests.lockstep import lockstep
 from tests.parity.conftest import NUM_TOKENS, Reference
-from tests.parity.lockstep import generate
 
 
 class Layout(NamedTuple):
@@ -82,10 +83,11 @@ def make_config(reference: Reference, layout: Layout, dtype: str) -> Config:
 
 def answers_of(reference: Reference, layout: Layout, dtype: str) -> list[list[int]]:
     """Return the greedy answers of the group of all ranks."""
-    config = make_config(reference, layout, dtype)
-    found = generate(config, reference.prompts, NUM_TOKENS)
-    assert (found.num_replayed > 0) == (layout.mode != EAGER)
-    return found.tokens
+    with lockstep(make_config(reference, layout, dtype)) as group:
+        answers = group.generate(reference.prompts, greedy_params(NUM_TOKENS))
+        buckets = group.report()["buckets"]
+    assert any(bucket["replays"] for bucket in buckets) == (layout.mode != EAGER)
+    return [answer.tokens for answer in answers]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
@@ -95,8 +97,7 @@ def test_greedy_tokens_equal_those_of_transformers(references: Any, layout: Layo
     assert answers_of(reference, layout, "float32") == reference.tokens
 
 
-@pytest.mark.cluster
-@pytest.mark.usefixtures("ray_cluster")
+@deployed
 def test_independent_groups_give_the_tokens_of_transformers(references: Any) -> None:
     reference = references(INDEPENDENT.architecture)
 
@@ -121,13 +122,6 @@ def test_mc2_chooses_tokens_that_are_best_but_for_rounding(references: Any, layo
     ]
     # As far from the best as transformers in bfloat16 may be, give or take.
     assert max(map(max, lost)) <= 3 * float(max(noise)) + 0.02
-
-
-def logprobs(model: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
-    """[len(answer), vocab], at the places where the answer's tokens were chosen."""
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
-    return torch.log_softmax(logits.float(), -1)
 
 
 def losses(model: Any, prompt: list[int], answer: list[int]) -> list[float]:

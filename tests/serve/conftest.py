@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import socket
 import threading
 import time
 from dataclasses import dataclass
@@ -13,12 +11,13 @@ import httpx
 import openai
 import pytest
 import uvicorn
+import uvloop
 
 from dist_aclgraph.actors.engine_client import EngineClient
 from dist_aclgraph.config import load_config
 from dist_aclgraph.serve.access import Access
 from dist_aclgraph.serve.api import make_api
-from dist_aclgraph.serve.http_server import LimitedProtocol
+from dist_aclgraph.serve.http_server import listen, make_server
 from dist_aclgraph.serve.state import ApiState
 from dist_aclgraph.text.tokenizer import Tokenizer
 from tests.serve.fake_engine import TOKEN, FakeEngine, echo
@@ -56,24 +55,13 @@ def start(
     config = load_config(CONFIG, overrides)
     client = EngineClient([engine.address], TOKEN, link_s=1.0)
     state = ApiState(config, Tokenizer(config.model), client)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = uvicorn.Server(
-        uvicorn.Config(
-            make_api(state, access),
-            http=functools.partial(LimitedProtocol, limits=config.serve),
-            host="127.0.0.1",
-            port=port,
-            log_level="critical",
-            lifespan="off",
-            ws="none",
-        )
-    )
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_until_complete, args=[server.serve()], daemon=True).start()
+    listener = listen("127.0.0.1", 0)
+    server = make_server(make_api(state, access), config.serve)
+    loop = uvloop.new_event_loop()
+    serve = server.serve(sockets=[listener])
+    threading.Thread(target=loop.run_until_complete, args=[serve], daemon=True).start()
     until(lambda: server.started)
-    url = f"http://127.0.0.1:{port}"
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     service = Service(
         url,
         state,

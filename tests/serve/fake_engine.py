@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import zmq
 
 from dist_aclgraph.actors.messages import (
@@ -24,7 +25,7 @@ from dist_aclgraph.actors.messages import (
     to_engine_decoder,
 )
 from dist_aclgraph.ints import pack_ints, unpack_ints
-from dist_aclgraph.steps.delta import RequestDelta
+from dist_aclgraph.steps.delta import FinishReason, Note, StepDeltas
 from dist_aclgraph.steps.step import RowLogprobs
 
 TOKEN = "a-test-token"
@@ -157,27 +158,28 @@ class FakeEngine:
             del self._running[running.submit.request_id]
 
     def _step(self) -> None:
-        by_client: dict[bytes, list[RequestDelta]] = {}
+        by_client: dict[bytes, list[StepDeltas]] = {}
         for running in list(self._running.values()):
             delta = self._advance(running)
             by_client.setdefault(running.client, []).append(delta)
-            if delta.finish_reason is not None:
-                del self._running[delta.request_id]
+            if delta.notes:
+                del self._running[running.submit.request_id]
         for client, deltas in by_client.items():
             self._numbers[client] = self._numbers.get(client, 0) + 1 + self.skipped
             self.skipped = 0
-            self._send(client, Deltas(tuple(deltas), self._numbers[client]))
+            self._send(client, Deltas(_joined(deltas), self._numbers[client]))
 
-    def _advance(self, running: _Running) -> RequestDelta:
+    def _advance(self, running: _Running) -> StepDeltas:
         submit = running.submit
+        number = pack_ints([submit.number])
         if self.fail_after is not None and running.sent >= self.fail_after[0]:
-            return RequestDelta(
-                submit.request_id, finish_reason="error", error="the step failed",
-                error_kind=self.fail_after[1],
-            )  # fmt: skip
+            note = Note(
+                0, finish_reason="error", error="the step failed", error_kind=self.fail_after[1]
+            )
+            return StepDeltas(number, ends=pack_ints([0]), notes=(note,))
         token_id = running.output[running.sent]
         running.sent += 1
-        finish_reason = None
+        finish_reason: FinishReason | None = None
         if token_id in submit.stop_token_ids and running.sent >= submit.sampling.min_tokens:
             finish_reason = "stop"
         elif running.sent == len(running.output):
@@ -187,6 +189,23 @@ class FakeEngine:
             ids = [token_id, *range(60, 60 + submit.sampling.logprobs)]
             values = tuple(-0.5 - 0.25 * i for i in range(len(ids)))
             logprobs = (RowLogprobs(pack_ints(ids), values, 1),)
-        return RequestDelta(
-            submit.request_id, pack_ints([token_id]), finish_reason, logprobs, num_cached_tokens=0
-        )
+        notes = () if finish_reason is None else (Note(0, finish_reason=finish_reason),)
+        return StepDeltas(number, pack_ints([token_id]), pack_ints([1]), notes, logprobs)
+
+
+def _joined(deltas: list[StepDeltas]) -> StepDeltas:
+    """Several deltas of one request each, as one of them all."""
+    counts = [len(unpack_ints(delta.token_ids)) for delta in deltas]
+    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+    reports = [delta.logprobs or (None,) * n for delta, n in zip(deltas, counts, strict=True)]
+    return StepDeltas(
+        b"".join(delta.numbers for delta in deltas),
+        b"".join(delta.token_ids for delta in deltas),
+        b"" if ends == list(range(1, len(ends) + 1)) else pack_ints(ends),
+        tuple(
+            msgspec.structs.replace(note, index=i)
+            for i, delta in enumerate(deltas)
+            for note in delta.notes
+        ),
+        sum(reports, ()) if any(delta.logprobs for delta in deltas) else (),
+    )

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import sys
 
 import pytest
+from ray.serve.exceptions import RayServeException
 
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.serve.app import AppArgs, app
+from dist_aclgraph.serve.app import AppArgs, RefusedError, app
 from tests.serve.conftest import CONFIG
 
 
@@ -32,8 +36,34 @@ def test_a_wrong_argument_is_the_error_that_serve_shows():
 
     with pytest.raises(ConfigError, match="nonsense"):
         args.load()
-    with pytest.raises(ConfigError, match="nonsense"):
+    with pytest.raises(RefusedError, match="nonsense"):
         app(args)
+
+
+@pytest.mark.parametrize("model", ["/nowhere/at/all", str(CONFIG.parent)])
+def test_serve_run_ends_with_one_sentence_about_a_wrong_model(model):
+    """Before it has started Ray, which the address would name another error for."""
+    command = [sys.executable, "-m", "ray.serve.scripts", "run", "dist_aclgraph:app"]
+
+    found = subprocess.run(
+        [*command, f"config={CONFIG}", f"model={model}"],
+        capture_output=True, text=True, timeout=200,
+        env={**os.environ, "RAY_ADDRESS": "127.0.0.1:1"},
+    )  # fmt: skip
+
+    assert found.returncode == 1
+    assert "Traceback" not in found.stderr
+    last = found.stderr.strip().splitlines()[-1]
+    assert last.startswith("Error: ") and model in last
+
+
+def test_serve_status_has_the_sentence_alone():
+    """Serve shows the text of its own errors, and a traceback of all others."""
+    with pytest.raises(RayServeException) as raised:
+        app(AppArgs.model_validate({"config": str(CONFIG), "model": "/nowhere"}))
+
+    assert str(raised.value).startswith("model is '/nowhere': no such directory")
+    assert "\n" not in str(raised.value)
 
 
 def test_the_application_is_named_after_its_ingress():

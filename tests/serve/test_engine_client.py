@@ -188,4 +188,4 @@ def test_any_message_pack_library_reads_the_wire(client, engine):
     assert (submit["max_tokens"], submit["stop_token_ids"]) == (5, [9])
     answered = [msgpack.unpackb(frame) for frame in engine.sent_frames]
     first = next(m for m in answered if m["type"] == "deltas")
-    assert first["deltas"] == [{"request_id": "a", "token_ids": b"\x01\0\0\0"}]
+    assert first["step"] == {"numbers": bytes(4), "token_ids": b"\x01\0\0\0"}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -212,3 +213,25 @@ def test_a_tokenizer_that_cannot_be_read_is_a_model_error(tmp_path):
 
     with pytest.raises(ModelError, match=r"tokenizer\.json"):
         Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("unit", ["a ", "hello world, ", "a", " ", "\n", "é€", "🙂", "12"])
+def test_a_long_text_is_taken_up_to_the_last_token_and_no_further(unit):
+    text = unit * (150_000 // len(unit))  # three parts
+    ids = TOKENIZER.encode(text, max_tokens=len(text) * 4)
+
+    assert TOKENIZER.encode(text, max_tokens=len(ids)) == ids
+    with pytest.raises(RequestTooLongError, match="tokens"):
+        TOKENIZER.encode(text, max_tokens=len(ids) - 1)
+
+
+def test_a_text_of_far_too_many_tokens_is_refused_by_its_beginning():
+    text = "a " * 200_000
+    begun = time.process_time()
+    ids = TOKENIZER.encode(text, max_tokens=len(text))
+    encoded = time.process_time()
+
+    with pytest.raises(RequestTooLongError):
+        TOKENIZER.encode(text, max_tokens=len(ids) // 20)
+
+    assert time.process_time() - encoded < (encoded - begun) / 2

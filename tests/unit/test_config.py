@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pydantic
 import pytest
@@ -17,6 +19,7 @@ from dist_aclgraph.environment import (
     build_environment,
     child_environment,
     disable_backend_autoload,
+    prepare_device,
     prepare_ray_environment,
     visible_devices,
 )
@@ -144,10 +147,65 @@ def test_every_field_is_described(section: type[Section]) -> None:
     assert section.__doc__
 
 
-def test_workers_get_their_variables_from_the_configuration() -> None:
-    config = make_config({"model": "m", "device": {"task_queue": 1}})
+@pytest.mark.parametrize(
+    ("keys", "is_npu", "queue", "segments"),
+    [
+        ({}, True, "1", "expandable_segments:True"),
+        ({}, False, "0", None),
+        ({"task_queue": 0, "expandable_segments": False}, True, "0", None),
+        ({"task_queue": 1, "expandable_segments": True}, False, "1", "expandable_segments:True"),
+    ],
+)
+def test_the_device_that_is_found_decides_what_nobody_asked_for(
+    monkeypatch: pytest.MonkeyPatch, keys: Any, is_npu: bool, queue: str, segments: str | None
+) -> None:
+    for name in ("TASK_QUEUE_ENABLE", "PYTORCH_NPU_ALLOC_CONF", "HCCL_DETERMINISTIC"):
+        monkeypatch.setenv(name, "before")  # so that it is put back
+        monkeypatch.delenv(name)
+    device = make_config({"model": "m", "device": keys}).device
 
-    assert child_environment(config)["TASK_QUEUE_ENABLE"] == "1"
+    prepare_device(device, is_npu=is_npu, deterministic=is_npu)
+
+    assert os.environ["TASK_QUEUE_ENABLE"] == queue
+    assert os.environ.get("PYTORCH_NPU_ALLOC_CONF") == segments
+    assert os.environ.get("HCCL_DETERMINISTIC") == ("true" if is_npu else None)
+
+
+def test_what_a_user_set_for_the_allocator_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_NPU_ALLOC_CONF", "max_split_size_mb:128")
+    monkeypatch.setenv("TASK_QUEUE_ENABLE", "before")
+
+    prepare_device(make_config({"model": "m"}).device, is_npu=True, deterministic=False)
+
+    assert os.environ["PYTORCH_NPU_ALLOC_CONF"] == "max_split_size_mb:128"
+
+
+@pytest.mark.parametrize(
+    ("device", "planned"),
+    [
+        ({}, "FFTS"),
+        ({"emulator": {"soc": "Ascend910_9391"}}, "AICPU"),
+        ({"kind": "npu", "soc": "Ascend910_9391"}, "AICPU"),
+        ({"kind": "npu"}, "FFTS"),
+    ],
+)
+def test_hccl_chooses_its_expansion_and_plans_follow_the_chip(device: Any, planned: str) -> None:
+    config = make_config({"model": "m", "device": device})
+
+    assert "HCCL_OP_EXPANSION_MODE" not in child_environment(config)
+    assert config.device.expansion == planned
+
+
+def test_what_hccl_needs_between_nodes_reaches_workers() -> None:
+    keys = {"hccl_interfaces": "=eth0", "hccl_host_ports": "60000-60050", "hccl_npu_ports": "auto"}
+
+    environment = child_environment(make_config({"model": "m", "device": keys}))
+
+    assert environment["HCCL_SOCKET_IFNAME"] == "=eth0"
+    assert environment["HCCL_HOST_SOCKET_PORT_RANGE"] == "60000-60050"
+    assert environment["HCCL_NPU_SOCKET_PORT_RANGE"] == "auto"
+    with pytest.raises(ConfigError, match="hccl_host_ports is 'all'"):
+        make_config({"model": "m", "device": {"hccl_host_ports": "all"}})
 
 
 @pytest.mark.parametrize("ours,theirs", [("AIV", "AIV"), ("AICPU", "AI_CPU"), ("FFTS", "HOST")])
@@ -250,3 +308,9 @@ def test_a_configuration_made_to_hurt_is_one_sentence(tmp_path, text, words):
 
     assert "\n" not in str(e.value)
     assert len(str(e.value)) < 1000
+
+
+def test_the_emulators_launches_are_printed_where_a_configuration_says_so() -> None:
+    config = make_config({"model": "x", "device": {"emulator": {"trace": True}}})
+
+    assert emulator_settings(config.device, rank=0)["trace"] is True

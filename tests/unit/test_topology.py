@@ -78,6 +78,16 @@ def test_groups_of_equal_ranks_are_one_domain() -> None:
     assert ParallelLayout(tp=4, dcp=4, ep=4).domains == ((0, 1, 2, 3),)
 
 
+def test_mc2_has_a_domain_of_its_own_beside_that_of_the_experts() -> None:
+    layout = ParallelLayout(tp=2, dp=2, ep=4, mc2=True)
+
+    assert layout.domains_of(1) == ((0, 1), (0, 1, 2, 3), (0, 1, 2, 3))
+    assert layout.mc2_domains == ((0, 1, 2, 3),)
+    assert layout.lockstep_groups == ((0, 1, 2, 3),)
+    assert layout.within_group.mc2_domains == layout.mc2_domains
+    assert ParallelLayout(tp=2, mc2=True).mc2_domains == ()
+
+
 def test_a_single_rank_has_no_domain() -> None:
     layout = ParallelLayout()
 

@@ -63,7 +63,7 @@ class Workload:
             dcp=parallel.dcp,
             ep=parallel.ep,
             exchange=parallel.exchange,
-            expansion=config.device.hccl_expansion,
+            expansion=config.device.expansion,
             multistream_shared=config.graph.overlap_shared_experts and facts.has_shared_experts,
             draft_layers=1 if config.speculative.num_tokens else 0,
             query_len=config.speculative.num_tokens + 1,

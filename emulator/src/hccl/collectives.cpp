@@ -28,6 +28,11 @@ char *bytes_at(const void *p) {
 }
 
 HcclResult launch_on(const Comm &c, const char *name, aclrtStream stream, Task body) {
+  if (!c->claim(Communicator::Use::Collectives)) {
+    fail(1, "%s on communicator %s, which operators use that communicate inside their kernel (MC2): "
+         "they need one of their own", name, c->name.c_str());
+    return HCCL_E_NOT_SUPPORT;
+  }
   if (use_domain(stream, c.get(), c->ranks))
     return HCCL_E_RUNTIME;
   auto counted = [c, body = std::move(body)] {
@@ -250,5 +255,6 @@ std::optional<Domain> emu::hccl::find_domain(const std::string &name, uint32_t r
     all_to_each(*c, call, offer, bytes, consume);
     count_collective(c->device);
   };
-  return Domain{c->ranks, c->rank, exchange};
+  bool has_collectives = !c->claim(Communicator::Use::Kernels);
+  return Domain{c->ranks, c->rank, c->buffer_mb, has_collectives, exchange};
 }

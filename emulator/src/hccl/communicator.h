@@ -70,12 +70,23 @@ public:
   void send(const void *data, size_t bytes, uint32_t to);
   void receive(void *data, size_t bytes, uint32_t from);
 
+  // One communicator is for collectives, or for operators that communicate inside their kernel: the
+  // kernels keep flags and data of several steps in its windows, where collectives write too
+  // (documents of npu_moe_distribute_dispatch_v2 and _combine_v2). Whoever comes first has it.
+  enum class Use { None, Collectives, Kernels };
+  bool claim(Use use) {
+    Use owner = Use::None;
+    return use_.compare_exchange_strong(owner, use) || owner == use;
+  }
+
   // Collectives of one communicator are one after the other.
   std::mutex &order() { return order_; }
 
   int device = 0;
+  uint32_t buffer_mb = 0;
 
 private:
+  std::atomic<Use> use_{Use::None};
   std::mutex order_;
   std::vector<char *> segments_;
   std::vector<Header *> headers_;

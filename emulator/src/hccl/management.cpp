@@ -3,6 +3,7 @@
 #include "hccl/shared_memory.h"
 #include "runtime/services.h"
 
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -23,13 +24,23 @@ std::shared_ptr<Communicator> find(const std::string &name, uint32_t rank) {
   return found == known.end() ? nullptr : found->second.lock();
 }
 
-static HcclResult open(const std::string &name, uint32_t ranks, uint32_t rank, HcclComm *out) {
+// Of the communicator's configuration, else HCCL_BUFFSIZE, else HCCL's default.
+static uint32_t buffer_mb(const HcclCommConfig *config) {
+  if (config && config->hcclBufferSize != HCCL_COMM_BUFFSIZE_CONFIG_NOT_SET)
+    return config->hcclBufferSize;
+  const char *text = getenv("HCCL_BUFFSIZE");
+  return text ? static_cast<uint32_t>(strtoul(text, nullptr, 10)) : 200;
+}
+
+static HcclResult open(const std::string &name, uint32_t ranks, uint32_t rank,
+                       const HcclCommConfig *config, HcclComm *out) {
   int device = 0;
   if (open_domain(ranks, &device))
     return HCCL_E_RUNTIME;
   try {
     auto comm = std::make_shared<Communicator>(name, ranks, rank);
     comm->device = device;
+    comm->buffer_mb = buffer_mb(config);
     remember(comm);
     set_fault_identity(static_cast<int>(rank));
     *out = new Handle{comm};
@@ -53,17 +64,18 @@ EMU_API HcclResult HcclGetRootInfo(HcclRootInfo *root) {
 }
 EMU_API HcclResult HcclCommInitRootInfo(uint32_t ranks, const HcclRootInfo *root, uint32_t rank,
                                         HcclComm *out) {
-  return emu::hccl::open(root->internal, ranks, rank, out);
+  return emu::hccl::open(root->internal, ranks, rank, nullptr, out);
 }
 EMU_API HcclResult HcclCommInitRootInfoConfig(uint32_t ranks, const HcclRootInfo *root,
-                                              uint32_t rank, const HcclCommConfig *,
+                                              uint32_t rank, const HcclCommConfig *config,
                                               HcclComm *out) {
-  return emu::hccl::open(root->internal, ranks, rank, out);
+  return emu::hccl::open(root->internal, ranks, rank, config, out);
 }
 EMU_API HcclResult HcclCreateSubCommConfig(HcclComm *parent, uint32_t ranks, uint32_t *,
-                                           uint64_t id, uint32_t rank, HcclCommConfig *,
+                                           uint64_t id, uint32_t rank, HcclCommConfig *config,
                                            HcclComm *out) {
-  return emu::hccl::open(communicator(*parent)->name + "_" + std::to_string(id), ranks, rank, out);
+  std::string name = communicator(*parent)->name + "_" + std::to_string(id);
+  return emu::hccl::open(name, ranks, rank, config, out);
 }
 // The object lives on while captured graphs or queued tasks name it.
 EMU_API HcclResult HcclCommDestroy(HcclComm comm) {

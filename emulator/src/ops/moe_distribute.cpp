@@ -30,6 +30,8 @@ Parallel bind_parallel(const std::string &group, int64_t ranks, int64_t rank, in
                 " characters, 1 to 127 are allowed");
   auto domain = hccl::find_domain(group, static_cast<uint32_t>(rank));
   refuse_unless(domain, "group_ep ", group, " has no rank ", rank, " in this process");
+  refuse_unless(!domain->has_collectives, "group_ep ", group, " has run collectives; dispatch and ",
+                "combine need a communicator of their own");
   refuse_unless(domain->ranks == ranks, "ep_world_size ", ranks, ", but group_ep has ",
                 domain->ranks, " ranks");
   refuse_unless(shared_ranks == 0 && shard_type == 0, "ranks of shared experts are not emulated");

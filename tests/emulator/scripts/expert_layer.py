@@ -35,7 +35,7 @@ BATCHES = [(6, (6, 4)), (5, (1, 5)), (7, (3, 0)), (1, (1, 0))]
 
 dist.init_process_group("hccl")
 rank = dist.get_rank()
-groups = make_groups(ParallelLayout(tp=TP, dp=DP, ep=EP), rank)
+groups = make_groups(ParallelLayout(tp=TP, dp=DP, ep=EP, mc2=True), rank)
 tp, ep = groups.tp, groups.ep
 problems: dict[str, list[str]] = {}
 digests: dict[str, str] = {}
@@ -90,7 +90,7 @@ def make_layer(factor=4.0, with_shared=True, side=None, product=floats):
         Router(place(ROUTER.t()), K, True),
         experts,
         groups,
-        make_exchanges(ep, experts, factor),
+        make_exchanges(groups, experts, factor, mc2_sends_scales=True),
         shared if with_shared else None,
     )
 

@@ -72,8 +72,8 @@ def test_ranks_of_spread_experts_have_a_domain_for_tp_and_one_for_ep(name: str) 
     report = plan(name)
     layout, rank = report["layout"], report["ranks"][-1]
 
-    assert [len(domain) for domain in rank["domains"]] == [layout["ep"], layout["tp"]]
-    assert rank["taken"]["communication domains"] == 2 * 2  # FFTS takes two in each
+    assert [len(domain) for domain in rank["domains"]] == [layout["ep"], layout["tp"], layout["ep"]]
+    assert rank["taken"]["communication domains"] == 3 * 2  # FFTS takes two in each, MC2's too
     assert len(layout["lockstep_groups"]) == 1
 
 
@@ -120,10 +120,10 @@ def test_estimates_that_eager_steps_do_not_find_free_are_a_warning() -> None:
 def test_chips_differ_in_exchange_and_in_what_hccl_takes() -> None:
     a2, a3 = plan(QWEN3, A2), plan(QWEN3, A3)
 
-    assert a2["ranks"][0]["taken"]["communication domains"] == 2 + 2
-    assert a3["ranks"][0]["taken"]["communication domains"] == 7 + 15
+    assert a2["ranks"][0]["taken"]["communication domains"] == 2 + 2 + 2
+    assert a3["ranks"][0]["taken"]["communication domains"] == 7 + 15 + 15
     assert price(a3) - price(a2) == (7 + 15) - (2 + 2)
     assert "an Ascend910_9391" in " ".join(a3["assumptions"])
     # MC2 takes 256 tokens of a rank on A2, 512 on A3.
-    more = {"scheduler.max_num_batched_tokens": 8192, "device.hccl_buffer_mb": 1280}
+    more = {"scheduler.max_num_batched_tokens": 8192, "device.mc2_buffer_mb": 1280}
     assert [kinds(plan(QWEN3, chip | more))["mc2"] for chip in (A2, A3)] == [8 * 256, 8 * 512]

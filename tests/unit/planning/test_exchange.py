@@ -54,8 +54,8 @@ def make_facts(num_experts: int = 256) -> ModelFacts:
     )
 
 
-def rule_of(facts: ModelFacts, buffer_mb: int = 200, **parallel: Any) -> ExchangeRule:
-    config = make_config({"model": "unused", "device": {"hccl_buffer_mb": buffer_mb}})
+def rule_of(facts: ModelFacts, buffer_mb: int | None = 200, **parallel: Any) -> ExchangeRule:
+    config = make_config({"model": "unused", "device": {"mc2_buffer_mb": buffer_mb}})
     wanted = config.parallel.model_copy(update={"tp": 8, "dp": 4, "ep": 32, **parallel})
     config = config.model_copy(update={"parallel": wanted})
     return ExchangeRule.from_config(config, facts, "Ascend910B1")
@@ -112,18 +112,34 @@ def test_mc2_buffer_grows_with_rows_and_experts(
 
 
 def test_an_explicit_mc2_with_too_small_a_buffer_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"hccl_buffer_mb is 200; 64 tokens of one rank need 479"):
+    with pytest.raises(ConfigError, match=r"mc2_buffer_mb is 200; 64 tokens of one rank need 479"):
         rule_of(make_facts(), exchange="mc2")
 
     rule = rule_of(make_facts(), buffer_mb=479, exchange="mc2")
     assert rule.choose(512) == "mc2"
 
 
+def test_mc2_has_by_default_the_buffer_of_its_largest_batch() -> None:
+    rule = rule_of(make_facts(), buffer_mb=None, exchange="mc2")
+    needed = mc2_buffer_mb(512 // 8, 7168, ep=32, num_local=8, top_k=8)
+
+    assert rule.choose(512) == "mc2"
+    assert rule.mc2_buffer_mb == needed == 479
+    assert replace(rule, max_tokens=1024).mc2_buffer_mb == 957
+    assert rule_of(make_facts(), buffer_mb=600, exchange="mc2").mc2_buffer_mb == 600
+
+
+@pytest.mark.parametrize("setting", ["all_gather", "all_to_all"])
+def test_where_nothing_travels_by_mc2_it_has_no_buffer(setting: str) -> None:
+    assert make_rule(setting).mc2_buffer_mb is None
+    assert rule_of(make_facts(), ep=1).mc2_buffer_mb is None
+
+
 def test_auto_falls_back_where_the_buffer_ends_and_says_so() -> None:
     decision = make_rule(buffer_mb=200).decide(512)
 
     assert decision.kind == "all_to_all"
-    assert "device.hccl_buffer_mb is 200; 64 tokens of one rank need 479" in decision.reason
+    assert "device.mc2_buffer_mb is 200; 64 tokens of one rank need 479" in decision.reason
 
 
 def test_workers_get_the_buffer_that_the_rule_counts_on() -> None:

@@ -305,16 +305,16 @@ def test_room_for_later_graphs_never_costs_a_rank_more_than_its_share(
     assert keep_room(offers, [], capacity, MODEL(workload)) == (offers, 0)
 
 
-def test_offers_of_4096_ranks_give_one_plan_in_less_than_two_seconds() -> None:
-    """A demand on processor time, with a wide margin: it takes about a tenth of that."""
-    offers = [StreamOffer(rank=r, available=1000 + r % 977) for r in range(4096)]
-    random.Random(0).shuffle(offers)
+def test_eight_times_as_many_offers_take_no_more_than_a_few_times_as_long_each() -> None:
     families = (decode_family(*capture_sizes(512, 512)), piecewise_family(*capture_sizes(512, 512)))
     workload = Workload(num_layers=61, moe=True, tp=16, mode="FULL_AND_PIECEWISE")
 
-    start_s = time.process_time()
-    plan = negotiate(offers, families, MODEL(workload))
-    took_s = time.process_time() - start_s
+    def processor_s(num_ranks: int) -> float:
+        offers = [StreamOffer(rank=r, available=1000 + r % 977) for r in range(num_ranks)]
+        random.Random(0).shuffle(offers)
+        start_s = time.process_time()
+        assert negotiate(offers, families, MODEL(workload)).num_graphs > 2
+        return time.process_time() - start_s
 
-    assert plan.num_graphs > 2
-    assert took_s < 2
+    few_s = min(processor_s(512) for _ in range(3))
+    assert processor_s(4096) < 4 * 8 * few_s

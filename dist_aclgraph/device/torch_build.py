@@ -1,0 +1,54 @@
+"""Which torch is installed. torch_npu ends the process, with words that help nobody, under a torch
+that is built for CUDA; so this is asked before either of them is imported.
+
+``python -m dist_aclgraph.device.torch_build`` fails with the sentence.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+from dist_aclgraph.errors import DeviceError
+
+VERSION = "2.13.0"
+REMEDY = f"pip install torch=={VERSION} --index-url https://download.pytorch.org/whl/cpu"
+_CUDA = re.compile(r"^cuda\b[^=\n]*=\s*['\"]([^'\"]+)", re.MULTILINE)
+
+
+def cuda_version() -> str:
+    """Return the version of CUDA that the installed torch is built for; "" if for none."""
+    try:
+        found = importlib.util.find_spec("torch")
+    except ValueError:  # something that is no package stands in its place
+        return ""
+    if found is None or found.origin is None:
+        return ""
+    try:
+        text = (Path(found.origin).parent / "version.py").read_text()
+    except OSError:
+        return ""
+    match = _CUDA.search(text)
+    return match[1] if match else ""
+
+
+def check_torch() -> None:
+    """Return if torch_npu can be imported beside the installed torch.
+
+    Raises:
+        DeviceError: torch is built for CUDA.
+    """
+    if cuda := cuda_version():
+        raise DeviceError(
+            f"the installed torch is built for CUDA {cuda}, and torch_npu cannot be loaded beside "
+            f"it; install the build for CPUs: {REMEDY}"
+        )
+
+
+if __name__ == "__main__":
+    try:
+        check_torch()
+    except DeviceError as e:
+        sys.exit(f"error: {e}")

@@ -1,0 +1,95 @@
+"""What a chip and its line of CANN take of a deployment: refused before anything is loaded.
+
+The rules are those of the operators' documents and tilings (FusedInferAttentionScore, the cache
+writes), read and not tried on an NPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dist_aclgraph.config import Config
+from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.shapes.model_facts import ModelFacts
+
+GENERATIONS = {"A2": "Ascend910B", "A3": "Ascend910_93"}  # how the names of their chips begin
+MAX_SPLIT_FUSE_DIM, MAX_SPLIT_FUSE_BLOCK, MAX_LATENT_BLOCK = 256, 512, 512
+
+
+def generation_of(chip: str) -> str:
+    """Return the generation of a chip by its name, or the name where it is none that we know."""
+    return next((name for name, begin in GENERATIONS.items() if chip.startswith(begin)), chip)
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One device as its runtime describes it.
+
+    Attributes:
+        name: e.g. Ascend910B1.
+        cann: version of CANN, e.g. 9.1.0.
+    """
+
+    name: str
+    cann: str
+
+    @property
+    def is_cann_8(self) -> bool:
+        return self.cann.startswith("8.")
+
+    def check(self, config: Config, facts: ModelFacts, whose: str) -> None:
+        """Refuse a type, a head size or a block size that attention on this chip does not take.
+
+        Args:
+            whose: the device in plain words.
+
+        Raises:
+            ConfigError: names key, value, limit and remedy.
+        """
+        problem = next(self._problems(config, facts), None)
+        if problem is not None:
+            raise ConfigError(f"{problem} ({whose}: {self.name}, CANN {self.cann})")
+
+    def check_assumed(self, config: Config, whose: str) -> None:
+        """Refuse a chip of another generation than plans assume: it has other prices and limits.
+
+        Raises:
+            ConfigError: says what to set.
+        """
+        assumed, found = generation_of(config.device.chip), generation_of(self.name)
+        if found != assumed:
+            raise ConfigError(
+                f"{whose} is an {self.name} ({found}); plans assume an {config.device.chip} "
+                f"({assumed}): set device.soc={self.name}"
+            )
+
+    def _problems(self, config: Config, facts: ModelFacts) -> Iterator[str]:
+        block_size, dim = config.kv.block_size, facts.head_dim
+        shares_keys = facts.num_heads > facts.num_kv_heads
+        # The tiling that came with CANN 9; what it does not take goes the way of CANN 8.
+        has_split_fuse = not self.is_cann_8 and not facts.mla and shares_keys
+        if config.dtype == "float32":
+            yield "dtype is float32; attention takes bfloat16 and float16: set dtype=bfloat16"
+        if config.dtype == "float16" and not has_split_fuse:
+            yield "dtype is float16; attention of this model takes bfloat16: set dtype=bfloat16"
+        if facts.mla:
+            if self.is_cann_8 and block_size not in (16, 128):
+                yield f"kv.block_size is {block_size}; latent attention takes 16 and 128: set 128"
+            elif block_size > MAX_LATENT_BLOCK:
+                yield (
+                    f"kv.block_size is {block_size}; latent attention takes multiples of 16 up to "
+                    f"{MAX_LATENT_BLOCK}: set 128"
+                )
+            return
+        if has_split_fuse and dim <= MAX_SPLIT_FUSE_DIM:
+            if block_size > MAX_SPLIT_FUSE_BLOCK and block_size % 128:
+                yield (
+                    f"kv.block_size is {block_size}; attention takes multiples of 16 up to "
+                    f"{MAX_SPLIT_FUSE_BLOCK}, and of 128 beyond: set 128"
+                )
+            return
+        if dim not in (64, 128):
+            yield f"the model's head size is {dim}; attention takes 64 and 128: use another model"
+        if block_size % 128:
+            yield f"kv.block_size is {block_size}; attention takes multiples of 128: set 128"

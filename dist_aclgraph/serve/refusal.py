@@ -1,0 +1,43 @@
+"""Refusals that are ready before anybody asks: what a service without room has time for."""
+
+from __future__ import annotations
+
+import http
+from collections.abc import Iterable
+from typing import Protocol
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+RawHeaders = Iterable[tuple[bytes, bytes]]
+
+
+class Refusal:
+    """A response as it goes over the wire, but for the headers that differ by request."""
+
+    def __init__(self, response: Response) -> None:
+        status = http.HTTPStatus(response.status_code)
+        line = f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode()
+        self._head = line + _lines(response.raw_headers)
+        self._body = b"\r\n" + bytes(response.body)
+
+    def with_headers(self, headers: RawHeaders) -> bytes:
+        return self._head + _lines(headers) + self._body
+
+
+class GatedApp(Protocol):
+    """An ASGI application that may refuse a request for its first line alone."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+    def refusal(self, method: bytes, path: bytes) -> Refusal | None:
+        """Return the refusal, or None where the request is to be looked at.
+
+        Args:
+            path: as the client wrote it, with its query.
+        """
+        ...
+
+
+def _lines(headers: RawHeaders) -> bytes:
+    return b"".join([b"%b: %b\r\n" % header for header in headers])

@@ -1,0 +1,132 @@
+"""One lockstep group without Ray: its ranks are forked processes, and the test is its engine.
+
+Workers, HCCL, negotiation, capture and the scheduler are those of a deployment, which starts in the
+same phases; placement, channels and clients are not there, which other tests hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from dist_aclgraph.actors import engine_report
+from dist_aclgraph.actors.lockstep_group import LockstepGroup, group_report
+from dist_aclgraph.actors.startup import Startup
+from dist_aclgraph.config import Config
+from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.planning.dispatcher import GraphDispatcher
+from dist_aclgraph.planning.exchange import ExchangeRule
+from dist_aclgraph.planning.planner import Planner
+from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.scheduler.scheduler import Scheduler
+from dist_aclgraph.steps.step import StepPlan
+from tests.actors.rank_processes import RankProcesses, RankStep, rank_processes, rendezvous
+from tests.deployments import Answer
+from tests.unit.scheduler.requests import submit
+
+
+class ForkedStartup(Startup):
+    """The phases of a deployment, whose ranks exist already."""
+
+    def __init__(self, planner: Planner, group: LockstepGroup, meeting: str) -> None:
+        super().__init__(planner, [group], lambda phase: None, lambda *progress: None)
+        self._meeting = meeting
+
+    def _place(self, is_emulated: bool, deployment: str) -> None:
+        pass
+
+    def _join(self, group: LockstepGroup) -> None:
+        assert isinstance(group.workers, RankProcesses)
+        group.device = group.workers.join(self._meeting, self._config.timeouts.join_s)[0]
+
+
+class Lockstep:
+    """A group that has captured its graphs, and answers.
+
+    Attributes:
+        scheduler: its own, as an engine has it.
+        ranks: runs its steps.
+    """
+
+    def __init__(self, planner: Planner, group: LockstepGroup, ranks: RankProcesses) -> None:
+        config = planner.config
+        self.ranks = ranks
+        self._group = group
+        self._answers: dict[str, Answer] = {}
+        rule = ExchangeRule.from_config(config, planner.facts, group.offers[0].device)
+        self.scheduler = Scheduler(
+            config.scheduler,
+            [
+                BlockPool(
+                    group.num_blocks,
+                    config.kv.block_size,
+                    prefix_cache=config.scheduler.prefix_cache,
+                )
+                for _ in range(planner.layout.within_group.dp)
+            ],
+            GraphDispatcher(group.captured.plan),
+            max_model_len=planner.max_model_len,
+            num_drafts=config.speculative.num_tokens,
+            tp=config.parallel.tp,
+            choose_exchange=rule.choose,
+        )
+
+    def submit(self, name: str, prompt: Sequence[int], params: SamplingParams) -> Answer:
+        """Add a request; its answer grows with the steps."""
+        self.scheduler.add(submit(name, prompt, params))
+        self._answers[name] = Answer()
+        return self._answers[name]
+
+    def abort(self, name: str) -> None:
+        """End a request that may be over."""
+        if (delta := self.scheduler.abort(name)) is not None:
+            self._answers[name].take(delta)
+
+    def schedule(self) -> StepPlan | None:
+        return self.scheduler.schedule()
+
+    def run(self, plan: StepPlan) -> list[RankStep]:
+        """Have all ranks run a scheduled step; return what each of them did."""
+        done = self.ranks.step(plan)
+        for delta in self.scheduler.update([step.result for step in done]):
+            self._answers[delta.request_id].take(delta)
+        return done
+
+    def finish(self) -> None:
+        """Run steps until nobody waits for any."""
+        while self.scheduler.has_work:
+            plan = self.schedule()
+            assert plan is not None
+            self.run(plan)
+
+    def generate(
+        self, prompts: Sequence[list[int]], params: SamplingParams, prefix: str = "r"
+    ) -> list[Answer]:
+        """Answer all prompts, which arrive at once."""
+        answers = [self.submit(f"{prefix}{i}", p, params) for i, p in enumerate(prompts)]
+        self.finish()
+        assert {answer.finish_reason for answer in answers} == {"length"}
+        return answers
+
+    def report(self) -> dict[str, Any]:
+        """Plan, graphs with their counters, eager steps by reason, and ranks, as a deployment's."""
+        return {
+            **group_report(self._group),
+            **engine_report.group_report(self.scheduler, self._group.captured.costs, {}),
+        }
+
+
+@contextmanager
+def lockstep(config: Config) -> Iterator[Lockstep]:
+    """Start a group of all ranks of ``config``, and end it.
+
+    Raises:
+        DistAclGraphError: what a start of a deployment raises.
+    """
+    planner = Planner.from_config(config)
+    assert len(planner.layout.lockstep_groups) == 1
+    with rendezvous() as meeting, rank_processes(planner.config) as ranks:
+        group = LockstepGroup(ranks)
+        ForkedStartup(planner, group, meeting).run(is_emulated=True, deployment="")
+        yield Lockstep(planner, group, ranks)

@@ -1,0 +1,10 @@
+"""Imported by the process that others are forked from: all that is slow to load, and no device."""
+
+from dist_aclgraph.actors import worker  # noqa: F401
+from dist_aclgraph.device import emulator
+
+emulator.preload()
+
+from dist_aclgraph.engine import model_runner  # noqa: E402, F401
+from dist_aclgraph.layers import experts, shared_experts  # noqa: E402, F401
+from dist_aclgraph.models import checkpoint, decoder  # noqa: E402, F401

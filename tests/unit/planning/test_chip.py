@@ -1,0 +1,89 @@
+"""What chips refuse: each rule with a neighbour that passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dist_aclgraph.config import make_config
+from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.planning.chip import Chip, generation_of
+from dist_aclgraph.shapes.model_facts import ModelFacts
+
+
+def facts(**other: Any) -> ModelFacts:
+    known: dict[str, Any] = {
+        "architecture": "Qwen3ForCausalLM",
+        "num_layers": 2,
+        "num_heads": 8,
+        "num_kv_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
+    }
+    return ModelFacts(**{**known, **other})
+
+
+LATENT = {"latent_size": 576, "num_kv_heads": 8}
+ALONE = {"num_kv_heads": 8}  # every query head has its own keys
+
+
+def check(cann: str, model: dict[str, Any], **keys: Any) -> None:
+    config = make_config({"model": "m", **keys})
+    Chip("Ascend910B1", cann).check(config, facts(**model), "the NPU of rank 3")
+
+
+@pytest.mark.parametrize(
+    ("cann", "model", "keys", "why"),
+    [
+        ("9.1.0", {}, {"dtype": "float32"}, "dtype is float32"),
+        ("8.5.0", {}, {"dtype": "float16"}, "dtype is float16"),
+        ("9.1.0", ALONE, {"dtype": "float16"}, "dtype is float16"),
+        ("9.1.0", LATENT, {"dtype": "float16"}, "dtype is float16"),
+        ("8.5.0", {}, {"kv": {"block_size": 64}}, "kv.block_size is 64; .* multiples of 128"),
+        ("9.1.0", ALONE, {"kv": {"block_size": 64}}, "kv.block_size is 64"),
+        ("9.1.0", {}, {"kv": {"block_size": 528}}, "kv.block_size is 528; .* up to 512"),
+        ("8.5.0", LATENT, {"kv": {"block_size": 64}}, "latent attention takes 16 and 128"),
+        ("9.1.0", LATENT, {"kv": {"block_size": 640}}, "latent attention .* up to 512"),
+        ("8.5.0", {"head_dim": 96}, {}, "head size is 96"),
+        ("9.1.0", {"head_dim": 512}, {}, "head size is 512"),
+        ("9.1.0", {**ALONE, "head_dim": 96}, {}, "head size is 96"),
+    ],
+)
+def test_what_a_chip_does_not_take_is_refused_by_key_and_device(
+    cann: str, model: dict[str, Any], keys: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{why}.*the NPU of rank 3: Ascend910B1, CANN {cann}"):
+        check(cann, model, **keys)
+
+
+@pytest.mark.parametrize(
+    ("cann", "model", "keys"),
+    [
+        ("8.5.0", {}, {}),
+        ("8.5.0", {"head_dim": 64}, {"kv": {"block_size": 256}}),
+        ("9.1.0", {}, {"dtype": "float16"}),
+        ("9.1.0", {"head_dim": 96}, {"kv": {"block_size": 16}}),
+        ("8.5.0", LATENT, {"kv": {"block_size": 16}}),
+        ("9.1.0", LATENT, {"kv": {"block_size": 64}}),
+        ("9.1.0", ALONE, {}),
+    ],
+)
+def test_what_it_takes_passes(cann: str, model: dict[str, Any], keys: dict[str, Any]) -> None:
+    check(cann, model, **keys)
+
+
+@pytest.mark.parametrize(
+    ("chip", "generation"),
+    [("Ascend910B4", "A2"), ("Ascend910_9391", "A3"), ("Ascend950PR", "Ascend950PR")],
+)
+def test_the_name_of_a_chip_tells_its_generation(chip: str, generation: str) -> None:
+    assert generation_of(chip) == generation
+
+
+def test_another_generation_than_plans_assume_is_refused_with_the_key_to_set() -> None:
+    config = make_config({"model": "m", "device": {"kind": "npu"}})
+
+    Chip("Ascend910B3", "9.1.0").check_assumed(config, "the NPU of rank 3")
+    with pytest.raises(ConfigError, match=r"an Ascend910_9391 \(A3\).*set device.soc=Ascend"):
+        Chip("Ascend910_9391", "9.1.0").check_assumed(config, "the NPU of rank 3")
