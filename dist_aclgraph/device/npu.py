@@ -25,6 +25,7 @@ from dist_aclgraph.errors import DeviceError
 
 # Seen on 910C with CANN 9.0: so many creations succeed, then 207005.
 STREAMS_OF_A_FRESH_DEVICE = 1979
+PACKAGE_CANN, VERSION_BYTES = 0, 2048  # ACL_PKG_NAME_CANN; the struct begins with the text
 CAPTURE_THREAD_LOCAL = 1  # ACL_MODEL_RI_CAPTURE_MODE_THREAD_LOCAL
 
 
@@ -64,10 +65,13 @@ class Npu:
 
     @property
     def cann(self) -> str:
-        """Version of CANN, e.g. 9.1.0; empty where torch_npu cannot tell."""
-        from torch_npu.npu.utils import get_cann_version
+        """Version of CANN, e.g. 9.1.0; empty where it does not tell.
 
-        return str(get_cann_version())
+        Asked of CANN itself: torch_npu keeps what it read when it was loaded.
+        """
+        version = ctypes.create_string_buffer(VERSION_BYTES)
+        code = self._acl.aclsysGetCANNVersion(PACKAGE_CANN, version)
+        return "" if code else version.value.decode()
 
     @property
     def description(self) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.shapes.heads import heads_per_rank, kv_heads_per_rank
 from dist_aclgraph.shapes.model_facts import ModelFacts
 
 GENERATIONS = {"A2": "Ascend910B", "A3": "Ascend910_93"}  # how the names of their chips begin
@@ -66,7 +67,9 @@ class Chip:
 
     def _problems(self, config: Config, facts: ModelFacts) -> Iterator[str]:
         block_size, dim = config.kv.block_size, facts.head_dim
-        shares_keys = facts.num_heads > facts.num_kv_heads
+        tp = config.parallel.tp
+        heads = heads_per_rank(facts.num_heads, tp, is_latent=facts.mla)
+        shares_keys = heads > kv_heads_per_rank(facts.num_kv_heads, tp)
         # The tiling that came with CANN 9; what it does not take goes the way of CANN 8.
         has_split_fuse = not self.is_cann_8 and not facts.mla and shares_keys
         if config.dtype == "float32":

@@ -5,17 +5,15 @@ Not every combination: each value of an axis meets each value of the others some
 
 from __future__ import annotations
 
-import copy
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
 from dist_aclgraph.config import Config
-from tests.checkpoints import logprobs
 from tests.deployments import deployed, greedy_params, make_deployment_config, serving
 from tests.lockstep import lockstep
 from tests.parity.conftest import NUM_TOKENS, Reference
+from tests.parity.rounding import assert_best_but_for_rounding
 
 
 class Layout(NamedTuple):
@@ -114,18 +112,4 @@ def test_mc2_chooses_tokens_that_are_best_but_for_rounding(references: Any, layo
     reference = references(layout.architecture)
     answers = answers_of(reference, layout, "bfloat16")
 
-    rounded = copy.deepcopy(reference.model).bfloat16()
-    lost = [losses(reference.model, *pair) for pair in zip(reference.prompts, answers, strict=True)]
-    noise = [
-        (logprobs(rounded, *pair) - logprobs(reference.model, *pair)).abs().max()
-        for pair in zip(reference.prompts, answers, strict=True)
-    ]
-    # As far from the best as transformers in bfloat16 may be, give or take.
-    assert max(map(max, lost)) <= 3 * float(max(noise)) + 0.02
-
-
-def losses(model: Any, prompt: list[int], answer: list[int]) -> list[float]:
-    """How much less likely than the best one each token of the answer is."""
-    found = logprobs(model, prompt, answer)
-    chosen = found.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
-    return (found.max(-1).values - chosen).tolist()
+    assert_best_but_for_rounding(reference, answers)

@@ -48,6 +48,8 @@ def check(cann: str, model: dict[str, Any], **keys: Any) -> None:
         ("8.5.0", {"head_dim": 96}, {}, "head size is 96"),
         ("9.1.0", {"head_dim": 512}, {}, "head size is 512"),
         ("9.1.0", {**ALONE, "head_dim": 96}, {}, "head size is 96"),
+        # Each rank has one head of each: none is shared any more.
+        ("9.1.0", {}, {"kv": {"block_size": 64}, "parallel": {"tp": 8}}, "kv.block_size is 64"),
     ],
 )
 def test_what_a_chip_does_not_take_is_refused_by_key_and_device(
