@@ -331,6 +331,8 @@ def test_gelu_is_the_form_with_tanh_whatever_is_asked_for():
         (lambda a: torch.cat([a.to(torch.complex64)] * 2), "complex64 is not emulated"),
         (lambda a: a.to(torch.complex64) + 1, "complex64 is not emulated"),
         (lambda a: a.to(torch.uint16), "uint16 is not emulated"),
+        (lambda a: a.to(torch.uint32) + 1, "uint32 and uint64 are emulated for copies only"),
+        (lambda a: a.cpu().to(torch.uint64).npu().sum(), "uint32 and uint64 are emulated for"),
     ],
 )
 def test_types_that_an_operator_has_not_are_refused_by_name(call, refusal):

@@ -132,6 +132,16 @@ inline Task arithmetic(Task task) { return skipping() ? Task([] {}) : task; }
 
 int refused(const char *op, const std::exception &error);
 
+// ATen has tensors of wide unsigned integers, and hardly a function for them.
+inline bool is_wide_unsigned(const Tensor &t) {
+  return t.defined() && (t.scalar_type() == at::kUInt32 || t.scalar_type() == at::kUInt64);
+}
+template <class Other> bool is_wide_unsigned(const Other &) { return false; }
+template <class... A> void refuse_wide_unsigned(const std::tuple<A...> &arguments) {
+  bool found = std::apply([](const A &...a) { return (is_wide_unsigned(a) || ...); }, arguments);
+  refuse_unless(!found, "uint32 and uint64 are emulated for copies only");
+}
+
 // ---- what is counted of a launch
 
 // Kernels load whole blocks of 32 bytes: elsewhere a tensor costs more.
@@ -191,15 +201,18 @@ template <class Result, class... A> struct WorkspacePhase<Result (*)(A...)> {
       // Owned copies: torch_npu destroys the aclTensors right after the launch.
       std::tuple<A...> arguments(Argument<A>::convert(a)...);
       LaunchTraits traits = traits_of(name, rule, arguments);
-      if constexpr (std::is_same_v<Result, Task>)
+      if constexpr (std::is_same_v<Result, Task>) {
         *executor = new aclOpExecutor{std::apply(body, std::move(arguments)), traits};
-      else
+        return 0;
+      } else {
+        refuse_wide_unsigned(arguments);
         *executor = new aclOpExecutor{[body, arguments = std::move(arguments)] {
                                         AtenScope scope;
                                         std::apply(body, arguments);
                                       },
                                       traits};
-      return 0;
+        return 0;
+      }
     } catch (const std::exception &e) {
       return refused(name, e);
     }
