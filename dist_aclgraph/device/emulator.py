@@ -160,9 +160,21 @@ def counters(device: int | None = None) -> dict[str, int]:
     Raises:
         DeviceError: the emulator is not loaded, or has no such device.
     """
+    return _read_numbers("emulator_counters", device)
+
+
+def ai_cpu_operators(device: int | None = None) -> dict[str, int]:
+    """How often an emulated device has run each operator on its AI CPU, where it is slow.
+
+    Args and errors as ``counters``.
+    """
+    return _read_numbers("emulator_ai_cpu_operators", device)
+
+
+def _read_numbers(function: str, device: int | None) -> dict[str, int]:
     if _loaded_settings is None:
         raise DeviceError("the emulator is not loaded: it has no counters")
-    read = ctypes.CDLL("libascendcl.so").emulator_counters
+    read = getattr(ctypes.CDLL("libascendcl.so"), function)
     read.restype = ctypes.c_char_p
     text: bytes | None = read(-1 if device is None else device)
     if text is None:

@@ -127,10 +127,8 @@ class GroupedQuery:
 
     def make_cache(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> KVCache:
         shape = (num_blocks, block_size, self._heads.num_kv_heads, self._spec.head_dim)
-        cache = KVCache(*(torch.empty(shape, dtype=dtype, device=self._device) for _ in range(2)))
-        cache.keys[0].zero_()
-        cache.values[0].zero_()
-        return cache
+        # Attention reads whole blocks: a NaN behind the last key would spread.
+        return KVCache(*(torch.zeros(shape, dtype=dtype, device=self._device) for _ in range(2)))
 
     def prepare(
         self, metadata: AttentionMetadata, block_table: IntArray, block_size: int, upload: Upload

@@ -168,15 +168,13 @@ class MultiHeadLatent:
 
     def make_cache(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> LatentCache:
         widths = (self._sizes.kv_rank, self._sizes.rope_dim)
-        cache = LatentCache(
+        # Attention reads whole blocks: a NaN behind the last key would spread.
+        return LatentCache(
             *(
-                torch.empty((num_blocks, block_size, 1, width), dtype=dtype, device=self._device)
+                torch.zeros((num_blocks, block_size, 1, width), dtype=dtype, device=self._device)
                 for width in widths
             )
         )
-        cache.latents[0].zero_()
-        cache.rope_keys[0].zero_()
-        return cache
 
     def prepare(
         self, metadata: AttentionMetadata, block_table: IntArray, block_size: int, upload: Upload

@@ -27,11 +27,17 @@ enum class TaskKind {
   GraphLaunch
 };
 
+// What is counted of a launch, each time it runs.
+struct LaunchTraits {
+  const char *ai_cpu = nullptr;  // the operator's name, if the AI CPU runs it
+  bool unaligned = false;        // a tensor does not begin at a multiple of 32 bytes
+};
+
 // Runs `body` on the device. Depending on the state of the stream the task is queued on the
 // stream's worker thread, appended to the graph being captured, or (in a task-update section)
 // replaces the body of the next task of the task group.
-EMU_SHARED aclError launch(aclrtStream stream, TaskKind kind, const char *name,
-                           Task body);
+EMU_SHARED aclError launch(aclrtStream stream, TaskKind kind, const char *name, Task body,
+                           LaunchTraits traits = {});
 
 // Sets the text that aclGetRecentErrMsg returns to this thread, and returns `code`.
 EMU_SHARED aclError fail(aclError code, const char *format, ...)

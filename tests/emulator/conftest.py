@@ -40,6 +40,7 @@ class Script:
 
     def __init__(self, code: str, settings: dict, environment: dict, out: Path, fresh: bool):
         program = PROLOGUE.format(root=str(ROOT)) + textwrap.dedent(code)
+        settings = {"cann": SETTINGS["cann"]} | settings
         environment = {"SCRIPT_SETTINGS": json.dumps(settings), **environment}
         environment |= {"TASK_QUEUE_ENABLE": "0"}
         self._out = out

@@ -115,3 +115,85 @@ def test_devices_are_counted_apart(x):
     graph.reset()
     with pytest.raises(DeviceError, match="no device 64"):
         emulator.counters(64)
+
+
+def ran_on_the_ai_cpu(call):
+    torch.npu.synchronize()
+    before = emulator.ai_cpu_operators()
+    call()
+    torch.npu.synchronize()
+    now = emulator.ai_cpu_operators()
+    return {name: n - before.get(name, 0) for name, n in now.items() if n != before.get(name, 0)}
+
+
+LONGS = torch.arange(6).view(2, 3)
+
+
+@pytest.mark.parametrize(
+    "operator,call",
+    [
+        ("aclnnCumsum", lambda a: a.cumsum(0)),
+        ("aclnnScatter", lambda a: a.scatter(0, a.clamp(max=1), a)),
+        ("aclnnFloorDivides", lambda a: a // 2),
+        ("aclnnSort", lambda a: a.sort()),
+        ("aclnnNonzero", lambda a: a.nonzero()),
+    ],
+)
+def test_long_integers_that_have_no_kernel_run_on_the_ai_cpu(operator, call):
+    names = ran_on_the_ai_cpu(lambda: call(LONGS.npu()))
+    assert len(names) == 1 and next(iter(names)).startswith(operator.removesuffix("s"))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda a: a.bool().cumsum(0, dtype=torch.int32),
+        lambda a: a.float().scatter(0, a.clamp(max=1), a.float()),
+        lambda a: a.int() // 2,
+        lambda a: a.sum(),  # int64 has a kernel, in November 2025 too
+        lambda a: a.float().sort(),
+        lambda a: torch.where(a < 2, a, a + 1),
+    ],
+)
+def test_what_has_a_kernel_does_not(call):
+    assert ran_on_the_ai_cpu(lambda: call(LONGS.npu())) == {}
+
+
+def test_long_rows_are_scattered_by_the_ai_cpu_of_8_5_alone(run_script):
+    code = """
+    rows, ids = torch.zeros(50 * 24576 + 1).npu(), torch.zeros(1, dtype=torch.int64).npu()
+    rows.scatter(0, ids, 1.0)
+    torch.npu.synchronize()
+    print("AI CPU", list(emulator.ai_cpu_operators()))
+    """
+    for cann, names in (("8.5.0", "['aclnnScatterValue']"), ("9.0.0", "[]")):
+        status, output = run_script(code, cann=cann)
+        assert status == 0 and f"AI CPU {names}" in output, output
+
+
+def test_a_graph_tells_how_many_tasks_the_ai_cpu_runs(x):
+    longs = LONGS.npu()
+    torch.npu.synchronize()
+    before = emulator.counters()
+
+    graph = capture(lambda: (longs.cumsum(0), x + 1, longs // 2))
+    assert emulator.counters()["ai_cpu_captured"] - before["ai_cpu_captured"] == 2
+    for _ in range(3):
+        graph.replay()
+    torch.npu.synchronize()
+    assert emulator.counters()["ai_cpu"] - before["ai_cpu"] == 6
+
+    graph.reset()
+    assert emulator.counters()["ai_cpu_captured"] == before["ai_cpu_captured"]
+
+
+def test_launches_with_unaligned_views_are_counted(x):
+    many = torch.zeros(64, device="npu")
+    torch.npu.synchronize()
+    before = emulator.counters()
+    many[8:16] + many[16:24]
+    torch.npu.synchronize()
+    assert taken(before) == {}
+    many[1:9] + many[16:24]
+    torch.npu.synchronize()
+    assert taken(before) == {"unaligned_views": 1}

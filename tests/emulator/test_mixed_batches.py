@@ -107,3 +107,19 @@ def test_an_update_may_have_fewer_entries_only_with_fewer_rows_of_the_table():
         captured.update([4, 4, 4], [4, 4, 4])
     # Ending the update is an error of its own; the refusal is its cause.
     assert "block_table has 4 rows for 3 sequences" in str(refusal.value.__context__)
+
+
+@pytest.mark.parametrize("rows", [1, 20])  # both ways of the kernel
+@pytest.mark.parametrize("junk", [float("nan"), float("inf")])
+def test_what_lies_behind_the_last_key_of_a_block_is_read(rows, junk):
+    query, pages = make([rows, 1], [40, 32])  # the second ends with its block
+    last = pages.table[0, 40 // 16].item()
+    pages.values[last, 40 % 16 + 2, 0, 5] = junk
+    pages.keys[last, 40 % 16 :] = junk  # scores there are overwritten
+
+    options = {"sparse_mode": 3, "atten_mask": CAUSAL.npu()}
+    out, _ = paged_attention(query, pages, [rows, 1], HEADS, KV_HEADS, **options)
+
+    spoilt = out.cpu().isnan()
+    assert spoilt[:rows, : HEADS // KV_HEADS, 5].all()
+    assert spoilt.sum() == rows * HEADS // KV_HEADS

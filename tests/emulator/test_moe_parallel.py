@@ -12,6 +12,8 @@ local = EXPERTS // n
 torch.manual_seed(0)
 factors = torch.randn(EXPERTS)
 
+A2 = torch.npu.get_device_name().startswith("Ascend910B")
+
 class Layer:
     def __init__(self, **options):
         self.domain = (group, n, rank, EXPERTS)
@@ -22,7 +24,8 @@ class Layer:
         options = {"x_active_mask": mask, **self.options}
         rows, _, origins, tokens, counts, tp_counts, row_scales = (
             torch_npu.npu_moe_distribute_dispatch_v2(
-                x, ids, *self.domain, expert_token_nums_type=0, **options
+                x, ids, *self.domain, expert_token_nums_type=0,
+                expert_scales=scales if A2 else None, **options
             )
         )
         # The expert multiplies by its factor; rows beyond the last are left as they are.
@@ -30,7 +33,7 @@ class Layer:
         expert = (place >= tokens[None, :]).sum(1).clamp(max=local - 1)
         out = torch_npu.npu_moe_distribute_combine_v2(
             rows * self.factors[expert][:, None], ids, origins, counts, scales, *self.domain,
-            **options,
+            expand_scales=row_scales if A2 else None, **options,
         )
         return out, tokens
 
@@ -206,8 +209,45 @@ check(Layer(comm_alg="fullmesh_v1")(*to_device(*given))[0], *given)
         2,
         devices=2,
         soc="Ascend910_9391",
+        hccl_expansion="AICPU",
     )
     assert_all_pass(results)
+
+
+def test_what_a_chip_or_a_line_excludes_is_refused(run_ranks):
+    expansion = """
+try:
+    dist.init_process_group("hccl")
+    dist.all_reduce(torch.ones(1).npu())
+except RuntimeError as error:
+    assert "HCCL_OP_EXPANSION_MODE HOST is not documented for Ascend910_9391" in str(error), error
+else:
+    raise AssertionError("an A3 took HOST")
+store = dist.distributed_c10d._get_default_store()
+store.set(f"refused {rank}", "")
+if rank == 0:  # the others need its store
+    store.wait(["refused 1"])
+os._exit(0)
+"""
+    assert_all_pass(run_ranks(expansion, 2, devices=2, soc="Ascend910_9391"))
+    old = 'refused("ep_world_size 2 is no multiple of 8 to 256, which this product needs")'
+    assert_all_pass(run_ranks(SETUP + old, 2, devices=2, cann="8.5.0"))
+    bare = (
+        SETUP
+        + """
+x, ids, scales = to_device(*batch(4, 0))
+rows, _, origins, _, counts, _, _ = torch_npu.npu_moe_distribute_dispatch_v2(
+    x, ids, group, n, rank, EXPERTS)
+try:
+    torch_npu.npu_moe_distribute_combine_v2(
+        rows, ids, origins, counts, scales, group, n, rank, EXPERTS)
+except RuntimeError as error:
+    assert "expand_scales must be given on this product" in str(error), error
+else:
+    raise AssertionError("an A2 combined without expand_scales")
+"""
+    )
+    assert_all_pass(run_ranks(bare, 2, devices=2, cann="9.0.0"))
 
 
 def test_without_arithmetic_ranks_stay_in_step(run_ranks):

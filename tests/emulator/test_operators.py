@@ -258,7 +258,7 @@ SHAPES = {
     "triangles": (lambda a: (a.triu(1), a.tril(), a.flip(0), a.roll(1, 0)), X),
     "clamp": (lambda a: (a.clamp(-0.5, 0.5), a.clamp(min=0), a.clamp(max=0)), X),
     "clamp tensor": (lambda a, b: a.clamp(min=b), X, Y),
-    "silu": (lambda a: (functional.silu(a), functional.gelu(a)), X),
+    "silu": (lambda a: functional.silu(a), X),
     "write into a slice": (lambda a, b: written(a, (slice(None), slice(0, 3)), b[:, :3]), X, Y),
 }
 
@@ -310,3 +310,66 @@ def test_printing():
 def test_an_operator_that_is_not_emulated_fails_with_its_name():
     with pytest.raises(RuntimeError, match="aclnnErfinv is not emulated"):
         torch.erfinv(X.npu())
+
+
+# ---- what the device does otherwise than torch on a CPU, or refuses
+
+
+def test_gelu_is_the_form_with_tanh_whatever_is_asked_for():
+    want = functional.gelu(X, approximate="tanh")
+    for asked in ("none", "tanh"):
+        assert torch.allclose(functional.gelu(X.npu(), approximate=asked).cpu(), want, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "call,refusal",
+    [
+        (lambda a: torch.exp(a), "aclnnExp: "),
+        (lambda a: torch.ceil(a.bool()), "aclnnCeil: the result must be a float, got Bool"),
+        (lambda a: torch.neg(a.to(torch.uint8)), "aclnnNeg: Byte is not among the types"),
+        (lambda a: torch.baddbmm(a[None], a[None], a[None]), "batched product of"),
+        (lambda a: torch.cat([a.to(torch.complex64)] * 2), "complex64 is not emulated"),
+        (lambda a: a.to(torch.complex64) + 1, "complex64 is not emulated"),
+        (lambda a: a.to(torch.uint16), "uint16 is not emulated"),
+    ],
+)
+def test_types_that_an_operator_has_not_are_refused_by_name(call, refusal):
+    whole = torch.ones(3, 3, dtype=torch.int32)
+    with pytest.raises(RuntimeError) as error:
+        call(whole.npu())
+    assert refusal in str(error.value)
+
+
+EMPTY = torch.zeros(0, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, i: x[i],
+        lambda x, i: x[:, i],
+        lambda x, i: x[x > 99],
+        lambda x, i: x[(x > 99)[:, 0]],
+        lambda x, i: written(x, i, 9.0),
+        lambda x, i: x.clone().index_put_(((x > 99)[:, 0],), x.new_ones(()), accumulate=True),
+        lambda x, i: written(x.sum(), x.sum() != x.sum(), 0.0),
+    ],
+)
+@pytest.mark.parametrize("x", [X, X.long()], ids=["float32", "int64"])
+def test_indices_of_no_elements(call, x):
+    check(call, x, EMPTY)
+
+
+def test_an_index_of_no_elements_beside_another():
+    # Into whole numbers it could not be told from a whole dimension.
+    check(lambda x, i: x.clone().index_put_((i, i.new_ones(1)), x.new_full((), 9)), X, EMPTY)
+
+
+@pytest.mark.parametrize("a,b", [((5, 5, 0), (0, 5)), ((5, 0, 3), (3, 4)), ((2, 3, 0), (2, 0, 4))])
+def test_products_of_nothing_are_zeros(a, b):
+    check(torch.matmul, torch.ones(a), torch.ones(b))
+
+
+def test_whole_numbers_of_linspace_are_rounded_as_torch_does():
+    check(lambda start: torch.linspace(start, 117, 50, dtype=torch.int64, device=start.device),
+          torch.tensor(-3.7))  # fmt: skip

@@ -65,6 +65,22 @@ template <class Function> void with_width(int64_t n, Function function) {
     function(std::integral_constant<int, 0>());
 }
 
+bool is_finite(float x) { return (std::bit_cast<uint32_t>(x) & 0x7f800000) != 0x7f800000; }
+
+// By the bits of the exponent alone, so that it costs little.
+template <class Bits> bool all_finite_bits(const Bits *x, int64_t n, Bits exponent) {
+  bool found = false;
+  for (int64_t i = 0; i < n; i++)
+    found |= (x[i] & exponent) == exponent;
+  return !found;
+}
+bool all_finite(Data d, int64_t offset, int64_t n) {
+  if (d.type == Type::F32)
+    return all_finite_bits<uint32_t>(static_cast<const uint32_t *>(d.p) + offset, n, 0x7f800000);
+  return all_finite_bits<uint16_t>(static_cast<const uint16_t *>(d.p) + offset, n,
+                                   d.type == Type::BF16 ? 0x7f80 : 0x7c00);
+}
+
 constexpr int64_t kTile = 64;         // tokens, and query rows of one block
 constexpr int64_t kStreamedRows = 8;  // at most: below this gathering keys does not pay
 
@@ -75,6 +91,7 @@ public:
       : a(attention), s(sequence), kv_head(kv_head), group(a.heads / a.kv_heads) {}
 
   void run() {
+    read_tail();
     if (s.query_count <= kStreamedRows)
       for (int64_t row = 0; row < s.query_count; row++)
         stream_row(row);
@@ -86,6 +103,7 @@ private:
   const Attention &a;
   const Sequence &s;
   int64_t kv_head, group;
+  const float *tail = nullptr;  // what the values behind the last key add, if not all are finite
 
   int64_t page_of(int64_t token) const {
     if (!a.block_table)
@@ -125,6 +143,27 @@ private:
     return a.mask_data + s.batch * a.mask_batch_stride + row * a.mask_row_stride;
   }
 
+  // Blocks are read whole: behind the last key weights are zero, and zero times NaN is NaN.
+  void read_tail() {
+    static thread_local Scratch room, values_room;
+    int64_t end = s.kv_count;
+    if (!a.block_table || s.query_count == 0 || end % a.page_size == 0)
+      return;
+    int64_t page = page_of(end - 1), block_end = (end / a.page_size + 1) * a.page_size;
+    float *sums = nullptr;
+    for (int64_t t = end; t < block_end; t++) {
+      int64_t at = row_of(a.value, t, page);
+      if (all_finite(a.value.data, at, a.value_dim))
+        continue;
+      if (!sums)
+        std::fill_n(sums = room.of(a.value_dim), a.value_dim, 0.0f);
+      const float *values = as_floats(a.value.data, at, a.value_dim, values_room.of(a.value_dim));
+      for (int64_t i = 0; i < a.value_dim; i++)
+        sums[i] += is_finite(values[i]) ? 0.0f : NAN;
+    }
+    tail = sums;
+  }
+
   int64_t width() const { return a.dim + a.rope_dim; }
 
   void load_query(int64_t row, int64_t head, float *to) const {
@@ -143,6 +182,8 @@ private:
     float factor = divisor > 0 ? 1.0f / divisor : divisor == 0 ? 0.0f : divisor;
     for (int64_t i = 0; i < a.value_dim; i++)
       out[i] = divisor == 0 ? 0.0f : sums[i] * factor;  // a row that sees nothing is zero
+    for (int64_t i = 0; tail && divisor != 0 && i < a.value_dim; i++)
+      out[i] += tail[i];
     int64_t token = s.out_start + row;
     store_floats(out, a.out, token * a.out_token_stride + head * a.out_head_stride, a.value_dim);
     if (a.lse)

@@ -1,6 +1,10 @@
 // Copies, casts, fills, concatenation.
 #include "ops/bind.h"
 
+#include <cstring>
+
+#include <sys/mman.h>
+
 using namespace emu;
 
 namespace emu {
@@ -38,7 +42,27 @@ Task copy_task(const Tensor &to, const Tensor &from) {
 
 OP(aclnnInplaceCopy, [](Tensor to, Tensor from) -> Task { return copy_task(to, from); })
 OP(aclnnCast, [](Tensor a, aclDataType, Tensor out) -> Task { return copy_task(out, a); })
-OP(aclnnInplaceZero, [](Tensor a) { a.zero_(); })
+
+// Pages that are given back to the system read as zeros and take no memory until they are written:
+// so a cache that begins as zeros costs no more than one that does not.
+static void clear(char *p, size_t bytes) {
+  constexpr uintptr_t page = 2u << 20;
+  auto begin = reinterpret_cast<uintptr_t>(p), end = begin + bytes;
+  uintptr_t first = (begin + page - 1) / page * page, last = end / page * page;
+  if (bytes < 8 * page ||
+      madvise(reinterpret_cast<void *>(first), last - first, MADV_REMOVE) != 0) {
+    memset(p, 0, bytes);
+    return;
+  }
+  memset(p, 0, first - begin);
+  memset(reinterpret_cast<void *>(last), 0, end - last);
+}
+OP(aclnnInplaceZero, [](Tensor a) {
+  if (a.is_contiguous())
+    clear(static_cast<char *>(a.data_ptr()), a.nbytes());
+  else
+    a.zero_();
+})
 OP(aclnnInplaceOne, [](Tensor a) { a.fill_(1); })
 OP(aclnnInplaceFillScalar, [](Tensor a, Scalar v) { a.fill_(v); })
 OP(aclnnInplaceFillTensor, [](Tensor a, Tensor v) { a.copy_(v.expand(a.sizes())); })
@@ -47,7 +71,9 @@ OP(aclnnArange,
 OP(aclnnRange,
    [](Scalar start, Scalar end, Scalar step, Tensor out) { at::range_out(out, start, end, step); })
 OP(aclnnLinspace, [](Scalar start, Scalar end, int64_t steps, Tensor out) {
-  out.copy_(at::linspace(start, end, steps));
+  // Integers are rounded step by step, as torch does; half-width floats once.
+  auto type = out.is_floating_point() ? at::kFloat : out.scalar_type();
+  out.copy_(at::linspace(start, end, steps, type));
 })
 OP(aclnnEye, [](int64_t n, int64_t m, Tensor out) { out.copy_(at::eye(n, m)); })
 

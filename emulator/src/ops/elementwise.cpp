@@ -1,18 +1,54 @@
 // Arithmetic, unary functions, clamps.
 #include "ops/op_abi.h"
 
+#include <algorithm>
+
 using namespace emu;
+
+// What the lists of types in aclnn_x.cpp (ops-math, ops-nn, August 2026) say for A2 and A3.
+struct Types {
+  std::initializer_list<at::ScalarType> input;
+  bool floats;  // whether the result is one
+};
+constexpr auto kF = at::kFloat, kH = at::kHalf, kB = at::kBFloat16, kD = at::kDouble;
+constexpr auto kI8 = at::kChar, kU8 = at::kByte, kI16 = at::kShort, kI32 = at::kInt,
+               kI64 = at::kLong, kBool = at::kBool;
+constexpr Types kHalves{{kF, kH, kB}, true}, kFloats{{kF, kH, kB, kD}, true};
+constexpr Types kToFloats{{kF, kH, kB, kD, kI8, kU8, kI16, kI32, kI64, kBool}, true};
+constexpr Types kLongToFloats{{kF, kH, kB, kD, kI64, kBool}, true};
+constexpr Types kAll{{kF, kH, kB, kD, kI8, kU8, kI16, kI32, kI64, kBool}, false};
+constexpr Types kWholeNumbers{{kF, kH, kB, kD, kI8, kU8, kI16, kI32, kI64}, false};
+constexpr Types kRounded{{kF, kH, kB, kD, kI32, kI64}, false};
+constexpr Types kSigned{{kF, kH, kB, kD, kI8, kI32, kI64}, false};
+constexpr Types kSigns{{kF, kH, kB, kD, kI32, kI64, kBool}, false};
+constexpr Types kRectified{{kF, kH, kB, kI8, kU8, kI32, kI64}, false};
+
+template <const Types &types> static void require_types(const Tensor &a, const Tensor &out) {
+  refuse_unless(!types.floats || out.is_floating_point(), "the result must be a float, got ",
+                out.scalar_type());
+  const auto *end = types.input.end();
+  demand(std::find(types.input.begin(), end, a.scalar_type()) != end, a.scalar_type(),
+         " is not among the types of the operator");
+}
 
 // aclnnX(a, out), aclnnInplaceX(a); aclnnX(a, b, out), aclnnInplaceX(a, b). Floats are left alone
 // with kernels=skip; integers and booleans are always computed, because they decide about positions.
-#define UNARY(NAME, F)                                                                             \
-  OP(aclnn##NAME, [](Tensor a, Tensor out) {                                                       \
-    if (!skips(out))                                                                               \
-      out.copy_(at::F(a));                                                                         \
+#define UNARY(NAME, F, TYPES)                                                                      \
+  OP(aclnn##NAME, [](Tensor a, Tensor out) -> Task {                                               \
+    require_types<TYPES>(a, out);                                                                  \
+    return [=] {                                                                                   \
+      AtenScope scope;                                                                             \
+      if (!skips(out))                                                                             \
+        out.copy_(at::F(a));                                                                       \
+    };                                                                                             \
   })                                                                                               \
-  OP(aclnnInplace##NAME, [](Tensor a) {                                                            \
-    if (!skips(a))                                                                                 \
-      a.copy_(at::F(a));                                                                           \
+  OP(aclnnInplace##NAME, [](Tensor a) -> Task {                                                    \
+    require_types<TYPES>(a, a);                                                                    \
+    return [=] {                                                                                   \
+      AtenScope scope;                                                                             \
+      if (!skips(a))                                                                               \
+        a.copy_(at::F(a));                                                                         \
+    };                                                                                             \
   })
 #define BINARY_OF(SECOND, NAME, F)                                                                 \
   OP(aclnn##NAME, [](Tensor a, SECOND b, Tensor out) {                                             \
@@ -107,34 +143,38 @@ OP(aclnnDivMods, [](Tensor a, Scalar b, int mode, Tensor out) { divide(a, b, mod
 OP(aclnnInplaceDivMod, [](Tensor a, Tensor b, int mode) { divide(a, b, mode, a); })
 OP(aclnnInplaceDivMods, [](Tensor a, Scalar b, int mode) { divide(a, b, mode, a); })
 
-UNARY(Abs, abs)
-UNARY(Ceil, ceil)
-UNARY(Cos, cos)
-UNARY(Erf, erf)
-UNARY(Exp, exp)
-UNARY(Exp2, exp2)
-UNARY(Expm1, expm1)
-UNARY(Floor, floor)
-UNARY(Log, log)
-UNARY(Log10, log10)
-UNARY(Log1p, log1p)
-UNARY(Log2, log2)
-UNARY(Neg, neg)
-UNARY(Reciprocal, reciprocal)
-UNARY(Relu, relu)
-UNARY(Round, round)
-UNARY(Rsqrt, rsqrt)
-UNARY(Sigmoid, sigmoid)
-UNARY(Sign, sign)
-UNARY(Silu, silu)
-UNARY(Sin, sin)
-UNARY(Sqrt, sqrt)
-UNARY(Tanh, tanh)
-UNARY(Trunc, trunc)
+UNARY(Abs, abs, kAll)
+UNARY(Ceil, ceil, kFloats)
+UNARY(Cos, cos, kToFloats)
+UNARY(Erf, erf, kLongToFloats)
+UNARY(Exp, exp, kLongToFloats)
+UNARY(Exp2, exp2, kToFloats)
+UNARY(Expm1, expm1, kLongToFloats)
+UNARY(Floor, floor, kWholeNumbers)
+UNARY(Log, log, kToFloats)
+UNARY(Log10, log10, kToFloats)
+UNARY(Log1p, log1p, kToFloats)
+UNARY(Log2, log2, kToFloats)
+UNARY(Neg, neg, kSigned)
+UNARY(Reciprocal, reciprocal, kToFloats)
+UNARY(Relu, relu, kRectified)
+UNARY(Round, round, kRounded)
+UNARY(Rsqrt, rsqrt, kToFloats)
+UNARY(Sigmoid, sigmoid, kToFloats)
+UNARY(Sign, sign, kSigns)
+UNARY(Silu, silu, kHalves)
+UNARY(Sin, sin, kToFloats)
+UNARY(Sqrt, sqrt, kToFloats)
+UNARY(Tanh, tanh, kToFloats)
+UNARY(Trunc, trunc, kHalves)
 
-OP(aclnnGelu, [](Tensor a, Tensor out) {
-  if (!skipping())
-    out.copy_(at::gelu(a));
+// Document aclnnGelu: the form with tanh, whatever torch asks for.
+OP(aclnnGelu, [](Tensor a, Tensor out) -> Task {
+  require_types<kHalves>(a, out);
+  return arithmetic([=] {
+    AtenScope scope;
+    out.copy_(at::gelu(a, "tanh"));
+  });
 })
 OP(aclnnAddcmul, [](Tensor a, Tensor b, Tensor c, Scalar k, Tensor out) {
   if (!skips(out))

@@ -1,6 +1,8 @@
 // Reading and writing by index.
 #include "ops/bind.h"
 
+#include <algorithm>
+
 using namespace emu;
 
 // An index of int32 is taken by the device and not by every ATen function.
@@ -56,13 +58,16 @@ OP(aclnnGather, [](Tensor a, int64_t dim, Tensor index, Tensor out) {
 })
 OP(aclnnTake, [](Tensor a, Tensor index, Tensor out) { out.copy_(at::take(a, as_long(index))); })
 
-// Undefined entries of the list stand for whole dimensions; booleans for their positions.
+// Undefined entries of the list stand for whole dimensions, and so does torch_npu's placeholder: a
+// vector of no elements, without data and of the tensor's own type (an index of no elements differs
+// from it by its type alone). Booleans stand for their positions.
 static c10::List<OptTensor> index_list(const Tensor &a, const Tensors &indices) {
   c10::List<OptTensor> list;
   int64_t dim = 0;
   for (const Tensor &index : indices) {
     bool whole = !index.defined() || (index.numel() == 0 && index.dim() == 1 && a.numel() > 0 &&
-                                      index.data_ptr() == nullptr);
+                                      index.data_ptr() == nullptr &&
+                                      index.scalar_type() == a.scalar_type());
     if (whole) {
       list.push_back(std::nullopt);
       dim++;
@@ -76,11 +81,21 @@ static c10::List<OptTensor> index_list(const Tensor &a, const Tensors &indices) 
   }
   return list;
 }
+// Both return at once where there is nothing to read or write (aclnn_index.cpp,
+// aclnn_index_put_impl.cpp of ops-nn).
 OP(aclnnIndex, [](Tensor a, Tensors indices, Tensor out) {
+  if (out.numel() == 0)
+    return;
   out.copy_(at::index(a, index_list(a, indices)));
 })
 OP(aclnnIndexPutImpl, [](Tensor a, Tensors indices, Tensor values, bool accumulate, bool) {
-  a.index_put_(index_list(a, indices), values.to(a.scalar_type()), accumulate);
+  if (values.numel() == 0 || a.numel() == 0)
+    return;
+  auto list = index_list(a, indices);
+  // Nobody indexes whole dimensions only: these are indices of no elements, of the tensor's own type.
+  if (std::none_of(list.begin(), list.end(), [](const OptTensor &i) { return i.has_value(); }))
+    return;
+  a.index_put_(list, values.to(a.scalar_type()), accumulate);
 })
 OP(aclnnIndexAdd,
    [](Tensor a, int64_t dim, Tensor index, Tensor source, Scalar alpha, Tensor out) {

@@ -60,8 +60,10 @@ Task emu::multiply_task(const Tensor &a, const Tensor &b, const Tensor &out) {
 static Task general_product(const Tensor &a, const Tensor &b, const Tensor &out) {
   if (a.dim() == 2 && b.dim() == 2)
     return multiply_task(a, b, out);
-  if (a.dim() > 2 && b.dim() == 2 && a.is_contiguous() && out.is_contiguous())
-    return multiply_task(a.view({-1, a.size(-1)}), b, out.view({-1, b.size(-1)}));
+  if (a.dim() > 2 && b.dim() == 2 && a.is_contiguous() && out.is_contiguous()) {
+    int64_t rows = c10::multiply_integers(a.sizes().slice(0, a.dim() - 1));
+    return multiply_task(a.view({rows, a.size(-1)}), b, out.view({rows, b.size(-1)}));
+  }
   if (a.dim() == 3 && b.dim() == 3 && a.size(0) == b.size(0)) {
     std::vector<Task> products;
     for (int64_t i = 0; i < a.size(0); i++)
@@ -110,10 +112,16 @@ OP(aclnnInplaceAddmm,
    [](Tensor out, Tensor a, Tensor b, Scalar beta, Scalar alpha, int8_t) -> Task {
      return scaled_product(out, a, b, beta, alpha, out);
    })
-OP(aclnnBaddbmm, [](Tensor c, Tensor a, Tensor b, Scalar beta, Scalar alpha, Tensor out, int8_t) {
-  if (!skipping())
-    out.copy_(at::baddbmm(c.to(at::kFloat), a.to(at::kFloat), b.to(at::kFloat), beta, alpha));
-})
+OP(aclnnBaddbmm,
+   [](Tensor c, Tensor a, Tensor b, Scalar beta, Scalar alpha, Tensor out, int8_t) -> Task {
+     require_same_type("batch2", b, a);
+     refuse_unless(is_kernel_type(a), "batched product of ", a.scalar_type(),
+                   ": float32, float16 or bfloat16 is needed");
+     return arithmetic([=] {
+       AtenScope scope;
+       out.copy_(at::baddbmm(c.to(at::kFloat), a.to(at::kFloat), b.to(at::kFloat), beta, alpha));
+     });
+   })
 OP(aclnnMv, [](Tensor a, Tensor v, Tensor out, int8_t) -> Task {
   return multiply_task(a, v.unsqueeze(1), out.unsqueeze(1));
 })

@@ -36,9 +36,15 @@ Parallel bind_parallel(const std::string &group, int64_t ranks, int64_t rank, in
                 domain->ranks, " ranks");
   refuse_unless(shared_ranks == 0 && shard_type == 0, "ranks of shared experts are not emulated");
   refuse_unless(tp_ranks <= 1, "tp_world_size ", tp_ranks, ", only 0 or 1");
-  static const std::set<int64_t> a2_sizes = {2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128, 256};
+  static const std::set<int64_t> a2_sizes = {2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128, 192, 256, 384};
   demand(is_a3() ? ranks >= 2 && ranks <= 768 : a2_sizes.count(ranks) > 0, "ep_world_size ", ranks,
          " is not among those of this product");
+  if (!is_a3() && is_cann_8_5()) {  // moe_distribute_combine_v2_tiling.cpp of November 2025
+    demand(ranks % 8 == 0 && ranks <= 256, "ep_world_size ", ranks, " is no multiple of 8 to 256, ",
+           "which this product needs on CANN 8.5");
+    demand(experts <= 512, "moe_expert_num ", experts, ", at most 512 on CANN 8.5");
+    demand(rows <= 256, "BS ", rows, ", at most 256 on CANN 8.5");
+  }
   bool known = algorithm.empty() || algorithm == "hierarchy" ||
                (is_a3() ? algorithm == "fullmesh_v1" || algorithm == "fullmesh_v2"
                         : algorithm == "fullmesh");
@@ -278,7 +284,7 @@ OP(aclnnMoeDistributeDispatchV2,
 
 OP(aclnnMoeDistributeCombineV2,
    [](Tensor rows, Tensor ids, Tensor origins, Tensor counts, Tensor scales, OptTensor,
-      OptTensor mask, OptTensor, OptTensor, OptTensor, OptTensor, OptTensor shared,
+      OptTensor mask, OptTensor, OptTensor, OptTensor, OptTensor row_scales, OptTensor shared,
       std::string group, int64_t ranks, int64_t rank, int64_t experts, std::string,
       int64_t tp_ranks, int64_t, int64_t shard_type, int64_t, int64_t shared_ranks,
       int64_t global_rows, int64_t, int64_t quant_mode, int64_t, std::string algorithm,
@@ -294,6 +300,13 @@ OP(aclnnMoeDistributeCombineV2,
      Parallel p = bind_parallel(group, ranks, rank, experts, tp_ranks, shard_type, shared_ranks,
                                 algorithm, global_rows, ids.size(0), ids.size(1), rows.size(1));
      check_mask(mask, ids);
+     demand(is_a3() || row_scales, "expand_scales must be given on this product");
+     demand(!is_a3() || !row_scales || algorithm == "hierarchy",
+            "expand_scales is for comm_alg hierarchy on this product");
+     refuse_unless(!row_scales || (row_scales->dim() == 1 &&
+                                   row_scales->scalar_type() == at::kFloat &&
+                                   row_scales->size(0) >= rows.size(0)),
+                   "expand_scales must be what dispatch gave");
      refuse_unless(counts.scalar_type() == at::kInt && counts.numel() >= p.local * ranks &&
                        origins.scalar_type() == at::kInt && origins.numel() >= 3 * rows.size(0),
                    "assist_info_for_combine or ep_send_counts are not what dispatch gave");

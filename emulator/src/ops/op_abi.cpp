@@ -34,7 +34,22 @@ at::ScalarType scalar_type(aclDataType dtype) {
   case ACL_FLOAT8_E5M2:
     return at::kFloat8_e5m2;
   default:
-    TORCH_CHECK(false, "aclDataType ", static_cast<int>(dtype), " is not emulated");
+    throw Refusal(type_name(dtype) + " is not emulated");
+  }
+}
+
+std::string type_name(aclDataType dtype) {
+  switch (dtype) {
+  case ACL_COMPLEX32:
+    return "complex32";
+  case ACL_COMPLEX64:
+    return "complex64";
+  case ACL_COMPLEX128:
+    return "complex128";
+  case ACL_UINT16:
+    return "uint16";
+  default:
+    return "aclDataType " + std::to_string(dtype);
   }
 }
 
@@ -61,7 +76,7 @@ static Scalar read_scalar(const void *p, aclDataType dtype) {
   case at::kBool:
     return *static_cast<const bool *>(p);
   default:
-    TORCH_CHECK(false, "scalar of aclDataType ", static_cast<int>(dtype), " is not emulated");
+    TORCH_CHECK(false, "scalar of ", type_name(dtype), " is not emulated");
   }
 }
 
@@ -83,8 +98,9 @@ int launch_phase(const char *name, aclOpExecutor *executor, aclrtStream stream) 
   if (!executor)
     return fail(kNullPointer, "%s: no executor", name);
   Task task = std::move(executor->task);
+  LaunchTraits traits = executor->traits;
   delete executor;
-  return launch(stream, TaskKind::Kernel, name, std::move(task));
+  return launch(stream, TaskKind::Kernel, name, std::move(task), traits);
 }
 
 }  // namespace emu
@@ -106,6 +122,8 @@ EMU_API aclTensor *aclCreateTensor(const int64_t *shape, uint64_t rank, aclDataT
     Tensor t = strides ? at::from_blob(p, sizes, at::IntArrayRef(strides, rank), options)
                        : at::from_blob(p, sizes, options);
     return new aclTensor{t, {storage_shape, storage_shape + storage_rank}, format, dtype};
+  } catch (const Refusal &) {  // the operator that gets it says so with its name
+    return new aclTensor{Tensor(), {storage_shape, storage_shape + storage_rank}, format, dtype};
   } catch (const std::exception &e) {
     fail(kInvalidArgument, "aclCreateTensor: %s", e.what());
     return nullptr;
@@ -133,6 +151,8 @@ EMU_API aclTensorList *aclCreateTensorList(aclTensor *const *v, uint64_t n) {
   auto *list = new aclTensorList;
   for (uint64_t i = 0; i < n; i++) {
     list->tensors.push_back(v[i] ? v[i]->t : Tensor());
+    if (v[i] && !v[i]->t.defined())
+      list->not_emulated.push_back(v[i]->dtype);
     delete v[i];
   }
   return list;

@@ -12,9 +12,11 @@
 #include "aten.h"
 
 #include "emulator.h"
+#include "ops/ai_cpu.h"
 #include "ops/checks.h"
 
-// CANN declares these types without defining them. The tensor is a view made by from_blob.
+// CANN declares these types without defining them. The tensor is a view made by from_blob; undefined
+// if its type is not emulated.
 struct aclTensor {
   at::Tensor t;
   std::vector<int64_t> storage_shape;
@@ -35,12 +37,14 @@ struct aclBoolArray {
 };
 struct aclTensorList {
   std::vector<at::Tensor> tensors;
+  std::vector<aclDataType> not_emulated;
 };
 struct aclScalarList {
   std::vector<at::Scalar> values;
 };
 struct aclOpExecutor {
   emu::Task task;
+  emu::LaunchTraits traits;
 };
 
 namespace emu {
@@ -57,6 +61,12 @@ using OptInts = std::optional<Ints>;
 constexpr int kNullPointer = 161001, kInvalidArgument = 161002;
 
 at::ScalarType scalar_type(aclDataType dtype);
+std::string type_name(aclDataType dtype);
+
+inline Tensor emulated(const aclTensor *p) {
+  refuse_unless(p->t.defined(), type_name(p->dtype), " is not emulated");
+  return p->t;
+}
 
 // The C type of an argument, and how it becomes the lambda's parameter.
 template <class T> struct Argument {
@@ -67,12 +77,12 @@ template <> struct Argument<Tensor> {
   using C = aclTensor *;
   static Tensor convert(C p) {
     refuse_unless(p, "null aclTensor");
-    return p->t;
+    return emulated(p);
   }
 };
 template <> struct Argument<OptTensor> {
   using C = aclTensor *;
-  static OptTensor convert(C p) { return p ? OptTensor(p->t) : OptTensor(); }
+  static OptTensor convert(C p) { return p ? OptTensor(emulated(p)) : OptTensor(); }
 };
 template <> struct Argument<Scalar> {
   using C = aclScalar *;
@@ -95,7 +105,12 @@ template <> struct Argument<OptInts> {
 };
 template <> struct Argument<Tensors> {
   using C = aclTensorList *;
-  static Tensors convert(C p) { return p ? p->tensors : Tensors(); }
+  static Tensors convert(C p) {
+    refuse_unless(!p || p->not_emulated.empty(),
+                  p && !p->not_emulated.empty() ? type_name(p->not_emulated[0]) : "",
+                  " is not emulated");
+    return p ? p->tensors : Tensors();
+  }
 };
 template <> struct Argument<std::string> {
   using C = char *;
@@ -117,6 +132,46 @@ inline Task arithmetic(Task task) { return skipping() ? Task([] {}) : task; }
 
 int refused(const char *op, const std::exception &error);
 
+// ---- what is counted of a launch
+
+// Kernels load whole blocks of 32 bytes: elsewhere a tensor costs more.
+inline bool is_unaligned(const Tensor &t) {
+  return t.defined() && t.numel() > 0 && reinterpret_cast<uintptr_t>(t.data_ptr()) % 32 != 0;
+}
+inline bool is_unaligned(const OptTensor &t) { return t && is_unaligned(*t); }
+inline bool is_unaligned(const Tensors &list) {
+  for (const Tensor &t : list)
+    if (is_unaligned(t))
+      return true;
+  return false;
+}
+template <class Other> bool is_unaligned(const Other &) { return false; }
+
+template <class Argument> void add_operand(Operands &operands, const Argument &argument) {
+  if constexpr (std::is_same_v<Argument, Tensor>)
+    operands.tensors.push_back(argument);
+  else if constexpr (std::is_same_v<Argument, aclTensor *>)
+    operands.tensors.push_back(argument->t);
+  else if constexpr (std::is_same_v<Argument, int64_t> || std::is_same_v<Argument, int>)
+    operands.numbers.push_back(argument);
+}
+
+template <class... A>
+LaunchTraits traits_of(const char *name, const AiCpuRule *rule, const std::tuple<A...> &arguments) {
+  return std::apply(
+      [&](const A &...a) {
+        LaunchTraits traits;
+        traits.unaligned = (is_unaligned(a) || ...);
+        if (rule) {
+          Operands operands;
+          (add_operand(operands, a), ...);
+          traits.ai_cpu = rule->applies(operands) ? name : nullptr;
+        }
+        return traits;
+      },
+      arguments);
+}
+
 // The work is done once for each signature; what is made for each operator is one call.
 template <class Function> struct WorkspacePhase;
 template <class Result, class... A> struct WorkspacePhase<Result (*)(A...)> {
@@ -124,23 +179,26 @@ template <class Result, class... A> struct WorkspacePhase<Result (*)(A...)> {
 
   template <Body body, const char *name>
   static int call(typename Argument<A>::C... a, uint64_t *bytes, aclOpExecutor **executor) {
-    return prepare(body, name, a..., bytes, executor);
+    static const AiCpuRule *rule = find_ai_cpu_rule(name);
+    return prepare(body, name, rule, a..., bytes, executor);
   }
 
-  __attribute__((noinline)) static int prepare(Body body, const char *name,
+  __attribute__((noinline)) static int prepare(Body body, const char *name, const AiCpuRule *rule,
                                                typename Argument<A>::C... a, uint64_t *bytes,
                                                aclOpExecutor **executor) {
     try {
       *bytes = 0;
       // Owned copies: torch_npu destroys the aclTensors right after the launch.
       std::tuple<A...> arguments(Argument<A>::convert(a)...);
+      LaunchTraits traits = traits_of(name, rule, arguments);
       if constexpr (std::is_same_v<Result, Task>)
-        *executor = new aclOpExecutor{std::apply(body, std::move(arguments))};
+        *executor = new aclOpExecutor{std::apply(body, std::move(arguments)), traits};
       else
         *executor = new aclOpExecutor{[body, arguments = std::move(arguments)] {
-          AtenScope scope;
-          std::apply(body, arguments);
-        }};
+                                        AtenScope scope;
+                                        std::apply(body, arguments);
+                                      },
+                                      traits};
       return 0;
     } catch (const std::exception &e) {
       return refused(name, e);

@@ -4,6 +4,9 @@
 #include "runtime/queue_pool.h"
 #include "runtime/services.h"
 
+#include <map>
+#include <mutex>
+
 namespace emu {
 
 Counters &Counters::of(int device) {
@@ -11,15 +14,47 @@ Counters &Counters::of(int device) {
   return counters[device];
 }
 
+namespace {
+
+struct Names {
+  std::mutex mutex;
+  std::map<std::string, long> counts;
+};
+Names &ai_cpu_names(int device) {
+  static Names names[kMaxDevices];
+  return names[device];
+}
+
+// A JSON object of whole numbers. The text is valid until the thread's next call.
+template <class Pairs> const char *as_json(const Pairs &values) {
+  static thread_local std::string text;
+  text = "{";
+  for (auto &[name, value] : values)
+    text += (text.size() > 1 ? ", \"" : "\"") + std::string(name) + "\": " + std::to_string(value);
+  text += "}";
+  return text.c_str();
+}
+
+}  // namespace
+
+void count_traits(int device, LaunchTraits traits) {
+  if (traits.unaligned)
+    count(Counters::of(device).unaligned_views);
+  if (!traits.ai_cpu)
+    return;
+  count(Counters::of(device).ai_cpu);
+  std::lock_guard lock(ai_cpu_names(device).mutex);
+  ai_cpu_names(device).counts[traits.ai_cpu]++;
+}
+
 void count_collective(int device) { count(Counters::of(device).collectives); }
 
 }  // namespace emu
 
-// A JSON object of whole numbers; a negative device is the current one of the calling thread. The
-// text is valid until the thread's next call. Null for a device that there is not.
+// A JSON object; a negative device is the current one of the calling thread. Null for a device that
+// there is not.
 EMU_API const char *emulator_counters(int device) {
   using namespace emu;
-  static thread_local std::string text;
   if (device < 0)
     device = current_device();
   if (device >= settings().devices)
@@ -41,10 +76,20 @@ EMU_API const char *emulator_counters(int device) {
       {"queues", QueuePool::of(device).bound()},
       {"queue_bindings", c.queue_bindings},
       {"collectives", c.collectives},
+      {"ai_cpu", c.ai_cpu},
+      {"ai_cpu_captured", c.ai_cpu_captured},
+      {"unaligned_views", c.unaligned_views},
   };
-  text = "{";
-  for (auto &[name, value] : values)
-    text += (text.size() > 1 ? ", \"" : "\"") + std::string(name) + "\": " + std::to_string(value);
-  text += "}";
-  return text.c_str();
+  return as_json(values);
+}
+
+// How often the AI CPU ran each operator; arguments and result as above.
+EMU_API const char *emulator_ai_cpu_operators(int device) {
+  using namespace emu;
+  if (device < 0)
+    device = current_device();
+  if (device >= settings().devices)
+    return nullptr;
+  std::lock_guard lock(ai_cpu_names(device).mutex);
+  return as_json(ai_cpu_names(device).counts);
 }

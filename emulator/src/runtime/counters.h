@@ -15,6 +15,8 @@ struct Counters {
   std::atomic<long> task_updates{0};
   std::atomic<long> queue_bindings{0};
   std::atomic<long> collectives{0};  // that have run, in replays too
+  std::atomic<long> ai_cpu{0}, unaligned_views{0};  // launches that have run, in replays too
+  std::atomic<long> ai_cpu_captured{0};             // tasks of graphs
 
   static Counters &of(int device);
 };
@@ -22,6 +24,8 @@ struct Counters {
 inline void count(std::atomic<long> &counter, long by = 1) {
   counter.fetch_add(by, std::memory_order_relaxed);
 }
+
+void count_traits(int device, LaunchTraits traits);
 
 // While it lives, a stream stands at an external event; counted if a graph put it there.
 class ExternalWait {

@@ -125,6 +125,10 @@ bool Graph::has_unjoined_lane() const {
   return false;
 }
 
+long Graph::ai_cpu_tasks() const {
+  return std::count_if(nodes.begin(), nodes.end(), [](const Node &node) { return node.ai_cpu; });
+}
+
 // ---- streams of a finished graph
 
 void Graph::release_streams() {

@@ -19,6 +19,7 @@ struct Node {
   const char *name;
   Task body;  // null for edges
   int lane = 0;
+  bool ai_cpu = false;
   int waits_for = -1;                        // EventWait: index of the EventRecord node
   std::unique_ptr<UpdatableBody> updatable;  // instead of body: part of a task group
 
@@ -57,6 +58,7 @@ struct Graph : std::enable_shared_from_this<Graph> {
   void replay() const;
   long stream_count() const { return std::accumulate(streams_.begin(), streams_.end(), 0L); }
   void release_streams();
+  long ai_cpu_tasks() const;
 
 private:
   StreamBudget::Held streams_{};  // ids, and so many queues when bound

@@ -40,14 +40,25 @@ aclError refuse_during_capture(const char *call) {
   return 0;
 }
 
-aclError launch(aclrtStream handle, TaskKind kind, const char *name, Task body) {
+// The body, counted each time it runs.
+static Task counted(Task body, int device, LaunchTraits traits) {
+  if (!traits.ai_cpu && !traits.unaligned)
+    return body;
+  return [body = std::move(body), device, traits] {
+    count_traits(device, traits);
+    body();
+  };
+}
+
+aclError launch(aclrtStream handle, TaskKind kind, const char *name, Task body,
+                LaunchTraits traits) {
   Stream *s = stream_of(handle);
   if (settings().trace)
     fprintf(stderr, "[emulator] device %d stream %d %s%s\n", s->device, s->id, name,
             s->graph    ? " (captured)"
             : s->update ? " (update)"
                         : "");
-  body = with_fault(name, s->device, std::move(body));
+  body = counted(with_fault(name, s->device, std::move(body)), s->device, traits);
   if (s->update)
     return update_task(s, kind, name, std::move(body));
   if (s->graph) {
@@ -57,7 +68,9 @@ aclError launch(aclrtStream handle, TaskKind kind, const char *name, Task body) 
       s->graph->invalid = true;
       return e;
     }
-    return s->graph->append(s, {kind, name, std::move(body)});
+    Node node{kind, name, std::move(body)};
+    node.ai_cpu = traits.ai_cpu != nullptr;
+    return s->graph->append(s, std::move(node));
   }
   if (aclError e = g_failures[s->device].report())
     return e;
@@ -118,6 +131,7 @@ EMU_API aclError aclmdlRICaptureEnd(aclrtStream handle, aclmdlRI *model) {
     return error;
   }
   count(Counters::of(g->device).graphs);
+  count(Counters::of(g->device).ai_cpu_captured, g->ai_cpu_tasks());
   *model = g.get();
   return 0;
 }
@@ -163,6 +177,7 @@ EMU_API aclError aclmdlRIDestroy(aclmdlRI model) {
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   g->release_streams();
   count(Counters::of(g->device).graphs, -1);
+  count(Counters::of(g->device).ai_cpu_captured, -g->ai_cpu_tasks());
   g->self.reset();
   return 0;  // freed here, or when no update task names it any more
 }

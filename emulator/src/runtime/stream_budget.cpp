@@ -1,5 +1,7 @@
 #include "runtime/stream_budget.h"
 
+#include "target.h"
+
 #include "runtime/errors.h"
 #include "runtime/queue_pool.h"
 #include "runtime/services.h"
@@ -65,6 +67,13 @@ long streams_per_domain(uint32_t ranks) {
 
 aclError open_domain(uint32_t ranks, int *device) {
   *device = current_device();
+  // hccl docs, HCCL_OP_EXPANSION_MODE: A3 has AI_CPU and AIV.
+  if (settings().strict && chip() == Chip::A3 &&
+      settings().hccl_expansion == HcclExpansion::Ffts)
+    return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT,
+                "new communication domain: HCCL_OP_EXPANSION_MODE HOST is not documented for %s, "
+                "which takes AI_CPU or AIV",
+                settings().soc.c_str());
   if (take_running_streams(*device, StreamBudget::Domains, streams_per_domain(ranks)))
     return 0;
   return fail(ACL_ERROR_RT_RESOURCE_ALLOC_FAIL, "new communication domain: %s",
