@@ -12,6 +12,8 @@
 #include <cstdio>
 #include <stdexcept>
 
+#include <pthread.h>
+
 namespace emu {
 
 std::atomic<bool> g_oversubscribed{false};
@@ -77,6 +79,7 @@ bool Stream::next(Item &item) {
 void Stream::work() {
   t_device = device;
   t_where = "stream " + std::to_string(id);
+  pthread_setname_np(pthread_self(), "npu_stream");  // else it has its creator's name
   Item item;
   while (next(item)) {
     running_ = item.name;
@@ -92,15 +95,13 @@ void Stream::work() {
 }
 
 void Stream::run(const Item &item) {
-  DeviceFailure &failure = g_failures[device];
-  if (failure.code)
+  if (g_failures[device].code)
     return;
   try {
     item.task();
   } catch (const std::exception &e) {
-    std::string text = t_where + ", " + item.name + ": " + e.what();
-    fprintf(stderr, "[emulator] device %d stops: %s\n", device, text.c_str());
-    failure.set(ACL_ERROR_RT_AICORE_EXCEPTION, text);
+    stop_device(device, ACL_ERROR_RT_AICORE_EXCEPTION,
+                t_where + ", " + item.name + ": " + e.what());
   }
 }
 
@@ -211,21 +212,17 @@ EMU_API aclError aclrtSetStreamAttribute(aclrtStream, aclrtStreamAttr, aclrtStre
 
 EMU_API aclError aclrtStreamQuery(aclrtStream handle, aclrtStreamStatus *status) {
   Stream *s = stream_of(handle);
-  if (s->graph) {
-    s->graph->invalid = true;
+  if (s->graph)
     return fail(ACL_ERROR_RT_STREAM_CAPTURED, "stream %d is captured: query not permitted", s->id);
-  }
   *status = s->drained() ? ACL_STREAM_STATUS_COMPLETE : ACL_STREAM_STATUS_NOT_READY;
   return 0;
 }
 
 EMU_API aclError aclrtSynchronizeStreamWithTimeout(aclrtStream handle, int32_t timeout_ms) {
   Stream *s = stream_of(handle);
-  if (s->graph) {
-    s->graph->invalid = true;
+  if (s->graph)
     return fail(ACL_ERROR_RT_STREAM_CAPTURED, "stream %d is captured: synchronize not permitted",
                 s->id);
-  }
   // Permitted while others capture: torch_npu's generator does so when it is first used in a graph.
   return s->synchronize(timeout_ms);
 }
