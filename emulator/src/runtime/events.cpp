@@ -168,6 +168,7 @@ EMU_API aclError aclrtSynchronizeEvent(aclrtEvent event) {
   auto e = event_of(event);
   if (e->capture())
     return refuse_captured();
+  count(Counters::of(current_device()).host_syncs);
   Lock lock(e->mutex);
   uint64_t generation = e->submitted;
   auto done = [&] { return e->external() ? e->external_set : e->completed >= generation; };

@@ -1,6 +1,7 @@
 // Streams and their worker threads, synchronization.
 #include "runtime/objects.h"
 
+#include "runtime/counters.h"
 #include "runtime/graph.h"
 #include "runtime/queue_pool.h"
 #include "runtime/services.h"
@@ -223,6 +224,7 @@ EMU_API aclError aclrtSynchronizeStreamWithTimeout(aclrtStream handle, int32_t t
   if (s->graph)
     return fail(ACL_ERROR_RT_STREAM_CAPTURED, "stream %d is captured: synchronize not permitted",
                 s->id);
+  count(Counters::of(s->device).host_syncs);
   // Permitted while others capture: torch_npu's generator does so when it is first used in a graph.
   return s->synchronize(timeout_ms);
 }
@@ -232,6 +234,7 @@ EMU_API aclError aclrtSynchronizeStream(aclrtStream handle) {
 EMU_API aclError aclrtSynchronizeDeviceWithTimeout(int32_t timeout_ms) {
   if (aclError e = refuse_during_capture("aclrtSynchronizeDevice"))
     return e;
+  count(Counters::of(current_device()).host_syncs);
   for (Stream *s : streams_of(current_device()))
     if (aclError e = s->synchronize(timeout_ms))
       return e;
