@@ -53,7 +53,7 @@ class EmulatorConfig(Section):
     )
     soc: str = Field("Ascend910B1", description="name of the chip")
     cann: str = Field(
-        "8.5.0",
+        "9.1.0",  # goes with the newest torch_npu whose partner is published
         pattern=r"^(8\.5|9\.[0-9]+)\.[0-9]+$",
         description="version of CANN whose rules the operators follow: 8.5 or 9",
     )

@@ -15,6 +15,7 @@ from dist_aclgraph.actors.lockstep_group import LockstepGroup, group_report
 from dist_aclgraph.actors.startup import Startup
 from dist_aclgraph.config import Config
 from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.planning.exchange import ExchangeRule
 from dist_aclgraph.planning.planner import Planner
@@ -54,7 +55,9 @@ class Lockstep:
         self.ranks = ranks
         self._group = group
         self._answers: dict[str, Answer] = {}
-        rule = ExchangeRule.from_config(config, planner.facts, group.offers[0].device)
+        offer = group.offers[0]
+        chip = Chip(offer.device, offer.cann)
+        rule = ExchangeRule.from_config(config, planner.facts, chip)
         self.scheduler = Scheduler(
             config.scheduler,
             [

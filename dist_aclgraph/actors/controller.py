@@ -27,6 +27,7 @@ from dist_aclgraph.actors.traffic_watch import TrafficWatch
 from dist_aclgraph.actors.worker_group import fetch
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import DistAclGraphError, WorkerError
+from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.exchange import ExchangeRule
 from dist_aclgraph.planning.planner import Planner
 
@@ -170,7 +171,7 @@ class Controller:
             "mode_reasons": list(planner.mode_reasons),
             "ready_seconds": time.monotonic() - self._started_s,
         }
-        chip = group.offers[0].device
+        chip = Chip(group.offers[0].device, group.offers[0].cann)
         exchange = ExchangeRule.from_config(planner.config, planner.facts, chip)
         settings = EngineSettings(
             epoch=EPOCH,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from dist_aclgraph.actors.stream_ledger import StreamLedger
 from dist_aclgraph.config import Config
+from dist_aclgraph.device.kind import DeviceKind
 from dist_aclgraph.environment import launch_blocking, visible_devices
 from dist_aclgraph.kv.cache_spec import KVCacheSpec
 from dist_aclgraph.planning.budget import StreamOffer, max_piecewise_sizes
@@ -55,8 +56,9 @@ def join_rank(
     normalise_mode(config.graph.mode, GraphSupport(), launch_blocking=launch_blocking())
     facts = read_model_facts(config.model)
     npu = open_npu(config.device, rank, deterministic=needs_fixed_sums(config, facts))
-    _check_chip(config, facts, npu, rank)
-    exchange = ExchangeRule.from_config(config, facts, npu.name)
+    chip = Chip(npu.name, npu.cann)
+    _check_chip(config, facts, chip, npu.kind, rank)
+    exchange = ExchangeRule.from_config(config, facts, chip)
     streams = StreamLedger(npu)
     if group_size > 1:
         join_lockstep_group(rendezvous, group_rank, group_size, config.timeouts.join_s)
@@ -68,9 +70,11 @@ def join_rank(
     return JoinedRank(config, rank, group_rank, npu, groups, domains, exchange, streams)
 
 
-def _check_chip(config: Config, facts: ModelFacts, npu: Npu, rank: WorldRank) -> None:
-    chip, whose = Chip(npu.name, npu.cann), f"the NPU of rank {rank}"
-    if npu.kind == "emulated":
+def _check_chip(
+    config: Config, facts: ModelFacts, chip: Chip, kind: DeviceKind, rank: WorldRank
+) -> None:
+    whose = f"the NPU of rank {rank}"
+    if kind == "emulated":
         if config.device.emulator.strict:
             chip.check(config, facts, whose)
         return
@@ -226,6 +230,7 @@ class RunningRank:
             reserve=joined.config.graph.reserve_streams,
             free_bytes=joined.npu.memory().free_bytes,
             device=joined.npu.name,
+            cann=joined.npu.cann,
             card=f"{socket.gethostname()}:{chips}",
             max_sizes=max_piecewise_sizes(joined.npu.name),
             taken=joined.streams.taken,

@@ -65,7 +65,9 @@ class Npu:
     @property
     def cann(self) -> str:
         """Version of CANN, e.g. 9.1.0; empty where torch_npu cannot tell."""
-        return str(runtime().get_cann_version())
+        from torch_npu.npu.utils import get_cann_version
+
+        return str(get_cann_version())
 
     @property
     def description(self) -> str:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from dist_aclgraph.config import Config, ExchangeSetting
 from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.mc2 import MIB, Mc2
 from dist_aclgraph.shapes.model_facts import ModelFacts
 from dist_aclgraph.topology import ExchangeKind
@@ -78,11 +79,11 @@ class ExchangeRule:
     max_tokens: int
 
     @classmethod
-    def from_config(cls, config: Config, facts: ModelFacts, device: str) -> ExchangeRule:
+    def from_config(cls, config: Config, facts: ModelFacts, chip: Chip) -> ExchangeRule:
         """Return the rule of a deployment.
 
         Args:
-            device: name of the chip, e.g. Ascend910B1; all ranks have the same generation.
+            chip: of all ranks, as far as its generation and its line of CANN.
 
         Raises:
             ConfigError: the experts cannot be divided, or what the configuration wants is not to be
@@ -100,7 +101,7 @@ class ExchangeRule:
                 top_k=experts.top_k,
                 hidden=facts.hidden_size,
                 element_bytes=4 if config.dtype == "float32" else 2,
-                device=device,
+                chip=chip,
                 expansion=config.device.expansion,
                 buffer_mb=config.device.mc2_buffer_mb,
             )

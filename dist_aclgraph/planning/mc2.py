@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dist_aclgraph.config import HcclExpansion
+from dist_aclgraph.planning.chip import Chip, generation_of
 
 MIB = 1 << 20
 MAX_EXPERTS, MAX_TOP_K = 1024, 16
+MAX_EXPERTS_CANN_8 = 512  # of an A2
 
 
 def mc2_buffer_mb(num_rows: int, hidden: int, ep: int, num_local: int, top_k: int) -> int:
@@ -38,7 +40,6 @@ class Product:
     """One generation of NPUs.
 
     Attributes:
-        chips: how the names of its chips begin.
         max_rows: tokens of one rank.
         hidden_sizes: widths of a token.
         pays_from_ep, pays_to_local: ranks, and experts of a rank, for which the field takes MC2.
@@ -46,7 +47,6 @@ class Product:
     """
 
     name: str
-    chips: str
     ep_sizes: frozenset[int]
     max_rows: int
     hidden_sizes: range
@@ -58,7 +58,6 @@ class Product:
 PRODUCTS = (
     Product(
         "A2",
-        "Ascend910B",
         frozenset({2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128, 256}),
         256,
         range(32, 7168 + 1, 32),
@@ -66,7 +65,7 @@ PRODUCTS = (
         pays_to_local=24,
         takes_scales=True,
     ),
-    Product("A3", "Ascend910_93", frozenset(range(2, 769)), 512, range(1024, 8192 + 1)),
+    Product("A3", frozenset(range(2, 769)), 512, range(1024, 8192 + 1)),
 )
 
 
@@ -76,7 +75,6 @@ class Mc2:
 
     Attributes:
         element_bytes: of activations.
-        device: name of the chip.
         buffer_mb: HCCL's buffer of MC2's own domain; None is what a batch needs.
     """
 
@@ -85,13 +83,13 @@ class Mc2:
     top_k: int
     hidden: int
     element_bytes: int
-    device: str
+    chip: Chip
     expansion: HcclExpansion
     buffer_mb: int | None = None
 
     @cached_property
     def product(self) -> Product | None:
-        return next((p for p in PRODUCTS if self.device.startswith(p.chips)), None)
+        return next((p for p in PRODUCTS if p.name == generation_of(self.chip.name)), None)
 
     @property
     def num_local(self) -> int:
@@ -124,7 +122,7 @@ class Mc2:
     def _obstacles(self, num_rows: int) -> Iterator[str]:
         product = self.product
         if product is None:
-            yield f"its limits on {self.device} are not known"
+            yield f"its limits on {self.chip.name} are not known"
             return
         if self.element_bytes != 2:
             yield "it takes float16 and bfloat16, and dtype is float32"
@@ -133,6 +131,11 @@ class Mc2:
         if self.ep not in product.ep_sizes:
             sizes = ", ".join(map(str, sorted(product.ep_sizes)[:12]))
             yield f"parallel.ep is {self.ep}; {product.name} takes {sizes}"
+        if self.chip.is_cann_8 and product.name == "A2":
+            if self.ep % 8:
+                yield f"parallel.ep is {self.ep}; A2 takes multiples of 8 with CANN 8"
+            if self.num_experts > MAX_EXPERTS_CANN_8:
+                yield f"the model has {self.num_experts} experts; A2 takes at most 512 with CANN 8"
         widths = product.hidden_sizes
         if self.hidden not in widths:
             yield (

@@ -62,10 +62,10 @@ class AssumedDeployment:
         spec, unknown_shape = _read_shape(config.model)
         ranks = range(planner.layout.world_size)
         emulator = config.device.emulator
-        if config.device.kind != "npu" and emulator.strict:
-            whose = "the emulated NPU"
-            Chip(config.device.chip, emulator.cann).check(config, facts, whose)
-        exchange = ExchangeRule.from_config(config, facts, config.device.chip)
+        chip = Chip(config.device.chip, emulator.cann)
+        if config.device.kind == "npu" or emulator.strict:
+            chip.check(config, facts, "as plans assume")
+        exchange = ExchangeRule.from_config(config, facts, chip)
         memory = RankMemory.from_config(
             config,
             facts,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -259,3 +261,27 @@ def test_counted_step_by_step_penalties_are_those_of_the_whole_history(npu: Any)
     found = steps.penalise(logits, places).cpu()
     assert torch.equal(found, whole.penalise(logits, places).cpu())
     assert not torch.equal(found, logits.cpu())
+
+
+SKIPPED = """
+from dist_aclgraph.config import make_config
+from dist_aclgraph.device.npu import open_npu
+emulator = {"strict": False, "kernels": "skip"}
+config = make_config({"model": "-", "device": {"kind": "emulated", "emulator": emulator}})
+npu = open_npu(config.device, 0)
+from tests.engine.test_sampler import make_logits, make_row, run
+kinds = [{}, {"top_k": 5}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.9}, {"min_p": 0.1},
+         {"presence_penalty": 0.5}, {"logprobs": 2}]
+rows = [make_row(seed=i, temperature=1.0, **kind) for i, kind in enumerate(kinds)]
+ids, _ = run(npu, make_logits(len(rows)), rows)
+print("sampled", ids)
+"""
+
+
+def test_sampling_runs_where_kernels_compute_nothing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-u", "-c", SKIPPED], capture_output=True, text=True, timeout=120
+    )
+
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"sampled {[0] * 7}" in done.stdout

@@ -32,6 +32,7 @@ class StreamOffer(msgspec.Struct, frozen=True, kw_only=True):
     reserve: int = 0  # of these, streams that no graph may take
     free_bytes: int = ANY_BYTES  # device memory that graphs may take
     device: str = ""  # name of the chip
+    cann: str = ""  # version of CANN
     card: str = ""  # ranks that name the same card share its streams; "" shares with nobody
     taken: dict[str, int] = {}  # streams gone before the offer, by who took them
     max_sizes: int | None = None  # most piecewise buckets that the driver takes, if limited

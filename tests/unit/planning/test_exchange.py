@@ -13,17 +13,19 @@ from hypothesis import strategies as st
 from dist_aclgraph.config import make_config
 from dist_aclgraph.environment import child_environment
 from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.exchange import ExchangeRule, expert_capacity
 from dist_aclgraph.planning.mc2 import Mc2, mc2_buffer_mb
 from dist_aclgraph.shapes.model_facts import ExpertFacts, ModelFacts
 
+A3 = Chip("Ascend910_9391", "9.1.0")
 DEEPSEEK_V3 = Mc2(
     ep=32,
     num_experts=256,
     top_k=8,
     hidden=7168,
     element_bytes=2,
-    device="Ascend910B1",
+    chip=Chip("Ascend910B1", "9.1.0"),
     expansion="FFTS",
     buffer_mb=4096,
 )
@@ -58,7 +60,7 @@ def rule_of(facts: ModelFacts, buffer_mb: int | None = 200, **parallel: Any) -> 
     config = make_config({"model": "unused", "device": {"mc2_buffer_mb": buffer_mb}})
     wanted = config.parallel.model_copy(update={"tp": 8, "dp": 4, "ep": 32, **parallel})
     config = config.model_copy(update={"parallel": wanted})
-    return ExchangeRule.from_config(config, facts, "Ascend910B1")
+    return ExchangeRule.from_config(config, facts, Chip("Ascend910B1", "9.1.0"))
 
 
 rules = st.builds(
@@ -68,7 +70,7 @@ rules = st.builds(
     num_experts=st.sampled_from([64, 128, 256]),
     top_k=st.integers(1, 10),
     hidden=st.sampled_from([1024, 2048, 7168]),
-    device=st.sampled_from(["Ascend910B1", "Ascend910_9391", "Ascend950"]),
+    chip=st.sampled_from([Chip(name, "9.1.0") for name in ("Ascend910B1", A3.name, "Ascend950")]),
     buffer_mb=st.integers(50, 4000),
 )
 
@@ -184,12 +186,13 @@ def test_batches_beyond_the_operators_of_a_configured_mc2_go_another_way() -> No
 @pytest.mark.parametrize(
     ("why", "changed"),
     [
-        ("limits on Ascend950 are not known", {"device": "Ascend950"}),
+        ("limits on Ascend950 are not known", {"chip": Chip("Ascend950", "9.1.0")}),
         ("dtype is float32", {"element_bytes": 4}),
-        ("hangs with device.hccl_expansion AIV", {"device": "Ascend910_9391", "expansion": "AIV"}),
+        ("hangs with device.hccl_expansion AIV", {"chip": A3, "expansion": "AIV"}),
+        ("ep is 4; A2 takes multiples of 8", {"ep": 4, "chip": Chip("Ascend910B1", "8.5.0")}),
         ("parallel.ep is 24; A2 takes 2, 3, 4", {"ep": 24, "num_experts": 240}),
         ("hidden size is 7200; A2 takes 32 to 7168 in steps of 32", {"hidden": 7200}),
-        ("hidden size is 512; A3 takes 1024", {"device": "Ascend910_9391", "hidden": 512}),
+        ("hidden size is 512; A3 takes 1024", {"chip": A3, "hidden": 512}),
         ("2048 experts, 8 for each token; it takes at most 1024", {"num_experts": 2048}),
         ("it pays from 16 ranks on", {"ep": 8, "num_experts": 64}),
         ("at most 24 experts each", {"num_experts": 1024}),

@@ -1,0 +1,103 @@
+"""torch's own samples of its operators: equal to the CPU, or refused by name; the list is data.
+
+`data/operator_samples.json` says of each operator and type whether samples were equal, and which
+operators of CANN (or torch_npu before them) refused others. One sample of each is tried, many with
+the laws' profile "full". To write the list again: `python tests/emulator/test_operator_samples.py`.
+"""
+
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+from hypothesis import settings
+
+from tests import laws
+
+HERE = Path(__file__).parent
+SCRIPT = (HERE / "scripts" / "operator_samples.py").read_text(encoding="utf-8")
+LIST = HERE / "data" / "operator_samples.json"
+FEW, MANY = 1, 12
+PROCESSES = 2
+
+# What cannot be equal, and why.
+RANDOM = {
+    "bernoulli", "exponential", "multinomial", "nn_functional_fractional_max_pool2d",
+    "nn_functional_fractional_max_pool3d", "normal", "normal_in_place", "normal_number_mean",
+    "nn_functional_alpha_dropout", "nn_functional_dropout", "nn_functional_dropout2d",
+    "nn_functional_dropout3d", "nn_functional_feature_alpha_dropout_with_train", "rand_like",
+    "randint", "randint_like", "randn", "randn_like", "uniform",
+}  # fmt: skip
+UNWRITTEN = {
+    "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided",
+}  # fmt: skip
+FLOAT32_FOR_FLOAT64 = {"double", "float_power", "to"}  # so does torch_npu
+OTHER_FORM = {"nn_functional_gelu", "native_dropout_backward"}  # with tanh; with masks of bits
+DIFFERENT = RANDOM | UNWRITTEN | FLOAT32_FOR_FLOAT64 | OTHER_FORM
+
+
+def try_operators(run_script, most, names):
+    """Verdicts on the operators; a process that stops its device is followed by another."""
+    done, names = [], list(names)
+    while names:
+        code = f"sys.argv = {['', str(most), *names]!r}\n" + SCRIPT
+        status, output = run_script(code, timeout_s=1500)
+        lines = [line.split(" ", 1) for line in output.splitlines()]
+        done += [json.loads(rest) for word, *rest in lines if word == "VERDICT" for rest in rest]
+        if status == 0:
+            break
+        name, dtype = json.loads([rest for word, *rest in lines if word == "TRYING"][-1][0])
+        done.append([name, dtype, 0, [], ["stops the device"]])
+        names = names[names.index(name) + 1 :]
+    return done
+
+
+def try_beside_each_other(run_script, most, names):
+    """As above, by several processes."""
+    parts = [sorted(names)[i::PROCESSES] for i in range(PROCESSES)]
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        done = pool.map(lambda part: try_operators(run_script, most, part), parts)
+        return [verdict for part in done for verdict in part]
+
+
+def test_samples_are_equal_or_refused_by_name(run_script):
+    known = json.loads(LIST.read_text(encoding="utf-8"))
+    most = MANY if settings().max_examples >= laws.FULL else FEW
+
+    found = try_beside_each_other(run_script, most, known)
+
+    assert {name for name, *_ in found} == set(known)
+    surprises = []
+    for name, dtype, equal, refusals, problems in found:
+        was_equal, refused_by = known[name][dtype]
+        if problems and name not in DIFFERENT:
+            surprises.append((name, dtype, problems))
+        if new := set(refusals) - set(refused_by):
+            surprises.append((name, dtype, f"now refused by {sorted(new)}"))
+        if equal and not was_equal:
+            surprises.append((name, dtype, "equal now: write the list again"))
+    assert surprises == []
+
+
+def write_list():
+    """Try many samples of all operators, and print what was wrong."""
+    from conftest import Script
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    def run_script(code, timeout_s):
+        with NamedTemporaryFile() as file:
+            return Script(code, {}, {}, Path(file.name), fresh=True).finish(timeout_s)
+
+    known = {}
+    names = {op.formatted_name for op in op_db}
+    for name, dtype, equal, refusals, problems in try_beside_each_other(run_script, MANY, names):
+        known.setdefault(name, {})[dtype] = [bool(equal), refusals]
+        if problems and name not in DIFFERENT:
+            print(name, dtype, problems, file=sys.stderr)
+    rows = (f"{json.dumps(name)}: {json.dumps(known[name])}" for name in sorted(known))
+    LIST.write_text("{\n" + ",\n".join(rows) + "\n}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_list()
