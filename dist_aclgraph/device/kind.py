@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Literal
 
 from dist_aclgraph.config import DeviceConfig
+from dist_aclgraph.environment import visible_devices
 from dist_aclgraph.errors import DeviceError
+
+DEVICES_OF_A_MACHINE = 8
 
 DeviceKind = Literal["npu", "emulated"]
 
@@ -31,7 +34,10 @@ def resolve_kind(kind: Literal["auto", "npu", "emulated"]) -> DeviceKind:
 def emulator_settings(config: DeviceConfig, rank: int) -> dict[str, str | int | bool]:
     """The emulator's settings for one world rank."""
     emulated = config.emulator
+    # As many devices as the ids that this process may use say.
+    devices = max(DEVICES_OF_A_MACHINE, 1 + max(visible_devices() or (0,)))
     settings: dict[str, str | int | bool] = {
+        "devices": devices,
         "strict": emulated.strict,
         "streams": emulated.streams_by_rank.get(rank, emulated.streams),
         "hbm_mb": emulated.memory_mb_by_rank.get(rank, emulated.memory_mb),

@@ -39,7 +39,8 @@ struct LaunchTraits {
 EMU_SHARED aclError launch(aclrtStream stream, TaskKind kind, const char *name, Task body,
                            LaunchTraits traits = {});
 
-// Sets the text that aclGetRecentErrMsg returns to this thread, and returns `code`.
+// Sets the text that aclGetRecentErrMsg returns to this thread, and returns `code`; in the thread of
+// torch_npu's task queue the device stops with that text, and the call succeeds.
 EMU_SHARED aclError fail(aclError code, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 

@@ -37,10 +37,16 @@ class RankStep:
 
     Attributes:
         num_collectives: that ran on its device.
+        counted: by the device since the step before ended: waits of the host, launches that the AI
+            CPU ran, and launches with unaligned views.
     """
 
     result: StepResult
     num_collectives: int
+    counted: dict[str, int]
+
+
+_COUNTED = ("host_syncs", "ai_cpu", "unaligned_views")
 
 
 class RankProcesses(WorkerGroup):
@@ -89,10 +95,10 @@ class RankProcesses(WorkerGroup):
         """Let all ranks run a step; return what each of them did."""
         message = encoder.encode(plan)
         done = []
-        for answer, count in self.call("step", "SERVING", ANSWER_S, lambda _: (message,)):
+        for answer, count, counted in self.call("step", "SERVING", ANSWER_S, lambda _: (message,)):
             result = from_worker_decoder.decode(answer)
             assert isinstance(result, StepResult)
-            done.append(RankStep(result, count))
+            done.append(RankStep(result, count, counted))
         return done
 
 
@@ -139,12 +145,17 @@ def _run_rank(config: Config, rank: int, pipe: Connection) -> None:
 
     worker = Worker(config, EPOCH)
 
-    def step(message: bytes) -> tuple[bytes, int]:
+    at_last_step = dict.fromkeys(_COUNTED, 0)
+
+    def step(message: bytes) -> tuple[bytes, int, dict[str, int]]:
         plan = to_worker_decoder.decode(message)
         assert isinstance(plan, StepPlan)
         before = emulator.counters()["collectives"]
         result = worker.execute(plan)
-        return encoder.encode(result), emulator.counters()["collectives"] - before
+        now = emulator.counters()
+        counted = {name: now[name] - at_last_step[name] for name in _COUNTED}
+        at_last_step.update({name: now[name] for name in _COUNTED})
+        return encoder.encode(result), now["collectives"] - before, counted
 
     while True:
         try:

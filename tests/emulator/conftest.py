@@ -42,7 +42,7 @@ class Script:
         program = PROLOGUE.format(root=str(ROOT)) + textwrap.dedent(code)
         settings = {"cann": SETTINGS["cann"]} | settings
         environment = {"SCRIPT_SETTINGS": json.dumps(settings), **environment}
-        environment |= {"TASK_QUEUE_ENABLE": "0"}
+        environment = {"TASK_QUEUE_ENABLE": "0"} | environment
         self._out = out
         if fresh:
             with out.open("w") as file:
@@ -84,10 +84,15 @@ def run_script(tmp_path_factory) -> Callable[..., tuple[int, str]]:
     """
 
     def run(
-        code: str, timeout_s: float = 90, *, fresh: bool = False, **settings
+        code: str,
+        timeout_s: float = 90,
+        *,
+        fresh: bool = False,
+        environment: dict[str, str] | None = None,
+        **settings,
     ) -> tuple[int, str]:
         out = tmp_path_factory.mktemp("script") / "out"
-        return Script(code, settings, {}, out, fresh).finish(timeout_s)
+        return Script(code, settings, environment or {}, out, fresh).finish(timeout_s)
 
     return run
 

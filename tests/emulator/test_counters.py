@@ -11,10 +11,14 @@ from dist_aclgraph.errors import DeviceError
 OWNERS = ("streams", "captured", "cascaded", "domains", "graph_domains")
 
 
-def taken(before):
+def taken(before, ignored=()):
     """What changed since, without zeros."""
     now = emulator.counters()
-    return {key: now[key] - n for key, n in before.items() if now[key] != n}
+    return {
+        key: now[key] - n
+        for key, n in before.items()
+        if now[key] != n and key not in ignored
+    }
 
 
 def capture(body):
@@ -59,9 +63,10 @@ def test_ids_are_counted_by_their_owner_and_given_back(x):
 
 
 def test_a_failed_capture_leaves_no_graph(x):
-    before = emulator.counters()
-    with pytest.raises(RuntimeError):
-        capture(lambda: x.cpu())
+    before, graph = emulator.counters(), torch.npu.NPUGraph()
+    with pytest.raises(RuntimeError), torch.npu.graph(graph):
+        x.cpu()
+    graph.reset()  # what was recorded before the refused call is a graph
     assert taken(before) == {}
 
 
@@ -106,6 +111,25 @@ def test_a_wait_outside_a_graph_is_not_counted(x):
     event.record(other)
     torch.npu.synchronize()
     assert taken(before) == {}
+
+
+def test_each_call_in_which_the_host_waits_is_counted(x):
+    stream, event = torch.npu.current_stream(), torch.npu.Event()
+    event.record()
+    for wait in (torch.npu.synchronize, stream.synchronize, event.synchronize, x.cpu):
+        torch.npu.synchronize()
+        before = emulator.counters()
+        wait()
+        assert taken(before)["host_syncs"] >= 1
+
+    torch.npu.synchronize()
+    before, on_host = emulator.counters(), torch.ones(4).pin_memory()
+    for _ in range(3):
+        x.copy_(on_host, non_blocking=True)
+        event.record()
+        event.query()
+    assert taken(before) == {}
+    torch.npu.synchronize()
 
 
 def test_devices_are_counted_apart(x):

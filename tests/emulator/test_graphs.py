@@ -124,20 +124,35 @@ def test_random_numbers_change_from_replay_to_replay():
     assert not torch.equal(first, y.cpu())
 
 
+def recorded_event():
+    event = torch.npu.Event()
+    event.record()
+    return event
+
+
 @pytest.mark.parametrize(
     "call,code",
     [
-        (lambda x: torch.npu.current_stream().synchronize(), "507903"),
-        (lambda x: x.cpu(), "507903"),
+        (lambda x: torch.npu.current_stream().synchronize(), "107027"),
+        (lambda x: torch.npu.current_stream().query(), "107027"),
+        (lambda x: x.cpu(), "107030"),
+        (lambda x: recorded_event().synchronize(), "107028"),
+        (lambda x: recorded_event().query(), "107028"),
+        (lambda x: torch.npu.synchronize(), "107030"),
     ],
 )
-def test_synchronizing_in_a_capture_is_refused(call, code):
+def test_a_call_that_is_refused_in_a_capture_leaves_it_valid(call, code):
     x = torch.ones(4, device="npu")
-    with pytest.raises(RuntimeError, match=code):
-        capture(lambda: call(x))
-    graph, y = capture(lambda: x + 1)
+
+    def body():
+        y = x + 1
+        with pytest.raises(RuntimeError, match=code):
+            call(x)
+        return y * 2
+
+    graph, y = capture(body)
     graph.replay()
-    assert y.cpu().tolist() == [2.0] * 4
+    assert y.cpu().tolist() == [4.0] * 4
 
 
 def test_an_unjoined_stream_is_refused():

@@ -50,3 +50,36 @@ def test_an_ordinary_process_ends_by_itself(run_script):
         fresh=True,
     )
     assert status == 0 and "RESULT [2.0, 2.0, 2.0, 2.0]" in output, output
+
+
+@pytest.mark.parametrize(
+    "visible,ids",
+    [("2", [2]), ("1,3", [1, 3]), ("1,9,2", [1]), ("0, 1", [0])],
+)
+def test_only_visible_devices_are_there_numbered_from_zero(run_script, visible, ids):
+    status, output = run_script(
+        """
+        import ctypes
+        runtime, device = ctypes.CDLL("libascendcl.so"), ctypes.c_int32()
+        def logical(index):
+            assert runtime.aclrtGetLogicDevIdByUserDevId(index, ctypes.byref(device)) == 0
+            return device.value
+        count = torch.npu.device_count()
+        print("IDS", [logical(index) for index in range(count)])
+        if count:
+            print("LAST", torch.ones(2, device=f"npu:{count - 1}").sum().item())
+        try:
+            torch.npu.set_device(count)
+        except RuntimeError as e:
+            print("REFUSED")
+        """,
+        devices=4,
+        environment={"ASCEND_RT_VISIBLE_DEVICES": visible},
+    )
+    assert status == 0 and f"IDS {ids}" in output and "LAST 2.0" in output, output
+    assert "REFUSED" in output
+
+
+def test_a_process_without_a_visible_device_is_told_so(run_script):
+    status, output = run_script("", environment={"ASCEND_RT_VISIBLE_DEVICES": "none"})
+    assert status == 1 and "No NPUs are available" in output, output

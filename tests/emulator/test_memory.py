@@ -1,6 +1,5 @@
 """Device memory: poisoned when fresh, unreadable for the host, counted, freed."""
 
-import os
 import signal
 
 import pytest
@@ -26,13 +25,29 @@ def test_the_host_cannot_read_device_memory(run_script, expandable):
         ctypes.c_float.from_address(x.data_ptr()).value
     """
 
-    if expandable:
-        os.environ["PYTORCH_NPU_ALLOC_CONF"] = "expandable_segments:True"
-    try:
-        status, output = run_script(code, fresh=expandable)  # read where torch_npu is loaded
-    finally:
-        os.environ.pop("PYTORCH_NPU_ALLOC_CONF", None)
+    environment = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"} if expandable else {}
+    # Read where torch_npu is loaded.
+    status, output = run_script(code, fresh=expandable, environment=environment)
     assert "REACHED" in output and status == -signal.SIGSEGV
+
+
+def test_a_segment_that_grows_is_poisoned_in_part(run_script):
+    """As a block of its size: who asks for gigabytes does not use as much of the host's memory."""
+    status, output = run_script(
+        """
+        def shared_mb():
+            line = next(l for l in open("/proc/self/status") if l.startswith("RssShmem"))
+            return int(line.split()[1]) >> 10
+        before = shared_mb()
+        x = torch.empty(3000 << 20, dtype=torch.uint8, device="npu")
+        print("USED", shared_mb() - before < 1024)
+        print("ENDS", x[:4].tolist(), x[-4:].tolist())
+        """,
+        fresh=True,
+        environment={"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"},
+    )
+    assert status == 0 and "USED True" in output, output
+    assert "ENDS [255, 255, 255, 255] [255, 255, 255, 255]" in output
 
 
 def test_memory_is_counted_and_given_back(run_script):

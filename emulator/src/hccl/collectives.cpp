@@ -29,9 +29,12 @@ char *bytes_at(const void *p) {
 
 HcclResult launch_on(const Comm &c, const char *name, aclrtStream stream, Task body) {
   if (!c->claim(Communicator::Use::Collectives)) {
-    fail(1, "%s on communicator %s, which operators use that communicate inside their kernel (MC2): "
-         "they need one of their own", name, c->name.c_str());
-    return HCCL_E_NOT_SUPPORT;
+    return fail(1,
+                "%s on communicator %s, which operators use that communicate inside their kernel "
+                "(MC2): they need one of their own",
+                name, c->name.c_str())
+               ? HCCL_E_NOT_SUPPORT
+               : HCCL_SUCCESS;
   }
   if (use_domain(stream, c.get(), c->ranks))
     return HCCL_E_RUNTIME;

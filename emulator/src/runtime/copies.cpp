@@ -1,4 +1,5 @@
 // Copies and fills, at once or as tasks of a stream.
+#include "runtime/counters.h"
 #include "runtime/objects.h"
 
 #include <acl/acl.h>
@@ -20,6 +21,7 @@ EMU_API aclError aclrtMemcpy(void *to, size_t room, const void *from, size_t byt
     return e;
   if (aclError e = check_room(room, bytes))
     return e;
+  count(Counters::of(current_device()).host_syncs);
   memmove(accessible(to), accessible(from), bytes);
   return 0;
 }
@@ -28,6 +30,7 @@ EMU_API aclError aclrtMemset(void *to, size_t room, int32_t value, size_t bytes)
     return e;
   if (aclError e = check_room(room, bytes))
     return e;
+  count(Counters::of(current_device()).host_syncs);
   memset(accessible(to), value, bytes);
   return 0;
 }

@@ -76,6 +76,7 @@ EMU_API const char *emulator_counters(int device) {
       {"queues", QueuePool::of(device).bound()},
       {"queue_bindings", c.queue_bindings},
       {"collectives", c.collectives},
+      {"host_syncs", c.host_syncs},
       {"ai_cpu", c.ai_cpu},
       {"ai_cpu_captured", c.ai_cpu_captured},
       {"unaligned_views", c.unaligned_views},

@@ -4,13 +4,40 @@
 #include <acl/acl.h>
 #include <acl/error_codes/rt_error_codes.h>
 
+#include <charconv>
+#include <cstdlib>
 #include <cstring>
+#include <numeric>
+#include <vector>
 
 #include <unistd.h>
 
 using namespace emu;
 
 static const char *cann_version() { return settings().cann.c_str(); }
+
+// What ASCEND_RT_VISIBLE_DEVICES leaves of the machine's devices: ids between commas, up to the
+// first thing that is none (CANN's document of the variable). The process counts them from zero.
+static std::vector<int> visible_devices() {
+  std::vector<int> ids;
+  const char *p = getenv("ASCEND_RT_VISIBLE_DEVICES");
+  if (!p || !*p) {
+    ids.resize(settings().devices);
+    std::iota(ids.begin(), ids.end(), 0);
+    return ids;
+  }
+  const char *end = p + strlen(p);
+  for (int id = 0; p < end; p++) {
+    auto [after, error] = std::from_chars(p, end, id);
+    if (error != std::errc() || id < 0 || id >= settings().devices)
+      break;
+    ids.push_back(id);
+    p = after;
+    if (p == end || *p != ',')
+      break;
+  }
+  return ids;
+}
 
 constexpr int kCubeCores = 24, kVectorCores = 48;
 constexpr int64_t kL2Bytes = 192 << 20;
@@ -36,13 +63,13 @@ EMU_API aclError aclsysGetVersionStr(char *, char *version) {
 }
 
 EMU_API aclError aclrtGetDeviceCount(uint32_t *count) {
-  *count = settings().devices;
+  *count = static_cast<uint32_t>(visible_devices().size());
   return 0;
 }
 EMU_API aclError aclrtSetDevice(int32_t device) {
-  if (device < 0 || device >= settings().devices)
-    return fail(ACL_ERROR_RT_INVALID_DEVICEID, "invalid device %d of %d", device,
-                settings().devices);
+  static const int count = static_cast<int>(visible_devices().size());  // fixed from here on
+  if (device < 0 || device >= count)
+    return fail(ACL_ERROR_RT_INVALID_DEVICEID, "invalid device %d of %d", device, count);
   t_device = device;
   return 0;
 }
@@ -54,7 +81,10 @@ EMU_API aclError aclrtGetDevice(int32_t *device) {
   return 0;
 }
 EMU_API aclError aclrtGetLogicDevIdByUserDevId(const int32_t user, int32_t *const logical) {
-  *logical = user;
+  const std::vector<int> visible = visible_devices();
+  if (user < 0 || user >= static_cast<int>(visible.size()))
+    return fail(ACL_ERROR_RT_INVALID_DEVICEID, "invalid device %d of %zu", user, visible.size());
+  *logical = visible[user];
   return 0;
 }
 

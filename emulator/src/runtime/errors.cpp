@@ -4,6 +4,9 @@
 
 #include <cstdarg>
 #include <cstdio>
+#include <cstring>
+
+#include <pthread.h>
 
 namespace emu {
 
@@ -20,22 +23,42 @@ aclError fail(aclError code, const char *format, ...) {
   t_error = std::string("[emulated CANN] ") + text;
   if (settings().trace)
     fprintf(stderr, "[emulator] error %d: %s\n", code, text);
-  return code;
+  if (!in_task_queue())
+    return code;
+  stop_device(current_device(), code, text);
+  return 0;
 }
 
-void DeviceFailure::set(aclError new_code, std::string text) {
+// torch_npu names the thread that launches what its task queue holds.
+bool in_task_queue() {
+  char name[16] = "";
+  pthread_getname_np(pthread_self(), name, sizeof name);
+  return strcmp(name, "acl_thread") == 0;
+}
+
+void stop_device(int device, aclError code, const std::string &text) {
+  if (g_failures[device].set(code, text))
+    fprintf(stderr, "[emulator] device %d stops: %s\n", device, text.c_str());
+}
+
+bool DeviceFailure::set(aclError new_code, std::string text) {
   std::lock_guard<std::mutex> lock(mutex);
   if (code)
-    return;
+    return false;
   message = std::move(text);
   code = new_code;
+  return true;
 }
 
 aclError DeviceFailure::report() {
   if (!code)
     return 0;
-  std::lock_guard<std::mutex> lock(mutex);
-  return fail(code, "%s", message.c_str());
+  std::string text;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    text = message;
+  }
+  return fail(code, "%s", text.c_str());
 }
 
 bool device_failed() { return t_device >= 0 && g_failures[t_device].code != 0; }

@@ -15,10 +15,16 @@ struct DeviceFailure {
   std::mutex mutex;
   std::string message;
 
-  void set(aclError new_code, std::string text);  // keeps the first error
+  bool set(aclError new_code, std::string text);  // false: there is an earlier error, which stays
   aclError report();                              // 0, or the code with the message set
 };
 extern DeviceFailure g_failures[kMaxDevices];
+
+void stop_device(int device, aclError code, const std::string &text);
+
+// Whether this is the thread of torch_npu's task queue. It gives up at the first error and skips
+// later work without a word, so there no call fails: the device stops instead, and says why.
+bool in_task_queue();
 
 // Which device the thread works on; -1 before aclrtSetDevice.
 inline thread_local int t_device = -1;

@@ -37,8 +37,7 @@ static void set_external(Event &e, bool value) {
     e.changed.notify_all();
   }
 }
-static aclError refuse_captured(Graph &graph) {
-  graph.invalid = true;
+static aclError refuse_captured() {
   return fail(ACL_ERROR_RT_EVENT_CAPTURED, "the event is captured");
 }
 
@@ -167,8 +166,9 @@ EMU_API aclError aclrtResetEvent(aclrtEvent event, aclrtStream handle) {
 
 EMU_API aclError aclrtSynchronizeEvent(aclrtEvent event) {
   auto e = event_of(event);
-  if (auto graph = e->capture())
-    return refuse_captured(*graph);
+  if (e->capture())
+    return refuse_captured();
+  count(Counters::of(current_device()).host_syncs);
   Lock lock(e->mutex);
   uint64_t generation = e->submitted;
   auto done = [&] { return e->external() ? e->external_set : e->completed >= generation; };
@@ -181,8 +181,8 @@ EMU_API aclError aclrtSynchronizeEvent(aclrtEvent event) {
 
 EMU_API aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatus *status) {
   auto e = event_of(event);
-  if (auto graph = e->capture())
-    return refuse_captured(*graph);
+  if (e->capture())
+    return refuse_captured();
   Lock lock(e->mutex);
   *status = e->completed >= e->submitted ? ACL_EVENT_RECORDED_STATUS_COMPLETE
                                          : ACL_EVENT_RECORDED_STATUS_NOT_READY;

@@ -9,6 +9,8 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include <pthread.h>
+
 namespace emu {
 
 // A captured stream's queue has 2048 entries, 32 of them reserved; more appends a cascaded stream.
@@ -182,6 +184,7 @@ private:
   int idle_ = 0;
 
   void work() {
+    pthread_setname_np(pthread_self(), "npu_lane");
     Lock lock(mutex_);
     for (;;) {
       idle_++;

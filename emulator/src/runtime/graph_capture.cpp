@@ -33,7 +33,6 @@ aclError refuse_during_capture(const char *call) {
     if (g->mode == ACL_MODEL_RI_CAPTURE_MODE_THREAD_LOCAL &&
         g->capturing_thread != std::this_thread::get_id())
       continue;
-    g->invalid = true;
     return fail(ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT,
                 "%s is not permitted while a stream is capturing", call);
   }

@@ -97,7 +97,8 @@ Stream *stream_of(aclrtStream handle);  // nullptr means the default stream of t
 std::vector<Stream *> streams_of(int device);
 double now_ms();
 
-// Refuses (and invalidates the capture) if the call is not permitted during an active capture.
+// Refuses if the call is not permitted during an active capture, which stays valid, as in CANN's
+// sources (api_error.cc returns the error and does not terminate the capture).
 aclError refuse_during_capture(const char *call);
 
 template <class Ready> bool spin_until(Ready ready) {

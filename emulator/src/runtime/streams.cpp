@@ -1,6 +1,7 @@
 // Streams and their worker threads, synchronization.
 #include "runtime/objects.h"
 
+#include "runtime/counters.h"
 #include "runtime/graph.h"
 #include "runtime/queue_pool.h"
 #include "runtime/services.h"
@@ -11,6 +12,8 @@
 #include <algorithm>
 #include <cstdio>
 #include <stdexcept>
+
+#include <pthread.h>
 
 namespace emu {
 
@@ -77,6 +80,7 @@ bool Stream::next(Item &item) {
 void Stream::work() {
   t_device = device;
   t_where = "stream " + std::to_string(id);
+  pthread_setname_np(pthread_self(), "npu_stream");  // else it has its creator's name
   Item item;
   while (next(item)) {
     running_ = item.name;
@@ -92,15 +96,13 @@ void Stream::work() {
 }
 
 void Stream::run(const Item &item) {
-  DeviceFailure &failure = g_failures[device];
-  if (failure.code)
+  if (g_failures[device].code)
     return;
   try {
     item.task();
   } catch (const std::exception &e) {
-    std::string text = t_where + ", " + item.name + ": " + e.what();
-    fprintf(stderr, "[emulator] device %d stops: %s\n", device, text.c_str());
-    failure.set(ACL_ERROR_RT_AICORE_EXCEPTION, text);
+    stop_device(device, ACL_ERROR_RT_AICORE_EXCEPTION,
+                t_where + ", " + item.name + ": " + e.what());
   }
 }
 
@@ -211,21 +213,18 @@ EMU_API aclError aclrtSetStreamAttribute(aclrtStream, aclrtStreamAttr, aclrtStre
 
 EMU_API aclError aclrtStreamQuery(aclrtStream handle, aclrtStreamStatus *status) {
   Stream *s = stream_of(handle);
-  if (s->graph) {
-    s->graph->invalid = true;
+  if (s->graph)
     return fail(ACL_ERROR_RT_STREAM_CAPTURED, "stream %d is captured: query not permitted", s->id);
-  }
   *status = s->drained() ? ACL_STREAM_STATUS_COMPLETE : ACL_STREAM_STATUS_NOT_READY;
   return 0;
 }
 
 EMU_API aclError aclrtSynchronizeStreamWithTimeout(aclrtStream handle, int32_t timeout_ms) {
   Stream *s = stream_of(handle);
-  if (s->graph) {
-    s->graph->invalid = true;
+  if (s->graph)
     return fail(ACL_ERROR_RT_STREAM_CAPTURED, "stream %d is captured: synchronize not permitted",
                 s->id);
-  }
+  count(Counters::of(s->device).host_syncs);
   // Permitted while others capture: torch_npu's generator does so when it is first used in a graph.
   return s->synchronize(timeout_ms);
 }
@@ -235,6 +234,7 @@ EMU_API aclError aclrtSynchronizeStream(aclrtStream handle) {
 EMU_API aclError aclrtSynchronizeDeviceWithTimeout(int32_t timeout_ms) {
   if (aclError e = refuse_during_capture("aclrtSynchronizeDevice"))
     return e;
+  count(Counters::of(current_device()).host_syncs);
   for (Stream *s : streams_of(current_device()))
     if (aclError e = s->synchronize(timeout_ms))
       return e;

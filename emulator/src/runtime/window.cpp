@@ -13,8 +13,7 @@
 namespace emu {
 
 constexpr uintptr_t kGranule = 2u << 20;
-// Larger allocations are poisoned at both ends only, because poisoned pages are really there.
-constexpr size_t kPoisonWhole = 256u << 20, kPoisonEnd = 8u << 20;
+constexpr size_t kPoisonEnd = 8u << 20;
 
 static void *at(uintptr_t address) { return reinterpret_cast<void *>(address); }
 
@@ -63,14 +62,20 @@ static void use_huge_pages(char *p, size_t bytes) {
 void poison(uintptr_t address, size_t bytes) {
   if (!settings().compute)
     return;  // nothing computes, so that zeros must do as valid indices
+  if (bytes > kPoisonWhole)
+    return poison_ends(address, bytes, kPoisonEnd);
   auto *p = static_cast<char *>(accessible(at(address)));
-  if (bytes <= kPoisonWhole) {
-    memset(p, 0xFF, bytes);
-    use_huge_pages(p, bytes);
+  memset(p, 0xFF, bytes);
+  use_huge_pages(p, bytes);
+}
+
+void poison_ends(uintptr_t address, size_t bytes, size_t end_bytes) {
+  if (!settings().compute)
     return;
-  }
-  memset(p, 0xFF, kPoisonEnd);
-  memset(p + bytes - kPoisonEnd, 0xFF, kPoisonEnd);
+  auto *p = static_cast<char *>(accessible(at(address)));
+  end_bytes = std::min(end_bytes, bytes);
+  memset(p, 0xFF, end_bytes);
+  memset(p + bytes - end_bytes, 0xFF, end_bytes);
 }
 
 }  // namespace emu

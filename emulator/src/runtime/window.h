@@ -16,6 +16,10 @@ bool map_window(uintptr_t address, size_t bytes, int file, size_t offset);
 void hide_window(uintptr_t address, size_t bytes);   // keeps the range reserved
 void unmap_window(uintptr_t address, size_t bytes);  // both mappings
 
+// What takes more than this is poisoned at its ends only, because poisoned pages are really there.
+constexpr size_t kPoisonWhole = 256u << 20;
+
 void poison(uintptr_t address, size_t bytes);
+void poison_ends(uintptr_t address, size_t bytes, size_t end_bytes);
 
 }  // namespace emu

@@ -1,0 +1,66 @@
+"""What a refusal leaves behind, with torch_npu's task queue off and on.
+
+With TASK_QUEUE_ENABLE from 1 on, torch_npu launches from a thread of its own, which skips all later
+work without a word once a launch has failed. There the device stops instead.
+"""
+
+import textwrap
+
+import pytest
+
+# What a copy to the host reports is only the code; torch_npu prints the reason before it.
+PROLOGUE = """
+def attempt(call, operator):
+    try:
+        result = call()
+        torch.npu.synchronize()
+        return result.cpu().tolist()
+    except RuntimeError as e:
+        print("NAMED" if operator in str(e) else "NAMELESS", e)
+"""
+
+
+@pytest.fixture(params=["0", "1", "2"])
+def run_queued(run_script, request):
+    """``run_script`` in each mode of the task queue."""
+
+    def run(code):
+        code = PROLOGUE + textwrap.dedent(code)
+        return run_script(code, 60, environment={"TASK_QUEUE_ENABLE": request.param})
+
+    return run
+
+
+def test_work_after_a_refused_ge_operator_is_right_or_fails_by_its_name(run_queued):
+    status, output = run_queued("""
+        x = torch.ones(3, 32, device="npu")
+        for _ in range(2):
+            print("RESULT", attempt(lambda: torch_npu.npu_sort_v2(x), "SortV2"))
+        print("ZEROS", attempt(lambda: torch.zeros(3, device="npu"), "SortV2"))
+        print("SUM", attempt(lambda: torch.ones(3, device="npu") + 1, "SortV2"))
+    """)
+    assert status == 0 and "NAMELESS" not in output, output
+    assert output.count("RESULT None") == 2 and "SortV2" in output
+    assert "ZEROS None" in output or "ZEROS [0.0, 0.0, 0.0]" in output
+    assert "SUM None" in output or "SUM [2.0, 2.0, 2.0]" in output
+
+
+def test_work_after_refused_arguments_is_right_or_fails_by_its_name(run_queued):
+    status, output = run_queued("""
+        x = torch.ones(2, 2, dtype=torch.int64).npu()
+        print("RESULT", attempt(lambda: x @ x, "aclnnM"))
+        print("SUM", attempt(lambda: torch.ones(3, device="npu") + 1, "aclnnM"))
+    """)
+    assert status == 0 and "NAMELESS" not in output, output
+    assert "RESULT None" in output and "aclnnM" in output
+    assert "SUM None" in output or "SUM [2.0, 2.0, 2.0]" in output
+
+
+def test_a_refusal_does_not_abort_the_process(run_queued):
+    """Dropout launches on a side stream, which torch_npu leaves in a destructor."""
+    status, output = run_queued("""
+        from torch.nn.functional import dropout
+        x = torch.ones(64, device="npu")
+        print("RESULT", attempt(lambda: dropout(x, 0.5), "StatelessDropOutGenMask"))
+    """)
+    assert status == 0 and "RESULT None" in output and "NAMELESS" not in output, output
