@@ -1,4 +1,4 @@
-"""The demo configurations decode without waits of the host, AI CPU operators and unaligned views."""
+"""The demo configurations decode without host waits, AI CPU operators and unaligned views."""
 
 from __future__ import annotations
 
