@@ -14,11 +14,7 @@ OWNERS = ("streams", "captured", "cascaded", "domains", "graph_domains")
 def taken(before, ignored=()):
     """What changed since, without zeros."""
     now = emulator.counters()
-    return {
-        key: now[key] - n
-        for key, n in before.items()
-        if now[key] != n and key not in ignored
-    }
+    return {key: now[key] - n for key, n in before.items() if now[key] != n and key not in ignored}
 
 
 def capture(body):
