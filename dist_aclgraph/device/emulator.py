@@ -265,7 +265,7 @@ def _make(progress: OnProgress | None) -> None:
 
 
 def run(command: Sequence[str], settings: Mapping[str, str]) -> NoReturn:
-    """Become ``command``, which finds the emulated NPU whatever it imports first; so do its children.
+    """Become ``command``; it and its children find the emulated NPU, whatever they import first.
 
     Raises:
         EmulatorBuildError: as ``build``.
@@ -276,7 +276,7 @@ def run(command: Sequence[str], settings: Mapping[str, str]) -> NoReturn:
     package = Path(__file__).parents[2]
     environment = emulated_environment(BUILD, package, Path(sys.executable).parent, settings)
     try:
-        os.execvpe(command[0], command, environment)
+        os.execvpe(command[0], list(command), environment)
     except OSError as e:
         raise DeviceError(f"cannot run {command[0]}: {e.strerror}") from e
 
