@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from dist_aclgraph.config import Config, DeviceConfig, HcclExpansion
@@ -14,6 +15,7 @@ from dist_aclgraph.config import Config, DeviceConfig, HcclExpansion
 # How HCCL_OP_EXPANSION_MODE calls them. FFTS+ is what an A2 takes when the host expands.
 HCCL_EXPANSION_NAMES: dict[HcclExpansion, str] = {"AIV": "AIV", "AICPU": "AI_CPU", "FFTS": "HOST"}
 
+EMULATED_VARIABLE = "EMULATED_NPU"  # read by the emulated libraries too
 API_KEY_VARIABLE = "DIST_ACLGRAPH_API_KEY"
 
 
@@ -118,6 +120,32 @@ def prepare_ray_environment() -> None:
 def disable_backend_autoload() -> None:
     """Stop torch from importing torch_npu by itself: the emulator's libraries must come first."""
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+
+
+def emulated_environment(
+    libraries: Path, packages: Path, programs: Path, settings: Mapping[str, str]
+) -> dict[str, str]:
+    """Environment of a program that finds the emulated NPU whatever it imports first.
+
+    Args:
+        libraries: folder of the emulated CANN.
+        packages: where this package lies.
+        programs: where this interpreter lies, with pytest and the like.
+        settings: of the emulator; see ``emulator/README.md``.
+    """
+    paths = {"LD_LIBRARY_PATH": libraries, "PYTHONPATH": packages, "PATH": programs}
+    variables = {
+        name: os.pathsep.join(filter(None, (str(path), os.environ.get(name))))
+        for name, path in paths.items()
+    }
+    variables[EMULATED_VARIABLE] = " ".join(f"{k}={v}" for k, v in settings.items()) or " "
+    variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1"
+    return {**os.environ, **variables}
+
+
+def has_emulated_environment() -> bool:
+    """Whether this process was started in ``emulated_environment``."""
+    return EMULATED_VARIABLE in os.environ
 
 
 def visible_devices() -> tuple[int, ...] | None:

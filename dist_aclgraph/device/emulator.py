@@ -5,6 +5,7 @@ libtorch_npu.so names its CANN libraries by SONAME, and one that is already in t
 it. Knows nothing about what the program does with the device.
 """
 
+import argparse
 import ctypes
 import fcntl
 import hashlib
@@ -14,15 +15,18 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 from dist_aclgraph.device.torch_build import check_torch
 from dist_aclgraph.environment import (
     build_environment,
     cache_directory,
     disable_backend_autoload,
+    emulated_environment,
+    has_emulated_environment,
 )
 from dist_aclgraph.errors import DeviceError, EmulatorBuildError
 from dist_aclgraph.shipped import is_installed, shipped
@@ -113,7 +117,7 @@ def load(settings: Mapping[str, str | int | bool]) -> None:
         if wanted != _loaded_settings:
             raise DeviceError(f"the emulator is loaded with {_loaded_settings}, asked for {wanted}")
         return
-    if "torch_npu" in sys.modules and not _is_preloaded:
+    if "torch_npu" in sys.modules and not (_is_preloaded or has_emulated_environment()):
         raise DeviceError("torch_npu is imported already: load the emulator before it")
     _configure(_load_runtime(), wanted)
     _load_torch()
@@ -172,7 +176,7 @@ def ai_cpu_operators(device: int | None = None) -> dict[str, int]:
 
 
 def _read_numbers(function: str, device: int | None) -> dict[str, int]:
-    if _loaded_settings is None:
+    if _loaded_settings is None and not has_emulated_environment():
         raise DeviceError("the emulator is not loaded: it has no counters")
     read = getattr(ctypes.CDLL("libascendcl.so"), function)
     read.restype = ctypes.c_char_p
@@ -260,8 +264,48 @@ def _make(progress: OnProgress | None) -> None:
         (BUILD / "aten.h.gch").unlink(missing_ok=True)  # 265 MB that only a change would need
 
 
+def run(command: Sequence[str], settings: Mapping[str, str]) -> NoReturn:
+    """Become ``command``; it and its children find the emulated NPU, whatever they import first.
+
+    Raises:
+        EmulatorBuildError: as ``build``.
+        DeviceError: a setting is unknown or out of range; torch is built for CUDA; there is no such
+            program.
+    """
+    _configure(_load_runtime(), settings)
+    package = Path(__file__).parents[2]
+    environment = emulated_environment(BUILD, package, Path(sys.executable).parent, settings)
+    try:
+        os.execvpe(command[0], list(command), environment)
+    except OSError as e:
+        raise DeviceError(f"cannot run {command[0]}: {e.strerror}") from e
+
+
 def main() -> None:
-    """Build with one line of progress: ``python -m dist_aclgraph.device.emulator``."""
+    """Build, with one line of progress; with ``run``, then run a program on the emulated NPU."""
+    parser = argparse.ArgumentParser(prog="python -m dist_aclgraph.device.emulator")
+    run_parser = parser.add_subparsers(dest="action").add_parser(
+        "run", help="run a program, and its children, on the emulated NPU"
+    )
+    run_parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a setting of emulator/README.md",
+    )
+    run_parser.add_argument("command", nargs="+", metavar="COMMAND")
+    arguments = parser.parse_args()
+    _build_with_progress()
+    if arguments.action == "run":
+        settings = dict(setting.partition("=")[::2] for setting in arguments.set)
+        try:
+            run(arguments.command, settings)
+        except DeviceError as e:
+            sys.exit(f"error: {e}")
+
+
+def _build_with_progress() -> None:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 

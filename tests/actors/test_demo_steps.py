@@ -13,8 +13,17 @@ from tests.lockstep import lockstep
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-deepseek"])
-def test_between_two_decode_steps_the_host_waits_for_the_tokens_alone(name: str) -> None:
+@pytest.mark.parametrize(
+    "name,counts",
+    [
+        ("tiny-qwen3", ("host_syncs", "ai_cpu", "unaligned_views")),
+        # Some launches of its eager steps and drafts are given unaligned views: docs/hardware.md.
+        ("tiny-deepseek", ("host_syncs", "ai_cpu")),
+    ],
+)
+def test_between_two_decode_steps_the_host_waits_for_the_tokens_alone(
+    name: str, counts: tuple[str, ...]
+) -> None:
     with lockstep(load_config(CONFIGS / f"{name}.yaml")) as group:
         for i in range(3):
             params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -29,5 +38,6 @@ def test_between_two_decode_steps_the_host_waits_for_the_tokens_alone(name: str)
 
     assert len(decoding) > 3
     expected = {"host_syncs": 1, "ai_cpu": 0, "unaligned_views": 0}
-    for counted in decoding[1:]:
-        assert all(of_rank == expected for of_rank in counted), counted
+    for ranks in decoding[1:]:
+        for counted in ranks:
+            assert {key: counted[key] for key in counts} == {key: expected[key] for key in counts}

@@ -68,6 +68,7 @@ aclError Graph::add_lane(Stream *stream) {
 }
 
 aclError Graph::append(Stream *stream, Node node, int *index) {
+  Lock lock(capture_mutex_);
   node.lane = lanes.at(stream);
   long &sqes = lane_sqes_[node.lane], before = sqes;
   sqes += sqes_of(node);

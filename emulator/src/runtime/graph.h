@@ -64,6 +64,7 @@ private:
   StreamBudget::Held streams_{};  // ids, and so many queues when bound
   std::vector<long> lane_sqes_;  // entries of each lane's submission queue
   std::set<const void *> domains_;
+  std::mutex capture_mutex_;  // torch_npu's queue thread and its caller append to one capture
   void replay_one_lane() const;
   void replay_lanes() const;
   aclError take_streams(StreamBudget::Holder holder, long count, aclError code, const char *call);

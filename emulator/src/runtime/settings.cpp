@@ -4,9 +4,12 @@
 #include "emulator.h"
 
 #include <charconv>
+#include <cstdio>
+#include <cstdlib>
 #include <functional>
 #include <map>
 #include <mutex>
+#include <sstream>
 #include <stdexcept>
 
 namespace emu {
@@ -115,3 +118,17 @@ EMU_API const char *emulator_configure(const char *key, const char *value) {
     return problem.c_str();
   }
 }
+
+// What the command `run` gives to a process and its children: key=value, with spaces between them.
+// It has tried them before.
+static const bool is_configured_by_environment = [] {
+  const char *text = getenv("EMULATED_NPU");
+  std::istringstream settings(text ? text : "");
+  for (std::string setting; settings >> setting;) {
+    size_t equals = setting.find('=');
+    std::string value = equals == std::string::npos ? "" : setting.substr(equals + 1);
+    if (const char *wrong = emulator_configure(setting.substr(0, equals).c_str(), value.c_str()))
+      fprintf(stderr, "[emulator] EMULATED_NPU: %s\n", wrong);
+  }
+  return true;
+}();
