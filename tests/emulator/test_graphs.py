@@ -137,7 +137,6 @@ def recorded_event():
         (lambda x: torch.npu.current_stream().query(), "107027"),
         (lambda x: x.cpu(), "107030"),
         (lambda x: recorded_event().synchronize(), "107028"),
-        (lambda x: recorded_event().query(), "107028"),
         (lambda x: torch.npu.synchronize(), "107030"),
     ],
 )
