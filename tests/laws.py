@@ -10,6 +10,11 @@ from hypothesis import settings
 FULL, QUICK = 100, 25  # percent, in the profiles' own count of examples
 
 
+def is_full() -> bool:
+    """Whether the profile asks for all."""
+    return settings().max_examples >= FULL
+
+
 def count(full: int) -> int:
     """Return this profile's share of a number that a law names."""
     return -(-full * settings().max_examples // FULL)
