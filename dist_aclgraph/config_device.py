@@ -9,8 +9,7 @@ from pydantic import Field
 from dist_aclgraph.config_section import Section
 
 HcclExpansion = Literal["AIV", "AICPU", "FFTS"]
-A3_CHIPS = "Ascend910_93"  # how their names begin
-UNKNOWN_CHIP = "Ascend910B"
+A2_CHIPS, A3_CHIPS = "Ascend910B", "Ascend910_93"  # how their names begin
 PORTS = r"^(auto|[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?)*)$"
 
 
@@ -130,7 +129,7 @@ class DeviceConfig(Section):
     @property
     def chip(self) -> str:
         """The chip that plans assume."""
-        return (self.soc or UNKNOWN_CHIP) if self.kind == "npu" else self.emulator.soc
+        return (self.soc or A2_CHIPS) if self.kind == "npu" else self.emulator.soc
 
     @property
     def expansion(self) -> HcclExpansion:

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dist_aclgraph.config import Config
+from dist_aclgraph.config_device import A2_CHIPS, A3_CHIPS
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.shapes.heads import heads_per_rank, kv_heads_per_rank
 from dist_aclgraph.shapes.model_facts import ModelFacts
 
-GENERATIONS = {"A2": "Ascend910B", "A3": "Ascend910_93"}  # how the names of their chips begin
+GENERATIONS = {"A2": A2_CHIPS, "A3": A3_CHIPS}
 MAX_SPLIT_FUSE_DIM, MAX_SPLIT_FUSE_BLOCK, MAX_LATENT_BLOCK = 256, 512, 512
 
 
