@@ -57,8 +57,26 @@ class ParallelConfig(Section):
         description="room of an all_to_all, as a multiple of what random routing needs; steps that "
         "find too little are run again with all_gather",
     )
-    dcp: int = Field(1, ge=1, le=1024, description="decode context parallel size")
-    pcp: int = Field(1, ge=1, le=1024, description="prefill context parallel size")
+    dcp: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="decode context parallel size: shards of a request's KV cache, on ranks that "
+        "would hold copies of it: 1, or pcp times a divisor of tp (latent attention) or of tp / KV "
+        "heads",
+    )
+    pcp: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="prefill context parallel size: ranks that split the prompts of a tensor "
+        "parallel group between them; they multiply the NPUs",
+    )
+    cp_interleave: int = Field(
+        1,
+        ge=1,
+        description="neighbouring tokens that go to the same of dcp shards; divides kv.block_size",
+    )
 
     @property
     def world_size(self) -> int:
@@ -321,11 +339,13 @@ class Config(Section):
         return self.served_model_name or Path(self.model).name
 
     @model_validator(mode="after")
-    def _check_supported(self) -> Config:
-        for key in ("dcp", "pcp"):
-            size = getattr(self.parallel, key)
-            if size != 1:
-                raise ValueError(f"parallel.{key} is {size}; this version allows 1")
+    def _check_interleave(self) -> Config:
+        interleave, block_size = self.parallel.cp_interleave, self.kv.block_size
+        if block_size % interleave:
+            raise ValueError(
+                f"parallel.cp_interleave is {interleave}; it must divide kv.block_size "
+                f"({block_size})"
+            )
         return self
 
     @model_validator(mode="after")

@@ -44,9 +44,10 @@ class ParallelLayout:
     """The sizes of all parallel axes. Knows nothing of nodes, devices or HCCL.
 
     ``ep`` ranks share one set of experts: 1, or whole data-parallel ranks that divide the world.
-    ``dcp`` divides the TP group, as decode context parallelism reuses its ranks. ``mc2`` says that
-    experts have, beside the EP domain, one of the same ranks for operators that communicate inside
-    their kernel: nothing else may run in it.
+    ``dcp`` ranks keep a request's KV cache between them: 1, or all PCP ranks times some TP ranks
+    that stand together; a rank's index in its DCP group is its shard. ``mc2`` says that experts
+    have, beside the EP domain, one of the same ranks for operators that communicate inside their
+    kernel: nothing else may run in it.
     """
 
     tp: int = 1
@@ -66,10 +67,10 @@ class ParallelLayout:
                 f"parallel.ep is {self.ep}; it must be 1, or a multiple of tp x pcp ({replica}) "
                 f"that divides the {self.world_size} ranks"
             )
-        if replica % self.dcp:
+        if self.dcp != 1 and (self.dcp % self.pcp or replica % self.dcp):
             raise ConfigError(
-                f"parallel.dcp is {self.dcp}; it must divide tp x pcp ({replica}), whose ranks it "
-                "shares"
+                f"parallel.dcp is {self.dcp}; it must be 1, or a multiple of pcp ({self.pcp}) that "
+                f"divides tp x pcp ({replica}), whose ranks it shares"
             )
 
     @classmethod
@@ -118,7 +119,8 @@ class ParallelLayout:
         if kind == "dp":
             order = [(dp, pcp, tp) for pcp in self._pcp for tp in self._tp for dp in self._dp]
             return self._grouped(order, self.dp)
-        # PCP first, then TP: a DCP group spans the prefill ranks before it spans TP ranks.
+        # A DCP group spans the prefill ranks before it spans TP ranks; its own order is by rank, so
+        # that the first ones have all of its heads.
         order = [(dp, pcp, tp) for dp in self._dp for tp in self._tp for pcp in self._pcp]
         return self._grouped(order, self.pcp if kind == "pcp" else self.dcp)
 
@@ -197,7 +199,7 @@ class ParallelLayout:
 
     def _grouped(self, order: Iterable[tuple[int, int, int]], size: int) -> tuple[Ranks, ...]:
         ranks = [self.rank_of(Coordinates(*point)) for point in order]
-        return tuple(sorted(_blocks(ranks, size)))
+        return tuple(sorted(tuple(sorted(block)) for block in _blocks(ranks, size)))
 
 
 def _blocks(ranks: Iterable[int], size: int) -> tuple[Ranks, ...]:

@@ -14,6 +14,7 @@ from dist_aclgraph.actors import engine_report
 from dist_aclgraph.actors.lockstep_group import LockstepGroup, group_report
 from dist_aclgraph.actors.startup import Startup
 from dist_aclgraph.config import Config
+from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
@@ -63,7 +64,7 @@ class Lockstep:
             [
                 BlockPool(
                     group.num_blocks,
-                    config.kv.block_size,
+                    Shards.from_config(config).tokens_per_block,
                     prefix_cache=config.scheduler.prefix_cache,
                 )
                 for _ in range(planner.layout.within_group.dp)
@@ -72,6 +73,7 @@ class Lockstep:
             max_model_len=planner.max_model_len,
             num_drafts=config.speculative.num_tokens,
             tp=config.parallel.tp,
+            pcp=config.parallel.pcp,
             choose_exchange=rule.choose,
         )
 

@@ -19,6 +19,7 @@ from dist_aclgraph.actors.run_directory import RunDirectory
 from dist_aclgraph.actors.step_channel import ChannelAddress, StepSender
 from dist_aclgraph.actors.worker_group import ask_workers
 from dist_aclgraph.config import Config
+from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
@@ -107,7 +108,7 @@ class Engine:
             [
                 BlockPool(
                     settings.num_blocks,
-                    config.kv.block_size,
+                    Shards.from_config(config).tokens_per_block,
                     prefix_cache=config.scheduler.prefix_cache,
                 )
                 for _ in range(layout.dp)
@@ -117,6 +118,7 @@ class Engine:
             epoch=settings.epoch,
             num_drafts=config.speculative.num_tokens,
             tp=layout.tp,
+            pcp=layout.pcp,
             choose_exchange=settings.exchange.choose,
         )
         address = f"ipc://{self._directory.path}/clients"

@@ -85,13 +85,13 @@ def _check_chip(
 def needs_fixed_sums(config: Config, facts: ModelFacts) -> bool:
     """Whether collectives must give the same sum in every run and on every rank.
 
-    Ranks of a tensor parallel group route tokens, and accept drafts, each for itself: sums that
-    differ in the last bit would part them.
+    Ranks with the same tokens route them, and accept drafts, each for itself: sums that differ in
+    the last bit would part them.
     """
     if config.device.deterministic is not None:
         return config.device.deterministic
     decides_itself = facts.moe or config.speculative.num_tokens > 0
-    return config.parallel.tp > 1 and decides_itself
+    return config.parallel.tp * config.parallel.pcp > 1 and decides_itself
 
 
 @dataclass(frozen=True)
@@ -178,6 +178,7 @@ class LoadedRank:
         """Make a runner with a KV cache for trying things out, and buffers for all ``graphs``."""
         from dist_aclgraph.device.npu import translated
         from dist_aclgraph.engine.model_runner import ModelRunner
+        from dist_aclgraph.layers.context_parallel import ContextParallel
 
         joined, config = self.joined, self.joined.config
         with translated("allocating the buffers of graphs"):
@@ -188,8 +189,9 @@ class LoadedRank:
                 num_blocks=num_blocks,
                 max_len=max_len,
                 graphs=graphs,
-                owns_output=joined.groups.tp.rank == 0,
+                owns_output=joined.groups.tp.rank == joined.groups.pcp.rank == 0,
                 choose_exchange=joined.exchange.choose,
+                context=ContextParallel.of(joined.groups),
             )
         joined.streams.book("main, update and capture streams")
         return RunningRank(joined, runner)

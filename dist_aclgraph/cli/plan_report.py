@@ -84,7 +84,8 @@ def plan_report(config: Config) -> dict[str, Any]:
             "bytes_per_block": spec.bytes_per_block,
             "num_blocks": num_blocks,
             "bytes": spec.total_bytes(num_blocks),
-            "tokens": (num_blocks - 1) * spec.block_size,
+            "num_shards": spec.num_shards,
+            "tokens": (num_blocks - 1) * spec.tokens_per_block,
             "max_model_len": spec.longest_request(num_blocks, deployment.planner.max_model_len),
         },
     }
@@ -129,8 +130,9 @@ def render_plan(report: dict[str, Any], console: Console) -> None:
     console.print(_memory_table(report["memory"]))
     for warning in report["memory"]["warnings"]:
         console.print(warning)
+    shards = f" of {kv['num_shards']} shards" if kv["num_shards"] > 1 else ""
     console.print(
-        f"KV cache per NPU: {kv['num_blocks']} blocks of {kv['block_size']} tokens, "
+        f"KV cache per NPU: {kv['num_blocks']} blocks of {kv['block_size']} tokens{shards}, "
         f"{kv['bytes_per_block']} bytes each, {kv['bytes'] / GIB:.2f} GiB in all; "
         f"{kv['tokens']} tokens, the longest request {kv['max_model_len']}"
     )

@@ -83,6 +83,9 @@ class CommGroup:
         return str(backend.get_hccl_comm_name(self.rank))
 
 
+ALONE = CommGroup((0,), 0)
+
+
 @dataclass(frozen=True)
 class RankGroups:
     """The groups of one rank.
@@ -92,6 +95,8 @@ class RankGroups:
             every tensor parallel group has them all.
         mc2: the ranks of ``ep`` again, for operators that communicate inside their kernel; None
             where there are none.
+        pcp: ranks that share the computation of prompts; ``dcp``: those that share the KV cache of
+            a request, where a rank's index is its shard.
         dp_rank: which of its lockstep group's batches the rank runs.
     """
 
@@ -99,9 +104,10 @@ class RankGroups:
     ep: CommGroup
     dp_rank: int = 0
     mc2: CommGroup | None = None
+    pcp: CommGroup = ALONE
+    dcp: CommGroup = ALONE
 
 
-ALONE = CommGroup((0,), 0)
 ONE_RANK = RankGroups(ALONE, ALONE)
 
 
@@ -153,7 +159,14 @@ def make_groups(layout: ParallelLayout, rank: int, mc2_buffer_mb: int | None = N
         handle = _new_group_with_buffer(members, mc2_buffer_mb)
         if rank in members:
             mc2 = CommGroup(members, members.index(rank), handle)
-    groups = RankGroups(group_of("tp"), group_of("ep"), layout.coordinates(rank).dp, mc2)
+    groups = RankGroups(
+        group_of("tp"),
+        group_of("ep"),
+        layout.coordinates(rank).dp,
+        mc2,
+        group_of("pcp"),
+        group_of("dcp"),
+    )
     if mc2 is not None:
         assert mc2.hccl_name  # made here, where all members are
     return groups

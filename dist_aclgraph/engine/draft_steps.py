@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from dist_aclgraph.device.npu import Npu
-from dist_aclgraph.engine.drafting import Drafter, DraftPass
+from dist_aclgraph.engine.attention_steps import AttentionSteps
+from dist_aclgraph.engine.drafting import Collect, Drafter, DraftPass
 from dist_aclgraph.graphs.device_step import DeviceStep
 from dist_aclgraph.graphs.task_update import TaskRecorder
-from dist_aclgraph.ints import IntArray
 from dist_aclgraph.layers.attention import AttentionMetadata
 from dist_aclgraph.layers.experts import ExpertStep
 from dist_aclgraph.models.attention_kind import Cache
 from dist_aclgraph.models.next_token import NextTokenModule
+from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.steps.host_step import HostStep
 from dist_aclgraph.steps.padding import Lens
 from dist_aclgraph.topology import ExchangeKind
-
-NO_TABLE: IntArray = np.empty((0, 1), np.int32)
 
 
 class DraftSteps:
@@ -30,6 +27,7 @@ class DraftSteps:
     Args:
         k: drafts of each request.
         max_rows: of the batch; one more is spare.
+        attention: makes the metadata of the module's attention, which is the decoder's.
         tally: [2] int64, what the module's experts add to.
         choose_exchange: how the tokens of an iteration travel to their experts.
     """
@@ -39,18 +37,17 @@ class DraftSteps:
         module: NextTokenModule,
         k: int,
         max_rows: int,
-        npu: Npu,
+        device: torch.device,
         *,
         block_size: int,
-        causal_mask: Tensor,
+        attention: AttentionSteps,
         tally: Tensor,
         choose_exchange: Callable[[int], ExchangeKind | None],
     ) -> None:
         self._module = module
-        self._drafter = Drafter(k, max_rows, npu.device)
-        self._npu = npu
+        self._drafter = Drafter(k, max_rows, device)
         self._block_size = block_size
-        self._causal_mask = causal_mask
+        self._attention = attention
         self._tally = tally
         self._choose_exchange = choose_exchange
         self._cache: Cache = None
@@ -70,6 +67,7 @@ class DraftSteps:
 
     def propose_whole(
         self,
+        graph: BatchDescriptor,
         inputs: DeviceStep,
         lens: Lens,
         hidden: Tensor,
@@ -86,19 +84,18 @@ class DraftSteps:
             [num_reqs] int32, how many drafts of each request passed.
         """
         assert inputs.drafts is not None
-        query_ends, kv_lens = lens
         experts = ExpertStep(self._choose_exchange(len(sampled)), self._tally)
 
         def run(draft_pass: DraftPass) -> Tensor:
-            metadata = AttentionMetadata(
-                slot_mapping=draft_pass.written,
-                block_table=inputs.block_table,
-                query_ends=query_ends,
-                kv_lens=[length + draft_pass.iteration for length in kv_lens],
-                causal_mask=self._causal_mask,
-                tasks=None if tasks is None else tasks.ahead(draft_pass.iteration),
+            iteration = draft_pass.iteration
+            metadata = self._attention.of_graph(
+                graph,
+                inputs,
+                lens,
+                None if tasks is None else tasks.ahead(iteration),
+                iteration=iteration,
+                written=draft_pass.written,
             )
-            metadata = self._prepared(metadata, NO_TABLE)
             return self._forward(draft_pass, metadata, experts)
 
         return self._drafter.propose(
@@ -111,6 +108,7 @@ class DraftSteps:
             hidden,
             sampled.view(-1, self.num_places),
             inputs.drafts,
+            _rows_at,
         )
 
     def propose_mixed(
@@ -121,6 +119,7 @@ class DraftSteps:
         hidden: Tensor,
         sampled: Tensor,
         exchange: ExchangeKind | None,
+        collect: Collect,
     ) -> Tensor:
         """Draft for the requests of a mixed step that were sampled.
 
@@ -129,6 +128,7 @@ class DraftSteps:
             hidden: [num_tokens, hidden].
             sampled: [num_samples * (k + 1)] int32, of live requests.
             exchange: of the decoder.
+            collect: finds hidden states of places, whichever rank runs them.
 
         Returns:
             [num_samples] int32, how many drafts of each request passed; then padding.
@@ -144,20 +144,19 @@ class DraftSteps:
             if draft_pass.iteration == 0:
                 experts = ExpertStep(exchange, self._tally)
                 return self._forward(draft_pass, metadata, experts)
-            assert inputs.drafts is not None
-            ends = inputs.drafts.positions[:, -1] + 1 + draft_pass.iteration
-            later = AttentionMetadata(
-                slot_mapping=draft_pass.written[: live * num_places],
-                block_table=draft_table,
-                query_ends=list(range(num_places, live * num_places + 1, num_places)),
-                kv_lens=ends.tolist(),
-                causal_mask=self._causal_mask,
+            assert step.drafts is not None
+            later = self._attention.of_drafts(
+                step.drafts.positions[:live],
+                draft_pass.written[: live * num_places],
+                draft_table,
+                inputs,
+                draft_pass.iteration,
             )
-            later = self._prepared(later, inputs.block_table[inputs.sampled])
             return self._forward(draft_pass, later, spread)
 
         # Before the tokens are padded: padding has no places.
-        next_tokens = step.next_tokens.index_copy(0, step.places.long(), sampled)
+        landings = step.places if step.shared is None else step.shared.landings
+        next_tokens = step.next_tokens.index_copy(0, landings.long(), sampled)[:-1]
         if len(sampled) < num_samples * num_places:
             padded = sampled.new_zeros(num_samples * num_places)
             padded[: len(sampled)].copy_(sampled)
@@ -172,6 +171,7 @@ class DraftSteps:
             hidden,
             sampled.view(num_samples, num_places),
             step.drafts,
+            collect,
         )
 
     def _forward(
@@ -187,6 +187,6 @@ class DraftSteps:
             experts,
         )
 
-    def _prepared(self, metadata: AttentionMetadata, block_table: IntArray) -> AttentionMetadata:
-        kind = self._module.stack.kind
-        return kind.prepare(metadata, block_table, self._block_size, self._npu.upload)
+
+def _rows_at(hidden: Tensor, places: Tensor) -> Tensor:
+    return hidden.index_select(0, places)

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dist_aclgraph.context.shards import PADDING_SLOT
 from dist_aclgraph.graphs.device_step import DraftInputs
-from dist_aclgraph.steps.draft_places import PADDING_SLOT
 
 
 class DraftPass(NamedTuple):
@@ -46,6 +46,7 @@ class DraftPass(NamedTuple):
 
 
 RunModule = Callable[[DraftPass], Tensor]  # to [n, hidden]
+Collect = Callable[[Tensor, Tensor], Tensor]  # rows of [n, hidden] at places, whoever has them
 
 
 class Drafter:
@@ -74,10 +75,12 @@ class Drafter:
         hidden: Tensor,
         sampled: Tensor,
         inputs: DraftInputs,
+        collect: Collect,
     ) -> Tensor:
         """Count the drafts that passed, and draft what follows.
 
         Args:
+            collect: where the step has other tokens than places, finds the hidden states of these.
             logits: of the module's results: [num_reqs, hidden] -> [num_reqs, vocab].
             token_ids, positions, slots: [n] int32, of the step, drafts filled in.
             next_tokens: [n] int32, the token after each, what was sampled at the places filled in;
@@ -98,7 +101,7 @@ class Drafter:
         chosen = sampled.reshape(-1) if next_tokens is None else next_tokens
         hidden = run(DraftPass(0, chosen, positions, slots, slots, hidden))
         if next_tokens is not None:
-            hidden = hidden.index_select(0, inputs.places)
+            hidden = collect(hidden, inputs.places)
         first = torch.arange(num_reqs, dtype=torch.int32, device=sampled.device) * num_places
         last_right = first + accepted
         proposed = []

@@ -10,19 +10,29 @@ from dataclasses import replace
 
 import numpy as np
 
+from dist_aclgraph.context.place import ContextPlace
 from dist_aclgraph.engine.sampling_table import SamplingTable
 from dist_aclgraph.ints import IntArray, unpack_ints
-from dist_aclgraph.steps.draft_places import draft_places, slots_of
+from dist_aclgraph.steps.draft_places import draft_places
 from dist_aclgraph.steps.host_step import NO_INTS, NO_RECORDS, NO_STEP, HostStep
+from dist_aclgraph.steps.prompt_share import share_prompts
 from dist_aclgraph.steps.step import RankBatch
 
 
 class InputBatch:
     """Owns tokens, block tables and sampling parameters of all rows."""
 
-    def __init__(self, max_rows: int, max_len: int, block_size: int, num_drafts: int = 0) -> None:
-        self._block_size = block_size
+    def __init__(
+        self, max_rows: int, max_len: int, place: ContextPlace, num_drafts: int = 0
+    ) -> None:
+        """Make room.
+
+        Args:
+            place: of the rank among those that share its requests' context.
+        """
+        self._place = place
         self._num_drafts = num_drafts
+        block_size = place.shards.tokens_per_block
         # One token more than the context: the last one sampled is never computed.
         self.token_ids: IntArray = np.zeros((max_rows, max_len + 1), dtype=np.int32)
         self.num_tokens: IntArray = np.zeros(max_rows, dtype=np.int32)
@@ -32,7 +42,7 @@ class InputBatch:
         self.sampling = SamplingTable(max_rows)
         self._idle = NO_STEP
         if num_drafts:
-            empty = (NO_RECORDS, num_drafts, self.block_table, block_size, self.sampling.may_draft)
+            empty = (NO_RECORDS, num_drafts, self.block_table, place, self.sampling.may_draft)
             self._idle = replace(NO_STEP, drafts=draft_places(*empty))
 
     def apply(self, batch: RankBatch) -> None:
@@ -60,7 +70,7 @@ class InputBatch:
         self.num_tokens[rows[starts]] += counts
 
     def step_inputs(self, batch: RankBatch) -> HostStep:
-        """Gather what the scheduled requests run in this step."""
+        """Gather what the scheduled requests run in this step: this rank's share of it."""
         if not batch.scheduled:
             return self._idle
         records = unpack_ints(batch.scheduled, 4)
@@ -73,19 +83,18 @@ class InputBatch:
             token_rows = np.repeat(rows, scheduled)
             starts = np.repeat(computed - (query_ends - scheduled), scheduled)
             positions = np.arange(query_ends[-1], dtype=np.int32) + starts
-        size, k = self._block_size, self._num_drafts
+        place, k = self._place, self._num_drafts
+        slots = place.shards.slots_of(place.shard, self.block_table, token_rows, positions)
         sampled = np.flatnonzero(num_logits)
         if k == 0:
             token_ids = self.token_ids[token_rows, positions]
-            slots = self.block_table[token_rows, positions // size] * size + positions % size
             places, next_tokens, drafts = query_ends[sampled] - 1, NO_INTS, None
         else:
             token_ids, next_tokens = self._tokens_and_next(token_rows, positions)
-            slots = slots_of(self.block_table, token_rows, positions, size)
-            drafts = draft_places(records, k, self.block_table, size, self.sampling.may_draft)
+            drafts = draft_places(records, k, self.block_table, place, self.sampling.may_draft)
             places = drafts.places.ravel()
-        width = table_width(int(kv_lens.max()), size, k)
-        return HostStep(
+        width = table_width(int(kv_lens.max()), place.shards.tokens_per_block, k)
+        step = HostStep(
             rows=rows,
             token_ids=token_ids,
             positions=positions,
@@ -99,6 +108,7 @@ class InputBatch:
             next_tokens=next_tokens,
             drafts=drafts,
         )
+        return share_prompts(step, place.num_prompt_ranks, place.prompt_rank)
 
     def _tokens_and_next(self, rows: IntArray, positions: IntArray) -> tuple[IntArray, IntArray]:
         """Return the tokens at positions, drafts by reference, and those after them, 0 where the

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
 
+from dist_aclgraph.context.prompt_split import largest_share
+from dist_aclgraph.context.shards import PADDING_SLOT
 from dist_aclgraph.device.npu import Npu
-from dist_aclgraph.graphs.device_step import DeviceStep, DraftInputs
+from dist_aclgraph.engine.upload import upload_arrays
+from dist_aclgraph.graphs.device_step import DeviceStep, DraftInputs, SharedPlaces
 from dist_aclgraph.ints import IntArray, unpack_ints
-from dist_aclgraph.packing import pack_parts
-from dist_aclgraph.steps.draft_places import PADDING_SLOT
 from dist_aclgraph.steps.host_step import HostStep
 from dist_aclgraph.steps.step import StepPlan
 
@@ -25,15 +24,17 @@ class StepSize:
     num_samples: int
 
     @classmethod
-    def of(cls, plan: StepPlan, inputs: HostStep) -> StepSize:
+    def of(cls, plan: StepPlan, inputs: HostStep, num_prompt_ranks: int = 1) -> StepSize:
         """Return this rank's own size, or that of the largest batch where experts are spread: all
-        ranks then pass the same shapes, as often.
+        ranks then pass the same shapes, as often. Ranks that split prompts always do.
         """
         if plan.exchange is None:
-            return cls(inputs.num_tokens, inputs.num_samples)
+            prompts = inputs.prompts
+            num_tokens = inputs.num_tokens if prompts is None else prompts.split.num_tokens
+            return cls(num_tokens, inputs.num_samples)
         batches = [unpack_ints(batch.scheduled, 4) for batch in plan.batches]
         return cls(
-            max(int(records[:, 2].sum()) for records in batches),
+            max(largest_share(records[:, 2], num_prompt_ranks) for records in batches),
             max(int((records[:, 3] > 0).sum()) for records in batches),
         )
 
@@ -48,7 +49,7 @@ def upload_step(
         spare_row: row of padding requests.
         static: the inputs of a graph in pieces, which have been written; None for an eager step.
     """
-    arrays = [inputs.places]
+    arrays, prompts = [inputs.places], inputs.prompts
     if static is None:
         n = size.num_tokens
         arrays += [_pad(inputs.token_ids, n, 0), _pad(inputs.positions, n, 0)]
@@ -58,7 +59,7 @@ def upload_step(
     if drafts is not None:
         n = size.num_samples
         arrays += [
-            _pad(inputs.next_tokens, num_tokens, 0),
+            _pad(inputs.next_tokens, num_tokens + 1, 0),
             _pad(drafts.rows, n, spare_row),
             _pad(drafts.most, n, 0),
             _pad(drafts.positions, n, 0),
@@ -66,14 +67,23 @@ def upload_step(
             _pad(inputs.places, n * drafts.positions.shape[1], 0),
             inputs.block_table[inputs.sampled],
         ]
-    places, *rest = _upload(npu, arrays)
+    shared = None
+    if prompts is not None:
+        num_places = size.num_samples * (len(inputs.places) // max(1, inputs.num_samples))
+        # Where it lands if another rank runs it depends on padding.
+        landings = np.where(prompts.owners == prompts.rank, prompts.landings, num_tokens)
+        arrays += [_pad(prompts.owners, num_places, prompts.rank), landings.astype(np.int32)]
+    places, *rest = upload_arrays(npu, arrays)
+    if prompts is not None:
+        *rest, owners, landings_sent = rest
+        shared = SharedPlaces(owners, landings_sent)
     if static is None:
         token_ids, positions, slots, block_table, *rest = rest
     else:
         token_ids, positions, slots = static.token_ids, static.positions, static.slots
         block_table = static.block_table[: len(inputs.rows)]
     if drafts is None:
-        return DeviceStep(token_ids, positions, slots, block_table, places)
+        return DeviceStep(token_ids, positions, slots, block_table, places, shared=shared)
     next_tokens, *fields, draft_table = rest
     return DeviceStep(
         token_ids,
@@ -84,6 +94,7 @@ def upload_step(
         DraftInputs(*fields),
         next_tokens,
         draft_table,
+        shared,
     )
 
 
@@ -93,13 +104,3 @@ def _pad(array: IntArray, length: int, value: int) -> IntArray:
         return array
     padding = np.full((missing, *array.shape[1:]), value, dtype=np.int32)
     return np.concatenate([array, padding])
-
-
-def _upload(npu: Npu, arrays: Sequence[IntArray]) -> list[Tensor]:
-    """Send arrays in one copy; return them on the device, each on an aligned place."""
-    parts, size = pack_parts(array.size for array in arrays)
-    packed = np.zeros(size, np.int32)
-    for part, array in zip(parts, arrays, strict=True):
-        packed[part] = array.ravel()
-    flat = npu.upload(packed)
-    return [flat[part].view(array.shape) for part, array in zip(parts, arrays, strict=True)]

@@ -7,7 +7,7 @@ the plan's decisions; makes none.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import msgspec
@@ -16,8 +16,12 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.config import Config
+from dist_aclgraph.context.place import ContextPlace
+from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.device.npu import Npu, PoolMemory, Stopwatch, UpdateWait, translated
+from dist_aclgraph.engine.attention_steps import AttentionSteps
 from dist_aclgraph.engine.draft_steps import DraftSteps
+from dist_aclgraph.engine.drafting import Collect
 from dist_aclgraph.engine.graph_store import GraphStore, WholeStep
 from dist_aclgraph.engine.input_batch import InputBatch, table_width
 from dist_aclgraph.engine.mixed_step import StepSize, upload_step
@@ -25,11 +29,13 @@ from dist_aclgraph.engine.replays import Replays
 from dist_aclgraph.engine.step_output import TALLY_SHAPE, SpecialPlaces, StepOutput
 from dist_aclgraph.errors import ReplayMismatchError
 from dist_aclgraph.graphs.captured_graph import Forward
+from dist_aclgraph.graphs.device_step import SharedPlaces
 from dist_aclgraph.graphs.pieces import CapturedPieces
 from dist_aclgraph.graphs.step_buffers import StepBuffers
 from dist_aclgraph.graphs.task_update import TaskRecorder
-from dist_aclgraph.ints import IntArray, pack_ints
-from dist_aclgraph.layers.attention import AttentionMetadata, make_causal_mask
+from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.layers.attention import AttentionMetadata
+from dist_aclgraph.layers.context_parallel import UNDIVIDED, ContextParallel
 from dist_aclgraph.layers.experts import ExpertStep
 from dist_aclgraph.layers.segments import RunSegment, run_directly
 from dist_aclgraph.models.attention_kind import Cache
@@ -38,7 +44,7 @@ from dist_aclgraph.planning.buckets import buffer_sizes
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.plan import CaptureCost
 from dist_aclgraph.steps.host_step import NO_INTS, NO_STEP, HostStep
-from dist_aclgraph.steps.padding import pad_lens
+from dist_aclgraph.steps.padding import GraphLens, Lens
 from dist_aclgraph.steps.step import StepPlan, StepResult
 from dist_aclgraph.topology import ChooseExchange, no_exchange
 
@@ -71,6 +77,7 @@ class ModelRunner:
         graphs: all that may be captured; buffers are made for the largest.
         choose_exchange: how the tokens of a graph or a draft travel to their experts; eager steps
             are told by their plan.
+        context: the ranks that share the context of this rank's requests.
     """
 
     def __init__(
@@ -84,6 +91,7 @@ class ModelRunner:
         graphs: Sequence[BatchDescriptor],
         owns_output: bool,
         choose_exchange: ChooseExchange = no_exchange,
+        context: ContextParallel = UNDIVIDED,
     ) -> None:
         self._npu = npu
         self._max_len = max_len
@@ -92,17 +100,22 @@ class ModelRunner:
         self._choose_exchange = choose_exchange
         max_rows, k = config.scheduler.max_num_seqs, config.speculative.num_tokens
         self._dtype, self._block_size = TORCH_DTYPES[config.dtype], config.kv.block_size
-        self._batch = InputBatch(max_rows, max_len, self._block_size, k)
+        self._context = context
+        self._place = ContextPlace(
+            Shards.from_config(config), context.dcp.rank, context.pcp.size, context.pcp.rank
+        )
+        self._batch = InputBatch(max_rows, max_len, self._place, k)
         self._output = StepOutput(npu, self._batch, max_rows, k, model.spec.vocab_size)
         self._caches: list[Cache] = []
-        self._causal_mask = make_causal_mask(npu.device)
+        self._attention = AttentionSteps(model.kind, self._place, npu)
+        self._graph_lens = GraphLens(self._place, k)
         # What the experts computed, and what found no room: of the decoder, and of drafts.
         self._tally = torch.zeros(TALLY_SHAPE, dtype=torch.int64, device=npu.device)
         self._num_unplaced = 0  # tokens without room, in all steps so far
         self._buffers = StepBuffers(
             npu,
             buffer_sizes(graphs, max_rows),
-            table_width(max_len, self._block_size, k),
+            table_width(max_len, self._place.shards.tokens_per_block, k),
             model.spec.vocab_size,
             self._dtype,
             num_drafts=k,
@@ -116,9 +129,9 @@ class ModelRunner:
                 model.next_token,
                 k,
                 max_rows,
-                npu,
+                npu.device,
                 block_size=self._block_size,
-                causal_mask=self._causal_mask,
+                attention=self._attention,
                 tally=self._tally[1],
                 choose_exchange=choose_exchange,
             )
@@ -128,6 +141,7 @@ class ModelRunner:
         self._replays = Replays(
             self._buffers.addresses,
             max_len,
+            self._graph_lens,
             sends_ahead=config.graph.send_ahead,
             watch=self._watch,
             update_wait=UpdateWait(npu.kind == "emulated") if config.profile else None,
@@ -284,11 +298,11 @@ class ModelRunner:
         """Run any mixture of requests: the decoder in pieces or eagerly, the rest eagerly."""
         graph = None if pieces is None else pieces.descriptor
         static = None if graph is None else self._buffers.inputs(graph)
-        size = StepSize.of(plan, inputs)
+        size = StepSize.of(plan, inputs, self._place.num_prompt_ranks)
         step = upload_step(self._npu, inputs, size, self._spare_row, static)
         if self._drafts is not None:
             self._drafts.fill_in(step.token_ids)
-        metadata = self._metadata(inputs, step.slots, step.block_table)
+        metadata = self._attention.of_step(inputs, step)
         self._watch.lap("inputs")
         if graph is not None and pieces is not None:
             pieces.begin()
@@ -303,16 +317,29 @@ class ModelRunner:
                 metadata,
                 step=experts,
             )
-        logits, tokens = self._choose(hidden, step.places, size)
+        collect = partial(self._collect, step.shared)
+        logits, tokens = self._choose(hidden, step.places, size, collect)
         special = self._choose_special(inputs, logits, tokens)
         accepted = None
         if self._drafts is not None:
             accepted = self._drafts.propose_mixed(
-                step, inputs, metadata, hidden, tokens, plan.exchange
+                step, inputs, metadata, hidden, tokens, plan.exchange, collect
             )
         return Sampled(tokens, accepted, special)
 
-    def _choose(self, hidden: Tensor, places: Tensor, size: StepSize) -> tuple[Tensor, Tensor]:
+    def _collect(self, shared: SharedPlaces | None, hidden: Tensor, places: Tensor) -> Tensor:
+        """Return the rows of [n, hidden] at places, whichever prefill rank has them."""
+        rows = hidden.index_select(0, places)
+        if shared is None:
+            return rows
+        n = len(places)
+        every = self._context.pcp.all_gather(rows).flatten(0, 1)
+        index = torch.arange(n, dtype=torch.int32, device=rows.device)
+        return every.index_select(0, shared.owners[:n] * n + index)
+
+    def _choose(
+        self, hidden: Tensor, places: Tensor, size: StepSize, collect: Collect
+    ) -> tuple[Tensor, Tensor]:
         """Return logits of the places, and the most probable token of each."""
         n = len(places)
         if size.num_samples == 0:  # chunks of prompts only: nobody gets a token
@@ -320,8 +347,8 @@ class ModelRunner:
             return hidden[:0], empty
         if n == 0:  # here alone: all ranks run as many collectives
             hidden = hidden[:1]
-        elif n < len(hidden) or self._drafts is not None:
-            hidden = hidden.index_select(0, places)
+        elif n < len(hidden) or self._drafts is not None or self._place.num_prompt_ranks > 1:
+            hidden = collect(hidden, places)
         logits = self._model.logits(hidden)
         self._watch.lap("forward")
         return logits[:n], logits.argmax(-1).int()[:n]
@@ -346,15 +373,7 @@ class ModelRunner:
     def _run_whole(self, graph: BatchDescriptor, tasks: TaskRecorder | None) -> None:
         """The step of a full graph on padding, from the static inputs to the static outputs."""
         inputs, buffers = self._buffers.inputs(graph), self._buffers
-        query_ends, kv_lens = pad_lens(graph, NO_INTS, NO_INTS)
-        metadata = AttentionMetadata(
-            slot_mapping=inputs.slots,
-            block_table=inputs.block_table,
-            query_ends=query_ends,
-            kv_lens=kv_lens,
-            causal_mask=None if graph.query_len == 1 else self._causal_mask,
-            tasks=tasks,
-        )
+        metadata = self._attention.of_graph(graph, inputs, self._lens_of_padding(graph), tasks)
         if self._drafts is not None:
             self._drafts.fill_in(inputs.token_ids)
         hidden = self._model.forward(
@@ -362,7 +381,7 @@ class ModelRunner:
             inputs.positions,
             inputs.slots,
             self._caches,
-            self._prepared(metadata, NO_STEP.block_table),
+            metadata,
             step=self._experts_of(graph),
         )
         if graph.query_len == 0:
@@ -379,8 +398,9 @@ class ModelRunner:
         assert self._drafts is not None
         buffers, n = self._buffers, graph.num_tokens
         accepted = self._drafts.propose_whole(
+            graph,
             buffers.inputs(graph),
-            pad_lens(graph, NO_INTS, NO_INTS),
+            self._lens_of_padding(graph),
             buffers.hidden[:n],
             buffers.sampled[:n],
             tasks,
@@ -404,22 +424,10 @@ class ModelRunner:
 
     def _metadata_of_padding(self, graph: BatchDescriptor) -> AttentionMetadata:
         inputs = self._buffers.inputs(graph)
-        return self._metadata(NO_STEP, inputs.slots, inputs.block_table[:0])
+        return self._attention.of_step(NO_STEP, replace(inputs, block_table=inputs.block_table[:0]))
 
-    def _metadata(self, inputs: HostStep, slots: Tensor, block_table: Tensor) -> AttentionMetadata:
-        """Where the live tokens stand; ``slots`` may be padded."""
-        is_decode = inputs.num_tokens == len(inputs.rows)
-        metadata = AttentionMetadata(
-            slot_mapping=slots[: inputs.num_tokens],
-            block_table=block_table,
-            query_ends=inputs.query_ends.tolist(),
-            kv_lens=inputs.kv_lens.tolist(),
-            causal_mask=None if is_decode else self._causal_mask,
-        )
-        return self._prepared(metadata, inputs.block_table)
-
-    def _prepared(self, metadata: AttentionMetadata, block_table: IntArray) -> AttentionMetadata:
-        return self._model.kind.prepare(metadata, block_table, self._block_size, self._npu.upload)
+    def _lens_of_padding(self, graph: BatchDescriptor) -> Lens:
+        return self._graph_lens.pad(graph, NO_INTS, NO_INTS)
 
     def _experts_of(self, graph: BatchDescriptor) -> ExpertStep:
         return ExpertStep(self._choose_exchange(graph.num_tokens), self._tally[0])

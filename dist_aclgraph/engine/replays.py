@@ -11,7 +11,7 @@ from dist_aclgraph.engine.graph_store import WholeStep
 from dist_aclgraph.graphs.captured_graph import CapturedGraph
 from dist_aclgraph.ints import IntArray
 from dist_aclgraph.steps.host_step import HostStep
-from dist_aclgraph.steps.padding import Lens, pad_lens
+from dist_aclgraph.steps.padding import GraphLens, Lens
 
 
 class Replays:
@@ -19,6 +19,7 @@ class Replays:
 
     Args:
         addresses: of the buffers that graphs read and write.
+        graph_lens: pads the lengths of steps.
         max_len: of a request; nothing is guessed beyond it.
         sends_ahead: whether lengths are sent while the host would wait.
         update_wait: measures how long the device waits for updates; None does not.
@@ -28,6 +29,7 @@ class Replays:
         self,
         addresses: tuple[int, ...],
         max_len: int,
+        graph_lens: GraphLens,
         *,
         sends_ahead: bool,
         watch: Stopwatch,
@@ -35,6 +37,7 @@ class Replays:
     ) -> None:
         self._addresses = addresses
         self._max_len = max_len
+        self._graph_lens = graph_lens
         self._sends_ahead = sends_ahead
         self._watch = watch
         self._update_wait = update_wait
@@ -47,7 +50,7 @@ class Replays:
 
     def begin(self, graphs: WholeStep, inputs: HostStep) -> None:
         """A step of these graphs begins."""
-        lens = pad_lens(graphs[0].descriptor, inputs.query_ends, inputs.kv_lens)
+        lens = self._graph_lens.pad(graphs[0].descriptor, inputs.query_ends, inputs.kv_lens)
         self._step = graphs, lens
         self._watch.lap("inputs")
         if self._update_wait is not None:
@@ -90,11 +93,12 @@ class Replays:
         """
         if self._step is None or not self._sends_ahead or not len(inputs.rows):
             return
-        graphs, (query_ends, kv_lens) = self._step
-        if not graphs[0].descriptor.query_len or int(inputs.kv_lens.max()) >= self._max_len:
+        graphs, _ = self._step
+        graph, kv_lens = graphs[0].descriptor, inputs.kv_lens
+        if not graph.query_len or int(kv_lens.max()) >= self._max_len:
             return
-        live = (inputs.kv_lens + counts).tolist()
-        self._ahead = graphs, (query_ends, live + kv_lens[len(live) :])
+        lens = self._graph_lens.pad(graph, inputs.query_ends, kv_lens + counts)
+        self._ahead = graphs, lens
 
     def send_ahead(self, is_wanted_elsewhere: Callable[[], bool]) -> None:
         """Send the lengths that were guessed, until the host is needed for something else."""

@@ -17,7 +17,7 @@ Forward = Callable[[TaskRecorder | None], None]
 class CapturedGraph:
     """Owns its NPU graph, task handles and events.
 
-    Replays only what it was captured for: its number of requests and tokens, and the buffers whose
+    Replays only what it was captured for: its number of rows and tokens, and the buffers whose
     addresses are baked into it. Anything else is refused, always.
     """
 
@@ -52,25 +52,23 @@ class CapturedGraph:
 
         Args:
             addresses: of the buffers that hold the step's inputs.
-            lens: query ends and KV lengths, [num_reqs] each, padding included; ``update`` must
-                send the same, where they were not sent ahead.
+            lens: padding included; ``update`` must send the same, where they were not sent ahead.
 
         Raises:
             ReplayMismatchError: the inputs are not those of the capture; nothing was queued.
         """
-        graph, (query_ends, kv_lens) = self.descriptor, lens
+        graph, query_ends, num_rows = self.descriptor, lens.query_ends, self._recorder.num_rows
         if addresses != self._addresses:
             raise ReplayMismatchError(
                 f"the graph {graph} was captured on buffers at "
                 f"{self._addresses}, the step's lie at {addresses}; capture it again"
             )
-        if not (
-            len(query_ends) == len(kv_lens) == graph.num_reqs and query_ends[-1] == graph.num_tokens
-        ):
+        counts = {len(query_ends), *map(len, lens.kv_lens)}
+        if counts != {num_rows} or query_ends[-1] != graph.num_tokens:
             raise ReplayMismatchError(
-                f"the graph {graph} was given {len(kv_lens)} KV lengths and {len(query_ends)} "
-                f"query ends up to {query_ends[-1]}; it takes {graph.num_reqs} of each, up to "
-                f"{graph.num_tokens}"
+                f"the graph {graph} was given {len(lens.kv_lens[0])} KV lengths and "
+                f"{len(query_ends)} query ends up to {query_ends[-1]}; it takes {num_rows} of "
+                f"each, up to {graph.num_tokens}"
             )
         self._updates.before_replay(main_stream, update_stream, lens)
         self._graph.replay()

@@ -27,6 +27,19 @@ class DraftInputs(NamedTuple):
     places: Tensor
 
 
+class SharedPlaces(NamedTuple):
+    """Which prefill rank runs the token at each place of a split step.
+
+    Attributes:
+        owners: [num_places] int32, padding included.
+        landings: [num_places] int32 of live requests, indices into this rank's tokens; one past the
+            padded tokens where another rank runs it.
+    """
+
+    owners: Tensor
+    landings: Tensor
+
+
 @dataclass(frozen=True)
 class DeviceStep:
     """Names are those of ``HostStep``, shapes too but for padding; all int32.
@@ -37,9 +50,11 @@ class DeviceStep:
         places: which tokens' logits are wanted: [num_reqs] of a graph with its padding (all tokens
             where every request verifies drafts), else [num_samples * (k + 1)] of live requests.
         drafts: where drafting goes on, padding included; None where nothing is verified.
-        next_tokens: [num_tokens] padding included; None in graphs, and without drafts.
+        next_tokens: [num_tokens + 1], padding included, and a spare one; None in graphs, and
+            without drafts.
         draft_table: [num_samples, num_blocks], of the live requests that are sampled; None
             likewise.
+        shared: where prompts are split between ranks, else None.
     """
 
     token_ids: Tensor
@@ -50,3 +65,4 @@ class DeviceStep:
     drafts: DraftInputs | None = None
     next_tokens: Tensor | None = None
     draft_table: Tensor | None = None
+    shared: SharedPlaces | None = None

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from dist_aclgraph.context.shards import PADDING_SLOT
 from dist_aclgraph.device.npu import Npu, runtime
 from dist_aclgraph.graphs.device_step import DeviceStep, DraftInputs
 from dist_aclgraph.ints import IntArray
 from dist_aclgraph.packing import pack_parts
 from dist_aclgraph.planning.buckets import BufferSizes
 from dist_aclgraph.planning.descriptor import BatchDescriptor
-from dist_aclgraph.steps.draft_places import PADDING_SLOT, DraftPlaces
+from dist_aclgraph.steps.draft_places import DraftPlaces
 from dist_aclgraph.steps.host_step import NO_INTS, NO_STEP, HostStep
 
 

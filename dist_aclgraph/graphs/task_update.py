@@ -29,11 +29,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dist_aclgraph.device import npu
-from dist_aclgraph.layers.attention import AttentionOperator, AttentionTasks
+from dist_aclgraph.layers.attention import Arguments, AttentionOperator, AttentionTasks
 from dist_aclgraph.steps.padding import Lens
 
 
@@ -44,20 +43,19 @@ class UpdatableTask:
     Attributes:
         arguments: of the operator, with the lengths that were sent last; device tensors by weak
             reference, so that the graph's pool may reuse their memory inside the graph.
-        ahead: how much longer its KV lengths are than those of the step, in a draft.
+        ahead: the iteration of drafting that it belongs to, whose KV lengths it has.
     """
 
     operator: AttentionOperator
-    arguments: dict[str, Any]
+    arguments: Arguments
     handle: Any
     event: Any
     ahead: int = 0
 
     def patch(self, stream: Any, lens: Lens) -> None:
         """Send lengths, unless they are those that the task has. ``stream`` must be current."""
-        operator, arguments, (query_ends, kv_lens) = self.operator, self.arguments, lens
-        if self.ahead:
-            kv_lens = [length + self.ahead for length in kv_lens]
+        operator, arguments = self.operator, self.arguments
+        query_ends, kv_lens = lens.query_ends, lens.kv_lens[self.ahead]
         if arguments[operator.kv_lens] == kv_lens and arguments[operator.query_ends] == query_ends:
             return
         arguments[operator.query_ends] = query_ends
@@ -79,25 +77,34 @@ class TaskRecorder:
         self.tasks: list[UpdatableTask] = []
 
     def ahead(self, by: int) -> AttentionTasks:
-        """Return where to run operators whose KV lengths are longer by so much."""
+        """Return where to run operators of an iteration of drafting."""
         return _TasksAhead(self, by)
 
+    @property
+    def num_rows(self) -> int:
+        """Lengths that each task takes."""
+        task = self.tasks[0]
+        return len(task.arguments[task.operator.kv_lens])
+
     def run(
-        self, operator: AttentionOperator, out: Tensor, arguments: dict[str, Any], ahead: int = 0
+        self,
+        operator: AttentionOperator,
+        outputs: list[Tensor],
+        arguments: Arguments,
+        ahead: int = 0,
     ) -> None:
         """Capture the operator as a task group behind an event of its own."""
         if self._workspace is None:
             # The largest that any lengths can ask for: an update must never need more.
             self._workspace = operator.max_workspace(arguments)
-        softmax_lse = torch.empty(1, dtype=torch.float32, device=out.device)
-        outputs = {"workspace": self._workspace, "out": [out, softmax_lse]}
+        written = {"workspace": self._workspace, "out": outputs}
         event = npu.external_event()
         event.wait(self._stream)
         event.reset(self._stream)
         npu.begin_task_group(self._stream)
-        operator.overload(**arguments, **outputs)
+        operator.overload(**arguments, **written)
         handle = npu.end_task_group(self._stream)
-        weak = {key: npu.weak_reference(value) for key, value in (arguments | outputs).items()}
+        weak = {key: npu.weak_reference(value) for key, value in (arguments | written).items()}
         self.tasks.append(UpdatableTask(operator, weak, handle, event, ahead))
 
     def forget_workspace(self) -> None:
@@ -110,8 +117,8 @@ class _TasksAhead:
     recorder: TaskRecorder
     by: int
 
-    def run(self, operator: AttentionOperator, out: Tensor, arguments: dict[str, Any]) -> None:
-        self.recorder.run(operator, out, arguments, self.by)
+    def run(self, operator: AttentionOperator, outputs: list[Tensor], arguments: Arguments) -> None:
+        self.recorder.run(operator, outputs, arguments, self.by)
 
 
 class TaskUpdates:

@@ -39,12 +39,14 @@ class KVCacheSpec:
 
     Attributes:
         elements_per_token: what is kept of a token in each layer.
+        num_shards: ranks that keep a request's tokens between them; a block is one block of each.
         dtype: name of the cache's type, as in the configuration.
     """
 
     num_layers: int
     elements_per_token: int
     block_size: int
+    num_shards: int = 1
     dtype: str = "bfloat16"
 
     @classmethod
@@ -58,12 +60,18 @@ class KVCacheSpec:
             num_layers=facts.num_layers + (1 if config.speculative.num_tokens else 0),
             elements_per_token=elements_per_token(facts, config.parallel.tp),
             block_size=config.kv.block_size,
+            num_shards=config.parallel.dcp,
             dtype=config.dtype,
         )
 
     @property
+    def tokens_per_block(self) -> int:
+        """Tokens that all shards keep in one block id."""
+        return self.block_size * self.num_shards
+
+    @property
     def bytes_per_layer_block(self) -> int:
-        """Bytes of one block in one layer."""
+        """Bytes of one block in one layer, on each rank."""
         return self.block_size * self.elements_per_token * DTYPE_BYTES[self.dtype]
 
     @property
@@ -75,12 +83,14 @@ class KVCacheSpec:
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return the blocks that hold ``num_tokens`` tokens."""
-        return -(-num_tokens // self.block_size)
+        return -(-num_tokens // self.tokens_per_block)
 
     def longest_request(self, num_blocks: int, max_model_len: int) -> int:
         """Return the tokens of the longest request: the context, or what the cache can hold."""
         blocks = num_blocks - 1  # without the dummy block
-        return min(max_model_len, blocks * self.block_size + 1)  # the last token is never written
+        return min(
+            max_model_len, blocks * self.tokens_per_block + 1
+        )  # the last token is never written
 
     def choose_num_blocks(self, config: Config, free_bytes: int, max_model_len: int) -> int:
         """Return the blocks of every rank: what is asked for, or what can be used and fits.
@@ -114,8 +124,8 @@ class KVCacheSpec:
                 else "raise kv.num_blocks"
             )
             raise ConfigError(
-                f"max_model_len is {max_model_len}; {num_blocks} KV blocks of {self.block_size} "
-                f"tokens hold requests of {longest}: lower it, or {remedy}"
+                f"max_model_len is {max_model_len}; {num_blocks} KV blocks of "
+                f"{self.tokens_per_block} tokens hold requests of {longest}: lower it, or {remedy}"
             )
         return num_blocks
 

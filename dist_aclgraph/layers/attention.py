@@ -1,4 +1,5 @@
-"""Attention over the paged KV cache, eagerly or as an updatable task of a graph under capture.
+"""Grouped-query attention over the paged KV cache, eagerly or as an updatable task of a graph under
+capture.
 
 Operators: ``npu_scatter_pa_kv_cache`` (its address is fixed, the slot is data) and
 ``npu_fused_infer_attention_score`` in layout TND, whose lengths are host lists.
@@ -6,13 +7,18 @@ Operators: ``npu_scatter_pa_kv_cache`` (its address is fixed, the slot is data) 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from dist_aclgraph.layers.latent_forms import PlainPart
+from dist_aclgraph.context.prompt_parts import Launch
+from dist_aclgraph.layers.context_parallel import UNDIVIDED, ContextParallel
+from dist_aclgraph.layers.prompt_attention import DevicePart, attend_parts
+
+Arguments = dict[str, Any]  # of an operator, by name
 
 CAUSAL_MASK_SIZE = 2048  # what sparse_mode 3 demands, whatever the lengths
 SPARSE_MODE_NONE, SPARSE_MODE_CAUSAL = 0, 3
@@ -24,18 +30,20 @@ class AttentionOperator:
 
     Attributes:
         query_ends, kv_lens: what it calls the cumulative query lengths and the KV lengths.
+        sums: what it calls the wish for the logs of the summed exponentials.
     """
 
     name: str
     query_ends: str
     kv_lens: str
+    sums: str
 
     @property
     def overload(self) -> Any:
         """The form that writes to given tensors."""
         return getattr(torch.ops.npu, self.name).out
 
-    def max_workspace(self, arguments: dict[str, Any]) -> Tensor:
+    def max_workspace(self, arguments: Arguments) -> Tensor:
         """Return a workspace that suffices whatever the lengths."""
         sizing = getattr(torch.ops.npu, f"_{self.name}_get_max_workspace")
         workspace: Tensor = sizing(**arguments)
@@ -43,58 +51,71 @@ class AttentionOperator:
 
 
 FUSED_ATTENTION = AttentionOperator(
-    "npu_fused_infer_attention_score", "actual_seq_lengths", "actual_seq_lengths_kv"
+    "npu_fused_infer_attention_score",
+    "actual_seq_lengths",
+    "actual_seq_lengths_kv",
+    "softmax_lse_flag",
 )
 
 
 class AttentionTasks(Protocol):
     """Where a graph under capture keeps its attention operators, so that replay can patch them."""
 
-    def run(self, operator: AttentionOperator, out: Tensor, arguments: dict[str, Any]) -> None:
-        """Capture the operator, writing to ``out``, as a task group of its own."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatentStep:
-    """What latent attention must know of a step: the absorbed requests, and the plain parts.
-
-    Attributes:
-        num_absorbed_tokens: the first so many tokens are absorbed.
-        query_ends, kv_lens: [num_absorbed].
-        block_table: [num_absorbed, max_blocks] int32.
-        kv_slots: slots of all KV tokens of the requests in plain form, None where none is.
-    """
-
-    num_absorbed_tokens: int
-    query_ends: list[int]
-    kv_lens: list[int]
-    block_table: Tensor
-    plain: tuple[PlainPart, ...] = ()
-    kv_slots: Tensor | None = None
+    def run(self, operator: AttentionOperator, outputs: list[Tensor], arguments: Arguments) -> None:
+        """Capture the operator, writing to ``outputs``, as a task group of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
     """Where the tokens of a step stand; one value for all layers.
 
+    The first tokens attend directly over the block table; how the others do, ``parts`` says. Where
+    the cache is sharded, each token that attends directly is a request of its own: its KV length on
+    a shard does not follow from that of the token before.
+
     Attributes:
-        slot_mapping: [num_tokens] int32, -1 is padding and written nowhere; shorter than the
-            activations where these are padded and attention is not. For latent attention int64.
+        num_tokens: live tokens of this rank; activations may be longer.
+        written: [num_written], where new KV goes: slots, -1 writes nothing. Of the live tokens in
+            their order, or, where a prompt is split, of those of all its ranks.
+        num_exchanged: tokens of each rank among ``written`` where a prompt is split, else 0.
+        written_rope: their rotary rows where the kind of attention wants them.
         block_table: [num_reqs, max_blocks] int32.
-        query_ends: cumulative query lengths [num_reqs]; the last is num_tokens.
-        kv_lens: KV length of each request, its queries included [num_reqs].
-        causal_mask: [2048, 2048] bool, or None where every request has one query.
+        query_ends: cumulative query lengths [num_reqs]; the last is how many tokens are direct.
+        kv_lens: KV length of each request on this shard, its queries included [num_reqs].
+        is_empty: [num_direct, 1, 1] bool, tokens of whose request the shard keeps nothing (their KV
+            length is 1 all the same); None where the cache is not sharded.
+        causal_mask: [2048, 2048] bool; ``is_causal``: whether direct requests need it.
         tasks: the graph under capture, or None in an eager step.
-        latent: for latent attention only.
     """
 
-    slot_mapping: Tensor
+    num_tokens: int
+    written: Tensor
     block_table: Tensor
     query_ends: list[int]
     kv_lens: list[int]
-    causal_mask: Tensor | None = None
+    causal_mask: Tensor
+    is_causal: bool
+    num_exchanged: int = 0
+    written_rope: tuple[Tensor, Tensor] | None = None
+    is_empty: Tensor | None = None
+    parts: tuple[DevicePart, ...] = ()
     tasks: AttentionTasks | None = None
-    latent: LatentStep | None = None
+
+    @property
+    def num_direct(self) -> int:
+        return self.query_ends[-1] if self.query_ends else 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is written, on any rank of the prompt."""
+        return self.num_tokens == 0 and self.num_exchanged == 0
+
+    def mask_arguments(self, *, is_causal: bool) -> Arguments:
+        """Return what tells the operator which keys are hidden."""
+        return {
+            "atten_mask": self.causal_mask if is_causal else None,
+            "sparse_mode": SPARSE_MODE_CAUSAL if is_causal else SPARSE_MODE_NONE,
+        }
 
 
 @dataclass(frozen=True)
@@ -111,11 +132,16 @@ class KVCache:
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """Grouped-query attention of this rank's heads."""
+    """Grouped-query attention of this rank's heads.
+
+    Attributes:
+        num_kv_heads: of this rank; its cache holds them, or a shard of their tokens.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    context: ContextParallel = UNDIVIDED
 
     def __call__(
         self,
@@ -126,58 +152,112 @@ class PagedAttention:
         cache: KVCache,
         metadata: AttentionMetadata,
     ) -> None:
-        """Write k and v to the cache, then attend; rows beyond the slot mapping are left alone.
+        """Write k and v to the cache, then attend; rows beyond the live tokens are left alone.
 
         Args:
             q, out: [num_tokens, num_heads, head_dim].
             k, v: [num_tokens, num_kv_heads, head_dim].
         """
-        num_live = metadata.slot_mapping.shape[0]
-        if num_live == 0:
+        if metadata.is_idle:
             return
-        if num_live < q.shape[0]:
-            q, k, v, out = q[:num_live], k[:num_live], v[:num_live], out[:num_live]
+        self._write(k, v, cache, metadata)
+        if n := metadata.num_direct:
+            self._attend_directly(q[:n], out[:n], cache, metadata)
+        if metadata.parts:
+            self._attend_parts(q, out, cache, metadata)
+
+    def _write(self, k: Tensor, v: Tensor, cache: KVCache, metadata: AttentionMetadata) -> None:
+        if n := metadata.num_exchanged:
+            both = self.context.gather_new(torch.cat([k, v], 1), n)
+            k, v = (x.contiguous() for x in torch.split(both, self.num_kv_heads, 1))
+        else:
+            k, v = k[: metadata.num_tokens], v[: metadata.num_tokens]
         torch.ops.npu.npu_scatter_pa_kv_cache(
-            k, v, cache.keys, cache.values, metadata.slot_mapping, cache_mode="Norm"
+            k, v, cache.keys, cache.values, metadata.written, cache_mode="Norm"
         )
-        arguments: dict[str, Any] = {
+
+    def _attend_directly(
+        self, q: Tensor, out: Tensor, cache: KVCache, metadata: AttentionMetadata
+    ) -> None:
+        context, is_empty = self.context, metadata.is_empty
+        q = context.gather_heads(q)
+        found, sums = out, None
+        if is_empty is not None:
+            found = torch.empty_like(q)
+            sums = q.new_empty((*q.shape[:2], 1), dtype=torch.float32)
+        arguments: Arguments = {
             "query": q,
             "key": cache.keys.flatten(2),  # [num_blocks, block_size, num_kv_heads * head_dim]
             "value": cache.values.flatten(2),
-            "atten_mask": metadata.causal_mask,
             "block_table": metadata.block_table,
-            "num_heads": self.num_heads,
+            "block_size": cache.block_size,
+            **self._heads(q.shape[1]),
+            **metadata.mask_arguments(is_causal=metadata.is_causal),
+        }
+        launch(FUSED_ATTENTION, arguments, metadata, found, sums)
+        if is_empty is not None and sums is not None:
+            out.copy_(context.merge(found, sums, is_empty))
+
+    def _attend_parts(
+        self, q: Tensor, out: Tensor, cache: KVCache, metadata: AttentionMetadata
+    ) -> None:
+        def attend(run: Launch, rows: Sequence[Tensor], found: Tensor, sums: Tensor | None) -> None:
+            arguments: Arguments = {
+                "query": q[run.start : run.stop],
+                "key": rows[0],
+                "value": rows[1],
+                FUSED_ATTENTION.query_ends: run.query_ends,
+                FUSED_ATTENTION.kv_lens: run.kv_ends,
+                **self._heads(self.num_heads),
+                **metadata.mask_arguments(is_causal=run.is_causal),
+            }
+            run_now(FUSED_ATTENTION, arguments, found, sums)
+
+        caches = cache.keys.flatten(0, 1), cache.values.flatten(0, 1)
+        attend_parts(metadata.parts, caches, self.context, attend, out)
+
+    def _heads(self, num_heads: int) -> Arguments:
+        return {
+            "num_heads": num_heads,
             "num_key_value_heads": self.num_kv_heads,
             "scale": self.head_dim**-0.5,
             "input_layout": "TND",
-            "block_size": cache.block_size,
-            "sparse_mode": (
-                SPARSE_MODE_NONE if metadata.causal_mask is None else SPARSE_MODE_CAUSAL
-            ),
         }
-        lens = metadata.query_ends, metadata.kv_lens
-        launch(FUSED_ATTENTION, arguments, *lens, out, metadata.tasks)
 
 
 def launch(
     operator: AttentionOperator,
-    arguments: dict[str, Any],
-    query_ends: list[int],
-    kv_lens: list[int],
+    arguments: Arguments,
+    metadata: AttentionMetadata,
     out: Tensor,
-    tasks: AttentionTasks | None,
+    sums: Tensor | None,
 ) -> None:
-    """Run an attention operator into ``out``, or capture it as a task of a graph.
+    """Attend directly into ``out``, or capture that as a task of a graph.
 
     Args:
-        arguments: all but the lengths.
+        arguments: all but the lengths and the outputs.
+        sums: float32, for the logs of the summed exponentials; None where nobody wants them.
     """
-    arguments[operator.query_ends], arguments[operator.kv_lens] = query_ends, kv_lens
-    if tasks is not None:
-        tasks.run(operator, out, arguments)
+    arguments[operator.query_ends] = metadata.query_ends
+    arguments[operator.kv_lens] = metadata.kv_lens
+    if metadata.tasks is None:
+        run_now(operator, arguments, out, sums)
     else:
-        no_lse = torch.empty(1, dtype=torch.float32, device=out.device)
-        operator.overload(**arguments, out=[out, no_lse])
+        metadata.tasks.run(operator, _outputs(operator, arguments, out, sums), arguments)
+
+
+def run_now(
+    operator: AttentionOperator, arguments: Arguments, out: Tensor, sums: Tensor | None
+) -> None:
+    """Run an attention operator, lengths among its arguments."""
+    operator.overload(out=_outputs(operator, arguments, out, sums), **arguments)
+
+
+def _outputs(
+    operator: AttentionOperator, arguments: Arguments, out: Tensor, sums: Tensor | None
+) -> list[Tensor]:
+    arguments[operator.sums] = sums is not None
+    return [out, out.new_empty(1, dtype=torch.float32) if sums is None else sums]
 
 
 def make_causal_mask(device: torch.device) -> Tensor:

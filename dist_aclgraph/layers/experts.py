@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dist_aclgraph.comm.groups import RankGroups
+from dist_aclgraph.context.shards import PADDING_SLOT
 from dist_aclgraph.layers.local_experts import LocalExperts
 from dist_aclgraph.layers.router import Router
 from dist_aclgraph.layers.shared_experts import SharedExperts, SideStream
@@ -74,8 +75,8 @@ class ExpertLayer:
         Args:
             x: the same on all ranks of the tensor parallel group; ``n`` is equal on all ranks of
                 the expert parallel group.
-            slots: [n] int32, where each token's KV is written; negative is padding, which comes
-                last, goes to no expert, and whose result means nothing.
+            slots: [n] int32, where each token's KV is written; ``PADDING_SLOT`` is padding, which
+                comes last, goes to no expert, and whose result means nothing.
         """
         if self._is_together(step):
             with self._running_shared(x) as shared:
@@ -102,7 +103,7 @@ class ExpertLayer:
         missing = -n % tp.size
         if missing:
             x = pad(x, (0, 0, 0, missing))
-            slots = pad(slots, (0, missing), value=-1)
+            slots = pad(slots, (0, missing), value=PADDING_SLOT)
         m = x.shape[0] // tp.size
         mine = slice(tp.rank * m, (tp.rank + 1) * m)
         with self._running_shared(x) as shared:

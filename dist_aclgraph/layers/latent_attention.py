@@ -1,5 +1,5 @@
-"""Multi-head latent attention over a paged cache of latents: absorbed for few queries of a request,
-plain for many.
+"""Multi-head latent attention over a paged cache of latents: directly for few queries of a request,
+over keys and values that are made of them for many.
 
 Operators: ``npu_kv_rmsnorm_rope_cache`` (norms and rotates a step's rows on their way to the
 cache), ``npu_transpose_batchmatmul`` (a product for each head) and
@@ -10,23 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from dist_aclgraph.context.prompt_parts import Launch
 from dist_aclgraph.layers.attention import (
-    SPARSE_MODE_CAUSAL,
-    SPARSE_MODE_NONE,
+    Arguments,
     AttentionMetadata,
     AttentionOperator,
-    LatentStep,
     launch,
+    run_now,
 )
-from dist_aclgraph.layers.latent_forms import Chunk
+from dist_aclgraph.layers.context_parallel import UNDIVIDED, ContextParallel
+from dist_aclgraph.layers.prompt_attention import attend_parts
 
 LATENT_ATTENTION = AttentionOperator(
-    "npu_fused_infer_attention_score_v2", "actual_seq_qlen", "actual_seq_kvlen"
+    "npu_fused_infer_attention_score_v2",
+    "actual_seq_qlen",
+    "actual_seq_kvlen",
+    "return_softmax_lse",
 )
 NORM_EPS = 1e-6  # of the norms inside attention, whatever the other norms have
 
@@ -57,6 +60,7 @@ class LatentAttention:
     keys: Tensor
     values: Tensor
     scale: float
+    context: ContextParallel = UNDIVIDED
 
     @property
     def num_heads(self) -> int:
@@ -72,28 +76,29 @@ class LatentAttention:
         cache: LatentCache,
         metadata: AttentionMetadata,
     ) -> None:
-        """Write latents and rotated keys, then attend; rows beyond the slot mapping are left alone.
+        """Write latents and rotated keys, then attend; rows beyond the live tokens are left alone.
+
+        The direct form attends over latents, into which the products of the queries' heads have
+        been absorbed; parts make keys and values of the latents first.
 
         Args:
             q, out: [num_tokens, heads, 128].
             q_rope: [num_tokens, heads, 64], rotated.
             kv: [num_tokens, 512 + 64], neither normed nor rotated.
             rope: cos and sin [num_tokens, 1, 1, 64].
-            metadata: with ``latent``, and slots in int64.
+            metadata: with slots in int64.
         """
-        step, num_live = metadata.latent, metadata.slot_mapping.shape[0]
-        assert step is not None
-        if num_live == 0:
+        if metadata.is_idle:
             return
-        self._write(kv[:num_live], rope, cache, metadata.slot_mapping)
-        if n := step.num_absorbed_tokens:
-            self._attend_absorbed(q[:n], q_rope[:n], out[:n], cache, step, metadata)
-        if step.kv_slots is not None:
-            assert metadata.tasks is None, "graphs hold the absorbed form only"
-            plain = _PlainStep(self, cache, step.kv_slots, metadata.causal_mask)
-            for part in step.plain:
-                rows = slice(part.start, part.stop)
-                plain.attend(part.chunks, q[rows], q_rope[rows], out[rows])
+        if n := metadata.num_exchanged:
+            assert metadata.written_rope is not None
+            kv, rope = self.context.gather_new(kv, n), metadata.written_rope
+        self._write(kv[: len(metadata.written)], rope, cache, metadata.written)
+        if n := metadata.num_direct:
+            self._attend_directly(q[:n], q_rope[:n], out[:n], cache, metadata)
+        if metadata.parts:
+            assert metadata.tasks is None, "graphs hold the direct form only"
+            self._attend_parts(q, q_rope, out, cache, metadata)
 
     def _write(
         self, kv: Tensor, rope: tuple[Tensor, Tensor], cache: LatentCache, slots: Tensor
@@ -115,104 +120,79 @@ class LatentAttention:
             cache_mode="PA",
         )
 
-    def _attend_absorbed(
+    def _attend_directly(
         self,
         q: Tensor,
         q_rope: Tensor,
         out: Tensor,
         cache: LatentCache,
-        step: LatentStep,
         metadata: AttentionMetadata,
     ) -> None:
+        context, is_empty = self.context, metadata.is_empty
         absorbed = torch.ops.npu.npu_transpose_batchmatmul(  # [n, heads, 512]
             q, self.keys, perm_x1=[1, 0, 2], perm_x2=[0, 1, 2], perm_y=[1, 0, 2]
         )
-        attended = absorbed.new_empty((self.num_heads, len(q), self.keys.shape[2]))
+        sums = None
+        if is_empty is not None:
+            widths = [absorbed.shape[2], q_rope.shape[2]]
+            both = context.gather_heads(torch.cat([absorbed, q_rope], -1))
+            absorbed, q_rope = (x.contiguous() for x in torch.split(both, widths, -1))
+            sums = q.new_empty((*absorbed.shape[:2], 1), dtype=torch.float32)
+        n, heads, rank = absorbed.shape
+        attended = absorbed.new_empty((heads, n, rank))
         latents = cache.latents.flatten(2)  # [num_blocks, block_size, 512]
-        arguments: dict[str, Any] = {
+        arguments: Arguments = {
             "query": absorbed,
             "key": latents,
             "value": latents,
             "query_rope": q_rope,
             "key_rope": cache.rope_keys.flatten(2),
-            "atten_mask": metadata.causal_mask,
-            "block_table": step.block_table,
-            "num_query_heads": self.num_heads,
+            "block_table": metadata.block_table,
+            "num_query_heads": heads,
             "num_key_value_heads": 1,
             "softmax_scale": self.scale,
             "input_layout": "TND_NTD",
             "block_size": cache.block_size,
-            "sparse_mode": (
-                SPARSE_MODE_NONE if metadata.causal_mask is None else SPARSE_MODE_CAUSAL
-            ),
+            **metadata.mask_arguments(is_causal=metadata.is_causal),
         }
-        lens = step.query_ends, step.kv_lens
-        launch(LATENT_ATTENTION, arguments, *lens, attended, metadata.tasks)
+        launch(LATENT_ATTENTION, arguments, metadata, attended, sums)
+        if is_empty is not None and sums is not None:
+            merged = context.merge(attended.transpose(0, 1), sums, is_empty)
+            attended = merged.to(q.dtype).transpose(0, 1)
         out.copy_(torch.bmm(attended, self.values.transpose(1, 2)).transpose(0, 1))
 
-
-@dataclass(frozen=True)
-class _PlainStep:
-    """Attention over keys and values that are made for it, in an eager step.
-
-    Attributes:
-        kv_slots: of the KV tokens that chunks count.
-    """
-
-    attention: LatentAttention
-    cache: LatentCache
-    kv_slots: Tensor
-    causal_mask: Tensor | None
-
-    def attend(self, chunks: Sequence[Chunk], q: Tensor, q_rope: Tensor, out: Tensor) -> None:
-        """Attend over all chunks, one by one."""
-        if len(chunks) == 1:
-            no_sums = torch.empty(1, dtype=torch.float32, device=out.device)
-            self._attend_chunk(chunks[0], q, q_rope, out, no_sums, needs_sums=False)
-            return
-        # The softmax of all is that of each, weighted by the sums of their exponentials.
-        outs = out.new_empty((len(chunks), *out.shape))
-        sums = out.new_empty((len(chunks), *out.shape[:-1], 1), dtype=torch.float32)
-        for each in zip(chunks, outs, sums, strict=True):
-            chunk, chunk_out, chunk_sums = each
-            self._attend_chunk(chunk, q, q_rope, chunk_out, chunk_sums, needs_sums=True)
-        out.copy_((outs.float() * sums.softmax(0)).sum(0))
-
-    def _attend_chunk(
+    def _attend_parts(
         self,
-        chunk: Chunk,
         q: Tensor,
         q_rope: Tensor,
         out: Tensor,
-        sums: Tensor,
-        *,
-        needs_sums: bool,
+        cache: LatentCache,
+        metadata: AttentionMetadata,
     ) -> None:
-        """Fill ``out``, and ``sums`` [n, heads, 1] with the logs of the summed exponentials."""
-        heads, slots = self.attention.num_heads, self.kv_slots[chunk.start : chunk.stop]
-        latents, rope_keys = (
-            cache.view(-1, cache.shape[-1]).index_select(0, slots)
-            for cache in (self.cache.latents, self.cache.rope_keys)
-        )
-        # One product for all heads: their weights lie one after the other.
-        key, value = (
-            torch.mm(latents, weight.flatten(0, 1).t()).view(len(slots), heads, -1)
-            for weight in (self.attention.keys, self.attention.values)
-        )
-        LATENT_ATTENTION.overload(
-            query=q,
-            key=key,
-            value=value,
-            query_rope=q_rope,
-            key_rope=rope_keys.unsqueeze(1).expand(-1, heads, -1).contiguous(),
-            atten_mask=self.causal_mask if chunk.is_causal else None,
-            actual_seq_qlen=chunk.query_ends,
-            actual_seq_kvlen=chunk.kv_ends,
-            num_query_heads=heads,
-            num_key_value_heads=heads,
-            softmax_scale=self.attention.scale,
-            input_layout="TND",
-            sparse_mode=SPARSE_MODE_CAUSAL if chunk.is_causal else SPARSE_MODE_NONE,
-            return_softmax_lse=needs_sums,
-            out=[out, sums],
-        )
+        heads = self.num_heads
+
+        def attend(run: Launch, rows: Sequence[Tensor], found: Tensor, sums: Tensor | None) -> None:
+            latents, rope_keys = rows
+            # One product for all heads: their weights lie one after the other.
+            key, value = (
+                torch.mm(latents, weight.flatten(0, 1).t()).view(len(latents), heads, -1)
+                for weight in (self.keys, self.values)
+            )
+            arguments: Arguments = {
+                "query": q[run.start : run.stop],
+                "key": key,
+                "value": value,
+                "query_rope": q_rope[run.start : run.stop],
+                "key_rope": rope_keys.unsqueeze(1).expand(-1, heads, -1).contiguous(),
+                LATENT_ATTENTION.query_ends: run.query_ends,
+                LATENT_ATTENTION.kv_lens: run.kv_ends,
+                "num_query_heads": heads,
+                "num_key_value_heads": heads,
+                "softmax_scale": self.scale,
+                "input_layout": "TND",
+                **metadata.mask_arguments(is_causal=run.is_causal),
+            }
+            run_now(LATENT_ATTENTION, arguments, found, sums)
+
+        caches = [x.view(-1, x.shape[-1]) for x in (cache.latents, cache.rope_keys)]
+        attend_parts(metadata.parts, caches, self.context, attend, out)

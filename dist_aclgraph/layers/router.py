@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dist_aclgraph.context.shards import PADDING_SLOT
+
 Scoring = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2"]
 # What npu_moe_gating_top_k calls them.
@@ -50,7 +52,7 @@ class Router:
 
         Args:
             x: [n, hidden].
-            slots: [n] int32, negative is padding.
+            slots: [n] int32, ``PADDING_SLOT`` is padding.
         """
         weights, experts, _ = torch.ops.npu.npu_moe_gating_top_k(
             torch.mm(x.float(), self.weight),
@@ -65,4 +67,4 @@ class Router:
         if self.scoring == "softmax" and self.renormalizes:
             weights = weights * (self.scale / weights.sum(-1, keepdim=True))
         nowhere = self.weight.shape[1]
-        return experts.masked_fill((slots < 0).unsqueeze(1), nowhere), weights
+        return experts.masked_fill((slots == PADDING_SLOT).unsqueeze(1), nowhere), weights

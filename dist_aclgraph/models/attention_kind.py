@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from dist_aclgraph.ints import IntArray
 from dist_aclgraph.layers.attention import AttentionMetadata
 from dist_aclgraph.models.loading import WeightSlices
 
 Rope = tuple[Tensor, Tensor]  # cos and sin of a step's tokens, in the shape that the kind wants
 Cache = Any  # of one layer; known to the kind that made it
-Upload = Callable[[IntArray], Tensor]
 
 
 class LayerAttention(Protocol):
@@ -33,7 +30,18 @@ class LayerAttention(Protocol):
 
 
 class AttentionKind(Protocol):
-    """What all layers of a decoder share of their attention. Owns the rotary tables."""
+    """What all layers of a decoder share of their attention. Owns the rotary tables.
+
+    Attributes:
+        slot_dtype: of the slots that its cache write takes.
+        takes_long_queries: whether requests with any number of queries may attend directly, as long
+            as the cache is not sharded.
+        ropes_written: whether its cache write rotates, and wants rotary rows.
+    """
+
+    slot_dtype: torch.dtype
+    takes_long_queries: bool
+    ropes_written: bool
 
     def load(self, slices: WeightSlices, prefix: str) -> LayerAttention:
         """Return this rank's attention of the layer whose names begin so."""
@@ -43,12 +51,3 @@ class AttentionKind(Protocol):
 
     def make_cache(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> Cache:
         """Return one layer's cache. Padding reads block 0, so it must not hold NaN."""
-
-    def prepare(
-        self, metadata: AttentionMetadata, block_table: IntArray, block_size: int, upload: Upload
-    ) -> AttentionMetadata:
-        """Add what this kind of attention computes once for all layers of a step.
-
-        Args:
-            block_table: [num_reqs, num_blocks], the host's; empty where a graph is captured.
-        """

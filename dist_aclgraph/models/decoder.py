@@ -55,7 +55,7 @@ class Decoder:
         norm = slices.whole("model.norm.weight", (spec.hidden_size,))
         make_kind = GroupedQuery if spec.latent is None else MultiHeadLatent
         self.kind: AttentionKind = make_kind(
-            spec, groups.tp, device=device, dtype=norm.dtype, max_len=max_len + SPARE_POSITIONS
+            spec, groups, device=device, dtype=norm.dtype, max_len=max_len + SPARE_POSITIONS
         )
         layers = []
         for index in range(spec.num_layers):

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dist_aclgraph.comm.groups import CommGroup
-from dist_aclgraph.ints import IntArray
+from dist_aclgraph.comm.groups import CommGroup, RankGroups
 from dist_aclgraph.layers.attention import AttentionMetadata, KVCache, PagedAttention
+from dist_aclgraph.layers.context_parallel import ContextParallel
 from dist_aclgraph.layers.linear import Product, RowParallelLinear
 from dist_aclgraph.layers.rotary import RotaryTables
-from dist_aclgraph.models.attention_kind import Rope, Upload
+from dist_aclgraph.models.attention_kind import Rope
 from dist_aclgraph.models.loading import WeightSlices
 from dist_aclgraph.shapes.heads import heads_per_rank, kv_heads_per_rank
 from dist_aclgraph.shapes.model_spec import ModelSpec
@@ -84,10 +84,14 @@ class GroupedQueryAttention:
 class GroupedQuery:
     """What the layers share: the rank's heads and the rotary tables."""
 
+    slot_dtype = torch.int32
+    takes_long_queries = True
+    ropes_written = False
+
     def __init__(
         self,
         spec: ModelSpec,
-        group: CommGroup,
+        groups: RankGroups,
         *,
         device: torch.device,
         dtype: torch.dtype,
@@ -99,7 +103,8 @@ class GroupedQuery:
             ConfigError: the heads cannot be split over the group.
         """
         self._spec = spec
-        self._heads = share_heads(spec, group)
+        self._heads = share_heads(spec, groups.tp)
+        self._context = ContextParallel.of(groups)
         self._device = device
         self._rotary = RotaryTables(spec.rope, spec.head_dim, max_len, dtype, device)
 
@@ -114,7 +119,7 @@ class GroupedQuery:
             qkv=slices.fused(parts, spec.hidden_size, spec.has_qkv_bias),
             q_norm=slices.whole(f"{prefix}.q_norm.weight", norm) if has_norms else None,
             k_norm=slices.whole(f"{prefix}.k_norm.weight", norm) if has_norms else None,
-            paged=PagedAttention(heads.num_heads, heads.num_kv_heads, d),
+            paged=PagedAttention(heads.num_heads, heads.num_kv_heads, d, self._context),
             output_product=slices.row_parallel(
                 f"{prefix}.o_proj", (spec.hidden_size, q[0]), *q[1:], spec.has_output_bias
             ),
@@ -129,8 +134,3 @@ class GroupedQuery:
         shape = (num_blocks, block_size, self._heads.num_kv_heads, self._spec.head_dim)
         # Attention reads whole blocks: a NaN behind the last key would spread.
         return KVCache(*(torch.zeros(shape, dtype=dtype, device=self._device) for _ in range(2)))
-
-    def prepare(
-        self, metadata: AttentionMetadata, block_table: IntArray, block_size: int, upload: Upload
-    ) -> AttentionMetadata:
-        return metadata

@@ -134,9 +134,8 @@ class LayerStack:
             embed: makes the first layer's input of ``inputs``, as part of the first segment.
             inputs: [num_tokens, ...] each.
             positions: [num_tokens] int32.
-            slots: [num_tokens] int32, -1 is padding.
+            slots: [num_tokens] int32, ``PADDING_SLOT`` is padding.
             caches: one per layer.
-            metadata: prepared by the kind of attention.
             run: what becomes of each segment between two attentions: run now, captured, replayed.
 
         Returns:

@@ -4,19 +4,18 @@ the attention of ``layers/latent_attention.py``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dist_aclgraph.comm.groups import CommGroup
-from dist_aclgraph.ints import IntArray
-from dist_aclgraph.layers.attention import AttentionMetadata, LatentStep
+from dist_aclgraph.comm.groups import CommGroup, RankGroups
+from dist_aclgraph.layers.attention import AttentionMetadata
+from dist_aclgraph.layers.context_parallel import ContextParallel
 from dist_aclgraph.layers.latent_attention import NORM_EPS, LatentAttention, LatentCache
-from dist_aclgraph.layers.latent_forms import choose_forms, kv_slots_of
 from dist_aclgraph.layers.linear import Product, RowParallelLinear
 from dist_aclgraph.layers.rotary import RotaryTables, score_factor
-from dist_aclgraph.models.attention_kind import Rope, Upload
+from dist_aclgraph.models.attention_kind import Rope
 from dist_aclgraph.models.int8_weights import Matrix
 from dist_aclgraph.models.loading import WeightSlices
 from dist_aclgraph.shapes.heads import heads_per_rank
@@ -82,10 +81,14 @@ class MultiHeadLatentAttention:
 class MultiHeadLatent:
     """What the layers share: the rank's heads and the rotary tables."""
 
+    slot_dtype = torch.int64
+    takes_long_queries = False  # directly its operator takes few of a request
+    ropes_written = True
+
     def __init__(
         self,
         spec: ModelSpec,
-        group: CommGroup,
+        groups: RankGroups,
         *,
         device: torch.device,
         dtype: torch.dtype,
@@ -98,7 +101,8 @@ class MultiHeadLatent:
         """
         assert spec.latent is not None
         self._spec, self._sizes = spec, spec.latent
-        self._heads = share_latent_heads(spec.num_heads, group)
+        self._heads = share_latent_heads(spec.num_heads, groups.tp)
+        self._context = ContextParallel.of(groups)
         self._device = device
         self._rotary = RotaryTables(spec.rope, self._sizes.rope_dim, max_len, dtype, device)
 
@@ -160,6 +164,7 @@ class MultiHeadLatent:
             keys=slices.place(keys),
             values=slices.place(values),
             scale=(sizes.plain_dim + sizes.rope_dim) ** -0.5 * score_factor(self._spec.rope),
+            context=self._context,
         )
 
     def rope(self, positions: Tensor) -> Rope:
@@ -174,26 +179,4 @@ class MultiHeadLatent:
                 torch.zeros((num_blocks, block_size, 1, width), dtype=dtype, device=self._device)
                 for width in widths
             )
-        )
-
-    def prepare(
-        self, metadata: AttentionMetadata, block_table: IntArray, block_size: int, upload: Upload
-    ) -> AttentionMetadata:
-        query_ends, kv_lens = metadata.query_ends, metadata.kv_lens
-        forms = choose_forms(query_ends, kv_lens)
-        n = forms.num_absorbed
-        kv_slots = None
-        if forms.plain:
-            kv_slots = upload(kv_slots_of(block_table[n:], kv_lens[n:], block_size))
-        return replace(
-            metadata,
-            slot_mapping=metadata.slot_mapping.long(),  # as the cache write wants it
-            latent=LatentStep(
-                num_absorbed_tokens=query_ends[n - 1] if n else 0,
-                query_ends=query_ends[:n],
-                kv_lens=kv_lens[:n],
-                block_table=metadata.block_table[:n],
-                plain=forms.plain,
-                kv_slots=kv_slots,
-            ),
         )

@@ -78,6 +78,11 @@ class Chip:
         if config.dtype == "float16" and not has_split_fuse:
             yield "dtype is float16; attention of this model takes bfloat16: set dtype=bfloat16"
         if facts.mla:
+            if self.is_cann_8 and config.parallel.dcp > 1:
+                yield (
+                    f"parallel.dcp is {config.parallel.dcp}; latent attention gives no sums to "
+                    "merge shards by: set parallel.dcp=1, or install CANN 9"
+                )
             if self.is_cann_8 and block_size not in (16, 128):
                 yield f"kv.block_size is {block_size}; latent attention takes 16 and 128: set 128"
             elif block_size > MAX_LATENT_BLOCK:

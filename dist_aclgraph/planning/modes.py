@@ -21,10 +21,12 @@ class GraphSupport:
         attention_updates: for which batches a captured attention can be given new lengths: any;
             uniform ones, in which all requests have as many tokens (MLA).
         is_encoder_decoder: the model reads an encoder's states.
+        shares_context: ranks share prompts or shards of caches.
     """
 
     attention_updates: AttentionUpdates = "any"
     is_encoder_decoder: bool = False
+    shares_context: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,13 @@ _RULES: tuple[_Rule, ...] = (
         "FULL_AND_PIECEWISE",
         "a captured attention of this model takes new lengths for uniform batches only",
     ),
+    _Rule(
+        ("FULL",),
+        lambda s: s.shares_context,
+        "FULL_AND_PIECEWISE",
+        "with parallel.dcp or parallel.pcp above 1, what ranks send each other of a prompt depends "
+        "on its length, so that attention to prompts stays out of graphs",
+    ),
 )
 
 
@@ -67,6 +76,7 @@ def with_possible_mode(
     support = GraphSupport(
         attention_updates="uniform" if facts.mla else "any",
         is_encoder_decoder=facts.is_encoder_decoder,
+        shares_context=config.parallel.dcp * config.parallel.pcp > 1,
     )
     mode, reasons = normalise_mode(config.graph.mode, support, launch_blocking=launch_blocking)
     graph = config.graph.model_copy(update={"mode": mode})

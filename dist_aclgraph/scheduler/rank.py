@@ -37,10 +37,16 @@ class RankScheduler:
     Args:
         index: which of the group's data-parallel ranks this is.
         num_drafts: draft tokens that workers have for each request that has sampled.
+        num_prompt_ranks: ranks that split its prompts between them.
     """
 
     def __init__(
-        self, index: int, config: SchedulerConfig, pool: BlockPool, num_drafts: int = 0
+        self,
+        index: int,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        num_drafts: int = 0,
+        num_prompt_ranks: int = 1,
     ) -> None:
         self.index = index
         self.pool = pool
@@ -48,6 +54,7 @@ class RankScheduler:
         self._max_tokens = config.max_num_batched_tokens
         self._max_chunk = config.prompt_share
         self._decode_len = num_drafts + 1
+        self._num_prompt_ranks = num_prompt_ranks
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._appended: IntArray = NO_PAIRS  # row, token id: what the last step brought
         self._steady: RankStep | None = None  # the last step, where the next may be the same again
@@ -101,6 +108,7 @@ class RankScheduler:
             self._max_chunk,
             is_open,
             deque(unserved),
+            self._num_prompt_ranks,
             blocks,
         )
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dist_aclgraph.context.prompt_split import largest_share
 from dist_aclgraph.errors import WorkerError
 from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.scheduler.request import Request
@@ -65,6 +66,7 @@ class StepBuilder:
         max_chunk: tokens of one prompt, as long as others want to run.
         is_open: whether requests may be started.
         unserved: indices of running requests that have not sampled, in order.
+        num_prompt_ranks: ranks that split prompts between them.
     """
 
     rows: RunningRows
@@ -75,6 +77,7 @@ class StepBuilder:
     max_chunk: int
     is_open: bool
     unserved: deque[int]
+    num_prompt_ranks: int = 1
     blocks: list[int] = field(default_factory=list)  # flat: row, index in the table, block id
     started: list[RowStart] = field(default_factory=list)
     _chunks: list[_Chunk] = field(default_factory=list)
@@ -120,7 +123,7 @@ class StepBuilder:
         records[:, 2:] = self.decode_len
         records[num_decoding:, 2] = [chunk.length for chunk in self._chunks]
         records[num_decoding:, 3] = [chunk.left == 0 for chunk in self._chunks]
-        return RankStep(indices, records, num_decoding, self.decode_len)
+        return RankStep(indices, records, num_decoding, self.decode_len, self.num_prompt_ranks)
 
 
 @dataclass(frozen=True)
@@ -132,12 +135,14 @@ class RankStep:
         records: [num_reqs, 4], as in ``RankBatch.scheduled``.
         num_decoding: the first so many requests decode.
         decode_len: tokens of a request that decodes: its last one, and its drafts.
+        num_prompt_ranks: ranks that split prompts between them.
     """
 
     indices: Indices
     records: IntArray
     num_decoding: int
     decode_len: int
+    num_prompt_ranks: int = 1
 
     @property
     def num_reqs(self) -> int:
@@ -164,7 +169,8 @@ class RankStep:
 
     @cached_property
     def shape(self) -> tuple[int, int, int]:
-        """Tokens, requests, and the query length where all requests have the same, else 0.
+        """Tokens of the largest share of a rank, requests, and the query length where all requests
+        have the same, else 0.
 
         The length of decode steps is theirs alone: a step of prompts that are as long has 0, as it
         samples at other places.
@@ -175,7 +181,7 @@ class RankStep:
             query_len in (1, self.decode_len) or bool((lengths != query_len).any())
         ):
             query_len = 0
-        return int(lengths.sum()), self.num_reqs, query_len
+        return largest_share(lengths, self.num_prompt_ranks), self.num_reqs, query_len
 
     def read(self, result: StepResult) -> NewTokens:
         """Return what the rank that owns this step's output has sampled.

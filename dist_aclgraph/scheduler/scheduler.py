@@ -57,6 +57,7 @@ class Scheduler:
         epoch: int = 0,
         num_drafts: int = 0,
         tp: int = 1,
+        pcp: int = 1,
         choose_exchange: ChooseExchange = no_exchange,
     ) -> None:
         self.config = config
@@ -66,10 +67,10 @@ class Scheduler:
         self.epoch = epoch
         self.step = 0
         self.ranks = [
-            RankScheduler(index, config, pool, num_drafts) for index, pool in enumerate(pools)
+            RankScheduler(index, config, pool, num_drafts, pcp) for index, pool in enumerate(pools)
         ]
         self.waiting: deque[Request] = deque()  # in order
-        self._tp = tp
+        self._ranks_per_batch = tp * pcp
         self._choose_exchange = choose_exchange
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
@@ -308,7 +309,7 @@ class Scheduler:
 
     def _output_of(self, rank: RankScheduler, results: dict[int, StepResult]) -> StepResult:
         """The result that carries a data-parallel rank's tokens: of the first of its ranks."""
-        owner = rank.index * self._tp
+        owner = rank.index * self._ranks_per_batch
         result = results.get(owner)
         if result is None:
             raise WorkerError(f"step {self.step} brought no result", owner, "SERVING")

@@ -39,3 +39,36 @@ def kv_heads_per_rank(num_kv_heads: int, tp: int) -> int:
             "multiple of them"
         )
     return max(1, num_kv_heads // tp)
+
+
+def check_shards(
+    num_heads: int,
+    num_kv_heads: int,
+    tp: int,
+    *,
+    num_shards: int,
+    num_prompt_ranks: int,
+    is_latent: bool,
+) -> None:
+    """Check that the ranks that are to keep a cache between them would hold copies of it.
+
+    Args:
+        num_shards: ``parallel.dcp``; num_prompt_ranks: ``parallel.pcp``.
+
+    Raises:
+        ConfigError: they would not, or attention would have too many heads on each of them.
+    """
+    if num_shards == 1:
+        return
+    copies = tp if is_latent else max(1, tp // num_kv_heads)
+    across_heads, rest = divmod(num_shards, num_prompt_ranks)
+    if rest or copies % max(1, across_heads):
+        legal = ", ".join(
+            str(num_prompt_ranks * n) for n in range(1, copies + 1) if copies % n == 0
+        )
+        raise ConfigError(
+            f"parallel.dcp is {num_shards}; of this model's KV {copies * num_prompt_ranks} ranks "
+            f"would hold copies: set parallel.dcp to 1 or one of {legal}"
+        )
+    if is_latent:
+        heads_per_rank(num_heads * across_heads, tp, is_latent=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError, ModelError
-from dist_aclgraph.shapes.heads import heads_per_rank, kv_heads_per_rank
+from dist_aclgraph.shapes.heads import check_shards, heads_per_rank, kv_heads_per_rank
 from dist_aclgraph.shapes.model_config import (
     MAX_EXPERTS,
     MAX_HEADS,
@@ -79,7 +79,8 @@ def check_model(config: Config, facts: ModelFacts) -> None:
 
     Raises:
         ConfigError: the model has not what ``parallel.ep`` or ``speculative.num_tokens`` need, or
-            its heads cannot be split over ``parallel.tp``, or int8 matrices meet float32.
+            its heads cannot be split over ``parallel.tp``, its KV cannot be sharded over
+            ``parallel.dcp``, or int8 matrices meet float32.
     """
     if config.dtype == "float32" and (config.quantization or facts.holds_int8):
         whose = "quantization is w8a8" if config.quantization else "the checkpoint holds int8"
@@ -90,6 +91,14 @@ def check_model(config: Config, facts: ModelFacts) -> None:
     heads_per_rank(facts.num_heads, config.parallel.tp, is_latent=facts.mla)
     if not facts.mla:
         kv_heads_per_rank(facts.num_kv_heads, config.parallel.tp)
+    check_shards(
+        facts.num_heads,
+        facts.num_kv_heads,
+        config.parallel.tp,
+        num_shards=config.parallel.dcp,
+        num_prompt_ranks=config.parallel.pcp,
+        is_latent=facts.mla,
+    )
     if config.parallel.ep > 1 and not facts.moe:
         raise ConfigError(
             f"parallel.ep is {config.parallel.ep}; {facts.architecture} has no experts to spread: "

@@ -17,6 +17,7 @@ import numpy as np
 
 from dist_aclgraph.actors.graph_changes import GraphChanges
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
+from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.planning.budget import Probe, StreamOffer, total
@@ -131,7 +132,9 @@ class SimulatedGroup:
             config.scheduler,
             [
                 BlockPool(
-                    num_blocks, config.kv.block_size, prefix_cache=config.scheduler.prefix_cache
+                    num_blocks,
+                    Shards.from_config(config).tokens_per_block,
+                    prefix_cache=config.scheduler.prefix_cache,
                 )
                 for _ in range(deployment.layout.within_group.dp)
             ],

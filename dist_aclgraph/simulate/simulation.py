@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_aclgraph.config import Config
+from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.planning.ledger import pool_bytes
 from dist_aclgraph.planning.planner import NegotiatedPlan, content_of
@@ -258,7 +259,8 @@ def _play(
     if options.seconds is not None:
         max_requests = math.inf
     share = math.inf if max_requests == math.inf else math.ceil(max_requests / num_groups)
-    cache_tokens = (num_blocks - 1) * deployment.config.kv.block_size + 1
+    tokens_per_block = Shards.from_config(deployment.config).tokens_per_block
+    cache_tokens = (num_blocks - 1) * tokens_per_block + 1
     drawn = Poisson(
         rate=options.poisson / num_groups,
         prompt_tokens=options.prompt_tokens,

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from dist_aclgraph.context.place import ContextPlace
 from dist_aclgraph.ints import IntArray
-
-PADDING_SLOT = -1  # written nowhere
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ def draft_places(
     records: IntArray,
     k: int,
     block_table: IntArray,
-    block_size: int,
+    place: ContextPlace,
     may_draft: npt.NDArray[np.bool_],
 ) -> DraftPlaces:
     """Lay out the places of a batch.
@@ -41,6 +40,7 @@ def draft_places(
     Args:
         records: [num_reqs, 4], as in ``RankBatch.scheduled``.
         block_table: [max_rows, max_blocks].
+        place: whose slots are wanted.
         may_draft: [max_rows], whether drafts of a row may pass.
     """
     query_ends = np.cumsum(records[:, 2], dtype=np.int32)
@@ -55,21 +55,6 @@ def draft_places(
         most=np.where(may_draft[rows], num_logits - 1, 0).astype(np.int32),
         num_logits=num_logits,
         positions=first[:, None] + index,
-        slots=slots_of(block_table, rows[:, None], at, block_size),
+        slots=place.shards.slots_of(place.shard, block_table, rows[:, None], at),
         places=(ends - num_logits)[:, None] + np.minimum(index, num_logits[:, None] - 1),
     )
-
-
-def slots_of(
-    block_table: IntArray, rows: IntArray, positions: IntArray, block_size: int
-) -> IntArray:
-    """Return where the KV of positions is written: in the dummy block where the row has no other.
-
-    Args:
-        block_table: [max_rows, max_blocks]; block 0 is the dummy.
-        rows, positions: of one shape, or such that can be broadcast.
-    """
-    blocks = positions // block_size
-    last = block_table.shape[1] - 1
-    ids = np.where(blocks <= last, block_table[rows, np.minimum(blocks, last)], 0)
-    return (ids * block_size + positions % block_size).astype(np.int32)

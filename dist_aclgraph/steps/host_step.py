@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from dist_aclgraph.ints import IntArray
 from dist_aclgraph.steps.draft_places import DraftPlaces
+
+if TYPE_CHECKING:
+    from dist_aclgraph.steps.prompt_share import PromptShare
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,8 @@ class HostStep:
         next_tokens: [num_tokens], the token after each where the host knows it; empty without
             drafts.
         drafts: where drafting goes on; None without drafts.
+        prompts: what the other prefill ranks run, where prompts are split between them: then tokens
+            and places are this rank's, requests still those of the whole step.
     """
 
     rows: IntArray
@@ -42,6 +48,7 @@ class HostStep:
     places: IntArray
     next_tokens: IntArray
     drafts: DraftPlaces | None
+    prompts: PromptShare | None = None
 
     @property
     def num_tokens(self) -> int:

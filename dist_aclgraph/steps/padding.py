@@ -1,31 +1,85 @@
 """How the lengths of a step fill up a full graph: pure functions, with their invariants.
 
-Always: as many query ends as KV lengths as requests of the graph, query ends that do not decrease
-and end at the graph's tokens, KV lengths of at least one.
+Always: as many query ends as KV lengths as rows of the graph, query ends that do not decrease
+and end at the graph's tokens, KV lengths of at least one. A row is a request, or a token where the
+cache is sharded.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy as np
+
+from dist_aclgraph.context.place import ContextPlace
 from dist_aclgraph.ints import IntArray
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 
 PADDING_KV_LEN = 1
 
-Lens = tuple[list[int], list[int]]  # cumulative query lengths and KV lengths, [num_reqs] each
+
+class Lens(NamedTuple):
+    """What the attention of a full graph is told.
+
+    Attributes:
+        query_ends: [num_rows], cumulative query lengths.
+        kv_lens: [num_rows] for the decoder and for each later iteration of drafting, in which all
+            requests are longer by one token than in the one before.
+    """
+
+    query_ends: list[int]
+    kv_lens: tuple[list[int], ...]
 
 
-def pad_lens(graph: BatchDescriptor, query_ends: IntArray, kv_lens: IntArray) -> Lens:
-    """Return the lengths of a step, padded to what ``graph`` was captured for.
+class GraphLens:
+    """Pads the lengths of steps to graphs.
 
     Args:
-        query_ends, kv_lens: [num_reqs] of the live requests.
+        place: of the rank, whose share of the keys counts.
+        num_drafts: k, of every request of a decode batch.
     """
-    if graph.query_len:
-        return _pad_uniform(graph, kv_lens)
-    return _pad_mixed(graph, query_ends, kv_lens)
+
+    def __init__(self, place: ContextPlace, num_drafts: int = 0) -> None:
+        self._place = place
+        self._iterations = range(max(1, num_drafts))
+
+    def pad(self, graph: BatchDescriptor, query_ends: IntArray, kv_lens: IntArray) -> Lens:
+        """Return the lengths of a step, padded to what ``graph`` was captured for.
+
+        Args:
+            query_ends, kv_lens: [num_reqs] of the live requests, whatever the rank keeps of them.
+        """
+        if self._place.is_sharded:
+            return self._pad_tokens(graph, kv_lens)
+        ends, lens = (
+            _pad_uniform(graph, kv_lens)
+            if graph.query_len
+            else _pad_mixed(graph, query_ends, kv_lens)
+        )
+        later = ([length + ahead for length in lens] for ahead in self._iterations[1:])
+        return Lens(ends, (lens, *later))
+
+    def _pad_tokens(self, graph: BatchDescriptor, kv_lens: IntArray) -> Lens:
+        """Each token is a row: it sees the keys of this shard up to its own place.
+
+        A row without any has a length of one all the same; what it finds there is thrown away.
+        """
+        assert graph.query_len, "mixed batches are not captured where the cache is sharded"
+        index = np.arange(1 - graph.query_len, 1, dtype=np.int32)
+        seen = np.ones(graph.num_tokens, np.int32)
+        seen[: len(kv_lens) * graph.query_len] = (kv_lens[:, None] + index).ravel()
+        return Lens(
+            list(range(1, graph.num_tokens + 1)),
+            tuple(shard_lens(self._place, seen + ahead).tolist() for ahead in self._iterations),
+        )
 
 
-def _pad_uniform(graph: BatchDescriptor, kv_lens: IntArray) -> Lens:
+def shard_lens(place: ContextPlace, lens: IntArray) -> IntArray:
+    """Return the KV lengths of rows on a shard, at least one each: operators take no less."""
+    return np.maximum(place.shards.lengths(lens, place.shard), PADDING_KV_LEN)
+
+
+def _pad_uniform(graph: BatchDescriptor, kv_lens: IntArray) -> tuple[list[int], list[int]]:
     # Every padding request keeps the query length; its KV length covers its queries.
     missing = graph.num_reqs - len(kv_lens)
     q = graph.query_len
@@ -33,7 +87,9 @@ def _pad_uniform(graph: BatchDescriptor, kv_lens: IntArray) -> Lens:
     return ends, kv_lens.tolist() + [max(q, PADDING_KV_LEN)] * missing
 
 
-def _pad_mixed(graph: BatchDescriptor, query_ends: IntArray, kv_lens: IntArray) -> Lens:
+def _pad_mixed(
+    graph: BatchDescriptor, query_ends: IntArray, kv_lens: IntArray
+) -> tuple[list[int], list[int]]:
     # The padding tokens are divided among the padding requests.
     ends, lens = query_ends.tolist(), kv_lens.tolist()
     end = ends[-1] if ends else 0

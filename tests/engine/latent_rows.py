@@ -9,13 +9,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dist_aclgraph.context.place import ContextPlace
+from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.device.npu import Npu
-from dist_aclgraph.layers.attention import AttentionMetadata, LatentStep, make_causal_mask
+from dist_aclgraph.engine.attention_steps import AttentionSteps
+from dist_aclgraph.ints import IntArray
 from dist_aclgraph.layers.latent_attention import LatentAttention, LatentCache
-from dist_aclgraph.layers.latent_forms import Forms, kv_slots_of
+from dist_aclgraph.models.mla import MultiHeadLatent
+from tests.engine.prompt_steps import prompt_step
 
 HEADS, BLOCK, BLOCKS_PER_REQUEST = 4, 16, 10
 SCALE = 192**-0.5
+
+
+def kv_slots_of(row: IntArray, length: int) -> Tensor:
+    """Return the slots of a request's first tokens."""
+    positions = np.arange(length, dtype=np.int32)
+    slots = Shards(BLOCK).slots(row[None], np.zeros(length, np.int32), positions)
+    return torch.from_numpy(slots)
 
 
 def make_attention(npu: Npu) -> LatentAttention:
@@ -49,34 +60,26 @@ class LatentRows:
         self.table = order.reshape(len(lens), -1).astype(np.int32)
         self.slots = torch.cat(
             [
-                torch.from_numpy(kv_slots_of(row[None], [kv_len], BLOCK))[-query_len:]
+                kv_slots_of(row, kv_len)[-query_len:]
                 for row, kv_len, (query_len, _) in zip(self.table, self.kv_lens, lens, strict=True)
             ]
         ).long()
 
-    def run(self, attention: LatentAttention, forms: Forms, num_padding: int = 0) -> Tensor:
-        """Return [n + num_padding, heads, 128]; padding rows begin and should stay at seven."""
-        device, n = self.npu.device, forms.num_absorbed
+    def run(self, attention: LatentAttention, num_padding: int = 0, **limits: int) -> Tensor:
+        """Return [n + num_padding, heads, 128]; padding rows begin and should stay at seven.
+
+        Args:
+            limits: of ``AttentionSteps``.
+        """
+        device = self.npu.device
 
         def padded(rows: Tensor) -> Tensor:
             return torch.cat([rows, rows.new_full((num_padding, *rows.shape[1:]), 9.0)]).to(device)
 
-        kv_slots = kv_slots_of(self.table[n:], self.kv_lens[n:], BLOCK) if forms.plain else None
-        table = torch.from_numpy(self.table).to(device)
-        metadata = AttentionMetadata(
-            slot_mapping=self.slots.to(device),
-            block_table=table,
-            query_ends=self.query_ends,
-            kv_lens=self.kv_lens,
-            causal_mask=make_causal_mask(device),
-            latent=LatentStep(
-                num_absorbed_tokens=self.query_ends[n - 1] if n else 0,
-                query_ends=self.query_ends[:n],
-                kv_lens=self.kv_lens[:n],
-                block_table=table[:n],
-                plain=forms.plain,
-                kv_slots=None if kv_slots is None else torch.from_numpy(kv_slots).to(device),
-            ),
+        place = ContextPlace(Shards(BLOCK))
+        steps = AttentionSteps(MultiHeadLatent, place, self.npu, **limits)
+        metadata = steps.of_step(
+            *prompt_step(self.npu, self.query_ends, self.kv_lens, self.table, self.slots)
         )
         out = torch.full((len(self.q) + num_padding, HEADS, 128), 7.0, device=device)
         inputs = [padded(rows) for rows in (self.q, self.q_rope, self.kv)]
@@ -93,7 +96,7 @@ class LatentRows:
         weights = attention.keys.cpu(), attention.values.cpu()
         outs, start = [], 0
         for row, end, length in zip(self.table, self.query_ends, self.kv_lens, strict=True):
-            slots = torch.from_numpy(kv_slots_of(row[None], [length], BLOCK)).long()
+            slots = kv_slots_of(row, length).long()
             latents = self.rows_of(self.cache.latents, slots)
             rope_keys = self.rows_of(self.cache.rope_keys, slots)
             k, v = (torch.einsum("kc,hdc->khd", latents, weight) for weight in weights)

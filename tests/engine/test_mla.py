@@ -5,16 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from dist_aclgraph.comm.groups import ALONE, ONE_RANK, CommGroup
+from dist_aclgraph.context.place import ContextPlace
+from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.device.npu import Npu
+from dist_aclgraph.engine.attention_steps import AttentionSteps
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.layers.attention import AttentionMetadata, make_causal_mask
 from dist_aclgraph.layers.experts import ExpertSetup
 from dist_aclgraph.layers.latent_attention import LatentAttention
-from dist_aclgraph.layers.latent_forms import choose_forms
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.decoder import Decoder
 from dist_aclgraph.models.layer_stack import LayerStack, load_layer
@@ -23,6 +25,7 @@ from dist_aclgraph.models.mla import MultiHeadLatentAttention, share_latent_head
 from dist_aclgraph.shapes.model_spec import read_model_spec
 from tests.checkpoints import DEEPSEEK_ROPE, greedy, make_prompts, make_reference
 from tests.engine.latent_rows import LatentRows, make_attention
+from tests.engine.prompt_steps import prompt_step
 from tests.engine.runners import Sequences, make_runner
 
 DEEPSEEK = ["DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM"]
@@ -56,7 +59,7 @@ def test_every_form_is_attention_over_keys_and_values_of_the_latents(
 ) -> None:
     rows = LatentRows(npu, FEW)
 
-    out = rows.run(attention, choose_forms(rows.query_ends, rows.kv_lens, **limits))
+    out = rows.run(attention, **limits)
 
     torch.testing.assert_close(out, rows.expected(attention), **TOLERANCE)
 
@@ -64,8 +67,8 @@ def test_every_form_is_attention_over_keys_and_values_of_the_latents(
 def test_absorbed_equals_plain(npu: Any, attention: LatentAttention) -> None:
     rows = LatentRows(npu, FEW)
 
-    absorbed = rows.run(attention, choose_forms(rows.query_ends, rows.kv_lens))
-    plain = rows.run(attention, choose_forms(rows.query_ends, rows.kv_lens, max_queries=0))
+    absorbed = rows.run(attention)
+    plain = rows.run(attention, max_queries=0)
 
     assert not torch.equal(absorbed, plain)
     torch.testing.assert_close(absorbed, plain, **TOLERANCE)
@@ -85,11 +88,7 @@ def test_forms_share_a_step_in_any_order(
 ) -> None:
     rows = LatentRows(npu, lens)
 
-    out = rows.run(
-        attention,
-        choose_forms(rows.query_ends, rows.kv_lens, max_tokens=max_tokens),
-        num_padding=5,
-    )
+    out = rows.run(attention, num_padding=5, max_tokens=max_tokens)
 
     torch.testing.assert_close(out[:-5], rows.expected(attention), **TOLERANCE)
     assert (out[-5:] == 7.0).all()
@@ -101,7 +100,7 @@ def test_the_cache_gets_normed_latents_and_rotated_keys(
     rows = LatentRows(npu, [(1, 20), (5, 3)])
     before = rows.cache.latents.cpu().clone()
 
-    rows.run(attention, choose_forms(rows.query_ends, rows.kv_lens), num_padding=2)
+    rows.run(attention, num_padding=2)
 
     latent, rope = rows.kv.split([512, 64], -1)
     variance = latent.pow(2).mean(-1, keepdim=True)
@@ -171,13 +170,9 @@ def test_a_layer_runs_alone_from_hidden_states(npu: Any, tmp_path: Path) -> None
     norm = slices.whole("model.norm.weight", (spec.hidden_size,))
     stack = LayerStack(kind, [load_layer(slices, spec, kind, last)], norm, spec.rms_norm_eps)
     positions = torch.arange(n, dtype=torch.int32, device=npu.device)
-    table = torch.tensor([[1, 2]], dtype=torch.int32)
-    metadata = AttentionMetadata(
-        slot_mapping=positions + 32,
-        block_table=table.to(npu.device),
-        query_ends=[n],
-        kv_lens=[n],
-        causal_mask=make_causal_mask(npu.device),
+    table, slots = np.array([[1, 2]], np.int32), torch.arange(n, dtype=torch.int32) + 32
+    metadata = AttentionSteps(kind, ContextPlace(Shards(32)), npu).of_step(
+        *prompt_step(npu, [n], [n], table, slots)
     )
 
     with torch.inference_mode():
@@ -185,9 +180,9 @@ def test_a_layer_runs_alone_from_hidden_states(npu: Any, tmp_path: Path) -> None
             lambda x: x,
             (hidden.to(npu.device),),
             positions,
-            metadata.slot_mapping,
+            slots.to(npu.device),
             [kind.make_cache(3, 32, torch.float32)],
-            kind.prepare(metadata, table.numpy(), 32, npu.upload),
+            metadata,
         )
 
     with torch.no_grad():

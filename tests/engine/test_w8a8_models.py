@@ -6,19 +6,23 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dist_aclgraph.comm.groups import ONE_RANK
+from dist_aclgraph.context.place import ContextPlace
+from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.device.npu import Npu
-from dist_aclgraph.layers.attention import AttentionMetadata, make_causal_mask
+from dist_aclgraph.engine.attention_steps import AttentionSteps
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.decoder import Decoder
 from dist_aclgraph.shapes.model_spec import read_model_spec
 from dist_aclgraph.shapes.weight_sizes import weight_parts
 from tests.checkpoints import make_prompts, make_reference
+from tests.engine.prompt_steps import prompt_step
 from tests.engine.runners import BLOCK_SIZE, MAX_LEN, Sequences, make_runner
 from tests.engine.test_fp8_weights import quantise as to_fp8
 from tests.engine.test_int8_weights import int8_tensors
@@ -59,21 +63,16 @@ def logits_of(npu: Npu, model: Decoder, prompt: list[int], dtype: torch.dtype) -
     """Return the logits at all places of a prompt in blocks 1 and 2."""
     n = len(prompt)
     positions = torch.arange(n, dtype=torch.int32, device=npu.device)
-    table = torch.tensor([[1, 2]], dtype=torch.int32)
-    metadata = AttentionMetadata(
-        slot_mapping=positions + BLOCK_SIZE,
-        block_table=table.to(npu.device),
-        query_ends=[n],
-        kv_lens=[n],
-        causal_mask=make_causal_mask(npu.device),
-    )
+    table, slots = np.array([[1, 2]], np.int32), torch.arange(n, dtype=torch.int32) + BLOCK_SIZE
+    steps = AttentionSteps(model.kind, ContextPlace(Shards(BLOCK_SIZE)), npu)
+    metadata = steps.of_step(*prompt_step(npu, [n], [n], table, slots))
     with torch.inference_mode():
         hidden = model.forward(
             torch.tensor(prompt, dtype=torch.int32, device=npu.device),
             positions,
-            metadata.slot_mapping,
+            slots.to(npu.device),
             model.make_caches(3, BLOCK_SIZE, dtype),
-            model.kind.prepare(metadata, table.numpy(), BLOCK_SIZE, npu.upload),
+            metadata,
         )
         return model.logits(hidden).cpu().float()
 

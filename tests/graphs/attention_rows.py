@@ -15,7 +15,12 @@ from dist_aclgraph.graphs.captured_graph import CapturedGraph, capture
 from dist_aclgraph.graphs.recording import Recording
 from dist_aclgraph.graphs.step_buffers import StepBuffers
 from dist_aclgraph.graphs.task_update import TaskRecorder
-from dist_aclgraph.layers.attention import AttentionMetadata, KVCache, PagedAttention
+from dist_aclgraph.layers.attention import (
+    AttentionMetadata,
+    KVCache,
+    PagedAttention,
+    make_causal_mask,
+)
 from dist_aclgraph.planning.buckets import BufferSizes
 from dist_aclgraph.steps.host_step import NO_STEP
 from dist_aclgraph.steps.padding import PADDING_KV_LEN, Lens
@@ -57,6 +62,7 @@ class AttentionDecoder:
         self.cache = KVCache(
             torch.zeros(shape, device=npu.device), torch.zeros(shape, device=npu.device)
         )
+        self._mask = make_causal_mask(npu.device)
         self._attention = PagedAttention(HEADS, KV_HEADS, DIM)
         self.main = runtime().current_stream()
         self.side = runtime().Stream()
@@ -68,10 +74,13 @@ class AttentionDecoder:
     ) -> None:
         inputs = self.buffers.inputs(decode_graph(bucket))
         metadata = AttentionMetadata(
-            slot_mapping=inputs.slots,
+            num_tokens=bucket,
+            written=inputs.slots,
             block_table=inputs.block_table,
             query_ends=list(range(1, bucket + 1)),
             kv_lens=kv_lens or [PADDING_KV_LEN] * bucket,
+            causal_mask=self._mask,
+            is_causal=False,
             tasks=tasks,
         )
         with torch.inference_mode():
@@ -136,7 +145,7 @@ class AttentionDecoder:
         """Queue a replay and its updates; return how many were not sent ahead."""
         self.write(graph.descriptor.num_tokens, rows)
         ends, true_lens = self.lens(graph, rows)
-        lens = other.get("ends", ends), kv_lens or true_lens
+        lens = Lens(other.get("ends", ends), (kv_lens or true_lens[0],))
         addresses = other.get("addresses", self.buffers.addresses)
         graph.replay(self.main, self.side, addresses, lens)
         return graph.update(self.main, self.side, lens)
@@ -146,7 +155,8 @@ class AttentionDecoder:
         """What a replay with these rows wants, when each is ``longer`` tokens longer."""
         bucket = graph.descriptor.num_tokens
         live = [len(row.tokens) + longer for row in rows]
-        return list(range(1, bucket + 1)), live + [PADDING_KV_LEN] * (bucket - len(rows))
+        padding = [PADDING_KV_LEN] * (bucket - len(rows))
+        return Lens(list(range(1, bucket + 1)), (live + padding,))
 
     def expected(self, rows: list[Row]) -> Tensor:
         """Attention of each row's last token over all its tokens, in plain PyTorch."""

@@ -232,7 +232,7 @@ graphs, rows = [decoder.capture(bucket) for bucket in (4, 2)], make_rows(2)
 for step in range(2000):
     graph = choose.choice(graphs)
     longer = choose.randint(0, 40)
-    decoder.queue(graph, rows, decoder.lens(graph, rows, longer)[1])
+    decoder.queue(graph, rows, decoder.lens(graph, rows, longer).kv_lens[0])
     stop = iter(range(choose.randint(0, 4)))
     guess = decoder.lens(graph, rows, choose.choice([longer, 5]))
     graph.send_ahead(decoder.side, guess, lambda: next(stop, None) is None)

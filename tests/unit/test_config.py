@@ -69,7 +69,10 @@ def test_a_model_that_is_nowhere_stays_as_it_was_given(tmp_path: Path) -> None:
         ({"model": "m", "kv": {"blocks": 3}}, "known in kv: block_size, num_blocks"),
         ({"model": "m", "parallel": {"tp": 0}}, "parallel.tp is 0: input should be greater"),
         ({"model": "m", "parallel": {"tp": "2"}}, "parallel.tp is '2'"),
-        ({"model": "m", "parallel": {"dcp": 2}}, "parallel.dcp is 2; this version allows 1"),
+        (
+            {"model": "m", "parallel": {"cp_interleave": 3}},
+            "cp_interleave is 3; it must divide kv.block_size .128.",
+        ),
         ({"model": "m", "kv": {"block_size": 40}}, "kv.block_size is 40"),
         ({"model": "m", "graph": {"sizes": []}}, "graph: sizes .* must be positive token counts"),
         ({"model": "m", "graph": {"traffic": {8: math.nan}}}, "graph.traffic.8 is nan"),

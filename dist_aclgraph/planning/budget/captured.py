@@ -140,6 +140,7 @@ def _after_attention(domain: Domain) -> int:
 
 def _in_full(domain: Domain, layers: int) -> int:
     """Collectives of a full graph: with TP, one more for the embedding and one for the head."""
-    in_attention = ("pcp" in domain.kinds) + 2 * ("dcp" in domain.kinds)
+    # Full graphs decode: prompts, which PCP is for, stay out of them.
+    in_attention = 2 * ("dcp" in domain.kinds)
     ends = 2 * ("tp" in domain.kinds)
     return layers * (_after_attention(domain) + in_attention) + ends

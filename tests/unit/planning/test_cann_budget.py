@@ -119,11 +119,18 @@ def test_an_expert_domain_of_its_own_is_priced_where_experts_run() -> None:
     assert price(PIECES, experts) - price(PIECES, dense) == 10 * more + 11 * inside_tp
 
 
-def test_context_parallelism_is_inside_full_graphs_and_between_pieces() -> None:
-    plain, spread = Workload(num_layers=4), Workload(num_layers=4, pcp=2)
+def test_shards_of_caches_meet_inside_full_graphs_and_between_pieces() -> None:
+    plain, sharded = Workload(num_layers=4, tp=4), Workload(num_layers=4, tp=4, dcp=2)
 
-    assert price(DECODE, spread) > price(DECODE, plain)
-    assert price(PIECES, spread) == price(PIECES, plain)
+    assert price(DECODE, sharded) > price(DECODE, plain)
+    assert price(PIECES, sharded) == price(PIECES, plain)
+
+
+def test_ranks_that_split_prompts_meet_in_no_graph() -> None:
+    plain, split = Workload(num_layers=4), Workload(num_layers=4, pcp=2)
+
+    assert price(DECODE, split) == price(DECODE, plain)
+    assert price(PIECES, split) == price(PIECES, plain)
 
 
 def test_shared_experts_beside_the_main_lane_cost_a_lane() -> None:

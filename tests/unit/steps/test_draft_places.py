@@ -4,7 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_aclgraph.steps.draft_places import draft_places, slots_of
+from dist_aclgraph.context.place import ContextPlace
+from dist_aclgraph.context.shards import Shards
+from dist_aclgraph.steps.draft_places import draft_places
 
 BLOCK_SIZE, MAX_BLOCKS, MAX_ROWS = 4, 5, 6
 
@@ -33,7 +35,7 @@ def test_places_are_the_last_tokens_of_each_request(
     batch: tuple[np.ndarray, int, np.ndarray, np.ndarray],
 ) -> None:
     records, k, table, may_draft = batch
-    found = draft_places(records, k, table, BLOCK_SIZE, may_draft)
+    found = draft_places(records, k, table, ContextPlace(Shards(BLOCK_SIZE)), may_draft)
 
     end, index = 0, 0
     for row, computed, scheduled, logits in records.tolist():
@@ -55,17 +57,10 @@ def test_slots_name_own_blocks_or_the_dummy(
     batch: tuple[np.ndarray, int, np.ndarray, np.ndarray],
 ) -> None:
     records, k, table, may_draft = batch
-    found = draft_places(records, k, table, BLOCK_SIZE, may_draft)
+    found = draft_places(records, k, table, ContextPlace(Shards(BLOCK_SIZE)), may_draft)
 
     for row, first, slots in zip(found.rows, found.positions[:, 0], found.slots, strict=True):
         for position, slot in enumerate(slots.tolist(), int(first)):
             block = position // BLOCK_SIZE
             block_id = int(table[row, block]) if block < MAX_BLOCKS else 0
             assert slot == block_id * BLOCK_SIZE + position % BLOCK_SIZE
-
-
-def test_positions_beyond_the_table_are_written_to_the_dummy_block() -> None:
-    table = np.asarray([[3, 0]], np.int32)
-    positions = np.asarray([0, 3, 4, 8], np.int32)
-    rows = np.zeros(4, np.int32)
-    assert slots_of(table, rows, positions, 4).tolist() == [12, 15, 0, 0]

@@ -6,8 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_aclgraph.context.place import ContextPlace
+from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.planning.descriptor import BatchDescriptor
-from dist_aclgraph.steps.padding import pad_lens
+from dist_aclgraph.steps.padding import GraphLens
 
 MAX_SEQS = 16
 
@@ -24,7 +26,8 @@ def mixed_steps(draw: st.DrawFn) -> tuple[BatchDescriptor, list[int], list[int]]
 def padded(graph: BatchDescriptor, queries: list[int], earlier: list[int]):
     ends = np.cumsum(np.array(queries, np.int32), dtype=np.int32)
     kv_lens = np.array(earlier, np.int32) + np.array(queries, np.int32)
-    return pad_lens(graph, ends, kv_lens), ends.tolist(), kv_lens.tolist()
+    found = GraphLens(ContextPlace(Shards(128))).pad(graph, ends, kv_lens)
+    return (found.query_ends, found.kv_lens[0]), ends.tolist(), kv_lens.tolist()
 
 
 @given(mixed_steps())
@@ -65,3 +68,30 @@ def test_a_decode_step_keeps_the_query_length_of_every_request(q: int, num_reqs:
     assert ends[: len(earlier)] == live_ends
     assert kv_lens[: len(earlier)] == live_lens
     assert kv_lens[len(earlier) :] == [q] * (num_reqs - len(earlier))
+
+
+@given(st.sampled_from([1, 2, 4]), st.integers(2, 4), st.integers(0, 3), st.data())
+def test_where_caches_are_sharded_each_token_has_its_own_length_on_each_shard(
+    interleave: int, count: int, k: int, data: st.DataObject
+) -> None:
+    num_reqs, q = data.draw(st.integers(1, 6)), k + 1
+    live = data.draw(st.lists(st.integers(q, 60), max_size=num_reqs))
+    graph = BatchDescriptor(num_reqs * q, num_reqs, q, "FULL")
+    lens = np.array(live, np.int32)
+    shards = Shards(8, count, interleave)
+    found = [
+        GraphLens(ContextPlace(shards, shard), k).pad(graph, q * np.arange(1, len(live) + 1), lens)
+        for shard in range(count)
+    ]
+
+    for each in found:
+        assert each.query_ends == list(range(1, graph.num_tokens + 1))
+        assert len(each.kv_lens) == max(1, k)
+    for ahead in range(max(1, k)):
+        seen = [length - k + index + ahead for length in live for index in range(q)]
+        rows = [each.kv_lens[ahead] for each in found]
+        assert all(len(row) == graph.num_tokens and min(row) >= 1 for row in rows)
+        for token, length in enumerate(seen):
+            kept = [row[token] for row in rows]
+            empty = [length <= shards.first_position(shard) for shard in range(count)]
+            assert sum(kept) - sum(empty) == length  # an empty share is said to be one long

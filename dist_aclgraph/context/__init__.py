@@ -1,0 +1,1 @@
+"""Context parallelism as arithmetic: who keeps which token, and who computes which."""

@@ -1,0 +1,26 @@
+"""Where one rank stands among those that share the context of its requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dist_aclgraph.context.shards import Shards
+
+
+@dataclass(frozen=True)
+class ContextPlace:
+    """A rank's place.
+
+    Attributes:
+        shards: how its requests' caches are divided; ``shard``: which one it keeps.
+        num_prompt_ranks: ranks that split prompts; ``prompt_rank``: which of them it is.
+    """
+
+    shards: Shards
+    shard: int = 0
+    num_prompt_ranks: int = 1
+    prompt_rank: int = 0
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.shards.count > 1

@@ -1,0 +1,231 @@
+"""How long queries attend to keys that are read from the caches of all shards, chunk by chunk.
+
+The KV tokens of a request are cut into chunks, the same on every rank, because ranks read them
+together. The queries of a rank are cut at the same places: a query attends causally in the chunk
+that it lies in, and to the whole of each chunk before. So each launch is causal or sees everything,
+and what a query got from several chunks is merged. Requests that fit into one chunk share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dist_aclgraph.context.prompt_split import Piece, PromptSplit
+from dist_aclgraph.context.shards import Shards
+from dist_aclgraph.ints import IntArray
+
+MAX_CHUNK_TOKENS = 8192  # whose keys and values exist at once
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of attention over keys that lie one after the other.
+
+    Attributes:
+        start, stop: its queries among the rank's tokens.
+        query_ends, kv_ends: cumulative lengths of its pieces.
+        kv: which of the chunk's KV tokens, in order.
+        is_causal: whether its last keys are the queries' own; else all of them are visible.
+    """
+
+    start: int
+    stop: int
+    query_ends: list[int]
+    kv_ends: list[int]
+    kv: IntArray
+    is_causal: bool
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """KV tokens that are read at once.
+
+    Attributes:
+        requests, positions: [num_kv], of each KV token.
+        launches: this rank's; none where its queries see nothing of the chunk.
+    """
+
+    requests: IntArray
+    positions: IntArray
+    launches: tuple[Launch, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Requests that share a chunk, or one request with its chunks.
+
+    Attributes:
+        start, stop: their queries among the rank's tokens.
+    """
+
+    start: int
+    stop: int
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class _Queries:
+    """Neighbouring queries of a rank: of one request, from ``position`` on."""
+
+    request: int
+    position: int
+    start: int
+    stop: int
+
+    @property
+    def end_position(self) -> int:
+        return self.position + self.stop - self.start
+
+
+def plan_parts(
+    query_lens: IntArray,
+    kv_lens: IntArray,
+    split: PromptSplit,
+    rank: int,
+    max_tokens: int = MAX_CHUNK_TOKENS,
+) -> tuple[Part, ...]:
+    """Return how one prefill rank attends for all requests that are not run whole.
+
+    Parts and chunks are the same on every rank; launches are not.
+
+    Args:
+        query_lens, kv_lens: [num_reqs], queries included in the latter.
+        max_tokens: KV tokens of a chunk.
+    """
+    first = int(np.searchsorted(np.cumsum(query_lens), split.num_whole_tokens, "right"))
+    queries = _queries_of(split.pieces[rank], query_lens, kv_lens, split.num_whole_tokens)
+    parts, token = [], split.num_whole_tokens
+    for requests in _groups(range(first, len(query_lens)), kv_lens, max_tokens):
+        own = [q for q in queries if q.request in requests]
+        stop = own[-1].stop if own else token
+        if len(requests) == 1:
+            chunks = _chunks_of_one(requests[0], int(kv_lens[requests[0]]), own, max_tokens)
+        else:
+            chunks = (_shared_chunk(requests, kv_lens, own),)
+        parts.append(Part(token, stop, chunks))
+        token = stop
+    return tuple(parts)
+
+
+def _queries_of(
+    pieces: Sequence[Piece], query_lens: IntArray, kv_lens: IntArray, token: int
+) -> list[_Queries]:
+    ends = np.cumsum(query_lens)
+    queries = []
+    for piece in pieces:
+        position = int(kv_lens[piece.request] - ends[piece.request]) + piece.start
+        stop = token + piece.stop - piece.start
+        queries.append(_Queries(piece.request, position, token, stop))
+        token = stop
+    return queries
+
+
+def _groups(requests: range, kv_lens: IntArray, max_tokens: int) -> Iterator[range]:
+    """Yield neighbouring requests whose keys fit into one chunk together; longer ones alone."""
+    start, total = requests.start, 0
+    for request in requests:
+        length = int(kv_lens[request])
+        if total and total + length > max_tokens:
+            yield range(start, request)
+            start, total = request, 0
+        total += length
+    if start < requests.stop:
+        yield range(start, requests.stop)
+
+
+def _shared_chunk(requests: range, kv_lens: IntArray, own: Sequence[_Queries]) -> Chunk:
+    lens = kv_lens[requests.start : requests.stop]
+    starts = np.cumsum(lens) - lens
+    launches: tuple[Launch, ...] = ()
+    if own:
+        visible = [q.end_position for q in own]
+        first = [int(starts[q.request - requests.start]) for q in own]
+        kv = [np.arange(at, at + n) for at, n in zip(first, visible, strict=True)]
+        launches = (_launch(own, np.concatenate(kv), visible, is_causal=True),)
+    each = np.arange(requests.start, requests.stop, dtype=np.int32)
+    positions = [np.arange(length, dtype=np.int32) for length in lens]
+    return Chunk(np.repeat(each, lens), np.concatenate(positions), launches)
+
+
+def _chunks_of_one(
+    request: int, kv_len: int, own: Sequence[_Queries], max_tokens: int
+) -> tuple[Chunk, ...]:
+    chunks = []
+    for start in range(0, kv_len, max_tokens):
+        stop = min(kv_len, start + max_tokens)
+        launches = [
+            _launch([diagonal], _first(diagonal.end_position - start), None, is_causal=True)
+            for q in own
+            if (diagonal := _within(q, start, stop)) is not None
+        ]
+        later = [after for q in own if (after := _within(q, stop, kv_len)) is not None]
+        if later:  # neighbours: what comes between is later, too
+            both = _Queries(request, stop, later[0].start, later[-1].stop)
+            launches.append(_launch([both], _first(stop - start), None, is_causal=False))
+        positions = np.arange(start, stop, dtype=np.int32)
+        chunks.append(Chunk(np.full_like(positions, request), positions, tuple(launches)))
+    return tuple(chunks)
+
+
+def _within(q: _Queries, start: int, stop: int) -> _Queries | None:
+    """Return the queries at positions from ``start`` to ``stop``, None where there are none."""
+    first, last = max(q.position, start), min(q.end_position, stop)
+    if first >= last:
+        return None
+    return _Queries(q.request, first, q.start + first - q.position, q.start + last - q.position)
+
+
+def _first(count: int) -> IntArray:
+    return np.arange(count, dtype=np.int32)
+
+
+def _launch(
+    queries: Sequence[_Queries], kv: IntArray, kv_lens: list[int] | None, *, is_causal: bool
+) -> Launch:
+    start = queries[0].start
+    return Launch(
+        start=start,
+        stop=queries[-1].stop,
+        query_ends=[q.stop - start for q in queries],
+        kv_ends=np.cumsum(kv_lens).tolist() if kv_lens else [len(kv)],
+        kv=kv.astype(np.int32, copy=False),
+        is_causal=is_causal,
+    )
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Where the keys of a chunk are read.
+
+    Attributes:
+        own: [m] slots that this shard reads for all, ``m`` the same on every shard; the rest of a
+            shorter share repeats slot 0. None where there is one shard.
+        launches: for each launch, rows of what all shards have read, [count * m] in their order;
+            with one shard, slots.
+    """
+
+    own: IntArray | None
+    launches: tuple[IntArray, ...]
+
+
+def find_keys(chunk: Chunk, block_table: IntArray, shards: Shards, shard: int) -> Reads:
+    """Return where a shard finds the keys of a chunk.
+
+    Args:
+        block_table: [num_reqs, num_blocks].
+    """
+    slots = shards.slots(block_table, chunk.requests, chunk.positions)
+    if shards.count == 1:
+        return Reads(None, tuple(slots[launch.kv] for launch in chunk.launches))
+    owners = shards.owners(chunk.positions)
+    shares = [np.flatnonzero(owners == each) for each in range(shards.count)]
+    m = max(map(len, shares))
+    rows = np.empty(len(slots), np.int32)
+    for each, share in enumerate(shares):
+        rows[share] = each * m + np.arange(len(share))
+    own = np.zeros(m, np.int32)
+    own[: len(shares[shard])] = slots[shares[shard]]
+    return Reads(own, tuple(rows[launch.kv] for launch in chunk.launches))

@@ -1,0 +1,138 @@
+"""Which tokens of a step each prefill rank runs.
+
+Requests with few tokens in the step, which come first, run on all ranks. Each later one is cut into
+twice as many chunks as there are ranks, and rank r runs chunks r and last - r: under causality both
+together cost the same everywhere. Chunks differ by one token at most and may be empty; ranks pad
+their tokens to the largest share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dist_aclgraph.ints import IntArray
+
+MAX_WHOLE_QUERIES = 16  # tokens of a request in a step that all ranks run
+
+
+def num_whole_requests(query_lens: IntArray, max_queries: int = MAX_WHOLE_QUERIES) -> int:
+    """Return how many requests come before the first one with more than ``max_queries``."""
+    too_long = np.flatnonzero(query_lens > max_queries)
+    return int(too_long[0]) if len(too_long) else len(query_lens)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Neighbouring tokens of one request that one rank runs.
+
+    Attributes:
+        request: its index in the batch.
+        start, stop: tokens of the step, among all requests.
+    """
+
+    request: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class PromptSplit:
+    """The shares of all ranks in one step.
+
+    Attributes:
+        num_whole_tokens: the first tokens of the step, which every rank runs.
+        pieces: of each rank, in the order in which it runs them.
+    """
+
+    num_whole_tokens: int
+    pieces: tuple[tuple[Piece, ...], ...]
+
+    @classmethod
+    def of(
+        cls, query_lens: IntArray, num_ranks: int, max_queries: int = MAX_WHOLE_QUERIES
+    ) -> PromptSplit:
+        """Split a step.
+
+        Args:
+            query_lens: [num_reqs], tokens of each request in the step.
+            max_queries: of a request that every rank runs.
+        """
+        ends = np.cumsum(query_lens, dtype=np.int32)
+        num_whole = num_whole_requests(query_lens, max_queries)
+        shares: list[list[Piece]] = [[] for _ in range(num_ranks)]
+        for request in range(num_whole, len(query_lens)):
+            length, end = int(query_lens[request]), int(ends[request])
+            bounds = [end - length + bound for bound in _bounds(length, num_ranks)]
+            for rank, share in enumerate(shares):
+                low, high = bounds[rank : rank + 2], bounds[2 * num_ranks - 1 - rank :][:2]
+                chunks = [(low[0], high[1])] if low[1] == high[0] else [low, high]
+                share += [Piece(request, *chunk) for chunk in chunks if chunk[0] < chunk[1]]
+        whole = int(ends[num_whole - 1]) if num_whole else 0
+        return cls(whole, tuple(tuple(share) for share in shares))
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.pieces)
+
+    def tokens_of(self, rank: int) -> IntArray:
+        """Return which tokens of the step a rank runs, in its order."""
+        parts = [np.arange(self.num_whole_tokens, dtype=np.int32)]
+        parts += [np.arange(p.start, p.stop, dtype=np.int32) for p in self.pieces[rank]]
+        return np.concatenate(parts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the largest share, to which all ranks pad theirs."""
+        shares = (sum(p.stop - p.start for p in share) for share in self.pieces)
+        return self.num_whole_tokens + max(shares)
+
+    def places(self, num_tokens: int) -> tuple[IntArray, IntArray]:
+        """Return for each of the step's tokens a rank that runs it, and its index there.
+
+        A token that all ranks run is said to be rank 0's.
+        """
+        owners = np.zeros(num_tokens, np.int32)
+        indices = np.arange(num_tokens, dtype=np.int32)
+        for rank, share in enumerate(self.pieces):
+            index = self.num_whole_tokens
+            for piece in share:
+                length = piece.stop - piece.start
+                owners[piece.start : piece.stop] = rank
+                indices[piece.start : piece.stop] = np.arange(index, index + length)
+                index += length
+        return owners, indices
+
+
+def largest_share(query_lens: IntArray, num_ranks: int) -> int:
+    """Return ``PromptSplit.of(query_lens, num_ranks).num_tokens``, without making the pieces."""
+    if num_ranks == 1:
+        return int(query_lens.sum())
+    num_whole = num_whole_requests(query_lens)
+    bounds = _bounds(query_lens[num_whole:, None].astype(np.int64), num_ranks)
+    chunks = np.diff(bounds, axis=-1).sum(0)
+    return int(query_lens[:num_whole].sum() + (chunks + chunks[::-1])[:num_ranks].max(initial=0))
+
+
+def _bounds(length: IntArray | int, num_ranks: int) -> IntArray:
+    """Return where the chunks of ``length`` tokens begin and end: [..., 2 * num_ranks + 1]."""
+    bounds = length * np.arange(2 * num_ranks + 1) // (2 * num_ranks)
+    return bounds.astype(np.int32)
+
+
+def share_of_work(pieces: Sequence[Piece], context: IntArray, ends: IntArray) -> int:
+    """Return the pairs of query and key that pieces attend to.
+
+    Args:
+        context: [num_reqs], tokens of each request before the step.
+        ends: [num_reqs], cumulative query lengths.
+    """
+    total = 0
+    for piece in pieces:
+        length = piece.stop - piece.start
+        begin = int(ends[piece.request - 1]) if piece.request else 0
+        first = int(context[piece.request]) + piece.start - begin
+        total += length * first + length * (length + 1) // 2
+    return total

@@ -1,0 +1,244 @@
+"""What attention must know of a step, made once for all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from dist_aclgraph.context.place import ContextPlace
+from dist_aclgraph.context.prompt_parts import MAX_CHUNK_TOKENS, Part, Reads, find_keys, plan_parts
+from dist_aclgraph.context.prompt_split import MAX_WHOLE_QUERIES, PromptSplit
+from dist_aclgraph.device.npu import Npu
+from dist_aclgraph.engine.upload import upload_arrays
+from dist_aclgraph.graphs.device_step import DeviceStep
+from dist_aclgraph.ints import IntArray
+from dist_aclgraph.layers.attention import AttentionMetadata, AttentionTasks, make_causal_mask
+from dist_aclgraph.layers.prompt_attention import DeviceChunk, DeviceLaunch, DevicePart
+from dist_aclgraph.models.attention_kind import AttentionKind
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.steps.host_step import HostStep
+from dist_aclgraph.steps.padding import Lens, shard_lens
+
+
+class _Direct(NamedTuple):
+    """Requests that attend directly; ``requests``: their indices where they are not the first."""
+
+    query_ends: list[int]
+    kv_lens: list[int]
+    requests: IntArray | None
+
+
+class AttentionSteps:
+    """Makes metadata for one kind of attention on one rank. Owns the causal mask.
+
+    Args:
+        max_queries: of a request that attends directly where not every one does.
+        max_tokens: whose keys are read at once for the others.
+    """
+
+    def __init__(
+        self,
+        kind: AttentionKind,
+        place: ContextPlace,
+        npu: Npu,
+        *,
+        max_queries: int = MAX_WHOLE_QUERIES,
+        max_tokens: int = MAX_CHUNK_TOKENS,
+    ) -> None:
+        self._max_queries, self._max_tokens = max_queries, max_tokens
+        self._kind, self._place, self._npu = kind, place, npu
+        self._causal_mask = make_causal_mask(npu.device)
+        self._has_parts = place.is_sharded or not kind.takes_long_queries
+
+    def of_graph(
+        self,
+        graph: BatchDescriptor,
+        inputs: DeviceStep,
+        lens: Lens,
+        tasks: AttentionTasks | None,
+        *,
+        iteration: int = 0,
+        written: Tensor | None = None,
+    ) -> AttentionMetadata:
+        """Return that of a full graph, from its static inputs.
+
+        Args:
+            tasks: the graph under capture, None runs eagerly.
+            iteration: of drafting, in which all requests are longer by one token than before.
+            written: [num_tokens] int32, slots where they are not those of the inputs.
+        """
+        block_table, query_len = inputs.block_table, graph.query_len
+        if self._place.is_sharded and query_len > 1:
+            block_table = block_table.repeat_interleave(query_len, 0)
+        return AttentionMetadata(
+            num_tokens=graph.num_tokens,
+            written=self._slots(inputs.slots if written is None else written),
+            block_table=block_table,
+            query_ends=lens.query_ends,
+            kv_lens=lens.kv_lens[iteration],
+            causal_mask=self._causal_mask,
+            is_causal=query_len != 1 and not self._place.is_sharded,
+            is_empty=self._is_empty(inputs.positions, iteration),
+            tasks=tasks,
+        )
+
+    def of_step(self, inputs: HostStep, step: DeviceStep) -> AttentionMetadata:
+        """Return that of any mixture of live requests.
+
+        Args:
+            step: the same on the device; tokens may be padded.
+        """
+        query_lens = np.diff(inputs.query_ends, prepend=np.int32(0))
+        prompts = inputs.prompts
+        if prompts is None:
+            split = PromptSplit.of(query_lens, 1, self._max_queries)
+        else:
+            split = prompts.split
+        rank = 0 if prompts is None else prompts.rank
+        arrays: list[IntArray] = []
+        if prompts is not None:
+            arrays += [prompts.written, prompts.positions]
+        parts: tuple[Part, ...] = ()
+        if self._has_parts:
+            parts = plan_parts(query_lens, inputs.kv_lens, split, rank, self._max_tokens)
+        direct = self._direct_requests(inputs, query_lens, split, rank)
+        if direct.requests is not None:
+            arrays.append(direct.requests)
+        reads = self._reads_of(parts, inputs.block_table)
+        arrays += [array for each in reads for array in _arrays_of(each)]
+        sent = iter(upload_arrays(self._npu, arrays) if arrays else [])
+        written, written_rope, num_exchanged = step.slots[: inputs.num_tokens], None, 0
+        if prompts is not None:
+            written, positions = next(sent), next(sent)
+            num_exchanged = split.num_tokens
+            if self._kind.ropes_written:
+                written_rope = self._kind.rope(positions)
+        block_table = step.block_table
+        if direct.requests is not None:
+            block_table = block_table.index_select(0, next(sent))
+        num_direct = direct.query_ends[-1] if direct.query_ends else 0
+        return AttentionMetadata(
+            num_tokens=inputs.num_tokens,
+            written=self._slots(written),
+            num_exchanged=num_exchanged,
+            written_rope=written_rope,
+            block_table=block_table[: len(direct.query_ends)],
+            query_ends=direct.query_ends,
+            kv_lens=direct.kv_lens,
+            causal_mask=self._causal_mask,
+            is_causal=num_direct > len(direct.query_ends),
+            is_empty=self._is_empty(step.positions[:num_direct]),
+            parts=_on_device(parts, reads, sent),
+        )
+
+    def of_drafts(
+        self, positions: Tensor, written: Tensor, block_table: Tensor, inputs: HostStep, ahead: int
+    ) -> AttentionMetadata:
+        """Return that of an iteration of drafting behind a mixed step, over all sampled places.
+
+        Args:
+            positions: [num_samples, k + 1] int32 of live requests, ``ahead`` not added.
+            written: [num_samples * (k + 1)] int32, slots.
+            block_table: [num_samples, max_blocks].
+            ahead: how many tokens longer the requests are than after the step.
+        """
+        assert inputs.drafts is not None
+        at = inputs.drafts.positions
+        num_reqs, num_places = at.shape
+        num_tokens = num_reqs * num_places
+        if self._place.is_sharded:
+            query_ends = list(range(1, num_tokens + 1))
+            kv_lens = shard_lens(self._place, at.ravel() + 1 + ahead).tolist()
+            block_table = block_table.repeat_interleave(num_places, 0)
+        else:
+            query_ends = list(range(num_places, num_tokens + 1, num_places))
+            kv_lens = (at[:, -1] + 1 + ahead).tolist()
+        return AttentionMetadata(
+            num_tokens=num_tokens,
+            written=self._slots(written),
+            block_table=block_table,
+            query_ends=query_ends,
+            kv_lens=kv_lens,
+            causal_mask=self._causal_mask,
+            is_causal=not self._place.is_sharded,
+            is_empty=self._is_empty(positions.reshape(-1), ahead),
+        )
+
+    def _slots(self, slots: Tensor) -> Tensor:
+        """Slots as the cache write takes them: whatever is not written here is -1."""
+        if self._place.is_sharded:
+            slots = slots.clamp(min=-1)
+        return slots.to(self._kind.slot_dtype)
+
+    def _is_empty(self, positions: Tensor, ahead: int = 0) -> Tensor | None:
+        """[n] -> [n, 1, 1], whether the shard keeps nothing of what each token sees."""
+        if not self._place.is_sharded:
+            return None
+        first = self._place.shards.first_position(self._place.shard)
+        return (positions < first - ahead).view(-1, 1, 1)
+
+    def _direct_requests(
+        self, inputs: HostStep, query_lens: IntArray, split: PromptSplit, rank: int
+    ) -> _Direct:
+        num_whole = split.num_whole_tokens
+        ends = inputs.query_ends
+        count = int(np.searchsorted(ends, num_whole, "right")) if num_whole else 0
+        if self._place.is_sharded:
+            seen = inputs.positions[:num_whole] + 1
+            lens = shard_lens(self._place, seen).tolist()
+            requests = np.repeat(np.arange(count, dtype=np.int32), query_lens[:count])
+            return _Direct(
+                list(range(1, num_whole + 1)), lens, requests if len(lens) != count else None
+            )
+        if self._has_parts:
+            return _Direct(ends[:count].tolist(), inputs.kv_lens[:count].tolist(), None)
+        if inputs.prompts is None:
+            return _Direct(ends.tolist(), inputs.kv_lens.tolist(), None)
+        pieces = split.pieces[rank]
+        lens = [piece.stop - piece.start for piece in pieces]
+        owners = np.array([piece.request for piece in pieces], np.int32)
+        # The keys that a piece's last token sees.
+        behind = [int(ends[piece.request]) - piece.stop for piece in pieces]
+        seen = inputs.kv_lens[owners] - np.array(behind, np.int32)
+        return _Direct(
+            ends[:count].tolist() + (num_whole + np.cumsum(lens)).tolist(),
+            inputs.kv_lens[:count].tolist() + seen.tolist(),
+            np.concatenate([np.arange(count, dtype=np.int32), owners]),
+        )
+
+    def _reads_of(self, parts: Sequence[Part], block_table: IntArray) -> list[Reads]:
+        """Return where the keys of each chunk are, part by part."""
+        place = self._place
+        return [
+            find_keys(chunk, block_table, place.shards, place.shard)
+            for part in parts
+            for chunk in part.chunks
+        ]
+
+
+def _arrays_of(reads: Reads) -> list[IntArray]:
+    return [*([] if reads.own is None else [reads.own]), *reads.launches]
+
+
+def _on_device(
+    parts: Sequence[Part], reads: Sequence[Reads], sent: Iterator[Tensor]
+) -> tuple[DevicePart, ...]:
+    """Put parts together with the tensors of ``_arrays_of`` for all their reads, in order."""
+    each = iter(reads)
+    return tuple(
+        DevicePart(
+            part.start,
+            part.stop,
+            tuple(
+                DeviceChunk(
+                    None if next(each).own is None else next(sent),
+                    tuple(DeviceLaunch(launch, next(sent)) for launch in chunk.launches),
+                )
+                for chunk in part.chunks
+            ),
+        )
+        for part in parts
+    )

@@ -1,0 +1,22 @@
+"""Sending several arrays of integers to the device at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from dist_aclgraph.device.npu import Npu
+from dist_aclgraph.ints import IntArray
+from dist_aclgraph.packing import pack_parts
+
+
+def upload_arrays(npu: Npu, arrays: Sequence[IntArray]) -> list[Tensor]:
+    """Send arrays in one copy; return them on the device, each on an aligned place."""
+    parts, size = pack_parts(array.size for array in arrays)
+    packed = np.zeros(size, np.int32)
+    for part, array in zip(parts, arrays, strict=True):
+        packed[part] = array.ravel()
+    flat = npu.upload(packed)
+    return [flat[part].view(array.shape) for part, array in zip(parts, arrays, strict=True)]

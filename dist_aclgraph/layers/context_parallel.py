@@ -1,0 +1,114 @@
+"""What ranks that share a request's context say to each other inside attention.
+
+A DCP group keeps each token's KV on one of its ranks. To decode, its ranks gather the queries of
+all heads that they have between them; each attends to its own shard, and what it found travels to
+the ranks of each head, where it is merged by the softmax's own sums. For prompts they gather the
+keys of the request instead. A PCP group hands round the new keys of its prompt tokens.
+
+No shape and no collective here depends on what one shard holds: ranks cannot disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dist_aclgraph.comm.groups import ALONE, CommGroup, RankGroups
+
+ALIGNED_FLOATS = 8  # kernels load blocks of 32 bytes
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """One rank's part.
+
+    Attributes:
+        dcp: ranks that keep a request's KV between them, ordered by PCP rank, then by heads.
+        pcp: ranks that run its prompt between them; all of them are in ``dcp``, if that is not a
+            group of one.
+    """
+
+    dcp: CommGroup = ALONE
+    pcp: CommGroup = ALONE
+
+    @classmethod
+    def of(cls, groups: RankGroups) -> ContextParallel:
+        return cls(groups.dcp, groups.pcp)
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.dcp.size > 1
+
+    @property
+    def num_head_ranks(self) -> int:
+        """Ranks of ``dcp`` with different query heads; the others repeat them."""
+        return self.dcp.size // self.pcp.size if self.is_sharded else 1
+
+    def gather_new(self, rows: Tensor, num_rows: int) -> Tensor:
+        """Return the first rows of every PCP rank, [ranks * num_rows, ...], in their order."""
+        return self.pcp.all_gather(rows[:num_rows].contiguous()).flatten(0, 1)
+
+    def gather_heads(self, q: Tensor) -> Tensor:
+        """[n, heads, d] -> [n, head ranks * heads, d]: the queries of all heads of the group."""
+        size = self.num_head_ranks
+        if size == 1:
+            return q
+        every = self.dcp.all_gather(q.contiguous())[:size]
+        return every.transpose(0, 1).flatten(1, 2)
+
+    def merge(self, out: Tensor, sums: Tensor, is_empty: Tensor) -> Tensor:
+        """Exchange what shards found, and merge it for this rank's heads.
+
+        Args:
+            out: [n, head ranks * heads, d]; sums: [n, head ranks * heads, 1] float32, logs of the
+                summed exponentials.
+            is_empty: [n, 1, 1] bool, of which rows this shard keeps nothing: there ``out`` and
+                ``sums`` mean nothing.
+
+        Returns:
+            [n, heads, d] float32; zero where all shards are empty.
+        """
+        n, d, size = len(out), out.shape[2], self.num_head_ranks
+        out = out.float().masked_fill(is_empty, 0)
+        sums = sums.masked_fill(is_empty, -torch.inf)
+        # By receiver: first the outputs of its heads, then their sums.
+        outs, logs = (x.view(n, size, -1).transpose(0, 1).flatten(1) for x in (out, sums))
+        count = logs.shape[1]
+        sent = torch.cat([outs, pad(logs, (0, -count % ALIGNED_FLOATS))], 1)
+        copies = self.pcp.size  # ranks with the same heads
+        if copies > 1:
+            sent = sent.expand(copies, -1, -1).flatten(0, 1)
+        received = self.dcp.all_to_all(sent.contiguous())
+        width = outs.shape[1]
+        parts = [row[:width].view(-1, d) for row in received]
+        # Where no shard has anything all sums are -inf, and NaN would come of it.
+        logs = received[:, width : width + count].clamp(min=torch.finfo(torch.float32).min)
+        merged, _ = merge_attention(parts, list(logs.contiguous()))
+        return merged.view(n, -1, d)
+
+    def gather_keys(self, caches: Sequence[Tensor], own: Tensor) -> Tensor:
+        """Return rows of all shards, [shards * m, width], as ``find_keys`` counts them.
+
+        Args:
+            caches: [num_slots, ...] each, of this shard; their rows are put side by side.
+            own: [m] slots to read here.
+        """
+        rows = [cache.index_select(0, own).flatten(1) for cache in caches]
+        return self.dcp.all_gather(torch.cat(rows, 1)).flatten(0, 1)
+
+
+UNDIVIDED = ContextParallel()
+
+
+def merge_attention(outs: Sequence[Tensor], sums: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return attention over several sets of keys, and the logs of its summed exponentials.
+
+    Args:
+        outs: [rows, d] each, attention over one set; sums: [rows] float32 each.
+    """
+    merged: tuple[Tensor, Tensor] = torch.ops.npu.npu_attention_update(list(sums), list(outs), 1)
+    return merged

@@ -1,0 +1,114 @@
+"""Attention of long queries over keys that are read chunk by chunk, as ``context.prompt_parts``
+plans it. What one launch computes is the business of the kind of attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dist_aclgraph.context.prompt_parts import Launch
+from dist_aclgraph.layers.context_parallel import ContextParallel, merge_attention
+
+
+@dataclass(frozen=True)
+class DeviceLaunch:
+    """A launch, with its keys' rows in what was read: slots of the cache where it is undivided."""
+
+    launch: Launch
+    keys: Tensor
+
+
+@dataclass(frozen=True)
+class DeviceChunk:
+    """KV tokens that are read at once.
+
+    Attributes:
+        own: slots that this shard reads for all; None where the cache is undivided.
+    """
+
+    own: Tensor | None
+    launches: tuple[DeviceLaunch, ...]
+
+
+@dataclass(frozen=True)
+class DevicePart:
+    """Queries ``start`` to ``stop`` of the rank's tokens, and the chunks that they attend to."""
+
+    start: int
+    stop: int
+    chunks: tuple[DeviceChunk, ...]
+
+
+# Attends with a launch's queries to the rows of caches that are given, [n, ...] each, and fills
+# out [n, heads, d] and, unless None, the logs of the summed exponentials [n, heads, 1] float32.
+AttendTo = Callable[[Launch, Sequence[Tensor], Tensor, Tensor | None], None]
+
+
+def attend_parts(
+    parts: Sequence[DevicePart],
+    caches: Sequence[Tensor],
+    context: ContextParallel,
+    attend: AttendTo,
+    out: Tensor,
+) -> None:
+    """Fill the rows of ``out`` that parts name. Every rank reads every chunk.
+
+    Args:
+        caches: [num_slots, ...] each.
+        out: [num_tokens, heads, d].
+    """
+    for part in parts:
+        total = None if len(part.chunks) == 1 else _Total(part, out)
+        for chunk in part.chunks:
+            rows_of = _reader(caches, chunk, context)
+            for each in chunk.launches:
+                launch = each.launch
+                queries = out[launch.start : launch.stop]
+                if total is None:
+                    attend(launch, rows_of(each.keys), queries, None)
+                    continue
+                found = torch.empty_like(queries)
+                sums = found.new_empty((*found.shape[:2], 1), dtype=torch.float32)
+                attend(launch, rows_of(each.keys), found, sums)
+                total.add(launch, found, sums)
+        if total is not None:
+            out[part.start : part.stop].copy_(total.out)
+
+
+class _Total:
+    """What queries found so far in the chunks of one part."""
+
+    def __init__(self, part: DevicePart, out: Tensor) -> None:
+        n, heads, _ = out[part.start : part.stop].shape
+        self._start = part.start
+        self.out = out.new_zeros((n, heads, out.shape[2]), dtype=torch.float32)
+        self._sums = self.out.new_full((n, heads), -torch.inf)
+
+    def add(self, launch: Launch, found: Tensor, sums: Tensor) -> None:
+        rows = slice(launch.start - self._start, launch.stop - self._start)
+        out, d = self.out[rows], found.shape[2]
+        outs = [x.reshape(-1, d) for x in (out, found.float())]
+        merged, logs = merge_attention(outs, [self._sums[rows].flatten(), sums.flatten()])
+        out.copy_(merged.view_as(out))
+        self._sums[rows] = logs.view(len(out), -1)
+
+
+def _reader(
+    caches: Sequence[Tensor], chunk: DeviceChunk, context: ContextParallel
+) -> Callable[[Tensor], list[Tensor]]:
+    """Return what picks a launch's rows, one tensor for each cache."""
+    if chunk.own is None:
+        return lambda keys: [cache.index_select(0, keys) for cache in caches]
+    gathered = context.gather_keys(caches, chunk.own)
+    widths = [cache[0].numel() for cache in caches]
+    shapes = [cache.shape[1:] for cache in caches]
+
+    def pick(keys: Tensor) -> list[Tensor]:
+        parts = torch.split(gathered.index_select(0, keys), widths, 1)
+        return [part.reshape(len(keys), *shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    return pick

@@ -1,0 +1,87 @@
+"""A step whose prompts are split: what one prefill rank runs of it, and where the rest is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dist_aclgraph.context.prompt_split import PromptSplit
+from dist_aclgraph.context.shards import PADDING_SLOT
+from dist_aclgraph.ints import IntArray
+from dist_aclgraph.steps.host_step import HostStep
+
+
+@dataclass(frozen=True)
+class PromptShare:
+    """What a rank must know of the others.
+
+    Attributes:
+        rank: whose share it is.
+        written: [ranks * num_tokens], where this rank's shard keeps the new KV of all ranks'
+            tokens; of a token that all ranks run, each takes its own.
+        positions: [ranks * num_tokens] of the same tokens.
+        owners: [num_places], which rank runs the token at each place.
+        landings: [num_places], its index among the tokens of its owner.
+    """
+
+    split: PromptSplit
+    rank: int
+    written: IntArray
+    positions: IntArray
+    owners: IntArray
+    landings: IntArray
+
+
+def share_prompts(step: HostStep, num_ranks: int, rank: int) -> HostStep:
+    """Return one rank's share of a step; the step itself where no prompt is long enough.
+
+    Requests stay those of the whole step; tokens, and places among them, are the rank's. A place of
+    another rank's is said to be 0.
+    """
+    if num_ranks == 1 or not len(step.rows):
+        return step
+    split = PromptSplit.of(np.diff(step.query_ends, prepend=np.int32(0)), num_ranks)
+    if split.num_whole_tokens == step.num_tokens:
+        return step
+    shares = [split.tokens_of(each) for each in range(num_ranks)]
+    owners, indices = (column[step.places] for column in split.places(step.num_tokens))
+    owners = np.where(step.places < split.num_whole_tokens, rank, owners).astype(np.int32)
+    is_own = owners == rank
+    places = np.where(is_own, indices, 0).astype(np.int32)
+    own, drafts = shares[rank], step.drafts
+    return replace(
+        step,
+        token_ids=step.token_ids[own],
+        positions=step.positions[own],
+        slots=step.slots[own],
+        places=places,
+        next_tokens=step.next_tokens[own] if len(step.next_tokens) else step.next_tokens,
+        drafts=None
+        if drafts is None
+        else replace(drafts, places=places.reshape(-1, drafts.places.shape[1])),
+        prompts=PromptShare(
+            split,
+            rank,
+            _written(step.slots, shares, split, rank),
+            _side_by_side(step.positions, shares, split.num_tokens, 0),
+            owners,
+            indices,
+        ),
+    )
+
+
+def _written(slots: IntArray, shares: list[IntArray], split: PromptSplit, rank: int) -> IntArray:
+    written = _side_by_side(slots, shares, split.num_tokens, PADDING_SLOT)
+    by_rank = written.reshape(len(shares), -1)
+    others = np.arange(len(shares)) != rank
+    by_rank[others, : split.num_whole_tokens] = PADDING_SLOT
+    return written
+
+
+def _side_by_side(values: IntArray, shares: list[IntArray], length: int, padding: int) -> IntArray:
+    """Return the values of each rank's tokens, padded to ``length``, one rank after the other."""
+    table = np.full((len(shares), length), padding, np.int32)
+    for row, share in zip(table, shares, strict=True):
+        row[: len(share)] = values[share]
+    return table.ravel()
