@@ -108,7 +108,6 @@ class DraftSteps:
             hidden,
             sampled.view(-1, self.num_places),
             inputs.drafts,
-            _rows_at,
         )
 
     def propose_mixed(
@@ -186,7 +185,3 @@ class DraftSteps:
             metadata,
             experts,
         )
-
-
-def _rows_at(hidden: Tensor, places: Tensor) -> Tensor:
-    return hidden.index_select(0, places)

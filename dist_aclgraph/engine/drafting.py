@@ -49,6 +49,11 @@ RunModule = Callable[[DraftPass], Tensor]  # to [n, hidden]
 Collect = Callable[[Tensor, Tensor], Tensor]  # rows of [n, hidden] at places, whoever has them
 
 
+def rows_at(hidden: Tensor, places: Tensor) -> Tensor:
+    """Return the rows of [n, hidden] at places, all of which this rank runs."""
+    return hidden.index_select(0, places)
+
+
 class Drafter:
     """Owns the drafts of all rows: int32 [max_rows + 1, k], the last row is spare."""
 
@@ -75,7 +80,7 @@ class Drafter:
         hidden: Tensor,
         sampled: Tensor,
         inputs: DraftInputs,
-        collect: Collect,
+        collect: Collect = rows_at,
     ) -> Tensor:
         """Count the drafts that passed, and draft what follows.
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from tests.checkpoints import add_next_token_module, greedy, make_prompts, make_reference
 
 LENGTHS = (1, 2, 5, 17, 40, 64, 100, 127, 128, 129, 200, 300)
+LONG_LENGTHS = (1, 2, 15, 16, 17, 40, 129, 255, 300, 511, 640, 900)
 NUM_TOKENS = 64
 
 
@@ -22,20 +24,38 @@ class Reference:
     tokens: list[list[int]]
 
 
-@pytest.fixture(scope="session")
-def references(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a function from an architecture to its reference, computed once."""
+def remember(
+    tmp_path_factory: pytest.TempPathFactory, lengths: Sequence[int], **overrides: Any
+) -> Any:
+    """Return a function from an architecture to its reference, computed once.
+
+    Args:
+        lengths: of the prompts.
+        overrides: of the model.
+    """
     known: dict[str, Reference] = {}
 
     def reference(architecture: str) -> Reference:
         if architecture not in known:
             directory = tmp_path_factory.mktemp(architecture)
-            model = make_reference(architecture, directory)
+            model = make_reference(architecture, directory, **overrides)
             if architecture == "DeepseekV3ForCausalLM":
                 add_next_token_module(directory)
-            prompts = make_prompts(LENGTHS)
+            prompts = make_prompts(lengths)
             tokens = greedy(model, prompts, NUM_TOKENS)
             known[architecture] = Reference(directory, model, prompts, tokens)
         return known[architecture]
 
     return reference
+
+
+@pytest.fixture(scope="session")
+def references(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Prompts that fit into one step."""
+    return remember(tmp_path_factory, LENGTHS)
+
+
+@pytest.fixture(scope="session")
+def long_references(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Prompts of up to several steps, for a model with room for them."""
+    return remember(tmp_path_factory, LONG_LENGTHS, max_position_embeddings=1024)

@@ -1,0 +1,123 @@
+"""Layouts that share the context of requests between ranks: tokens equal transformers'.
+
+Each value of an axis meets each value of the others somewhere; the full profile adds, for shards of
+caches and for split prompts, every graph mode with every number of drafts.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+
+from dist_aclgraph.config import Config
+from tests.deployments import greedy_params, make_deployment_config
+from tests.laws import is_full
+from tests.lockstep import lockstep
+from tests.parity.conftest import NUM_TOKENS, Reference
+
+BLOCK_SIZE = 128
+V3, V2 = "DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM"
+QWEN, LLAMA, QWEN_MOE = "Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen3MoeForCausalLM"
+EAGER, PIECES, DECODE = "NONE", "PIECEWISE", "FULL_DECODE_ONLY"
+BOTH, FULL = "FULL_AND_PIECEWISE", "FULL"
+
+
+class Layout(NamedTuple):
+    """A deployment: ranks, shards and their turns, experts, drafts of a step, graph mode."""
+
+    architecture: str
+    tp: int
+    pcp: int
+    dcp: int
+    dp: int = 1
+    ep: int = 1
+    exchange: str = "auto"
+    drafts: int = 0
+    interleave: int = 1
+    mode: str = DECODE
+
+
+LAYOUTS = [
+    # Heads of both models: 4 for queries; 2 for keys, or latents.
+    Layout(QWEN, 4, 1, 2),
+    Layout(QWEN, 1, 2, 1, mode=EAGER),
+    Layout(QWEN, 2, 2, 2, interleave=16, mode=BOTH),
+    Layout(LLAMA, 4, 1, 2, interleave=BLOCK_SIZE, mode=FULL),
+    Layout(LLAMA, 1, 4, 4, dp=2, mode=PIECES),
+    Layout(QWEN_MOE, 4, 2, 4, ep=8, exchange="all_gather", interleave=16),
+    Layout(QWEN_MOE, 2, 2, 1, dp=2, ep=8, exchange="all_to_all", mode=BOTH),
+    Layout(V2, 2, 1, 2, dp=2, ep=4, exchange="all_to_all", mode=PIECES),
+    Layout(V2, 4, 1, 4, interleave=BLOCK_SIZE, mode=EAGER),
+    Layout(V2, 2, 4, 8, ep=8, exchange="all_gather", interleave=16, mode=BOTH),
+    Layout(V3, 2, 1, 2, drafts=1),
+    Layout(V3, 4, 1, 4, ep=4, exchange="all_gather", drafts=3, interleave=16, mode=BOTH),
+    Layout(V3, 1, 2, 1, dp=2, ep=4, exchange="all_to_all", drafts=2, mode=DECODE),
+    Layout(V3, 1, 2, 2, drafts=2, interleave=BLOCK_SIZE, mode=EAGER),
+    Layout(V3, 2, 2, 4, dp=2, ep=8, exchange="all_gather", drafts=1, mode=BOTH),
+    Layout(V3, 2, 2, 2, drafts=3, interleave=16, mode=PIECES),
+]
+PAIRS = [
+    Layout(V3, *ranks, drafts=drafts, mode=mode)
+    for ranks, mode, drafts in product(
+        [(2, 1, 2), (1, 2, 1), (1, 2, 2)], [EAGER, PIECES, DECODE, BOTH], [1, 2, 3]
+    )
+]
+
+
+def name(layout: Layout) -> str:
+    return "-".join(map(str, layout))
+
+
+def sizes(layout: Layout) -> dict[str, Any]:
+    """The sizes that a mode has; those of decode batches count drafts."""
+    decode = {"sizes": tuple(count * (layout.drafts + 1) for count in (1, 4, 12))}
+    mixed = (16, 64, 256)
+    return {
+        EAGER: {},
+        PIECES: {"sizes": mixed},
+        DECODE: decode,
+        BOTH: {**decode, "mixed_sizes": mixed},
+        FULL: {},
+    }[layout.mode]
+
+
+def make_config(reference: Reference, layout: Layout, **more: Any) -> Config:
+    return make_deployment_config(
+        reference.directory,
+        parallel={
+            "tp": layout.tp,
+            "pcp": layout.pcp,
+            "dcp": layout.dcp,
+            "cp_interleave": layout.interleave,
+            "dp": layout.dp,
+            "ep": layout.ep,
+            "exchange": layout.exchange,
+        },
+        graph={"mode": layout.mode, **sizes(layout)},
+        speculative={"num_tokens": layout.drafts},
+        kv={"block_size": BLOCK_SIZE},
+        **more,
+    )
+
+
+def check(reference: Reference, layout: Layout) -> None:
+    with lockstep(make_config(reference, layout)) as group:
+        answers = group.generate(reference.prompts, greedy_params(NUM_TOKENS))
+        buckets = group.report()["buckets"]
+        pools = [rank.pool for rank in group.scheduler.ranks]
+    assert any(bucket["replays"] for bucket in buckets) == (layout.mode != EAGER)
+    assert all(pool.num_used == 0 for pool in pools)
+    assert [answer.tokens for answer in answers] == reference.tokens
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+def test_greedy_tokens_equal_those_of_transformers(long_references: Any, layout: Layout) -> None:
+    check(long_references(layout.architecture), layout)
+
+
+@pytest.mark.skipif(not is_full(), reason="with the full profile")
+@pytest.mark.parametrize("layout", PAIRS, ids=name)
+def test_every_mode_goes_with_any_number_of_drafts(long_references: Any, layout: Layout) -> None:
+    check(long_references(layout.architecture), layout)
