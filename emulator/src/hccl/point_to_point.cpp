@@ -87,3 +87,13 @@ EMU_API HcclResult HcclRecv(void *data, uint64_t count, HcclDataType type, uint3
   size_t bytes = count * element_bytes(type);
   return launch_on(c, "HcclRecv", stream, [=] { c->receive(data, bytes, from); });
 }
+
+EMU_API HcclResult HcclBatchSendRecv(HcclSendRecvItem *items, uint32_t count, HcclComm comm,
+                                     aclrtStream stream) {
+  Comm c = communicator(comm);
+  Transfers mine;
+  for (HcclSendRecvItem *i = items; i < items + count; i++)
+    (i->sendRecvType == HCCL_SEND ? mine.sends : mine.receives)
+        .push_back({i->remoteRank, bytes_at(i->buf), i->count * element_bytes(i->dataType)});
+  return launch_on(c, "HcclBatchSendRecv", stream, [=] { exchange(*c, mine); });
+}
