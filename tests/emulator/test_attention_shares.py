@@ -195,3 +195,47 @@ def test_updates_cross_the_lengths_at_which_tilings_change(first, second):
         graph.update(cpu_update_input=[{"actual_seq_lengths_kv": lengths}])
         torch.npu.synchronize()
         assert torch.equal(out.cpu(), attention(lengths).cpu())
+
+
+def test_log_sum_exps_of_captured_attention_follow_its_updates():
+    """A sequence comes into a share, and leaves it."""
+    pages = Pages([200, 200, 200], 2, 64, 128, torch.bfloat16)
+    pages.lengths = [5, 5, 5]
+    arguments = paged_arguments(torch.randn(3, 4, 64).bfloat16(), pages, [1] * 3, 4, 2, lse=True)
+    sizing = torch_npu._npu_fused_infer_attention_score_get_max_workspace
+    workspace = sizing(**arguments)
+    out, lse = torch_npu.npu_fused_infer_attention_score(**arguments)
+    updates, event = torch.npu.Stream(), torch.npu.ExternalEvent()
+    torch.npu.synchronize()
+
+    def launch(lengths):
+        torch_npu.npu_fused_infer_attention_score.out(
+            **(arguments | {"actual_seq_lengths_kv": lengths}), workspace=workspace, out=[out, lse]
+        )
+
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        stream = torch.npu.current_stream()
+        event.wait(stream)
+        event.reset(stream)
+        torch.npu.graph_task_group_begin(stream)
+        launch([5, 5, 5])
+        group = torch.npu.graph_task_group_end(stream)
+        copies = [out * 1, lse * 1]
+
+    for lengths in ([0, 7, 130], [1, 0, 129], [0, 0, 0], [128, 1, 200]):
+        graph.replay()
+        with torch.npu.stream(updates):
+            torch.npu.graph_task_update_begin(updates, group)
+            launch(lengths)
+            torch.npu.graph_task_update_end(updates)
+            event.record(updates)
+        torch.npu.synchronize()
+        want = torch_npu.npu_fused_infer_attention_score(
+            **(arguments | {"actual_seq_lengths_kv": lengths})
+        )
+        for got, wanted in zip(copies, want, strict=True):
+            assert torch.equal(got.cpu(), wanted.cpu())
+        empty = torch.tensor(lengths) == 0
+        assert torch.equal(copies[1].cpu().isinf().all(1).view(-1), empty)
+        assert copies[0].cpu()[empty].count_nonzero() == 0
