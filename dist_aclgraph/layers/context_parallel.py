@@ -20,6 +20,9 @@ from torch.nn.functional import pad
 from dist_aclgraph.comm.groups import ALONE, CommGroup, RankGroups
 
 ALIGNED_FLOATS = 8  # kernels load blocks of 32 bytes
+# The log of a sum over no keys. Not minus infinity: where all shares are empty, NaN would come of
+# it in npu_attention_update.
+NOTHING = torch.finfo(torch.float32).min
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class ContextParallel:
         """
         n, d, size = len(out), out.shape[2], self.num_head_ranks
         out = out.float().masked_fill(is_empty, 0)
-        sums = sums.masked_fill(is_empty, -torch.inf)
+        sums = sums.masked_fill(is_empty, NOTHING)
         # By receiver: first the outputs of its heads, then their sums.
         outs, logs = (x.view(n, size, -1).transpose(0, 1).flatten(1) for x in (out, sums))
         count = logs.shape[1]
@@ -85,9 +88,8 @@ class ContextParallel:
         received = self.dcp.all_to_all(sent.contiguous())
         width = outs.shape[1]
         parts = [row[:width].view(-1, d) for row in received]
-        # Where no shard has anything all sums are -inf, and NaN would come of it.
-        logs = received[:, width : width + count].clamp(min=torch.finfo(torch.float32).min)
-        merged, _ = merge_attention(parts, list(logs.contiguous()))
+        logs = received[:, width : width + count].contiguous()
+        merged, _ = merge_attention(parts, list(logs))
         return merged.view(n, -1, d)
 
     def gather_keys(self, caches: Sequence[Tensor], own: Tensor) -> Tensor:

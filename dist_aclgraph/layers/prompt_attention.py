@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.context.prompt_parts import Launch
-from dist_aclgraph.layers.context_parallel import ContextParallel, merge_attention
+from dist_aclgraph.layers.context_parallel import NOTHING, ContextParallel, merge_attention
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class _Total:
         n, heads, _ = out[part.start : part.stop].shape
         self._start = part.start
         self.out = out.new_zeros((n, heads, out.shape[2]), dtype=torch.float32)
-        self._sums = self.out.new_full((n, heads), -torch.inf)
+        self._sums = self.out.new_full((n, heads), NOTHING)
 
     def add(self, launch: Launch, found: Tensor, sums: Tensor) -> None:
         rows = slice(launch.start - self._start, launch.stop - self._start)

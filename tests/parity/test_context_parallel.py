@@ -45,7 +45,7 @@ LAYOUTS = [
     Layout(QWEN, 1, 2, 1, mode=EAGER),
     Layout(QWEN, 2, 2, 2, interleave=16, mode=BOTH),
     Layout(LLAMA, 4, 1, 2, interleave=BLOCK_SIZE, mode=FULL),
-    Layout(LLAMA, 1, 4, 4, dp=2, mode=PIECES),
+    Layout(LLAMA, 1, 4, 4, mode=PIECES),
     Layout(QWEN_MOE, 4, 2, 4, ep=8, exchange="all_gather", interleave=16),
     Layout(QWEN_MOE, 2, 2, 1, dp=2, ep=8, exchange="all_to_all", mode=BOTH),
     Layout(V2, 2, 1, 2, dp=2, ep=4, exchange="all_to_all", mode=PIECES),
