@@ -33,6 +33,7 @@ CaptureSessions::of(uint32_t graph, const std::shared_ptr<Communicator> &communi
 }
 
 void CaptureSessions::drop(uint32_t number) {
+  std::lock_guard<std::mutex> lock(mutex_);
   Dropped &mine = *dropped_[rank_];
   mine = std::max(mine.load(), number);
 }
