@@ -65,6 +65,7 @@ class Lockstep:
                     group.num_blocks,
                     config.kv.block_size,
                     prefix_cache=config.scheduler.prefix_cache,
+                    counts_shared=chip.counts_shared_blocks(config, planner.facts),
                 )
                 for _ in range(planner.layout.within_group.dp)
             ],

@@ -42,6 +42,7 @@ class EngineSettings:
     costs: dict[BatchDescriptor, CaptureCost]
     lazy_capacity: int
     exchange: ExchangeRule
+    counts_shared_blocks: bool
     token: str
     report: dict[str, Any]
 
@@ -109,6 +110,7 @@ class Engine:
                     settings.num_blocks,
                     config.kv.block_size,
                     prefix_cache=config.scheduler.prefix_cache,
+                    counts_shared=settings.counts_shared_blocks,
                 )
                 for _ in range(layout.dp)
             ],

@@ -98,6 +98,7 @@ class ModelRunner:
         self._causal_mask = make_causal_mask(npu.device)
         # What the experts computed, and what found no room: of the decoder, and of drafts.
         self._tally = torch.zeros(TALLY_SHAPE, dtype=torch.int64, device=npu.device)
+        self._decoder_tally, draft_tally = self._tally[..., 0].unbind(0)
         self._num_unplaced = 0  # tokens without room, in all steps so far
         self._buffers = StepBuffers(
             npu,
@@ -119,7 +120,7 @@ class ModelRunner:
                 npu,
                 block_size=self._block_size,
                 causal_mask=self._causal_mask,
-                tally=self._tally[1],
+                tally=draft_tally,
                 choose_exchange=choose_exchange,
             )
         self._spare_row = max_rows
@@ -294,7 +295,7 @@ class ModelRunner:
             pieces.begin()
             hidden = self._run_pieces(graph, metadata, pieces.replay)
         else:
-            experts = ExpertStep(plan.exchange, self._tally[0])
+            experts = ExpertStep(plan.exchange, self._decoder_tally)
             hidden = self._model.forward(
                 step.token_ids,
                 step.positions,
@@ -422,4 +423,4 @@ class ModelRunner:
         return self._model.kind.prepare(metadata, block_table, self._block_size, self._npu.upload)
 
     def _experts_of(self, graph: BatchDescriptor) -> ExpertStep:
-        return ExpertStep(self._choose_exchange(graph.num_tokens), self._tally[0])
+        return ExpertStep(self._choose_exchange(graph.num_tokens), self._decoder_tally)

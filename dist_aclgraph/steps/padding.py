@@ -25,6 +25,19 @@ def pad_lens(graph: BatchDescriptor, query_ends: IntArray, kv_lens: IntArray) ->
     return _pad_mixed(graph, query_ends, kv_lens)
 
 
+def padding_blocks(graph: BatchDescriptor, num_tokens: int, num_reqs: int, block_size: int) -> int:
+    """Return how many blocks the KV lengths of a full graph's padding requests stand for.
+
+    Args:
+        num_tokens, num_reqs: of the live requests.
+    """
+    missing = graph.num_reqs - num_reqs
+    if missing == 0:
+        return 0
+    share = graph.query_len or -(-(graph.num_tokens - num_tokens) // missing)
+    return missing * -(-max(share, PADDING_KV_LEN) // block_size)
+
+
 def _pad_uniform(graph: BatchDescriptor, kv_lens: IntArray) -> Lens:
     # Every padding request keeps the query length; its KV length covers its queries.
     missing = graph.num_reqs - len(kv_lens)

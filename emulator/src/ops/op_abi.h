@@ -171,7 +171,7 @@ LaunchTraits traits_of(const char *name, const AiCpuRule *rule, const std::tuple
   return std::apply(
       [&](const A &...a) {
         LaunchTraits traits;
-        traits.unaligned = (is_unaligned(a) || ...);
+        traits.unaligned = (is_unaligned(a) || ...) ? name : nullptr;
         if (rule) {
           Operands operands;
           (add_operand(operands, a), ...);

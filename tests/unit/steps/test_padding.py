@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_aclgraph.planning.descriptor import BatchDescriptor
-from dist_aclgraph.steps.padding import pad_lens
+from dist_aclgraph.steps.padding import pad_lens, padding_blocks
 
 MAX_SEQS = 16
 
@@ -65,3 +65,18 @@ def test_a_decode_step_keeps_the_query_length_of_every_request(q: int, num_reqs:
     assert ends[: len(earlier)] == live_ends
     assert kv_lens[: len(earlier)] == live_lens
     assert kv_lens[len(earlier) :] == [q] * (num_reqs - len(earlier))
+
+
+@given(mixed_steps(), st.sampled_from((1, 4, 16)))
+def test_padding_stands_for_no_fewer_blocks_than_its_lengths(step, block_size: int) -> None:
+    graph, queries, earlier = step
+
+    (_, kv_lens), _, _ = padded(graph, queries, earlier)
+
+    needed = sum(-(-length // block_size) for length in kv_lens[len(queries) :])
+    assert needed <= padding_blocks(graph, sum(queries), len(queries), block_size)
+
+
+def test_a_padding_request_of_a_decode_graph_stands_for_one_block() -> None:
+    assert padding_blocks(BatchDescriptor(16, 8, 2, "FULL"), 10, 5, 128) == 3
+    assert padding_blocks(BatchDescriptor(16, 8, 2, "FULL"), 16, 8, 128) == 0
