@@ -1,5 +1,5 @@
-"""The emulator on other processors than x86-64: where a compiler for aarch64 is at hand, the sources
-that know a processor compile for it, and where a user-mode QEMU is, what came out runs."""
+"""The emulator on other processors than x86-64. Where a compiler for aarch64 is at hand, what knows
+a processor compiles for it; where a user-mode QEMU is as well, what came out runs."""
 
 import shutil
 import subprocess
