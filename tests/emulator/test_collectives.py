@@ -91,6 +91,84 @@ def test_collectives_eager_and_captured(run_ranks, ranks):
         assert status == 0 and "ALL DONE" in output, output
 
 
+CAPTURED = """
+dist.init_process_group("hccl")
+n = dist.get_world_size()
+sizes = [[(a + b) % 3 for b in range(n)] for a in range(n)]
+receive = [sizes[r][rank] for r in range(n)]
+x = torch.zeros(n * 6, device="npu")
+scattered, gathered = torch.empty(6, device="npu"), torch.empty(n * n * 6, device="npu")
+turned = torch.empty(n * 6, device="npu")
+split = torch.empty(sum(receive), device="npu")
+
+def run():
+    dist.reduce_scatter_tensor(scattered, x)
+    dist.all_gather_into_tensor(gathered, x)
+    dist.all_to_all_single(turned, x)
+    dist.all_to_all_single(split, x[:sum(sizes[rank])], receive, sizes[rank])
+
+def results():
+    torch.npu.synchronize()
+    return [t.cpu().clone() for t in (scattered, gathered, turned, split)]
+
+def fill(step):
+    x.copy_(torch.arange(n * 6) + 100.0 * rank + 1000 * step)
+
+fill(0)
+run()
+graph = torch.npu.NPUGraph()
+with torch.npu.graph(graph):
+    run()
+for step in (1, 2):
+    fill(step)
+    graph.replay()
+    replayed = results()
+    mine = [torch.arange(n * 6) + 100.0 * r + 1000 * step for r in range(n)]
+    assert torch.equal(replayed[0], sum(mine)[6 * rank:6 * rank + 6])
+    assert torch.equal(replayed[1], torch.cat(mine))
+    assert torch.equal(replayed[2], torch.cat([t[6 * rank:6 * rank + 6] for t in mine]))
+    starts = [sum(sizes[r][:rank]) for r in range(n)]
+    want = [t[s:s + c] for t, s, c in zip(mine, starts, receive)]
+    assert torch.equal(replayed[3], torch.cat(want))
+print("ALL DONE")
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_shares_of_a_context_need_may_be_captured(run_ranks, ranks):
+    """Reduce-scatter, all-gather, all-to-all with equal and with given sizes."""
+    for status, output in run_ranks(CAPTURED, ranks):
+        assert status == 0 and "ALL DONE" in output, output
+
+
+@pytest.mark.parametrize("count", [5, 200000])
+def test_batches_of_sends_and_receives_wait_in_no_ring(run_ranks, count):
+    """Each rank sends to both neighbours before it receives, more than a mailbox holds."""
+    results = run_ranks(
+        f"""
+        count = {count}
+        dist.init_process_group("hccl")
+        n = dist.get_world_size()
+        after, before = (rank + 1) % n, (rank - 1) % n
+        sent = torch.full((count,), float(rank)).npu()
+        got = [torch.zeros(count).npu() for _ in range(2)]
+        calls = [dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.isend, sent + 10, before),
+                 dist.P2POp(dist.irecv, got[0], before), dist.P2POp(dist.irecv, got[1], after)]
+        for work in dist.batch_isend_irecv(calls):
+            work.wait()
+        torch.npu.synchronize()
+        assert got[0].cpu().unique().tolist() == [float(before)]
+        assert got[1].cpu().unique().tolist() == [after + 10.0]
+        print("ALL DONE")
+        os._exit(0)
+        """,
+        3,
+    )
+    for status, output in results:
+        assert status == 0 and "ALL DONE" in output, output
+
+
 def test_a_mismatch_is_reported_by_both_ranks(run_ranks):
     results = run_ranks(
         """

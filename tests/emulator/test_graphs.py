@@ -125,9 +125,16 @@ def test_random_numbers_change_from_replay_to_replay():
 
 
 def recorded_event():
-    event = torch.npu.Event()
+    event = torch.npu.Event(enable_timing=True)
     event.record()
     return event
+
+
+TIMED = recorded_event()
+
+
+def elapsed_of(begin, end=None):
+    return begin.elapsed_time(end or TIMED)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +144,9 @@ def recorded_event():
         (lambda x: torch.npu.current_stream().query(), "107027"),
         (lambda x: x.cpu(), "107030"),
         (lambda x: recorded_event().synchronize(), "107028"),
+        (lambda x: recorded_event().query(), "107028"),
+        (lambda x: elapsed_of(recorded_event()), "107028"),
+        (lambda x: elapsed_of(TIMED, recorded_event()), "107028"),
         (lambda x: torch.npu.synchronize(), "107030"),
     ],
 )

@@ -1,7 +1,6 @@
-// The collectives and point-to-point calls. Each is one task of the stream, so that it may be
-// captured like any other.
+// The collectives. Each is one task of the stream, so that it may be captured like any other.
 #include "hccl/domain.h"
-#include "hccl/handles.h"
+#include "hccl/point_to_point.h"
 #include "hccl/reduce.h"
 #include "runtime/services.h"
 
@@ -12,7 +11,6 @@
 
 using namespace emu;
 using namespace emu::hccl;
-using Comm = std::shared_ptr<Communicator>;
 
 namespace {
 
@@ -23,26 +21,18 @@ Call describe(const char *name, uint64_t count, int type, int argument = 0) {
   return call;
 }
 
-char *bytes_at(const void *p) {
-  return static_cast<char *>(const_cast<void *>(accessible(p)));
-}
-
-HcclResult launch_on(const Comm &c, const char *name, aclrtStream stream, Task body) {
-  if (!c->claim(Communicator::Use::Collectives)) {
-    return fail(1,
-                "%s on communicator %s, which operators use that communicate inside their kernel "
-                "(MC2): they need one of their own",
-                name, c->name.c_str())
-               ? HCCL_E_NOT_SUPPORT
-               : HCCL_SUCCESS;
-  }
-  if (use_domain(stream, c.get(), c->ranks))
-    return HCCL_E_RUNTIME;
-  auto counted = [c, body = std::move(body)] {
-    body();
-    count_collective(c->device);
-  };
-  return launch(stream, TaskKind::Kernel, name, std::move(counted)) ? HCCL_E_RUNTIME : HCCL_SUCCESS;
+// What all ranks take part in: as `call`, which in a graph carries the session of the capture.
+template <class Body>
+HcclResult launch_for_all(const Comm &c, const char *name, Call call, aclrtStream stream,
+                          Body body) {
+  uint32_t graph = graph_of_capture(stream);
+  auto session = graph ? c->sessions().of(graph, c) : nullptr;
+  call.session = session ? session->number : 0;
+  return launch_on(c, name, stream, [call, session, body = std::move(body)] {
+    if (session)
+      session->replayed();
+    body(call);
+  });
 }
 
 // Every rank offers the same number of bytes, and `consume(begin, bytes, parts)` gets that stretch
@@ -102,41 +92,43 @@ void reduce_part(Communicator &c, const Call &call, const void *send, void *rece
 EMU_API HcclResult HcclAllReduce(void *send, void *receive, uint64_t count, HcclDataType type,
                                  HcclReduceOp op, HcclComm comm, aclrtStream stream) {
   Comm c = communicator(comm);
-  return launch_on(c, "HcclAllReduce", stream, [=] {
-    reduce_part(*c, describe("AllReduce", count, type, op), send, receive, count, 0, count, type,
-                op, true);
-  });
+  auto run = [=](const Call &call) {
+    reduce_part(*c, call, send, receive, count, 0, count, type, op, true);
+  };
+  return launch_for_all(c, "HcclAllReduce", describe("AllReduce", count, type, op), stream, run);
 }
 
 EMU_API HcclResult HcclReduce(void *send, void *receive, uint64_t count, HcclDataType type,
                               HcclReduceOp op, uint32_t root, HcclComm comm, aclrtStream stream) {
   Comm c = communicator(comm);
-  return launch_on(c, "HcclReduce", stream, [=] {
-    reduce_part(*c, describe("Reduce", count, type, op), send, receive, count, 0, count, type, op,
-                c->rank == root);
-  });
+  auto run = [=](const Call &call) {
+    reduce_part(*c, call, send, receive, count, 0, count, type, op, c->rank == root);
+  };
+  return launch_for_all(c, "HcclReduce", describe("Reduce", count, type, op), stream, run);
 }
 
 EMU_API HcclResult HcclReduceScatter(void *send, void *receive, uint64_t count, HcclDataType type,
                                      HcclReduceOp op, HcclComm comm, aclrtStream stream) {
   Comm c = communicator(comm);
-  return launch_on(c, "HcclReduceScatter", stream, [=] {
-    reduce_part(*c, describe("ReduceScatter", count, type, op), send, receive, count * c->ranks,
-                count * c->rank, count, type, op, true);
-  });
+  auto run = [=](const Call &call) {
+    reduce_part(*c, call, send, receive, count * c->ranks, count * c->rank, count, type, op, true);
+  };
+  return launch_for_all(c, "HcclReduceScatter", describe("ReduceScatter", count, type, op), stream,
+                        run);
 }
 
 EMU_API HcclResult HcclAllGather(void *send, void *receive, uint64_t count, HcclDataType type,
                                  HcclComm comm, aclrtStream stream) {
   Comm c = communicator(comm);
   size_t bytes = count * element_bytes(type);
-  return launch_on(c, "HcclAllGather", stream, [=] {
-    all_to_each(*c, describe("AllGather", count, type), bytes_at(send), bytes,
+  auto run = [=](const Call &call) {
+    all_to_each(*c, call, bytes_at(send), bytes,
                 [&](size_t begin, size_t size, const char *const *parts) {
                   for (uint32_t r = 0; r < c->ranks; r++)
                     memcpy(bytes_at(receive) + r * bytes + begin, parts[r], size);
                 });
-  });
+  };
+  return launch_for_all(c, "HcclAllGather", describe("AllGather", count, type), stream, run);
 }
 
 // Only the root's bytes are read; the others offer theirs, which is simpler than not doing so.
@@ -144,37 +136,40 @@ EMU_API HcclResult HcclBroadcast(void *data, uint64_t count, HcclDataType type, 
                                  HcclComm comm, aclrtStream stream) {
   Comm c = communicator(comm);
   size_t bytes = count * element_bytes(type);
-  return launch_on(c, "HcclBroadcast", stream, [=] {
-    all_to_each(*c, describe("Broadcast", count, type, root), bytes_at(data), bytes,
+  auto run = [=](const Call &call) {
+    all_to_each(*c, call, bytes_at(data), bytes,
                 [&](size_t begin, size_t size, const char *const *parts) {
                   if (c->rank != root)
                     memcpy(bytes_at(data) + begin, parts[root], size);
                 });
-  });
+  };
+  return launch_for_all(c, "HcclBroadcast", describe("Broadcast", count, type, root), stream, run);
 }
 
 EMU_API HcclResult HcclScatter(void *send, void *receive, uint64_t count, HcclDataType type,
                                uint32_t root, HcclComm comm, aclrtStream stream) {
   Comm c = communicator(comm);
   size_t bytes = count * element_bytes(type);
-  return launch_on(c, "HcclScatter", stream, [=] {
+  auto run = [=](const Call &call) {
     std::vector<char> nothing(c->rank == root ? 0 : bytes * c->ranks);
     const char *offer = c->rank == root ? bytes_at(send) : nothing.data();
-    all_to_each(*c, describe("Scatter", count, type, root), offer, bytes * c->ranks,
+    all_to_each(*c, call, offer, bytes * c->ranks,
                 [&](size_t begin, size_t size, const char *const *parts) {
                   Overlap o(begin, size, bytes * c->rank, bytes * (c->rank + 1));
                   memcpy(bytes_at(receive) + (o.begin - bytes * c->rank) * (o.bytes > 0),
                          parts[root] + (o.begin - begin) * (o.bytes > 0), o.bytes);
                 });
-  });
+  };
+  return launch_for_all(c, "HcclScatter", describe("Scatter", count, type, root), stream, run);
 }
 
 EMU_API HcclResult HcclBarrier(HcclComm comm, aclrtStream stream) {
   Comm c = communicator(comm);
-  return launch_on(c, "HcclBarrier", stream, [=] {
-    all_to_each(*c, describe("Barrier", 0, 0), nullptr, 0,
+  auto run = [=](const Call &call) {
+    all_to_each(*c, call, nullptr, 0,
                 [](size_t, size_t, const char *const *) {});
-  });
+  };
+  return launch_for_all(c, "HcclBarrier", describe("Barrier", 0, 0), stream, run);
 }
 
 EMU_API HcclResult HcclAlltoAll(const void *send, uint64_t count, HcclDataType type,
@@ -182,8 +177,8 @@ EMU_API HcclResult HcclAlltoAll(const void *send, uint64_t count, HcclDataType t
                                 aclrtStream stream) {
   Comm c = communicator(comm);
   size_t bytes = count * element_bytes(type);
-  return launch_on(c, "HcclAlltoAll", stream, [=] {
-    all_to_each(*c, describe("AlltoAll", count, type), bytes_at(send), bytes * c->ranks,
+  auto run = [=](const Call &call) {
+    all_to_each(*c, call, bytes_at(send), bytes * c->ranks,
                 [&](size_t begin, size_t size, const char *const *parts) {
                   size_t mine = bytes * c->rank;
                   Overlap o(begin, size, mine, mine + bytes);
@@ -191,7 +186,8 @@ EMU_API HcclResult HcclAlltoAll(const void *send, uint64_t count, HcclDataType t
                     memcpy(bytes_at(receive) + r * bytes + (o.begin - mine),
                            parts[r] + (o.begin - begin), o.bytes);
                 });
-  });
+  };
+  return launch_for_all(c, "HcclAlltoAll", describe("AlltoAll", count, type), stream, run);
 }
 
 // Counts and displacements are host arrays: fixed at launch, also inside a captured graph. Each
@@ -209,42 +205,16 @@ EMU_API HcclResult HcclAlltoAllV(const void *send, const void *send_counts,
   };
   auto counts = values(send_counts), displacements = values(send_displacements);
   auto wanted = values(receive_counts), places = values(receive_displacements);
-  return launch_on(c, "HcclAlltoAllV", stream, [=] {
-    all_to_each(*c, describe("AlltoAllV", 0, type), nullptr, 0,
-                [](size_t, size_t, const char *const *) {});
-    std::lock_guard<std::mutex> in_order(c->order());
-    // The offset at which a pair meets is the same for both sides, so that nobody waits in a ring.
-    for (uint32_t step = 0; step < c->ranks; step++) {
-      uint32_t peer = (step + c->ranks - c->rank) % c->ranks;
-      const char *from = bytes_at(send) + displacements[peer] * size;
-      char *to = bytes_at(receive) + places[peer] * size;
-      if (peer == c->rank) {
-        if (counts[peer] != wanted[peer])
-          throw std::runtime_error("HCCL mismatch: AlltoAllV of a rank with itself");
-        memcpy(to, from, counts[peer] * size);
-      } else if (c->rank < peer) {
-        c->send(from, counts[peer] * size, peer);
-        c->receive(to, wanted[peer] * size, peer);
-      } else {
-        c->receive(to, wanted[peer] * size, peer);
-        c->send(from, counts[peer] * size, peer);
-      }
-    }
-  });
-}
-
-EMU_API HcclResult HcclSend(void *data, uint64_t count, HcclDataType type, uint32_t to,
-                            HcclComm comm, aclrtStream stream) {
-  Comm c = communicator(comm);
-  size_t bytes = count * element_bytes(type);
-  return launch_on(c, "HcclSend", stream, [=] { c->send(data, bytes, to); });
-}
-
-EMU_API HcclResult HcclRecv(void *data, uint64_t count, HcclDataType type, uint32_t from,
-                            HcclComm comm, aclrtStream stream) {
-  Comm c = communicator(comm);
-  size_t bytes = count * element_bytes(type);
-  return launch_on(c, "HcclRecv", stream, [=] { c->receive(data, bytes, from); });
+  Transfers mine;
+  for (uint32_t peer = 0; peer < c->ranks; peer++) {
+    mine.sends.push_back({peer, bytes_at(send) + displacements[peer] * size, counts[peer] * size});
+    mine.receives.push_back({peer, bytes_at(receive) + places[peer] * size, wanted[peer] * size});
+  }
+  auto run = [=](const Call &call) {
+    all_to_each(*c, call, nullptr, 0, [](size_t, size_t, const char *const *) {});
+    exchange(*c, mine);
+  };
+  return launch_for_all(c, "HcclAlltoAllV", describe("AlltoAllV", 0, type), stream, run);
 }
 
 std::optional<Domain> emu::hccl::find_domain(const std::string &name, uint32_t rank) {

@@ -45,6 +45,10 @@ Communicator::Communicator(std::string name_, uint32_t ranks_, uint32_t rank_)
     areas_.push_back(p + kHeaderBytes + 2 * kSlotBytes);
   }
   area_ = areas_[rank];
+  std::vector<CaptureSessions::Dropped *> dropped;
+  for (Header *h : headers_)
+    dropped.push_back(&h->dropped_session);
+  sessions_.share(std::move(dropped), rank);
   Header &mine = *headers_[rank];
   mine.start_time = process_start_time(getpid());
   mine.pid = getpid();
@@ -140,12 +144,22 @@ void Communicator::barrier(const Call &call) {
   });
 }
 
+static std::string place_of(const Call &call) {
+  return call.session ? "replays it from capture " + std::to_string(call.session)
+                      : std::string("runs it outside a graph");
+}
+
 void Communicator::compare(const Call &call) const {
   for (uint32_t r = 0; r < ranks; r++) {
-    const char *theirs = headers_[r]->calls[calls_ & 1].text;
-    if (strncmp(theirs, call.text, kDescriptionBytes))
+    const Call &theirs = headers_[r]->calls[calls_ & 1];
+    if (strncmp(theirs.text, call.text, kDescriptionBytes))
       throw std::runtime_error("HCCL mismatch: rank " + std::to_string(rank) + " runs " +
-                               call.text + ", rank " + std::to_string(r) + " runs " + theirs);
+                               call.text + ", rank " + std::to_string(r) + " runs " + theirs.text);
+    if (theirs.session != call.session)
+      throw std::runtime_error("HCCL mismatch: rank " + std::to_string(rank) + " runs " +
+                               call.text + " and " + place_of(call) + ", rank " +
+                               std::to_string(r) + " " + place_of(theirs) + " of communicator " +
+                               name + "; all ranks must replay the graph of one capture");
   }
 }
 

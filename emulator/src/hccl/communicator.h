@@ -6,6 +6,7 @@
 #pragma once
 
 #include "emulator.h"
+#include "hccl/capture_sessions.h"
 
 #include <atomic>
 #include <array>
@@ -22,6 +23,7 @@ constexpr size_t kDescriptionBytes = 112;
 // What a rank runs, for comparison and messages.
 struct Call {
   char text[kDescriptionBytes];
+  uint32_t session;  // the capture that is replayed; 0: the call is not part of a graph
 };
 
 struct Header {
@@ -30,6 +32,7 @@ struct Header {
   std::atomic<uint32_t> arrivals, completed, sleepers;
   std::atomic<int32_t> pid;
   std::atomic<uint64_t> start_time;  // of the process, against reuse of its id
+  CaptureSessions::Dropped dropped_session;
   Call calls[2];
 };
 
@@ -79,6 +82,8 @@ public:
     return use_.compare_exchange_strong(owner, use) || owner == use;
   }
 
+  CaptureSessions &sessions() { return sessions_; }
+
   // Collectives of one communicator are one after the other.
   std::mutex &order() { return order_; }
 
@@ -87,6 +92,7 @@ public:
 
 private:
   std::atomic<Use> use_{Use::None};
+  CaptureSessions sessions_;
   std::mutex order_;
   std::vector<char *> segments_;
   std::vector<Header *> headers_;

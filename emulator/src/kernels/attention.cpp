@@ -188,7 +188,7 @@ private:
     store_floats(out, a.out, token * a.out_token_stride + head * a.out_head_stride, a.value_dim);
     if (a.lse)
       a.lse[token * a.lse_token_stride + head * a.lse_head_stride] =
-          divisor == 0 ? INFINITY : greatest + std::log(divisor);
+          divisor == 0 ? a.lse_without_keys : greatest + std::log(divisor);
   }
 
   // Tokens first.. of one page, as floats.

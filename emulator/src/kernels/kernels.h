@@ -80,6 +80,7 @@ enum class Mask { None, LeftUpCausal, RightDownCausal, Band, Explicit };
 struct Attention {
   Data query, query_rope, out;
   float *lse = nullptr;                           // [rows, heads] if asked for
+  float lse_without_keys = 0;                     // of a row that sees no key
   int64_t query_token_stride, query_head_stride;  // of query
   int64_t rope_token_stride = 0, rope_head_stride = 0;
   int64_t out_token_stride, out_head_stride;
@@ -96,6 +97,18 @@ struct Attention {
   std::vector<Sequence> sequences;
 };
 void attention(const Attention &a);  // throws if the block table names a page that does not exist
+
+// ---- merge.cpp
+// Over `rows` of `dim` elements: sum of outs[i] * exp(lses[i] - lse), lse = log sum exp(lses[i]).
+struct MergedAttention {
+  std::vector<const float *> lses;  // [rows] each
+  std::vector<Data> outs;           // [rows, dim] each
+  Data out;
+  float *lse = nullptr;    // [rows] if asked for
+  int64_t rows, dim;
+  bool infinity_is_empty;  // a log-sum-exp of +infinity counts as one of -infinity
+};
+void merge_attention(const MergedAttention &m);
 
 // ---- select.cpp
 // First position of the greatest value of each row; a NaN counts as greatest, as in ATen.

@@ -153,6 +153,9 @@ Task bind(FiaArguments f) {
   bind_sequences(f, a, q, o);
   if (f.wants_lse) {
     a.lse = f.lse.data_ptr<float>();
+    // The prompt, split-fuse and latent kernels write 3e+99, which is +infinity in float32; the one
+    // for single rows -3.40E+38. Results of such rows are zero everywhere.
+    a.lse_without_keys = f.incremental() ? -3.40E+38f : INFINITY;
     // [T, N, 1] with TND, else [B, N, S, 1], where a sequence begins at a multiple of N * S: only
     // an out of the same order, or one row for each sequence, counts tokens like that.
     bool bns = !f.tnd(), in_order = f.layout == FiaLayout::BNSD && f.out_layout == FiaOut::AsQuery;

@@ -35,6 +35,9 @@ struct FiaArguments {
   int64_t value_dim() const;
   // Multi-head latent attention after absorption: one head of 512 plus 64 for all queries.
   bool latent() const { return query_rope && head_dim() == 512; }
+  // Whether the kernel for one query row of each sequence takes the call, or its successor in 9 that
+  // keeps to its ways (fused_infer_attention_score_tiling_info_parser.cpp, GetLegacyIfaFlag).
+  bool incremental() const;
   // Whether the tiling of CANN 9 for grouped queries in TND takes the call.
   bool split_fuse() const;
 

@@ -259,6 +259,10 @@ void FiaArguments::check_mask() const {
            ", must be at least block_table columns * block_size, ", longest);
 }
 
+bool FiaArguments::incremental() const {
+  return !tnd() && query_rows() == 1 && !query_rope && head_dim() == value_dim();
+}
+
 // fused_infer_attention_score_tiling.cpp of CANN 9, IsUsingFAI. There a sequence of one head per key
 // goes to the tiling of CANN 8.5, and so does what this one does not take.
 bool FiaArguments::split_fuse() const {

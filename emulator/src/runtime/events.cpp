@@ -37,8 +37,22 @@ static void set_external(Event &e, bool value) {
     e.changed.notify_all();
   }
 }
-static aclError refuse_captured() {
-  return fail(ACL_ERROR_RT_EVENT_CAPTURED, "the event is captured");
+// What the host asks of an event: nothing of a captured one before its capture ends, and nothing of
+// an external one ever (api_error.cc: EventSynchronize, EventQueryStatus and those beside them).
+static aclError refuse_question(const Event &e, const char *question) {
+  if (e.external())
+    return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "%s of an external event is not supported",
+                question);
+  Lock lock(g_capture_mutex);
+  if (e.capture())
+    return fail(ACL_ERROR_RT_EVENT_CAPTURED, "%s: event %u is captured", question, e.id);
+  return 0;
+}
+
+static double timestamp_ms(aclrtEvent event) {
+  auto *e = static_cast<Event *>(event);
+  Lock lock(e->mutex);
+  return e->timestamp_ms;
 }
 
 static aclError record_captured(const std::shared_ptr<Event> &e, Stream *s) {
@@ -51,9 +65,9 @@ static void post_record(const std::shared_ptr<Event> &e, Stream *s) {
   {
     Lock lock(e->mutex);
     generation = ++e->submitted;
-    e->recorded_on = s->id;
-    e->graph.reset();
   }
+  e->recorded_on = s->id;
+  e->graph.reset();
   s->post("event_record", [e, generation] {
     Lock lock(e->mutex);
     e->completed = generation;
@@ -123,6 +137,7 @@ EMU_API aclError aclrtRecordEvent(aclrtEvent event, aclrtStream handle) {
     return launch(handle, TaskKind::ExternalTask, "event_record_external",
                   [e] { set_external(*e, true); });
   }
+  Lock lock(g_capture_mutex);
   if (s->graph)
     return record_captured(e, s);
   if (aclError error = g_failures[s->device].report())
@@ -136,13 +151,14 @@ EMU_API aclError aclrtStreamWaitEvent(aclrtStream handle, aclrtEvent event) {
   Stream *s = stream_of(handle);
   if (e->external())
     return launch(handle, TaskKind::ExternalTask, "event_wait_external",
-                  [e, device = s->device, captured = s->graph != nullptr] {
+                  [e, device = s->device, captured = s->captured()] {
       ExternalWait counted(device, captured);
       Lock lock(e->mutex);
       wait_or_throw(
           lock, e->changed, [&] { return e->external_set; },
           [&] { return "external " + e->name(); });
     });
+  Lock lock(g_capture_mutex);
   if (auto graph = e->capture())
     return wait_captured(e, graph, s);
   if (s->graph) {
@@ -166,12 +182,12 @@ EMU_API aclError aclrtResetEvent(aclrtEvent event, aclrtStream handle) {
 
 EMU_API aclError aclrtSynchronizeEvent(aclrtEvent event) {
   auto e = event_of(event);
-  if (e->capture())
-    return refuse_captured();
+  if (aclError error = refuse_question(*e, "synchronize"))
+    return error;
   count(Counters::of(current_device()).host_syncs);
   Lock lock(e->mutex);
   uint64_t generation = e->submitted;
-  auto done = [&] { return e->external() ? e->external_set : e->completed >= generation; };
+  auto done = [&] { return e->completed >= generation; };
   // A device that fails never completes it: the tasks after the failed one do not run.
   while (!e->changed.wait_for(lock, std::chrono::milliseconds(20), done))
     if (aclError error = g_failures[current_device()].report())
@@ -181,23 +197,29 @@ EMU_API aclError aclrtSynchronizeEvent(aclrtEvent event) {
 
 EMU_API aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatus *status) {
   auto e = event_of(event);
-  if (e->capture())
-    return refuse_captured();
+  if (aclError error = refuse_question(*e, "query"))
+    return error;
   Lock lock(e->mutex);
   *status = e->completed >= e->submitted ? ACL_EVENT_RECORDED_STATUS_COMPLETE
                                          : ACL_EVENT_RECORDED_STATUS_NOT_READY;
   return 0;
 }
-EMU_API aclError aclrtQueryEventWaitStatus(aclrtEvent, aclrtEventWaitStatus *status) {
+EMU_API aclError aclrtQueryEventWaitStatus(aclrtEvent event, aclrtEventWaitStatus *status) {
+  if (aclError error = refuse_question(*event_of(event), "query of waits"))
+    return error;
   *status = ACL_EVENT_WAIT_STATUS_COMPLETE;
   return 0;
 }
 EMU_API aclError aclrtEventElapsedTime(float *ms, aclrtEvent begin, aclrtEvent end) {
-  *ms = static_cast<float>(static_cast<Event *>(end)->timestamp_ms -
-                           static_cast<Event *>(begin)->timestamp_ms);
+  for (aclrtEvent event : {begin, end})
+    if (aclError error = refuse_question(*event_of(event), "elapsed time"))
+      return error;
+  *ms = static_cast<float>(timestamp_ms(end) - timestamp_ms(begin));
   return 0;
 }
 EMU_API aclError aclrtEventGetTimestamp(aclrtEvent event, uint64_t *us) {
-  *us = static_cast<uint64_t>(static_cast<Event *>(event)->timestamp_ms * 1000);
+  if (aclError error = refuse_question(*event_of(event), "timestamp"))
+    return error;
+  *us = static_cast<uint64_t>(timestamp_ms(event) * 1000);
   return 0;
 }

@@ -68,7 +68,6 @@ aclError Graph::add_lane(Stream *stream) {
 }
 
 aclError Graph::append(Stream *stream, Node node, int *index) {
-  Lock lock(capture_mutex_);
   node.lane = lanes.at(stream);
   long &sqes = lane_sqes_[node.lane], before = sqes;
   sqes += sqes_of(node);
@@ -98,7 +97,14 @@ aclError Graph::use_domain(const void *domain, uint32_t ranks) {
 
 aclError use_domain(aclrtStream stream, const void *domain, uint32_t ranks) {
   Stream *s = stream_of(stream);
+  Lock lock(g_capture_mutex);
   return s->graph ? s->graph->use_domain(domain, ranks) : 0;
+}
+
+uint32_t graph_of_capture(aclrtStream stream) {
+  Stream *s = stream_of(stream);
+  Lock lock(g_capture_mutex);
+  return s->graph ? s->graph->id : 0;
 }
 
 void Graph::end_capture() {

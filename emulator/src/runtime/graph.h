@@ -30,6 +30,7 @@ struct TaskGroup {
   std::vector<int> nodes;
 };
 
+// Under g_capture_mutex until the capture ends; after that only bodies of task groups change.
 struct Graph : std::enable_shared_from_this<Graph> {
   const uint32_t id;
   const int device;
@@ -64,7 +65,6 @@ private:
   StreamBudget::Held streams_{};  // ids, and so many queues when bound
   std::vector<long> lane_sqes_;  // entries of each lane's submission queue
   std::set<const void *> domains_;
-  std::mutex capture_mutex_;  // torch_npu's queue thread and its caller append to one capture
   void replay_one_lane() const;
   void replay_lanes() const;
   aclError take_streams(StreamBudget::Holder holder, long count, aclError code, const char *call);

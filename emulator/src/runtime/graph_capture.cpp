@@ -13,19 +13,19 @@
 
 namespace emu {
 
-static std::mutex g_capturing_mutex;
+std::mutex g_capture_mutex;
 static std::vector<std::shared_ptr<Graph>> g_capturing;
 
 static Graph *graph_of(aclmdlRI model) { return static_cast<Graph *>(model); }
 
 bool is_capturing(int device) {
-  Lock lock(g_capturing_mutex);
+  Lock lock(g_capture_mutex);
   return std::any_of(g_capturing.begin(), g_capturing.end(),
                      [device](auto &g) { return g->device == device; });
 }
 
 aclError refuse_during_capture(const char *call) {
-  Lock lock(g_capturing_mutex);
+  Lock lock(g_capture_mutex);
   for (auto &g : g_capturing) {
     if (g->mode == ACL_MODEL_RI_CAPTURE_MODE_RELAXED ||
         t_capture_mode == ACL_MODEL_RI_CAPTURE_MODE_RELAXED)
@@ -52,24 +52,29 @@ static Task counted(Task body, int device, LaunchTraits traits) {
 aclError launch(aclrtStream handle, TaskKind kind, const char *name, Task body,
                 LaunchTraits traits) {
   Stream *s = stream_of(handle);
-  if (settings().trace)
-    fprintf(stderr, "[emulator] device %d stream %d %s%s\n", s->device, s->id, name,
-            s->graph    ? " (captured)"
-            : s->update ? " (update)"
-                        : "");
+  // A fault may sleep, so it comes before the lock.
+  aclError fault = s->captured() ? fault_in_capture(name, s->device) : 0;
   body = counted(with_fault(name, s->device, std::move(body)), s->device, traits);
-  if (s->update)
-    return update_task(s, kind, name, std::move(body));
-  if (s->graph) {
-    if (s->group && kind != TaskKind::Kernel)
-      return fail(ACL_ERROR_STREAM_TASK_GROUP_INTR, "%s inside a task group", name);
-    if (aclError e = fault_in_capture(name, s->device)) {
-      s->graph->invalid = true;
-      return e;
+  {
+    Lock lock(g_capture_mutex);
+    if (settings().trace)
+      fprintf(stderr, "[emulator] device %d stream %d %s%s\n", s->device, s->id, name,
+              s->graph    ? " (captured)"
+              : s->update ? " (update)"
+                          : "");
+    if (s->update)
+      return update_task(s, kind, name, std::move(body));
+    if (s->graph) {
+      if (s->group && kind != TaskKind::Kernel)
+        return fail(ACL_ERROR_STREAM_TASK_GROUP_INTR, "%s inside a task group", name);
+      if (fault) {
+        s->graph->invalid = true;
+        return fault;
+      }
+      Node node{kind, name, std::move(body)};
+      node.ai_cpu = traits.ai_cpu != nullptr;
+      return s->graph->append(s, std::move(node));
     }
-    Node node{kind, name, std::move(body)};
-    node.ai_cpu = traits.ai_cpu != nullptr;
-    return s->graph->append(s, std::move(node));
   }
   if (aclError e = g_failures[s->device].report())
     return e;
@@ -83,20 +88,22 @@ using namespace emu;
 
 EMU_API aclError aclmdlRICaptureBegin(aclrtStream handle, aclmdlRICaptureMode mode) {
   Stream *s = stream_of(handle);
+  Lock lock(g_capture_mutex);
   if (s->graph)
     return fail(ACL_ERROR_RT_STREAM_CAPTURED, "stream %d is already capturing", s->id);
   auto g = std::make_shared<Graph>(s, mode);
   if (aclError e = g->add_lane(s))
     return e;
   g->self = g;
-  Lock lock(g_capturing_mutex);
   g_capturing.push_back(g);
   return 0;
 }
 
 EMU_API aclError aclmdlRICaptureGetInfo(aclrtStream handle, aclmdlRICaptureStatus *status,
                                         aclmdlRI *model) {
-  Graph *g = stream_of(handle)->graph.get();
+  Stream *s = stream_of(handle);
+  Lock lock(g_capture_mutex);
+  Graph *g = s->graph.get();
   *status = !g           ? ACL_MODEL_RI_CAPTURE_STATUS_NONE
             : g->invalid ? ACL_MODEL_RI_CAPTURE_STATUS_INVALIDATED
                          : ACL_MODEL_RI_CAPTURE_STATUS_ACTIVE;
@@ -108,16 +115,14 @@ EMU_API aclError aclmdlRICaptureGetInfo(aclrtStream handle, aclmdlRICaptureStatu
 EMU_API aclError aclmdlRICaptureEnd(aclrtStream handle, aclmdlRI *model) {
   Stream *s = stream_of(handle);
   *model = nullptr;
+  Lock lock(g_capture_mutex);
   auto g = s->graph;
   if (!g)
     return fail(ACL_ERROR_RT_STREAM_NOT_CAPTURED, "stream %d is not capturing", s->id);
   if (g->origin != s)
     return fail(ACL_ERROR_RT_STREAM_CAPTURE_UNMATCHED, "the capture was begun on another stream");
   g->end_capture();
-  {
-    Lock lock(g_capturing_mutex);
-    g_capturing.erase(std::remove(g_capturing.begin(), g_capturing.end(), g), g_capturing.end());
-  }
+  g_capturing.erase(std::remove(g_capturing.begin(), g_capturing.end(), g), g_capturing.end());
   aclError error = 0;
   if (g->invalid)
     error = fail(ACL_ERROR_RT_STREAM_CAPTURE_INVALIDATED, "the capture was invalidated");

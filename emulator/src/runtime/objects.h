@@ -27,6 +27,11 @@ class Stream;
 inline thread_local aclmdlRICaptureMode t_capture_mode = ACL_MODEL_RI_CAPTURE_MODE_GLOBAL;
 inline thread_local std::string t_where;  // of a worker: "stream 3" or "lane 1 of graph 7"
 
+// Guards what captures and updates change, of streams, events and graphs that are being captured:
+// the thread that captures, torch_npu's queue thread and those that ask for events all come here.
+// Never taken by workers, nor while a stream's or an event's mutex is held.
+extern std::mutex g_capture_mutex;
+
 // ---- waiting
 
 extern std::atomic<bool> g_oversubscribed;  // see services.h
@@ -47,15 +52,15 @@ struct Event {
   uint64_t submitted = 0, completed = 0;  // generations: re-recording makes a new one
   double timestamp_ms = 0;
   bool external_set = false;
-  int recorded_on = -1;        // stream id of the last record
-  std::weak_ptr<Graph> graph;  // last recorded in this capture, at graph_node
+  std::atomic<int> recorded_on{-1};  // stream id of the last record
+  std::weak_ptr<Graph> graph;  // last recorded in this capture, at graph_node; g_capture_mutex
   int graph_node = -1;
   std::shared_ptr<Event> self;  // until destroyed
 
   explicit Event(uint32_t flags);
   ~Event();
   bool external() const { return flags & ACL_EVENT_EXTERNAL; }
-  std::shared_ptr<Graph> capture() const;  // the active capture that recorded it, or null
+  std::shared_ptr<Graph> capture() const;  // the active capture that recorded it, or null; locked
   std::string name() const;
 };
 
@@ -63,6 +68,7 @@ struct Event {
 class Stream {
 public:
   const int device, id;
+  // Under g_capture_mutex, down to update_index.
   std::shared_ptr<Graph> graph;  // being captured
   TaskGroup *group = nullptr;    // open task group of the capture
   TaskGroup *update = nullptr;   // open task-update section, of update_graph
@@ -74,6 +80,10 @@ public:
   void post(const char *name, Task task);
   aclError synchronize(int timeout_ms = -1);
   bool drained() const { return completed_ == submitted_; }
+  bool captured() const {
+    Lock lock(g_capture_mutex);
+    return graph != nullptr;
+  }
 
 private:
   struct Item {

@@ -14,6 +14,9 @@ EMU_SHARED void close_domain(uint32_t ranks, int device);
 // domain that it touches.
 EMU_SHARED aclError use_domain(aclrtStream stream, const void *domain, uint32_t ranks);
 
+// The id of the graph that the stream is being captured into; 0 if it is not.
+EMU_SHARED uint32_t graph_of_capture(aclrtStream stream);
+
 // A collective has run on a device: eagerly, in a replay, or inside the kernel of an operator.
 EMU_SHARED void count_collective(int device);
 

@@ -184,7 +184,7 @@ EMU_API aclError aclrtCreateStream(aclrtStream *out) {
 }
 EMU_API aclError aclrtDestroyStream(aclrtStream handle) {
   auto *s = static_cast<Stream *>(handle);
-  if (s->graph)
+  if (s->captured())
     return fail(ACL_ERROR_RT_STREAM_CAPTURED, "stream %d is captured: destroy not permitted",
                 s->id);
   s->synchronize(settings().wait_s * 1000);
@@ -213,7 +213,7 @@ EMU_API aclError aclrtSetStreamAttribute(aclrtStream, aclrtStreamAttr, aclrtStre
 
 EMU_API aclError aclrtStreamQuery(aclrtStream handle, aclrtStreamStatus *status) {
   Stream *s = stream_of(handle);
-  if (s->graph)
+  if (s->captured())
     return fail(ACL_ERROR_RT_STREAM_CAPTURED, "stream %d is captured: query not permitted", s->id);
   *status = s->drained() ? ACL_STREAM_STATUS_COMPLETE : ACL_STREAM_STATUS_NOT_READY;
   return 0;
@@ -221,7 +221,7 @@ EMU_API aclError aclrtStreamQuery(aclrtStream handle, aclrtStreamStatus *status)
 
 EMU_API aclError aclrtSynchronizeStreamWithTimeout(aclrtStream handle, int32_t timeout_ms) {
   Stream *s = stream_of(handle);
-  if (s->graph)
+  if (s->captured())
     return fail(ACL_ERROR_RT_STREAM_CAPTURED, "stream %d is captured: synchronize not permitted",
                 s->id);
   count(Counters::of(s->device).host_syncs);

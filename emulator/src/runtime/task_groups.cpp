@@ -61,6 +61,7 @@ using namespace emu;
 
 EMU_API aclError aclmdlRICaptureTaskGrpBegin(aclrtStream handle) {
   Stream *s = stream_of(handle);
+  Lock lock(g_capture_mutex);
   if (!s->graph || s->group)
     return fail(ACL_ERROR_STREAM_TASK_GROUP_STATUS,
                 "task group begin: stream %d is not capturing or has an open group", s->id);
@@ -71,6 +72,7 @@ EMU_API aclError aclmdlRICaptureTaskGrpBegin(aclrtStream handle) {
 }
 EMU_API aclError aclmdlRICaptureTaskGrpEnd(aclrtStream handle, aclrtTaskGrp *group) {
   Stream *s = stream_of(handle);
+  Lock lock(g_capture_mutex);
   if (!s->group)
     return fail(ACL_ERROR_STREAM_TASK_GROUP_STATUS, "no task group is open");
   *group = s->group;
@@ -79,6 +81,7 @@ EMU_API aclError aclmdlRICaptureTaskGrpEnd(aclrtStream handle, aclrtTaskGrp *gro
 }
 EMU_API aclError aclmdlRICaptureTaskUpdateBegin(aclrtStream handle, aclrtTaskGrp group) {
   Stream *s = stream_of(handle);
+  Lock lock(g_capture_mutex);
   if (s->update || s->graph)
     return fail(ACL_ERROR_STREAM_TASK_GROUP_STATUS,
                 "task update begin: stream %d is capturing or in another update", s->id);
@@ -92,6 +95,7 @@ EMU_API aclError aclmdlRICaptureTaskUpdateBegin(aclrtStream handle, aclrtTaskGrp
 }
 EMU_API aclError aclmdlRICaptureTaskUpdateEnd(aclrtStream handle) {
   Stream *s = stream_of(handle);
+  Lock lock(g_capture_mutex);
   if (!s->update)
     return fail(ACL_ERROR_STREAM_TASK_GROUP_STATUS, "no task update is open");
   size_t expected = s->update->nodes.size();

@@ -5,7 +5,7 @@
 
 namespace emu {
 
-// A launch in an update section of `stream`.
+// A launch in an update section of `stream`; under g_capture_mutex.
 aclError update_task(Stream *stream, TaskKind kind, const char *name, Task body);
 
 }  // namespace emu

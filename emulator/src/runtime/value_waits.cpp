@@ -47,7 +47,7 @@ EMU_API aclError aclrtValueWait(void *address, uint64_t value, uint32_t conditio
                                 aclrtStream stream) {
   Stream *s = stream_of(stream);
   return launch(stream, TaskKind::ExternalTask, "aclrtValueWait",
-                [=, device = s->device, captured = s->graph != nullptr] {
+                [=, device = s->device, captured = s->captured()] {
     ExternalWait counted(device, captured);
     auto ready = [=] { return value_matches(read_word(address), value, condition); };
     if (spin_until(ready))

@@ -1,0 +1,54 @@
+// Which capture a collective belongs to. All ranks of a communicator must replay the graph of one
+// capture; graphs of different captures do not pair, even with the same operators in them (HCCL's
+// user_guide/constraints.md). So every capture that a communicator's collectives are part of has a
+// number, the same on all ranks, and the calls of its replays carry it.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace emu::hccl {
+
+class Communicator;
+
+// One capture, kept by the tasks that it recorded.
+class CaptureSession {
+public:
+  const uint32_t number;  // from 1
+
+  CaptureSession(uint32_t number, std::shared_ptr<Communicator> communicator);
+  ~CaptureSession();
+  CaptureSession(const CaptureSession &) = delete;
+
+  void replayed() { replayed_ = true; }
+
+private:
+  const std::shared_ptr<Communicator> communicator_;
+  std::atomic<bool> replayed_{false};
+};
+
+// The captures of one rank. Ranks count alike without a word, because they capture in lockstep. Only
+// a capture that came to nothing may have reached the communicator on some of them: so what was
+// dropped before its first replay is told to the others, and nobody uses its number, or one before.
+class CaptureSessions {
+public:
+  using Dropped = std::atomic<uint32_t>;  // the highest such number of a rank; in shared memory
+
+  void share(std::vector<Dropped *> of_ranks, uint32_t rank);
+  // The session of a graph that is being captured, by its id.
+  std::shared_ptr<CaptureSession> of(uint32_t graph,
+                                     const std::shared_ptr<Communicator> &communicator);
+  void drop(uint32_t number);
+
+private:
+  std::mutex mutex_;
+  std::map<uint32_t, std::weak_ptr<CaptureSession>> by_graph_;
+  std::vector<Dropped *> dropped_;
+  uint32_t rank_ = 0, last_ = 0;
+};
+
+}  // namespace emu::hccl

@@ -1,0 +1,99 @@
+#include "hccl/point_to_point.h"
+
+#include "hccl/reduce.h"
+#include "runtime/services.h"
+
+#include <cstring>
+#include <stdexcept>
+
+using namespace emu;
+using namespace emu::hccl;
+
+HcclResult emu::hccl::launch_on(const Comm &c, const char *name, aclrtStream stream, Task body) {
+  if (!c->claim(Communicator::Use::Collectives)) {
+    return fail(1,
+                "%s on communicator %s, which operators use that communicate inside their kernel "
+                "(MC2): they need one of their own",
+                name, c->name.c_str())
+               ? HCCL_E_NOT_SUPPORT
+               : HCCL_SUCCESS;
+  }
+  if (use_domain(stream, c.get(), c->ranks))
+    return HCCL_E_RUNTIME;
+  auto counted = [c, body = std::move(body)] {
+    body();
+    count_collective(c->device);
+  };
+  return launch(stream, TaskKind::Kernel, name, std::move(counted)) ? HCCL_E_RUNTIME : HCCL_SUCCESS;
+}
+
+static std::vector<Transfer> of_peer(const std::vector<Transfer> &all, uint32_t peer) {
+  std::vector<Transfer> found;
+  for (const Transfer &t : all)
+    if (t.peer == peer)
+      found.push_back(t);
+  return found;
+}
+
+static void copy_to_itself(const std::vector<Transfer> &sends,
+                           const std::vector<Transfer> &receives) {
+  if (sends.size() != receives.size())
+    throw std::runtime_error("HCCL mismatch: a rank sends " + std::to_string(sends.size()) +
+                             " messages to itself and receives " +
+                             std::to_string(receives.size()));
+  for (size_t i = 0; i < sends.size(); i++) {
+    if (sends[i].bytes != receives[i].bytes)
+      throw std::runtime_error("HCCL mismatch: a rank sends itself " +
+                               std::to_string(sends[i].bytes) + " bytes and receives " +
+                               std::to_string(receives[i].bytes));
+    memcpy(receives[i].at, sends[i].at, sends[i].bytes);
+  }
+}
+
+// The step at which a pair meets is the same for both, and one sends while the other receives: so
+// nobody waits in a ring.
+void emu::hccl::exchange(Communicator &c, const Transfers &mine) {
+  std::lock_guard<std::mutex> in_order(c.order());
+  for (uint32_t step = 0; step < c.ranks; step++) {
+    uint32_t peer = (step + c.ranks - c.rank) % c.ranks;
+    auto sends = of_peer(mine.sends, peer), receives = of_peer(mine.receives, peer);
+    if (peer == c.rank) {
+      copy_to_itself(sends, receives);
+      continue;
+    }
+    auto send = [&] {
+      for (const Transfer &t : sends)
+        c.send(t.at, t.bytes, peer);
+    };
+    if (c.rank < peer)
+      send();
+    for (const Transfer &t : receives)
+      c.receive(t.at, t.bytes, peer);
+    if (c.rank > peer)
+      send();
+  }
+}
+
+EMU_API HcclResult HcclSend(void *data, uint64_t count, HcclDataType type, uint32_t to,
+                            HcclComm comm, aclrtStream stream) {
+  Comm c = communicator(comm);
+  size_t bytes = count * element_bytes(type);
+  return launch_on(c, "HcclSend", stream, [=] { c->send(data, bytes, to); });
+}
+
+EMU_API HcclResult HcclRecv(void *data, uint64_t count, HcclDataType type, uint32_t from,
+                            HcclComm comm, aclrtStream stream) {
+  Comm c = communicator(comm);
+  size_t bytes = count * element_bytes(type);
+  return launch_on(c, "HcclRecv", stream, [=] { c->receive(data, bytes, from); });
+}
+
+EMU_API HcclResult HcclBatchSendRecv(HcclSendRecvItem *items, uint32_t count, HcclComm comm,
+                                     aclrtStream stream) {
+  Comm c = communicator(comm);
+  Transfers mine;
+  for (HcclSendRecvItem *i = items; i < items + count; i++)
+    (i->sendRecvType == HCCL_SEND ? mine.sends : mine.receives)
+        .push_back({i->remoteRank, bytes_at(i->buf), i->count * element_bytes(i->dataType)});
+  return launch_on(c, "HcclBatchSendRecv", stream, [=] { exchange(*c, mine); });
+}

@@ -1,0 +1,30 @@
+// Messages between pairs of ranks, and how a call of HCCL is launched.
+#pragma once
+
+#include "hccl/handles.h"
+
+#include <vector>
+
+namespace emu::hccl {
+
+using Comm = std::shared_ptr<Communicator>;
+
+inline char *bytes_at(const void *p) {
+  return static_cast<char *>(const_cast<void *>(accessible(p)));
+}
+
+// As one task of the stream.
+HcclResult launch_on(const Comm &c, const char *name, aclrtStream stream, Task body);
+
+struct Transfer {
+  uint32_t peer;
+  char *at;
+  size_t bytes;
+};
+// What one rank sends and receives at once; between two ranks in the order of the lists.
+struct Transfers {
+  std::vector<Transfer> sends, receives;
+};
+void exchange(Communicator &c, const Transfers &mine);
+
+}  // namespace emu::hccl
