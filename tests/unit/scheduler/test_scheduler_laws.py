@@ -14,13 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_aclgraph.config import SchedulerConfig
+from dist_aclgraph.context.place import ContextPlace
+from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.steps.delta import RequestDelta
-from dist_aclgraph.steps.padding import pad_lens
+from dist_aclgraph.steps.padding import GraphLens
 from dist_aclgraph.steps.step import StepPlan
 from dist_aclgraph.topology import ExchangeKind
 from tests.plans import make_plan
@@ -130,7 +132,8 @@ def counted_blocks(plan: StepPlan, records: np.ndarray) -> int:
     kv_lens = records[:, 1] + records[:, 2]
     lens = kv_lens.tolist()
     if plan.graph is not None and plan.graph.mode == "FULL":
-        _, lens = pad_lens(plan.graph, np.cumsum(records[:, 2], dtype=np.int32), kv_lens)
+        ends = np.cumsum(records[:, 2], dtype=np.int32)
+        lens = GraphLens(ContextPlace(Shards(BLOCK_SIZE))).pad(plan.graph, ends, kv_lens).kv_lens[0]
     return sum(-(-length // BLOCK_SIZE) for length in lens)
 
 
