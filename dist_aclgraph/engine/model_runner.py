@@ -167,6 +167,7 @@ class ModelRunner:
     def warm_up(self, graph: BatchDescriptor) -> None:
         """Run a graph's work eagerly on padding: lazy set-up must not fall into the capture."""
         with translated(f"running {graph} before its capture"), torch.inference_mode():
+            self._context.meet(self._npu.device)
             self._buffers.write_padding(graph)
             if graph.mode == "FULL":
                 for forward in self._forwards(graph):
