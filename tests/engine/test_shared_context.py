@@ -29,13 +29,15 @@ from tests.engine.thread_ranks import ThreadRanks
 from tests.laws import examples
 
 HEADS, DIM = 4, 64  # of all ranks; one KV head
+GARBAGE = 1000.0
 
 
 @dataclass(frozen=True)
 class Case:
     """Requests of (queries, tokens before them), on ``shards.count`` ranks.
 
-    Whatever no request has written is NaN, so that a key that nobody may see shows.
+    Whatever no request has written is far from all that is, so that a key that nobody may see
+    shows. (NaN would show through a weight of zero, too.)
     """
 
     shards: Shards
@@ -67,7 +69,7 @@ class Case:
         own_heads = slice(None) if self.share_prompts else slice(heads * shard, heads * (shard + 1))
         table = self._table()
         shape = (int(table.max()) + 1, shards.block_size, 1, DIM)
-        cache = KVCache(*(torch.full(shape, torch.nan) for _ in range(2)))
+        cache = KVCache(*(torch.full(shape, GARBAGE) for _ in range(2)))
         for each, rows in ((cache.keys, keys), (cache.values, values)):
             each[0] = 0  # the dummy block is as it was made
             flat = each.view(-1, 1, DIM)
