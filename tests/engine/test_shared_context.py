@@ -73,7 +73,7 @@ class Case:
         for each, rows in ((cache.keys, keys), (cache.values, values)):
             each[0] = 0  # the dummy block is as it was made
             flat = each.view(-1, 1, DIM)
-            for index, (queries, before) in enumerate(self.lens):
+            for index, (_, before) in enumerate(self.lens):
                 slots, kept = self._slots(shard, index, np.arange(before, dtype=np.int32))
                 flat[slots[kept]] = rows[index][:before][kept]
         cache = KVCache(cache.keys.to(device), cache.values.to(device))
