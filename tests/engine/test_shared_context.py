@@ -209,6 +209,16 @@ def test_ranks_meet_as_often_whatever_their_shards_keep(npu: Npu, share_prompts:
     assert all(each == [visits[0][0]] * 4 for each in visits)
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+def test_gathered_heads_lie_one_after_the_other(npu: Npu, heads: int) -> None:
+    def gather(rank: int, context: ContextParallel) -> Tensor:
+        return context.gather_heads(torch.full((3, heads, 8), float(rank), device=npu.device))
+
+    for found in ThreadRanks.of(2, share_prompts=False).run(gather):
+        assert found.is_contiguous()
+        assert found[..., 0].cpu().tolist() == [[0.0] * heads + [1.0] * heads] * 3
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     interleave = draw(st.sampled_from([1, 2, 16]))
