@@ -58,6 +58,12 @@ class Lockstep:
         self._planner, self._group = planner, group
         self.restart()
 
+    @property
+    def shares_contexts(self) -> bool:
+        """Whether several ranks keep, or run, a request between them."""
+        parallel = self._planner.config.parallel
+        return parallel.dcp * parallel.pcp > 1
+
     def restart(self, *, num_blocks: int | None = None, is_eager: bool = False) -> None:
         """Forget all requests; caches are as good as empty.
 
