@@ -14,7 +14,7 @@ def heads_per_rank(num_heads: int, tp: int, *, is_latent: bool) -> int:
         ConfigError: they cannot be divided, or into numbers that latent attention does not take.
     """
     count, rest = divmod(num_heads, tp)
-    if is_latent and (rest or count > MAX_LATENT_HEADS or count & (count - 1)):
+    if is_latent and (rest or not _is_latent_count(count)):
         raise ConfigError(
             f"parallel.tp is {tp}: it must divide the model's {num_heads} attention heads into "
             f"powers of two up to {MAX_LATENT_HEADS}, the numbers of heads that latent attention "
@@ -70,5 +70,14 @@ def check_shards(
             f"parallel.dcp is {num_shards}; of this model's KV {copies * num_prompt_ranks} ranks "
             f"would hold copies: set parallel.dcp to 1 or one of {legal}"
         )
-    if is_latent:
-        heads_per_rank(num_heads * across_heads, tp, is_latent=True)
+    together = heads_per_rank(num_heads, tp, is_latent=is_latent) * across_heads
+    if is_latent and not _is_latent_count(together):
+        raise ConfigError(
+            f"parallel.dcp is {num_shards}: {across_heads} ranks would attend with {together} heads "
+            f"together; latent attention takes powers of two up to {MAX_LATENT_HEADS}: set "
+            "parallel.dcp to a smaller power of two, or raise parallel.tp"
+        )
+
+
+def _is_latent_count(num_heads: int) -> bool:
+    return num_heads <= MAX_LATENT_HEADS and num_heads & (num_heads - 1) == 0
