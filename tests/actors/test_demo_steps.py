@@ -19,6 +19,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
         ("tiny-qwen3", ("host_syncs", "ai_cpu", "unaligned_views")),
         # Some launches of its eager steps and drafts are given unaligned views: docs/hardware.md.
         ("tiny-deepseek", ("host_syncs", "ai_cpu")),
+        ("tiny-deepseek-cp", ("host_syncs", "ai_cpu")),
     ],
 )
 def test_between_two_decode_steps_the_host_waits_for_the_tokens_alone(
