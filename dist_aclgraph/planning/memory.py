@@ -11,8 +11,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dist_aclgraph.config import Config
+from dist_aclgraph.context.prompt_parts import MAX_CHUNK_TOKENS
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.kv.cache_spec import DTYPE_BYTES, KVCacheSpec, how_to_shrink_weights
+from dist_aclgraph.kv.cache_spec import (
+    DTYPE_BYTES,
+    KVCacheSpec,
+    elements_per_token,
+    how_to_shrink_weights,
+)
 from dist_aclgraph.packing import aligned
 from dist_aclgraph.planning.buckets import (
     BufferSizes,
@@ -20,7 +26,7 @@ from dist_aclgraph.planning.buckets import (
     candidate_families,
     lazy_families,
 )
-from dist_aclgraph.shapes.activation_sizes import activation_bytes
+from dist_aclgraph.shapes.activation_sizes import activation_bytes, prompt_bytes
 from dist_aclgraph.shapes.model_facts import ModelFacts
 from dist_aclgraph.shapes.model_spec import ModelSpec
 from dist_aclgraph.shapes.weight_sizes import weight_parts
@@ -99,8 +105,22 @@ class RankMemory:
                 element_bytes=element_bytes,
                 num_tokens=tokens,
                 num_samples=min(tokens, num_samples),
+                pcp=parallel.pcp,
+                dcp=parallel.dcp,
             )
 
+        max_tokens = config.scheduler.max_num_batched_tokens
+        max_len = config.max_model_len or facts.max_position_embeddings
+        prompts = prompt_bytes(
+            spec,
+            tp=parallel.tp,
+            pcp=parallel.pcp,
+            dcp=parallel.dcp,
+            kept=elements_per_token(facts, parallel.tp),
+            element_bytes=element_bytes,
+            num_tokens=max_tokens,
+            chunk_tokens=min(MAX_CHUNK_TOKENS, config.scheduler.max_num_seqs * max_len),
+        )
         return cls(
             device_bytes=device_bytes,
             parts=(
@@ -109,7 +129,7 @@ class RankMemory:
                 *_step_buffers(config, facts, spec, largest),
             ),
             graph_bytes=activations(largest.num_tokens),
-            eager_bytes=activations(config.scheduler.max_num_batched_tokens),
+            eager_bytes=activations(max_tokens) + prompts,
         )
 
     @property
