@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from dist_aclgraph.config import Config
 from dist_aclgraph.context.prompt_parts import MAX_CHUNK_TOKENS
+from dist_aclgraph.context.prompt_split import MAX_WHOLE_QUERIES
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.kv.cache_spec import (
     DTYPE_BYTES,
@@ -97,7 +98,7 @@ class RankMemory:
         largest = _largest_graphs(config)
         num_samples = config.scheduler.max_num_seqs * (k + 1)
 
-        def activations(tokens: int) -> int:
+        def activations(tokens: int, direct: int) -> int:
             return activation_bytes(
                 spec,
                 tp=parallel.tp,
@@ -107,9 +108,10 @@ class RankMemory:
                 num_samples=min(tokens, num_samples),
                 pcp=parallel.pcp,
                 dcp=parallel.dcp,
+                num_direct=direct,
             )
 
-        max_tokens = config.scheduler.max_num_batched_tokens
+        eager = largest_eager_step(config)
         max_len = config.max_model_len or facts.max_position_embeddings
         prompts = prompt_bytes(
             spec,
@@ -118,7 +120,7 @@ class RankMemory:
             dcp=parallel.dcp,
             kept=elements_per_token(facts, parallel.tp),
             element_bytes=element_bytes,
-            num_tokens=max_tokens,
+            num_tokens=eager.num_tokens,
             chunk_tokens=min(MAX_CHUNK_TOKENS, config.scheduler.max_num_seqs * max_len),
         )
         return cls(
@@ -128,8 +130,8 @@ class RankMemory:
                 *hccl,
                 *_step_buffers(config, facts, spec, largest),
             ),
-            graph_bytes=activations(largest.num_tokens),
-            eager_bytes=activations(max_tokens) + prompts,
+            graph_bytes=activations(largest.num_tokens, largest.num_tokens),
+            eager_bytes=activations(*eager) + prompts,
         )
 
     @property
@@ -175,6 +177,25 @@ def _hccl_buffers(config: Config, mc2_buffer_mb: int | None) -> tuple[MemoryPart
         f"{BUFFERS_OF_A_DOMAIN} x {mc2_buffer_mb} MiB for the domain of its own; {documented}",
     )
     return shared, own
+
+
+class EagerStep(NamedTuple):
+    """Tokens that a rank runs, and how many of them attend to each shard where it is."""
+
+    num_tokens: int
+    num_direct: int
+
+
+def largest_eager_step(config: Config) -> EagerStep:
+    """The most that a rank can be given: of short requests everything, of long ones its share."""
+    limits, pcp = config.scheduler, config.parallel.pcp
+    direct = min(limits.max_num_batched_tokens, limits.max_num_seqs * MAX_WHOLE_QUERIES)
+    if pcp == 1:
+        return EagerStep(limits.max_num_batched_tokens, direct)
+    split = limits.max_num_batched_tokens - direct
+    # The chunks of a request differ by one token, and a rank has two of them.
+    share = direct + -(-split // pcp) + 2 * limits.max_num_seqs
+    return EagerStep(min(share, limits.max_num_batched_tokens), direct)
 
 
 def _largest_graphs(config: Config) -> BufferSizes:

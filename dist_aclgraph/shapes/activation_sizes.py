@@ -24,8 +24,9 @@ def activation_bytes(
     num_samples: int,
     pcp: int = 1,
     dcp: int = 1,
+    num_direct: int = 0,
 ) -> int:
-    """Return what a forward pass holds at once on one rank, all of whose requests decode.
+    """Return what a forward pass holds at once on one rank, keys of long queries left out.
 
     Layers run one after another, and each uses the memory of the one before: the largest counts.
 
@@ -33,6 +34,7 @@ def activation_bytes(
         ep: 1 where every tensor parallel group has all experts.
         num_tokens: of the rank's batch, padding too; as many on each other rank.
         num_samples: of these, tokens whose logits are wanted.
+        num_direct: of these, tokens that attend to each shard where it is.
     """
     hidden = spec.hidden_size
     stream = 4 * hidden  # residual stream, before and after attention, after the feed-forward part
@@ -44,7 +46,7 @@ def activation_bytes(
     logits = part + 2 * tp * part  # the rank's own, all parts, and all in order
     elements = num_tokens * (stream + attention + feed_forward) + num_samples * logits
     merged = 0 if dcp == 1 else _merged_bytes(spec, tp, pcp, dcp, element_bytes)
-    return elements * element_bytes + num_tokens * merged
+    return elements * element_bytes + num_direct * merged
 
 
 def prompt_bytes(
@@ -85,7 +87,7 @@ def prompt_bytes(
 
 
 def _merged_bytes(spec: ModelSpec, tp: int, pcp: int, dcp: int, element_bytes: int) -> int:
-    """Bytes of a token that attends to every shard: queries of all heads of the DCP group, and what
+    """Bytes of a token that attends directly: queries of all heads of the DCP group, and what
     shards found in float32.
     """
     heads, groups = spec.num_heads // tp, dcp // pcp  # groups of heads, which PCP ranks repeat

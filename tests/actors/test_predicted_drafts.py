@@ -16,8 +16,8 @@ TINY_DEEPSEEK = Path(__file__).parents[2] / "models" / "tiny-deepseek"
     "parallel",
     [
         {"tp": 2, "ep": 2},
-        {"pcp": 2, "dcp": 2, "ep": 2},
-        {"tp": 2, "pcp": 2, "dcp": 4, "ep": 4},
+        {"pcp": 2, "dcp": 2},
+        {"tp": 2, "pcp": 2, "dcp": 4},
     ],
     ids=str,
 )

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from dist_aclgraph.config import Config, make_config
+from dist_aclgraph.context.prompt_split import PromptSplit
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.planning.memory import GIB, MIB, RankMemory
+from dist_aclgraph.planning.memory import GIB, MIB, RankMemory, largest_eager_step
 from dist_aclgraph.shapes.activation_sizes import activation_bytes
 from dist_aclgraph.shapes.model_facts import ModelFacts, read_model_facts
 from dist_aclgraph.shapes.model_spec import read_model_spec
@@ -101,6 +102,17 @@ def test_long_queries_hold_the_keys_of_a_chunk() -> None:
     assert 0.99 < keys / (made + read) < 1.01
     # And of shards: the latents of all of them, picked in order.
     assert account(sharded).eager_bytes - account(long).eager_bytes > 2 * read
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=8), st.sampled_from([1, 2, 4]))
+def test_no_rank_is_given_more_tokens_than_it_has_memory_for(lens: list[int], pcp: int) -> None:
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": max(8, sum(lens))}
+    bound = largest_eager_step(make(parallel={"pcp": pcp}, scheduler=limits))
+
+    split = PromptSplit.of(np.array(lens, np.int32), pcp)
+
+    assert split.num_tokens <= bound.num_tokens <= limits["max_num_batched_tokens"]
+    assert split.num_whole_tokens <= bound.num_direct
 
 
 def test_drafts_cost_a_layer_and_their_buffers() -> None:
