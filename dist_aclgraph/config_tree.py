@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -301,6 +302,20 @@ class TimeoutConfig(Section):
     link_s: float = Field(
         10.0, gt=0, description="silence after which an engine, a client or a worker counts as gone"
     )
+
+    @property
+    def collective_s(self) -> int:
+        """How long the device waits in a collective for other ranks.
+
+        Longer than the step's deadline, at which a lost rank is found out: its peers must not fail
+        before, and be blamed.
+        """
+        return math.ceil(self.step_s + self.link_s)
+
+    @property
+    def watchdog_s(self) -> float:
+        """When torch_npu ends a process whose collective does not end: after HCCL has said why."""
+        return self.collective_s + self.link_s
 
 
 class Config(Section):

@@ -25,9 +25,7 @@ def child_environment(config: Config) -> dict[str, str]:
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
-        # A lost rank holds its peers for so long. Longer than the step's deadline, at which the
-        # lost one is found out: its peers must not fail before, and be blamed.
-        "HCCL_EXEC_TIMEOUT": str(math.ceil(config.timeouts.step_s + config.timeouts.link_s)),
+        "HCCL_EXEC_TIMEOUT": str(config.timeouts.collective_s),
         "HCCL_BUFFSIZE": str(config.device.hccl_buffer_mb),
         "HCCL_CONNECT_TIMEOUT": str(math.ceil(max(120.0, config.timeouts.join_s))),
     }

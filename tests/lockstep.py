@@ -66,6 +66,7 @@ class Lockstep:
                     group.num_blocks,
                     Shards.from_config(config).tokens_per_block,
                     prefix_cache=config.scheduler.prefix_cache,
+                    counts_shared=chip.counts_shared_blocks(config, planner.facts),
                 )
                 for _ in range(planner.layout.within_group.dp)
             ],

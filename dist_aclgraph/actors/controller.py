@@ -181,6 +181,7 @@ class Controller:
             costs=group.captured.costs,
             lazy_capacity=group.lazy_capacity,
             exchange=exchange,
+            counts_shared_blocks=chip.counts_shared_blocks(planner.config, planner.facts),
             token=self._token,
             report=report,
         )

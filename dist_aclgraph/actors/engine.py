@@ -43,6 +43,7 @@ class EngineSettings:
     costs: dict[BatchDescriptor, CaptureCost]
     lazy_capacity: int
     exchange: ExchangeRule
+    counts_shared_blocks: bool
     token: str
     report: dict[str, Any]
 
@@ -110,6 +111,7 @@ class Engine:
                     settings.num_blocks,
                     Shards.from_config(config).tokens_per_block,
                     prefix_cache=config.scheduler.prefix_cache,
+                    counts_shared=settings.counts_shared_blocks,
                 )
                 for _ in range(layout.dp)
             ],

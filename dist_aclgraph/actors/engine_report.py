@@ -88,6 +88,7 @@ def group_report(
             "capture_seconds": costs[graph].seconds,
             "streams": costs[graph].streams,
             "bytes": costs[graph].bytes,
+            "ai_cpu": costs[graph].ai_cpu,
             "replays": counters["replays"].get(str(graph), 0),
             "padded_tokens": counters["padded_by_graph"].get(str(graph), 0),
             "wasted_fraction": counters["wasted_by_graph"].get(str(graph), 0.0),
@@ -95,8 +96,10 @@ def group_report(
         }
         for graph in sorted(costs, key=lambda graph: (-graph.num_tokens, graph.mode))
     ]
+    warnings = [costs[graph].ai_cpu_warning(graph) for graph in costs]
     return {
         "plan": plan_report(dispatcher.plan),
         "buckets": buckets,
+        "graph_warnings": [warning for warning in warnings if warning],
         "eager_steps": counters["misses"],
     }

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
-from dist_aclgraph.actors.lockstep_capture import most_of
+from dist_aclgraph.actors.lockstep_capture import cost_of
 from dist_aclgraph.actors.step_channel import StepSender
 from dist_aclgraph.planning.commands import GraphAction, GraphAnswer, GraphCommand
 from dist_aclgraph.planning.descriptor import BatchDescriptor
@@ -154,7 +154,7 @@ class GraphChanges:
         if isinstance(outcome, CaptureFailure):
             self.failures.append(outcome.undone)
             return outcome
-        self.costs[graph] = most_of(outcome)
+        self.costs[graph] = cost_of(graph, outcome)
         self.dispatcher.add(graph)
         return None
 

@@ -6,6 +6,7 @@ proved they can afford; every rank adopts the new plan before capture goes on.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +22,8 @@ from dist_aclgraph.planning.plan import (
     GraphPlan,
     decide_after_failure,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -62,7 +65,7 @@ def capture_plan(
         if isinstance(outcome, CaptureFailure):
             _shrink(transaction, record, outcome, ledgers)
             continue
-        record.costs[graph] = most_of(outcome)
+        record.costs[graph] = cost_of(graph, outcome)
         for ledger, cost in zip(ledgers, outcome, strict=True):
             ledger.measure(str(graph), cost.streams)
     on_graph(record, None)
@@ -111,14 +114,21 @@ def probe_graphs(
     return probed
 
 
-def most_of(costs: list[CaptureCost]) -> CaptureCost:
-    """Return the most that any rank paid."""
-    return CaptureCost(
+def cost_of(graph: BatchDescriptor, costs: list[CaptureCost]) -> CaptureCost:
+    """Return the most that any rank paid for a graph; warn of what is slow in it.
+
+    All ranks have recorded the same operators, on chips of one kind.
+    """
+    most = CaptureCost(
         streams=max(cost.streams for cost in costs),
         bytes=max(cost.bytes for cost in costs),
         seconds=max(cost.seconds for cost in costs),
         digest=costs[0].digest,
+        ai_cpu=costs[0].ai_cpu,
     )
+    if warning := most.ai_cpu_warning(graph):
+        logger.warning(warning)
+    return most
 
 
 def _adopt(transaction: GraphTransaction, plan: GraphPlan, ledgers: list[Ledger]) -> None:

@@ -64,7 +64,7 @@ def join_rank(
         join_lockstep_group(rendezvous, group_rank, group_size, config.timeouts.join_s)
     buffer_mb = exchange.mc2_buffer_mb
     layout = ParallelLayout.from_config(config.parallel, mc2=buffer_mb is not None).within_group
-    groups = make_groups(layout, group_rank, buffer_mb)
+    groups = make_groups(layout, group_rank, buffer_mb, watchdog_s=config.timeouts.watchdog_s)
     streams.book("joining HCCL groups")
     domains = layout.domains_of(group_rank)
     return JoinedRank(config, rank, group_rank, npu, groups, domains, exchange, streams)

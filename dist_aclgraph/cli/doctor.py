@@ -8,6 +8,7 @@ import platform
 import shutil
 import socket
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from dist_aclgraph.cli.ascend_versions import (
     read_cann_version,
     read_driver_version,
 )
+from dist_aclgraph.cli.last_start import last_start
 from dist_aclgraph.device import torch_build
 from dist_aclgraph.environment import ascend_toolkit, hccl_variables
 
@@ -29,12 +31,23 @@ PINNED = {"torch": torch_build.VERSION, "torch-npu": "2.13.0", "ray": "2.60.0"}
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at; ``remedy`` is what to do where it is not ok."""
+    """One thing that was looked at.
+
+    Attributes:
+        remedy: what to do where it is not ok, or only a warning.
+        is_warning: everything works, but not as well as it could.
+    """
 
     name: str
     is_ok: bool
     found: str
     remedy: str = ""
+    is_warning: bool = False
+
+    @property
+    def mark(self) -> str:
+        """How the line begins."""
+        return "warn" if self.is_warning else "ok  " if self.is_ok else "FIX "
 
 
 def examine() -> list[Finding]:
@@ -42,7 +55,8 @@ def examine() -> list[Finding]:
     versions = [_package(name, wanted) for name, wanted in PINNED.items()]
     packages = [_python(), *versions, _torch_build()]
     ascend = [_cann(), _driver(), _hccl()] if _npus() else []
-    return [*packages, _device(), *ascend, _compiler(), _shared_memory(), _port(8000)]
+    machine = [_device(), *ascend, _compiler(), _shared_memory(), _port(8000)]
+    return [*packages, *machine, *_graphs()]
 
 
 def _python() -> Finding:
@@ -134,6 +148,21 @@ def _shared_memory() -> Finding:
     free = stat.f_bavail * stat.f_frsize
     remedy = "give a container more with --shm-size=1g"
     return Finding("/dev/shm", free >= MIN_SHM_BYTES, f"{free >> 20} MiB free", remedy)
+
+
+def _graphs() -> list[Finding]:
+    """What is slow in the graphs of the last deployment that was started here."""
+    if (start := last_start()) is None:
+        return []
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(start["time_s"]))
+    name = f"graphs of {start['name']}, started {when}"
+    warnings = start["report"].get("graph_warnings", [])
+    if not warnings:
+        return [Finding(name, True, "no operator of the AI CPU is known of")]
+    remedy = (
+        "answers are right, steps are slower; report the model, its configuration and this line"
+    )
+    return [Finding(name, True, "; ".join(warnings), remedy, is_warning=True)]
 
 
 def _port(port: int) -> Finding:

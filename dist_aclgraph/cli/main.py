@@ -73,6 +73,7 @@ def run(
         from dist_aclgraph.actors import deployment
         from dist_aclgraph.actors.llm import LLM
         from dist_aclgraph.cli.checks import check_deployment
+        from dist_aclgraph.cli.last_start import keep_report
         from dist_aclgraph.cli.progress import StartProgress
         from dist_aclgraph.config import load_config, parse_overrides
         from dist_aclgraph.sampling import SamplingParams
@@ -83,6 +84,7 @@ def run(
         with StartProgress(Console(stderr=True)) as show:
             llm = LLM(loaded, start=partial(deployment.start, on_progress=show))
         with llm:
+            keep_report(loaded.name, llm.report())
             asked = [
                 text if raw else llm.tokenizer.encode_chat([{"role": "user", "content": text}])
                 for text in prompt
@@ -226,8 +228,8 @@ def doctor(as_json: AsJson = False) -> None:
         print(json.dumps([finding.__dict__ for finding in findings], indent=2))
     else:
         for finding in findings:
-            print(f"{'ok  ' if finding.is_ok else 'FIX '} {finding.name}: {finding.found}")
-            if not finding.is_ok:
+            print(f"{finding.mark} {finding.name}: {finding.found}")
+            if not finding.is_ok or finding.is_warning:
                 print(f"     {finding.remedy}")
     raise typer.Exit(0 if all(finding.is_ok for finding in findings) else 1)
 

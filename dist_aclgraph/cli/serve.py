@@ -24,6 +24,7 @@ from rich.table import Table
 from dist_aclgraph.actors import deployment
 from dist_aclgraph.actors.engine_client import Deployment
 from dist_aclgraph.cli.checks import check_deployment
+from dist_aclgraph.cli.last_start import keep_report
 from dist_aclgraph.cli.progress import StartProgress
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import EngineUnavailableError
@@ -89,7 +90,9 @@ def _serve(
             gc.collect()
             gc.freeze()
             front.open(make_api(state, access))
-            announce(config, running.report(), Console())
+            report = running.report()
+            keep_report(config.name, report)
+            announce(config, report, Console())
             _watch(state, running, signals)
             console.print("Draining ...")
             state.drain()
@@ -232,6 +235,8 @@ def announce(config: Config, report: dict[str, Any], console: Console) -> None:
             f"Bytes are what a bucket added to the pool that all share: "
             f"{report['pool_bytes']:,} in all."
         )
+        for warning in report.get("graph_warnings", ()):
+            console.print(f"Warning: {warning}", highlight=False)
     else:
         console.print("No graphs: every step runs eagerly.")
     url = _url(config)

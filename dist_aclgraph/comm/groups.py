@@ -7,6 +7,7 @@ layers need no case for a single rank.
 from __future__ import annotations
 
 import datetime
+import time
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from dist_aclgraph.device.npu import hccl_options, translated
 from dist_aclgraph.topology import GroupKind, ParallelLayout
+
+FIRST_DELAY_S, MOST_DELAY_S = 0.1, 5.0  # until a port that is taken is asked for again
 
 
 @dataclass(frozen=True)
@@ -73,14 +76,18 @@ class CommGroup:
         dist.all_to_all_single(out, x, group=self.handle)
         return out
 
+    @property
+    def backend(self) -> Any:
+        """torch_npu's part of ``handle``."""
+        return self.handle._get_backend(torch.device("npu"))
+
     @cached_property
     def hccl_name(self) -> str:
         """HCCL's name of the communicator, for operators that communicate by themselves.
 
         Makes the communicator, for which all members must ask, outside captures; nothing is sent.
         """
-        backend = self.handle._get_backend(torch.device("npu"))
-        return str(backend.get_hccl_comm_name(self.rank))
+        return str(self.backend.get_hccl_comm_name(self.rank))
 
 
 ALONE = CommGroup((0,), 0)
@@ -119,22 +126,39 @@ def join_lockstep_group(rendezvous: str, rank: int, size: int, timeout_s: float)
             ``tcp://address:port`` of the member that leads.
         rank: rank inside the lockstep group.
         size: members of the lockstep group.
-        timeout_s: limit of joining and of every collective.
+        timeout_s: limit of joining.
 
     Raises:
-        DeviceError: a member did not come, or HCCL refused.
+        DeviceError: a member did not come, or HCCL refused; or somebody else has kept the port.
     """
+    end_s = time.monotonic() + timeout_s
+    delay_s = FIRST_DELAY_S
     with translated(f"joining the HCCL world as rank {rank} of {size}"):
-        dist.init_process_group(
-            "hccl",
-            init_method=rendezvous,
-            rank=rank,
-            world_size=size,
-            timeout=datetime.timedelta(seconds=timeout_s),
-        )
+        while True:
+            try:
+                dist.init_process_group(
+                    "hccl",
+                    init_method=rendezvous,
+                    rank=rank,
+                    world_size=size,
+                    timeout=datetime.timedelta(seconds=timeout_s),
+                )
+                return
+            except dist.DistNetworkError as e:
+                # The port was free when it was chosen; who has taken it since may let go again.
+                if "EADDRINUSE" not in str(e) or time.monotonic() + delay_s > end_s:
+                    raise
+            time.sleep(delay_s)
+            delay_s = min(2 * delay_s, MOST_DELAY_S)
 
 
-def make_groups(layout: ParallelLayout, rank: int, mc2_buffer_mb: int | None = None) -> RankGroups:
+def make_groups(
+    layout: ParallelLayout,
+    rank: int,
+    mc2_buffer_mb: int | None = None,
+    *,
+    watchdog_s: float | None = None,
+) -> RankGroups:
     """Return the groups of ``rank``; groups of the same ranks share one communicator, but MC2's.
 
     Collective: every rank of the world calls it.
@@ -143,6 +167,7 @@ def make_groups(layout: ParallelLayout, rank: int, mc2_buffer_mb: int | None = N
         layout: of the lockstep group, see ``ParallelLayout.within_group``.
         rank: within the lockstep group.
         mc2_buffer_mb: HCCL's buffer of MC2's domain, if ``layout`` has one.
+        watchdog_s: limit of every eager collective; None is that of joining.
     """
     handles: dict[tuple[int, ...], Any] = {}
     shared = len(layout.domains) - len(layout.mc2_domains)
@@ -167,6 +192,9 @@ def make_groups(layout: ParallelLayout, rank: int, mc2_buffer_mb: int | None = N
         group_of("pcp"),
         group_of("dcp"),
     )
+    for group in (groups.tp, groups.ep, groups.pcp, groups.dcp, mc2):
+        if watchdog_s is not None and group is not None and group.handle is not None:
+            group.backend._set_default_timeout(datetime.timedelta(seconds=watchdog_s))
     if mc2 is not None:
         assert mc2.hccl_name  # made here, where all members are
     return groups

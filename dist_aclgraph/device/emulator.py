@@ -175,6 +175,14 @@ def ai_cpu_operators(device: int | None = None) -> dict[str, int]:
     return _read_numbers("emulator_ai_cpu_operators", device)
 
 
+def unaligned_operators(device: int | None = None) -> dict[str, int]:
+    """How often each operator has run on a tensor that does not begin at a multiple of 32 bytes.
+
+    Args and errors as ``counters``.
+    """
+    return _read_numbers("emulator_unaligned_operators", device)
+
+
 def _read_numbers(function: str, device: int | None) -> dict[str, int]:
     if _loaded_settings is None and not has_emulated_environment():
         raise DeviceError("the emulator is not loaded: it has no counters")

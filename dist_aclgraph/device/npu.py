@@ -6,10 +6,15 @@ The same code runs on hardware and on the emulator; only ``open_npu`` knows whic
 from __future__ import annotations
 
 import ctypes
+import json
+import tempfile
 import time
+import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +32,7 @@ from dist_aclgraph.errors import DeviceError
 STREAMS_OF_A_FRESH_DEVICE = 1979
 PACKAGE_CANN, VERSION_BYTES = 0, 2048  # ACL_PKG_NAME_CANN; the struct begins with the text
 CAPTURE_THREAD_LOCAL = 1  # ACL_MODEL_RI_CAPTURE_MODE_THREAD_LOCAL
+HCCL_KERNELS = "Hccl"  # how the names of its kernels on the AI CPU begin, e.g. HcclLaunch...
 
 
 @dataclass(frozen=True)
@@ -313,6 +319,27 @@ def hccl_options(buffer_mb: int) -> Any:
     options = ProcessGroupHCCL.Options()
     options.hccl_config = {"hccl_buffer_size": buffer_mb}
     return options
+
+
+def ai_cpu_operators(graph: Any) -> dict[str, int]:
+    """Return how often a captured graph holds each operator that the AI CPU runs.
+
+    From CANN's own description of the graph. Collectives that HCCL unrolls there are left out: that
+    is a choice of the configuration.
+
+    Raises:
+        RuntimeError: CANN does not describe graphs.
+    """
+    with tempfile.NamedTemporaryFile(prefix="graph-", suffix=".json") as file:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # which says that it was called
+            # Not by the class itself, which would write a second file for people.
+            super(runtime().NPUGraph, graph).debug_dump(file.name)
+        lines = Path(file.name).read_text().splitlines()
+    # One task a line. The whole is no JSON where the last stream has no task: a comma is left.
+    tasks = [json.loads(line.rstrip(",")) for line in lines if line.startswith("{")]
+    names = [task["name"] for task in tasks if task["args"]["Task Type"] == "KERNEL_AICPU"]
+    return dict(Counter(name for name in names if not name.startswith(HCCL_KERNELS)))
 
 
 def external_event() -> Any:

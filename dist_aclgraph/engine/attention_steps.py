@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -19,16 +18,9 @@ from dist_aclgraph.layers.attention import AttentionMetadata, AttentionTasks, ma
 from dist_aclgraph.layers.prompt_attention import DeviceChunk, DeviceLaunch, DevicePart
 from dist_aclgraph.models.attention_kind import AttentionKind
 from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.steps.direct_rows import direct_rows
 from dist_aclgraph.steps.host_step import HostStep
 from dist_aclgraph.steps.padding import Lens, shard_lens
-
-
-class _Direct(NamedTuple):
-    """Requests that attend directly; ``requests``: their indices where they are not the first."""
-
-    query_ends: list[int]
-    kv_lens: list[int]
-    requests: IntArray | None
 
 
 class AttentionSteps:
@@ -51,7 +43,6 @@ class AttentionSteps:
         self._max_queries, self._max_tokens = max_queries, max_tokens
         self._kind, self._place, self._npu = kind, place, npu
         self._causal_mask = make_causal_mask(npu.device)
-        self._has_parts = place.is_sharded or not kind.takes_long_queries
 
     def of_graph(
         self,
@@ -92,21 +83,20 @@ class AttentionSteps:
             step: the same on the device; tokens may be padded.
         """
         query_lens = np.diff(inputs.query_ends, prepend=np.int32(0))
-        prompts = inputs.prompts
+        place, prompts = self._place, inputs.prompts
         if prompts is None:
-            split = PromptSplit.of(query_lens, 1, self._max_queries)
+            split, rank = PromptSplit.of(query_lens, 1, self._max_queries), 0
         else:
-            split = prompts.split
-        rank = 0 if prompts is None else prompts.rank
+            split, rank = prompts.split, prompts.rank
+        rows = direct_rows(inputs, split, place, takes_long_queries=self._kind.takes_long_queries)
+        parts: tuple[Part, ...] = ()
+        if place.is_sharded or not self._kind.takes_long_queries:
+            parts = plan_parts(query_lens, inputs.kv_lens, split, rank, self._max_tokens)
         arrays: list[IntArray] = []
         if prompts is not None:
             arrays += [prompts.written, prompts.positions]
-        parts: tuple[Part, ...] = ()
-        if self._has_parts:
-            parts = plan_parts(query_lens, inputs.kv_lens, split, rank, self._max_tokens)
-        direct = self._direct_requests(inputs, query_lens, split, rank)
-        if direct.requests is not None:
-            arrays.append(direct.requests)
+        if rows.requests is not None:
+            arrays.append(rows.requests)
         reads = self._reads_of(parts, inputs.block_table)
         arrays += [array for each in reads for array in _arrays_of(each)]
         sent = iter(upload_arrays(self._npu, arrays) if arrays else [])
@@ -117,20 +107,19 @@ class AttentionSteps:
             if self._kind.ropes_written:
                 written_rope = self._kind.rope(positions)
         block_table = step.block_table
-        if direct.requests is not None:
+        if rows.requests is not None:
             block_table = block_table.index_select(0, next(sent))
-        num_direct = direct.query_ends[-1] if direct.query_ends else 0
         return AttentionMetadata(
             num_tokens=inputs.num_tokens,
             written=self._slots(written),
             num_exchanged=num_exchanged,
             written_rope=written_rope,
-            block_table=block_table[: len(direct.query_ends)],
-            query_ends=direct.query_ends,
-            kv_lens=direct.kv_lens,
+            block_table=block_table[: len(rows.query_ends)],
+            query_ends=rows.query_ends,
+            kv_lens=rows.kv_lens,
             causal_mask=self._causal_mask,
-            is_causal=num_direct > len(direct.query_ends),
-            is_empty=self._is_empty(step.positions[:num_direct]),
+            is_causal=rows.num_tokens > len(rows.query_ends),
+            is_empty=self._is_empty(step.positions[: rows.num_tokens]),
             parts=_on_device(parts, reads, sent),
         )
 
@@ -179,35 +168,6 @@ class AttentionSteps:
             return None
         first = self._place.shards.first_position(self._place.shard)
         return (positions < first - ahead).view(-1, 1, 1)
-
-    def _direct_requests(
-        self, inputs: HostStep, query_lens: IntArray, split: PromptSplit, rank: int
-    ) -> _Direct:
-        num_whole = split.num_whole_tokens
-        ends = inputs.query_ends
-        count = int(np.searchsorted(ends, num_whole, "right")) if num_whole else 0
-        if self._place.is_sharded:
-            seen = inputs.positions[:num_whole] + 1
-            lens = shard_lens(self._place, seen).tolist()
-            requests = np.repeat(np.arange(count, dtype=np.int32), query_lens[:count])
-            return _Direct(
-                list(range(1, num_whole + 1)), lens, requests if len(lens) != count else None
-            )
-        if self._has_parts:
-            return _Direct(ends[:count].tolist(), inputs.kv_lens[:count].tolist(), None)
-        if inputs.prompts is None:
-            return _Direct(ends.tolist(), inputs.kv_lens.tolist(), None)
-        pieces = split.pieces[rank]
-        lens = [piece.stop - piece.start for piece in pieces]
-        owners = np.array([piece.request for piece in pieces], np.int32)
-        # The keys that a piece's last token sees.
-        behind = [int(ends[piece.request]) - piece.stop for piece in pieces]
-        seen = inputs.kv_lens[owners] - np.array(behind, np.int32)
-        return _Direct(
-            ends[:count].tolist() + (num_whole + np.cumsum(lens)).tolist(),
-            inputs.kv_lens[:count].tolist() + seen.tolist(),
-            np.concatenate([np.arange(count, dtype=np.int32), owners]),
-        )
 
     def _reads_of(self, parts: Sequence[Part], block_table: IntArray) -> list[Reads]:
         """Return where the keys of each chunk are, part by part."""

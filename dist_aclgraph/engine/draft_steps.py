@@ -101,7 +101,6 @@ class DraftSteps:
         return self._drafter.propose(
             self._module.logits,
             run,
-            inputs.token_ids,
             None,
             inputs.positions,
             inputs.slots,
@@ -163,7 +162,6 @@ class DraftSteps:
         return self._drafter.propose(
             self._module.logits,
             run,
-            step.token_ids,
             next_tokens,
             step.positions,
             step.slots,

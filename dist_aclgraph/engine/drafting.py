@@ -55,25 +55,30 @@ def rows_at(hidden: Tensor, places: Tensor) -> Tensor:
 
 
 class Drafter:
-    """Owns the drafts of all rows: int32 [max_rows + 1, k], the last row is spare."""
+    """Owns the drafts of all rows.
+
+    No view of what it reads begins in the middle of a row: operators load blocks of 32 bytes.
+
+    Attributes:
+        drafts: [max_rows + 1, k] int32; the last row is spare.
+    """
 
     def __init__(self, k: int, max_rows: int, device: torch.device) -> None:
-        self._drafts = torch.zeros((max_rows + 1, k), dtype=torch.int32, device=device)
+        self.drafts = torch.zeros((max_rows + 1, k), dtype=torch.int32, device=device)
 
     @property
     def k(self) -> int:
-        return self._drafts.shape[1]
+        return self.drafts.shape[1]
 
     def fill_in(self, token_ids: Tensor) -> Tensor:
         """Replace references to drafts by the drafts: token ids -1 - (row * k + index)."""
         places = (-1 - token_ids).clamp(min=0)
-        return torch.where(token_ids < 0, self._drafts.view(-1).index_select(0, places), token_ids)
+        return torch.where(token_ids < 0, self.drafts.view(-1).index_select(0, places), token_ids)
 
     def propose(
         self,
         logits: Callable[[Tensor], Tensor],
         run: RunModule,
-        token_ids: Tensor,
         next_tokens: Tensor | None,
         positions: Tensor,
         slots: Tensor,
@@ -87,7 +92,7 @@ class Drafter:
         Args:
             collect: where the step has other tokens than places, finds the hidden states of these.
             logits: of the module's results: [num_reqs, hidden] -> [num_reqs, vocab].
-            token_ids, positions, slots: [n] int32, of the step, drafts filled in.
+            positions, slots: [n] int32, of the step.
             next_tokens: [n] int32, the token after each, what was sampled at the places filled in;
                 None where every token is a place, in order.
             hidden: [n, hidden], the target model's.
@@ -101,7 +106,7 @@ class Drafter:
             assert next_tokens is not None
             run(DraftPass(0, next_tokens, positions, slots, slots, hidden))
             return sampled.new_empty(0)
-        drafted = token_ids.index_select(0, inputs.places).view(num_reqs, num_places)[:, 1:]
+        drafted = self.drafts.index_select(0, inputs.rows)
         accepted = count_accepted(sampled, drafted, inputs.most)
         chosen = sampled.reshape(-1) if next_tokens is None else next_tokens
         hidden = run(DraftPass(0, chosen, positions, slots, slots, hidden))
@@ -117,7 +122,7 @@ class Drafter:
                 break
             columns = torch.arange(num_places, dtype=torch.int32, device=sampled.device)
             goes_on = columns >= accepted.unsqueeze(1)  # [num_reqs, k + 1]
-            ahead = inputs.slots[:, iteration : iteration + num_places]
+            ahead = inputs.slots.index_select(1, columns + iteration)
             hidden = run(
                 DraftPass(
                     iteration,
@@ -128,7 +133,7 @@ class Drafter:
                     hidden,
                 )
             )
-        self._drafts.index_copy_(0, inputs.rows.long(), torch.stack(proposed, 1))
+        self.drafts.index_copy_(0, inputs.rows.long(), torch.stack(proposed, 1))
         return accepted
 
 
@@ -143,10 +148,8 @@ def count_accepted(sampled: Tensor, drafted: Tensor, most: Tensor) -> Tensor:
     Returns:
         [num_reqs] int32, from 0 to k, and not above ``most``.
     """
+    k = drafted.shape[1]
     right = (sampled[:, :-1] == drafted).int()
-    passed = right[:, 0]
-    accepted = passed
-    for index in range(1, right.shape[1]):
-        passed = passed * right[:, index]
-        accepted = accepted + passed
-    return torch.minimum(accepted, most)
+    # The least index of a wrong one; those of right ones count as larger than any.
+    index = torch.arange(k, dtype=torch.int32, device=sampled.device)
+    return torch.minimum((index + right * k).amin(1), most)

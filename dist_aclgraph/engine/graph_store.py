@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
 
-from dist_aclgraph.device.npu import GraphPool, Npu, PoolMemory, runtime
+from dist_aclgraph.device.npu import GraphPool, Npu, PoolMemory, ai_cpu_operators, runtime
 from dist_aclgraph.errors import ReplayMismatchError
 from dist_aclgraph.graphs.captured_graph import CapturedGraph, Forward, capture
 from dist_aclgraph.graphs.digest import OperatorDigest
@@ -123,14 +124,25 @@ class GraphStore:
         runtime().empty_cache()
         streams, pool = self.free_streams, self._pool.memory()
         with OperatorDigest() as digest, torch.inference_mode():
-            self._uncommitted[graph] = record()
+            captured = self._uncommitted[graph] = record()
         left = self.free_streams
         return CaptureCost(
             streams=0 if streams is None or left is None else streams - left,
             bytes=self._pool.memory().total_bytes - pool.total_bytes,
             seconds=time.perf_counter() - started_s,
             digest=digest.hexdigest(),
+            ai_cpu=_ai_cpu_operators(captured),
         )
+
+
+def _ai_cpu_operators(captured: Captured) -> dict[str, int] | None:
+    graphs = (
+        captured.graphs if isinstance(captured, CapturedPieces) else [g.graph for g in captured]
+    )
+    try:
+        return dict(sum(map(Counter, map(ai_cpu_operators, graphs)), Counter()))
+    except RuntimeError:
+        return None  # of no weight for the capture
 
 
 def _release(captured: Captured) -> None:

@@ -111,6 +111,7 @@ class ModelRunner:
         self._graph_lens = GraphLens(self._place, k)
         # What the experts computed, and what found no room: of the decoder, and of drafts.
         self._tally = torch.zeros(TALLY_SHAPE, dtype=torch.int64, device=npu.device)
+        self._decoder_tally, draft_tally = self._tally[..., 0].unbind(0)
         self._num_unplaced = 0  # tokens without room, in all steps so far
         self._buffers = StepBuffers(
             npu,
@@ -132,7 +133,7 @@ class ModelRunner:
                 npu.device,
                 block_size=self._block_size,
                 attention=self._attention,
-                tally=self._tally[1],
+                tally=draft_tally,
                 choose_exchange=choose_exchange,
             )
         self._spare_row = max_rows
@@ -166,6 +167,7 @@ class ModelRunner:
     def warm_up(self, graph: BatchDescriptor) -> None:
         """Run a graph's work eagerly on padding: lazy set-up must not fall into the capture."""
         with translated(f"running {graph} before its capture"), torch.inference_mode():
+            self._context.meet(self._npu.device)
             self._buffers.write_padding(graph)
             if graph.mode == "FULL":
                 for forward in self._forwards(graph):
@@ -308,7 +310,7 @@ class ModelRunner:
             pieces.begin()
             hidden = self._run_pieces(graph, metadata, pieces.replay)
         else:
-            experts = ExpertStep(plan.exchange, self._tally[0])
+            experts = ExpertStep(plan.exchange, self._decoder_tally)
             hidden = self._model.forward(
                 step.token_ids,
                 step.positions,
@@ -430,4 +432,4 @@ class ModelRunner:
         return self._graph_lens.pad(graph, NO_INTS, NO_INTS)
 
     def _experts_of(self, graph: BatchDescriptor) -> ExpertStep:
-        return ExpertStep(self._choose_exchange(graph.num_tokens), self._tally[0])
+        return ExpertStep(self._choose_exchange(graph.num_tokens), self._decoder_tally)

@@ -40,7 +40,7 @@ def _finalise(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 class RaceNoise:
-    """Owns [2, vocab] int32: a random factor and summand of each token, which no seed changes.
+    """Owns a random factor and summand of each token, int32 [vocab] each, which no seed changes.
 
     A number is a hash of the place's key: h = key * factor + summand, then h * (2h + 1), modulo
     2^32: products and sums of int32 wrap. The second step is the permutation of RC6 (Rivest,
@@ -51,7 +51,7 @@ class RaceNoise:
         chance = np.random.Generator(np.random.PCG64(_TABLE_SEED))
         table = chance.integers(-(1 << 31), 1 << 31, (2, vocab_size)).astype(np.int32)
         table[0] |= 1  # an odd factor loses no bit of a key
-        self._factors, self._summands = to_device(table).unbind(0)
+        self._factors, self._summands = map(to_device, table)
 
     def log_exponentials(self, keys: Tensor) -> Tensor:
         """Return [n, vocab] float32: logarithms of standard exponential numbers.

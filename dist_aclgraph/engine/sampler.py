@@ -16,6 +16,7 @@ from dist_aclgraph.engine.race_noise import RaceNoise, make_keys
 from dist_aclgraph.engine.sampling_table import SamplingPlaces
 from dist_aclgraph.engine.token_counts import ToDevice, TokenCounts
 from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.packing import stack_rows
 from dist_aclgraph.steps.step import RowLogprobs
 
 MAX_OPERATOR_K = 1024  # npu_top_k_top_p takes no larger k
@@ -74,8 +75,8 @@ def _filter(logits: Tensor, places: SamplingPlaces, to_device: ToDevice) -> Tens
     for is_meant in (cuts_k & cuts_p, cuts_k & ~cuts_p, cuts_p & ~cuts_k):
         if is_meant.any():
             rows = np.flatnonzero(is_meant)
-            numbers = np.stack([places["temperature"][rows], places["top_p"][rows]])
-            temperature, top_p = to_device(numbers).unbind(0)
+            numbers = stack_rows([places["temperature"][rows], places["top_p"][rows]])
+            temperature, top_p = to_device(numbers)[:, : len(rows)].unbind(0)
             where = to_device(rows)
             kept = torch.ops.npu.npu_top_k_top_p(
                 logits.index_select(0, where).div_(temperature.unsqueeze(-1)),

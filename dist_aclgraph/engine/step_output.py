@@ -21,7 +21,9 @@ from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.steps.host_step import HostStep
 from dist_aclgraph.steps.step import RankBatch, RowLogprobs
 
-TALLY_SHAPE = (2, 2)  # of decoder and drafts: tokens computed, tokens without room
+# Of decoder and drafts: tokens computed, tokens without room. Each is alone in 32 bytes, what
+# operators load at once.
+TALLY_SHAPE = (2, 2, 4)
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class StepOutput:
         Args:
             tokens: [>= num_samples * (k + 1)] int32.
             accepted: [>= num_samples] int32, how many drafts passed; None without drafts.
-            tally: [2, 2] int64, None where it does not change.
+            tally: of TALLY_SHAPE, int64; None where it does not change.
             while_waiting: what the host does until its argument says that the device is done.
         """
         num_places = num_samples * self._num_places
@@ -144,7 +146,7 @@ class StepOutput:
             counts += self._accepted[:num_samples].numpy()
             chosen = chosen.reshape(num_samples, self._num_places)
             chosen = chosen[np.arange(self._num_places) < counts[:, None]]
-        read = self._tally.numpy()
+        read = self._tally.numpy()[..., 0]
         return HostOutput(chosen.copy(), counts, int(read[:, 0].sum()), int(read[0, 1]))
 
     def logprobs(

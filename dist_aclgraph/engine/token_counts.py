@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dist_aclgraph.engine.sampling_table import SamplingPlaces
 from dist_aclgraph.ints import IntArray
+from dist_aclgraph.packing import stack_rows
 
 IN_PROMPT = 1 << 30  # added to the count of a token that the prompt has
 
@@ -60,8 +61,9 @@ class TokenCounts:
             return logits
         counts = self._counts.index_select(0, self._upload(places.rows[penalised]))
         names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-        numbers = np.stack([places[name][penalised] for name in names])
-        repetition, frequency, presence = self._to_device(numbers).unsqueeze(-1).unbind(0)
+        numbers = self._to_device(stack_rows([places[name][penalised] for name in names]))
+        columns = numbers[:, : len(penalised)].unsqueeze(-1)
+        repetition, frequency, presence = columns.unbind(0)
         where = self._upload(penalised)
         values = logits.index_select(0, where)
         repeated = torch.where(values > 0, values / repetition, values * repetition)

@@ -19,6 +19,9 @@ class CapturedGraph:
 
     Replays only what it was captured for: its number of rows and tokens, and the buffers whose
     addresses are baked into it. Anything else is refused, always.
+
+    Attributes:
+        graph: torch_npu's.
     """
 
     def __init__(
@@ -30,7 +33,7 @@ class CapturedGraph:
         addresses: tuple[int, ...],
     ) -> None:
         self.descriptor = descriptor
-        self._graph = graph
+        self.graph = graph
         self._recorder = recorder
         self._recording = recording
         self._addresses = addresses
@@ -71,7 +74,7 @@ class CapturedGraph:
                 f"each, up to {graph.num_tokens}"
             )
         self._updates.before_replay(main_stream, update_stream, lens)
-        self._graph.replay()
+        self.graph.replay()
 
     def update(self, main_stream: Any, update_stream: Any, lens: Lens) -> int:
         """Send a queued replay's lengths to the tasks that were not sent them ahead.
@@ -93,7 +96,7 @@ class CapturedGraph:
     def release(self) -> None:
         """Give streams and memory back."""
         self._recorder.tasks.clear()
-        self._recording.forget(self._graph)
+        self._recording.forget(self.graph)
 
 
 def capture(

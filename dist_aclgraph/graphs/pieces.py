@@ -18,12 +18,16 @@ from dist_aclgraph.planning.descriptor import BatchDescriptor
 
 
 class CapturedPieces:
-    """Owns the graphs of one bucket. Runs segments, so that the model's own loop drives it."""
+    """Owns the graphs of one bucket. Runs segments, so that the model's own loop drives it.
+
+    Attributes:
+        graphs: torch_npu's, in the order of the pieces.
+    """
 
     def __init__(self, descriptor: BatchDescriptor, recording: Recording) -> None:
         self.descriptor = descriptor
         self._recording = recording
-        self._graphs: list[Any] = []
+        self.graphs: list[Any] = []
         self._outputs: list[tuple[Tensor, ...]] = []  # weak: the pool may reuse their memory
         self._next = 0
 
@@ -34,9 +38,9 @@ class CapturedPieces:
             StreamExhaustedError, OutOfDeviceMemoryError, CaptureError: release what there is.
         """
         made: list[tuple[Tensor, ...]] = []
-        name = f"{self.descriptor}, piece {len(self._graphs)}"
+        name = f"{self.descriptor}, piece {len(self.graphs)}"
         graph = self._recording.record(name, lambda: made.append(segment(*inputs)))
-        self._graphs.append(graph)
+        self.graphs.append(graph)
         self._outputs.append(tuple(weak_reference(output) for output in made[0]))
         return made[0]
 
@@ -48,11 +52,11 @@ class CapturedPieces:
         """Queue the next piece in place of its segment."""
         index = self._next
         self._next += 1
-        self._graphs[index].replay()
+        self.graphs[index].replay()
         return self._outputs[index]
 
     def release(self) -> None:
         """Give streams and memory back."""
         self._outputs.clear()
-        while self._graphs:
-            self._recording.forget(self._graphs.pop())
+        while self.graphs:
+            self._recording.forget(self.graphs.pop())

@@ -40,14 +40,26 @@ class BlockPool:
 
     Invariant: every block but the dummy is either used (count > 0) or free, and
     ``num_free + num_used == num_blocks - 1``.
+
+    Args:
+        counts_shared: a block counts as used once for each reference to it: attention on CANN 8.5
+            refuses lengths that would need more blocks than there are if nobody shared any.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_cache: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        prefix_cache: bool = True,
+        counts_shared: bool = False,
+    ) -> None:
         if num_blocks < 2:
             raise KVCacheError(f"num_blocks is {num_blocks}; the dummy block needs another beside")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_cache = prefix_cache
+        self.counts_shared = counts_shared
         self.clear()
 
     @property
@@ -57,6 +69,9 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
+        """Blocks that requests may still get; where shared ones count, fewer than lie idle."""
+        if self.counts_shared:
+            return self.num_usable - self._num_references
         return len(self._blank) + len(self._cached)
 
     @property
@@ -71,6 +86,7 @@ class BlockPool:
     def clear(self) -> None:
         """Forget everything: all blocks are free, none is cached (the device lost its KV)."""
         self._ref_counts = [0] * self.num_blocks
+        self._num_references = 0
         # Ascending ids come out first, which makes traces easy to read.
         self._blank = list(range(self.num_blocks - 1, DUMMY_BLOCK, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # free and cached, oldest first
@@ -86,6 +102,7 @@ class BlockPool:
         """
         if count > self.num_free:
             raise OutOfBlocksError(f"{count} KV blocks wanted, {self.num_free} are free")
+        self._num_references += count
         block_ids = []
         for _ in range(count):
             if self._blank:
@@ -107,8 +124,10 @@ class BlockPool:
             block_ids.append(block_id)
         return block_ids
 
-    def num_free_without(self, block_ids: Iterable[int]) -> int:
+    def num_free_without(self, block_ids: Sequence[int]) -> int:
         """Return how many blocks would be free after ``share(block_ids)``."""
+        if self.counts_shared:
+            return self.num_free - len(block_ids)
         return self.num_free - sum(self._ref_counts[block_id] == 0 for block_id in block_ids)
 
     def share(self, block_ids: Iterable[int]) -> None:
@@ -119,6 +138,7 @@ class BlockPool:
                     raise KVCacheError(f"block {block_id} is blank; only cached blocks are shared")
                 del self._cached[block_id]
             self._ref_counts[block_id] += 1
+            self._num_references += 1
 
     def store(self, block_id: int, block_hash: BlockHash) -> None:
         """Make a used, full block findable. The first block of a hash wins; others stay private.
@@ -142,6 +162,7 @@ class BlockPool:
             if count < 1:
                 raise KVCacheError(f"block {block_id} is not used; it cannot be freed")
             self._ref_counts[block_id] = count - 1
+            self._num_references -= 1
             if count == 1:
                 if self._hashes[block_id] is None:
                     self._blank.append(block_id)

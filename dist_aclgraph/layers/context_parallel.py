@@ -51,6 +51,14 @@ class ContextParallel:
         """Ranks of ``dcp`` with different query heads; the others repeat them."""
         return self.dcp.size // self.pcp.size if self.is_sharded else 1
 
+    def meet(self, device: torch.device) -> None:
+        """Run a first collective in each group: HCCL makes its domains then, and takes streams.
+
+        Prompts alone would make that of PCP, when nothing is left to count with.
+        """
+        for group in (self.dcp, self.pcp):
+            group.all_gather(torch.zeros(ALIGNED_FLOATS, device=device))
+
     def gather_new(self, rows: Tensor, num_rows: int) -> Tensor:
         """Return the first rows of every PCP rank, [ranks * num_rows, ...], in their order."""
         return self.pcp.all_gather(rows[:num_rows].contiguous()).flatten(0, 1)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -106,9 +107,11 @@ class ExpertLayer:
             slots = pad(slots, (0, missing), value=PADDING_SLOT)
         m = x.shape[0] // tp.size
         mine = slice(tp.rank * m, (tp.rank + 1) * m)
+        # A view of the slots would begin anywhere; operators load blocks of 32 bytes.
+        rows = torch.arange(mine.start, mine.stop, dtype=torch.int32, device=x.device)
         with self._running_shared(x) as shared:
             own = x[mine]
-            routed = exchange(own, *self.router(own, slots[mine]), tally)
+            routed = exchange(own, *self.router(own, slots.index_select(0, rows)), tally)
         if shared is None:
             return tp.all_gather(routed).flatten(0, 1)[:n]
         shared[mine].add_(routed)

@@ -20,6 +20,8 @@ from dist_aclgraph.layers.local_experts import COUNTS, LocalExperts
 from dist_aclgraph.planning.exchange import expert_capacity
 from dist_aclgraph.topology import ExchangeKind
 
+ALIGNED_BYTES = 32  # operators load blocks of so many
+
 
 class Exchange(Protocol):
     """Lets the tokens of all ranks of an expert parallel group meet the experts of all of them."""
@@ -44,7 +46,7 @@ class AllGather:
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, tally: Tensor | None) -> Tensor:
         gathered = self.group.all_gather(pack(x, experts, weights)).flatten(0, 1)
-        partial = self.local(*unpack(gathered, x.shape[1]), tally)
+        partial = self.local(*unpack(gathered, x.shape[1], experts.shape[1]), tally)
         return self.group.reduce_scatter(partial)
 
 
@@ -77,7 +79,7 @@ class AllToAll:
         place = place + ranks * capacity
         sent = self._sent(x, experts, weights, place, fits, size * capacity)
         received = self.group.all_to_all(sent)
-        partial = self.local(*unpack(received, hidden), tally)
+        partial = self.local(*unpack(received, hidden, top_k), tally)
         returned = self.group.all_to_all(partial)
         y: Tensor = torch.ops.npu.npu_moe_finalize_routing(
             returned[None],
@@ -181,14 +183,23 @@ def make_exchanges(
 def pack(x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
     """Return tokens with their experts and weights in one row each, so that they travel at once.
 
-    The bits of the integers and of the wider floats are kept in columns of the type of ``x``.
+    The bits of the integers and of the wider floats are kept in columns of the type of ``x``; both
+    begin on places that are a multiple of 32 bytes.
     """
-    return torch.cat([x, experts.view(x.dtype), weights.view(x.dtype)], 1)
+    missing = -experts.view(x.dtype).shape[1] % (ALIGNED_BYTES // x.element_size())
+    numbers = [part.view(x.dtype) for part in (experts, weights)]
+    if missing:
+        numbers = [pad(part, (0, missing)) for part in numbers]
+    return torch.cat([x, *numbers], 1)
 
 
-def unpack(rows: Tensor, hidden: int) -> tuple[Tensor, Tensor, Tensor]:
+def unpack(rows: Tensor, hidden: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return what was packed: x, experts and weights."""
     width = (rows.shape[1] - hidden) // 2
-    parts = torch.split(rows, [hidden, width, width], 1)
-    x, experts, weights = (part.contiguous() for part in parts)
-    return x, experts.view(torch.int32), weights.view(torch.float32)
+    used = top_k * torch.int32.itemsize // rows.element_size()
+    x, experts, weights = torch.split(rows, [hidden, width, width], 1)
+    return (
+        x.contiguous(),
+        experts[:, :used].contiguous().view(torch.int32),
+        weights[:, :used].contiguous().view(torch.float32),
+    )

@@ -66,13 +66,29 @@ class Chip:
                 f"({assumed}): set device.soc={self.name}"
             )
 
-    def _problems(self, config: Config, facts: ModelFacts) -> Iterator[str]:
-        block_size, dim = config.kv.block_size, facts.head_dim
+    def counts_shared_blocks(self, config: Config, facts: ModelFacts) -> bool:
+        """Whether attention refuses lengths that need more blocks than the cache has, those that
+        requests share counted for each of them, and those of padding.
+        """
+        splits = (
+            self._has_split_fuse(config, facts)
+            and facts.head_dim <= MAX_SPLIT_FUSE_DIM
+            and config.kv.block_size <= MAX_SPLIT_FUSE_BLOCK
+        )
+        return not facts.mla and not splits
+
+    def _has_split_fuse(self, config: Config, facts: ModelFacts) -> bool:
+        """Whether there is the tiling that came with CANN 9; what it does not take goes the way of
+        CANN 8.
+        """
         tp = config.parallel.tp
         heads = heads_per_rank(facts.num_heads, tp, is_latent=facts.mla)
         shares_keys = heads > kv_heads_per_rank(facts.num_kv_heads, tp)
-        # The tiling that came with CANN 9; what it does not take goes the way of CANN 8.
-        has_split_fuse = not self.is_cann_8 and not facts.mla and shares_keys
+        return not self.is_cann_8 and not facts.mla and shares_keys
+
+    def _problems(self, config: Config, facts: ModelFacts) -> Iterator[str]:
+        block_size, dim = config.kv.block_size, facts.head_dim
+        has_split_fuse = self._has_split_fuse(config, facts)
         if config.dtype == "float32":
             yield "dtype is float32; attention takes bfloat16 and float16: set dtype=bfloat16"
         if config.dtype == "float16" and not has_split_fuse:

@@ -6,6 +6,7 @@ Their descriptors are the only valid graphs; a miss runs eagerly and is counted 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, Literal
 
 from dist_aclgraph.planning.descriptor import BatchDescriptor, table_of
@@ -13,8 +14,14 @@ from dist_aclgraph.planning.lazy import LazyGraphs
 from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.planning.traffic import Traffic
 
-MissReason = Literal["mode_none", "mixed", "prefill", "above_largest_bucket"]
+MissReason = Literal["mode_none", "mixed", "prefill", "above_largest_bucket", "cache_full"]
 Dispatch = tuple[BatchDescriptor | None, MissReason | None]
+Fits = Callable[[BatchDescriptor], bool]
+
+
+def always(graph: BatchDescriptor) -> bool:
+    """Any graph will do."""
+    return True
 
 
 class GraphDispatcher:
@@ -37,19 +44,22 @@ class GraphDispatcher:
         self._mixed_seen: Counter[int] = Counter()
         self._make_tables()
 
-    def dispatch(self, num_tokens: int, num_reqs: int, query_len: int) -> Dispatch:
+    def dispatch(
+        self, num_tokens: int, num_reqs: int, query_len: int, fits: Fits = always
+    ) -> Dispatch:
         """Return the graph that a batch replays, or None and why it runs eagerly.
 
         Args:
             num_tokens: tokens of the batch, at least one.
             num_reqs: requests of the batch.
             query_len: tokens of each request; 0 where they differ, or some are mid-prompt.
+            fits: whether the KV cache has room for the padding of a graph.
         """
         self._step += 1
         uniform = query_len if num_tokens == num_reqs * query_len else 0
         seen = self._decode_seen if uniform == self._decode_len else self._mixed_seen
         seen[num_tokens] += 1
-        graph, reason = self._look_up(num_tokens, uniform)
+        graph, reason = self._look_up(num_tokens, uniform, fits)
         if graph is not None:
             self.replays[graph] += 1
             self.live_tokens += num_tokens
@@ -94,16 +104,21 @@ class GraphDispatcher:
             mixed={n: float(count) for n, count in dict(mixed).items()},
         )
 
-    def _look_up(self, num_tokens: int, query_len: int) -> Dispatch:
-        fits_kind = False
+    def _look_up(self, num_tokens: int, query_len: int, fits: Fits) -> Dispatch:
+        fits_kind, is_full = False, False
         for wanted, table in self._tables:
             if wanted not in (0, query_len):
                 continue
             fits_kind = True
             if num_tokens < len(table):
-                return table[num_tokens], None
+                graph = table[num_tokens]
+                if graph is not None and fits(graph):
+                    return graph, None
+                is_full = True
         if not self._tables:
             return None, "mode_none"
+        if is_full:
+            return None, "cache_full"
         if fits_kind:
             return None, "above_largest_bucket"
         return None, "prefill" if query_len else "mixed"

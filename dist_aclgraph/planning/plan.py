@@ -119,13 +119,22 @@ class CaptureCost(msgspec.Struct, frozen=True):
     """What the capture of one bucket took on one rank; bytes are those that the pool grew by.
 
     Streams are 0 where the device's count does not follow graphs. ``digest`` names the sequence of
-    operators that was captured.
+    operators that was captured. ``ai_cpu``: how often each operator is among them that the device's
+    AI CPU runs, slower by far than its cores; None where the device does not tell.
     """
 
     streams: int = 0
     bytes: int = 0
     seconds: float = 0.0
     digest: str = ""
+    ai_cpu: dict[str, int] | None = None
+
+    def ai_cpu_warning(self, graph: BatchDescriptor) -> str:
+        """Return a sentence about what the AI CPU runs of ``graph``; empty where nothing."""
+        if not self.ai_cpu:
+            return ""
+        names = ", ".join(f"{name} ({count})" for name, count in sorted(self.ai_cpu.items()))
+        return f"the graph {graph} holds operators that the AI CPU runs, slowly: {names}"
 
 
 class CaptureFailure(msgspec.Struct, frozen=True):

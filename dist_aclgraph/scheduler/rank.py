@@ -16,11 +16,13 @@ import numpy as np
 from dist_aclgraph.config import SchedulerConfig
 from dist_aclgraph.ints import IntArray, pack_ints
 from dist_aclgraph.kv.block_pool import BlockPool, hash_block
+from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.scheduler.outputs import StepOutputs
 from dist_aclgraph.scheduler.rank_step import NewTokens, RankStep, StepBuilder
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.rows import EVERY, Indices, RunningRows
 from dist_aclgraph.steps.delta import FinishReason
+from dist_aclgraph.steps.padding import padding_blocks
 from dist_aclgraph.steps.step import RankBatch
 
 NO_PAIRS: IntArray = np.empty((0, 2), np.int32)
@@ -175,6 +177,18 @@ class RankScheduler:
             pack_ints(builder.blocks),
             tuple(builder.started),
         )
+
+    def has_room_for_padding(self, step: RankStep, graph: BatchDescriptor) -> bool:
+        """Whether the cache has blocks for a full graph's padding, where attention counts them.
+
+        All padding is in the dummy block, which makes no difference to who counts.
+        """
+        pool = self.pool
+        if not pool.counts_shared:
+            return True
+        num_tokens = int(step.records[:, 2].sum())
+        padding = padding_blocks(graph, num_tokens, step.num_reqs, pool.block_size)
+        return padding <= pool.num_blocks - pool.num_used
 
     # ---- after a step
 

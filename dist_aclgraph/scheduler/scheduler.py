@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
@@ -21,6 +22,7 @@ from dist_aclgraph.errors import (
     WorkerError,
 )
 from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.scheduler.outputs import StepOutputs
 from dist_aclgraph.scheduler.rank import RankScheduler
@@ -260,7 +262,9 @@ class Scheduler:
         if not busy:
             return None
         num_tokens, num_reqs, query_len = largest_of(busy)
-        graph, _ = self.dispatcher.dispatch(num_tokens, num_reqs, query_len)
+        graph, _ = self.dispatcher.dispatch(
+            num_tokens, num_reqs, query_len, partial(self._has_room_for_padding, steps)
+        )
         self.step += 1
         self._steps = steps
         plan = self._in_flight = StepPlan(
@@ -272,6 +276,13 @@ class Scheduler:
             self._choose_exchange(num_tokens if graph is None else graph.num_tokens),
         )
         return plan
+
+    def _has_room_for_padding(self, steps: Sequence[RankStep], graph: BatchDescriptor) -> bool:
+        """Whether the caches have blocks for a graph's padding, where attention counts them."""
+        return graph.mode != "FULL" or all(
+            rank.has_room_for_padding(step, graph)
+            for rank, step in zip(self.ranks, steps, strict=True)
+        )
 
     # ---- steps that count for nothing
 

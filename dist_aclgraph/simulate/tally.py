@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dist_aclgraph.planning.descriptor import BatchDescriptor
-from dist_aclgraph.planning.dispatcher import Dispatch, GraphDispatcher
+from dist_aclgraph.planning.dispatcher import Dispatch, Fits, GraphDispatcher, always
 
 MAX_BINS = 128  # of a time line; their width doubles when they are full
 FIRST_WIDTH_S = 1.0
@@ -132,8 +132,10 @@ class WatchedDispatcher(GraphDispatcher):
 
     last: LastStep
 
-    def dispatch(self, num_tokens: int, num_reqs: int, query_len: int) -> Dispatch:
-        graph, reason = super().dispatch(num_tokens, num_reqs, query_len)
+    def dispatch(
+        self, num_tokens: int, num_reqs: int, query_len: int, fits: Fits = always
+    ) -> Dispatch:
+        graph, reason = super().dispatch(num_tokens, num_reqs, query_len, fits)
         uniform = query_len if num_tokens == num_reqs * query_len else 0
         self.last = LastStep(num_tokens, uniform, graph)
         return graph, reason

@@ -79,6 +79,19 @@ def shard_lens(place: ContextPlace, lens: IntArray) -> IntArray:
     return np.maximum(place.shards.lengths(lens, place.shard), PADDING_KV_LEN)
 
 
+def padding_blocks(graph: BatchDescriptor, num_tokens: int, num_reqs: int, block_size: int) -> int:
+    """Return how many blocks the KV lengths of a full graph's padding requests stand for.
+
+    Args:
+        num_tokens, num_reqs: of the live requests.
+    """
+    missing = graph.num_reqs - num_reqs
+    if missing == 0:
+        return 0
+    share = graph.query_len or -(-(graph.num_tokens - num_tokens) // missing)
+    return missing * -(-max(share, PADDING_KV_LEN) // block_size)
+
+
 def _pad_uniform(graph: BatchDescriptor, kv_lens: IntArray) -> tuple[list[int], list[int]]:
     # Every padding request keeps the query length; its KV length covers its queries.
     missing = graph.num_reqs - len(kv_lens)

@@ -27,10 +27,10 @@ enum class TaskKind {
   GraphLaunch
 };
 
-// What is counted of a launch, each time it runs.
+// What is counted of a launch, each time it runs: the operator's name, or null.
 struct LaunchTraits {
-  const char *ai_cpu = nullptr;  // the operator's name, if the AI CPU runs it
-  bool unaligned = false;        // a tensor does not begin at a multiple of 32 bytes
+  const char *ai_cpu = nullptr;     // the AI CPU runs it
+  const char *unaligned = nullptr;  // a tensor does not begin at a multiple of 32 bytes
 };
 
 // Runs `body` on the device. Depending on the state of the stream the task is queued on the

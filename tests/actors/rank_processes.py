@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,11 +40,13 @@ class RankStep:
         num_collectives: that ran on its device.
         counted: by the device since the step before ended: waits of the host, launches that the AI
             CPU ran, and launches with unaligned views.
+        slow: the operators of these launches.
     """
 
     result: StepResult
     num_collectives: int
     counted: dict[str, int]
+    slow: tuple[str, ...]
 
 
 _COUNTED = ("host_syncs", "ai_cpu", "unaligned_views")
@@ -95,10 +98,10 @@ class RankProcesses(WorkerGroup):
         """Let all ranks run a step; return what each of them did."""
         message = encoder.encode(plan)
         done = []
-        for answer, count, counted in self.call("step", "SERVING", ANSWER_S, lambda _: (message,)):
+        for answer, *counted in self.call("step", "SERVING", ANSWER_S, lambda _: (message,)):
             result = from_worker_decoder.decode(answer)
             assert isinstance(result, StepResult)
-            done.append(RankStep(result, count, counted))
+            done.append(RankStep(result, *counted))
         return done
 
 
@@ -146,8 +149,9 @@ def _run_rank(config: Config, rank: int, pipe: Connection) -> None:
     worker = Worker(config, EPOCH)
 
     at_last_step = dict.fromkeys(_COUNTED, 0)
+    slow_at_last_step: Counter[str] = Counter()
 
-    def step(message: bytes) -> tuple[bytes, int, dict[str, int]]:
+    def step(message: bytes) -> tuple[bytes, int, dict[str, int], tuple[str, ...]]:
         plan = to_worker_decoder.decode(message)
         assert isinstance(plan, StepPlan)
         before = emulator.counters()["collectives"]
@@ -155,7 +159,10 @@ def _run_rank(config: Config, rank: int, pipe: Connection) -> None:
         now = emulator.counters()
         counted = {name: now[name] - at_last_step[name] for name in _COUNTED}
         at_last_step.update({name: now[name] for name in _COUNTED})
-        return encoder.encode(result), now["collectives"] - before, counted
+        slow = Counter(emulator.ai_cpu_operators()) + Counter(emulator.unaligned_operators())
+        names = tuple(sorted(slow - slow_at_last_step))
+        slow_at_last_step.update(slow - slow_at_last_step)
+        return encoder.encode(result), now["collectives"] - before, counted, names
 
     while True:
         try:

@@ -11,20 +11,12 @@ from dist_aclgraph.sampling import SamplingParams
 from tests.lockstep import lockstep
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+# Those that run here: of the others, the weights are not there.
+DEMOS = sorted(path.stem for path in CONFIGS.glob("tiny-*.yaml"))
 
 
-@pytest.mark.parametrize(
-    "name,counts",
-    [
-        ("tiny-qwen3", ("host_syncs", "ai_cpu", "unaligned_views")),
-        # Some launches of its eager steps and drafts are given unaligned views: docs/hardware.md.
-        ("tiny-deepseek", ("host_syncs", "ai_cpu")),
-        ("tiny-deepseek-cp", ("host_syncs", "ai_cpu")),
-    ],
-)
-def test_between_two_decode_steps_the_host_waits_for_the_tokens_alone(
-    name: str, counts: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize("name", DEMOS)
+def test_between_two_decode_steps_the_host_waits_for_the_tokens_alone(name: str) -> None:
     with lockstep(load_config(CONFIGS / f"{name}.yaml")) as group:
         for i in range(3):
             params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -33,12 +25,12 @@ def test_between_two_decode_steps_the_host_waits_for_the_tokens_alone(
         while group.scheduler.has_work:
             plan = group.schedule()
             assert plan is not None
-            counted = [step.counted for step in group.run(plan)]
+            ranks = group.run(plan)
             if plan.graph is not None:
-                decoding.append(counted)
+                decoding.append(ranks)
 
     assert len(decoding) > 3
-    expected = {"host_syncs": 1, "ai_cpu": 0, "unaligned_views": 0}
     for ranks in decoding[1:]:
-        for counted in ranks:
-            assert {key: counted[key] for key in counts} == {key: expected[key] for key in counts}
+        assert [step.slow for step in ranks] == [()] * len(ranks)
+        for step in ranks:
+            assert step.counted == {"host_syncs": 1, "ai_cpu": 0, "unaligned_views": 0}

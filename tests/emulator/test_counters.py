@@ -224,3 +224,14 @@ def test_launches_with_unaligned_views_are_counted(x):
     many[1:9] + many[16:24]
     torch.npu.synchronize()
     assert taken(before) == {"unaligned_views": 1}
+
+
+def test_operators_with_unaligned_views_are_told_by_name(x):
+    torch.npu.synchronize()
+    before = emulator.unaligned_operators()
+    torch.ones(16, device="npu")[1:] + 1
+    torch.npu.synchronize()
+    now = emulator.unaligned_operators()
+    assert {
+        name: now[name] - before.get(name, 0) for name in now if now[name] != before.get(name)
+    } == {"aclnnAdds": 1}

@@ -82,7 +82,7 @@ def test_proposals_go_on_behind_the_last_right_draft(k: int) -> None:
     right, hidden_of = 1, 7.0
     sampled_row = [20 + i for i in range(q)]
     drafts = [sampled_row[0]] * right + [49] * (k - right)
-    token_ids = ints([3, *drafts, 4, 5, 6], cpu)
+    drafter.drafts[2] = ints(drafts, cpu)
     positions = [*range(10, 10 + q), 0, 1, 2]
     recorder = Recorder([(10, 100), (2, 200)], q)
     inputs = DraftInputs(
@@ -95,7 +95,6 @@ def test_proposals_go_on_behind_the_last_right_draft(k: int) -> None:
     accepted = drafter.propose(
         recorder.logits,
         recorder.run,
-        token_ids,
         ints([*sampled_row, 5, 6, 30], cpu),
         ints(positions, cpu),
         ints([*range(110, 110 + q), 200, 201, 202], cpu),

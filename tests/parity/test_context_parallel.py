@@ -117,6 +117,16 @@ def test_greedy_tokens_equal_those_of_transformers(long_references: Any, layout:
     check(long_references(layout.architecture), layout)
 
 
+def test_domains_are_there_before_anything_is_counted(long_references: Any) -> None:
+    reference = long_references(QWEN)
+    with lockstep(make_config(reference, Layout(QWEN, 4, 2, 4, mode=PIECES))) as group:
+        before = [offer.available for offer in group.ranks.call("offer", "SERVING", 60.0)]
+        group.generate(reference.prompts[-3:], greedy_params(2))
+        after = [offer.available for offer in group.ranks.call("offer", "SERVING", 60.0)]
+
+    assert before == after
+
+
 @pytest.mark.skipif(not is_full(), reason="with the full profile")
 @pytest.mark.parametrize("layout", PAIRS, ids=name)
 def test_every_mode_goes_with_any_number_of_drafts(long_references: Any, layout: Layout) -> None:

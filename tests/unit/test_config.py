@@ -317,3 +317,11 @@ def test_the_emulators_launches_are_printed_where_a_configuration_says_so() -> N
     config = make_config({"model": "x", "device": {"emulator": {"trace": True}}})
 
     assert emulator_settings(config.device, rank=0)["trace"] is True
+
+
+def test_the_limits_of_a_collective_follow_the_steps_deadline() -> None:
+    timeouts = {"step_s": 30.5, "link_s": 7, "join_s": 1}
+    config = make_config({"model": "m", "timeouts": timeouts})
+
+    assert child_environment(config)["HCCL_EXEC_TIMEOUT"] == "38"
+    assert config.timeouts.watchdog_s == 45

@@ -2,6 +2,7 @@
 
 #include "hccl/shared_memory.h"
 #include "runtime/services.h"
+#include "runtime/spin.h"
 
 #include <array>
 #include <chrono>
@@ -87,7 +88,7 @@ void Communicator::wait(std::atomic<uint32_t> &word, std::atomic<uint32_t> &slee
   for (int i = 0; i < 2000 && !oversubscribed(); i++) {
     if (reached(word))
       return;
-    __builtin_ia32_pause();
+    spin_once();
   }
   auto start = Clock::now();
   for (;;) {

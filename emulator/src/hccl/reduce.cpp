@@ -67,7 +67,7 @@ void reduce_half(kernels::Data out, const char *const *parts, size_t part_count,
     if (out.type == kernels::Type::BF16)
       *to = kernels::float_to_bf16(total);
     else
-      *to = std::bit_cast<uint16_t>(static_cast<_Float16>(total));
+      *to = std::bit_cast<uint16_t>(static_cast<kernels::Float16>(total));
   }
 }
 

@@ -10,7 +10,7 @@ static void load_f16(const uint16_t *from, float *to, int64_t count) {
     _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + i))));
 #endif
   for (; i < count; i++)
-    to[i] = static_cast<float>(std::bit_cast<_Float16>(from[i]));
+    to[i] = static_cast<float>(std::bit_cast<Float16>(from[i]));
 }
 
 static void store_f16(const float *from, uint16_t *to, int64_t count) {
@@ -21,7 +21,7 @@ static void store_f16(const float *from, uint16_t *to, int64_t count) {
                      _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
 #endif
   for (; i < count; i++)
-    to[i] = std::bit_cast<uint16_t>(static_cast<_Float16>(from[i]));
+    to[i] = std::bit_cast<uint16_t>(static_cast<Float16>(from[i]));
 }
 
 void load_floats(Data from, int64_t offset, float *to, int64_t count) {

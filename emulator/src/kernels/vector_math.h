@@ -13,6 +13,13 @@
 
 namespace emu::kernels {
 
+// GCC 12 has _Float16 in C++ for x86 only, and __fp16 for Arm only.
+#ifdef __aarch64__
+using Float16 = __fp16;
+#else
+using Float16 = _Float16;
+#endif
+
 // Sixteen floats; loads and stores need no alignment. Wider than the machine's registers is fine.
 typedef float Floats __attribute__((vector_size(64)));
 constexpr int kLanes = 16;
@@ -69,7 +76,7 @@ inline float element(Data d, int64_t i) {
     return static_cast<const float *>(d.p)[i];
   if (d.type == Type::BF16)
     return bf16_to_float(static_cast<const uint16_t *>(d.p)[i]);
-  return static_cast<float>(static_cast<const _Float16 *>(d.p)[i]);
+  return static_cast<float>(static_cast<const Float16 *>(d.p)[i]);
 }
 
 // Row `offset` of `d` as floats: in place for float, else converted into `scratch`.

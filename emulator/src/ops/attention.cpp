@@ -236,7 +236,7 @@ OP(aclnnFusedInferAttentionScoreV4,
                   inner_precise, block_size, wants_lse, out, lse});
    })
 // torch_npu asks for these on the task-group path; they have the same signature.
-EMU_EXPORT_WORKSPACE_PHASE(aclnnFusedInferAttentionScoreV3GetMaxWorkspaceSize,
-                           aclnnFusedInferAttentionScoreV3)
-EMU_EXPORT_WORKSPACE_PHASE(aclnnFusedInferAttentionScoreV4GetMaxWorkspaceSize,
-                           aclnnFusedInferAttentionScoreV4)
+EMU_EXPORT(aclnnFusedInferAttentionScoreV3GetMaxWorkspaceSize,
+           emu_phase1_aclnnFusedInferAttentionScoreV3)
+EMU_EXPORT(aclnnFusedInferAttentionScoreV4GetMaxWorkspaceSize,
+           emu_phase1_aclnnFusedInferAttentionScoreV4)

@@ -14,6 +14,7 @@
 #include "emulator.h"
 #include "ops/ai_cpu.h"
 #include "ops/checks.h"
+#include "ops/export.h"
 
 // CANN declares these types without defining them. The tensor is a view made by from_blob; undefined
 // if its type is not emulated.
@@ -171,7 +172,7 @@ LaunchTraits traits_of(const char *name, const AiCpuRule *rule, const std::tuple
   return std::apply(
       [&](const A &...a) {
         LaunchTraits traits;
-        traits.unaligned = (is_unaligned(a) || ...);
+        traits.unaligned = (is_unaligned(a) || ...) ? name : nullptr;
         if (rule) {
           Operands operands;
           (add_operand(operands, a), ...);
@@ -223,23 +224,13 @@ int launch_phase(const char *name, aclOpExecutor *executor, aclrtStream stream);
 
 }  // namespace emu
 
-// The exported first phase is a bare jump through a pointer, so that one macro serves every
-// signature without repeating it. `jmp *p(%rip)` is x86-64; other machines need their own form.
-#define EMU_EXPORT_WORKSPACE_PHASE(SYMBOL, NAME)                                                   \
-  extern "C" EMU_SHARED __attribute__((naked)) void SYMBOL() {                                     \
-    asm("jmp *emu_phase1_" #NAME "(%rip)");                                                        \
-  }
-
 #define OP(NAME, ...)                                                                              \
   static constexpr auto emu_body_##NAME = +__VA_ARGS__;                                            \
   static constexpr char emu_name_##NAME[] = #NAME;                                                 \
-  extern "C" {                                                                                     \
-  __attribute__((visibility("hidden"), used)) int (*emu_phase1_##NAME)(...) =                      \
-      reinterpret_cast<int (*)(...)>(                                                              \
-          &emu::WorkspacePhase<std::remove_const_t<decltype(emu_body_##NAME)>>::call<              \
-              emu_body_##NAME, emu_name_##NAME>);                                                  \
-  }                                                                                                \
-  EMU_EXPORT_WORKSPACE_PHASE(NAME##GetWorkspaceSize, NAME)                                         \
+  static constexpr auto emu_phase1_##NAME =                                                        \
+      &emu::WorkspacePhase<std::remove_const_t<decltype(emu_body_##NAME)>>::call<emu_body_##NAME,  \
+                                                                                 emu_name_##NAME>; \
+  EMU_EXPORT(NAME##GetWorkspaceSize, emu_phase1_##NAME)                                            \
   EMU_API int NAME(void *, uint64_t, aclOpExecutor *executor, aclrtStream stream) {                \
     return emu::launch_phase(#NAME, executor, stream);                                             \
   }

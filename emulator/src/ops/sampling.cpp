@@ -2,6 +2,9 @@
 // torch_npu passes: reproducible, but not the device's numbers.
 #include "ops/bind.h"
 
+#include <algorithm>
+#include <cmath>
+
 using namespace emu;
 
 static void write_both(const std::tuple<Tensor, Tensor> &result, Tensor &values, Tensor &indices) {
@@ -88,21 +91,104 @@ OP(aclnnRandperm, [](int64_t n, int64_t seed, int64_t offset, Tensor out) {
   out.copy_(at::randperm(n, seeded(seed, offset)));
 })
 
-// Document npu_top_k_top_p: logits [rows, vocabulary]; what is cut off becomes -inf.
+// Document npu_top_k_top_p: logits [rows, vocabulary]; what is cut off becomes -inf. Of a row in
+// ascending order, equal logits by index, top-k drops what is less than the k-th from the end, and
+// top-p what, summed up from the first, does not reach more than 1 - p of all; the last one stays.
+// Sums are made in float64, in which their order decides about nothing but near ties.
+namespace {
+
+void cut_by_sorting(const Tensor &row, int64_t k, std::optional<double> p) {
+  auto [sorted, order] = at::sort(row, true, -1, false);
+  int64_t n = row.size(0);
+  if (k < n)
+    sorted = sorted.masked_fill(sorted < sorted[n - k], -INFINITY);
+  if (p) {
+    Tensor sums = (sorted.to(at::kDouble) - sorted[n - 1]).exp().cumsum(-1);
+    Tensor dropped = sums <= (1 - *p) * sums[n - 1];
+    dropped[n - 1].fill_(false);
+    sorted = sorted.masked_fill(dropped, -INFINITY);
+  }
+  row.scatter_(-1, order, sorted);
+}
+
+void cut_top_k(float *row, int64_t n, int64_t k) {
+  static thread_local std::vector<float> greatest;
+  greatest.resize(k);
+  std::partial_sort_copy(row, row + n, greatest.begin(), greatest.end(), std::greater<>());
+  float least = greatest.back();
+  for (int64_t i = 0; i < n; i++)
+    row[i] = row[i] < least ? -INFINITY : row[i];
+}
+
+// Sorts none but the logits near the cut. False where rounding could decide: nothing is written.
+bool cut_top_p(float *row, const double *weights, int64_t n, double p, float greatest) {
+  constexpr int kBuckets = 1024;
+  constexpr double kNear = 1e-9;  // of the sum; rounding is less, to millions of logits
+  auto bucket_of = [&](float x) {
+    return static_cast<int>(std::min((greatest - x) * 64, float(kBuckets - 1)));
+  };
+  double sums[kBuckets] = {}, total = 0, above = 0;
+  for (int64_t i = 0; i < n; i++)
+    sums[bucket_of(row[i])] += weights[i];
+  for (double sum : sums)
+    total += sum;
+  const double goal = p * total, near = kNear * total;
+  int cut = 0;
+  while (cut < kBuckets - 1 && above + sums[cut] < goal)
+    above += sums[cut++];
+  static thread_local std::vector<std::pair<float, int64_t>> found;
+  found.clear();
+  for (int64_t i = 0; i < n; i++)
+    if (bucket_of(row[i]) == cut)
+      found.emplace_back(row[i], i);
+  std::sort(found.begin(), found.end(), std::greater<>());
+  std::pair<float, int64_t> last;  // that is kept
+  for (auto &entry : found) {
+    bool is_first = above == 0;
+    if (!is_first && std::abs(above - goal) < near)
+      return false;
+    if (!is_first && above > goal)
+      break;
+    last = entry;
+    above += weights[entry.second];
+  }
+  if (above < goal + near)
+    return false;
+  for (int64_t i = 0; i < n; i++)
+    if (std::pair(row[i], i) < last)
+      row[i] = -INFINITY;
+  return true;
+}
+
+}  // namespace
+
 OP(aclnnApplyTopKTopP, [](Tensor logits, OptTensor p, OptTensor k, Tensor out) {
   if (skipping())
     return;
-  auto [sorted, order] = at::sort(logits.to(at::kFloat), true, -1, false);
-  if (k) {
-    Tensor cut = (sorted.size(1) - k->to(at::kLong)).clamp_min(0).unsqueeze(1);
-    sorted = sorted.masked_fill(sorted < sorted.gather(1, cut), -INFINITY);
+  Tensor kept = logits.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true).contiguous();
+  Tensor greatest = kept.amax(-1);  // NaN where one is there
+  const int64_t n = kept.size(1);
+  Tensor counts = k ? k->to(at::kLong) : Tensor(), parts = p ? p->to(at::kDouble) : Tensor();
+  for (int64_t i = 0; i < kept.size(0); i++) {
+    Tensor row = kept[i];
+    int64_t count = k ? counts[i].item<int64_t>() : n;
+    TORCH_CHECK(count > 0, "k is ", count, ", must be 1 or more");
+    auto part = p ? std::optional(parts[i].item<double>()) : std::nullopt;
+    auto *x = row.data_ptr<float>();
+    float most = greatest[i].item<float>();
+    if (!std::isfinite(most)) {
+      cut_by_sorting(row, count, part);
+      continue;
+    }
+    if (count < n)
+      cut_top_k(x, n, count);
+    if (part) {
+      Tensor weights = (row.to(at::kDouble) - most).exp_();
+      if (!cut_top_p(x, weights.data_ptr<double>(), n, *part, most))
+        cut_by_sorting(row, n, part);
+    }
   }
-  if (p) {
-    Tensor dropped = sorted.softmax(-1).cumsum(-1) <= 1 - p->to(at::kFloat).unsqueeze(1);
-    dropped.select(1, -1).fill_(false);
-    sorted = sorted.masked_fill(dropped, -INFINITY);
-  }
-  out.copy_(at::empty_like(sorted).scatter_(-1, order, sorted));
+  out.copy_(kept);
 })
 
 // torch.npu._sleep: one cycle counts as one nanosecond.

@@ -16,14 +16,17 @@ Counters &Counters::of(int device) {
 
 namespace {
 
-struct Names {
+// How often each operator has run.
+struct Operators {
   std::mutex mutex;
   std::map<std::string, long> counts;
+
+  void add(const char *name) {
+    std::lock_guard lock(mutex);
+    counts[name]++;
+  }
 };
-Names &ai_cpu_names(int device) {
-  static Names names[kMaxDevices];
-  return names[device];
-}
+Operators g_ai_cpu[kMaxDevices], g_unaligned[kMaxDevices];
 
 // A JSON object of whole numbers. The text is valid until the thread's next call.
 template <class Pairs> const char *as_json(const Pairs &values) {
@@ -38,13 +41,14 @@ template <class Pairs> const char *as_json(const Pairs &values) {
 }  // namespace
 
 void count_traits(int device, LaunchTraits traits) {
-  if (traits.unaligned)
+  if (traits.unaligned) {
     count(Counters::of(device).unaligned_views);
-  if (!traits.ai_cpu)
-    return;
-  count(Counters::of(device).ai_cpu);
-  std::lock_guard lock(ai_cpu_names(device).mutex);
-  ai_cpu_names(device).counts[traits.ai_cpu]++;
+    g_unaligned[device].add(traits.unaligned);
+  }
+  if (traits.ai_cpu) {
+    count(Counters::of(device).ai_cpu);
+    g_ai_cpu[device].add(traits.ai_cpu);
+  }
 }
 
 void count_collective(int device) { count(Counters::of(device).collectives); }
@@ -84,13 +88,21 @@ EMU_API const char *emulator_counters(int device) {
   return as_json(values);
 }
 
-// How often the AI CPU ran each operator; arguments and result as above.
-EMU_API const char *emulator_ai_cpu_operators(int device) {
+static const char *counts_of(emu::Operators *by_device, int device) {
   using namespace emu;
   if (device < 0)
     device = current_device();
   if (device >= settings().devices)
     return nullptr;
-  std::lock_guard lock(ai_cpu_names(device).mutex);
-  return as_json(ai_cpu_names(device).counts);
+  std::lock_guard lock(by_device[device].mutex);
+  return as_json(by_device[device].counts);
+}
+
+// How often the AI CPU ran each operator, and how often each ran on an unaligned view; arguments and
+// result as above.
+EMU_API const char *emulator_ai_cpu_operators(int device) {
+  return counts_of(emu::g_ai_cpu, device);
+}
+EMU_API const char *emulator_unaligned_operators(int device) {
+  return counts_of(emu::g_unaligned, device);
 }

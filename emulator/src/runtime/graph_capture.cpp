@@ -11,6 +11,8 @@
 #include <algorithm>
 #include <cstdio>
 
+#include <unistd.h>
+
 namespace emu {
 
 std::mutex g_capture_mutex;
@@ -186,16 +188,39 @@ EMU_API aclError aclmdlRIDestroy(aclmdlRI model) {
   return 0;  // freed here, or when no update task names it any more
 }
 
+static const char *task_type(const Node &node) {
+  switch (node.kind) {
+  case TaskKind::Kernel:
+    return node.ai_cpu ? "KERNEL_AICPU" : "KERNEL_AICORE";
+  case TaskKind::Copy:
+    return "MEMCPY_ASYNC";
+  case TaskKind::HostCallback:
+    return "HOSTFUNC_CALLBACK";
+  case TaskKind::EventRecord:
+    return "EVENT_RECORD";
+  case TaskKind::EventWait:
+    return "EVENT_WAIT";
+  default:
+    return "WRITE_VALUE";
+  }
+}
+
+// As in stream.cc of the runtime, one task a line, in capture order; each takes one unit of time.
 EMU_API aclError aclmdlRIDebugJsonPrint(aclmdlRI model, const char *path, uint32_t) {
   Graph *g = graph_of(model);
   FILE *file = fopen(path, "w");
   if (!file)
     return fail(ACL_ERROR_RT_PARAM_INVALID, "cannot write %s", path);
-  fprintf(file, "[");
-  for (size_t i = 0; i < g->nodes.size(); i++)
-    // torch_npu lines the tasks up by time; here each takes one unit, in capture order.
-    fprintf(file, "%s{\"task\":%zu,\"name\":\"%s\",\"stream\":%d,\"ts\":%zu,\"dur\":1}",
-            i ? ",\n" : "", i, g->nodes[i].name, g->nodes[i].lane, i);
+  fprintf(file, "[\n");
+  for (size_t i = 0; i < g->nodes.size(); i++) {
+    const Node &node = g->nodes[i];
+    fprintf(file,
+            "{\"name\":\"%s\",\"pid\":\"%d aclGraph\",\"tid\":\"stream%d\",\"ts\":%zu,\"dur\":1,"
+            "\"ph\":\"X\",\"args\":{\"Model Id\":%u,\"Stream Id\":%d,\"Task Id\":%zu,"
+            "\"Task Type\":\"%s\"}}%s\n",
+            node.name, getpid(), node.lane, i, g->id, node.lane, i, task_type(node),
+            i + 1 < g->nodes.size() ? "," : "");
+  }
   fprintf(file, "]\n");
   fclose(file);
   return 0;

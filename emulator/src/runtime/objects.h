@@ -3,6 +3,7 @@
 #pragma once
 
 #include "runtime/errors.h"
+#include "runtime/spin.h"
 
 #include <chrono>
 #include <condition_variable>
@@ -118,11 +119,7 @@ template <class Ready> bool spin_until(Ready ready) {
     if (ready())
       return true;
     for (int j = 0; j < 2; j++)
-#if defined(__x86_64__)
-      __builtin_ia32_pause();
-#else
-      std::this_thread::yield();
-#endif
+      spin_once();
   }
   return false;
 }

@@ -196,7 +196,8 @@ def count_entries(graph):
     found: dict[int, int] = {}
     for node in nodes:
         is_operator = node["name"].startswith("aclnn")
-        found[node["stream"]] = found.get(node["stream"], 0) + is_operator
+        lane = node["args"]["Stream Id"]
+        found[lane] = found.get(lane, 0) + is_operator
     return list(found.values())
 
 

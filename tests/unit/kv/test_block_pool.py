@@ -155,3 +155,18 @@ def test_without_a_prefix_cache_nothing_is_found() -> None:
 def test_misuse_is_refused(misuse) -> None:
     with pytest.raises(KVCacheError):
         misuse(BlockPool(3, block_size=1))
+
+
+def test_where_shared_blocks_count_they_are_used_once_for_each_reference() -> None:
+    pool = BlockPool(6, block_size=4, counts_shared=True)
+    first = pool.allocate(2)
+    pool.store(first[0], b"h")
+
+    assert pool.num_free_without([first[0]]) == 2
+    pool.share([first[0]])
+    assert (pool.num_used, pool.num_free) == (3, 2)
+    with pytest.raises(OutOfBlocksError):
+        pool.allocate(3)
+    pool.free([first[0]])
+    pool.free(first)
+    assert (pool.num_used, pool.num_free) == (0, 5)

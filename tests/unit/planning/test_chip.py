@@ -89,3 +89,21 @@ def test_another_generation_than_plans_assume_is_refused_with_the_key_to_set() -
     Chip("Ascend910B3", "9.1.0").check_assumed(config, "the NPU of rank 3")
     with pytest.raises(ConfigError, match=r"an Ascend910_9391 \(A3\).*set device.soc=Ascend"):
         Chip("Ascend910_9391", "9.1.0").check_assumed(config, "the NPU of rank 3")
+
+
+@pytest.mark.parametrize(
+    ("cann", "model", "counts"),
+    [
+        ("8.5.0", {}, True),
+        ("9.1.0", {}, False),
+        ("9.1.0", {"head_dim": 512}, True),
+        ("9.1.0", ALONE, True),
+        ("8.5.0", LATENT, False),
+    ],
+)
+def test_where_attention_counts_shared_blocks_for_each_request(
+    cann: str, model: dict[str, Any], counts: bool
+) -> None:
+    config, chip = make_config({"model": "m"}), Chip("Ascend910B1", cann)
+
+    assert chip.counts_shared_blocks(config, facts(**model)) is counts

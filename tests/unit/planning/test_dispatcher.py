@@ -37,6 +37,16 @@ def test_a_miss_runs_eagerly_and_says_why(batch: tuple[int, int, int], reason: s
     assert dispatcher.report()["misses"] == {reason: 1}
 
 
+def test_a_graph_whose_padding_finds_no_block_is_left_out() -> None:
+    dispatcher = make_dispatcher(1, 4, mixed=(8,))
+
+    def fits(graph: BatchDescriptor) -> bool:
+        return graph.mode == "PIECEWISE"
+
+    assert dispatcher.dispatch(3, 3, 1, fits) == (pieces(8), None)
+    assert make_dispatcher(1, 4).dispatch(3, 3, 1, fits) == (None, "cache_full")
+
+
 def test_without_graphs_every_batch_misses() -> None:
     assert make_dispatcher(mode="NONE").dispatch(1, 1, 1) == (None, "mode_none")
 

@@ -9,16 +9,20 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_aclgraph.config import SchedulerConfig
+from dist_aclgraph.context.place import ContextPlace
+from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.steps.delta import RequestDelta
+from dist_aclgraph.steps.padding import GraphLens
 from dist_aclgraph.steps.step import StepPlan
 from dist_aclgraph.topology import ExchangeKind
 from tests.plans import make_plan
@@ -98,6 +102,7 @@ class Shape:
     num_blocks: int
     prefix_cache: bool
     loses_tokens: bool
+    counts_shared: bool = False
 
     @property
     def max_tokens(self) -> int:
@@ -114,11 +119,22 @@ shapes = st.builds(
     num_blocks=st.integers(13, 40),
     prefix_cache=st.booleans(),
     loses_tokens=st.booleans(),
+    counts_shared=st.booleans(),
 )
 
 
 def exchange_of(num_tokens: int) -> ExchangeKind:
     return "mc2" if num_tokens <= 8 else "all_to_all"
+
+
+def counted_blocks(plan: StepPlan, records: np.ndarray) -> int:
+    """Blocks that the lengths of a rank's attention stand for, padding included."""
+    kv_lens = records[:, 1] + records[:, 2]
+    lens = kv_lens.tolist()
+    if plan.graph is not None and plan.graph.mode == "FULL":
+        ends = np.cumsum(records[:, 2], dtype=np.int32)
+        lens = GraphLens(ContextPlace(Shards(BLOCK_SIZE))).pad(plan.graph, ends, kv_lens).kv_lens[0]
+    return sum(-(-length // BLOCK_SIZE) for length in lens)
 
 
 @dataclass
@@ -139,7 +155,12 @@ class World:
                 max_num_seqs=shape.max_num_seqs, max_num_batched_tokens=shape.max_tokens
             ),
             [
-                BlockPool(shape.num_blocks, BLOCK_SIZE, prefix_cache=shape.prefix_cache)
+                BlockPool(
+                    shape.num_blocks,
+                    BLOCK_SIZE,
+                    prefix_cache=shape.prefix_cache,
+                    counts_shared=shape.counts_shared,
+                )
                 for _ in range(shape.dp)
             ],
             GraphDispatcher(plan),
@@ -195,6 +216,8 @@ class World:
                                  "all_gather")  # fmt: skip
         for rank, worker, records in zip(scheduler.ranks, self.group.workers, batches, strict=True):
             scheduled = set(records[:, 0].tolist())
+            if self.shape.counts_shared and not self.shape.num_drafts:
+                assert counted_blocks(plan, records) <= self.shape.num_blocks
             assert (records[:, 2] > 0).all()
             writable: Counter[int] = Counter()
             for index, request in enumerate(rank.rows.requests):

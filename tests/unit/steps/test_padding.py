@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dist_aclgraph.context.place import ContextPlace
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.planning.descriptor import BatchDescriptor
-from dist_aclgraph.steps.padding import GraphLens
+from dist_aclgraph.steps.padding import GraphLens, padding_blocks
 
 MAX_SEQS = 16
 
@@ -95,3 +95,18 @@ def test_where_caches_are_sharded_each_token_has_its_own_length_on_each_shard(
             kept = [row[token] for row in rows]
             empty = [length <= shards.first_position(shard) for shard in range(count)]
             assert sum(kept) - sum(empty) == length  # an empty share is said to be one long
+
+
+@given(mixed_steps(), st.sampled_from((1, 4, 16)))
+def test_padding_stands_for_no_fewer_blocks_than_its_lengths(step, block_size: int) -> None:
+    graph, queries, earlier = step
+
+    (_, kv_lens), _, _ = padded(graph, queries, earlier)
+
+    needed = sum(-(-length // block_size) for length in kv_lens[len(queries) :])
+    assert needed <= padding_blocks(graph, sum(queries), len(queries), block_size)
+
+
+def test_a_padding_request_of_a_decode_graph_stands_for_one_block() -> None:
+    assert padding_blocks(BatchDescriptor(16, 8, 2, "FULL"), 10, 5, 128) == 3
+    assert padding_blocks(BatchDescriptor(16, 8, 2, "FULL"), 16, 8, 128) == 0

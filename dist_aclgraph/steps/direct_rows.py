@@ -1,0 +1,82 @@
+"""Which rows of a step attend directly over the paged cache: pure functions.
+
+A row is a request; a piece of one, where prompts are split between ranks; a token, where the cache
+is sharded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dist_aclgraph.context.place import ContextPlace
+from dist_aclgraph.context.prompt_split import PromptSplit
+from dist_aclgraph.ints import IntArray
+from dist_aclgraph.steps.host_step import HostStep
+from dist_aclgraph.steps.padding import shard_lens
+
+
+@dataclass(frozen=True)
+class DirectRows:
+    """The rows, which are the first tokens of a rank's share.
+
+    Attributes:
+        query_ends: [num_rows], cumulative query lengths.
+        kv_lens: [num_rows], keys of this shard that each row's last query sees, at least one.
+        requests: [num_rows], whose blocks each row reads; None where row i is request i.
+    """
+
+    query_ends: list[int]
+    kv_lens: list[int]
+    requests: IntArray | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.query_ends[-1] if self.query_ends else 0
+
+
+def direct_rows(
+    step: HostStep, split: PromptSplit, place: ContextPlace, *, takes_long_queries: bool
+) -> DirectRows:
+    """Return the direct rows of a step.
+
+    Args:
+        split: of the step.
+        takes_long_queries: whether requests that are not run whole attend directly, too.
+    """
+    if place.is_sharded:
+        return _tokens(step, split, place)
+    ends, kv_lens = step.query_ends, step.kv_lens
+    if takes_long_queries and step.prompts is not None:
+        return _pieces(step, split, place.prompt_rank)
+    count = len(ends) if takes_long_queries else _num_whole(step, split)
+    return DirectRows(ends[:count].tolist(), kv_lens[:count].tolist())
+
+
+def _num_whole(step: HostStep, split: PromptSplit) -> int:
+    return int(np.searchsorted(step.query_ends, split.num_whole_tokens, "right"))
+
+
+def _tokens(step: HostStep, split: PromptSplit, place: ContextPlace) -> DirectRows:
+    num_tokens, count = split.num_whole_tokens, _num_whole(step, split)
+    lens = shard_lens(place, step.positions[:num_tokens] + 1).tolist()
+    requests = None
+    if num_tokens > count:
+        query_lens = np.diff(step.query_ends[:count], prepend=np.int32(0))
+        requests = np.repeat(np.arange(count, dtype=np.int32), query_lens)
+    return DirectRows(list(range(1, num_tokens + 1)), lens, requests)
+
+
+def _pieces(step: HostStep, split: PromptSplit, rank: int) -> DirectRows:
+    count, pieces = _num_whole(step, split), split.pieces[rank]
+    ends, kv_lens = step.query_ends, step.kv_lens
+    owners = np.array([piece.request for piece in pieces], np.int32)
+    lens = np.array([piece.stop - piece.start for piece in pieces], np.int32)
+    # Keys behind the last one that a piece sees.
+    behind = ends[owners] - np.array([piece.stop for piece in pieces], np.int32)
+    return DirectRows(
+        ends[:count].tolist() + (split.num_whole_tokens + np.cumsum(lens)).tolist(),
+        kv_lens[:count].tolist() + (kv_lens[owners] - behind).tolist(),
+        np.concatenate([np.arange(count, dtype=np.int32), owners]),
+    )
