@@ -79,8 +79,8 @@ class DeviceConfig(Section):
     deterministic: bool | None = Field(
         None,
         description="sum in a fixed order in collectives (HCCL_DETERMINISTIC), which makes them "
-        "slower; null does so where every rank of a tensor parallel group decides for itself what "
-        "must be the same on all: with experts, and with drafts",
+        "slower; null does so where several ranks run the same tokens (tp, pcp), and each decides "
+        "for itself what must be the same on all: with experts, and with drafts",
     )
     hccl_expansion: HcclExpansion | None = Field(
         None,

@@ -44,8 +44,8 @@ class ParallelConfig(Section):
         1,
         ge=1,
         le=4096,
-        description="expert parallel size: ranks that share one set of experts, a multiple of tp; "
-        "1 for dense models",
+        description="expert parallel size: ranks that share one set of experts, a multiple of tp x "
+        "pcp; 1 for dense models",
     )
     exchange: ExchangeSetting = Field(
         "auto",
@@ -64,7 +64,7 @@ class ParallelConfig(Section):
         le=1024,
         description="decode context parallel size: shards of a request's KV cache, on ranks that "
         "would hold copies of it: 1, or pcp times a divisor of tp (latent attention) or of tp / KV "
-        "heads",
+        "heads, up to 16",
     )
     pcp: int = Field(
         1,

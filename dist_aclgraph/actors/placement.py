@@ -51,7 +51,7 @@ def plan_bundles(
         raise PlacementError(
             f"the deployment needs {group_size} NPUs for one group, the Ray cluster has {total:g} "
             f"({_by_node(npus_by_node)}); start nodes with --resources='{{\"NPU\": 8}}', or lower "
-            "parallel.tp"
+            "parallel.tp, parallel.pcp or parallel.ep"
         )
     fits_one_node = max(npus_by_node.values()) >= group_size
     return BundleRequest(

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
+from dist_aclgraph.cli.plan_context import context_entry, layout_in_words, print_context
 from dist_aclgraph.config import Config
 from dist_aclgraph.planning.buckets import GraphFamily, candidate_families, trim_sizes
 from dist_aclgraph.planning.budget import Price, StreamOffer, total
@@ -88,6 +89,7 @@ def plan_report(config: Config) -> dict[str, Any]:
             "tokens": (num_blocks - 1) * spec.tokens_per_block,
             "max_model_len": spec.longest_request(num_blocks, deployment.planner.max_model_len),
         },
+        "context": context_entry(deployment, pool),
     }
 
 
@@ -96,8 +98,7 @@ def render_plan(report: dict[str, Any], console: Console) -> None:
     model, layout, graph, kv = (report[key] for key in ("model", "layout", "graph", "kv"))
     console.print(
         f"[bold]{model['name']}[/bold]: {model['architecture']}, {model['num_layers']} layers; "
-        f"{layout['world_size']} NPUs (tp {layout['tp']}, dp {layout['dp']}, "
-        f"ep {layout['ep']}) in "
+        f"{layout['world_size']} NPUs ({layout_in_words(layout)}) in "
         f"{len(layout['lockstep_groups'])} lockstep groups"
     )
     for sentence in report["assumptions"]:
@@ -136,6 +137,8 @@ def render_plan(report: dict[str, Any], console: Console) -> None:
         f"{kv['bytes_per_block']} bytes each, {kv['bytes'] / GIB:.2f} GiB in all; "
         f"{kv['tokens']} tokens, the longest request {kv['max_model_len']}"
     )
+    if report["context"] is not None:
+        print_context(report["context"], console)
 
 
 def _exchange_entries(rule: ExchangeRule) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from dist_aclgraph.cli.plan_context import layout_in_words
 from dist_aclgraph.config import Config
 from dist_aclgraph.simulate.simulation import LoadOptions, simulate
 from dist_aclgraph.simulate.times import StepTimes
@@ -38,8 +39,8 @@ def render_simulation(report: dict[str, Any], console: Console) -> None:
     """Print a report as tables."""
     model, speed = report["model"], report["speed"]
     console.print(
-        f"[bold]{model['name']}[/bold]: {report['num_ranks']} NPUs (tp {model['tp']}, dp "
-        f"{model['dp']}) in {report['num_groups']} lockstep groups; {report['mode']}, priced by "
+        f"[bold]{model['name']}[/bold]: {report['num_ranks']} NPUs ({layout_in_words(model)}) in "
+        f"{report['num_groups']} lockstep groups; {report['mode']}, priced by "
         f"{report['budget_model']}"
     )
     console.print(f"Load: {report['load']}", markup=False)

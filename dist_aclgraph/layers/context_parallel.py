@@ -97,8 +97,7 @@ class ContextParallel:
         received = self.dcp.all_to_all(sent.contiguous())
         width = outs.shape[1]
         parts = [row[:width].view(-1, d) for row in received]
-        logs = received[:, width : width + count].contiguous()
-        merged, _ = merge_attention(parts, list(logs))
+        merged, _ = merge_attention(parts, [row[width : width + count] for row in received])
         return merged.view(n, -1, d)
 
     def gather_keys(self, caches: Sequence[Tensor], own: Tensor) -> Tensor:

@@ -11,8 +11,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dist_aclgraph.config import Config
+from dist_aclgraph.context.prompt_parts import MAX_CHUNK_TOKENS
+from dist_aclgraph.context.prompt_split import MAX_WHOLE_QUERIES
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.kv.cache_spec import DTYPE_BYTES, KVCacheSpec, how_to_shrink_weights
+from dist_aclgraph.kv.cache_spec import (
+    DTYPE_BYTES,
+    KVCacheSpec,
+    elements_per_token,
+    how_to_shrink_weights,
+)
 from dist_aclgraph.packing import aligned
 from dist_aclgraph.planning.buckets import (
     BufferSizes,
@@ -20,7 +27,7 @@ from dist_aclgraph.planning.buckets import (
     candidate_families,
     lazy_families,
 )
-from dist_aclgraph.shapes.activation_sizes import activation_bytes
+from dist_aclgraph.shapes.activation_sizes import activation_bytes, prompt_bytes
 from dist_aclgraph.shapes.model_facts import ModelFacts
 from dist_aclgraph.shapes.model_spec import ModelSpec
 from dist_aclgraph.shapes.weight_sizes import weight_parts
@@ -91,7 +98,7 @@ class RankMemory:
         largest = _largest_graphs(config)
         num_samples = config.scheduler.max_num_seqs * (k + 1)
 
-        def activations(tokens: int) -> int:
+        def activations(tokens: int, direct: int) -> int:
             return activation_bytes(
                 spec,
                 tp=parallel.tp,
@@ -99,8 +106,23 @@ class RankMemory:
                 element_bytes=element_bytes,
                 num_tokens=tokens,
                 num_samples=min(tokens, num_samples),
+                pcp=parallel.pcp,
+                dcp=parallel.dcp,
+                num_direct=direct,
             )
 
+        eager = largest_eager_step(config)
+        max_len = config.max_model_len or facts.max_position_embeddings
+        prompts = prompt_bytes(
+            spec,
+            tp=parallel.tp,
+            pcp=parallel.pcp,
+            dcp=parallel.dcp,
+            kept=elements_per_token(facts, parallel.tp),
+            element_bytes=element_bytes,
+            num_tokens=eager.num_tokens,
+            chunk_tokens=min(MAX_CHUNK_TOKENS, config.scheduler.max_num_seqs * max_len),
+        )
         return cls(
             device_bytes=device_bytes,
             parts=(
@@ -108,8 +130,8 @@ class RankMemory:
                 *hccl,
                 *_step_buffers(config, facts, spec, largest),
             ),
-            graph_bytes=activations(largest.num_tokens),
-            eager_bytes=activations(config.scheduler.max_num_batched_tokens),
+            graph_bytes=activations(largest.num_tokens, largest.num_tokens),
+            eager_bytes=activations(*eager) + prompts,
         )
 
     @property
@@ -155,6 +177,25 @@ def _hccl_buffers(config: Config, mc2_buffer_mb: int | None) -> tuple[MemoryPart
         f"{BUFFERS_OF_A_DOMAIN} x {mc2_buffer_mb} MiB for the domain of its own; {documented}",
     )
     return shared, own
+
+
+class EagerStep(NamedTuple):
+    """Tokens that a rank runs, and how many of them attend to each shard where it is."""
+
+    num_tokens: int
+    num_direct: int
+
+
+def largest_eager_step(config: Config) -> EagerStep:
+    """The most that a rank can be given: of short requests everything, of long ones its share."""
+    limits, pcp = config.scheduler, config.parallel.pcp
+    direct = min(limits.max_num_batched_tokens, limits.max_num_seqs * MAX_WHOLE_QUERIES)
+    if pcp == 1:
+        return EagerStep(limits.max_num_batched_tokens, direct)
+    split = limits.max_num_batched_tokens - direct
+    # The chunks of a request differ by one token, and a rank has two of them.
+    share = direct + -(-split // pcp) + 2 * limits.max_num_seqs
+    return EagerStep(min(share, limits.max_num_batched_tokens), direct)
 
 
 def _largest_graphs(config: Config) -> BufferSizes:

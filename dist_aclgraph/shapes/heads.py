@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from dist_aclgraph.errors import ConfigError
 
 MAX_LATENT_HEADS = 128  # of a rank, and a power of two: the limits of latent attention's operator
+MAX_SHARDS = 16  # whose findings npu_attention_update merges at once
 
 
 def heads_per_rank(num_heads: int, tp: int, *, is_latent: bool) -> int:
@@ -14,7 +17,7 @@ def heads_per_rank(num_heads: int, tp: int, *, is_latent: bool) -> int:
         ConfigError: they cannot be divided, or into numbers that latent attention does not take.
     """
     count, rest = divmod(num_heads, tp)
-    if is_latent and (rest or not _is_latent_count(count)):
+    if is_latent and (rest or not _takes_latent_heads(count)):
         raise ConfigError(
             f"parallel.tp is {tp}: it must divide the model's {num_heads} attention heads into "
             f"powers of two up to {MAX_LATENT_HEADS}, the numbers of heads that latent attention "
@@ -56,28 +59,39 @@ def check_shards(
         num_shards: ``parallel.dcp``; num_prompt_ranks: ``parallel.pcp``.
 
     Raises:
-        ConfigError: they would not, or attention would have too many heads on each of them.
+        ConfigError: they would not, there are too many of them, or attention would have too many
+            heads on each of them.
     """
     if num_shards == 1:
         return
     copies = tp if is_latent else max(1, tp // num_kv_heads)
-    across_heads, rest = divmod(num_shards, num_prompt_ranks)
-    if rest or copies % max(1, across_heads):
-        legal = ", ".join(
-            str(num_prompt_ranks * n) for n in range(1, copies + 1) if copies % n == 0
-        )
+    # Ranks with other heads, whose queries each of them attends with, too.
+    legal = {num_prompt_ranks * n: n for n in range(1, copies + 1) if copies % n == 0}
+    if num_shards not in legal:
+        count = copies * num_prompt_ranks
+        holders = f"{count} ranks hold" if count > 1 else "no two ranks hold"
         raise ConfigError(
-            f"parallel.dcp is {num_shards}; of this model's KV {copies * num_prompt_ranks} ranks "
-            f"would hold copies: set parallel.dcp to 1 or one of {legal}"
+            f"parallel.dcp is {num_shards}; {holders} the same KV of this model, and shards take "
+            f"the place of such copies: {_remedy(legal)}"
         )
-    together = heads_per_rank(num_heads, tp, is_latent=is_latent) * across_heads
-    if is_latent and not _is_latent_count(together):
+    if num_shards > MAX_SHARDS:
         raise ConfigError(
-            f"parallel.dcp is {num_shards}: {across_heads} ranks would attend with {together} heads "
-            f"together; latent attention takes powers of two up to {MAX_LATENT_HEADS}: set "
-            "parallel.dcp to a smaller power of two, or raise parallel.tp"
+            f"parallel.dcp is {num_shards}; attention merges what up to {MAX_SHARDS} shards found: "
+            f"{_remedy(legal)}"
+        )
+    heads = num_heads // tp * legal[num_shards]
+    if is_latent and not _takes_latent_heads(heads):
+        raise ConfigError(
+            f"parallel.dcp is {num_shards}; each rank would attend with the {heads} heads of "
+            f"{legal[num_shards]} ranks, and latent attention takes powers of two up to "
+            f"{MAX_LATENT_HEADS}: lower parallel.dcp, or set it to 1"
         )
 
 
-def _is_latent_count(num_heads: int) -> bool:
-    return num_heads <= MAX_LATENT_HEADS and num_heads & (num_heads - 1) == 0
+def _takes_latent_heads(count: int) -> bool:
+    return count <= MAX_LATENT_HEADS and not count & (count - 1)
+
+
+def _remedy(legal: Iterable[int]) -> str:
+    others = [str(count) for count in legal if 1 < count <= MAX_SHARDS]
+    return "set parallel.dcp to 1" + (f", or to {' or '.join(others)}" if others else "")

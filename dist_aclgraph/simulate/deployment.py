@@ -32,6 +32,23 @@ NPU_BYTES = 64 << 30
 
 
 @dataclass(frozen=True)
+class ContextRoom:
+    """What the KV cache of a data parallel rank holds.
+
+    Attributes:
+        bytes_per_token: of KV on each of its NPUs, on average.
+        tokens: of all requests.
+        longest: tokens of one request alone, within the model's context.
+        requests: of the length that was asked for, at once.
+    """
+
+    bytes_per_token: float
+    tokens: int
+    longest: int
+    requests: int
+
+
+@dataclass(frozen=True)
 class AssumedDeployment:
     """What is known of a deployment before any device is.
 
@@ -108,6 +125,37 @@ class AssumedDeployment:
         if self.config.graph.mode == "NONE":
             return 0
         return pool_bytes or self.memory.graph_bytes
+
+    def without_shared_context(self) -> AssumedDeployment:
+        """Return the same NPUs with dcp 1 and pcp 1: data parallel ranks take the place of PCP's.
+
+        Raises:
+            ConfigError: see ``from_config``.
+        """
+        parallel = self.config.parallel
+        sizes = {"dp": parallel.dp * parallel.pcp, "pcp": 1, "dcp": 1}
+        changed = {"parallel": parallel.model_copy(update=sizes)}
+        return self.from_config(self.config.model_copy(update=changed))
+
+    def room(self, pool_bytes: int, request_tokens: int) -> ContextRoom:
+        """Return what the KV cache of a data parallel rank holds, whatever requests may want.
+
+        Args:
+            pool_bytes: see ``num_blocks``.
+
+        Raises:
+            ConfigError: fewer than two blocks fit.
+        """
+        kv, spec = self.config.kv, self.planner.cache_spec
+        free_bytes = max(0, self.memory.free_bytes - self.graph_bytes(pool_bytes))
+        fitting = spec.blocks_that_fit(free_bytes, kv.memory_fraction, kv.max_bytes)
+        num_blocks = kv.num_blocks or fitting
+        return ContextRoom(
+            bytes_per_token=spec.bytes_per_block / spec.tokens_per_block,
+            tokens=(num_blocks - 1) * spec.tokens_per_block,
+            longest=spec.longest_request(num_blocks, self.facts.max_position_embeddings),
+            requests=(num_blocks - 1) // spec.blocks_for(request_tokens),
+        )
 
     def num_blocks(self, pool_bytes: int) -> int:
         """Return the KV blocks of a rank whose graphs take so many bytes; 0: not predicted.

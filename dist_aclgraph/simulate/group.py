@@ -140,7 +140,10 @@ class SimulatedGroup:
             ],
             self.dispatcher,
             max_model_len=deployment.planner.max_model_len,
+            tp=deployment.layout.tp,
+            pcp=deployment.layout.pcp,
         )
+        self._ranks_per_batch = deployment.layout.tp * deployment.layout.pcp
         self._no_tokens = bytes(4 * config.scheduler.max_num_seqs)
 
     # ---- loads
@@ -196,7 +199,8 @@ class SimulatedGroup:
             records = np.frombuffer(batch.scheduled, dtype="<i4")
             num_samples = int(records[SAMPLE::RECORD].sum())
             tokens = self._no_tokens[: 4 * num_samples]
-            results.append(StepResult(plan.epoch, plan.step, dp_rank, tokens))
+            owner = dp_rank * self._ranks_per_batch
+            results.append(StepResult(plan.epoch, plan.step, owner, tokens))
             self.counts.generated_tokens += num_samples
         self._end_step(on_progress)
         outputs = self.scheduler.update(results)

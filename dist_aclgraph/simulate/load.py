@@ -2,8 +2,8 @@
 
 A trace is JSON lines, or CSV with a header. Each line is
 
-- a batch, one step: ``decode`` (requests that decode), or ``num_reqs`` and ``query_len``, or
-  ``tokens`` (a mixture of prefill and decode); or
+- a batch, one step of a rank: ``decode`` (requests that decode), or ``num_reqs`` and ``query_len``,
+  or ``tokens`` (a mixture of prefill and decode; of split prompts, the rank's share); or
 - a request: ``arrival_s``, ``prompt_tokens``, ``output_tokens``, in the order of arrival.
 
 Other columns are ignored. Nothing but one line is held in memory.

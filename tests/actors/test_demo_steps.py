@@ -17,7 +17,8 @@ DEMOS = sorted(path.stem for path in CONFIGS.glob("tiny-*.yaml"))
 
 @pytest.mark.parametrize("name", DEMOS)
 def test_between_two_decode_steps_the_host_waits_for_the_tokens_alone(name: str) -> None:
-    with lockstep(load_config(CONFIGS / f"{name}.yaml")) as group:
+    config = load_config(CONFIGS / f"{name}.yaml")
+    with lockstep(config) as group:
         for i in range(3):
             params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
             group.submit(f"r{i}", [5 + i, 6, 7, 8], params)
@@ -30,6 +31,10 @@ def test_between_two_decode_steps_the_host_waits_for_the_tokens_alone(name: str)
                 decoding.append(ranks)
 
     assert len(decoding) > 3
+    # Of the ranks that run the same requests, the first tells what was sampled.
+    ranks_per_batch = config.parallel.tp * config.parallel.pcp
+    for index, step in enumerate(decoding[0]):
+        assert bool(step.result.token_ids) == (index % ranks_per_batch == 0)
     for ranks in decoding[1:]:
         assert [step.slow for step in ranks] == [()] * len(ranks)
         for step in ranks:

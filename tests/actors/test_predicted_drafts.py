@@ -12,12 +12,23 @@ from tests.lockstep import lockstep
 TINY_DEEPSEEK = Path(__file__).parents[2] / "models" / "tiny-deepseek"
 
 
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"tp": 2, "ep": 2},
+        {"pcp": 2, "dcp": 2},
+        {"tp": 2, "pcp": 2, "dcp": 4},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
-def test_graphs_of_drafts_are_priced_as_they_are_captured(mode: str) -> None:
+def test_graphs_of_drafts_are_priced_as_they_are_captured(
+    mode: str, parallel: dict[str, int]
+) -> None:
     config = make_deployment_config(
         TINY_DEEPSEEK,
         dtype="bfloat16",
-        parallel={"tp": 2, "ep": 2},
+        parallel=parallel,
         scheduler={"max_num_seqs": 4},
         speculative={"num_tokens": 2},
         graph={

@@ -14,6 +14,7 @@ from dist_aclgraph.actors.placement import plan_bundles
 from dist_aclgraph.actors.run_directory import RunDirectory
 from dist_aclgraph.actors.state import TRANSITIONS, IllegalTransitionError, State, advance
 from dist_aclgraph.errors import PlacementError
+from dist_aclgraph.topology import ParallelLayout
 
 WAY = (
     State.PLACING, State.JOINING, State.LOADING, State.NEGOTIATING, State.CAPTURING,
@@ -61,8 +62,22 @@ def test_a_group_larger_than_any_node_spreads() -> None:
     assert plan_bundles(10, {"a": 8.0, "b": 8.0}, is_emulated=False).strategy == "PACK"
 
 
+def test_ranks_that_share_contexts_are_placed_together() -> None:
+    layout = ParallelLayout(tp=4, pcp=2, dcp=8, dp=3)
+
+    requests = [
+        plan_bundles(len(ranks), {"a": 8.0, "b": 8.0, "c": 8.0}, is_emulated=False)
+        for ranks in layout.lockstep_groups
+    ]
+
+    assert [(len(each.bundles), each.strategy) for each in requests] == [(8, "STRICT_PACK")] * 3
+
+
 def test_too_few_npus_name_what_there_is() -> None:
-    with pytest.raises(PlacementError, match=r"needs 10 NPUs.*has 9 \(a: 8, b: 1\)"):
+    with pytest.raises(
+        PlacementError,
+        match=r"needs 10 NPUs.*has 9 \(a: 8, b: 1\).*lower parallel.tp, parallel.pcp",
+    ):
         plan_bundles(10, {"a": 8.0, "b": 1.0}, is_emulated=False)
 
 

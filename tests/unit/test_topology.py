@@ -110,9 +110,28 @@ def test_decode_context_groups_span_prefill_ranks_first() -> None:
     assert all(b - a == 2 for group in groups for a, b in pairwise(group))
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2, "dp": 3, "ep": 4}, {"tp": 2, "dcp": 3}, {"tp": 0}])
-def test_impossible_sizes_are_refused(sizes: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=r"parallel\."):
+def test_each_domain_of_shared_contexts_is_counted_once() -> None:
+    # TP, PCP, DCP and EP have ranks of their own; where DCP has those of PCP, both are one.
+    spread = ParallelLayout(tp=2, pcp=2, dp=2, dcp=4, ep=8)
+    same = ParallelLayout(tp=8, pcp=2, dp=4, dcp=2, ep=64)
+
+    assert set(spread.domains_of(5)) == {(4, 5), (5, 7), (4, 5, 6, 7), tuple(range(8))}
+    assert sorted(len(domain) for domain in same.domains_of(0)) == [2, 8, 64]
+    assert same.groups("pcp") == same.groups("dcp")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"tp": 2, "dp": 3, "ep": 4}, r"parallel.ep is 4; .* multiple of tp x pcp \(2\)"),
+        ({"tp": 2, "pcp": 2, "dp": 2, "ep": 2}, r"parallel.ep is 2; .* multiple of tp x pcp \(4\)"),
+        ({"tp": 2, "dcp": 3}, r"parallel.dcp is 3; .* divides tp x pcp \(2\)"),
+        ({"tp": 4, "pcp": 4, "dcp": 2}, r"parallel.dcp is 2; .* 1, or a multiple of pcp \(4\)"),
+        ({"tp": 0}, "parallel.tp is 0; it must be positive"),
+    ],
+)
+def test_impossible_sizes_are_refused(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         ParallelLayout(**sizes)
 
 

@@ -26,6 +26,9 @@ EXPERTS, GATHER, ALL_TO_ALL, DENSE = 23, 6, 35, 3
 SHARED = 5  # on the lane of shared experts: a wait, two products, the activation, a record
 # Cache write and attention, and the wait for its parameters with its reset: four entries each.
 ATTENTION = 10
+# More where a cache is sharded, at most (with latent attention, and ranks that repeat heads):
+# queries put together; findings in float32, masked, sent and merged.
+SHARDED = 16
 EMBEDDING = 3  # rows of the embedding and of the rotary tables
 LAST_NORM = 1
 HEAD = 3  # product, argmax, copy to the static buffer
@@ -103,8 +106,9 @@ def _model_shapes(
     layer = BEFORE_ATTENTION + after
     beside = SHARED if workload.moe and workload.multistream_shared else 0
     if family.run_mode == "FULL":
-        main = embedding + layers * (layer + ATTENTION) + head
-        count = {d: steps * _in_full(d, layers) for d in workload.domains}
+        attention = ATTENTION + (SHARDED if workload.dcp > 1 else 0)
+        main = embedding + layers * (layer + attention) + head
+        count = {d: steps * _in_full(d, layers, workload) for d in workload.domains}
         return (Shape(f"{prefix}graph", 1, steps * main, _touched(count), steps * layers * beside),)
     # Collectives of context parallelism belong to attention, which pieces leave out.
     first = {d: int("tp" in d.kinds) for d in workload.domains}
@@ -138,9 +142,19 @@ def _after_attention(domain: Domain) -> int:
     return 2 * ("tp" in domain.kinds) + 2 * _is_spread(domain)
 
 
-def _in_full(domain: Domain, layers: int) -> int:
+def in_sharded_attention(workload: Workload) -> int:
+    """Collectives over DCP in a layer that decodes: shards exchange what they found, and gather
+    queries if they have different heads.
+
+    PCP, which is for prompts, meets in no graph.
+    """
+    if workload.dcp == 1:
+        return 0
+    return 1 if workload.dcp == workload.pcp else 2
+
+
+def _in_full(domain: Domain, layers: int, workload: Workload) -> int:
     """Collectives of a full graph: with TP, one more for the embedding and one for the head."""
-    # Full graphs decode: prompts, which PCP is for, stay out of them.
-    in_attention = 2 * ("dcp" in domain.kinds)
+    in_attention = in_sharded_attention(workload) if "dcp" in domain.kinds else 0
     ends = 2 * ("tp" in domain.kinds)
     return layers * (_after_attention(domain) + in_attention) + ends

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,11 @@ V3, R1, QWEN3 = (
     "deepseek-v3-tp8-dp4-ep32-mtp",
     "deepseek-r1-tp16",
     "qwen3-235b-a22b-tp8-dp2-ep16",
+)
+SHARED_R1, SHARED_V3, SHARED_QWEN3 = (
+    "deepseek-r1-tp16-dcp16-128k",
+    "deepseek-v3-tp8-pcp2-dcp2-dp4-ep64",
+    "qwen3-235b-a22b-tp8-dcp2-dp2-ep16",
 )
 A2 = {"device.soc": "Ascend910B1", "device.hccl_expansion": "FFTS"}
 A3 = {"device.soc": "Ascend910_9391", "device.hccl_expansion": "AICPU"}
@@ -52,9 +58,12 @@ def test_every_deployment_has_a_plan_whose_memory_adds_up(path: Path) -> None:
     render_plan(json.loads(json.dumps(report)), Console(file=out, width=160))
     assert "memory of each NPU" in out.getvalue() and "KV blocks" in out.getvalue()
     assert f"ep {report['layout']['ep']})" in out.getvalue()
+    shares_context = report["layout"]["dcp"] * report["layout"]["pcp"] > 1
+    assert (f"dcp {report['layout']['dcp']}, " in out.getvalue()) == shares_context
+    assert ("on the same NPUs with dcp 1, pcp 1" in out.getvalue()) == shares_context
 
 
-@pytest.mark.parametrize("name", [V3, R1, QWEN3])
+@pytest.mark.parametrize("name", [V3, R1, QWEN3, SHARED_R1, SHARED_V3, SHARED_QWEN3])
 def test_a_large_deployment_serves_many_requests_of_full_length(name: str) -> None:
     report = plan(name)
     kv, wanted = report["kv"], load_config(CONFIGS / f"{name}.yaml").max_model_len
@@ -65,6 +74,33 @@ def test_a_large_deployment_serves_many_requests_of_full_length(name: str) -> No
     assert report["plans"][0]["families"][0]["buckets"][-1] == max(
         load_config(CONFIGS / f"{name}.yaml").graph.sizes or ()
     )
+
+
+@pytest.mark.parametrize("name", [SHARED_R1, SHARED_V3, SHARED_QWEN3])
+def test_shards_hold_longer_contexts_and_more_requests_on_the_same_npus(name: str) -> None:
+    report = plan(name)
+    shared, whole = report["context"]["layouts"]
+    ranks = [each["tp"] * each["pcp"] * each["dp"] for each in (shared, whole)]
+
+    assert ranks == [report["layout"]["world_size"]] * 2
+    assert (whole["dcp"], whole["pcp"]) == (1, 1)
+    assert shared["bytes_per_token"] * shared["dcp"] == whole["bytes_per_token"]
+    # But for what domains of their own take, each NPU keeps as much as before.
+    assert 0.95 < shared["tokens"] / (whole["tokens"] * shared["dcp"]) < 1.05
+    assert shared["requests"] >= 0.95 * whole["requests"] * shared["dcp"]
+    # The file and the README say the numbers that the plan prints.
+    for page in (CONFIGS / f"{name}.yaml", CONFIGS.parent / "README.md"):
+        said = set(re.findall(r"\d[\d,]*\b", page.read_text(encoding="utf-8")))
+        for each in (shared, whole):
+            assert {f"{each['tokens']:,}", f"{each['bytes_per_token']:,.0f}"} <= said
+            assert str(each["requests"] * each["dp"]) in said
+
+
+@pytest.mark.parametrize(("name", "sizes"), [(SHARED_V3, [8, 64, 2, 64]), (SHARED_R1, [16])])
+def test_domains_of_shared_contexts_are_distinct_sets_of_ranks(name: str, sizes: list[int]) -> None:
+    domains = plan(name)["ranks"][0]["domains"]
+
+    assert [len(domain) for domain in domains] == sizes
 
 
 @pytest.mark.parametrize("name", [V3, QWEN3])

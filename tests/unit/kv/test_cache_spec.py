@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dist_aclgraph.config import Config, make_config
+from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.kv.cache_spec import KVCacheSpec, elements_per_token
 from dist_aclgraph.shapes.heads import kv_heads_per_rank
@@ -50,6 +54,29 @@ def test_a_token_of_deepseek_v3_takes_seventy_thousand_bytes() -> None:
 
 def test_the_last_tokens_take_a_whole_block() -> None:
     assert [make_spec().blocks_for(n) for n in (0, 1, 128, 129)] == [0, 1, 1, 2]
+
+
+@given(st.integers(1, 200_000), st.sampled_from([1, 2, 4, 16]), st.sampled_from([1, 16, 128]))
+def test_each_shard_keeps_its_part_of_a_request_within_a_block(
+    num_tokens: int, num_shards: int, interleave: int
+) -> None:
+    spec = make_spec(num_shards=num_shards)
+    part = num_tokens / spec.block_size * spec.bytes_per_block / num_shards
+    kept = spec.total_bytes(spec.blocks_for(num_tokens))
+
+    assert part <= kept < part + spec.bytes_per_block
+    # And what arithmetic gives each shard fits there.
+    shards = Shards(spec.block_size, num_shards, interleave)
+    for shard in range(num_shards):
+        length = shards.lengths(np.array([num_tokens], np.int32), shard).item()
+        assert length <= spec.blocks_for(num_tokens) * spec.block_size
+
+
+def test_shards_lengthen_requests_and_not_blocks() -> None:
+    whole, sharded = make_spec(), make_spec(num_shards=4)
+
+    assert sharded.bytes_per_block == whole.bytes_per_block
+    assert [spec.longest_request(11, 1 << 20) for spec in (whole, sharded)] == [1281, 5121]
 
 
 def test_fraction_and_limit_both_bound_the_cache() -> None:

@@ -126,6 +126,17 @@ def test_shards_of_caches_meet_inside_full_graphs_and_between_pieces() -> None:
     assert price(PIECES, sharded) == price(PIECES, plain)
 
 
+def test_lanes_grow_with_what_shards_exchange() -> None:
+    # One domain with TP, or one of its own; with as many shards as PCP ranks, all have one's heads.
+    with_tp = Workload(num_layers=4, tp=2, dcp=2)
+    alone = Workload(num_layers=4, pcp=2, dcp=2)
+    both = Workload(num_layers=4, tp=2, pcp=2, dcp=4)
+
+    assert lanes(DECODE, with_tp) == [(125 + 4 * (16 + 4), 40 + 4 * 8)]
+    assert lanes(DECODE, alone) == [(95 + 4 * (16 + 2), 4 * 4)]
+    assert sorted(lanes(DECODE, both)[0]) == sorted((125 + 4 * (16 + 4), 40, 4 * 8))
+
+
 def test_ranks_that_split_prompts_meet_in_no_graph() -> None:
     plain, split = Workload(num_layers=4), Workload(num_layers=4, pcp=2)
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from dist_aclgraph.config import Config, make_config
+from dist_aclgraph.context.prompt_split import PromptSplit
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.planning.memory import GIB, MIB, RankMemory
+from dist_aclgraph.planning.memory import GIB, MIB, RankMemory, largest_eager_step
 from dist_aclgraph.shapes.activation_sizes import activation_bytes
 from dist_aclgraph.shapes.model_facts import ModelFacts, read_model_facts
 from dist_aclgraph.shapes.model_spec import read_model_spec
@@ -61,6 +62,57 @@ def test_hccl_has_two_buffers_for_each_domain() -> None:
     assert part(account(make(device={"hccl_buffer_mb": 512})), "HCCL buffers") == 4 * 512 * MIB
     assert part(account(spread, hccl=False), "HCCL buffers") == 0
     assert part(account(make(parallel={})), "HCCL buffers") == 0  # one rank talks to nobody
+
+
+def test_ranks_that_split_prompts_hold_whole_weights_and_the_buffers_of_their_domains() -> None:
+    alone, split = make(), make(parallel={"tp": 8, "pcp": 2, "dp": 2, "ep": 32})
+    sharded = make(parallel={"tp": 8, "pcp": 2, "dp": 2, "dcp": 16, "ep": 32})
+    same = make(parallel={"tp": 8, "pcp": 2, "dp": 2, "dcp": 2, "ep": 32})
+
+    assert weights(account(split)) == weights(account(alone))
+    # Two for each: TP and EP; PCP beside them, which may have the ranks of DCP or not.
+    domains = {2: alone, 3: split, 4: sharded}
+    for count, config in {**domains, 3: same}.items():
+        assert part(account(config), "HCCL buffers") == count * 2 * 200 * MIB
+
+
+def test_decoding_over_shards_holds_the_queries_and_findings_of_all_their_heads() -> None:
+    plain, sharded = (
+        account(make(parallel={"tp": 16, "ep": 16, "dcp": dcp}, graph={"lazy": "off"}))
+        for dcp in (1, 16)
+    )
+    more = sharded.graph_bytes - plain.graph_bytes
+    # Of thirty-two requests.
+    queries, findings = 32 * 128 * (512 + 64) * 2, 32 * 128 * 512 * 4
+
+    # Gathered and put in order; in float32 by shard, sent and received.
+    assert 2 * queries + 3 * findings < more < 4 * queries + 8 * findings
+
+
+def test_long_queries_hold_the_keys_of_a_chunk() -> None:
+    few = {"max_num_seqs": 1}
+    long, short = (make(max_model_len=length, scheduler=few) for length in (65536, 16))
+    sharded = make(
+        parallel={"tp": 8, "dp": 4, "ep": 32, "dcp": 8}, max_model_len=65536, scheduler=few
+    )
+
+    # Of 8192 tokens: keys and values of sixteen heads, and the latents that they are made of.
+    made, read = 8192 * 16 * 320 * 2, 8192 * 576 * 2
+    keys = account(long).eager_bytes - account(short).eager_bytes
+    assert 0.99 < keys / (made + read) < 1.01
+    # And of shards: the latents of all of them, picked in order.
+    assert account(sharded).eager_bytes - account(long).eager_bytes > 2 * read
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=8), st.sampled_from([1, 2, 4]))
+def test_no_rank_is_given_more_tokens_than_it_has_memory_for(lens: list[int], pcp: int) -> None:
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": max(8, sum(lens))}
+    bound = largest_eager_step(make(parallel={"pcp": pcp}, scheduler=limits))
+
+    split = PromptSplit.of(np.array(lens, np.int32), pcp)
+
+    assert split.num_tokens <= bound.num_tokens <= limits["max_num_batched_tokens"]
+    assert split.num_whole_tokens <= bound.num_direct
 
 
 def test_drafts_cost_a_layer_and_their_buffers() -> None:

@@ -20,6 +20,7 @@ supports = st.builds(
     GraphSupport,
     attention_updates=st.sampled_from(["any", "uniform"]),
     is_encoder_decoder=st.booleans(),
+    shares_context=st.booleans(),
 )
 
 
@@ -29,7 +30,7 @@ def can_have(mode: GraphMode, support: GraphSupport) -> bool:
     return {
         "NONE": True,
         "PIECEWISE": True,
-        "FULL": updates == "any",
+        "FULL": updates == "any" and not support.shares_context,
         "FULL_DECODE_ONLY": updates != "none",
         "FULL_AND_PIECEWISE": updates != "none",
     }[mode]
@@ -50,6 +51,19 @@ def test_graphs_are_given_up_only_where_no_mode_has_any(wanted, support) -> None
 
     others = [m for m in get_args(GraphMode) if m != "NONE" and can_have(m, support)]
     assert wanted == "NONE" or mode != "NONE" or not others
+
+
+@pytest.mark.parametrize("parallel", [{"pcp": 2}, {"tp": 2, "dcp": 2}])
+def test_prompts_of_ranks_that_share_contexts_stay_out_of_full_graphs(
+    parallel: dict[str, int],
+) -> None:
+    directory = Path(__file__).parents[3] / "configs" / "shapes" / "qwen3-235b-a22b"
+    raw = {"model": str(directory), "graph": {"mode": "FULL"}, "parallel": parallel}
+
+    config, reasons = with_possible_mode(make_config(raw), read_model_facts(directory))
+
+    assert config.graph.mode == "FULL_AND_PIECEWISE"
+    assert len(reasons) == 1 and "with parallel.dcp or parallel.pcp above 1" in reasons[0]
 
 
 def test_a_checkpoint_with_latent_attention_is_known_by_its_facts() -> None:

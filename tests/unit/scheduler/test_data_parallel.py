@@ -136,8 +136,11 @@ def test_a_preempted_request_goes_on_at_another_rank() -> None:
     assert unpack_ints(plan.batches[1].started[0].token_ids).tolist() == [*range(90, 106), 2]
 
 
-def test_the_first_rank_of_each_data_parallel_rank_brings_its_tokens() -> None:
-    scheduler = make_scheduler(tp=2)
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"pcp": 2}])
+def test_the_first_rank_of_each_data_parallel_rank_brings_its_tokens(
+    sizes: dict[str, int],
+) -> None:
+    scheduler = make_scheduler(**sizes)
     start(scheduler, make_request("a"), make_request("b"))
     acknowledgements = [StepResult(0, 1, rank) for rank in (1, 3)]
     owners = [StepResult(0, 1, rank, pack_ints([10 + rank])) for rank in (2, 0)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,36 @@ def test_heads_that_the_ranks_cannot_split_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=rf"parallel\.tp is {tp}: it must divide .*{into}"):
         check_model(make_config({"model": "m", "parallel": {"tp": tp}}), read(tmp_path, **keys))
+
+
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "keys", "message"),
+    [
+        ({"tp": 4, "dcp": 4}, {"num_key_value_heads": 2},
+         "dcp is 4; 2 ranks hold the same KV .*: set parallel.dcp to 1, or to 2$"),
+        ({"tp": 2, "dcp": 2}, {"num_key_value_heads": 2},
+         "dcp is 2; no two ranks hold the same KV .*: set parallel.dcp to 1$"),
+        ({"tp": 4, "pcp": 2, "dcp": 8}, {"num_key_value_heads": 2},
+         "dcp is 8; 4 ranks hold .* to 1, or to 2 or 4$"),
+        ({"tp": 2, "pcp": 2, "dcp": 1}, {}, None),
+        ({"tp": 2, "pcp": 2, "dcp": 4}, LATENT, None),
+        ({"tp": 2, "pcp": 3, "dcp": 2}, LATENT, "dcp is 2; 6 ranks hold .* to 1, or to 3 or 6$"),
+        ({"tp": 32, "dcp": 32}, {"num_attention_heads": 64, **LATENT},
+         "dcp is 32; attention merges what up to 16 shards .* to 1, or to 2 or 4 or 8 or 16$"),
+        ({"tp": 4, "dcp": 4}, {"num_attention_heads": 256, **LATENT},
+         "dcp is 4; each rank would attend with the 256 heads of 4 ranks, .* up to 128: lower"),
+    ],
+)  # fmt: skip
+def test_shards_are_refused_on_ranks_that_would_hold_no_copies(
+    tmp_path: Path, parallel: Any, keys: Any, message: str | None
+) -> None:
+    config, facts = make_config({"model": "m", "parallel": parallel}), read(tmp_path, **keys)
+
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        check_model(config, facts)
 
 
 def test_what_a_model_has_is_taken(tmp_path: Path) -> None:

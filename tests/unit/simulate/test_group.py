@@ -152,6 +152,32 @@ def test_the_simulation_decides_as_the_scheduler_does_with_a_worker(
     assert shares.live_tokens - shares.eager_tokens == counters["live_tokens"]
 
 
+def test_prompts_take_the_time_of_the_largest_share_of_a_rank(checkpoint: Path) -> None:
+    config = make(
+        checkpoint,
+        parallel={"tp": 2, "pcp": 2, "dp": 2},
+        scheduler={"max_num_seqs": 8, "max_num_batched_tokens": 64},
+    )
+
+    found = play(group(config, StepTimes(base_s=1.0, token_s=0.5)), [Arrival(0, 40, 2)])
+
+    # Forty tokens on two ranks, then one that both of them decode.
+    assert [step["tokens"] for step in found.tally.by_tokens()] == [1, 20]
+    assert found.counts.generated_tokens == 2
+    assert found.clock_s == 2 * 1.0 + 0.5 * (20 + 1)
+
+
+def test_shards_of_a_cache_hold_longer_requests(checkpoint: Path) -> None:
+    load = [Arrival(0, 1500, 2)]
+    whole, sharded = (
+        play(group(make(checkpoint, parallel={"tp": 4, "dcp": dcp})), load) for dcp in (1, 2)
+    )
+
+    # 64 blocks of 16 tokens hold 1024; as many blocks of two shards hold 2048.
+    assert whole.counts.refused == {"RequestTooLongError": 1}
+    assert sharded.counts.finished == 1
+
+
 def test_a_plan_follows_its_traffic_while_it_is_simulated(checkpoint: Path) -> None:
     config = make(
         checkpoint,

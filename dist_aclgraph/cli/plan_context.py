@@ -1,0 +1,65 @@
+"""What sharing the context of requests gains: room in the KV cache, beside that without it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.simulate.deployment import AssumedDeployment
+
+COMPARED_TOKENS = 32768  # of the requests that are counted
+
+
+def layout_in_words(sizes: Mapping[str, int]) -> str:
+    """Return the sizes of a layout; those of context parallelism where it is used."""
+    names = [n for n in ("tp", "pcp", "dcp", "dp", "ep") if n[1:] != "cp" or sizes[n] > 1]
+    return ", ".join(f"{name} {sizes[name]}" for name in names)
+
+
+def context_entry(deployment: AssumedDeployment, pool_bytes: int) -> dict[str, Any] | None:
+    """Return what a data parallel rank has room for, and what it would with dcp 1 and pcp 1; None
+    where that is what it has.
+
+    Args:
+        pool_bytes: what graphs take; 0: not predicted.
+    """
+    parallel = deployment.config.parallel
+    if parallel.dcp == parallel.pcp == 1:
+        return None
+    request_tokens = min(COMPARED_TOKENS, deployment.facts.max_position_embeddings)
+
+    def describe(which: AssumedDeployment, pool_bytes: int) -> dict[str, Any]:
+        room = which.room(pool_bytes, request_tokens)
+        return {**which.config.parallel.model_dump(), **asdict(room)}
+
+    layouts = [describe(deployment, pool_bytes)]
+    with suppress(ConfigError):  # NPUs that hold what was asked for may not hold this
+        layouts.append(describe(deployment.without_shared_context(), 0))
+    return {"request_tokens": request_tokens, "layouts": layouts}
+
+
+def print_context(context: dict[str, Any], console: Console) -> None:
+    """Print a row for each layout."""
+    console.print(
+        "What each data parallel rank has room for, and would have on the same NPUs with dcp 1, "
+        "pcp 1:"
+    )
+    requests = f"requests of {context['request_tokens']}"
+    names = ("KV bytes/token", "tokens", "longest", requests, "in all")
+    table = Table("layout", *(Column(name, justify="right") for name in names))
+    for each in context["layouts"]:
+        table.add_row(
+            layout_in_words(each),
+            f"{each['bytes_per_token']:.0f}",
+            f"{each['tokens']}",
+            f"{each['longest']}",
+            f"{each['requests']}",
+            f"{each['requests'] * each['dp']}",
+        )
+    console.print(table)
