@@ -75,7 +75,6 @@ def test_what_a_chip_does_not_take_is_refused_by_key_and_device(
         ("8.5.0", LATENT, {"kv": {"block_size": 16}}),
         ("8.5.0", LATENT, {"parallel": {"tp": 2, "pcp": 2}}),
         ("9.1.0", LATENT, {"parallel": {"tp": 2, "dcp": 2}}),
-        ("8.5.0", {}, {"parallel": {"tp": 4, "dcp": 2}}),
         ("9.1.0", LATENT, {"kv": {"block_size": 64}}),
         ("9.1.0", ALONE, {}),
         ("9.1.0", {}, SHARDED),
