@@ -73,8 +73,8 @@ def check_shards(
     together = heads_per_rank(num_heads, tp, is_latent=is_latent) * across_heads
     if is_latent and not _is_latent_count(together):
         raise ConfigError(
-            f"parallel.dcp is {num_shards}: {across_heads} ranks would attend with {together} heads "
-            f"together; latent attention takes powers of two up to {MAX_LATENT_HEADS}: set "
+            f"parallel.dcp is {num_shards}: {across_heads} ranks would attend with {together} "
+            f"heads together; latent attention takes powers of two up to {MAX_LATENT_HEADS}: set "
             "parallel.dcp to a smaller power of two, or raise parallel.tp"
         )
 

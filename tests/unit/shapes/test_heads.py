@@ -36,5 +36,5 @@ def test_prompt_ranks_have_all_heads_so_that_none_are_added() -> None:
 @pytest.mark.parametrize("num_shards", [3, 8])
 def test_only_ranks_that_would_hold_copies_share_keys(num_shards: int) -> None:
     check(16, 8, 4, num_kv_heads=2, is_latent=False)
-    with pytest.raises(ConfigError, match="4 ranks would hold copies: set .* one of 1, 2, 4"):
+    with pytest.raises(ConfigError, match=r"4 ranks would hold copies: set .* one of 1, 2, 4"):
         check(16, 8, num_shards, num_kv_heads=2, is_latent=False)
