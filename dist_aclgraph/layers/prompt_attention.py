@@ -109,6 +109,10 @@ def _reader(
 
     def pick(keys: Tensor) -> list[Tensor]:
         parts = torch.split(gathered.index_select(0, keys), widths, 1)
-        return [part.reshape(len(keys), *shape) for part, shape in zip(parts, shapes, strict=True)]
+        # Columns of one tensor are no tensors of their own: operators take no such views.
+        return [
+            part.reshape(len(keys), *shape).contiguous()
+            for part, shape in zip(parts, shapes, strict=True)
+        ]
 
     return pick

@@ -32,7 +32,7 @@ def config(
     npu: Any, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Config:
     # Half of what all requests at once need, so that some are preempted.
-    num_blocks = 14 if request.param is EXPERTS else 5
+    num_blocks, mixed = (14, (16, 32)) if request.param is EXPERTS else (5, (4, 16))
     directory = tmp_path_factory.mktemp("deepseek")
     make_reference("DeepseekV3ForCausalLM", directory, num_hidden_layers=2)
     add_next_token_module(directory)
@@ -47,7 +47,7 @@ def config(
             "graph": {
                 "mode": "FULL_AND_PIECEWISE",
                 "sizes": (2, 4, 8),
-                "mixed_sizes": (16, 32),
+                "mixed_sizes": mixed,
                 "lazy": "off",
             },
             "scheduler": {"max_num_seqs": 4, "max_num_batched_tokens": 32},
