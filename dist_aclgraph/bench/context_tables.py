@@ -34,7 +34,8 @@ def markdown(results: dict[str, Any]) -> str:
     """Return the same for a document."""
     lines = [
         f"{results['ranks']} ranks on {results['cores']} cores, {results['dtype']}, "
-        f"{results['repeats']} rounds of {results['steps']} tokens a request; {results['note']}.",
+        f"{results['repeats']} rounds of {results['steps']} tokens a request, load of the machine "
+        f"{results['load'][0]:.1f} before and {results['load'][1]:.1f} behind; {results['note']}.",
         "",
     ]
     for _, columns, found in _parts(results):

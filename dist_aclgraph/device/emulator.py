@@ -8,6 +8,7 @@ it. Knows nothing about what the program does with the device.
 import argparse
 import ctypes
 import fcntl
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -18,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, cast
 
 from dist_aclgraph.device.torch_build import check_torch
 from dist_aclgraph.environment import (
@@ -186,13 +187,18 @@ def unaligned_operators(device: int | None = None) -> dict[str, int]:
 def _read_numbers(function: str, device: int | None) -> dict[str, int]:
     if _loaded_settings is None and not has_emulated_environment():
         raise DeviceError("the emulator is not loaded: it has no counters")
-    read = getattr(ctypes.CDLL("libascendcl.so"), function)
-    read.restype = ctypes.c_char_p
-    text: bytes | None = read(-1 if device is None else device)
+    text: bytes | None = _reader(function)(-1 if device is None else device)
     if text is None:
         raise DeviceError(f"the emulator has no device {device}")
     values: dict[str, int] = json.loads(text)
     return values
+
+
+@functools.cache  # steps that are profiled ask several times
+def _reader(function: str) -> Callable[[int], bytes | None]:
+    read = getattr(ctypes.CDLL("libascendcl.so"), function)
+    read.restype = ctypes.c_char_p
+    return cast("Callable[[int], bytes | None]", read)
 
 
 def _as_text(value: str | int | bool) -> str:
