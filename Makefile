@@ -13,8 +13,8 @@ HASH := $(shell cat pyproject.toml setup.py | sha256sum | cut -d' ' -f1)
 export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help run test test-all lint demo-model bench-decode bench-tp8 bench-moe setup setup-bench \
-	setup-dev emulator python
+.PHONY: help run test test-all lint demo-model bench-decode bench-tp8 bench-moe bench-context setup \
+	setup-bench setup-dev emulator python
 
 help: ## Show the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -54,6 +54,9 @@ bench-tp8: setup-bench emulator ## Graph modes on eight ranks by turns, or TP=2
 
 bench-moe: setup-bench emulator ## Experts on four ranks: graphs, drafts, overlap and exchanges by turns
 	$(BIN)/python -m dist_aclgraph.bench.moe
+
+bench-context: setup-bench emulator ## Contexts over eight ranks: caches in shards, decoding, prompts
+	$(BIN)/python -m dist_aclgraph.bench.context
 
 EMULATED := ! ls /dev/davinci[0-9]* >/dev/null 2>&1
 emulator: setup ## Build the emulated NPU where there is no real one

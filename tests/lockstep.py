@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
+
 from dist_aclgraph.actors import engine_report
 from dist_aclgraph.actors.lockstep_group import LockstepGroup, group_report
 from dist_aclgraph.actors.startup import Startup
@@ -52,25 +54,42 @@ class Lockstep:
     """
 
     def __init__(self, planner: Planner, group: LockstepGroup, ranks: RankProcesses) -> None:
-        config = planner.config
         self.ranks = ranks
-        self._group = group
-        self._answers: dict[str, Answer] = {}
-        offer = group.offers[0]
+        self._planner, self._group = planner, group
+        self.restart()
+
+    @property
+    def shares_contexts(self) -> bool:
+        """Whether several ranks keep, or run, a request between them."""
+        parallel = self._planner.config.parallel
+        return parallel.dcp * parallel.pcp > 1
+
+    def restart(self, *, num_blocks: int | None = None, is_eager: bool = False) -> None:
+        """Forget all requests; caches are as good as empty.
+
+        Args:
+            num_blocks: of each rank, no more than were made; None takes all.
+            is_eager: no graph is replayed from now on.
+        """
+        planner, group, config = self._planner, self._group, self._planner.config
+        offer, plan = group.offers[0], group.captured.plan
         chip = Chip(offer.device, offer.cann)
         rule = ExchangeRule.from_config(config, planner.facts, chip)
+        if is_eager:
+            plan = msgspec.structs.replace(plan, mode="NONE", families=())
+        self._answers: dict[str, Answer] = {}
         self.scheduler = Scheduler(
             config.scheduler,
             [
                 BlockPool(
-                    group.num_blocks,
+                    num_blocks or group.num_blocks,
                     Shards.from_config(config).tokens_per_block,
                     prefix_cache=config.scheduler.prefix_cache,
                     counts_shared=chip.counts_shared_blocks(config, planner.facts),
                 )
                 for _ in range(planner.layout.within_group.dp)
             ],
-            GraphDispatcher(group.captured.plan),
+            GraphDispatcher(plan),
             max_model_len=planner.max_model_len,
             num_drafts=config.speculative.num_tokens,
             tp=config.parallel.tp,

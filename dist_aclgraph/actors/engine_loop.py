@@ -87,6 +87,7 @@ class EngineLoop:
         self._failure = ""
         self._stopping = False
         self._timings_us: Counter[str] = Counter()
+        self._counted: Counter[str] = Counter()
         self._num_steps = 0
         self._step_times: defaultdict[BatchDescriptor, _Mean] = defaultdict(_Mean)
         self._num_tokens: Counter[str] = Counter()
@@ -206,7 +207,7 @@ class EngineLoop:
         wait_s: float,
         update_s: float,
     ) -> None:
-        """Add one step's host times, in microseconds, split by mode."""
+        """Add one step's host times, in microseconds, and what was counted, split by mode."""
         mode = "eager" if plan.graph is None else plan.graph.mode.lower()
         worker_us = sum(result.timings_us.values())
         stages = {
@@ -219,6 +220,7 @@ class EngineLoop:
         for stage, duration_us in stages.items():
             self._timings_us[f"{mode}.{stage}"] += duration_us  # type: ignore[assignment]
         self._timings_us[f"{mode}.steps"] += 1
+        self._counted.update({f"{mode}.{what}": n for what, n in result.counted.items()})
 
     # ---- clients
 
@@ -291,4 +293,5 @@ class EngineLoop:
             "rollbacks": [*ranks_report.get("rollbacks", []), *self._changes.failures],
             "metrics": self.metrics(),
             "timings_us": dict(self._timings_us),
+            "counted": dict(self._counted),
         }

@@ -27,6 +27,7 @@ from dist_aclgraph.bench.turns import (
     Turns,
     Workloads,
     differing_requests,
+    ray_for,
     report_bench,
     show_start,
     take_turns,
@@ -35,9 +36,9 @@ from dist_aclgraph.bench.workload import (
     Run,
     mean_stages,
     padded_fraction,
-    paired_ratio,
     percentile,
-    round_ratios,
+    ratios,
+    step_ms,
 )
 from dist_aclgraph.config import ExchangeSetting, GraphMode
 from dist_aclgraph.shipped import shipped
@@ -103,13 +104,11 @@ def measure(
     """Deploy all variants, run all workloads by turns, and return what was measured."""
     tokenizer = Tokenizer(model)
     engines = {name: _make_engine(model, name, variant, bar) for name, variant in variants.items()}
-    turns = take_turns(
-        engines,
-        _workloads(tokenizer, min(steps, WARM_UP_STEPS)),
-        _workloads(tokenizer, steps),
-        repeats,
-        bar,
+    warm_up, workloads = (
+        _workloads(tokenizer, count) for count in (min(steps, WARM_UP_STEPS), steps)
     )
+    with ray_for(engines.values()):
+        turns = take_turns(engines, warm_up, workloads, repeats, bar)
     return {
         **turns.circumstances,
         "layout": LAYOUT,
@@ -191,9 +190,9 @@ def _summary(runs: Sequence[Run], base: Sequence[Run]) -> dict[str, Any]:
             steps[mode] = steps.get(mode, 0) + count
     return {
         "step_ms_p50": percentile([gap for run in runs for gap in run.gaps_ms], 50),
-        "step_ratio": _ratios(_step_ms(runs), _step_ms(base)),
+        "step_ratio": ratios(step_ms(runs), step_ms(base)),
         "tokens_per_s": statistics.median(_tokens_per_s(runs)),
-        "rate_ratio": _ratios(_tokens_per_s(runs), _tokens_per_s(base)),
+        "rate_ratio": ratios(_tokens_per_s(runs), _tokens_per_s(base)),
         "tokens_per_step": sum(run.num_tokens for run in runs)
         / sum(run.num_deliveries for run in runs),
         "acceptance": [count / num_drafted for count in accepted],
@@ -209,17 +208,8 @@ def _summary(runs: Sequence[Run], base: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def _step_ms(runs: Sequence[Run]) -> list[float]:
-    return [percentile(run.gaps_ms, 50) for run in runs]
-
-
 def _tokens_per_s(runs: Sequence[Run]) -> list[float]:
     return [run.num_tokens / run.seconds for run in runs]
-
-
-def _ratios(ours: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
-    """Ratios to the base's, of each round and their median."""
-    return {"rounds": round_ratios(ours, base), "median": paired_ratio(ours, base)}
 
 
 if __name__ == "__main__":

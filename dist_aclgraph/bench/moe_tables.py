@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from rich.table import Table
 
-from dist_aclgraph.bench.tables import MIB, make_table, rows
+from dist_aclgraph.bench.tables import MIB, filled_table, markdown_table, rows
 
 STEPS = (
     "variant", "workload", "ms a step", "step / base", "tokens/s", "rate / base", "tokens a step",
@@ -18,8 +18,8 @@ GRAPHS = ("variant", "ready, s", "graphs", "capture, s", "streams", "pool, MiB")
 
 def tables(results: dict[str, Any]) -> Iterator[Table]:
     """Return steps, and what the graphs took."""
-    yield _table(f"Experts, {_circumstances(results)}", STEPS, _steps(results))
-    yield _table("Graphs of one rank", GRAPHS, _graphs(results))
+    yield filled_table(f"Experts, {_circumstances(results)}", STEPS, _steps(results))
+    yield filled_table("Graphs of one rank", GRAPHS, _graphs(results))
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -28,9 +28,9 @@ def markdown(results: dict[str, Any]) -> str:
         [
             f"{_circumstances(results)}.",
             "",
-            *_markdown(STEPS, _steps(results)),
+            *markdown_table(STEPS, _steps(results)),
             "",
-            *_markdown(GRAPHS, _graphs(results)),
+            *markdown_table(GRAPHS, _graphs(results)),
             "",
         ]
     )
@@ -71,17 +71,3 @@ def _graphs(results: dict[str, Any]) -> Iterator[tuple[str, ...]]:
             str(found["streams"]),
             f"{found['pool_bytes'] / MIB:.0f}",
         )
-
-
-def _table(title: str, columns: Sequence[str], lines: Iterator[tuple[str, ...]]) -> Table:
-    table = make_table(title, *columns)
-    for line in lines:
-        table.add_row(*line)
-    return table
-
-
-def _markdown(columns: Sequence[str], lines: Iterator[tuple[str, ...]]) -> Iterator[str]:
-    yield f"| {' | '.join(columns)} |"
-    yield f"| {' | '.join(['---'] + ['---:'] * (len(columns) - 1))} |"
-    for line in lines:
-        yield f"| {' | '.join(line)} |"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -17,6 +17,22 @@ def make_table(title: str, first: str, *columns: str) -> Table:
     for column in columns:
         table.add_column(column, justify="right")
     return table
+
+
+def filled_table(title: str, columns: Sequence[str], lines: Iterable[Sequence[str]]) -> Table:
+    """Return a table for a terminal."""
+    table = make_table(title, *columns)
+    for line in lines:
+        table.add_row(*line)
+    return table
+
+
+def markdown_table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Return the lines of a table for a document."""
+    yield f"| {' | '.join(columns)} |"
+    yield f"| {' | '.join(['---'] + ['---:'] * (len(columns) - 1))} |"
+    for line in lines:
+        yield f"| {' | '.join(line)} |"
 
 
 def rows(deployments: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:

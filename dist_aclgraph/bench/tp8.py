@@ -27,6 +27,7 @@ from dist_aclgraph.bench.tp8_tables import markdown, tables
 from dist_aclgraph.bench.turns import (
     MIXED,
     differing_requests,
+    ray_for,
     report_bench,
     show_start,
     take_turns,
@@ -92,7 +93,8 @@ def measure(
     path = write_checkpoint(shape, folder / shape.name, torch.bfloat16)
     warm_up, workloads = _workloads(min(steps, WARM_UP_STEPS)), _workloads(steps)
     engines = {mode: _make_engine(path, mode, tp, bar) for mode in modes}
-    turns = take_turns(engines, warm_up, workloads, repeats, bar)
+    with ray_for(engines.values()):
+        turns = take_turns(engines, warm_up, workloads, repeats, bar)
     reports = turns.reports
     bar.console.print("Counting operators and bytes of one rank ...")
     rank = OneRank(engines[modes[0]].config)

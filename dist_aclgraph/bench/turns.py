@@ -6,8 +6,8 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from dist_aclgraph.bench.workload import Arrival, Run, run_workload
 from dist_aclgraph.config import make_config
 from dist_aclgraph.extras import require
 
-MIXED = "mixed"  # a workload; others are named by the size of their batch
+MIXED = "mixed"  # a workload
 
 Workloads = Mapping[str, Sequence[Arrival]]
 
@@ -69,39 +69,50 @@ def take_turns(
     repeats: int,
     bar: Progress,
 ) -> Turns:
-    """Deploy all, run all workloads by turns, once to warm up and ``repeats`` times; stop all."""
+    """Deploy all, run all workloads by turns, once to warm up and ``repeats`` times; stop all.
+
+    Ray must run, see ``ray_for``.
+    """
     started_s = time.monotonic()
     load_before = os.getloadavg()[0]
     runs: dict[str, dict[str, list[Run]]] = {name: {w: [] for w in workloads} for name in engines}
-    # NPUs for each deployment: on one machine, they are all the same cores.
-    first = next(iter(engines.values())).config
-    num_npus = first.parallel.world_size * len(engines)
-    start_ray(make_config({"model": first.model, "parallel": {"dp": num_npus}}))
+    with ExitStack() as stack:
+        for engine in engines.values():
+            stack.enter_context(engine)
+        turns = [
+            (round_, workload, name)
+            for round_ in range(repeats + 1)
+            for workload in workloads
+            for name in engines
+        ]
+        task = bar.add_task("", total=len(turns))
+        for round_, workload, name in turns:
+            warm = round_ == 0
+            what = "Warming up" if warm else f"Round {round_} of {repeats}"
+            bar.update(task, description=f"{what}: {name}, {title(workload)}")
+            arrivals = (warm_up if warm else workloads)[workload]
+            run = run_workload(engines[name].client, f"{workload}-{round_}", arrivals)
+            if not warm:
+                runs[name][workload].append(run)
+            bar.advance(task)
+        reports = {name: engine.deployment.report() for name, engine in engines.items()}
+        load = (load_before, os.getloadavg()[0])
+    return Turns(runs, reports, load, time.monotonic() - started_s)
+
+
+@contextmanager
+def ray_for(engines: Collection[DecodeEngine]) -> Iterator[None]:
+    """Start a Ray with NPUs for each deployment, and stop it at the end.
+
+    On one machine, they are all the same cores.
+    """
+    num_npus = sum(engine.config.parallel.world_size for engine in engines)
+    model = next(iter(engines)).config.model
+    start_ray(make_config({"model": model, "parallel": {"dp": num_npus}}))
     try:
-        with ExitStack() as stack:
-            for engine in engines.values():
-                stack.enter_context(engine)
-            turns = [
-                (round_, workload, name)
-                for round_ in range(repeats + 1)
-                for workload in workloads
-                for name in engines
-            ]
-            task = bar.add_task("", total=len(turns))
-            for round_, workload, name in turns:
-                warm = round_ == 0
-                what = "Warming up" if warm else f"Round {round_} of {repeats}"
-                bar.update(task, description=f"{what}: {name}, {title(workload)}")
-                arrivals = (warm_up if warm else workloads)[workload]
-                run = run_workload(engines[name].client, f"{workload}-{round_}", arrivals)
-                if not warm:
-                    runs[name][workload].append(run)
-                bar.advance(task)
-            reports = {name: engine.deployment.report() for name, engine in engines.items()}
-            load = (load_before, os.getloadavg()[0])
+        yield
     finally:
         ray.shutdown()
-    return Turns(runs, reports, load, time.monotonic() - started_s)
 
 
 def show_start(bar: Progress, name: str) -> OnProgress:
@@ -116,7 +127,8 @@ def show_start(bar: Progress, name: str) -> OnProgress:
 
 
 def title(workload: str) -> str:
-    return workload if workload == MIXED else f"batch {workload}"
+    """Return a workload in words; one that is a number is named by the size of its batch."""
+    return f"batch {workload}" if workload.isdecimal() else workload
 
 
 def differing_requests(runs: Iterable[Run], base: Run) -> int:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -59,6 +59,10 @@ class Run:
         accepted: [num_drafts], how often each of them was accepted.
         expert_tokens: computed by the experts of each rank.
         num_reruns: steps run again.
+        kv_usage: share of the KV blocks that requests had when all that began the workload decoded.
+        first_token_s: of the first request, since it was sent.
+        counted: by mode of steps, since the first request was sent: steps, and as far as the device
+            counts them, their collectives and the bytes of these on one rank.
     """
 
     gaps_ms: list[float]
@@ -73,6 +77,14 @@ class Run:
     accepted: list[int]
     expert_tokens: list[int]
     num_reruns: int
+    kv_usage: float
+    first_token_s: float
+    counted: dict[str, dict[str, float]]
+
+    def per_step(self, mode: str, what: str) -> float:
+        """Return what a step of a mode counted, on average; 0 where nothing counts."""
+        counted = self.counted[mode]
+        return counted.get(what, 0) / counted["steps"]
 
 
 def decode_workload(batch: int, prompt_len: int, steps: int, vocab: int) -> list[Arrival]:
@@ -126,6 +138,7 @@ def run_workload(client: EngineClient, name: str, arrivals: Sequence[Arrival]) -
     after: dict[str, float] = {}
     first_to_end = -1
     num_open = len(arrivals)
+    start, start_s = _counters(client), time.perf_counter()
     submit(0)
     while num_open:
         index, now_s, delta = _next(events)
@@ -160,6 +173,9 @@ def run_workload(client: EngineClient, name: str, arrivals: Sequence[Arrival]) -
         accepted=[int(n) for n in _part(gained, "accepted").values()],
         expert_tokens=[int(n) for n in _part(gained, "experts").values()],
         num_reruns=int(gained["reruns"]),
+        kv_usage=before["kv_usage"],
+        first_token_s=deliveries[0][0].at_s - start_s,
+        counted=_by_mode({key: value - start.get(key, 0) for key, value in after.items()}),
     )
 
 
@@ -181,6 +197,7 @@ def _counters(client: EngineClient) -> dict[str, float]:
     metrics = report["metrics"]
     parts = {
         "timings": report["timings_us"],
+        "counted": report["counted"],
         "accepted": metrics["spec_decode_num_accepted_tokens_per_pos"],
         "experts": metrics["expert_tokens"],
     }
@@ -190,12 +207,22 @@ def _counters(client: EngineClient) -> dict[str, float]:
         "live": metrics["graph"]["live_tokens"],
         "drafted": metrics["spec_decode_num_drafts"],
         "reruns": metrics["step_reruns"],
+        "kv_usage": metrics["kv_cache_usage"],
     }
 
 
 def _part(counters: dict[str, float], part: str) -> dict[str, float]:
     start = f"{part}/"
     return {key.removeprefix(start): n for key, n in counters.items() if key.startswith(start)}
+
+
+def _by_mode(gained: dict[str, float]) -> dict[str, dict[str, float]]:
+    modes: dict[str, dict[str, float]] = {}
+    steps = {key: n for key, n in _part(gained, "timings").items() if key.endswith(".steps")}
+    for key, count in {**steps, **_part(gained, "counted")}.items():
+        mode, _, what = key.partition(".")
+        modes.setdefault(mode, {})[what] = count
+    return modes
 
 
 # ---- arithmetic
@@ -234,6 +261,16 @@ def paired_ratio(base: Sequence[float], other: Sequence[float]) -> float:
 def round_ratios(base: Sequence[float], other: Sequence[float]) -> list[float]:
     """Return how often ``other`` goes into ``base``, round by round."""
     return [a / b for a, b in zip(base, other, strict=True)]
+
+
+def ratios(ours: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
+    """Return the ratios to the base's, of each round and their median."""
+    return {"rounds": round_ratios(ours, base), "median": paired_ratio(ours, base)}
+
+
+def step_ms(runs: Sequence[Run]) -> list[float]:
+    """Return the median gap between tokens of each run."""
+    return [percentile(run.gaps_ms, 50) for run in runs]
 
 
 def mean_stages(timings_us: dict[str, float]) -> tuple[dict[str, float], dict[str, int]]:

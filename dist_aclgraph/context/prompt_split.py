@@ -65,7 +65,7 @@ class PromptSplit:
         shares: list[list[Piece]] = [[] for _ in range(num_ranks)]
         for request in range(num_whole, len(query_lens)):
             length, end = int(query_lens[request]), int(ends[request])
-            bounds = [end - length + bound for bound in _bounds(length, num_ranks)]
+            bounds = [end - length + bound for bound in _bounds(length, num_ranks).tolist()]
             for rank, share in enumerate(shares):
                 low, high = bounds[rank : rank + 2], bounds[2 * num_ranks - 1 - rank :][:2]
                 chunks = [(low[0], high[1])] if low[1] == high[0] else [low, high]

@@ -52,7 +52,8 @@ class Shards:
             return lens
         turns = lens // (self.interleave * self.count)
         rest = lens - turns * (self.interleave * self.count) - shard * self.interleave
-        local: IntArray = turns * self.interleave + np.clip(rest, 0, self.interleave)
+        last = np.minimum(np.maximum(rest, 0), self.interleave)  # clip takes three times as long
+        local: IntArray = turns * self.interleave + last
         return local.astype(np.int32, copy=False)
 
     def first_position(self, shard: int) -> int:

@@ -272,6 +272,33 @@ class UpdateWait:
         return max(0.0, float(self._begin.elapsed_time(self._end)) * 1e3)
 
 
+class CollectiveCount:
+    """Collectives of a step, and the bytes that they bring from other ranks.
+
+    The emulator counts them; hardware does not tell.
+    """
+
+    def __init__(self, is_counted: bool) -> None:
+        self._is_counted = is_counted
+        self._before: dict[str, int] = {}
+
+    def begin(self) -> None:
+        """Nothing is queued."""
+        if self._is_counted:
+            self._before = self._read()
+
+    def take(self) -> dict[str, int]:
+        """Return what has run since ``begin``; nothing is queued any more."""
+        if not self._is_counted:
+            return {}
+        return {name: n - self._before[name] for name, n in self._read().items()}
+
+    @staticmethod
+    def _read() -> dict[str, int]:
+        counters = emulator.counters()
+        return {name: counters[name] for name in ("collectives", "collective_bytes")}
+
+
 @dataclass(frozen=True)
 class PoolMemory:
     """Bytes of a graph pool: taken from the device, and of these those that a tensor holds."""

@@ -69,7 +69,8 @@ def upload_step(
         ]
     shared = None
     if prompts is not None:
-        num_places = size.num_samples * (len(inputs.places) // max(1, inputs.num_samples))
+        # As many as every rank has: this one's requests may all be in the middle of their prompts.
+        num_places = size.num_samples * (1 if drafts is None else drafts.positions.shape[1])
         # Where it lands if another rank runs it depends on padding.
         landings = np.where(prompts.owners == prompts.rank, prompts.landings, num_tokens)
         arrays += [_pad(prompts.owners, num_places, prompts.rank), landings.astype(np.int32)]

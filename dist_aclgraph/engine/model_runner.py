@@ -18,7 +18,14 @@ from torch import Tensor
 from dist_aclgraph.config import Config
 from dist_aclgraph.context.place import ContextPlace
 from dist_aclgraph.context.shards import Shards
-from dist_aclgraph.device.npu import Npu, PoolMemory, Stopwatch, UpdateWait, translated
+from dist_aclgraph.device.npu import (
+    CollectiveCount,
+    Npu,
+    PoolMemory,
+    Stopwatch,
+    UpdateWait,
+    translated,
+)
 from dist_aclgraph.engine.attention_steps import AttentionSteps
 from dist_aclgraph.engine.draft_steps import DraftSteps
 from dist_aclgraph.engine.drafting import Collect
@@ -139,6 +146,7 @@ class ModelRunner:
         self._spare_row = max_rows
         self._graphs = GraphStore(npu)
         self._watch = Stopwatch(config.profile)
+        self._collectives = CollectiveCount(config.profile and npu.kind == "emulated")
         self._replays = Replays(
             self._buffers.addresses,
             max_len,
@@ -216,6 +224,7 @@ class ModelRunner:
     def execute(self, plan: StepPlan, dp_rank: int, rank: int) -> StepResult:
         """Run one step and return its new tokens (ranks without output: an acknowledgement)."""
         watch = self._watch
+        self._collectives.begin()
         watch.start()
         self._replays.forget()
         batch = plan.batches[dp_rank]
@@ -249,6 +258,7 @@ class ModelRunner:
             num_unplaced=self._num_unplaced - num_unplaced,
             timings_us=watch.stages,
             overlapped_us=watch.take_overlapped(),
+            counted=self._collectives.take(),
         )
         if not self._owns_output:
             return result

@@ -69,7 +69,8 @@ class ContextParallel:
         if size == 1:
             return q
         every = self.dcp.all_gather(q.contiguous())[:size]
-        return every.transpose(0, 1).flatten(1, 2)
+        # Of one head each, flatten would give a view; operators take none.
+        return every.transpose(0, 1).flatten(1, 2).contiguous()
 
     def merge(self, out: Tensor, sums: Tensor, is_empty: Tensor) -> Tensor:
         """Exchange what shards found, and merge it for this rank's heads.

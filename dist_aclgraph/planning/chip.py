@@ -70,20 +70,26 @@ class Chip:
         """Whether attention refuses lengths that need more blocks than the cache has, those that
         requests share counted for each of them, and those of padding.
         """
+        parallel = config.parallel
+        # Over the cache, each rank attends with the queries of all that share it.
+        head_ranks = max(1, parallel.dcp // parallel.pcp)
         splits = (
-            self._has_split_fuse(config, facts)
+            self._has_split_fuse(config, facts, head_ranks)
             and facts.head_dim <= MAX_SPLIT_FUSE_DIM
             and config.kv.block_size <= MAX_SPLIT_FUSE_BLOCK
         )
         return not facts.mla and not splits
 
-    def _has_split_fuse(self, config: Config, facts: ModelFacts) -> bool:
+    def _has_split_fuse(self, config: Config, facts: ModelFacts, head_ranks: int = 1) -> bool:
         """Whether there is the tiling that came with CANN 9; what it does not take goes the way of
         CANN 8.
+
+        Args:
+            head_ranks: whose heads attend together.
         """
         tp = config.parallel.tp
         heads = heads_per_rank(facts.num_heads, tp, is_latent=facts.mla)
-        shares_keys = heads > kv_heads_per_rank(facts.num_kv_heads, tp)
+        shares_keys = heads * head_ranks > kv_heads_per_rank(facts.num_kv_heads, tp)
         return not self.is_cann_8 and not facts.mla and shares_keys
 
     def _problems(self, config: Config, facts: ModelFacts) -> Iterator[str]:
@@ -107,6 +113,16 @@ class Chip:
                     f"{MAX_LATENT_BLOCK}: set 128"
                 )
             return
+        if config.parallel.dcp * config.parallel.pcp > 1 and self.counts_shared_blocks(
+            config, facts
+        ):
+            # Tokens of a prompt, or pieces of it, are rows that name the same blocks.
+            yield (
+                f"parallel.dcp is {config.parallel.dcp} and parallel.pcp {config.parallel.pcp}; "
+                "attention of this model refuses rows that need more blocks than the cache has, "
+                "those they share counted for each: set both to 1"
+                + (", or install CANN 9" if self.is_cann_8 else "")
+            )
         if has_split_fuse and dim <= MAX_SPLIT_FUSE_DIM:
             if block_size > MAX_SPLIT_FUSE_BLOCK and block_size % 128:
                 yield (

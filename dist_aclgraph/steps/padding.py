@@ -34,6 +34,8 @@ class Lens(NamedTuple):
 class GraphLens:
     """Pads the lengths of steps to graphs.
 
+    A step is padded when it is guessed, and again when it comes: the last answer is kept.
+
     Args:
         place: of the rank, whose share of the keys counts.
         num_drafts: k, of every request of a decode batch.
@@ -42,6 +44,8 @@ class GraphLens:
     def __init__(self, place: ContextPlace, num_drafts: int = 0) -> None:
         self._place = place
         self._iterations = range(max(1, num_drafts))
+        self._last: tuple[BatchDescriptor, bytes] | None = None
+        self._last_lens = Lens([], ())
 
     def pad(self, graph: BatchDescriptor, query_ends: IntArray, kv_lens: IntArray) -> Lens:
         """Return the lengths of a step, padded to what ``graph`` was captured for.
@@ -50,7 +54,10 @@ class GraphLens:
             query_ends, kv_lens: [num_reqs] of the live requests, whatever the rank keeps of them.
         """
         if self._place.is_sharded:
-            return self._pad_tokens(graph, kv_lens)
+            asked = graph, kv_lens.tobytes()
+            if asked != self._last:
+                self._last, self._last_lens = asked, self._pad_tokens(graph, kv_lens)
+            return self._last_lens
         ends, lens = (
             _pad_uniform(graph, kv_lens)
             if graph.query_len

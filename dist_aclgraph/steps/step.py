@@ -108,7 +108,8 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     since it started, and how many tokens found no room in their exchange: then the step counts for
     nothing, and is run again.
     Where the worker measures: ``timings_us`` is its host time by stage, from plan to result;
-    ``overlapped_us`` what it did while the device worked, or between two steps.
+    ``overlapped_us`` what it did while the device worked, or between two steps; ``counted`` are
+    the step's collectives and their bytes, where the device counts them.
     """
 
     epoch: int
@@ -121,6 +122,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     num_unplaced: int = 0
     timings_us: dict[str, float] = {}
     overlapped_us: dict[str, float] = {}
+    counted: dict[str, int] = {}
     error: str = ""  # the step failed on this rank; the epoch is over
 
 

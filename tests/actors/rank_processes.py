@@ -164,13 +164,19 @@ def _run_rank(config: Config, rank: int, pipe: Connection) -> None:
         slow_at_last_step.update(slow - slow_at_last_step)
         return encoder.encode(result), now["collectives"] - before, counted, names
 
+    def kv_bytes() -> int:
+        """Bytes of the decoder's caches."""
+        caches = [vars(cache).values() for cache in worker._running.runner._caches]
+        return sum(tensor.nbytes for tensors in caches for tensor in tensors)
+
+    own = {"step": step, "kv_bytes": kv_bytes}
     while True:
         try:
             method, arguments = pipe.recv()
         except EOFError:
             return
         try:
-            pipe.send((step if method == "step" else getattr(worker, method))(*arguments))
+            pipe.send((own.get(method) or getattr(worker, method))(*arguments))
         except Exception as e:
             pipe.send(e)
             return

@@ -1,5 +1,5 @@
-"""Real ranks that share experts, through thousands of random steps: nothing hangs, nothing is lost,
-and all ranks meet in as many collectives.
+"""Real ranks that share experts, and contexts, through thousands of random steps: nothing hangs,
+nothing is lost, and all ranks meet in as many collectives.
 """
 
 from __future__ import annotations
@@ -20,13 +20,19 @@ from tests.checkpoints import add_next_token_module, make_prompts, make_referenc
 from tests.lockstep import Lockstep, lockstep
 from tests.unit.scheduler.requests import submit
 
-DP, DRAFTS, NUM_BLOCKS, BLOCK_SIZE, MAX_LEN = 4, 1, 14, 16, 96
+DRAFTS, BLOCK_SIZE, MAX_LEN = 1, 16, 96
+EXPERTS = {"dp": 4, "ep": 4}
+CONTEXTS = {"tp": 2, "pcp": 2, "dcp": 4, "cp_interleave": 4, "dp": 2, "ep": 8}
 NUM_STEPS = 2000
 PROMPTS = make_prompts((1, 3, 10, 16, 17, 30, 45, 60))
 
 
-@pytest.fixture(scope="module")
-def config(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Config:
+@pytest.fixture(scope="module", params=[EXPERTS, CONTEXTS], ids=["experts", "contexts"])
+def config(
+    npu: Any, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Config:
+    # Half of what all requests at once need, so that some are preempted.
+    num_blocks = 14 if request.param is EXPERTS else 5
     directory = tmp_path_factory.mktemp("deepseek")
     make_reference("DeepseekV3ForCausalLM", directory, num_hidden_layers=2)
     add_next_token_module(directory)
@@ -36,7 +42,7 @@ def config(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Config:
             "dtype": "float32",
             "max_model_len": MAX_LEN,
             # Room so narrow that some steps are run again.
-            "parallel": {"dp": DP, "ep": DP, "exchange": "all_to_all", "expert_capacity": 1.0},
+            "parallel": {**request.param, "exchange": "all_to_all", "expert_capacity": 1.0},
             "speculative": {"num_tokens": DRAFTS},
             "graph": {
                 "mode": "FULL_AND_PIECEWISE",
@@ -45,7 +51,7 @@ def config(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Config:
                 "lazy": "off",
             },
             "scheduler": {"max_num_seqs": 4, "max_num_batched_tokens": 32},
-            "kv": {"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS},
+            "kv": {"block_size": BLOCK_SIZE, "num_blocks": num_blocks},
             "device": {"kind": "emulated", "emulator": {"strict": False}},
         }
     )
@@ -70,10 +76,17 @@ def test_random_arrivals_and_aborts(group: Lockstep) -> None:
 
     def run(plan: StepPlan) -> None:
         done = group.ranks.step(plan)
-        counts = {step.num_collectives for step in done}
-        assert len(counts) == 1, f"step {plan.step}: {[step.num_collectives for step in done]}"
+        found = [step.num_collectives for step in done]
+        counts, num_ranks = set(found), len(found) // len(plan.batches)
+        is_full = plan.graph is not None and plan.graph.mode == "FULL"
+        # Ranks of other batches read caches, and split prompts, by themselves.
+        by_batch = [
+            set(found[first : first + num_ranks]) for first in range(0, len(found), num_ranks)
+        ]
+        together = by_batch if group.shares_contexts and not is_full else [counts]
+        assert all(len(each) == 1 for each in together), f"step {plan.step}: {found}"
         assert {(step.result.epoch, step.result.step) for step in done} == {(plan.epoch, plan.step)}
-        if plan.graph is not None and plan.graph.mode == "FULL":
+        if plan.graph is not None and is_full:
             collectives.setdefault(plan.graph, set()).update(counts)
         for output in scheduler.update([step.result for step in done]):
             tokens[output.request_id] += output.tokens

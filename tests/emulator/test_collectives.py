@@ -332,3 +332,69 @@ def test_latency_of_a_small_all_reduce_is_printed(run_ranks):
     )
     medians = [re.search(r"MEDIAN ([\d.]+)", output)[1] for _, output in results]
     print(f"4 KB all_reduce of 8 ranks, ms: {medians}; {time.time() - start:.0f} s in all")
+
+
+def test_bytes_that_collectives_bring_from_other_ranks_are_counted(run_ranks):
+    results = run_ranks(
+        """
+        dist.init_process_group("hccl")
+        n, size = 4, 4 * 60
+        x, whole = torch.zeros(60).npu(), torch.zeros(n * 60).npu()
+
+        def moved(call):
+            torch.npu.synchronize()
+            before = emulator.counters()["collective_bytes"]
+            call()
+            torch.npu.synchronize()
+            return emulator.counters()["collective_bytes"] - before
+
+        def replayed():
+            graph = torch.npu.NPUGraph()
+            with torch.npu.graph(graph):
+                dist.all_gather_into_tensor(whole, x)
+            torch.npu.synchronize()
+            count = moved(lambda: (graph.replay(), graph.replay()))
+            dist.barrier()
+            graph.reset()
+            return count
+
+        def exchanged():
+            received, given = n * (rank + 1), [1, 2, 3, 4]
+            out, mine = x[:received], x[:10].clone()
+            dist.all_to_all_single(out, mine, [rank + 1] * n, given)
+
+        def sent():
+            if rank == 0:
+                dist.send(x, 1)
+            if rank == 1:
+                dist.recv(x, 0)
+
+        counted = [
+            moved(lambda: dist.all_reduce(x)),
+            moved(lambda: dist.all_gather_into_tensor(whole, x)),
+            moved(lambda: dist.reduce_scatter_tensor(x, whole)),
+            moved(lambda: dist.all_to_all_single(x, x.clone())),
+            moved(lambda: dist.broadcast(x, 2)),
+            moved(exchanged),
+            moved(sent),
+            replayed(),
+        ]
+        want = [
+            2 * 3 * size // 4,
+            3 * size,
+            3 * size,
+            3 * size // 4,
+            0 if rank == 2 else size,
+            3 * 4 * (rank + 1),
+            size if rank == 1 else 0,
+            2 * 3 * size,
+        ]
+        assert counted == want, (rank, counted, want)
+        dist.barrier()
+        print("COUNTED")
+        os._exit(0)
+        """,
+        4,
+    )
+    for status, output in results:
+        assert status == 0 and "COUNTED" in output, output

@@ -12,7 +12,7 @@ import pytest
 from tests import laws
 from tests.deployments import greedy_params, make_deployment_config
 from tests.lockstep import lockstep
-from tests.parity.conftest import NUM_TOKENS
+from tests.parity.conftest import NUM_TOKENS, Reference
 from tests.parity.rounding import assert_best_but_for_rounding
 
 CHIPS = [("Ascend910B1", "8.5.0"), ("Ascend910B1", "9.1.0"), ("Ascend910_9391", "9.1.0")]
@@ -52,12 +52,32 @@ FEW = [
 ]
 
 
+# Contexts that ranks share: sharded caches, split prompts, both. CANN 8.5 takes none of them.
+SHARED: dict[str, dict[str, Any]] = {
+    "keys": {**DENSE, "parallel": {"tp": 4, "dcp": 2}},
+    "prompts": {**DENSE, "parallel": {"pcp": 2}},
+    "latents": {**DRAFTED, "parallel": {"tp": 2, "pcp": 2, "dcp": 4, "cp_interleave": 16}},
+}
+ALL_SHARED = [(which, *chip) for which in SHARED for chip in CHIPS[1:]]
+FEW_SHARED = [("keys", *A3), ("prompts", *A2), ("latents", *A3)]
+
+
 @pytest.mark.parametrize(("architecture", "soc", "cann"), ALL if laws.is_full() else FEW)
 def test_tokens_are_the_best_but_for_rounding_on_every_chip(
     references: Any, architecture: str, soc: str, cann: str
 ) -> None:
-    reference = references(architecture)
-    sections = ARCHITECTURES[architecture]
+    check(references(architecture), ARCHITECTURES[architecture], soc, cann)
+
+
+@pytest.mark.parametrize(("which", "soc", "cann"), ALL_SHARED if laws.is_full() else FEW_SHARED)
+def test_tokens_of_shared_contexts_are_the_best_but_for_rounding(
+    references: Any, which: str, soc: str, cann: str
+) -> None:
+    architecture = "DeepseekV3ForCausalLM" if which == "latents" else "Qwen3ForCausalLM"
+    check(references(architecture), SHARED[which], soc, cann)
+
+
+def check(reference: Reference, sections: dict[str, Any], soc: str, cann: str) -> None:
     config = make_deployment_config(
         reference.directory,
         dtype="bfloat16",

@@ -117,6 +117,19 @@ def test_greedy_tokens_equal_those_of_transformers(long_references: Any, layout:
     check(long_references(layout.architecture), layout)
 
 
+def test_a_rank_in_the_middle_of_a_prompt_drafts_beside_one_that_samples(
+    long_references: Any,
+) -> None:
+    reference = long_references(V3)
+    layout = Layout(V3, 1, 2, 2, dp=2, ep=4, exchange="all_gather", drafts=2)
+    longest, short = len(reference.prompts) - 1, 3
+    with lockstep(make_config(reference, layout)) as group:
+        prompts = [reference.prompts[longest], reference.prompts[short]]
+        answers = group.generate(prompts, greedy_params(NUM_TOKENS))
+
+    assert [a.tokens for a in answers] == [reference.tokens[longest], reference.tokens[short]]
+
+
 def test_domains_are_there_before_anything_is_counted(long_references: Any) -> None:
     reference = long_references(QWEN)
     with lockstep(make_config(reference, Layout(QWEN, 4, 2, 4, mode=PIECES))) as group:

@@ -22,13 +22,14 @@ Call describe(const char *name, uint64_t count, int type, int argument = 0) {
 }
 
 // What all ranks take part in: as `call`, which in a graph carries the session of the capture.
+// `bytes` come from other ranks, if nothing travels twice.
 template <class Body>
 HcclResult launch_for_all(const Comm &c, const char *name, Call call, aclrtStream stream,
-                          Body body) {
+                          size_t bytes, Body body) {
   uint32_t graph = graph_of_capture(stream);
   auto session = graph ? c->sessions().of(graph, c) : nullptr;
   call.session = session ? session->number : 0;
-  return launch_on(c, name, stream, [call, session, body = std::move(body)] {
+  return launch_on(c, name, stream, bytes, [call, session, body = std::move(body)] {
     if (session)
       session->replayed();
     body(call);
@@ -69,6 +70,9 @@ struct Overlap {
   }
 };
 
+// The share of `bytes` that others have, where each rank has an equal one.
+size_t of_others(const Comm &c, size_t bytes) { return bytes - bytes / c->ranks; }
+
 // Reduces the elements [from, from + count) of all offers of `offered` elements.
 void reduce_part(Communicator &c, const Call &call, const void *send, void *receive,
                  size_t offered, size_t from, size_t count, HcclDataType type, HcclReduceOp op,
@@ -95,7 +99,10 @@ EMU_API HcclResult HcclAllReduce(void *send, void *receive, uint64_t count, Hccl
   auto run = [=](const Call &call) {
     reduce_part(*c, call, send, receive, count, 0, count, type, op, true);
   };
-  return launch_for_all(c, "HcclAllReduce", describe("AllReduce", count, type, op), stream, run);
+  // As a reduce-scatter and an all-gather.
+  size_t bytes = 2 * of_others(c, count * element_bytes(type));
+  return launch_for_all(c, "HcclAllReduce", describe("AllReduce", count, type, op), stream, bytes,
+                        run);
 }
 
 EMU_API HcclResult HcclReduce(void *send, void *receive, uint64_t count, HcclDataType type,
@@ -104,7 +111,9 @@ EMU_API HcclResult HcclReduce(void *send, void *receive, uint64_t count, HcclDat
   auto run = [=](const Call &call) {
     reduce_part(*c, call, send, receive, count, 0, count, type, op, c->rank == root);
   };
-  return launch_for_all(c, "HcclReduce", describe("Reduce", count, type, op), stream, run);
+  // As a reduce-scatter whose parts the root gathers.
+  size_t bytes = (c->rank == root ? 2 : 1) * of_others(c, count * element_bytes(type));
+  return launch_for_all(c, "HcclReduce", describe("Reduce", count, type, op), stream, bytes, run);
 }
 
 EMU_API HcclResult HcclReduceScatter(void *send, void *receive, uint64_t count, HcclDataType type,
@@ -114,7 +123,7 @@ EMU_API HcclResult HcclReduceScatter(void *send, void *receive, uint64_t count, 
     reduce_part(*c, call, send, receive, count * c->ranks, count * c->rank, count, type, op, true);
   };
   return launch_for_all(c, "HcclReduceScatter", describe("ReduceScatter", count, type, op), stream,
-                        run);
+                        (c->ranks - 1) * count * element_bytes(type), run);
 }
 
 EMU_API HcclResult HcclAllGather(void *send, void *receive, uint64_t count, HcclDataType type,
@@ -128,7 +137,8 @@ EMU_API HcclResult HcclAllGather(void *send, void *receive, uint64_t count, Hccl
                     memcpy(bytes_at(receive) + r * bytes + begin, parts[r], size);
                 });
   };
-  return launch_for_all(c, "HcclAllGather", describe("AllGather", count, type), stream, run);
+  return launch_for_all(c, "HcclAllGather", describe("AllGather", count, type), stream,
+                        (c->ranks - 1) * bytes, run);
 }
 
 // Only the root's bytes are read; the others offer theirs, which is simpler than not doing so.
@@ -143,7 +153,8 @@ EMU_API HcclResult HcclBroadcast(void *data, uint64_t count, HcclDataType type, 
                     memcpy(bytes_at(data) + begin, parts[root], size);
                 });
   };
-  return launch_for_all(c, "HcclBroadcast", describe("Broadcast", count, type, root), stream, run);
+  return launch_for_all(c, "HcclBroadcast", describe("Broadcast", count, type, root), stream,
+                        c->rank == root ? 0 : bytes, run);
 }
 
 EMU_API HcclResult HcclScatter(void *send, void *receive, uint64_t count, HcclDataType type,
@@ -160,7 +171,8 @@ EMU_API HcclResult HcclScatter(void *send, void *receive, uint64_t count, HcclDa
                          parts[root] + (o.begin - begin) * (o.bytes > 0), o.bytes);
                 });
   };
-  return launch_for_all(c, "HcclScatter", describe("Scatter", count, type, root), stream, run);
+  return launch_for_all(c, "HcclScatter", describe("Scatter", count, type, root), stream,
+                        c->rank == root ? 0 : bytes, run);
 }
 
 EMU_API HcclResult HcclBarrier(HcclComm comm, aclrtStream stream) {
@@ -169,7 +181,7 @@ EMU_API HcclResult HcclBarrier(HcclComm comm, aclrtStream stream) {
     all_to_each(*c, call, nullptr, 0,
                 [](size_t, size_t, const char *const *) {});
   };
-  return launch_for_all(c, "HcclBarrier", describe("Barrier", 0, 0), stream, run);
+  return launch_for_all(c, "HcclBarrier", describe("Barrier", 0, 0), stream, 0, run);
 }
 
 EMU_API HcclResult HcclAlltoAll(const void *send, uint64_t count, HcclDataType type,
@@ -187,7 +199,8 @@ EMU_API HcclResult HcclAlltoAll(const void *send, uint64_t count, HcclDataType t
                            parts[r] + (o.begin - begin), o.bytes);
                 });
   };
-  return launch_for_all(c, "HcclAlltoAll", describe("AlltoAll", count, type), stream, run);
+  return launch_for_all(c, "HcclAlltoAll", describe("AlltoAll", count, type), stream,
+                        (c->ranks - 1) * bytes, run);
 }
 
 // Counts and displacements are host arrays: fixed at launch, also inside a captured graph. Each
@@ -214,7 +227,8 @@ EMU_API HcclResult HcclAlltoAllV(const void *send, const void *send_counts,
     all_to_each(*c, call, nullptr, 0, [](size_t, size_t, const char *const *) {});
     exchange(*c, mine);
   };
-  return launch_for_all(c, "HcclAlltoAllV", describe("AlltoAllV", 0, type), stream, run);
+  return launch_for_all(c, "HcclAlltoAllV", describe("AlltoAllV", 0, type), stream,
+                        bytes_from_others(*c, mine), run);
 }
 
 std::optional<Domain> emu::hccl::find_domain(const std::string &name, uint32_t rank) {
@@ -226,7 +240,7 @@ std::optional<Domain> emu::hccl::find_domain(const std::string &name, uint32_t r
     Call call{};
     snprintf(call.text, sizeof call.text, "%s", what.c_str());
     all_to_each(*c, call, offer, bytes, consume);
-    count_collective(c->device);
+    count_collective(c->device, 0);  // what of the offers would travel, the operator knows
   };
   bool has_collectives = !c->claim(Communicator::Use::Kernels);
   return Domain{c->ranks, c->rank, c->buffer_mb, has_collectives, exchange};

@@ -9,7 +9,8 @@
 using namespace emu;
 using namespace emu::hccl;
 
-HcclResult emu::hccl::launch_on(const Comm &c, const char *name, aclrtStream stream, Task body) {
+HcclResult emu::hccl::launch_on(const Comm &c, const char *name, aclrtStream stream, size_t bytes,
+                                Task body) {
   if (!c->claim(Communicator::Use::Collectives)) {
     return fail(1,
                 "%s on communicator %s, which operators use that communicate inside their kernel "
@@ -20,9 +21,9 @@ HcclResult emu::hccl::launch_on(const Comm &c, const char *name, aclrtStream str
   }
   if (use_domain(stream, c.get(), c->ranks))
     return HCCL_E_RUNTIME;
-  auto counted = [c, body = std::move(body)] {
+  auto counted = [c, bytes, body = std::move(body)] {
     body();
-    count_collective(c->device);
+    count_collective(c->device, bytes);
   };
   return launch(stream, TaskKind::Kernel, name, std::move(counted)) ? HCCL_E_RUNTIME : HCCL_SUCCESS;
 }
@@ -74,18 +75,25 @@ void emu::hccl::exchange(Communicator &c, const Transfers &mine) {
   }
 }
 
+size_t emu::hccl::bytes_from_others(const Communicator &c, const Transfers &mine) {
+  size_t bytes = 0;
+  for (const Transfer &t : mine.receives)
+    bytes += t.peer == c.rank ? 0 : t.bytes;
+  return bytes;
+}
+
 EMU_API HcclResult HcclSend(void *data, uint64_t count, HcclDataType type, uint32_t to,
                             HcclComm comm, aclrtStream stream) {
   Comm c = communicator(comm);
   size_t bytes = count * element_bytes(type);
-  return launch_on(c, "HcclSend", stream, [=] { c->send(data, bytes, to); });
+  return launch_on(c, "HcclSend", stream, 0, [=] { c->send(data, bytes, to); });
 }
 
 EMU_API HcclResult HcclRecv(void *data, uint64_t count, HcclDataType type, uint32_t from,
                             HcclComm comm, aclrtStream stream) {
   Comm c = communicator(comm);
   size_t bytes = count * element_bytes(type);
-  return launch_on(c, "HcclRecv", stream, [=] { c->receive(data, bytes, from); });
+  return launch_on(c, "HcclRecv", stream, bytes, [=] { c->receive(data, bytes, from); });
 }
 
 EMU_API HcclResult HcclBatchSendRecv(HcclSendRecvItem *items, uint32_t count, HcclComm comm,
@@ -95,5 +103,6 @@ EMU_API HcclResult HcclBatchSendRecv(HcclSendRecvItem *items, uint32_t count, Hc
   for (HcclSendRecvItem *i = items; i < items + count; i++)
     (i->sendRecvType == HCCL_SEND ? mine.sends : mine.receives)
         .push_back({i->remoteRank, bytes_at(i->buf), i->count * element_bytes(i->dataType)});
-  return launch_on(c, "HcclBatchSendRecv", stream, [=] { exchange(*c, mine); });
+  return launch_on(c, "HcclBatchSendRecv", stream, bytes_from_others(*c, mine),
+                   [=] { exchange(*c, mine); });
 }

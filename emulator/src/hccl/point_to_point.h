@@ -13,8 +13,8 @@ inline char *bytes_at(const void *p) {
   return static_cast<char *>(const_cast<void *>(accessible(p)));
 }
 
-// As one task of the stream.
-HcclResult launch_on(const Comm &c, const char *name, aclrtStream stream, Task body);
+// As one task of the stream. `bytes` come from other ranks, if nothing travels twice.
+HcclResult launch_on(const Comm &c, const char *name, aclrtStream stream, size_t bytes, Task body);
 
 struct Transfer {
   uint32_t peer;
@@ -26,5 +26,6 @@ struct Transfers {
   std::vector<Transfer> sends, receives;
 };
 void exchange(Communicator &c, const Transfers &mine);
+size_t bytes_from_others(const Communicator &c, const Transfers &mine);
 
 }  // namespace emu::hccl

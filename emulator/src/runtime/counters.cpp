@@ -51,7 +51,10 @@ void count_traits(int device, LaunchTraits traits) {
   }
 }
 
-void count_collective(int device) { count(Counters::of(device).collectives); }
+void count_collective(int device, size_t bytes) {
+  count(Counters::of(device).collectives);
+  count(Counters::of(device).collective_bytes, static_cast<long>(bytes));
+}
 
 }  // namespace emu
 
@@ -80,6 +83,7 @@ EMU_API const char *emulator_counters(int device) {
       {"queues", QueuePool::of(device).bound()},
       {"queue_bindings", c.queue_bindings},
       {"collectives", c.collectives},
+      {"collective_bytes", c.collective_bytes},
       {"host_syncs", c.host_syncs},
       {"ai_cpu", c.ai_cpu},
       {"ai_cpu_captured", c.ai_cpu_captured},

@@ -18,7 +18,8 @@ EMU_SHARED aclError use_domain(aclrtStream stream, const void *domain, uint32_t 
 EMU_SHARED uint32_t graph_of_capture(aclrtStream stream);
 
 // A collective has run on a device: eagerly, in a replay, or inside the kernel of an operator.
-EMU_SHARED void count_collective(int device);
+// `bytes` have come from other ranks.
+EMU_SHARED void count_collective(int device, size_t bytes);
 
 // Fault injection compares fault_rank with this; the first communicator tells it.
 EMU_SHARED void set_fault_identity(int rank);

@@ -87,3 +87,12 @@ def test_an_example() -> None:
     ]
     assert split.tokens_of(1).tolist() == [0, *range(6, 16), *range(25, 33)]
     assert split.num_tokens == 20
+
+
+def test_the_work_of_a_long_prompt_does_not_overflow() -> None:
+    length = np.array([1 << 20], np.int32)
+
+    split = PromptSplit.of(length, 2)
+    work = [share_of_work(pieces, np.zeros_like(length), length) for pieces in split.pieces]
+
+    assert sum(work) == (1 << 19) * ((1 << 20) + 1)

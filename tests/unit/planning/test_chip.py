@@ -26,6 +26,7 @@ def facts(**other: Any) -> ModelFacts:
 
 LATENT = {"latent_size": 576, "num_kv_heads": 8}
 ALONE = {"num_kv_heads": 8}  # every query head has its own keys
+SHARDED = {"parallel": {"tp": 4, "dcp": 2}}
 
 
 def check(cann: str, model: dict[str, Any], **keys: Any) -> None:
@@ -49,6 +50,10 @@ def check(cann: str, model: dict[str, Any], **keys: Any) -> None:
         ("8.5.0", {"head_dim": 96}, {}, "head size is 96"),
         ("9.1.0", {"head_dim": 512}, {}, "head size is 512"),
         ("9.1.0", {**ALONE, "head_dim": 96}, {}, "head size is 96"),
+        ("8.5.0", {}, SHARDED, "parallel.dcp is 2 and .*: set both to 1, or install CANN 9"),
+        ("8.5.0", {}, {"parallel": {"pcp": 2}}, "parallel.pcp 2; .*: set both to 1, or install"),
+        ("9.1.0", ALONE, {"parallel": {"pcp": 2}}, "parallel.pcp 2; .* set both to 1"),
+        ("8.5.0", LATENT, SHARDED, "parallel.dcp is 2; latent attention gives no sums"),
         # Each rank has one head of each: none is shared any more.
         ("9.1.0", {}, {"kv": {"block_size": 64}, "parallel": {"tp": 8}}, "kv.block_size is 64"),
     ],
@@ -70,9 +75,13 @@ def test_what_a_chip_does_not_take_is_refused_by_key_and_device(
         ("8.5.0", LATENT, {"kv": {"block_size": 16}}),
         ("8.5.0", LATENT, {"parallel": {"tp": 2, "pcp": 2}}),
         ("9.1.0", LATENT, {"parallel": {"tp": 2, "dcp": 2}}),
-        ("8.5.0", {}, {"parallel": {"tp": 4, "dcp": 2}}),
         ("9.1.0", LATENT, {"kv": {"block_size": 64}}),
         ("9.1.0", ALONE, {}),
+        ("9.1.0", {}, SHARDED),
+        ("9.1.0", {}, {"parallel": {"pcp": 2}}),
+        ("8.5.0", LATENT, {"parallel": {"pcp": 2}}),
+        # One head of each on a rank, but four queries of as many ranks to each share.
+        ("9.1.0", {}, {"parallel": {"tp": 8, "dcp": 4}}),
     ],
 )
 def test_what_it_takes_passes(cann: str, model: dict[str, Any], keys: dict[str, Any]) -> None:

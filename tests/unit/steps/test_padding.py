@@ -110,3 +110,16 @@ def test_padding_stands_for_no_fewer_blocks_than_its_lengths(step, block_size: i
 def test_a_padding_request_of_a_decode_graph_stands_for_one_block() -> None:
     assert padding_blocks(BatchDescriptor(16, 8, 2, "FULL"), 10, 5, 128) == 3
     assert padding_blocks(BatchDescriptor(16, 8, 2, "FULL"), 16, 8, 128) == 0
+
+
+def test_a_step_that_was_guessed_is_not_padded_again_where_caches_are_sharded() -> None:
+    graph, kv_lens = BatchDescriptor(4, 4, 1, "FULL"), np.array([5, 9], np.int32)
+    graph_lens = GraphLens(ContextPlace(Shards(8, 2)))
+
+    guessed = graph_lens.pad(graph, kv_lens, kv_lens)
+
+    assert graph_lens.pad(graph, kv_lens, kv_lens.copy()) is guessed
+    assert graph_lens.pad(graph, kv_lens, kv_lens + 2) != guessed
+    assert graph_lens.pad(graph, kv_lens, kv_lens) == guessed
+    other = graph_lens.pad(BatchDescriptor(8, 8, 1, "FULL"), kv_lens, kv_lens)
+    assert len(other.query_ends) == 8

@@ -1,0 +1,88 @@
+"""The bench of shared contexts runs on two ranks: caches in one and two shards, prompts over one
+and two ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.bench.runs import Bench, assert_says_what_ran_it, run_bench
+
+pytestmark = [pytest.mark.cluster, pytest.mark.bench, pytest.mark.timeout(900)]
+
+NUMBERS = (1, 2)  # shards, and prompt ranks
+CONTEXTS, PROMPT, BLOCKS, BLOCK_SIZE, LAYERS = (64, 256), 256, 2, 128, 2
+HEADS_OF_A_RANK, LATENT, ROPE, FLOAT_BYTES, ALIGNED = 4, 512, 64, 4, 8
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    size = {
+        "ranks": 2,
+        "layers": LAYERS,
+        "shards": "1,2",
+        "prompt-ranks": "1,2",
+        "contexts": ",".join(map(str, CONTEXTS)),
+        "prompts": PROMPT,
+        "blocks": BLOCKS,
+        "steps": 8,
+        "repeats": 1,
+    }
+    options = [word for name, value in size.items() for word in (f"--{name}", str(value))]
+    return run_bench("context", options, tmp_path_factory.mktemp("bench"))
+
+
+def test_two_shards_take_half_the_bytes_and_serve_twice_the_context(bench: Bench) -> None:
+    one, two = bench.results["caches"]
+
+    bytes_per_token = LAYERS * (LATENT + ROPE) * FLOAT_BYTES
+    assert one["tokens"] == two["tokens"] == one["longest"] == BLOCKS * BLOCK_SIZE + 1
+    assert one["kv_bytes"] == BLOCKS * BLOCK_SIZE * bytes_per_token
+    assert two["kv_bytes"] == one["kv_bytes"] / 2
+    assert two["longest"] == 2 * BLOCKS * BLOCK_SIZE + 1
+    assert two["longest_kv_bytes"] == two["cache_bytes"] == one["cache_bytes"]
+    assert one["served"] == two["served"] == [16, 16]
+
+
+def test_steps_are_measured_for_each_number_of_shards_and_context(bench: Bench) -> None:
+    rows: list[dict[str, Any]] = bench.results["decodes"]
+
+    assert [(row["dcp"], row["context"]) for row in rows] == [
+        (dcp, context) for dcp in NUMBERS for context in CONTEXTS
+    ]
+    for row in rows:
+        assert row["step_ms"] > 0 and row["skipped_step_ms"] > 0 and row["host_us"] > 0
+        assert len(row["step_ratio"]["rounds"]) == len(row["host_ratio"]["rounds"]) == 1
+    for row in rows[: len(CONTEXTS)]:
+        assert row["step_ratio"]["median"] == row["host_ratio"]["median"] == 1
+
+
+def test_shards_cost_two_collectives_a_layer_whatever_the_context(bench: Bench) -> None:
+    sent = [(row["collectives"], row["collective_bytes"]) for row in bench.results["decodes"]]
+
+    assert sent[0] == sent[1] and sent[2] == sent[3]
+    assert sent[2][0] - sent[0][0] == 2 * LAYERS
+    # Queries of the other rank's heads come, and what it found for this rank's.
+    heads = HEADS_OF_A_RANK
+    found = heads * LATENT + -(-heads // ALIGNED) * ALIGNED
+    values = heads * (LATENT + ROPE) + found
+    assert sent[2][1] - sent[0][1] == LAYERS * values * FLOAT_BYTES
+
+
+def test_prompt_ranks_share_the_work_and_exchange_new_keys(bench: Bench) -> None:
+    one, two = bench.results["prompts"]
+
+    assert [row["prompt"] for row in (one, two)] == [PROMPT, PROMPT]
+    assert one["work"] == [PROMPT * (PROMPT + 1) // 2]
+    assert sum(two["work"]) == one["work"][0] and len(two["work"]) == 2
+    assert two["work_ratio"] == pytest.approx(0.5, abs=0.02)
+    assert one["first_token_ms"] > 0 and two["first_token_ms"] > 0
+    # New latents layer by layer, and the last hidden state.
+    assert two["collectives"] - one["collectives"] == LAYERS + 1
+    assert one["collective_bytes"] < two["collective_bytes"]
+
+
+def test_every_output_says_what_ran_it_and_that_it_is_no_figure_of_an_npu(bench: Bench) -> None:
+    assert_says_what_ran_it(bench)

@@ -1,0 +1,86 @@
+"""Ranks that are threads of this process: groups whose members meet at barriers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Barrier
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dist_aclgraph.comm.groups import ALONE, CommGroup
+from dist_aclgraph.layers.context_parallel import ContextParallel
+
+MEETING_S = 20.0  # until a member counts as missing: the collective fails on those that wait
+
+
+class Meeting:
+    """Where the members of a group exchange tensors. Owns how often each of them came."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier = Barrier(size, timeout=MEETING_S)
+        self._brought: list[Any] = [None] * size
+        self.visits = [0] * size
+
+    def exchange(
+        self, rank: int, x: Tensor, combine: Callable[[Sequence[Tensor]], Tensor]
+    ) -> Tensor:
+        """Return what ``combine`` makes of all that was brought, in group order.
+
+        Raises:
+            BrokenBarrierError: a member did not come.
+        """
+        self.visits[rank] += 1
+        self._brought[rank] = x
+        self._barrier.wait()
+        assert len({each.shape for each in self._brought}) == 1, "members bring equal shapes"
+        found = combine(self._brought)
+        # Nobody lets go of what others may still have to read.
+        self._barrier.wait()
+        return found
+
+
+@dataclass(frozen=True)
+class ThreadGroup(CommGroup):
+    meeting: Meeting = field(default_factory=lambda: Meeting(1))
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return self.meeting.exchange(self.rank, x, torch.stack)
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        def parts(sent: Sequence[Tensor]) -> Tensor:
+            return torch.cat([each.chunk(self.size)[self.rank] for each in sent])
+
+        return self.meeting.exchange(self.rank, x, parts)
+
+
+@dataclass(frozen=True)
+class ThreadRanks:
+    """``count`` ranks that keep a cache between them.
+
+    Attributes:
+        share_prompts: whether they are ranks of different prompt shares, with all heads each; else
+            each has heads of its own.
+    """
+
+    count: int
+    share_prompts: bool
+    meeting: Meeting
+
+    @classmethod
+    def of(cls, count: int, *, share_prompts: bool) -> ThreadRanks:
+        return cls(count, share_prompts, Meeting(count))
+
+    def run(self, work: Callable[[int, ContextParallel], Tensor]) -> list[Tensor]:
+        """Call ``work`` with each rank and its groups, at once; return what they return."""
+
+        def work_of(rank: int) -> Tensor:
+            group = ThreadGroup(tuple(range(self.count)), rank, None, self.meeting)
+            with torch.inference_mode():
+                return work(rank, ContextParallel(group, group if self.share_prompts else ALONE))
+
+        with ThreadPoolExecutor(self.count) as threads:
+            return list(threads.map(work_of, range(self.count)))
