@@ -74,6 +74,23 @@ def test_kv_blocks_come_from_memory_or_from_the_configuration(checkpoint: Path) 
     assert by_number["bytes"] == 10 * 131072 and by_number["tokens"] == 9 * 128
 
 
+def test_room_for_contexts_is_compared_with_that_of_the_same_npus_without_sharing(
+    checkpoint: Path,
+) -> None:
+    shared = {"tp": 4, "pcp": 2, "dcp": 4}
+    report = plan_report(make(checkpoint, parallel=shared, kv={"num_blocks": 10}))
+    context = report["context"]
+    rows = [
+        [each[key] for key in ("pcp", "dcp", "dp", "tokens", "longest", "requests")]
+        for each in context["layouts"]
+    ]
+
+    assert report["kv"]["tokens"] == 9 * 128 * 4
+    assert context["request_tokens"] == 2048  # all of the model's context
+    assert rows == [[2, 4, 1, 9 * 128 * 4, 2048, 2], [1, 1, 2, 9 * 128, 9 * 128 + 1, 0]]
+    assert plan_report(make(checkpoint))["context"] is None
+
+
 def test_one_poor_rank_shrinks_every_group_in_cluster_scope_only(checkpoint: Path) -> None:
     emulator = {"streams_by_rank": {3: 36 + 3}}
     buckets = {}

@@ -1,0 +1,38 @@
+"""The demo whose ranks share contexts answers as the one whose ranks do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dist_aclgraph.config import load_config
+from dist_aclgraph.context.prompt_split import MAX_WHOLE_QUERIES
+from dist_aclgraph.text.tokenizer import Tokenizer
+from tests.deployments import greedy_params
+from tests.lockstep import lockstep
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+QUESTIONS = {
+    "Count from 3 to 9.": 8,
+    "Tell me a story about a fox in the forest.": 53,
+}  # and tokens
+
+
+def answers(name: str) -> list[str]:
+    config = load_config(CONFIGS / f"{name}.yaml")
+    tokenizer = Tokenizer(config.model)
+    prompts = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in QUESTIONS]
+    assert max(map(len, prompts)) > MAX_WHOLE_QUERIES  # so that one of them is split
+    with lockstep(config) as group:
+        found = [
+            group.submit(text, prompt, greedy_params(count))
+            for (text, count), prompt in zip(QUESTIONS.items(), prompts, strict=True)
+        ]
+        group.finish()
+    return [tokenizer.decode(answer.tokens) for answer in found]
+
+
+def test_ranks_that_share_contexts_answer_as_others_do() -> None:
+    shared = answers("tiny-deepseek-cp")
+
+    assert shared == answers("tiny-deepseek")
+    assert shared[0] == "3 4 5 6 7 8 9"
