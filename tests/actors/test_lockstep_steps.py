@@ -122,7 +122,8 @@ def test_random_arrivals_and_aborts(group: Lockstep) -> None:
     assert len(graphs) == 5
     assert shapes == {*graphs, None}, "all graphs and eager steps"
     assert idle_steps > 0
-    assert scheduler.num_reruns > 0
+    # Ranks that share prompts run fewer tokens each: there is room for all.
+    assert scheduler.num_reruns > 0 or group.shares_contexts
     # A graph's collectives do not depend on what it runs.
     assert all(len(counts) == 1 for counts in collectives.values())
     # Equal prompts have equal beginnings, whatever ran beside them.
