@@ -106,7 +106,8 @@ class OneRank:
             config,
             self._npu,
             self._model,
-            num_blocks=DUMMY_BLOCKS,
+            # One for each request of padding, which some chips count.
+            num_blocks=max(DUMMY_BLOCKS, *(graph.num_reqs for graph in graphs)),
             max_len=self._max_len,
             graphs=graphs,
             owns_output=True,
