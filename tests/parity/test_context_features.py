@@ -92,5 +92,8 @@ def test_tokens_and_their_probabilities_are_those_of_ranks_that_share_nothing(
         assert length == 40 or request.abort_at is not None
         assert answer.tokens[:length] == wanted.tokens[:length]
         for mine, theirs in zip(answer.logprobs, wanted.logprobs, strict=True):
+            if theirs is None:
+                assert mine is None
+                continue
             assert mine.rank == theirs.rank
             assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)
