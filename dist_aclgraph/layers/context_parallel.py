@@ -88,7 +88,7 @@ class ContextParallel:
         out = out.float().masked_fill(is_empty, 0)
         sums = sums.masked_fill(is_empty, NOTHING)
         # By receiver: first the outputs of its heads, then their sums.
-        outs, logs = (x.view(n, size, -1).transpose(0, 1).flatten(1) for x in (out, sums))
+        outs, logs = (x.reshape(n, size, -1).transpose(0, 1).flatten(1) for x in (out, sums))
         count = logs.shape[1]
         sent = torch.cat([outs, pad(logs, (0, -count % ALIGNED_FLOATS))], 1)
         copies = self.pcp.size  # ranks with the same heads
