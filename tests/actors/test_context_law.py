@@ -28,7 +28,7 @@ from tests.unit.scheduler.requests import submit
 
 DEMO = Path(__file__).parents[2] / "models" / "tiny-deepseek"
 NUM_BLOCKS = 64
-NUM_SEEDS = 20 if laws.is_full() else 4
+NUM_SEEDS = 20 if laws.is_full() else 2
 STEM = make_prompts([80], seed=9)[0]  # with which many prompts begin
 
 
