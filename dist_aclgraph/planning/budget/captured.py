@@ -22,7 +22,7 @@ BEFORE_ATTENTION = 7
 AFTER_ATTENTION = 5
 # Of a layer of experts, in place of a dense one's three: router, routing, products, shared experts;
 # gathered tokens take six more, an all-to-all with its indices thirty-five.
-EXPERTS, GATHER, ALL_TO_ALL, DENSE = 23, 6, 35, 3
+EXPERTS, GATHER, ALL_TO_ALL, DENSE = 23, 10, 39, 3
 SHARED = 5  # on the lane of shared experts: a wait, two products, the activation, a record
 # Cache write and attention, and the wait for its parameters with its reset: four entries each.
 ATTENTION = 10
