@@ -23,6 +23,7 @@ struct Settings {
   int threads = 1;            // ATen threads of each worker
   int wait_s = 60;            // limit of a wait on the device
   int hccl_s = 120;           // limit of a wait for another rank
+  std::string host;           // HCCL takes ranks with another name for ranks of another host
   bool trace = false;         // print every launch and every error
 
   // Fault injection: the fault_call-th execution of fault_op, or its fault_call-th recording into a

@@ -98,19 +98,39 @@ def run_script(tmp_path_factory) -> Callable[..., tuple[int, str]]:
 
 
 @pytest.fixture
-def run_ranks(tmp_path_factory) -> Callable[..., list[tuple[int, str]]]:
+def hosts() -> str:
+    """Which host each rank counts as on, a letter for each, over again if there are more ranks."""
+    return "a"
+
+
+@pytest.fixture
+def run_ranks(tmp_path_factory, hosts) -> Callable[..., list[tuple[int, str]]]:
     """Run code once for each rank and return (exit status, output) of each."""
 
     def run(
-        code: str, ranks: int, timeout_s: float = 120, *, fresh: bool = False, **settings
+        code: str,
+        ranks: int,
+        timeout_s: float = 120,
+        *,
+        fresh: bool = False,
+        environment: dict[str, str] | None = None,
+        hosts: str = hosts,
+        **settings,
     ) -> list[tuple[int, str]]:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = str(s.getsockname()[1])
         folder = tmp_path_factory.mktemp("ranks")
         shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        shared |= {"HCCL_IF_IP": "127.0.0.1"} | (environment or {})
         scripts = [
-            Script(code, settings, {**shared, "RANK": str(r)}, folder / str(r), fresh)
+            Script(
+                code,
+                settings | {"host": hosts[r % len(hosts)]},
+                {**shared, "RANK": str(r)},
+                folder / str(r),
+                fresh,
+            )
             for r in range(ranks)
         ]
         return [script.finish(timeout_s) for script in scripts]

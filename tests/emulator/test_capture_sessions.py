@@ -41,6 +41,10 @@ def program(code: str) -> str:
     return PROLOGUE + textwrap.dedent(code) + EPILOGUE
 
 
+one_and_two_hosts = pytest.mark.parametrize("hosts", ["a", "ab"])
+
+
+@one_and_two_hosts
 @pytest.mark.parametrize(
     "code,said",
     [
@@ -72,6 +76,7 @@ def test_graphs_of_different_captures_do_not_pair(run_ranks, code, said):
         assert "all ranks must replay the graph of one capture" in output, output
 
 
+@one_and_two_hosts
 def test_graphs_of_one_capture_pair_in_any_order(run_ranks):
     code = """
     graphs = [capture(reduce) for _ in range(3)]
@@ -86,6 +91,7 @@ def test_graphs_of_one_capture_pair_in_any_order(run_ranks):
         assert status == 0 and "ALL DONE" in output, output
 
 
+@one_and_two_hosts
 def test_a_capture_that_was_undone_because_it_failed_somewhere_does_not_count(run_ranks):
     code = """
     def failing():
@@ -105,6 +111,7 @@ def test_a_capture_that_was_undone_because_it_failed_somewhere_does_not_count(ru
         assert status == 0 and "ALL DONE" in output, output
 
 
+@one_and_two_hosts
 def test_sends_and_receives_are_no_part_of_sessions(run_ranks):
     """Rank 1 captures two graphs with them, the others one."""
     code = """

@@ -80,14 +80,19 @@ print("ALL DONE")
 
 
 def leftovers(pids: list[str]) -> list[str]:
-    """Segments of shared memory that these processes made."""
-    return [p.name for pid in pids for p in Path("/dev/shm").glob(f"emulated_hccl_{pid}_*")]
+    """What these processes have made in shared memory."""
+    return [p.name for pid in pids for p in Path("/dev/shm").glob(f"*emulated_hccl_{pid}_*")]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_collectives_eager_and_captured(run_ranks, ranks):
+one_and_two_hosts = pytest.mark.parametrize("hosts", ["a", "ab"])
+
+
+@pytest.mark.parametrize(
+    "ranks,hosts", [(2, "a"), (4, "a"), (2, "ab"), (4, "aabb"), (4, "abbb"), (4, "abcd")]
+)
+def test_collectives_eager_and_captured(run_ranks, ranks, hosts):
     """Two ranks as programs of their own, so that their loading and their end are seen too."""
-    for status, output in run_ranks(ALL, ranks, fresh=ranks == 2):
+    for status, output in run_ranks(ALL, ranks, fresh=ranks == 2 and hosts == "a"):
         assert status == 0 and "ALL DONE" in output, output
 
 
@@ -135,13 +140,14 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks,hosts", [(2, "a"), (4, "a"), (4, "abab")])
 def test_what_shares_of_a_context_need_may_be_captured(run_ranks, ranks):
     """Reduce-scatter, all-gather, all-to-all with equal and with given sizes."""
     for status, output in run_ranks(CAPTURED, ranks):
         assert status == 0 and "ALL DONE" in output, output
 
 
+@pytest.mark.parametrize("hosts", ["a", "aab", "abc"])
 @pytest.mark.parametrize("count", [5, 200000])
 def test_batches_of_sends_and_receives_wait_in_no_ring(run_ranks, count):
     """Each rank sends to both neighbours before it receives, more than a mailbox holds."""
@@ -169,6 +175,7 @@ def test_batches_of_sends_and_receives_wait_in_no_ring(run_ranks, count):
         assert status == 0 and "ALL DONE" in output, output
 
 
+@one_and_two_hosts
 def test_a_mismatch_is_reported_by_both_ranks(run_ranks):
     results = run_ranks(
         """
@@ -184,6 +191,7 @@ def test_a_mismatch_is_reported_by_both_ranks(run_ranks):
         assert "AllReduce count=8" in output and "AllReduce count=4" in output
 
 
+@one_and_two_hosts
 def test_an_absent_rank_is_named_after_the_limit(run_ranks):
     results = run_ranks(
         """
@@ -209,6 +217,7 @@ def test_an_absent_rank_is_named_after_the_limit(run_ranks):
     assert "waits for rank 1" in results[0][1]
 
 
+@one_and_two_hosts
 def test_a_killed_rank_is_reported_without_waiting_for_the_limit(run_ranks):
     results = run_ranks(
         """
@@ -334,6 +343,7 @@ def test_latency_of_a_small_all_reduce_is_printed(run_ranks):
     print(f"4 KB all_reduce of 8 ranks, ms: {medians}; {time.time() - start:.0f} s in all")
 
 
+@one_and_two_hosts
 def test_bytes_that_collectives_bring_from_other_ranks_are_counted(run_ranks):
     results = run_ranks(
         """

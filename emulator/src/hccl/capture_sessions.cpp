@@ -10,8 +10,10 @@ CaptureSession::CaptureSession(uint32_t number_, std::shared_ptr<Communicator> c
     : number(number_), communicator_(std::move(communicator)) {}
 
 CaptureSession::~CaptureSession() {
-  if (!replayed_)
-    communicator_->sessions().drop(number);
+  if (replayed_)
+    return;
+  communicator_->sessions().drop(number);
+  communicator_->tell_dropped(number);
 }
 
 void CaptureSessions::share(std::vector<Dropped *> of_ranks, uint32_t rank) {
@@ -25,6 +27,7 @@ CaptureSessions::of(uint32_t graph, const std::shared_ptr<Communicator> &communi
   if (auto known = by_graph_[graph].lock())
     return known;
   std::erase_if(by_graph_, [](const auto &entry) { return entry.second.expired(); });
+  communicator->hear_dropped();
   for (const Dropped *dropped : dropped_)
     last_ = std::max(last_, dropped->load());
   auto session = std::make_shared<CaptureSession>(++last_, communicator);

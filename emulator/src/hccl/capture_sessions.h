@@ -36,9 +36,9 @@ private:
 // dropped before its first replay is told to the others, and nobody uses its number, or one before.
 class CaptureSessions {
 public:
-  using Dropped = std::atomic<uint32_t>;  // the highest such number of a rank; in shared memory
+  using Dropped = std::atomic<uint32_t>;  // the highest such number of a rank
 
-  void share(std::vector<Dropped *> of_ranks, uint32_t rank);
+  void share(std::vector<Dropped *> of_ranks, uint32_t rank);  // the others read this rank's
   // The session of a graph that is being captured, by its id.
   std::shared_ptr<CaptureSession> of(uint32_t graph,
                                      const std::shared_ptr<Communicator> &communicator);

@@ -54,9 +54,7 @@ void all_to_each(Communicator &c, const Call &call, const char *offer, size_t by
     parts[r] = c.area(r);
   for (size_t begin = 0; begin < bytes; begin += kAreaBytes) {
     size_t size = std::min(kAreaBytes, bytes - begin);
-    c.exchange_chunk(
-        call, [&](char *area) { memcpy(area, offer + begin, size); },
-        [&] { consume(begin, size, parts.data()); });
+    c.exchange_chunk(call, offer + begin, size, [&] { consume(begin, size, parts.data()); });
   }
 }
 

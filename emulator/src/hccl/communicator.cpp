@@ -2,10 +2,8 @@
 
 #include "hccl/shared_memory.h"
 #include "runtime/services.h"
-#include "runtime/spin.h"
 
-#include <array>
-#include <chrono>
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <thread>
@@ -14,13 +12,10 @@
 
 namespace emu::hccl {
 
-using Clock = std::chrono::steady_clock;
-
 constexpr size_t kHeaderBytes = 4096;
 constexpr size_t kMailboxStride = kHeaderBytes + kMailboxBytes;
-constexpr long kCheckMicroseconds = 100000;  // how often a sleeper looks whether its peer lives
 
-std::string Communicator::segment_name(uint32_t r) const { return name + "." + std::to_string(r); }
+std::string Communicator::segment_name(uint32_t r) const { return memory_ + "." + std::to_string(r); }
 
 // Header, two slots, area, one mailbox for each sending rank. Untouched pages cost nothing.
 size_t Communicator::segment_bytes() const {
@@ -32,27 +27,35 @@ Mailbox *Communicator::mailbox(uint32_t from, uint32_t to) const {
                                      from * kMailboxStride);
 }
 
-Communicator::Communicator(std::string name_, uint32_t ranks_, uint32_t rank_)
-    : name(std::move(name_)), ranks(ranks_), rank(rank_) {
-  remove_stale_segments();
-  if (ranks > std::thread::hardware_concurrency())
+bool Communicator::is_here(uint32_t r) const {
+  return std::find(here_.begin(), here_.end(), r) != here_.end();
+}
+
+Communicator::Communicator(const RootInfo &root, uint32_t ranks, uint32_t rank, int device)
+    : Communicator(root, ranks, rank, device, meet(root, ranks, rank)) {}
+
+Communicator::Communicator(const RootInfo &root, uint32_t ranks_, uint32_t rank_, int device_,
+                           Company company)
+    : name(root.name), ranks(ranks_), rank(rank_), device(device_), memory_(company.memory),
+      here_(company.here), links_(rank, ranks, std::move(company.elsewhere)) {
+  if (here_.size() > std::thread::hardware_concurrency())
     set_oversubscribed();
+  std::vector<CaptureSessions::Dropped *> dropped;
   for (uint32_t r = 0; r < ranks; r++) {
-    char *p = map_segment(segment_name(r), segment_bytes());
+    char *p = is_here(r) ? map_segment(segment_name(r), segment_bytes())
+                         : map_private(segment_bytes());
     segments_.push_back(p);
     headers_.push_back(reinterpret_cast<Header *>(p));
-    slots_.push_back({p + kHeaderBytes, p + kHeaderBytes + kSlotBytes});
+    slots_[0].push_back(p + kHeaderBytes);
+    slots_[1].push_back(p + kHeaderBytes + kSlotBytes);
     areas_.push_back(p + kHeaderBytes + 2 * kSlotBytes);
+    dropped.push_back(&headers_[r]->dropped_session);
   }
-  area_ = areas_[rank];
-  std::vector<CaptureSessions::Dropped *> dropped;
-  for (Header *h : headers_)
-    dropped.push_back(&h->dropped_session);
   sessions_.share(std::move(dropped), rank);
   Header &mine = *headers_[rank];
   mine.start_time = process_start_time(getpid());
   mine.pid = getpid();
-  meet();
+  arrive(root);
 }
 
 Communicator::~Communicator() {
@@ -60,17 +63,19 @@ Communicator::~Communicator() {
     unmap_segment(p, segment_bytes());
 }
 
-void Communicator::meet() {
+void Communicator::arrive(const RootInfo &root) {
   Call call{};
   snprintf(call.text, sizeof call.text, "the creation of the communicator");
   try {
     barrier(call);
   } catch (...) {
     remove_segment(segment_name(rank));
+    forget(root);
     throw;
   }
   // All have mapped everything: the names may go, and a killed rank leaves nothing.
   remove_segment(segment_name(rank));
+  forget(root);
 }
 
 bool Communicator::alive(uint32_t other) const {
@@ -84,60 +89,30 @@ bool Communicator::alive(uint32_t other) const {
 template <class Peers>
 void Communicator::wait(std::atomic<uint32_t> &word, std::atomic<uint32_t> &sleepers,
                         uint32_t at_least, const char *operation, Peers peers) {
-  auto reached = [&](uint32_t value) { return static_cast<int32_t>(value - at_least) >= 0; };
-  for (int i = 0; i < 2000 && !oversubscribed(); i++) {
-    if (reached(word))
-      return;
-    spin_once();
-  }
-  auto start = Clock::now();
-  for (;;) {
-    sleepers++;
-    uint32_t seen = word;
-    if (!reached(seen))
-      wait_on_word(word, seen, kCheckMicroseconds);
-    sleepers--;
-    if (reached(word))
-      return;
-    auto waited = Clock::now() - start;
-    if (waited < std::chrono::microseconds(kCheckMicroseconds))
-      continue;
-    std::string missing;
-    for (uint32_t r : peers()) {
-      missing += (missing.empty() ? "" : ", ") + std::to_string(r);
-      if (!alive(r) && !reached(word))
-        throw std::runtime_error("HCCL: rank " + std::to_string(r) + " of " +
-                                 std::to_string(ranks) + " is dead (process " +
-                                 std::to_string(headers_[r]->pid) + "); rank " +
-                                 std::to_string(rank) + " is in " + operation);
-    }
-    if (device_failed())
-      throw std::runtime_error(std::string("HCCL: given up, because the device failed, in ") +
-                               operation);
-    if (waited > std::chrono::seconds(settings().hccl_s))
-      throw std::runtime_error("HCCL timeout after " + std::to_string(settings().hccl_s) +
-                               " s: rank " + std::to_string(rank) + " of " +
-                               std::to_string(ranks) + " in " + operation + " waits for rank " +
-                               missing);
-  }
+  Patience patience(rank, ranks, operation);
+  wait_until(word, sleepers, at_least, [&] {
+    patience.ask(peers(), [&](uint32_t r) {
+      bool has_come = static_cast<int32_t>(word - at_least) >= 0;
+      return alive(r) || has_come ? "" : "process " + std::to_string(headers_[r]->pid);
+    });
+  });
 }
 
-void Communicator::announce(const Call &call) { headers_[rank]->calls[calls_ & 1] = call; }
-
-// The last one to arrive wakes all others by one word, so that each sleeps at most once.
+// Of the ranks of this host. The last one to arrive wakes all others by one word, so that each
+// sleeps at most once.
 void Communicator::barrier(const Call &call) {
   uint32_t target = ++barriers_;
-  Header &root = *headers_[0];
+  Header &first = *headers_[here_[0]];
   headers_[rank]->arrived = target;
-  if (root.arrivals.fetch_add(1) + 1 == target * ranks) {
-    root.completed = target;
-    if (root.sleepers)
-      wake_word(root.completed);
+  if (first.arrivals.fetch_add(1) + 1 == target * here_.size()) {
+    first.completed = target;
+    if (first.sleepers)
+      wake_word(first.completed);
     return;
   }
-  wait(root.completed, root.sleepers, target, call.text, [&] {
+  wait(first.completed, first.sleepers, target, call.text, [&] {
     std::vector<uint32_t> absent;
-    for (uint32_t r = 0; r < ranks; r++)
+    for (uint32_t r : here_)
       if (static_cast<int32_t>(headers_[r]->arrived - target) < 0)
         absent.push_back(r);
     return absent;
@@ -163,19 +138,38 @@ void Communicator::compare(const Call &call) const {
   }
 }
 
-void Communicator::exchange_small(const Call &call, const void *data, size_t bytes) {
-  calls_++;
-  slot_index_ = calls_ & 1;
-  announce(call);
+// What goes to other hosts is on its way while those of this one meet.
+void Communicator::exchange(const Call &call, const std::vector<char *> &rooms, const void *data,
+                            size_t bytes) {
+  int turn = ++calls_ & 1;
+  headers_[rank]->calls[turn] = call;
   if (bytes)
-    memcpy(slots_[rank][slot_index_], accessible(data), bytes);
+    memcpy(rooms[rank], accessible(data), bytes);
+  links_.offer(call, rooms[rank], bytes);
   barrier(call);
+  size_t come = links_.collect(
+      [&](uint32_t r) { return Links::Place{&headers_[r]->calls[turn], rooms[r]}; });
+  count_socket_bytes(device, come);
   compare(call);
 }
 
-// ---- point to point: a message travels in chunks through the receiver's mailbox
+void Communicator::exchange_small(const Call &call, const void *data, size_t bytes) {
+  slot_index_ = (calls_ + 1) & 1;
+  exchange(call, slots_[slot_index_], data, bytes);
+}
+
+void Communicator::hear_dropped() {
+  links_.hear([&](uint32_t r, uint32_t number) {
+    CaptureSessions::Dropped &theirs = headers_[r]->dropped_session;
+    theirs = std::max(theirs.load(), number);
+  });
+}
+
+// ---- point to point: on one host a message travels in chunks through the receiver's mailbox
 
 void Communicator::send(const void *data, size_t bytes, uint32_t to) {
+  if (!is_here(to))
+    return links_.send(accessible(data), bytes, to);
   Mailbox &box = *mailbox(rank, to);
   char *room = reinterpret_cast<char *>(&box) + kHeaderBytes;
   auto *from = static_cast<const char *>(accessible(data));
@@ -193,16 +187,17 @@ void Communicator::send(const void *data, size_t bytes, uint32_t to) {
 }
 
 void Communicator::receive(void *data, size_t bytes, uint32_t from) {
+  if (!is_here(from)) {
+    links_.receive(accessible(data), bytes, from);
+    return count_socket_bytes(device, bytes);
+  }
   Mailbox &box = *mailbox(from, rank);
   const char *room = reinterpret_cast<char *>(&box) + kHeaderBytes;
   auto *to = static_cast<char *>(accessible(data));
   size_t received = 0;
   do {
     wait(box.written, box.sleepers, box.read + 1, "Recv", [from] { return std::vector{from}; });
-    if (box.message_bytes != bytes)
-      throw std::runtime_error("HCCL mismatch: rank " + std::to_string(rank) + " receives " +
-                               std::to_string(bytes) + " bytes, rank " + std::to_string(from) +
-                               " sent " + std::to_string(box.message_bytes));
+    check_message_bytes(rank, bytes, from, box.message_bytes);
     size_t part = std::min(bytes - received, kMailboxBytes);
     memcpy(to + received, room, part);
     received += part;

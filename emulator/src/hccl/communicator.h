@@ -1,12 +1,17 @@
-// A communicator: ranks of one host that exchange messages through shared memory.
+// A communicator: ranks that exchange messages, through memory that those of one host share, and over
+// sockets (links.h) between hosts.
 //
-// Every rank owns a segment that all map. Small messages go through two slots used in turn, so that
-// one barrier suffices: nobody can be two operations ahead of a rank that still reads. Larger ones
-// go through the segment's area in chunks, each between two barriers.
+// Every rank owns a segment that all of its host map. Small messages go through two slots used in
+// turn, so that one barrier suffices: nobody can be two operations ahead of a rank that still reads.
+// Larger ones go through the segment's area in chunks, each between two barriers. Of a rank on
+// another host this process has a segment of its own, into which it reads what that rank sends: so
+// whoever uses a segment need not know where its rank is, and sums are the same.
 #pragma once
 
 #include "emulator.h"
+#include "hccl/call.h"
 #include "hccl/capture_sessions.h"
+#include "hccl/links.h"
 
 #include <atomic>
 #include <array>
@@ -18,17 +23,11 @@ namespace emu::hccl {
 
 constexpr size_t kSlotBytes = 64 << 10;
 constexpr size_t kAreaBytes = 4 << 20;  // one chunk of a large message
-constexpr size_t kDescriptionBytes = 112;
-
-// What a rank runs, for comparison and messages.
-struct Call {
-  char text[kDescriptionBytes];
-  uint32_t session;  // the capture that is replayed; 0: the call is not part of a graph
-};
 
 struct Header {
   std::atomic<uint32_t> arrived;  // barriers that this rank has reached, for messages
-  // Of rank 0 only: arrivals of all, and the last barrier that is complete (a futex word).
+  // Of the host's first rank only: arrivals of all there, and the last barrier that is complete (a
+  // futex word).
   std::atomic<uint32_t> arrivals, completed, sleepers;
   std::atomic<int32_t> pid;
   std::atomic<uint64_t> start_time;  // of the process, against reuse of its id
@@ -49,25 +48,21 @@ public:
   const std::string name;
   const uint32_t ranks, rank;
 
-  Communicator(std::string name, uint32_t ranks, uint32_t rank);
+  Communicator(const RootInfo &root, uint32_t ranks, uint32_t rank, int device);
   ~Communicator();
   Communicator(const Communicator &) = delete;
 
   // Publishes `bytes` bytes at `data` (at most kSlotBytes), waits for all, checks that all run the
   // same call, then slot(r) holds the bytes of rank r, until the next operation.
   void exchange_small(const Call &call, const void *data, size_t bytes);
-  // In chunks: `publish(area)` writes this rank's chunk, `consume()` runs when all are visible.
-  template <class Publish, class Consume>
-  void exchange_chunk(const Call &call, Publish publish, Consume consume) {
-    calls_++;
-    announce(call);
-    publish(area_);
-    barrier(call);
-    compare(call);
+  // The same with at most kAreaBytes, which area(r) holds while `consume()` runs.
+  template <class Consume>
+  void exchange_chunk(const Call &call, const void *data, size_t bytes, Consume consume) {
+    exchange(call, areas_, data, bytes);
     consume();
     barrier(call);
   }
-  const char *slot(uint32_t r) const { return slots_[r][slot_index_]; }
+  const char *slot(uint32_t r) const { return slots_[slot_index_][r]; }
   const char *area(uint32_t r) const { return areas_[r]; }
 
   void send(const void *data, size_t bytes, uint32_t to);
@@ -83,34 +78,41 @@ public:
   }
 
   CaptureSessions &sessions() { return sessions_; }
+  // What ranks of other hosts dropped, and to them what this one did.
+  void hear_dropped();
+  void tell_dropped(uint32_t number) { links_.tell(number); }
 
   // Collectives of one communicator are one after the other.
   std::mutex &order() { return order_; }
 
-  int device = 0;
+  const int device;
   uint32_t buffer_mb = 0;
 
 private:
   std::atomic<Use> use_{Use::None};
+  const std::string memory_;          // names of this host's segments begin so
+  const std::vector<uint32_t> here_;  // the ranks of this host
+  Links links_;
   CaptureSessions sessions_;
   std::mutex order_;
   std::vector<char *> segments_;
   std::vector<Header *> headers_;
-  std::vector<char *> areas_;
-  std::vector<std::array<char *, 2>> slots_;
-  char *area_ = nullptr;
+  std::vector<char *> areas_, slots_[2];  // of each rank
   uint32_t barriers_ = 0, calls_ = 0;
   int slot_index_ = 0;
 
+  Communicator(const RootInfo &root, uint32_t ranks, uint32_t rank, int device, Company company);
+  bool is_here(uint32_t r) const;
   std::string segment_name(uint32_t r) const;
   size_t segment_bytes() const;
   Mailbox *mailbox(uint32_t from, uint32_t to) const;
-  void meet();  // all ranks have mapped all segments
-  void announce(const Call &call);
+  void arrive(const RootInfo &root);  // all ranks of this host have mapped all segments
+  // Publishes what this rank runs and `bytes` bytes at `data`, waits for all, and checks that all run
+  // the same; rooms[r] is where the bytes of rank r lie then.
+  void exchange(const Call &call, const std::vector<char *> &rooms, const void *data, size_t bytes);
   void barrier(const Call &call);
   void compare(const Call &call) const;
-  // Waits until word >= at_least. Throws if `peers` (a bit for each rank, asked now and then) are
-  // dead, or when hccl_s has passed.
+  // Waits until word >= at_least, for `peers` (asked now and then).
   template <class Peers>
   void wait(std::atomic<uint32_t> &word, std::atomic<uint32_t> &sleepers, uint32_t at_least,
             const char *operation, Peers peers);

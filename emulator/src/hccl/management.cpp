@@ -1,6 +1,6 @@
 // Creation and destruction of communicators, and what torch_npu asks of one.
 #include "hccl/handles.h"
-#include "hccl/shared_memory.h"
+#include "hccl/meeting.h"
 #include "runtime/services.h"
 
 #include <cstdlib>
@@ -32,14 +32,15 @@ static uint32_t buffer_mb(const HcclCommConfig *config) {
   return text ? static_cast<uint32_t>(strtoul(text, nullptr, 10)) : 200;
 }
 
-static HcclResult open(const std::string &name, uint32_t ranks, uint32_t rank,
+static HcclResult open(const HcclRootInfo &info, uint32_t ranks, uint32_t rank,
                        const HcclCommConfig *config, HcclComm *out) {
   int device = 0;
   if (open_domain(ranks, &device))
     return HCCL_E_RUNTIME;
   try {
-    auto comm = std::make_shared<Communicator>(name, ranks, rank);
-    comm->device = device;
+    RootInfo root;
+    memcpy(&root, info.internal, sizeof root);
+    auto comm = std::make_shared<Communicator>(root, ranks, rank, device);
     comm->buffer_mb = buffer_mb(config);
     remember(comm);
     set_fault_identity(static_cast<int>(rank));
@@ -58,24 +59,47 @@ using namespace emu;
 using namespace emu::hccl;
 
 EMU_API HcclResult HcclGetRootInfo(HcclRootInfo *root) {
-  memset(root, 0, sizeof *root);
-  snprintf(root->internal, sizeof root->internal, "%s", new_root_name().c_str());
-  return HCCL_SUCCESS;
+  try {
+    RootInfo made = new_root();
+    memset(root, 0, sizeof *root);
+    memcpy(root->internal, &made, sizeof made);
+    return HCCL_SUCCESS;
+  } catch (const std::exception &e) {
+    fail(1, "%s", e.what());
+    return HCCL_E_TCP_CONNECT;
+  }
 }
 EMU_API HcclResult HcclCommInitRootInfo(uint32_t ranks, const HcclRootInfo *root, uint32_t rank,
                                         HcclComm *out) {
-  return emu::hccl::open(root->internal, ranks, rank, nullptr, out);
+  return emu::hccl::open(*root, ranks, rank, nullptr, out);
 }
 EMU_API HcclResult HcclCommInitRootInfoConfig(uint32_t ranks, const HcclRootInfo *root,
                                               uint32_t rank, const HcclCommConfig *config,
                                               HcclComm *out) {
-  return emu::hccl::open(root->internal, ranks, rank, config, out);
+  return emu::hccl::open(*root, ranks, rank, config, out);
 }
-EMU_API HcclResult HcclCreateSubCommConfig(HcclComm *parent, uint32_t ranks, uint32_t *,
-                                           uint64_t id, uint32_t rank, HcclCommConfig *config,
+// Whom `members` does not name calls with none, and gets no communicator. The others carry the root
+// info through the parent.
+EMU_API HcclResult HcclCreateSubCommConfig(HcclComm *parent, uint32_t ranks, uint32_t *members,
+                                           uint64_t, uint32_t rank, HcclCommConfig *config,
                                            HcclComm *out) {
-  std::string name = communicator(*parent)->name + "_" + std::to_string(id);
-  return emu::hccl::open(name, ranks, rank, config, out);
+  *out = nullptr;
+  if (!members)
+    return HCCL_SUCCESS;
+  auto &over = communicator(*parent);
+  HcclRootInfo root;
+  if (HcclResult failed = rank == 0 ? HcclGetRootInfo(&root) : HCCL_SUCCESS)
+    return failed;
+  try {
+    for (uint32_t r = 1; rank == 0 && r < ranks; r++)
+      over->send(&root, sizeof root, members[r]);
+    if (rank)
+      over->receive(&root, sizeof root, members[0]);
+  } catch (const std::exception &e) {
+    fail(1, "%s", e.what());
+    return HCCL_E_TIMEOUT;
+  }
+  return emu::hccl::open(root, ranks, rank, config, out);
 }
 // The object lives on while captured graphs or queued tasks name it.
 EMU_API HcclResult HcclCommDestroy(HcclComm comm) {

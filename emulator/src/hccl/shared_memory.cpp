@@ -1,5 +1,8 @@
 #include "hccl/shared_memory.h"
 
+#include "settings.h"
+
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -10,35 +13,83 @@
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
 namespace emu::hccl {
 
+static const std::filesystem::path kFolder = "/dev/shm";
 static const char kPrefix[] = "emulated_hccl_";
+static const char kMeeting[] = "meeting_of_";
 
-std::string new_root_name() {
-  static std::atomic<int> next{0};
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
+// Ids of processes mean something only among those that share this.
+static unsigned long long process_ids() {
+  struct stat entry;
+  return stat("/proc/self/ns/pid", &entry) == 0 ? entry.st_ino : 0;
+}
+
+std::string new_name() {
+  unsigned char random[16];
+  if (getrandom(random, sizeof random, 0) != sizeof random)
+    throw std::runtime_error(std::string("HCCL: getrandom: ") + strerror(errno));
+  char text[33];
+  for (size_t i = 0; i < sizeof random; i++)
+    snprintf(text + 2 * i, 3, "%02x", random[i]);
   return kPrefix + std::to_string(getpid()) + "_" + std::to_string(process_start_time(getpid())) +
-         "_" + std::to_string(now.tv_sec * 1000000000L + now.tv_nsec) + "_" +
-         std::to_string(next++);
+         "_" + std::to_string(process_ids()) + "_" + text;
+}
+
+// Whether the process that made this name up has ended; not if that cannot be told from here.
+static bool is_stale(const std::string &name) {
+  int pid = 0;
+  unsigned long long started = 0, ids = 0;
+  const char *owner = name.c_str() + std::min(strlen(kPrefix), name.size());
+  return sscanf(owner, "%d_%llu_%llu", &pid, &started, &ids) == 3 && ids == process_ids() &&
+         process_start_time(pid) != started;
+}
+
+// Empty if it is not there or not ours to read.
+static std::string text_of_file(const std::filesystem::path &path) {
+  std::ifstream file(path);
+  return std::string((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
 }
 
 void remove_stale_segments() {
   std::error_code error;
-  for (auto &entry : std::filesystem::directory_iterator("/dev/shm", error)) {
+  for (auto &entry : std::filesystem::directory_iterator(kFolder, error)) {
     std::string name = entry.path().filename();
-    if (name.rfind(kPrefix, 0) != 0)
-      continue;
-    int pid = 0;
-    unsigned long long started = 0;
-    if (sscanf(name.c_str() + strlen(kPrefix), "%d_%llu", &pid, &started) == 2 &&
-        process_start_time(pid) != started)
+    if (name.rfind(kMeeting, 0) == 0)
+      name = text_of_file(entry.path());
+    if (name.rfind(kPrefix, 0) == 0 && is_stale(name))
       std::filesystem::remove(entry.path(), error);
   }
+}
+
+static std::filesystem::path meeting_of(const std::string &communicator) {
+  return kFolder / (kMeeting + communicator + "_" + std::to_string(process_ids()) + "_" +
+                    settings().host);
+}
+
+std::string name_on_this_host(const std::string &communicator) {
+  std::string mine = new_name();
+  auto draft = kFolder / (mine + "_draft"), meeting = meeting_of(communicator);
+  {
+    std::ofstream file(draft);
+    file << mine;
+  }
+  std::filesystem::permissions(draft, std::filesystem::perms(0600));
+  if (link(draft.c_str(), meeting.c_str()) && errno != EEXIST)
+    throw std::runtime_error("HCCL: shared memory " + meeting.string() + ": " + strerror(errno));
+  unlink(draft.c_str());
+  std::string agreed = text_of_file(meeting);
+  return agreed.empty() ? mine : agreed;
+}
+
+void forget_name_on_this_host(const std::string &communicator) {
+  unlink(meeting_of(communicator).c_str());
 }
 
 char *map_segment(const std::string &name, size_t bytes) {
@@ -51,6 +102,14 @@ char *map_segment(const std::string &name, size_t bytes) {
   close(file);
   if (p == MAP_FAILED)
     throw std::runtime_error("HCCL: mapping shared memory " + name + ": " + strerror(errno));
+  return static_cast<char *>(p);
+}
+
+char *map_private(size_t bytes) {
+  void *p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (p == MAP_FAILED)
+    throw std::runtime_error(std::string("HCCL: memory: ") + strerror(errno));
   return static_cast<char *>(p);
 }
 

@@ -1,23 +1,58 @@
 // Named shared memory of this machine, and waiting on words in it.
 #pragma once
 
+#include "hccl/patience.h"
+#include "runtime/services.h"
+#include "runtime/spin.h"
+
 #include <atomic>
 #include <cstdint>
 #include <string>
 
 namespace emu::hccl {
 
-// Names begin with this and the id of the process that made the communicator's root, so that a
-// later process may remove what a killed one left.
-std::string new_root_name();
+// Names begin with the process that made them up, so that a later one may remove what a killed one
+// left. No two are equal, on all hosts together.
+std::string new_name();
 void remove_stale_segments();
 
+// The name that the ranks of a communicator have in common which share this host's memory: whoever
+// comes first makes it up and leaves it under a name that all know. So two ranks are on one host if
+// one can open what the other has made, and can tell whether the other's process lives.
+std::string name_on_this_host(const std::string &communicator);
+void forget_name_on_this_host(const std::string &communicator);
+
 char *map_segment(const std::string &name, size_t bytes);  // created if need be; throws
+char *map_private(size_t bytes);                           // as large, for this process alone
 void unmap_segment(char *p, size_t bytes);
 void remove_segment(const std::string &name);
 
 void wait_on_word(std::atomic<uint32_t> &word, uint32_t seen, long microseconds);
 void wake_word(std::atomic<uint32_t> &word);
+
+// Until word >= at_least; whoever raises it wakes the sleepers. `impatient` runs every kCheckMs.
+template <class Impatient>
+void wait_until(std::atomic<uint32_t> &word, std::atomic<uint32_t> &sleepers, uint32_t at_least,
+                Impatient impatient) {
+  auto reached = [&](uint32_t value) { return static_cast<int32_t>(value - at_least) >= 0; };
+  for (int i = 0; i < 2000 && !oversubscribed(); i++) {
+    if (reached(word))
+      return;
+    spin_once();
+  }
+  auto start = std::chrono::steady_clock::now();
+  for (;;) {
+    sleepers++;
+    uint32_t seen = word;
+    if (!reached(seen))
+      wait_on_word(word, seen, kCheckMs * 1000);
+    sleepers--;
+    if (reached(word))
+      return;
+    if (std::chrono::steady_clock::now() - start >= std::chrono::milliseconds(kCheckMs))
+      impatient();
+  }
+}
 
 uint64_t process_start_time(int pid);  // 0 if there is no such process
 

@@ -55,6 +55,9 @@ void count_collective(int device, size_t bytes) {
   count(Counters::of(device).collectives);
   count(Counters::of(device).collective_bytes, static_cast<long>(bytes));
 }
+void count_socket_bytes(int device, size_t bytes) {
+  count(Counters::of(device).socket_bytes, static_cast<long>(bytes));
+}
 
 }  // namespace emu
 
@@ -84,6 +87,7 @@ EMU_API const char *emulator_counters(int device) {
       {"queue_bindings", c.queue_bindings},
       {"collectives", c.collectives},
       {"collective_bytes", c.collective_bytes},
+      {"socket_bytes", c.socket_bytes},
       {"host_syncs", c.host_syncs},
       {"ai_cpu", c.ai_cpu},
       {"ai_cpu_captured", c.ai_cpu_captured},

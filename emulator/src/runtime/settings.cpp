@@ -61,6 +61,14 @@ std::string known_cann(const std::string &value) {
   return value;
 }
 
+// A part of a file's name.
+std::string short_name(const std::string &value) {
+  if (value.size() > 32 || value.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789-") !=
+                               std::string::npos)
+    throw std::invalid_argument("want at most 32 small letters, digits and hyphens");
+  return value;
+}
+
 using Setter = std::function<void(Settings &, const std::string &)>;
 
 const std::map<std::string, Setter> &setters() {
@@ -83,6 +91,7 @@ const std::map<std::string, Setter> &setters() {
       {"threads", [](S &s, Text &v) { s.threads = number(v, 1, 1024); }},
       {"wait_s", [](S &s, Text &v) { s.wait_s = number(v, 1, many); }},
       {"hccl_s", [](S &s, Text &v) { s.hccl_s = number(v, 1, many); }},
+      {"host", [](S &s, Text &v) { s.host = short_name(v); }},
       {"trace", [](S &s, Text &v) { s.trace = boolean(v); }},
       {"fault_op", [](S &s, Text &v) { s.fault_op = v; }},
       {"fault_call", [](S &s, Text &v) { s.fault_call = number(v, 1, many); }},

@@ -1,0 +1,75 @@
+#include "hccl/door.h"
+
+#include <vector>
+
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+
+namespace emu::hccl {
+
+constexpr size_t kVisitors = 64;
+constexpr std::chrono::seconds kSilence{5};
+
+bool equal_in_constant_time(const Secret &a, const Secret &b) {
+  volatile unsigned char difference = 0;
+  for (size_t i = 0; i < a.size(); i++)
+    difference = difference | (a[i] ^ b[i]);
+  return difference == 0;
+}
+
+void Door::accept_all() {
+  for (size_t i = 0; i < kVisitors; i++) {
+    int file = accept4(listener_.file(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (file < 0)
+      return;
+    int yes = 1;
+    setsockopt(file, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof yes);
+    if (visitors_.size() == kVisitors)
+      visitors_.pop_front();
+    visitors_.push_back({Socket(file), std::chrono::steady_clock::now(), {}});
+  }
+}
+
+// Nothing behind the secret is read before it was right.
+bool Door::listen_to(Visitor &v, bool *has_proved) const {
+  auto *words = reinterpret_cast<char *>(&v.hello);
+  for (size_t end : {sizeof v.hello.question, sizeof v.hello}) {
+    if (v.heard < end) {
+      ptrdiff_t part = receive_some(v.socket, words + v.heard, end - v.heard);
+      if (part < 0)
+        return false;
+      v.heard += part;
+      if (v.heard < end)
+        return std::chrono::steady_clock::now() - v.since < kSilence;
+    }
+    if (!equal_in_constant_time(v.hello.question, question_))
+      return false;
+  }
+  *has_proved = true;
+  return true;
+}
+
+void Door::attend(int ms, const Admit &admit) {
+  std::vector<pollfd> files{{listener_.file(), POLLIN, 0}};
+  for (const Visitor &v : visitors_)
+    files.push_back({v.socket.file(), POLLIN, 0});
+  poll(files.data(), files.size(), ms);
+  accept_all();
+  for (auto v = visitors_.begin(); v != visitors_.end();) {
+    bool has_proved = false;
+    if (!listen_to(*v, &has_proved)) {
+      v = visitors_.erase(v);
+    } else if (has_proved) {
+      Visitor proved = std::move(*v);
+      v = visitors_.erase(v);
+      admit(proved.hello, std::move(proved.socket));
+    } else {
+      ++v;
+    }
+  }
+}
+
+}  // namespace emu::hccl
