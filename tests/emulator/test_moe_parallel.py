@@ -70,8 +70,8 @@ def assert_all_pass(results):
         assert status == 0, f"rank {rank}:\n{output}"
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_experts_of_all_ranks(run_ranks, ranks):
+@pytest.mark.parametrize("ranks,hosts", [(2, "a"), (4, "a"), (4, "aabb")])
+def test_experts_of_all_ranks(run_ranks, ranks, hosts):
     results = run_ranks(
         SETUP
         + """
@@ -113,6 +113,7 @@ assert total.item() == K * sum(2 + r for r in range(n))
     assert_all_pass(results)
 
 
+@pytest.mark.parametrize("hosts", ["a", "ab"])
 def test_a_captured_layer_sends_what_it_is_given_at_replay(run_ranks):
     results = run_ranks(
         SETUP
