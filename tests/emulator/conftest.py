@@ -6,13 +6,14 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from dist_aclgraph.device import emulator
 from tests.forks import forks, run_code
+from tests.namespaces import Node
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {"devices": 4, "cann": "9.0.0"}  # test_cann_lines tries 8.5 as well
@@ -36,17 +37,29 @@ emulator.load(SETTINGS)
 
 
 class Script:
-    """A program that runs; forked where its loading and its end are not the subject."""
+    """A program that runs; forked where its loading and its end are not the subject.
 
-    def __init__(self, code: str, settings: dict, environment: dict, out: Path, fresh: bool):
+    In a node of its own it runs as a program that was started there.
+    """
+
+    def __init__(
+        self,
+        code: str,
+        settings: dict,
+        environment: dict,
+        out: Path,
+        fresh: bool,
+        node: Node | None = None,
+    ):
         program = PROLOGUE.format(root=str(ROOT)) + textwrap.dedent(code)
         settings = {"cann": SETTINGS["cann"]} | settings
         environment = {"SCRIPT_SETTINGS": json.dumps(settings), **environment}
         environment = {"TASK_QUEUE_ENABLE": "0"} | environment
         self._out = out
-        if fresh:
+        if fresh or node:
+            start = node.start if node else subprocess.Popen
             with out.open("w") as file:
-                self._process = subprocess.Popen(
+                self._process = start(
                     [sys.executable, "-u", "-c", program],
                     env={**os.environ, **environment},
                     stdout=file,
@@ -56,6 +69,10 @@ class Script:
             arguments = (program, environment, out)
             self._process = forks().Process(target=run_code, args=arguments, daemon=True)
             self._process.start()
+
+    def output(self) -> str:
+        """Return what the program has written so far."""
+        return self._out.read_text() if self._out.exists() else ""
 
     def finish(self, timeout_s: float) -> tuple[int, str]:
         """Return (exit status, output); a script that exceeds the limit is killed."""
@@ -104,35 +121,47 @@ def hosts() -> str:
 
 
 @pytest.fixture
-def run_ranks(tmp_path_factory, hosts) -> Callable[..., list[tuple[int, str]]]:
-    """Run code once for each rank and return (exit status, output) of each."""
+def start_ranks(tmp_path_factory, hosts) -> Callable[..., list[Script]]:
+    """Start code once for each rank; in nodes, if they are given, as many ranks in each."""
 
-    def run(
+    def start(
         code: str,
         ranks: int,
-        timeout_s: float = 120,
         *,
         fresh: bool = False,
         environment: dict[str, str] | None = None,
         hosts: str = hosts,
+        nodes: Sequence[Node] = (),
         **settings,
-    ) -> list[tuple[int, str]]:
+    ) -> list[Script]:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = str(s.getsockname()[1])
         folder = tmp_path_factory.mktemp("ranks")
-        shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        shared |= {"HCCL_IF_IP": "127.0.0.1"} | (environment or {})
-        scripts = [
+        address = nodes[0].address if nodes else "127.0.0.1"
+        shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": address, "MASTER_PORT": port}
+        if not nodes:
+            shared["HCCL_IF_IP"] = address
+        return [
             Script(
                 code,
                 settings | {"host": hosts[r % len(hosts)]},
-                {**shared, "RANK": str(r)},
+                {**shared, **(environment or {}), "RANK": str(r)},
                 folder / str(r),
                 fresh,
+                nodes[r * len(nodes) // ranks] if nodes else None,
             )
             for r in range(ranks)
         ]
-        return [script.finish(timeout_s) for script in scripts]
+
+    return start
+
+
+@pytest.fixture
+def run_ranks(start_ranks) -> Callable[..., list[tuple[int, str]]]:
+    """Run code once for each rank and return (exit status, output) of each."""
+
+    def run(code: str, ranks: int, timeout_s: float = 120, **options) -> list[tuple[int, str]]:
+        return [script.finish(timeout_s) for script in start_ranks(code, ranks, **options)]
 
     return run

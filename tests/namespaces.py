@@ -1,0 +1,174 @@
+"""Several nodes on one machine: network namespaces on a bridge, each with memory of its own.
+
+A node's processes share its network, its /dev/shm and its process ids with nobody else. They all
+end with it, and with this process, however that ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+NETWORK = "10.231.7"  # inside the namespaces alone
+_START_S = 20
+
+
+class NoNamespaces(Exception):
+    """This machine does not let us make namespaces; the text says what failed."""
+
+
+def _call(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_START_S)
+    if done.returncode:
+        raise NoNamespaces(f"{shlex.join(command)}: {done.stderr.strip()}")
+
+
+class _Holder:
+    """A process that does nothing in namespaces of its own; with it ends all that runs in them."""
+
+    def __init__(self, setup: Sequence[str] = ()) -> None:
+        script = " && ".join(["ip link set lo up", *setup, "echo ready", "exec cat"])
+        self._unshare = subprocess.Popen(
+            [
+                *("unshare", "--net", "--uts", "--mount", "--propagation", "private"),
+                *("--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", script),
+            ],
+            stdin=subprocess.PIPE,  # its end, which this process's end brings, ends `cat`
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self._unshare.stdout and self._unshare.stderr
+        if self._unshare.stdout.readline() != "ready\n":
+            problem = self._unshare.stderr.read().strip()
+            self.close()
+            raise NoNamespaces(problem or "unshare failed")
+        parent = self._unshare.pid
+        self.pid = int(Path(f"/proc/{parent}/task/{parent}/children").read_text())
+
+    def enter(self, command: Sequence[str], folder: str = "/") -> list[str]:
+        """Return the command line that runs ``command`` inside."""
+        target = ("--target", str(self.pid), "--net", "--uts", "--mount", "--pid")
+        return ["nsenter", *target, f"--wd={folder}", "--", *command]
+
+    def do(self, line: str) -> None:
+        """Run a short command inside.
+
+        Raises:
+            NoNamespaces: it failed.
+        """
+        _call(self.enter(line.split()))
+
+    def close(self) -> None:
+        assert self._unshare.stdin and self._unshare.stdout and self._unshare.stderr
+        self._unshare.stdin.close()
+        try:
+            self._unshare.wait(_START_S)
+        except subprocess.TimeoutExpired:
+            self._unshare.kill()
+            self._unshare.wait()
+        self._unshare.stdout.close()
+        self._unshare.stderr.close()
+
+
+class Node:
+    """One of several nodes.
+
+    Attributes:
+        address: IPv4, which the other nodes reach.
+        temporary: a folder for this node's files, TMPDIR of its processes.
+    """
+
+    def __init__(self, index: int, holder: _Holder, switch: _Holder, temporary: Path) -> None:
+        self.address = f"{NETWORK}.{index + 1}"
+        self.temporary = temporary
+        self._holder, self._switch, self._port = holder, switch, f"port{index}"
+
+    def connect(self) -> None:
+        """Put a cable between the node and the switch."""
+        # Made from outside, because a process id means the node here alone.
+        ends = f"{self._port} netns {self._switch.pid} type veth"
+        peer = f"peer name eth0 netns {self._holder.pid}"
+        _call(f"ip link add {ends} {peer}".split())
+        self._switch.do(f"ip link set {self._port} master bridge up")
+        self._holder.do(f"ip address add {self.address}/24 dev eth0")
+        self._holder.do("ip link set eth0 up")
+
+    def start(
+        self, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen:
+        """Start a program in this node, in the caller's folder and in a process group of its own.
+
+        To end it before its node, signal the group (``os.killpg``): the process returned is the
+        one that waits for it.
+        """
+        return subprocess.Popen(
+            self._holder.enter(command, os.getcwd()),
+            env={**(os.environ if env is None else env), "TMPDIR": str(self.temporary)},
+            start_new_session=True,
+            **options,
+        )
+
+    def run(self, command: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+        """Run a program in this node and return its output and status."""
+        return subprocess.run(
+            self._holder.enter(command, os.getcwd()),
+            env={**os.environ, "TMPDIR": str(self.temporary)},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+
+    def set_link(self, is_up: bool) -> None:
+        """Plug the node's cable in, or pull it: nobody is told, packets are lost."""
+        self._switch.do(f"ip link set {self._port} {'up' if is_up else 'down'}")
+
+    def kill(self) -> None:
+        """End the node with all that runs in it, as a loss of power does."""
+        self._holder.close()
+
+
+@contextmanager
+def nodes(count: int, *, private: Sequence[str] = ("/dev/shm",)) -> Iterator[list[Node]]:
+    """Make nodes on one network, and end them with all that runs in them.
+
+    Args:
+        private: folders that are empty in each node and are no other's.
+
+    Raises:
+        NoNamespaces: this machine does not let us.
+    """
+    mounts = [f"mount -t tmpfs tmpfs {shlex.quote(folder)}" for folder in private]
+    with ExitStack() as stack:
+
+        def hold(setup: Sequence[str]) -> _Holder:
+            holder = _Holder(setup)
+            stack.callback(holder.close)
+            return holder
+
+        switch = hold(["ip link add bridge type bridge", "ip link set bridge up"])
+        made = []
+        for index in range(count):
+            holder = hold([f"hostname node{index}", *mounts])
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=f"node{index}-"))
+            node = Node(index, holder, switch, Path(folder))
+            node.connect()
+            made.append(node)
+        yield made
+
+
+@functools.cache
+def why_no_nodes() -> str | None:
+    """Say why this machine cannot have nodes; None if it can."""
+    try:
+        with nodes(1):
+            return None
+    except (NoNamespaces, OSError) as error:
+        return f"no namespaces on this machine: {error}"
