@@ -2,9 +2,22 @@
 
 import re
 import socket
+from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def forgotten_roots() -> Iterator[None]:
+    """Remove what roots have left that no rank joined; the next start of an emulator would."""
+    yield
+    for path in Path("/dev/shm").glob("meeting_of_emulated_hccl_*"):
+        pid = path.name.removeprefix("meeting_of_emulated_hccl_").split("_")[0]
+        if not Path("/proc", pid).exists():
+            path.unlink(missing_ok=True)
+
 
 EVERYTHING = """
 import hashlib
@@ -178,20 +191,72 @@ os._exit(0)
         assert "no rank of this communicator" in results[1][1]
 
 
-def test_ranks_that_count_differently_are_told(run_ranks):
+@pytest.mark.parametrize("hosts", ["a", "ab"])
+def test_ranks_that_count_differently_are_told(run_ranks, hosts):
     results = run_ranks(
         BY_HAND
         + """
 result, _ = create(root_info(), 2 + rank)
-print("RESULT", result, said())
+print("RESULT", result, said(), "PROCESS", os.getpid())
 os._exit(0)
 """,
         2,
-        hosts="ab",
-        hccl_s=5,
+        hccl_s=3,
     )
-    assert "rank 0 creates a communicator of 2 ranks, rank 1 one of 3" in results[0][1]
-    assert re.search(r"RESULT [1-9]", results[1][1]), results[1][1]
+    said = "".join(output for _, output in results)
+    assert re.search(r"creates a communicator of (2|3) ranks, (another rank|rank 1) one of", said)
+    assert len(re.findall(r"RESULT [1-9]", said)) == 2, said
+    names = [path.name for path in Path("/dev/shm").glob("*emulated_hccl_*")]
+    assert not [n for pid in re.findall(r"PROCESS (\d+)", said) for n in names if f"_{pid}_" in n]
+
+
+def test_between_ranks_of_one_host_no_socket_stays(run_ranks):
+    results = run_ranks(
+        BY_HAND
+        + """
+def sockets():
+    folder = "/proc/self/fd/"
+    links = [folder + name for name in os.listdir(folder)]
+    return sorted(os.readlink(p) for p in links if os.path.islink(p) and "socket" in os.readlink(p))
+
+before = sockets()
+info = root_info()
+assert len(sockets()) == len(before) + (rank == 0)  # where the root listens
+result, _ = create(info, 2)
+assert result == 0, said()
+assert sockets() == before
+print("ALL DONE")
+os._exit(0)
+""",
+        2,
+    )
+    for status, output in results:
+        assert status == 0 and "ALL DONE" in output, output
+
+
+def test_what_a_killed_root_has_left_is_removed_by_the_next(run_script):
+    code = """
+    import ctypes
+    assert ctypes.CDLL("libhccl.so").HcclGetRootInfo(ctypes.create_string_buffer(4108)) == 0
+    print("PROCESS", os.getpid(), flush=True)
+    os.kill(os.getpid(), 9)
+    """
+    environment = {"HCCL_IF_IP": "127.0.0.1"}
+
+    def left_by(pid: str) -> list[Path]:
+        return [
+            path
+            for path in Path("/dev/shm").glob("*emulated_hccl_*")
+            if f"emulated_hccl_{pid}_" in path.name
+        ]
+
+    first, second = (
+        re.search(r"PROCESS (\d+)", run_script(code, environment=environment)[1]) for _ in range(2)
+    )
+    assert first and second
+    assert left_by(first[1]) == [] and len(left_by(second[1])) == 1
+    run_script(code.replace("os.kill", "print"), environment=environment)
+    assert left_by(second[1]) == []
 
 
 def test_a_part_of_a_communicator_spans_hosts_as_well(run_ranks):

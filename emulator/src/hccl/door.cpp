@@ -2,16 +2,15 @@
 
 #include <vector>
 
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/socket.h>
 
-#include <netinet/in.h>
-#include <netinet/tcp.h>
-
 namespace emu::hccl {
 
-constexpr size_t kVisitors = 64;
-constexpr std::chrono::seconds kSilence{5};
+constexpr size_t kVisitors = 256;
+constexpr std::chrono::milliseconds kSilence{5000}, kSilenceInACrowd{500};
 
 bool equal_in_constant_time(const Secret &a, const Secret &b) {
   volatile unsigned char difference = 0;
@@ -21,15 +20,19 @@ bool equal_in_constant_time(const Secret &a, const Secret &b) {
 }
 
 void Door::accept_all() {
-  for (size_t i = 0; i < kVisitors; i++) {
+  auto now = std::chrono::steady_clock::now();
+  for (;;) {
+    bool is_full = visitors_.size() == kVisitors;
+    if (is_full && now - visitors_.front().since < kSilenceInACrowd)
+      return;
     int file = accept4(listener_.file(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (file < 0)
       return;
     int yes = 1;
     setsockopt(file, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof yes);
-    if (visitors_.size() == kVisitors)
+    if (is_full)
       visitors_.pop_front();
-    visitors_.push_back({Socket(file), std::chrono::steady_clock::now(), {}});
+    visitors_.push_back({Socket(file), now, {}});
   }
 }
 
@@ -53,7 +56,9 @@ bool Door::listen_to(Visitor &v, bool *has_proved) const {
 }
 
 void Door::attend(int ms, const Admit &admit) {
-  std::vector<pollfd> files{{listener_.file(), POLLIN, 0}};
+  // In a full house new ones wait outside, and nobody wakes for them.
+  bool is_full = visitors_.size() == kVisitors;
+  std::vector<pollfd> files{{is_full ? -1 : listener_.file(), POLLIN, 0}};
   for (const Visitor &v : visitors_)
     files.push_back({v.socket.file(), POLLIN, 0});
   poll(files.data(), files.size(), ms);

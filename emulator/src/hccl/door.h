@@ -1,5 +1,5 @@
 // Lets in who knows the secret. Everybody may connect to a port; nobody is waited for: whoever does
-// not say the secret at once is shut out, and where too many stand silent, the oldest goes.
+// not say the secret at once is shut out, the sooner the more stand there.
 #pragma once
 
 #include "hccl/meeting.h"

@@ -15,7 +15,7 @@ namespace emu::hccl {
 Links::Links(uint32_t rank, uint32_t ranks, std::vector<RemoteRank> remote)
     : rank_(rank), ranks_(ranks) {
   for (RemoteRank &r : remote)
-    peers_.push_back({std::move(r), {}});
+    peers_.emplace_back(std::move(r));
 }
 
 const RemoteRank &Links::remote(uint32_t rank) const {
@@ -96,6 +96,8 @@ void Links::offer(const Call &call, const char *data, size_t bytes) {
 }
 
 size_t Links::collect(const PlaceOf &place) {
+  if (peers_.empty())
+    return 0;
   Patience patience(rank_, ranks_, frame_.call.text);
   std::vector<pollfd> files;
   std::vector<Peer *> open;
@@ -158,16 +160,17 @@ void Links::receive(void *data, size_t bytes, uint32_t from) {
 
 void Links::tell(uint32_t number) {
   using std::chrono::steady_clock;
-  for (const Peer &p : peers_)
-    send_some(p.remote[Channel::Notes], &number, sizeof number);
+  for (Peer &p : peers_)
+    if (send_some(p.remote[Channel::Notes], &number, sizeof number) < 0)
+      p.is_silent = true;
   auto end = steady_clock::now() + std::chrono::seconds(1);
-  for (const Peer &p : peers_) {
+  for (Peer &p : peers_) {
     int unconfirmed = 0;
-    auto is_on_its_way = [&] {
-      return ioctl(p.remote[Channel::Notes].file(), SIOCOUTQ, &unconfirmed) == 0 && unconfirmed;
-    };
-    while (is_on_its_way() && steady_clock::now() < end)
+    while (!p.is_silent && !ioctl(p.remote[Channel::Notes].file(), SIOCOUTQ, &unconfirmed) &&
+           unconfirmed) {
       std::this_thread::sleep_for(std::chrono::microseconds(200));
+      p.is_silent = steady_clock::now() > end;
+    }
   }
 }
 

@@ -4,7 +4,9 @@
 #include "hccl/call.h"
 #include "hccl/meeting.h"
 
+#include <atomic>
 #include <functional>
+#include <list>
 
 namespace emu::hccl {
 
@@ -43,12 +45,15 @@ private:
   };
   struct Peer {
     RemoteRank remote;
-    Frame frame;
+    Frame frame{};
     size_t sent = 0, received = 0;
     bool runs_other = false;
+    std::atomic<bool> is_silent{false};  // did not confirm a note
+
+    explicit Peer(RemoteRank r) : remote(std::move(r)) {}
   };
   const uint32_t rank_, ranks_;
-  std::vector<Peer> peers_;
+  std::list<Peer> peers_;
   Frame frame_;
   const char *data_ = nullptr;
 

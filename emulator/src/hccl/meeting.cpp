@@ -19,7 +19,7 @@ namespace {
 
 constexpr uint64_t kMark = 0x3230'4c43'4348'4d45;  // of the format of a root info
 constexpr char kCreation[] = "the creation of the communicator";
-constexpr int kLobbyMs = 2;  // how often the root, which listens, looks into the lobby
+constexpr int kLobbyMs = 5;  // how often the root, which listens, looks into the lobby
 
 template <size_t N> void copy_text(char (&to)[N], const std::string &text) {
   snprintf(to, N, "%s", text.c_str());
@@ -46,6 +46,13 @@ Socket take_listener(const std::string &name) {
   return listener;
 }
 
+void check_ranks(uint32_t rank, uint32_t ranks, const std::string &other, uint32_t others_ranks) {
+  if (ranks != others_ranks)
+    throw std::runtime_error("HCCL mismatch: rank " + std::to_string(rank) +
+                             " creates a communicator of " + std::to_string(ranks) + " ranks, " +
+                             other + " one of " + std::to_string(others_ranks));
+}
+
 // Ranks that share the root's memory.
 class Lobby {
 public:
@@ -62,13 +69,16 @@ public:
 
   struct Head {
     std::atomic<uint32_t> is_open, sleepers;
-    std::atomic<uint32_t> root;
+    std::atomic<uint32_t> root, ranks;
   };
   Head &head() { return *reinterpret_cast<Head *>(at_); }
   Guest &guest(uint32_t r) { return reinterpret_cast<Guest *>(at_ + sizeof(Head))[r]; }
   Place *places() { return reinterpret_cast<Place *>(&guest(ranks_)); }
 
   void enter(uint32_t rank) {
+    uint32_t agreed = 0;
+    if (!head().ranks.compare_exchange_strong(agreed, ranks_))
+      check_ranks(rank, ranks_, "another rank", agreed);
     guest(rank).start_time = process_start_time(getpid());
     guest(rank).pid = getpid();
   }
@@ -96,35 +106,29 @@ private:
 
 using Roster = std::vector<Place>;
 
-void check_ranks(const Hello &h, uint32_t ranks, uint32_t rank) {
-  if (h.ranks != ranks || h.rank >= ranks)
-    throw std::runtime_error("HCCL mismatch: rank " + std::to_string(rank) +
-                             " creates a communicator of " + std::to_string(ranks) +
-                             " ranks, rank " + std::to_string(h.rank) + " one of " +
-                             std::to_string(h.ranks));
-}
-
 // The root collects everybody's place and tells all.
 Roster gather(const RootInfo &root, uint32_t ranks, uint32_t rank, Socket listener,
               const Patience &patience) {
   Lobby lobby(root.memory, ranks);
   lobby.head().root = rank;
-  lobby.enter(rank);
   Roster roster(ranks);
   for (Place &place : roster)
     copy_text(place.memory, root.memory);
   Door door(std::move(listener), root.question);
   std::map<uint32_t, Socket> joined;
   auto admit = [&](const Hello &h, Socket socket) {
-    if (!h.is_joining || lobby.guest(h.rank % ranks).pid)
+    if (!h.is_joining)
       return;
-    check_ranks(h, ranks, rank);
+    check_ranks(rank, ranks, "rank " + std::to_string(h.rank), h.ranks);
+    if (h.rank >= ranks || lobby.guest(h.rank).pid)
+      return;
     lobby.guest(h.rank).pid = -1;
     roster[h.rank] = h.place;
     roster[h.rank].memory[sizeof h.place.memory - 1] = 0;
     joined[h.rank] = std::move(socket);
   };
   try {
+    lobby.enter(rank);
     while (!lobby.absent().empty()) {
       door.attend(kLobbyMs, admit);
       for (auto &[r, socket] : joined)
@@ -250,6 +254,16 @@ RootInfo new_root() {
   return root;
 }
 
+static Roster find_all(const RootInfo &root, Hello hello, Socket root_listener, Socket *listener,
+                       const Patience &patience) {
+  if (root_listener)
+    return gather(root, hello.ranks, hello.rank, std::move(root_listener), patience);
+  if (!strcmp(hello.place.memory, root.memory))
+    return wait_in_lobby(root, hello.ranks, hello.rank, patience);
+  *listener = listen_for_peers(&hello.place.address);
+  return join(root, hello, patience);
+}
+
 Company meet(const RootInfo &root, uint32_t ranks, uint32_t rank) {
   if (root.mark != kMark)
     throw std::runtime_error("HCCL: the root info was not made by this version of the emulator");
@@ -257,21 +271,20 @@ Company meet(const RootInfo &root, uint32_t ranks, uint32_t rank) {
   Company company{name_on_this_host(root.name), {}, {}};
   Hello hello{root.question, 0, rank, ranks, Channel::Collectives, {}};
   copy_text(hello.place.memory, company.memory);
-  Socket listener;
-  Roster roster;
-  if (Socket mine = take_listener(root.name)) {
-    roster = gather(root, ranks, rank, std::move(mine), patience);
-  } else if (company.memory == root.memory) {
-    roster = wait_in_lobby(root, ranks, rank, patience);
-  } else {
-    listener = listen_for_peers(&hello.place.address);
-    roster = join(root, hello, patience);
+  Socket root_listener = take_listener(root.name), listener;
+  const bool root_forgets = company.memory == root.memory && !root_listener;
+  try {
+    Roster roster = find_all(root, hello, std::move(root_listener), &listener, patience);
+    for (uint32_t r = 0; r < ranks; r++)
+      if (company.memory == roster[r].memory)
+        company.here.push_back(r);
+    if (company.here.size() < ranks)
+      company.elsewhere = connect_all(root, roster, hello, std::move(listener), patience);
+  } catch (...) {
+    if (!root_forgets)
+      forget(root);
+    throw;
   }
-  for (uint32_t r = 0; r < ranks; r++)
-    if (company.memory == roster[r].memory)
-      company.here.push_back(r);
-  if (company.here.size() < ranks)
-    company.elsewhere = connect_all(root, roster, hello, std::move(listener), patience);
   return company;
 }
 
