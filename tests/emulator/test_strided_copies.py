@@ -18,7 +18,7 @@ def view(tensor: torch.Tensor, order: list[int], step: int) -> torch.Tensor:
     return tensor.permute(order)[..., ::step]
 
 
-@examples(80)
+@examples(600)
 @given(
     st.lists(LENGTHS, min_size=2, max_size=2),
     st.integers(1, 3),
