@@ -23,19 +23,19 @@ socket.create_connection((sys.argv[1], 5000), timeout=float(sys.argv[2]))
 
 
 def test_nodes_reach_each_other_over_their_links_and_end_as_a_whole():
-    with nodes(2) as (first, second):
-        with first.start([sys.executable, "-c", SERVE, first.address], stdout=-1) as server:
-            assert server.stdout and server.stdout.readline() == b"listening\n"
-            reach = [sys.executable, "-c", REACH, first.address]
-            assert second.run([*reach, "30"], 60).returncode == 0
-            second.set_link(False)
-            assert second.run([*reach, "0.5"], 60).returncode != 0
-            second.set_link(True)
-            deadline = time.monotonic() + 60
-            while second.run([*reach, "5"], 60).returncode:
-                assert time.monotonic() < deadline
-            first.kill()
-            assert server.wait(30) != 0
+    serve = [sys.executable, "-c", SERVE]
+    with nodes(2) as (first, second), first.start([*serve, first.address], stdout=-1) as server:
+        assert server.stdout and server.stdout.readline() == b"listening\n"
+        reach = [sys.executable, "-c", REACH, first.address]
+        assert second.run([*reach, "30"], 60).returncode == 0
+        second.set_link(False)
+        assert second.run([*reach, "0.5"], 60).returncode != 0
+        second.set_link(True)
+        deadline = time.monotonic() + 60
+        while second.run([*reach, "5"], 60).returncode:
+            assert time.monotonic() < deadline
+        first.kill()
+        assert server.wait(30) != 0
 
 
 def test_the_memory_of_a_node_is_its_own():
