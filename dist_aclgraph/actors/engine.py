@@ -14,6 +14,7 @@ from dist_aclgraph.actors.client_links import ClientLinks
 from dist_aclgraph.actors.engine_loop import EngineLoop
 from dist_aclgraph.actors.graph_changes import ChannelRanks, GraphChanges
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
+from dist_aclgraph.actors.messages import Groups
 from dist_aclgraph.actors.processes import leave_with_parent
 from dist_aclgraph.actors.run_directory import RunDirectory
 from dist_aclgraph.actors.step_channel import ChannelAddress, StepSender
@@ -166,6 +167,16 @@ class Engine:
         """Move to another graph plan while serving."""
         assert self._loop is not None
         self._loop.change_plan(plan, actions)
+
+    def set_groups(self, groups: Groups) -> None:
+        """Have clients told which groups the deployment has."""
+        assert self._loop is not None
+        self._loop.set_groups(groups)
+
+    def drain(self, version: int, timeout_s: float) -> bool:
+        """Wait for the end of what runs; see ``EngineLoop.drain``."""
+        assert self._loop is not None
+        return self._loop.drain(version, timeout_s)
 
     def fail(self, reason: str) -> None:
         """A worker is gone."""
