@@ -299,6 +299,11 @@ class TimeoutConfig(Section):
     capture_s: float = Field(120.0, gt=0, description="capturing one bucket")
     step_s: float = Field(60.0, gt=0, description="one step, from plan to the last answer")
     stop_s: float = Field(10.0, gt=0, description="an orderly stop, before workers are killed")
+    drain_s: float = Field(
+        600.0,
+        gt=0,
+        description="how long a group that is taken out of service waits for its running requests",
+    )
     link_s: float = Field(
         10.0, gt=0, description="silence after which an engine, a client or a worker counts as gone"
     )

@@ -81,6 +81,23 @@ class Deployment:
         if failure:
             raise EngineDeadError(failure)
 
+    def scale(self, count: int) -> None:
+        """Have so many groups take requests, while those that stay serve on.
+
+        Raises:
+            DistAclGraphError: it could not be done; what serves goes on.
+        """
+        fetch(self._controller.scale.remote(count), NO_RANK, "SERVING")
+
+    def roll(self, config: Config) -> None:
+        """Replace all groups by groups of another configuration, without a failed request.
+
+        Raises:
+            DistAclGraphError: it could not be done; what serves goes on.
+        """
+        check(config)
+        fetch(self._controller.roll.remote(config), NO_RANK, "SERVING")
+
     def shut_down(self) -> None:
         """Stop all that was started. Safe to call twice."""
         if self._controller is None:
@@ -128,7 +145,7 @@ def start(config: Config, on_progress: OnProgress | None = None) -> Deployment:
         local_ray.watch(lambda _: started.kill())
     controller, name = None, f"{CONTROLLER}-{secrets.token_hex(4)}"
     try:
-        actor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)(Controller)
+        actor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=8)(Controller)
         controller = actor.options(name=name, namespace=NAMESPACE).remote(
             config, name, is_emulated=is_emulated
         )

@@ -87,11 +87,13 @@ class _Engine:
     """One engine. The client's lock guards what is not the link.
 
     Attributes:
+        name: of its group.
         is_draining: it takes no new requests.
         is_listed: the deployment still has it.
     """
 
     name: str
+    address: str
     open_link: Callable[[], EngineLink]
     dead_because: str = ""
     is_draining: bool = False
@@ -131,7 +133,8 @@ class EngineClient:
     """Owns the connections to the engines. Knows token ids only, no text.
 
     Args:
-        addresses: one ZeroMQ address per lockstep group; the groups are called 0, 1, ...
+        addresses: one ZeroMQ address per lockstep group. The groups are called 0, 1, ... until
+            an engine says their names.
         token: the deployment's connection token.
         link_s: silence after which an engine counts as dead: ``timeouts.link_s``.
     """
@@ -149,7 +152,7 @@ class EngineClient:
         self._groups_version = 0
         # Replicas begin with different ones of equal groups.
         self._router = Router(TOKENS_PER_BLOCK, first=secrets.randbelow(len(addresses)))
-        self._engines: dict[str, _Engine] = {}
+        self._engines: dict[str, _Engine] = {}  # by address, as for the router
         for index, address in enumerate(addresses):
             self._add(str(index), address, CACHE_BLOCKS)
         self._beat_s = link_s / BEATS_OF_A_SILENCE
@@ -194,7 +197,7 @@ class EngineClient:
             if request_id in self._owner:
                 raise InvalidParameterError(f"request id {request_id!r} is in use", "request_id")
             taking = [
-                engine.name
+                engine.address
                 for engine in self._engines.values()
                 if not engine.dead_because and not engine.is_draining
             ]
@@ -283,7 +286,8 @@ class EngineClient:
     def routed(self) -> dict[str, RoutedCounts]:
         """Return what was sent to each group, by their names."""
         with self._lock:
-            return {name: replace(counts) for name, counts in self._router.counts.items()}
+            counts = self._router.counts
+            return {e.name: replace(counts[e.address]) for e in self._engines.values()}
 
     def _first_loss(self) -> str:
         return next((e.dead_because for e in self._engines.values() if e.dead_because), "")
@@ -293,13 +297,12 @@ class EngineClient:
             return list(self._engines.values())
 
     def _add(self, name: str, address: str, cache_blocks: int) -> None:
-        """Get to know an engine, or the size of its cache. The lock is held, once there is a
-        thread.
-        """
-        if name not in self._engines:
+        """Get to know an engine, or more of it. The lock is held, once there is a thread."""
+        if address not in self._engines:
             link = partial(EngineLink, self._context, address, self._hello, self._link_s)
-            self._engines[name] = _Engine(name, link)
-        self._router.add(name, cache_blocks)
+            self._engines[address] = _Engine(name, address, link)
+        self._engines[address].name = name
+        self._router.add(address, cache_blocks)
 
     @property
     def num_outstanding(self) -> int:
@@ -370,7 +373,7 @@ class EngineClient:
                 engine.link = engine.open_link()
                 is_new = True
             with self._lock:
-                load = self._router.load(engine.name)
+                load = self._router.load(engine.address)
             try:
                 engine.link.beat(load, self._groups_version)
             except EngineDeadError as e:
@@ -383,8 +386,8 @@ class EngineClient:
             is_over = engine.link.is_lost or not (engine.is_listed or engine.requests)
             if not (engine.is_draining and is_over):
                 return False
-            del self._engines[engine.name]
-            self._router.remove(engine.name)
+            del self._engines[engine.address]
+            self._router.remove(engine.address)
         if not engine.link.is_lost:
             engine.link.send(Goodbye())
         engine.link.close()
@@ -397,13 +400,13 @@ class EngineClient:
         with self._lock:
             self._groups_version = groups.version
             self._router.tokens_per_block = groups.tokens_per_block
-            listed = {entry.name: entry for entry in groups.groups}
-            for name, engine in self._engines.items():
-                engine.is_listed = name in listed
-                engine.is_draining = not engine.is_listed or listed[name].is_draining
-            for name, entry in listed.items():
-                if name in self._engines or not entry.is_draining:
-                    self._add(name, entry.address, entry.cache_blocks)
+            listed = {entry.address: entry for entry in groups.groups}
+            for address, engine in self._engines.items():
+                engine.is_listed = address in listed
+                engine.is_draining = not engine.is_listed or listed[address].is_draining
+            for address, entry in listed.items():
+                if address in self._engines or not entry.is_draining:
+                    self._add(entry.name, address, entry.cache_blocks)
 
     def _receive(self, engine: _Engine) -> None:
         if engine.link.is_lost:
@@ -420,7 +423,7 @@ class EngineClient:
             self._lose(engine, str(e))
             return
         with self._lock:
-            self._router.hear(engine.name, engine.link.others_tokens)
+            self._router.hear(engine.address, engine.link.others_tokens)
             if engine.dead_because and engine.link.is_welcome:
                 engine.dead_because = ""
 
@@ -460,7 +463,7 @@ class EngineClient:
             queries, engine.queries = engine.queries, {}
             for request_id in requests:
                 self._forget(request_id)
-            self._router.forget_cache(engine.name)
+            self._router.forget_cache(engine.address)
         for request_id, on_delta in requests.items():
             self._tell(on_delta, failed(request_id, EngineDeadError(reason)))
         for future in queries.values():

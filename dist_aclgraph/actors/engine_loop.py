@@ -288,6 +288,8 @@ class EngineLoop:
         self._scheduler.abort_all("error")
         self._end_requests(self._failure)
         self._take(IDLE_S)
+        if self._drains_from:
+            self._drained.set()
 
     def _end_requests(self, reason: str) -> None:
         for link, number in self._recipients.remove_all():

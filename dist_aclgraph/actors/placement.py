@@ -72,6 +72,13 @@ def cluster_npus() -> dict[str, float]:
     }
 
 
+def has_room(group_size: int, *, is_emulated: bool) -> bool:
+    """Whether the NPUs of a group are free now, as far as counts say."""
+    if is_emulated and not sum(cluster_npus().values()):
+        return True
+    return bool(ray.available_resources().get("NPU", 0.0) >= group_size)
+
+
 def reserve(request: BundleRequest, timeout_s: float, name: str) -> PlacementGroup:
     """Return a placement group that is ready.
 

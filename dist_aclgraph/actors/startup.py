@@ -28,6 +28,7 @@ from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.ledger import Ledger
 from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.planning.planner import Planner
+from dist_aclgraph.topology import Ranks
 
 EPOCH = 1  # of a deployment that does not yet survive the death of a worker
 MIB = 1 << 20
@@ -51,13 +52,16 @@ class Startup:
         self._show = on_graph
         self._phase = State.PLACING
 
-    def run(self, *, is_emulated: bool, deployment: str) -> None:
+    def run(self, ranks: Sequence[Ranks], *, is_emulated: bool, deployment: str) -> None:
         """Run all phases up to captured graphs.
+
+        Args:
+            ranks: world ranks of each group.
 
         Raises:
             DistAclGraphError: the first error of any group.
         """
-        self._place(is_emulated, deployment)
+        self._place(ranks, is_emulated, deployment)
         self._go(State.JOINING)
         self._each(self._join)
         self._go(State.LOADING)
@@ -79,28 +83,13 @@ class Startup:
         self._phase = phase
         self._enter(phase)
 
-    def _each(
-        self, work: Callable[[LockstepGroup], T], groups: Sequence[LockstepGroup] | None = None
-    ) -> list[T]:
-        """Have all groups work at the same time; return what each gave.
+    def _each(self, work: Callable[[LockstepGroup], T]) -> list[T]:
+        return side_by_side(work, self._groups)
 
-        Raises:
-            Exception: the first that failed; the others' actors are about to be stopped.
-        """
-        groups = self._groups if groups is None else groups
-        pool = concurrent.futures.ThreadPoolExecutor(len(groups), "group")
-        try:
-            working = [pool.submit(work, group) for group in groups]
-            for done in concurrent.futures.as_completed(working):
-                done.result()
-            return [future.result() for future in working]
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-    def _place(self, is_emulated: bool, deployment: str) -> None:
-        for ranks in self._planner.layout.lockstep_groups:
+    def _place(self, ranks: Sequence[Ranks], is_emulated: bool, deployment: str) -> None:
+        for members in ranks:
             workers = place_group(
-                self._config, ranks, EPOCH, is_emulated=is_emulated, deployment=deployment
+                self._config, members, EPOCH, is_emulated=is_emulated, deployment=deployment
             )
             self._groups.append(LockstepGroup(workers))
         self._each(lambda group: group.workers.find_out(self._config.timeouts.place_s))
@@ -193,7 +182,7 @@ class Startup:
             group.ledgers = [Ledger.predict(o, plan, planner.budget_model) for o in group.offers]
             group.record = self._capture(group, plan)
 
-        self._each(capture, groups)
+        side_by_side(capture, groups)
 
         def capture_again(index: int, plan: GraphPlan) -> CaptureRecord:
             group = groups[index]
@@ -224,6 +213,22 @@ class Startup:
     def _transaction(self, group: LockstepGroup) -> GraphTransaction:
         timeouts = self._config.timeouts
         return GraphTransaction(group.workers, timeouts.negotiate_s, timeouts.capture_s)
+
+
+def side_by_side(work: Callable[[LockstepGroup], T], groups: Sequence[LockstepGroup]) -> list[T]:
+    """Have all groups work at the same time; return what each gave.
+
+    Raises:
+        Exception: the first that failed; the others' actors are about to be stopped.
+    """
+    pool = concurrent.futures.ThreadPoolExecutor(len(groups), "group")
+    try:
+        working = [pool.submit(work, group) for group in groups]
+        for done in concurrent.futures.as_completed(working):
+            done.result()
+        return [future.result() for future in working]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _progress_of(record: CaptureRecord, graph: BatchDescriptor | None, available: int) -> str:

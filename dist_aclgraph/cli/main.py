@@ -163,6 +163,10 @@ def simulate(
     seed: Annotated[int, typer.Option(help="of random requests")] = 0,
     prompt_tokens: Annotated[float, typer.Option(help="mean of random prompts")] = 512.0,
     output_tokens: Annotated[float, typer.Option(help="mean of random answers")] = 128.0,
+    beginnings: Annotated[
+        int, typer.Option(help="show how groups share requests with so many common beginnings")
+    ] = 0,
+    beginning_tokens: Annotated[int, typer.Option(help="tokens of each beginning")] = 1024,
     times: Annotated[
         Path | None, typer.Option(help="step times: the report of a deployment, as JSON")
     ] = None,
@@ -192,6 +196,8 @@ def simulate(
             seconds=seconds,
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
+            beginnings=beginnings,
+            beginning_tokens=beginning_tokens,
             seed=seed,
         )
         report = simulate_with_progress(
