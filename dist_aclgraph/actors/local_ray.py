@@ -125,6 +125,20 @@ def start_ray(config: Config) -> LocalRay | None:
         raise ours(e, "starting Ray" if address is None else f"joining Ray at {address}") from e
 
 
+def join_ray() -> None:
+    """Join the Ray cluster that RAY_ADDRESS names, else the one that runs on this machine.
+
+    Raises:
+        PlacementError: there is none to be had; says what to do.
+    """
+    prepare_ray_environment()
+    address = ray_address() or "auto"
+    try:
+        _init(address)
+    except Exception as e:
+        raise ours(e, f"joining Ray at {address}") from e
+
+
 def _init(address: str, **options: Any) -> None:
     # What Ray has to say, of daemons and of what it retries, is no news to whoever serves a model.
     ray.init(

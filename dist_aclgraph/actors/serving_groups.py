@@ -39,7 +39,7 @@ from dist_aclgraph.planning.planner import Planner
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 10.0  # beyond the time that an engine was given
-OF_THE_INGRESS = ("model", "name", "serve", "seed")  # what ingress replicas have read already
+OF_THE_INGRESS = ("model", "name", "seed")  # what ingress replicas have read already
 
 
 class ServingGroups:
