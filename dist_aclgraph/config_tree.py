@@ -287,6 +287,13 @@ class ServeConfig(Section):
     )
     lenient: bool = Field(False, description="ignore unknown request fields instead of a 400")
     drain_s: float = Field(10.0, ge=0, description="how long a stop waits for running requests")
+    replicas: int = Field(
+        1,
+        ge=1,
+        le=256,
+        description="processes that serve HTTP under Ray Serve, each for itself; `dist-aclgraph "
+        "serve` is one",
+    )
 
 
 class TimeoutConfig(Section):

@@ -55,9 +55,21 @@ class Deployment:
         self._name = name
         self._local_ray = local_ray
         self._owns_connection = owns_connection
-        self.addresses = service.addresses
         self.token = service.token
         self.max_model_len = service.max_model_len
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of the engines of all groups, now.
+
+        Raises:
+            EngineDeadError: the deployment does not serve.
+        """
+        try:
+            service: Service = ray.get(self._controller.service.remote(), timeout=ANSWER_S)
+        except RayError as e:
+            raise EngineDeadError(str(ours(e, "asking for the groups"))) from e
+        return service.addresses
 
     def report(self) -> dict[str, Any]:
         """Return plan, buckets with their counters, eager steps by reason, ranks and memory."""

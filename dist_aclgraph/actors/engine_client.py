@@ -62,9 +62,13 @@ logger = logging.getLogger(__name__)
 class Deployment(Protocol):
     """What an ingress or an LLM needs of a running deployment."""
 
-    addresses: list[str]
     token: str
     max_model_len: int
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of the engines of all groups, now."""
+        ...
 
     def report(self) -> dict[str, Any]:
         """Return plan, buckets with their counters, eager steps by reason, ranks and memory."""

@@ -116,6 +116,7 @@ class ServingGroups:
 
         Raises:
             ConfigError: ``count`` is not positive.
+            PlacementError: there are not so many NPUs.
             EngineUnavailableError: another change is under way.
             DistAclGraphError: new groups did not come up; the others serve on.
         """
@@ -126,6 +127,7 @@ class ServingGroups:
                 self._give_back(group)
             taking = self.taking
             if count > len(taking):
+                self._check_room(count - len(taking))
                 self._add(self._planner, count - len(taking))
             for group in reversed(taking[count:]):
                 self._drain(group)
@@ -172,6 +174,14 @@ class ServingGroups:
             yield
         finally:
             self._changing.release()
+
+    def _check_room(self, count: int) -> None:
+        needed = count * len(self._planner.layout.lockstep_groups[0])
+        if not placement.has_room(needed, is_emulated=self._is_emulated):
+            raise PlacementError(
+                f"{count} groups more need {needed} NPUs, and {placement.num_free():g} are free; "
+                "add nodes, or ask for fewer groups"
+            )
 
     def _add(self, planner: Planner, count: int) -> None:
         """Start groups beside those that serve: nothing is left of them if one fails."""

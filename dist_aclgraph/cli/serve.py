@@ -27,7 +27,7 @@ from dist_aclgraph.cli.checks import check_deployment
 from dist_aclgraph.cli.last_start import keep_report
 from dist_aclgraph.cli.progress import StartProgress
 from dist_aclgraph.config import Config
-from dist_aclgraph.errors import EngineUnavailableError
+from dist_aclgraph.errors import ConfigError, EngineUnavailableError
 from dist_aclgraph.serve.access import Access, read_access
 from dist_aclgraph.serve.api import make_api
 from dist_aclgraph.serve.front import Front
@@ -56,6 +56,11 @@ def serve_until_signal(config: Config, start: Start = deployment.start) -> None:
         DistAclGraphError: the deployment did not come up, or died.
         SystemExit: a signal came before anything was served; 128 and its number.
     """
+    if config.serve.replicas > 1:
+        raise ConfigError(
+            f"serve.replicas is {config.serve.replicas}; `dist-aclgraph serve` is one process: "
+            "leave it out, or use Ray Serve (`serve run dist_aclgraph:app`)"
+        )
     access = read_access(config.serve, checks_host=True)
     server = HttpServer(config.serve)
     try:
