@@ -92,6 +92,8 @@ class Controller:
         merged = dict(reports[0]) if reports else {}
         merged["state"] = self._state.value
         merged["failure"] = self.check()
+        merged["controller"] = self._name
+        merged["ray_address"] = ray.get_runtime_context().gcs_address
         merged["groups"] = reports[1:]
         merged["lost_groups"] = [] if self._serving is None else self._serving.watch.losses()
         return merged

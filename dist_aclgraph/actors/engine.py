@@ -188,6 +188,11 @@ class Engine:
         assert self._loop is not None
         return self._loop.wait_for_end()
 
+    def demand(self) -> tuple[int, int]:
+        """Return how many requests run, and how many wait."""
+        assert self._loop is not None
+        return self._loop.demand()
+
     def report(self) -> dict[str, Any]:
         return self._loop.report() if self._loop is not None else {}
 

@@ -142,6 +142,11 @@ class EngineLoop:
         """Return how often batches of each size ran since the last call."""
         return self._scheduler.dispatcher.take_traffic()
 
+    def demand(self) -> tuple[int, int]:
+        """Return how many requests run, and how many wait."""
+        stats = self._scheduler.stats()
+        return stats["running"], stats["waiting"]
+
     def step_seconds(self) -> dict[BatchDescriptor, float]:
         """Return how long a step takes that replays each graph, on average."""
         return {graph: mean.value for graph, mean in list(self._step_times.items())}

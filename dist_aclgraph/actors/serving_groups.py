@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,7 @@ from dist_aclgraph.errors import (
     PlacementError,
     WorkerError,
 )
+from dist_aclgraph.planning.autoscale import Autoscaler, Demand
 from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.exchange import ExchangeRule
 from dist_aclgraph.planning.planner import Planner
@@ -39,6 +40,7 @@ from dist_aclgraph.planning.planner import Planner
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 10.0  # beyond the time that an engine was given
+COUNT_S = 1.0  # between two counts of what runs and waits
 OF_THE_INGRESS = ("model", "name", "seed")  # what ingress replicas have read already
 
 
@@ -61,8 +63,10 @@ class ServingGroups:
         self._version = 0
         self._num_groups = 0  # ever; their names
         self._num_ranks = 0
+        autoscale = planner.config.serve.autoscale
+        self._autoscaler = Autoscaler(autoscale) if autoscale.max_groups else None
+        self._next_count_s = 0.0
         self._traffic: list[tuple[Planner, TrafficWatch]] = []
-        self._beside: list[Callable[[float], None]] = []
         self.groups: list[LockstepGroup] = []
         self.max_model_len = 0
         self.watch = GroupWatch(planner.config.timeouts.link_s, self._look)
@@ -250,6 +254,31 @@ class ServingGroups:
     def _look(self, now_s: float) -> None:
         for _, watch in list(self._traffic):
             watch.look(now_s)
+        if self._autoscaler is not None and now_s >= self._next_count_s:
+            self._next_count_s = now_s + COUNT_S
+            self._autoscale(now_s, self._autoscaler)
+
+    def _autoscale(self, now_s: float, autoscaler: Autoscaler) -> None:
+        """Have one group more or less where the requests want it, on a thread of its own."""
+        taking = self.taking
+        if not taking or self._changing.locked():
+            return
+        try:
+            demands = ray.get([g.engine.demand.remote() for g in taking], timeout=ANSWER_S)
+        except RayError:
+            return  # the watch will hear of it
+        running, waiting = map(sum, zip(*demands, strict=True))
+        rows = self.config.scheduler.max_num_seqs * self._planner.layout.within_group.dp
+        wanted = autoscaler.decide(now_s, Demand(len(taking), running, waiting, rows))
+        if wanted != len(taking):
+            logger.info("%d groups, as %d requests run and %d wait", wanted, running, waiting)
+            threading.Thread(target=self._try_scale, args=[wanted], daemon=True).start()
+
+    def _try_scale(self, count: int) -> None:
+        try:
+            self.scale(count)
+        except Exception:  # whatever it is: what serves goes on, and it is tried again
+            logger.exception("changing the number of groups to %d failed", count)
 
     # ---- one group
 

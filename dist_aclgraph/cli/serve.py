@@ -244,6 +244,9 @@ def announce(config: Config, report: dict[str, Any], console: Console) -> None:
             console.print(f"Warning: {warning}", highlight=False)
     else:
         console.print("No graphs: every step runs eagerly.")
+    if "controller" in report:
+        found = f"RAY_ADDRESS={report['ray_address']} dist-aclgraph scale N"
+        print(f"More groups, or fewer: {found} --deployment {report['controller']}")
     url = _url(config)
     message = {"role": "user", "content": "Count from 3 to 9."}
     body = json.dumps({"model": config.name, "temperature": 0, "messages": [message]})

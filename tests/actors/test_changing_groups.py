@@ -188,3 +188,17 @@ def test_groups_that_do_not_come_up_change_nothing(checkpoint: Path) -> None:
         again = service.generate(PROMPTS, greedy_params(TOKENS), "again")
         assert [answer.tokens for answer in again] == wanted
     assert_all_npus_are_free()
+
+
+def test_the_number_of_groups_follows_the_requests_that_wait(checkpoint: Path) -> None:
+    autoscale = {"max_groups": 2, "target_waiting": 2, "up_s": 1.0, "down_s": 2.0}
+    config = make_deployment_config(checkpoint, graph=GRAPH, serve={"autoscale": autoscale})
+    with serving(config) as service:
+        wanted = [a.tokens for a in service.generate(PROMPTS, greedy_params(TOKENS))]
+
+        with streams(service) as found:
+            wait_until(lambda: service.client.capacity().serving == 2, "no other group", 120)
+
+        wait_until(lambda: service.client.capacity().total == 1, "both groups stay", 120)
+        assert_all_equal(found, wanted)
+    assert_all_npus_are_free()

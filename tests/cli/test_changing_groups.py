@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -16,11 +18,17 @@ import pytest
 
 from dist_aclgraph.actors.running import choose_deployment
 from dist_aclgraph.errors import PlacementError
-from tests.serve.conftest import CONFIG, until
+from tests.serve.conftest import CONFIG
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 240.0
-OVERRIDES = ("dtype=float32", "graph.sizes=[4,8]", "scheduler.max_num_seqs=8", "kv.num_blocks=64")
+OVERRIDES = (
+    "dtype=float32",
+    "device.emulator.strict=false",
+    "graph.sizes=[4,8]",
+    "scheduler.max_num_seqs=8",
+    "kv.num_blocks=64",
+)
 COMMAND = [sys.executable, "-m", "dist_aclgraph.cli.main"]
 BODY = {
     "model": "tiny-qwen3", "prompt": [70, 71, 72], "max_tokens": 40, "temperature": 0,
@@ -28,48 +36,61 @@ BODY = {
 }  # fmt: skip
 
 
-def dist_aclgraph(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *map(str, arguments)], cwd=ROOT, text=True, capture_output=True, timeout=WAIT_S
-    )
+@dataclass
+class Service:
+    """A service in a process of its own, and where it said that it runs."""
+
+    url: str
+    ray_address: str
+    deployment: str
+
+    def command(self, *arguments: object) -> subprocess.CompletedProcess[str]:
+        """Run ``dist-aclgraph`` on its deployment: others may run on this machine."""
+        return subprocess.run(
+            [*COMMAND, *map(str, arguments), f"--deployment={self.deployment}"],
+            cwd=ROOT, text=True, capture_output=True, timeout=WAIT_S,
+            env={**os.environ, "RAY_ADDRESS": self.ray_address},
+        )  # fmt: skip
+
+    @property
+    def groups(self) -> dict[str, int]:
+        return dict(httpx.get(f"{self.url}/ready", timeout=WAIT_S).json()["groups"])
 
 
 @pytest.fixture
-def service() -> Iterator[str]:
-    """The URL of a service of one group."""
+def service() -> Iterator[Service]:
+    """Of one group."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     process = subprocess.Popen(
         [*COMMAND, "serve", str(CONFIG), *OVERRIDES, f"--port={port}"],
-        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(os.environ),
+        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
     try:
-        until(lambda: process.poll() is None and is_ready(url), WAIT_S)
-        yield url
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if found := re.search(r"RAY_ADDRESS=(\S+) .*--deployment (\S+)", line):
+                break
+        assert found, "".join(said)
+        threading.Thread(target=process.stdout.read, daemon=True).start()
+        yield Service(f"http://127.0.0.1:{port}", found[1], found[2])
         process.send_signal(signal.SIGTERM)
         assert process.wait(WAIT_S) == 0
     finally:
         process.kill()
 
 
-def is_ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/ready", timeout=WAIT_S).status_code == 200
-    except httpx.ConnectError:
-        return False
-
-
 @pytest.mark.cluster
 def test_a_running_service_is_scaled_and_rolled_without_a_failed_request(
-    service: str, npu: object
+    service: Service, npu: object
 ) -> None:
     texts: list[str] = []
     stopping = threading.Event()
 
     def ask_again() -> None:
-        with httpx.Client(base_url=service, timeout=WAIT_S) as http:
+        with httpx.Client(base_url=service.url, timeout=WAIT_S) as http:
             while not stopping.is_set():
                 reply = http.post("/v1/completions", json=BODY)
                 texts.append(reply.json()["choices"][0]["text"] if reply.is_success else reply.text)
@@ -78,27 +99,23 @@ def test_a_running_service_is_scaled_and_rolled_without_a_failed_request(
     for thread in asking:
         thread.start()
     try:
-        scaled = dist_aclgraph("scale", 2)
+        scaled = service.command("scale", 2)
         assert scaled.returncode == 0, scaled.stderr
-        assert groups_of(service) == {"serving": 2, "draining": 0, "lost": 0, "total": 2}
-        rolled = dist_aclgraph("roll", CONFIG, *OVERRIDES, "kv.num_blocks=70")
+        assert service.groups == {"serving": 2, "draining": 0, "lost": 0, "total": 2}
+        rolled = service.command("roll", CONFIG, *OVERRIDES, "kv.num_blocks=70")
         assert rolled.returncode == 0, rolled.stderr
-        assert groups_of(service)["serving"] == 2
-        refused = dist_aclgraph("roll", CONFIG, *OVERRIDES, "served_model_name=another")
+        assert service.groups["serving"] == 2
+        refused = service.command("roll", CONFIG, *OVERRIDES, "served_model_name=another")
         assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
         assert "name changes" in refused.stderr
-        assert dist_aclgraph("scale", 1).returncode == 0
-        assert groups_of(service) == {"serving": 1, "draining": 0, "lost": 0, "total": 1}
+        assert service.command("scale", 1).returncode == 0
+        assert service.groups == {"serving": 1, "draining": 0, "lost": 0, "total": 1}
     finally:
         stopping.set()
         for thread in asking:
             thread.join(WAIT_S)
     assert len(texts) >= 6
     assert len(set(texts)) == 1
-
-
-def groups_of(url: str) -> dict[str, int]:
-    return dict(httpx.get(f"{url}/ready", timeout=WAIT_S).json()["groups"])
 
 
 def test_the_deployment_that_is_meant_must_be_clear() -> None:

@@ -41,7 +41,8 @@ CLUSTER = (
     + """
 from ray import serve
 from dist_aclgraph.serve.app import make_app
-ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
+options = {"include_dashboard": False, "object_store_memory": 100 << 20, "log_to_driver": False}
+ray.init("local", num_cpus=4, **options)
 serve.start(http_options={"port": config.serve.port})
 two = config.model_copy(update={"serve": config.serve.model_copy(update={"replicas": 2})})
 apps = {"a": make_app(two, start), "b": make_app(config, start)}
