@@ -13,7 +13,7 @@ HASH := $(shell cat pyproject.toml setup.py | sha256sum | cut -d' ' -f1)
 export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help run test test-all lint demo-model bench-decode bench-tp8 bench-moe bench-context setup \
+.PHONY: help run test test-all lint demo-model bench-decode bench-tp8 bench-moe bench-context bench-start setup \
 	setup-bench setup-dev emulator python
 
 help: ## Show the targets
@@ -57,6 +57,9 @@ bench-moe: setup-bench emulator ## Experts on four ranks: graphs, drafts, overla
 
 bench-context: setup-bench emulator ## Contexts over eight ranks: caches in shards, decoding, prompts
 	$(BIN)/python -m dist_aclgraph.bench.context
+
+bench-start: setup-bench emulator ## Groups that start side by side, against one alone
+	$(BIN)/python -m dist_aclgraph.bench.start
 
 EMULATED := ! ls /dev/davinci[0-9]* >/dev/null 2>&1
 emulator: setup ## Build the emulated NPU where there is no real one

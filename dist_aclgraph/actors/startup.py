@@ -7,6 +7,7 @@ for all of them. Each phase has a deadline; an error names the rank and the phas
 from __future__ import annotations
 
 import concurrent.futures
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -35,6 +36,7 @@ MIB = 1 << 20
 TRIAL_BLOCKS = 2  # a cache for padding rows alone: they use the dummy block
 
 T = TypeVar("T")
+Part = TypeVar("Part")
 OnPhase = Callable[[State], None]
 OnGraph = Callable[[int, int, str], None]  # captured so far, of how many, and what comes next
 
@@ -51,6 +53,7 @@ class Startup:
         self._enter = on_phase
         self._show = on_graph
         self._phase = State.PLACING
+        self._moving = threading.Lock()
 
     def run(self, ranks: Sequence[Ranks], *, is_emulated: bool, deployment: str) -> None:
         """Run all phases up to captured graphs.
@@ -69,8 +72,7 @@ class Startup:
         self._go(State.NEGOTIATING)
         self._each(self._make_runners)
         self._each(self._ask_offers)
-        for groups in self.scopes:
-            self._plan_groups(groups)
+        side_by_side(self._plan_groups, self.scopes)
 
     @property
     def scopes(self) -> list[list[LockstepGroup]]:
@@ -83,15 +85,31 @@ class Startup:
         self._phase = phase
         self._enter(phase)
 
+    def _go_on_to_capture(self) -> None:
+        """The first scope with a plan leads there; others may still negotiate theirs."""
+        with self._moving:
+            if self._phase is State.NEGOTIATING:
+                self._go(State.CAPTURING)
+                for group in self._groups:
+                    group.workers.phase = self._phase.value
+
     def _each(self, work: Callable[[LockstepGroup], T]) -> list[T]:
         return side_by_side(work, self._groups)
 
     def _place(self, ranks: Sequence[Ranks], is_emulated: bool, deployment: str) -> None:
-        for members in ranks:
-            workers = place_group(
-                self._config, members, EPOCH, is_emulated=is_emulated, deployment=deployment
-            )
-            self._groups.append(LockstepGroup(workers))
+        def place(members: Ranks) -> WorkerGroup | Exception:
+            try:
+                return place_group(
+                    self._config, members, EPOCH, is_emulated=is_emulated, deployment=deployment
+                )
+            except Exception as e:  # raised once all have an answer: who was placed is given back
+                return e
+
+        placed = side_by_side(place, ranks)
+        self._groups += [LockstepGroup(found) for found in placed if isinstance(found, WorkerGroup)]
+        for found in placed:
+            if isinstance(found, Exception):
+                raise found
         self._each(lambda group: group.workers.find_out(self._config.timeouts.place_s))
 
     def _join(self, group: LockstepGroup) -> None:
@@ -161,10 +179,8 @@ class Startup:
         for group in groups:
             group.lazy_capacity = negotiated.lazy_capacity
             group.offers = [offer_of[offer.rank] for offer in group.offers]
-        if plan.families and self._phase is State.NEGOTIATING:
-            self._go(State.CAPTURING)
-            for group in self._groups:
-                group.workers.phase = self._phase.value
+        if plan.families:
+            self._go_on_to_capture()
 
         def capture(group: LockstepGroup) -> None:
             reserved = planner.reserved_bytes(plan, negotiated.offers)
@@ -215,15 +231,15 @@ class Startup:
         return GraphTransaction(group.workers, timeouts.negotiate_s, timeouts.capture_s)
 
 
-def side_by_side(work: Callable[[LockstepGroup], T], groups: Sequence[LockstepGroup]) -> list[T]:
-    """Have all groups work at the same time; return what each gave.
+def side_by_side(work: Callable[[Part], T], parts: Sequence[Part]) -> list[T]:
+    """Have all parts of a deployment work at the same time; return what each gave.
 
     Raises:
         Exception: the first that failed; the others' actors are about to be stopped.
     """
-    pool = concurrent.futures.ThreadPoolExecutor(len(groups), "group")
+    pool = concurrent.futures.ThreadPoolExecutor(len(parts), "group")
     try:
-        working = [pool.submit(work, group) for group in groups]
+        working = [pool.submit(work, part) for part in parts]
         for done in concurrent.futures.as_completed(working):
             done.result()
         return [future.result() for future in working]
