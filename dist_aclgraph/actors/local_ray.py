@@ -125,14 +125,20 @@ def start_ray(config: Config) -> LocalRay | None:
         raise ours(e, "starting Ray" if address is None else f"joining Ray at {address}") from e
 
 
-def join_ray() -> None:
-    """Join the Ray cluster that RAY_ADDRESS names, else the one that runs on this machine.
+def join_ray(local_address: str | None) -> None:
+    """Join the Ray cluster that RAY_ADDRESS names, else one that a service has started on this
+    machine for itself.
+
+    Args:
+        local_address: of the latter, where there are several.
 
     Raises:
         PlacementError: there is none to be had; says what to do.
     """
     prepare_ray_environment()
-    address = ray_address() or "auto"
+    address = ray_address() or local_address or "auto"
+    if ray_address() is None and ray_constants.ENABLE_RAY_CLUSTER:
+        importlib.reload(ray_constants)  # as for starting one: it listens on loopback
     try:
         _init(address)
     except Exception as e:

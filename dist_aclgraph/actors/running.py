@@ -35,18 +35,21 @@ class RunningDeployment:
 
 
 @contextmanager
-def running_deployment(name: str | None = None) -> Iterator[RunningDeployment]:
-    """Join the Ray cluster of this machine, or the one that RAY_ADDRESS names, for a while.
+def running_deployment(
+    name: str | None = None, local_ray: str | None = None
+) -> Iterator[RunningDeployment]:
+    """Join the Ray cluster of a deployment for a while; see ``join_ray``.
 
     Args:
         name: of the controller, where several deployments run.
+        local_ray: address of a Ray that a service has started for itself, where there are several.
 
     Raises:
         PlacementError: there is no cluster, no such deployment, or more than one.
     """
     owns_connection = not ray.is_initialized()
     if owns_connection:
-        join_ray()
+        join_ray(local_ray)
     try:
         try:
             names = [n for n in list_named_actors() if n.startswith(f"{CONTROLLER}-")]

@@ -43,6 +43,10 @@ Groups = Annotated[int, typer.Argument(help="lockstep groups that take requests,
 DeploymentName = Annotated[
     str | None, typer.Option(help="name of its controller, where several deployments run")
 ]
+LocalRay = Annotated[
+    str | None,
+    typer.Option("--ray", metavar="HOST:PORT", help="where a service said that its own Ray runs"),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
@@ -223,7 +227,7 @@ def simulate(
 
 
 @cli.command()
-def scale(groups: Groups, deployment: DeploymentName = None) -> None:
+def scale(groups: Groups, deployment: DeploymentName = None, ray: LocalRay = None) -> None:
     """Have a running deployment serve with so many groups; returns when it does.
 
     New ones start beside those that serve; of too many, the newest end what they have, and leave.
@@ -231,14 +235,17 @@ def scale(groups: Groups, deployment: DeploymentName = None) -> None:
     with _user_errors():
         from dist_aclgraph.actors.running import running_deployment
 
-        with running_deployment(deployment) as running:
+        with running_deployment(deployment, ray) as running:
             running.scale(groups)
             print(f"{running.name} serves with {groups} groups")
 
 
 @cli.command()
 def roll(
-    config: ConfigPath, overrides: Overrides = None, deployment: DeploymentName = None
+    config: ConfigPath,
+    overrides: Overrides = None,
+    deployment: DeploymentName = None,
+    ray: LocalRay = None,
 ) -> None:
     """Replace the groups of a running deployment, one after the other, by another configuration.
 
@@ -252,7 +259,7 @@ def roll(
 
         loaded = load_config(config, parse_overrides(overrides or []))
         check(loaded)
-        with running_deployment(deployment) as running:
+        with running_deployment(deployment, ray) as running:
             running.roll(loaded)
             print(f"{running.name} serves {loaded.name} by {config}")
 

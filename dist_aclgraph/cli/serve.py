@@ -27,6 +27,7 @@ from dist_aclgraph.cli.checks import check_deployment
 from dist_aclgraph.cli.last_start import keep_report
 from dist_aclgraph.cli.progress import StartProgress
 from dist_aclgraph.config import Config
+from dist_aclgraph.environment import ray_address
 from dist_aclgraph.errors import ConfigError, EngineUnavailableError
 from dist_aclgraph.serve.access import Access, read_access
 from dist_aclgraph.serve.api import make_api
@@ -245,8 +246,7 @@ def announce(config: Config, report: dict[str, Any], console: Console) -> None:
     else:
         console.print("No graphs: every step runs eagerly.")
     if "controller" in report:
-        found = f"RAY_ADDRESS={report['ray_address']} dist-aclgraph scale N"
-        print(f"More groups, or fewer: {found} --deployment {report['controller']}")
+        print(f"More groups, or fewer: {_scale_command(report)}")
     url = _url(config)
     message = {"role": "user", "content": "Count from 3 to 9."}
     body = json.dumps({"model": config.name, "temperature": 0, "messages": [message]})
@@ -254,6 +254,13 @@ def announce(config: Config, report: dict[str, Any], console: Console) -> None:
     # Not through rich, which would wrap a line that is there to be copied.
     print(f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
     sys.stdout.flush()
+
+
+def _scale_command(report: dict[str, Any]) -> str:
+    command = f"dist-aclgraph scale N --deployment {report['controller']}"
+    if ray_address() is None:
+        return f"{command} --ray {report['ray_address']}"
+    return f"RAY_ADDRESS={report['ray_address']} {command}"
 
 
 def _url(config: Config) -> str:

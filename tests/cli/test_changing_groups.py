@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import socket
@@ -47,9 +46,9 @@ class Service:
     def command(self, *arguments: object) -> subprocess.CompletedProcess[str]:
         """Run ``dist-aclgraph`` on its deployment: others may run on this machine."""
         return subprocess.run(
-            [*COMMAND, *map(str, arguments), f"--deployment={self.deployment}"],
+            [*COMMAND, *map(str, arguments), f"--deployment={self.deployment}",
+             f"--ray={self.ray_address}"],
             cwd=ROOT, text=True, capture_output=True, timeout=WAIT_S,
-            env={**os.environ, "RAY_ADDRESS": self.ray_address},
         )  # fmt: skip
 
     @property
@@ -71,11 +70,11 @@ def service() -> Iterator[Service]:
         said = []
         for line in process.stdout:
             said.append(line)
-            if found := re.search(r"RAY_ADDRESS=(\S+) .*--deployment (\S+)", line):
+            if found := re.search(r"--deployment (\S+) --ray (\S+)", line):
                 break
         assert found, "".join(said)
         threading.Thread(target=process.stdout.read, daemon=True).start()
-        yield Service(f"http://127.0.0.1:{port}", found[1], found[2])
+        yield Service(f"http://127.0.0.1:{port}", found[2], found[1])
         process.send_signal(signal.SIGTERM)
         assert process.wait(WAIT_S) == 0
     finally:
