@@ -19,6 +19,9 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
+from ray._private.authentication.authentication_token_setup import (
+    maybe_enable_token_auth_if_token_available,
+)
 
 from dist_aclgraph.actors import processes
 from dist_aclgraph.actors.ray_errors import LOGS, ours
@@ -137,8 +140,12 @@ def join_ray(local_address: str | None) -> None:
     """
     prepare_ray_environment()
     address = ray_address() or local_address or "auto"
-    if ray_address() is None and ray_constants.ENABLE_RAY_CLUSTER:
-        importlib.reload(ray_constants)  # as for starting one: it listens on loopback
+    if ray_address() is None:
+        # As whoever started it: on loopback, with this user's token.
+        if ray_constants.ENABLE_RAY_CLUSTER:
+            importlib.reload(ray_constants)
+        logging.getLogger("ray").setLevel(logging.ERROR)  # as ``_init`` asks for, a moment later
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     try:
         _init(address)
     except Exception as e:
