@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -135,7 +136,14 @@ class Startup:
         group.device = devices[0]
 
     def _load(self, group: LockstepGroup) -> None:
-        loaded = group.workers.call("load", "LOADING", self._config.timeouts.load_s)
+        neighbours = Counter(info.node_id for each in self._groups for info in each.workers.infos)
+        infos = group.workers.infos
+        loaded = group.workers.call(
+            "load",
+            "LOADING",
+            self._config.timeouts.load_s,
+            lambda index: (neighbours[infos[index].node_id],),
+        )
         group.weight_bytes = max(loaded)
 
     # ---- the plan
