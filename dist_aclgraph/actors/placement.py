@@ -6,6 +6,7 @@ what to ask Ray for; the rest asks, with a bounded wait.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from ray.util.placement_group import (
 from dist_aclgraph.errors import PlacementError
 
 # An emulated NPU needs no resource of its own; the little CPU lets Ray spread and account.
+ROOM_S, POLL_S = 5.0, 0.1
 EMULATED_BUNDLE = {"CPU": 0.001}
 
 
@@ -70,6 +72,24 @@ def cluster_npus() -> dict[str, float]:
         for node in ray.nodes()
         if node["Alive"]
     }
+
+
+def has_room(num_workers: int, *, is_emulated: bool) -> bool:
+    """Whether so many NPUs are free, as far as counts say.
+
+    Ray counts what was given back with a delay: it is waited for, some seconds at most.
+    """
+    if is_emulated and not sum(cluster_npus().values()):
+        return True
+    deadline_s = time.monotonic() + ROOM_S
+    while (is_full := num_free() < num_workers) and time.monotonic() < deadline_s:
+        time.sleep(POLL_S)
+    return not is_full
+
+
+def num_free() -> float:
+    """Return how many NPUs nobody holds."""
+    return float(ray.available_resources().get("NPU", 0.0))
 
 
 def reserve(request: BundleRequest, timeout_s: float, name: str) -> PlacementGroup:

@@ -86,7 +86,7 @@ def test_a_client_with_a_wrong_token_gets_no_service(group: Group, client: Engin
 
     assert "token" in stranger.receive().reason
     assert_serves(client)
-    assert client.query("metrics")[0]["prompt_tokens"] == 3
+    assert client.query("metrics")["0"]["prompt_tokens"] == 3
     stranger.close()
 
 
@@ -170,7 +170,7 @@ def test_data_parallel_ranks_serve_their_requests_in_the_same_steps(tmp_path: Pa
             tokens.append(next_token(tokens, 50))
         assert (answer.tokens, answer.finish_reason) == (tokens[3:], "length"), answer.error
 
-    [metrics] = client.query("metrics")
+    [metrics] = client.query("metrics").values()
     assert metrics["step_reruns"] == 1
     assert metrics["num_requests_running_by_dp_rank"] == {"0": 0, "1": 0}
     assert metrics["spec_decode_num_accepted_tokens_per_pos"].keys() == {"0", "1"}
