@@ -306,8 +306,8 @@ class ServeConfig(Section):
     )
     api_keys_file: str | None = Field(
         None,
-        description="file with an API key on each line, one of which every request but /health and "
-        "/ready must bring; DIST_ACLGRAPH_API_KEY adds one",
+        description="file with an API key on each line, one of which every request but /health, "
+        "/ready and / must bring; DIST_ACLGRAPH_API_KEY adds one",
     )
     insecure: bool = Field(False, description="serve beyond loopback without an API key, to anyone")
     allowed_hosts: tuple[str, ...] = Field(
@@ -315,6 +315,11 @@ class ServeConfig(Section):
     )
     lenient: bool = Field(False, description="ignore unknown request fields instead of a 400")
     drain_s: float = Field(10.0, ge=0, description="how long a stop waits for running requests")
+    vllm_metrics: bool = Field(
+        False,
+        description="expose metrics under vLLM's names, too, for its boards; those that mean the "
+        "same here",
+    )
     autoscale: AutoscaleConfig = AutoscaleConfig()
     replicas: int = Field(
         1,

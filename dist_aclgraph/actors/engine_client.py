@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import zmq
 
@@ -53,6 +53,7 @@ from dist_aclgraph.steps.delta import RequestDelta
 TOKENS_PER_BLOCK, CACHE_BLOCKS = 128, 4096
 NUMBERS = 1 << 31  # of requests on one engine, before they begin again
 OnDelta = Callable[[RequestDelta], None]
+GroupState = Literal["serving", "draining", "lost"]
 
 STOPPING = "the service is stopping"
 
@@ -109,6 +110,12 @@ class _Engine:
 
     def __post_init__(self) -> None:
         self.link = self.open_link()
+
+    @property
+    def state(self) -> GroupState:
+        if self.dead_because:
+            return "lost"
+        return "draining" if self.is_draining else "serving"
 
 
 @dataclass(frozen=True)
@@ -286,6 +293,15 @@ class EngineClient:
             alive = [e for e in known if not e.dead_because]
         draining = sum(e.is_draining for e in alive)
         return Capacity(len(alive) - draining, draining, lost)
+
+    def states(self) -> dict[str, GroupState]:
+        """Return what each group does, by their names."""
+        with self._lock:
+            return {engine.name: engine.state for engine in self._engines.values()}
+
+    def wait_for_end(self, timeout_s: float) -> bool:
+        """Return whether this client was closed, within so long."""
+        return self._closing.wait(timeout_s)
 
     def routed(self) -> dict[str, RoutedCounts]:
         """Return what was sent to each group, by their names."""

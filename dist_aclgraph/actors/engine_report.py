@@ -61,13 +61,28 @@ def group_metrics(
         "graph": scheduler.dispatcher.report(),
         "capture_seconds": {str(graph): cost.seconds for graph, cost in costs.items()},
         "pool_bytes": ranks_report.get("pool_bytes", 0),
+        "ranks": _places(ranks_report),
+        "streams_offered": _streams(ranks_report, "offered"),
         "streams_predicted": _streams(ranks_report, "predicted"),
         "streams_measured": _streams(ranks_report, "measured"),
     }
 
 
+def _places(ranks_report: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Where each rank is, as labels."""
+    kind = "emulated" if ranks_report.get("emulated") else "npu"
+    return {
+        str(rank["rank"]): {
+            "node": rank["host"],
+            "npus": " ".join(map(str, rank["npu_ids"])),
+            "kind": kind,
+        }
+        for rank in ranks_report.get("ranks", [])
+    }
+
+
 def _streams(ranks_report: Mapping[str, Any], which: str) -> dict[str, int]:
-    """What the first plan was to take, or took, of each rank's streams."""
+    """What each rank offered, and what the first plan was to take of it, or took."""
     ranks = ranks_report.get("ranks", [])
     return {str(rank["rank"]): rank["streams"][which] for rank in ranks}
 

@@ -16,11 +16,14 @@ from dist_aclgraph.errors import (
 )
 from dist_aclgraph.serve.metrics import Metrics
 from dist_aclgraph.serve.places import Places
+from dist_aclgraph.serve.status import Status
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 
 class ApiState:
-    """Owns the ingress's metrics and its source of seeds; borrows client and tokenizer."""
+    """Owns the ingress's metrics, their history, and its source of seeds; borrows client and
+    tokenizer.
+    """
 
     def __init__(
         self,
@@ -35,7 +38,8 @@ class ApiState:
         self.context_len = config.max_model_len or tokenizer.context_len
         self.is_draining = False
         self.places = Places.from_config(config)
-        self.metrics = Metrics(config.name, client)
+        self.metrics = Metrics(config.name, client, has_aliases=config.serve.vllm_metrics)
+        self.status = Status(config.name, self.metrics, client)
         self._seeds = random.Random(config.seed)
 
     def drain(self) -> None:

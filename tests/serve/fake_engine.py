@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import zmq
@@ -31,20 +33,40 @@ from dist_aclgraph.steps.step import RowLogprobs
 
 TOKEN = "a-test-token"
 
-METRICS = {
+METRICS: dict[str, Any] = {
     "num_requests_running": 2,
     "num_requests_waiting": 1,
+    "num_requests_running_by_dp_rank": {"0": 2, "1": 0},
     "kv_cache_usage": 0.25,
+    "kv_cache_usage_by_dp_rank": {"0": 0.5, "1": 0.0},
     "num_preemptions": 0,
     "prompt_tokens": 40,
     "generation_tokens": 60,
     "prefix_cache_queries": 10,
     "prefix_cache_hits": 4,
+    "spec_decode_num_drafts": 40,
+    "spec_decode_num_draft_tokens": 80,
+    "spec_decode_num_accepted_tokens": 45,
+    "spec_decode_num_accepted_tokens_per_pos": {"0": 30, "1": 15},
+    "expert_tokens": {"0": 1200, "1": 400},
+    "steps": 12,
+    "step_reruns": 1,
     "graph": {
+        "plan_version": 3,
         "replays": {"full decode 4": 7, "full decode 8": 2},
         "misses": {"prefill": 3},
         "padded_by_graph": {"full decode 4": 5},
+        "wasted_by_graph": {"full decode 4": 0.1786},
     },
+    "capture_seconds": {"full decode 4": 0.2, "full decode 8": 0.3, "full decode 16": 0.4},
+    "pool_bytes": 5 << 20,
+    "ranks": {
+        "0": {"node": "node-a", "npus": "0", "kind": "emulated"},
+        "1": {"node": "node-b", "npus": "3", "kind": "emulated"},
+    },
+    "streams_offered": {"0": 1800, "1": 1792},
+    "streams_predicted": {"0": 30, "1": 30},
+    "streams_measured": {"0": 28, "1": 29},
 }
 
 
@@ -71,6 +93,7 @@ class FakeEngine:
         submitted, aborted: what clients asked for, in order.
         fail_after: requests fail with this error kind after so many tokens.
         skipped: how many messages are lost before the next one.
+        metrics: what it answers when asked; generated tokens are counted in it.
         groups: what clients are told of the deployment's groups.
         others_tokens: what waits here for other clients, as each is told.
         last_beat: of any client.
@@ -86,6 +109,7 @@ class FakeEngine:
         self.fail_after: tuple[int, str] | None = None
         self.silent = False
         self.skipped = 0
+        self.metrics = copy.deepcopy(METRICS)
         self.groups: Groups | None = None
         self._told: Groups | None = None
         self.others_tokens = 0
@@ -164,7 +188,7 @@ class FakeEngine:
             self.aborted.append(message.request_id)
             self._running.pop(message.request_id, None)
         elif isinstance(message, Query):
-            bodies = {"metrics": METRICS, "report": {"epoch": 1}}
+            bodies = {"metrics": self.metrics, "report": {"epoch": 1}}
             self._send(client, answer(message, bodies[message.what]))
 
     def _forget(self, client: bytes) -> None:
@@ -194,6 +218,7 @@ class FakeEngine:
             return StepDeltas(number, ends=pack_ints([0]), notes=(note,))
         token_id = running.output[running.sent]
         running.sent += 1
+        self.metrics["generation_tokens"] += 1
         finish_reason: FinishReason | None = None
         if token_id in submit.stop_token_ids and running.sent >= submit.sampling.min_tokens:
             finish_reason = "stop"
