@@ -53,9 +53,7 @@ def group_metrics(
         "spec_decode_num_accepted_tokens_per_pos": {
             str(position): count for position, count in enumerate(scheduler.accepted_by_position)
         },
-        "expert_tokens": {
-            str(rank): count for rank, count in sorted(dict(scheduler.expert_tokens).items())
-        },
+        "expert_tokens": _by_rank(scheduler.expert_tokens, ranks_report),
         "steps": counts.steps,
         "step_reruns": stats["reruns"],
         "graph": scheduler.dispatcher.report(),
@@ -65,6 +63,15 @@ def group_metrics(
         "streams_offered": _streams(ranks_report, "offered"),
         "streams_predicted": _streams(ranks_report, "predicted"),
         "streams_measured": _streams(ranks_report, "measured"),
+    }
+
+
+def _by_rank(counts: Mapping[int, int], ranks_report: Mapping[str, Any]) -> dict[str, int]:
+    """Name what is counted by places in the group by world ranks, as all else is."""
+    world_ranks = [rank["rank"] for rank in ranks_report.get("ranks", [])]
+    return {
+        str(world_ranks[place] if world_ranks else place): count
+        for place, count in sorted(dict(counts).items())
     }
 
 
