@@ -49,6 +49,19 @@ def until(condition, timeout_s: float = 5.0) -> None:
         time.sleep(0.005)
 
 
+def open_port(
+    state: ApiState, access: Access | None = None
+) -> tuple[str, uvicorn.Server, asyncio.AbstractEventLoop]:
+    """Serve the API; return where, what ends it, and its loop."""
+    listener = listen("127.0.0.1", 0)
+    server = make_server(make_api(state, access), state.config.serve)
+    loop = uvloop.new_event_loop()
+    serve = server.serve(sockets=[listener])
+    threading.Thread(target=loop.run_until_complete, args=[serve], daemon=True).start()
+    until(lambda: server.started)
+    return f"http://127.0.0.1:{listener.getsockname()[1]}", server, loop
+
+
 def start(
     engine: FakeEngine,
     access: Access | None = None,
@@ -59,13 +72,7 @@ def start(
     addresses = [found.address for found in (engine, other) if found is not None]
     client = EngineClient(addresses, TOKEN, link_s=1.0)
     state = ApiState(config, Tokenizer(config.model), client)
-    listener = listen("127.0.0.1", 0)
-    server = make_server(make_api(state, access), config.serve)
-    loop = uvloop.new_event_loop()
-    serve = server.serve(sockets=[listener])
-    threading.Thread(target=loop.run_until_complete, args=[serve], daemon=True).start()
-    until(lambda: server.started)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    url, server, loop = open_port(state, access)
     service = Service(
         url,
         state,
