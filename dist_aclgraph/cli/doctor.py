@@ -22,7 +22,7 @@ from dist_aclgraph.cli.ascend_versions import (
 )
 from dist_aclgraph.cli.last_start import last_start
 from dist_aclgraph.device import torch_build
-from dist_aclgraph.environment import ascend_toolkit, hccl_variables
+from dist_aclgraph.environment import ascend_toolkit, network_variables
 
 MIN_SHM_BYTES = 256 << 20
 PYTHONS = ((3, 11), (3, 12), (3, 13))
@@ -108,7 +108,7 @@ def _driver() -> Finding:
 
 
 def _hccl() -> Finding:
-    told = ", ".join(f"{name}={value}" for name, value in sorted(hccl_variables().items()))
+    told = ", ".join(f"{name}={value}" for name, value in sorted(network_variables().items()))
     return Finding("HCCL", True, told or "nothing set; device.hccl_* of the configuration sets it")
 
 
