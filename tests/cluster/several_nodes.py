@@ -63,6 +63,12 @@ class Program:
                 return json.loads(line.removeprefix("ready "))
         raise AssertionError("".join(lines))
 
+    def write(self, value: Any) -> None:
+        """Give the program a line of JSON."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(value) + "\n")
+        self._process.stdin.flush()
+
     def end(self) -> None:
         """Let it end by itself, or end it and all that it has started."""
         started = _descendants(self.pid)
