@@ -19,6 +19,7 @@ from dist_aclgraph.actors import processes
 
 ROOT = Path(__file__).parents[2]
 END_S = 60.0
+ATTEMPTS = 3
 
 _CLUSTER = """
 import json, sys
@@ -79,6 +80,18 @@ class Program:
             self._process.wait()
 
 
+def _start(options: list[dict[str, Any]], attempts: int = ATTEMPTS) -> tuple[Program, Any]:
+    """Start a cluster; again where a node was not up in the half minute that Ray gives it."""
+    program = Program(_CLUSTER, json.dumps(options))
+    try:
+        return program, program.read()
+    except AssertionError:
+        program.end()
+        if attempts == 1:
+            raise
+    return _start(options, attempts - 1)
+
+
 class Nodes:
     """A Ray cluster. Owns its processes.
 
@@ -87,8 +100,7 @@ class Nodes:
     """
 
     def __init__(self, options: list[dict[str, Any]]) -> None:
-        self._program = Program(_CLUSTER, json.dumps(options))
-        said = self._program.read()
+        self._program, said = _start(options)
         self.address: str = said["address"]
         self._raylets: list[int] = said["raylets"]
 

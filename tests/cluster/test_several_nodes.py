@@ -92,10 +92,13 @@ class Deployed:
     def begin(self, prompts: list[list[int]], count: int) -> None:
         self._program.write([prompts, count])
 
-    def generate(self, prompts: list[list[int]], count: int) -> list[list[int]]:
-        self.begin(prompts, count)
+    def finish(self) -> list[list[int]]:
         tokens: list[list[int]] = self._program.read()
         return tokens
+
+    def generate(self, prompts: list[list[int]], count: int) -> list[list[int]]:
+        self.begin(prompts, count)
+        return self.finish()
 
 
 @pytest.fixture(scope="module")
@@ -108,16 +111,50 @@ def nodes() -> Iterator[Nodes]:
     made.end()
 
 
+def on_one_node(config: Config, prompts: list[list[int]], count: int) -> list[list[int]]:
+    with lockstep(config) as group:
+        return [answer.tokens for answer in group.generate(prompts, greedy_params(count))]
+
+
+@contextmanager
+def service(nodes: Nodes, overrides: dict[str, Any]) -> Iterator[tuple[Any, openai.OpenAI]]:
+    port = free_port()
+    settings = json.dumps({**overrides, "serve.port": port})
+    with nodes.run(SERVE, "configs/tiny-qwen3.yaml", settings) as program:
+        where = program.read()
+        url = f"http://127.0.0.1:{port}/v1"
+        try:
+            with openai.OpenAI(base_url=url, api_key="none", timeout=300, max_retries=20) as client:
+                yield where, client
+        finally:
+            os.kill(program.pid, signal.SIGTERM)
+
+
+def test_groups_on_a_node_each_answer_the_openai_client_at_the_head(nodes: Nodes) -> None:
+    """The first test: it gives the NPUs back, which the deployment of the others keeps."""
+    with service(nodes, {**APART, "cluster.ports": "23200-23240"}) as (where, client):
+        answers = [
+            client.completions.create(
+                model="tiny-qwen3", prompt=prompt, max_tokens=NUM_TOKENS, temperature=0,
+                extra_body={"ignore_eos": True},
+            )
+            for prompt in PROMPTS
+        ]  # fmt: skip
+
+    assert sorted(where) == [[LEFT, LEFT], [RIGHT, RIGHT]]
+    config = load_config("configs/tiny-qwen3.yaml", {**APART, "parallel.dp": 1})
+    alone = on_one_node(config, PROMPTS, NUM_TOKENS)
+    tokenizer = Tokenizer(config.model)
+    assert [answer.choices[0].text for answer in answers] == [
+        tokenizer.decode(tokens) for tokens in alone
+    ]
+
+
 @pytest.fixture(scope="module")
 def spanning(nodes: Nodes) -> Iterator[Deployed]:
     config = json.dumps(OVER_NODES)
     with nodes.run(GENERATE, "configs/tiny-deepseek.yaml", config) as program:
         yield Deployed(program)
-
-
-def on_one_node(config: Config, prompts: list[list[int]], count: int) -> list[list[int]]:
-    with lockstep(config) as group:
-        return [answer.tokens for answer in group.generate(prompts, greedy_params(count))]
 
 
 def test_a_group_spans_nodes_and_its_tensor_parallel_groups_do_not(spanning: Deployed) -> None:
@@ -162,39 +199,8 @@ def test_junk_at_every_port_harms_no_stream(nodes: Nodes, spanning: Deployed) ->
     for thread in work:
         thread.start()
 
-    assert spanning.read() == before
+    assert spanning.finish() == before
     for thread in work:
         thread.join(300)
         assert not thread.is_alive()
     assert spanning.generate(PROMPTS[:1], STREAM_TOKENS) == before
-
-
-@contextmanager
-def service(nodes: Nodes, overrides: dict[str, Any]) -> Iterator[tuple[Any, openai.OpenAI]]:
-    port = free_port()
-    settings = json.dumps({**overrides, "serve.port": port})
-    with nodes.run(SERVE, "configs/tiny-qwen3.yaml", settings) as program:
-        where = program.read()
-        url = f"http://127.0.0.1:{port}/v1"
-        with openai.OpenAI(base_url=url, api_key="none", timeout=300, max_retries=20) as client:
-            yield where, client
-        os.kill(program.pid, signal.SIGINT)
-
-
-def test_groups_on_a_node_each_answer_the_openai_client_at_the_head(nodes: Nodes) -> None:
-    with service(nodes, {**APART, "cluster.ports": "23200-23240"}) as (where, client):
-        answers = [
-            client.completions.create(
-                model="tiny-qwen3", prompt=prompt, max_tokens=NUM_TOKENS, temperature=0,
-                logprobs=0, extra_body={"ignore_eos": True},
-            )
-            for prompt in PROMPTS
-        ]  # fmt: skip
-
-    assert sorted(where) == [[LEFT, LEFT], [RIGHT, RIGHT]]
-    config = load_config("configs/tiny-qwen3.yaml", {**APART, "parallel.dp": 1})
-    alone = on_one_node(config, PROMPTS, NUM_TOKENS)
-    tokenizer = Tokenizer(config.model)
-    assert [answer.choices[0].text for answer in answers] == [
-        tokenizer.decode(tokens) for tokens in alone
-    ]
