@@ -38,6 +38,7 @@ def generate(directory: Path, parallel: dict[str, int], mode: str) -> list[list[
     [
         ("Qwen3ForCausalLM", {"tp": 2}),
         ("DeepseekV3ForCausalLM", {"tp": 2, "dp": 2, "ep": 4}),
+        ("DeepseekV3ForCausalLM", {"tp": 2, "pcp": 2, "dcp": 4, "ep": 4}),
     ],
 )
 def test_graphs_give_the_tokens_of_eager_steps(

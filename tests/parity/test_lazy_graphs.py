@@ -39,21 +39,30 @@ def test_frequent_shapes_are_captured_while_serving(references: Any, tp: int) ->
 
 
 @deployed
-def test_shapes_of_drafts_over_ranks_that_share_experts_are_captured_while_serving(
-    references: Any,
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param({"dp": 2, "ep": 2}, id="experts"),
+        pytest.param({"pcp": 2, "dcp": 2}, id="contexts"),
+    ],
+)
+def test_shapes_of_drafts_over_ranks_that_share_something_are_captured_while_serving(
+    references: Any, parallel: dict[str, int]
 ) -> None:
     reference = references("DeepseekV3ForCausalLM")
     config = make_deployment_config(
         reference.directory,
-        parallel={"dp": 2, "ep": 2},
+        parallel=parallel,
         speculative={"num_tokens": 1},
         graph={"sizes": (2, 24), "lazy": "decode", "lazy_capacity": 2, "lazy_min_tokens": 100},
     )
+    count = 3 * parallel.get("dp", 1)
 
     with serving(config) as service:
         for wave in range(4):  # three on each rank: six tokens in 24 until 8 are there
-            answers = service.generate(reference.prompts[:6], greedy_params(NUM_TOKENS), f"{wave}-")
-            assert [a.tokens for a in answers] == reference.tokens[:6]
+            prompts = reference.prompts[:count]
+            answers = service.generate(prompts, greedy_params(NUM_TOKENS), f"{wave}-")
+            assert [a.tokens for a in answers] == reference.tokens[:count]
         report = service.report()
 
     lazy = [bucket for bucket in report["buckets"] if bucket["is_lazy"]]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.deployments import ANSWER_S, Serving, greedy_params, make_deployment_config, serving
+from tests.laws import is_full
 from tests.parity.conftest import NUM_TOKENS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
@@ -31,11 +32,24 @@ def run_wave(service: Serving, reference: Any, name: str, size: int) -> None:
         assert answer.tokens == reference.tokens[i]
 
 
-def test_three_plan_versions_under_load_change_no_token(references: Any) -> None:
-    reference = references("Qwen3ForCausalLM")
+@pytest.mark.parametrize(
+    ("architecture", "parallel"),
+    [
+        ("Qwen3ForCausalLM", {"tp": 2}),
+        pytest.param(
+            "DeepseekV2ForCausalLM",
+            {"pcp": 2, "dcp": 2},
+            marks=pytest.mark.skipif(not is_full(), reason="with the full profile"),
+        ),
+    ],
+)
+def test_three_plan_versions_under_load_change_no_token(
+    references: Any, architecture: str, parallel: dict[str, int]
+) -> None:
+    reference = references(architecture)
     config = make_deployment_config(
         reference.directory,
-        parallel={"tp": 2},
+        parallel=parallel,
         scheduler={"max_num_seqs": NUM_STREAMS, "max_num_batched_tokens": 512},
         graph={
             "rebucket_s": 0.3,
