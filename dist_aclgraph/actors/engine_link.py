@@ -107,7 +107,8 @@ class EngineLink:
         if self._monitor.poll(0):
             if recv_monitor_message(self._monitor)["event"] & REFUSALS:
                 raise EngineDeadError(
-                    "the engine refused the connection: the keys are not those of its deployment"
+                    "the engine refused the connection: the keys are not those of its deployment, "
+                    "or it was just ending"
                 )
             raise EngineDeadError("the connection to the engine has ended: its process is gone")
 

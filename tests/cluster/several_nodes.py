@@ -22,14 +22,25 @@ END_S = 60.0
 ATTEMPTS = 3
 
 _CLUSTER = """
-import json, sys
+import json, os, sys, time
 from ray.cluster_utils import Cluster
+from dist_aclgraph.actors import processes
 
 cluster = Cluster()
-for number, options in enumerate(json.loads(sys.argv[1]), 2):
+wanted = json.loads(sys.argv[1])
+for number, options in enumerate(wanted, 2):
     more = {} if cluster.head_node else {"include_dashboard": False}
-    cluster.add_node(node_ip_address=f"127.0.0.{number}", num_cpus=4, **options, **more)
-raylets = [node.all_processes["raylet"][0].process.pid for node in cluster.list_all_nodes()]
+    try:
+        cluster.add_node(node_ip_address=f"127.0.0.{number}", num_cpus=4, **options, **more)
+    except Exception as e:  # Ray waits for half a minute: a node may come up later
+        if cluster.head_node is None:
+            raise
+        print(e, flush=True)
+until_s = time.monotonic() + 300
+while sum(node["Alive"] for node in cluster.global_state.node_table()) < len(wanted):
+    assert time.monotonic() < until_s, "nodes did not come up"
+    time.sleep(0.5)
+raylets = [pid for pid in processes.children(os.getpid()) if processes.name_of(pid) == "raylet"]
 print("ready", json.dumps({"address": cluster.address, "raylets": raylets}), flush=True)
 sys.stdin.readline()
 cluster.shutdown()
@@ -81,7 +92,7 @@ class Program:
 
 
 def _start(options: list[dict[str, Any]], attempts: int = ATTEMPTS) -> tuple[Program, Any]:
-    """Start a cluster; again where a node was not up in the half minute that Ray gives it."""
+    """Start a cluster; again where its head was not up in the half minute that Ray gives it."""
     program = Program(_CLUSTER, json.dumps(options))
     try:
         return program, program.read()
