@@ -37,9 +37,12 @@ logger = logging.getLogger(__name__)
 REPORT_S = 10.0  # limit of an engine's report
 
 
+BYTES = "bytes"
+
+
 @dataclass(frozen=True)
 class Progress:
-    """What people are shown while a deployment starts."""
+    """What people are shown while a deployment starts; ``BYTES`` as a detail is the unit."""
 
     state: str
     done: int = 0
@@ -80,9 +83,8 @@ class Controller:
     def progress(self) -> Progress:
         if self._state is State.LOADING:
             reports = [p for group in self._groups for p in group.workers.progress()]
-            done = min((r["progress"][0] for r in reports), default=0)
-            total = max((r["progress"][1] for r in reports), default=0)
-            return Progress(self._state.value, done, total, "layers")
+            done, total = (sum(r["progress"][i] for r in reports) for i in range(2))
+            return Progress(self._state.value, done, total, BYTES)
         return self._progress
 
     def check(self) -> str:

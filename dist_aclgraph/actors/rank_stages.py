@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from dist_aclgraph.layers.experts import ExpertSetup
     from dist_aclgraph.models.decoder import Decoder
 
-NoteProgress = Callable[[int, int], None]  # layers loaded, layers in all
+NoteProgress = Callable[[int, int], None]  # bytes of weights loaded, and in all
 
 
 def join_rank(
@@ -90,6 +91,19 @@ def _check_chip(
     chip.check(config, facts, whose)
 
 
+@contextmanager
+def _host_threads(num_processes: int) -> Iterator[None]:
+    """Have torch compute on this process's share of the cores, as one of ``num_processes``."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_processes))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def needs_fixed_sums(config: Config, facts: ModelFacts) -> bool:
     """Whether collectives must give the same sum in every run and on every rank.
 
@@ -115,8 +129,11 @@ class JoinedRank:
     exchange: ExchangeRule
     streams: StreamLedger
 
-    def load(self, note_progress: NoteProgress) -> LoadedRank:
+    def load(self, note_progress: NoteProgress, num_neighbours: int) -> LoadedRank:
         """Load this rank's weights.
+
+        Args:
+            num_neighbours: ranks of this node, itself counted, that load at the same time.
 
         Raises:
             ConfigError: the device does not hold them, or no KV blocks beside them.
@@ -128,26 +145,42 @@ class JoinedRank:
         config = self.config
         spec = read_model_spec(config.model)
         before = self.npu.memory().free_bytes
-        self._check_needs(spec, before)
-        model = Decoder(
-            spec,
-            self.groups,
-            Checkpoint(
-                config.model,
-                TORCH_DTYPES[config.dtype],
-                quantises=config.quantization == "w8a8",
-            ),
+        total, done = self._check_needs(spec, before), 0
+
+        def note(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+            note_progress(min(done, total), total)
+
+        note(0)
+        checkpoint = Checkpoint(
+            config.model,
+            TORCH_DTYPES[config.dtype],
             device=self.npu.device,
-            max_len=config.max_model_len or spec.max_position_embeddings,
-            drafts=config.speculative.num_tokens > 0,
-            progress=note_progress,
-            experts=self._make_expert_setup(spec),
+            quantises=config.quantization == "w8a8",
         )
+        with _host_threads(num_neighbours):
+            model = Decoder(
+                spec,
+                self.groups,
+                checkpoint,
+                device=self.npu.device,
+                max_len=config.max_model_len or spec.max_position_embeddings,
+                drafts=config.speculative.num_tokens > 0,
+                note=note,
+                experts=self._make_expert_setup(spec),
+            )
         self.npu.synchronize()
+        self.npu.give_back()  # what weights were cut out of
+        note_progress(total, total)
         return LoadedRank(self, model, before - self.npu.memory().free_bytes)
 
-    def _check_needs(self, spec: ModelSpec, free_bytes: int) -> None:
-        """Refuse, before anything is read, what cannot be had or cannot fit by known bytes."""
+    def _check_needs(self, spec: ModelSpec, free_bytes: int) -> int:
+        """Refuse, before anything is read, what cannot be had or cannot fit by known bytes.
+
+        Returns:
+            The bytes of the weights.
+        """
         config, facts = self.config, read_model_facts(self.config.model)
         # What HCCL takes is documented and not measured: no reason to refuse.
         memory = RankMemory.from_config(config, facts, spec, free_bytes, has_hccl_buffers=False)
@@ -155,6 +188,7 @@ class JoinedRank:
         KVCacheSpec.from_config(config, facts).choose_num_blocks(
             config, memory.free_bytes, config.max_model_len or facts.max_position_embeddings
         )
+        return memory.weight_bytes
 
     def _make_expert_setup(self, spec: ModelSpec) -> ExpertSetup:
         from dist_aclgraph.layers.experts import ExpertSetup

@@ -7,6 +7,7 @@ for all of them. Each phase has a deadline; an error names the rank and the phas
 from __future__ import annotations
 
 import concurrent.futures
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -130,7 +131,14 @@ class Startup:
         group.device = devices[0]
 
     def _load(self, group: LockstepGroup) -> None:
-        loaded = group.workers.call("load", "LOADING", self._config.timeouts.load_s)
+        neighbours = Counter(info.node_id for each in self._groups for info in each.workers.infos)
+        infos = group.workers.infos
+        loaded = group.workers.call(
+            "load",
+            "LOADING",
+            self._config.timeouts.load_s,
+            lambda index: (neighbours[infos[index].node_id],),
+        )
         group.weight_bytes = max(loaded)
 
     # ---- the plan

@@ -53,7 +53,7 @@ class Worker:
         self._rank = NO_RANK
         self._phase = "PLACING"
         self._last_step = -1
-        self._progress = (0, 0)  # layers loaded, layers in all
+        self._progress = (0, 0)  # bytes of weights loaded, and in all
         self._doing = ""
         self._plan = NO_PLAN
         self._meeting: socket.socket | None = None
@@ -135,11 +135,11 @@ class Worker:
         self._meeting = None
         return self._stage.npu.description
 
-    def load(self) -> int:
-        """Load this rank's weights; return their bytes. Raises as ``JoinedRank.load``."""
+    def load(self, num_neighbours: int) -> int:
+        """Load this rank's weights; return their bytes. As ``JoinedRank.load``."""
         assert isinstance(self._stage, JoinedRank)
         self._phase = "LOADING"
-        self._stage = self._stage.load(self._note_progress)
+        self._stage = self._stage.load(self._note_progress, num_neighbours)
         return self._stage.weight_bytes
 
     def _note_progress(self, done: int, total: int) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn
+from rich.progress import BarColumn, SpinnerColumn, TextColumn
 from rich.progress import Progress as Bar
 
+from dist_aclgraph.actors.controller import BYTES
 from dist_aclgraph.actors.controller import Progress as Report
+from dist_aclgraph.planning.memory import GIB
 
 WORDS = {
     "PLACING": "Placing workers",
@@ -31,12 +33,12 @@ class StartProgress:
                 SpinnerColumn(),
                 TextColumn("{task.description}"),
                 BarColumn(),
-                MofNCompleteColumn(),
+                TextColumn("{task.fields[counted]}"),
                 TextColumn("{task.fields[detail]}"),
                 console=console,
                 transient=True,
             )
-            self._task = self._bar.add_task("Starting", total=None, detail="")
+            self._task = self._bar.add_task("Starting", total=None, counted="", detail="")
 
     def __enter__(self) -> StartProgress:
         if self._bar is not None:
@@ -60,14 +62,24 @@ class StartProgress:
             if report.state != self._state:
                 # A bar keeps its total for ever: each state has a bar of its own.
                 self._bar.remove_task(self._task)
-                self._task = self._bar.add_task(words, total=None, detail="")
+                self._task = self._bar.add_task(words, total=None, counted="", detail="")
             self._bar.update(
                 self._task,
                 description=words,
                 completed=report.done,
                 total=report.total or None,
-                detail=report.detail,
+                counted=_counted(report),
+                detail="" if report.detail == BYTES else report.detail,
             )
         elif report.state != self._state:
             self._console.print(f"{words} ...")
         self._state = report.state
+
+
+def _counted(report: Report) -> str:
+    """How far the state is, in its own unit."""
+    if not report.total:
+        return ""
+    if report.detail == BYTES:
+        return f"{report.done / GIB:.2f}/{report.total / GIB:.2f} GiB"
+    return f"{report.done}/{report.total}"

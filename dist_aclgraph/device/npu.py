@@ -142,6 +142,10 @@ class Npu:
         with self.waiting(), translated("synchronizing the device"):
             runtime().synchronize()
 
+    def give_back(self) -> None:
+        """Return to the device what the allocator keeps for tensors to come."""
+        runtime().empty_cache()
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Have other threads know, meanwhile, that the host waits for the device."""

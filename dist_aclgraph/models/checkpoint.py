@@ -1,12 +1,13 @@
 """Reading a checkpoint slice by slice: safetensors only, and no more than a rank needs.
 
-Weights in FP8 or int8 are multiplied by their scales while they are read, but for the int8 matrices
-of products that run in int8.
+Files are mapped, not read: ranks of a node share the pages, and each touches its own slices. What
+becomes of a slice (another dtype, int8, floats) is computed on the device, but for FP8, which not
+every chip knows. Weights in FP8 or int8 are multiplied by their scales while they are read, but for
+the int8 matrices of products that run in int8.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from dist_aclgraph.models import block_scales, int8_weights
 from dist_aclgraph.models.int8_weights import Matrix
 from dist_aclgraph.shapes.weight_files import tensor_files
 
-Progress = Callable[[int, int], None]  # tensors read, tensors in all
+CPU = torch.device("cpu")
 
 
 class Checkpoint:
@@ -34,13 +35,20 @@ class Checkpoint:
 
     Attributes:
         dtype: of all floats that are read, whatever they are stored in.
+        device: where all that is read goes.
     """
 
     def __init__(
-        self, directory: str | Path, dtype: torch.dtype, *, quantises: bool = False
+        self,
+        directory: str | Path,
+        dtype: torch.dtype,
+        *,
+        device: torch.device = CPU,
+        quantises: bool = False,
     ) -> None:
         """Open a checkpoint; if it ``quantises``, the matrices of products are made int8."""
         self.dtype = dtype
+        self.device = device
         self._directory = Path(directory)
         self._quantises = quantises
         self._file_of = tensor_files(self._directory)
@@ -98,7 +106,7 @@ class Checkpoint:
             )
         first, last = (start, stop) if dim == 0 else (0, shape[0])
         if is_int8:
-            weight = self._cut(name, shape, dim, start, stop)
+            weight = self._cut(name, shape, dim, start, stop).to(self.device)
             scale = self._scales(name, shape[0])[first:last]
         else:
             floats = self._floats(name, shape, 0, first, last, torch.float32)
@@ -120,21 +128,21 @@ class Checkpoint:
         part = self._cut(name, shape, dim, start, stop)
         if part.dtype == torch.float8_e4m3fn:
             scales = self._slice(name + block_scales.SUFFIX, block_scales.scales_shape(shape))[:]
-            return block_scales.dequantise(
-                part, scales, (start, 0) if dim == 0 else (0, start), dtype
-            )
+            first = (start, 0) if dim == 0 else (0, start)
+            return block_scales.dequantise(part, scales, first, dtype).to(self.device)
+        part = part.to(self.device)
         if part.dtype == torch.int8:
             scale = self._scales(name, shape[0])
             return int8_weights.dequantise(part, scale[start:stop] if dim == 0 else scale, dtype)
         return part.to(dtype)
 
     def _cut(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Tensor:
-        """Return what there is of ``[start, stop)`` of ``dim``, as it is stored."""
+        """Return what there is of ``[start, stop)`` of ``dim``, as it is stored, on the host."""
         source = self._slice(name, shape)
         stop = min(stop, shape[dim])
         start = min(start, stop)
         part: Tensor = source[start:stop] if dim == 0 else source[:, start:stop]
-        return part
+        return part.contiguous()
 
     def _scales(self, name: str, num_outputs: int) -> Tensor:
         """Return the scales of an int8 weight, [num_outputs, 1] float32."""
@@ -148,7 +156,7 @@ class Checkpoint:
         found = tuple(self._find(scale).get_shape())
         shape = (num_outputs,) if len(found) == 1 else (num_outputs, 1)
         whole: Tensor = self._slice(scale, shape)[:]
-        return whole.float().view(num_outputs, 1)
+        return whole.float().view(num_outputs, 1).to(self.device)
 
     def _slice(self, name: str, shape: tuple[int, ...]) -> Any:
         source = self._find(name)
@@ -185,4 +193,4 @@ def _padded(part: Tensor, dim: int, length: int) -> Tensor:
         return part
     padding = list(part.shape)
     padding[dim] = missing
-    return torch.cat([part, torch.zeros(padding, dtype=part.dtype)], dim)
+    return torch.cat([part, torch.zeros(padding, dtype=part.dtype, device=part.device)], dim)

@@ -11,10 +11,10 @@ from dist_aclgraph.layers.experts import ALL_HERE, ExpertSetup, ExpertStep
 from dist_aclgraph.layers.segments import RunSegment, run_directly
 from dist_aclgraph.layers.vocabulary import VocabularyEmbedding, VocabularyHead, vocabulary_part
 from dist_aclgraph.models.attention_kind import AttentionKind, Cache
-from dist_aclgraph.models.checkpoint import Checkpoint, Progress
+from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.gqa import GroupedQuery
 from dist_aclgraph.models.layer_stack import LayerStack, load_layer
-from dist_aclgraph.models.loading import WeightSlices
+from dist_aclgraph.models.loading import NotePlaced, WeightSlices, note_nothing
 from dist_aclgraph.models.mla import MultiHeadLatent
 from dist_aclgraph.models.next_token import NextTokenModule, load_next_token_module
 from dist_aclgraph.shapes.model_spec import ModelSpec
@@ -37,12 +37,13 @@ class Decoder:
         device: torch.device,
         max_len: int,
         drafts: bool = False,
-        progress: Progress | None = None,
+        note: NotePlaced = note_nothing,
         experts: ExpertSetup | None = None,
     ) -> None:
         """Load this rank's slices; the next-token module only where it ``drafts``.
 
         Args:
+            note: told the bytes of each weight that is on the device.
             experts: None runs them as ``ExpertSetup`` has it by default.
 
         Raises:
@@ -50,18 +51,14 @@ class Decoder:
             MissingTensorError: names the first tensor that lacks or has another shape.
         """
         self.spec = spec
-        slices = WeightSlices(checkpoint, groups.tp, device, experts or ExpertSetup(groups))
+        slices = WeightSlices(checkpoint, groups.tp, device, experts or ExpertSetup(groups), note)
         self._embedding = _load_embedding(slices, spec)
         norm = slices.whole("model.norm.weight", (spec.hidden_size,))
         make_kind = GroupedQuery if spec.latent is None else MultiHeadLatent
         self.kind: AttentionKind = make_kind(
             spec, groups, device=device, dtype=norm.dtype, max_len=max_len + SPARE_POSITIONS
         )
-        layers = []
-        for index in range(spec.num_layers):
-            layers.append(load_layer(slices, spec, self.kind, index))
-            if progress is not None:
-                progress(index + 1, spec.num_layers)
+        layers = [load_layer(slices, spec, self.kind, i) for i in range(spec.num_layers)]
         self._stack = LayerStack(self.kind, layers, norm, spec.rms_norm_eps)
         self._head = _load_head(slices, spec, self._embedding)
         self.next_token: NextTokenModule | None = None

@@ -94,7 +94,7 @@ def _load_shared(
 def _mlp(
     slices: WeightSlices, prefix: str, hidden: int, width: int, share: tuple[int, int]
 ) -> tuple[Matrix, Matrix]:
-    """Part of an MLP's inner width, on the host: [hidden, 2 * part] and [part, hidden]."""
+    """Part of an MLP's inner width: [hidden, 2 * part] and [part, hidden]."""
     gate, up = (
         slices.matrix(f"{prefix}.{name}", (width, hidden), 0, *share)
         for name in ("gate_proj", "up_proj")

@@ -18,10 +18,10 @@ LARGEST = 127
 
 @dataclass(frozen=True)
 class Matrix:
-    """The weight of a product, on the host.
+    """The weight of a product.
 
     Attributes:
-        weight: [in, out].
+        weight: [in, out]; a view of what is stored, which has a row for each output.
         scale: [1, out] float32, by which an int8 weight is multiplied; None for floats.
     """
 
@@ -57,7 +57,9 @@ def dequantise(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def beside(matrices: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
     """Return one matrix with the outputs of all, as ``alike`` has them."""
     weights, scales = of_one_kind(matrices, dtype)
-    return Matrix(torch.cat(weights, 1), torch.cat(scales, 1) if scales else None)
+    # Rows of what is stored lie one behind another: they are moved as they are.
+    rows = torch.cat([weight.t() for weight in weights])
+    return Matrix(rows.t(), torch.cat(scales, 1) if scales else None)
 
 
 def of_one_kind(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,12 @@ from dist_aclgraph.layers.local_experts import ExpertProduct, GroupedProduct
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.int8_weights import Matrix, beside, of_one_kind
 
+NotePlaced = Callable[[int], None]  # bytes of a weight that is on the device
+
+
+def note_nothing(num_bytes: int) -> None:
+    """Nobody watches."""
+
 
 @dataclass(frozen=True)
 class WeightSlices:
@@ -24,26 +30,31 @@ class WeightSlices:
     Attributes:
         group: tensor parallel ranks among which weights are split.
         experts: how whole experts are divided among ranks, and run.
+        note: told of each weight that is there.
     """
 
     checkpoint: Checkpoint
     group: CommGroup
     device: torch.device
     experts: ExpertSetup
+    note: NotePlaced = note_nothing
 
     def whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self.checkpoint.read(name, shape).to(self.device)
+        return self.place(self.checkpoint.read(name, shape))
 
     def part(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Tensor:
-        """Return ``[start, stop)`` of ``dim``, on the host; beyond the tensor's end is zero."""
+        """Return ``[start, stop)`` of ``dim``; beyond the tensor's end is zero."""
         return self.checkpoint.read_part(name, shape, dim, start, stop)
 
     def columns(self, name: str, out: int, width: int, start: int, stop: int) -> Tensor:
-        """Output features [start, stop) of an [out, in] weight, transposed, on the host."""
+        """Output features [start, stop) of an [out, in] weight, transposed."""
         return self.part(name, (out, width), 0, start, stop).t()
 
     def place(self, weight: Tensor) -> Tensor:
-        return weight.contiguous().to(self.device)
+        """Return a weight as it stays: on the device, its elements in order."""
+        placed = weight.contiguous().to(self.device)
+        self.note(placed.nbytes)
+        return placed
 
     def share(self, width: int) -> tuple[int, int]:
         """This rank's part of an inner width.
@@ -54,7 +65,7 @@ class WeightSlices:
         return self.group.rank * part, (self.group.rank + 1) * part
 
     def matrix(self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int) -> Matrix:
-        """Return ``[start, stop)`` of ``dim`` of an [out, in] weight, transposed, on the host.
+        """Return ``[start, stop)`` of ``dim`` of an [out, in] weight, transposed.
 
         In int8, where the checkpoint or the configuration wants it.
         """
@@ -72,7 +83,12 @@ class WeightSlices:
         """Return one product of several experts, with a matrix for each."""
         dtype = self.checkpoint.dtype
         weights, scales = of_one_kind(matrices, dtype)
-        weight = self.place(torch.stack(weights))
+        stack = torch.empty(
+            (len(weights), *weights[0].shape), dtype=weights[0].dtype, device=weights[0].device
+        )
+        for row, matrix in zip(stack, weights, strict=True):
+            row.copy_(matrix)
+        weight = self.place(stack)
         if not scales:
             return GroupedProduct(weight)
         scale = torch.cat(scales).to(dtype if dtype == torch.bfloat16 else torch.float32)
@@ -88,7 +104,7 @@ class WeightSlices:
         bias = None
         if has_bias:
             biases = [self.part(f"{n}.bias", (out,), 0, a, b) for n, out, a, b in parts]
-            bias = torch.cat(biases).to(self.device)
+            bias = self.place(torch.cat(biases))
         return self.product(matrices, bias)
 
     def row_parallel(

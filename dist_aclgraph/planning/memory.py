@@ -36,6 +36,7 @@ from dist_aclgraph.topology import ParallelLayout
 MIB, GIB = 1 << 20, 1 << 30
 BUFFERS_OF_A_DOMAIN = 2  # one for input, one for output
 INT32_BYTES = 4
+WEIGHTS = "weights"  # what such parts are
 
 
 class MemoryPart(NamedTuple):
@@ -84,7 +85,7 @@ class RankMemory:
         parallel = config.parallel
         hccl = _hccl_buffers(config, mc2_buffer_mb) if has_hccl_buffers else ()
         if spec is None:
-            files = MemoryPart("weights", facts.weight_bytes // parallel.tp, "its files over tp")
+            files = MemoryPart(WEIGHTS, facts.weight_bytes // parallel.tp, "its files over tp")
             return cls(device_bytes=device_bytes, parts=(files, *hccl))
         element_bytes, k = DTYPE_BYTES[config.dtype], config.speculative.num_tokens
         weights = weight_parts(
@@ -126,7 +127,7 @@ class RankMemory:
         return cls(
             device_bytes=device_bytes,
             parts=(
-                *(MemoryPart(part.name, part.bytes, "weights") for part in weights),
+                *(MemoryPart(part.name, part.bytes, WEIGHTS) for part in weights),
                 *hccl,
                 *_step_buffers(config, facts, spec, largest),
             ),
@@ -137,6 +138,10 @@ class RankMemory:
     @property
     def taken_bytes(self) -> int:
         return sum(part.bytes for part in self.parts)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(part.bytes for part in self.parts if part.why == WEIGHTS)
 
     @property
     def free_bytes(self) -> int:

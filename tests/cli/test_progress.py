@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from dist_aclgraph.actors.controller import Progress
+from dist_aclgraph.actors.controller import BYTES, Progress
 from dist_aclgraph.cli.progress import StartProgress
 
 
@@ -20,7 +20,7 @@ def shown(*reports: Progress, is_terminal: bool) -> str:
 
 
 def test_a_state_does_not_show_the_numbers_of_the_one_before():
-    loading = Progress("LOADING", 28, 28, "layers")
+    loading = Progress("LOADING", 28, 28, "things")
 
     text = shown(loading, Progress("NEGOTIATING"), Progress("CAPTURING"), is_terminal=True)
 
@@ -30,8 +30,14 @@ def test_a_state_does_not_show_the_numbers_of_the_one_before():
 
 def test_without_a_terminal_each_state_is_one_line():
     text = shown(
-        Progress("LOADING", 1, 2, "layers"), Progress("LOADING", 2, 2, "layers"),
+        Progress("LOADING", 1, 2, BYTES), Progress("LOADING", 2, 2, BYTES),
         Progress("CAPTURING"), is_terminal=False,
     )  # fmt: skip
 
     assert text == "Loading weights ...\nCapturing graphs ...\n"
+
+
+def test_weights_are_counted_in_bytes():
+    text = shown(Progress("LOADING", 3 << 29, 4 << 30, BYTES), is_terminal=True)
+
+    assert "1.50/4.00 GiB" in text

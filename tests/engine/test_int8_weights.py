@@ -276,3 +276,23 @@ def test_int8_products_of_float32_are_refused(
 
     with pytest.raises(ConfigError, match=r"dtype is float32.*set dtype=bfloat16"):
         read(Checkpoint(write(tmp_path, tensors), torch.float32, quantises=quantises), 0, 0, OUT)
+
+
+@pytest.mark.parametrize("stored", ["int8", "bfloat16", "quantised now"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_the_device_makes_of_a_slice_what_the_host_would(
+    npu: Any, tmp_path: Path, weight: Tensor, stored: str, dim: int
+) -> None:
+    tensors = int8_tensors(weight) if stored == "int8" else {"w.weight": weight.bfloat16()}
+    directory, quantises = write(tmp_path, tensors), stored == "quantised now"
+
+    host, device = (
+        read(Checkpoint(directory, torch.bfloat16, device=where, quantises=quantises), dim, 20, 80)
+        for where in (torch.device("cpu"), npu.device)
+    )
+
+    assert device.weight.device == npu.device
+    assert torch.equal(device.weight.cpu(), host.weight)
+    assert (device.scale is None) == (host.scale is None) == (stored == "bfloat16")
+    if device.scale is not None and host.scale is not None:
+        assert torch.equal(device.scale.cpu(), host.scale)

@@ -1,6 +1,7 @@
 // Strided copies, and rows chosen by an index.
 #include "kernels/kernels.h"
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -22,30 +23,51 @@ void StridedCopy::merge_dimensions() {
   rank = kept;
 }
 
+// Elements from one stride to another, in two dimensions. What lies side by side in the source is
+// often written far apart: by tiles, and through a small one of our own, because lines that are a
+// power of two apart push each other out of the cache.
 template <class T>
-static void copy_run(char *to, const char *from, int64_t count, int64_t to_step,
-                     int64_t from_step) {
-  auto *t = reinterpret_cast<T *>(to);
-  auto *f = reinterpret_cast<const T *>(from);
-  for (int64_t i = 0; i < count; i++)
-    t[i * to_step] = f[i * from_step];
+static void copy_plane(const StridedCopy &c, int outer, char *to, const char *from) {
+  constexpr int64_t kRows = 256, kColumns = 32;  // long where lines are read one after another
+  const int inner = c.rank - 1;
+  const int64_t rows = outer < inner ? c.size[outer] : 1, columns = c.size[inner];
+  const int64_t to_row = c.to_stride[outer], to_column = c.to_stride[inner];
+  const int64_t from_row = c.from_stride[outer], from_column = c.from_stride[inner];
+  T tile[kColumns][kRows];
+  for (int64_t i = 0; i < rows; i += kRows)
+    for (int64_t j = 0; j < columns; j += kColumns) {
+      const int64_t height = std::min(kRows, rows - i), width = std::min(kColumns, columns - j);
+      auto *f = reinterpret_cast<const T *>(from) + i * from_row + j * from_column;
+      for (int64_t column = 0; column < width; column++)
+        for (int64_t row = 0; row < height; row++)
+          tile[column][row] = f[row * from_row + column * from_column];
+      auto *t = reinterpret_cast<T *>(to) + i * to_row + j * to_column;
+      for (int64_t row = 0; row < height; row++)
+        for (int64_t column = 0; column < width; column++)
+          t[row * to_row + column * to_column] = tile[column][row];
+    }
+}
+
+// Whether elements that follow each other do so on both sides.
+static bool is_dense(const StridedCopy &c) {
+  return c.to_stride[c.rank - 1] == 1 && c.from_stride[c.rank - 1] == 1;
 }
 
 static void copy_level(const StridedCopy &c, int d, char *to, const char *from) {
   int64_t bytes = c.element_bytes;
-  if (d == c.rank - 1 || c.rank == 0) {
-    int64_t count = c.rank ? c.size[d] : 1;
-    int64_t to_step = c.rank ? c.to_stride[d] : 1, from_step = c.rank ? c.from_stride[d] : 1;
-    if (count == 1 || (to_step == 1 && from_step == 1))
-      memmove(to, from, count * bytes);
-    else if (bytes == 4)
-      copy_run<uint32_t>(to, from, count, to_step, from_step);
+  if (c.rank == 0 || (d == c.rank - 1 && (c.size[d] == 1 || is_dense(c)))) {
+    memmove(to, from, (c.rank ? c.size[d] : 1) * bytes);
+    return;
+  }
+  if (d >= c.rank - 2 && !is_dense(c)) {
+    if (bytes == 4)
+      copy_plane<uint32_t>(c, d, to, from);
     else if (bytes == 2)
-      copy_run<uint16_t>(to, from, count, to_step, from_step);
+      copy_plane<uint16_t>(c, d, to, from);
     else if (bytes == 8)
-      copy_run<uint64_t>(to, from, count, to_step, from_step);
+      copy_plane<uint64_t>(c, d, to, from);
     else
-      copy_run<uint8_t>(to, from, count, to_step, from_step);
+      copy_plane<uint8_t>(c, d, to, from);
     return;
   }
   for (int64_t i = 0; i < c.size[d]; i++)

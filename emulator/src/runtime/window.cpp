@@ -65,8 +65,8 @@ void poison(uintptr_t address, size_t bytes) {
   if (bytes > kPoisonWhole)
     return poison_ends(address, bytes, kPoisonEnd);
   auto *p = static_cast<char *>(accessible(at(address)));
+  use_huge_pages(p, bytes);  // while there are no small ones, which would have to be copied
   memset(p, 0xFF, bytes);
-  use_huge_pages(p, bytes);
 }
 
 void poison_ends(uintptr_t address, size_t bytes, size_t end_bytes) {

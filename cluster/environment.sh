@@ -1,0 +1,39 @@
+# What every node of a cluster needs before `ray start`; start-head.sh and start-worker.sh read it.
+# Whatever is set already stays. docs/cluster.md says why each of these is here.
+
+repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export PATH="$repository/.venv/bin:$PATH"
+
+# CANN, where it is installed: its own scripts use variables that may not be set.
+for script in /usr/local/Ascend/ascend-toolkit/set_env.sh /usr/local/Ascend/nnal/atb/set_env.sh; do
+  if [ -f "$script" ]; then
+    set +u
+    . "$script"
+    set -u
+  fi
+done
+
+# Who reaches Ray runs code: nobody does without the token, which is the same on all nodes.
+export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}"
+export RAY_AUTH_TOKEN_PATH="${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}"
+if [ "$RAY_AUTH_MODE" = token ] && [ -z "${RAY_AUTH_TOKEN:-}" ] && [ ! -s "$RAY_AUTH_TOKEN_PATH" ]; then
+  echo "$RAY_AUTH_TOKEN_PATH is missing: make a token with 'ray get-auth-token --generate' on one" \
+    "node, and copy this file to all others" >&2
+  exit 1
+fi
+
+# Ray lowers the priority of its workers by 15, which costs them their turn on a busy host.
+export RAY_worker_niceness="${RAY_worker_niceness:-0}"
+# A node that is gone is noticed after seconds, not half a minute. Read by the head alone.
+export RAY_health_check_period_ms="${RAY_health_check_period_ms:-1000}"
+export RAY_health_check_timeout_ms="${RAY_health_check_timeout_ms:-3000}"
+export RAY_health_check_failure_threshold="${RAY_health_check_failure_threshold:-5}"
+export RAY_USAGE_STATS_ENABLED="${RAY_USAGE_STATS_ENABLED:-0}"
+# torch must not import torch_npu by itself: where NPUs are emulated, their libraries come first.
+export TORCH_DEVICE_BACKEND_AUTOLOAD="${TORCH_DEVICE_BACKEND_AUTOLOAD:-0}"
+
+# Ray counts real NPUs. EMULATED_NPUS=8 declares emulated ones on a node that has none.
+resources=()
+if [ -n "${EMULATED_NPUS:-}" ]; then
+  resources=(--resources "{\"NPU\": $EMULATED_NPUS}")
+fi

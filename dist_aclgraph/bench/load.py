@@ -1,0 +1,138 @@
+"""``make bench-load``: what loading a checkpoint costs over reading its bytes once.
+
+A checkpoint with random weights is loaded by the ranks of one tensor parallel group on one node,
+from the disk and from the page cache, each beside one process that only reads the files from
+beginning to end. What is measured is the state LOADING of a deployment, as its controller shows it.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from dist_aclgraph.actors import deployment
+from dist_aclgraph.actors.controller import Progress
+from dist_aclgraph.bench.checkpoints import Shape, write_checkpoint
+from dist_aclgraph.bench.command import run_command
+from dist_aclgraph.bench.tables import filled_table
+from dist_aclgraph.config import Config, make_config
+from dist_aclgraph.planning.memory import GIB
+
+CHUNK_BYTES = 16 << 20
+HIDDEN, FFN, VOCAB = 2048, 8192, 8192
+ELEMENT_BYTES = 2
+
+
+@dataclass
+class LoadingTime:
+    """Called with a deployment's progress; knows how long it was LOADING."""
+
+    began_s: float = 0.0
+    ended_s: float = 0.0
+
+    def __call__(self, progress: Progress) -> None:
+        if progress.state == "LOADING" and not self.began_s:
+            self.began_s = time.monotonic()
+        elif progress.state not in ("PLACING", "JOINING", "LOADING") and not self.ended_s:
+            self.ended_s = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return self.ended_s - self.began_s
+
+
+def make_shape(num_bytes: float) -> Shape:
+    """Return a decoder whose weights take about ``num_bytes`` in bfloat16."""
+    shape = Shape(hidden=HIDDEN, layers=1, heads=32, kv_heads=8, ffn=FFN, vocab=VOCAB, head_dim=64)
+    layer = 3 * HIDDEN * FFN + 2 * HIDDEN * (shape.heads + shape.kv_heads) * shape.head_dim
+    rest = 2 * VOCAB * HIDDEN
+    layers = max(1, round((num_bytes / ELEMENT_BYTES - rest) / layer))
+    return Shape(
+        hidden=HIDDEN, layers=layers, heads=32, kv_heads=8, ffn=FFN, vocab=VOCAB, head_dim=64
+    )
+
+
+def forget(files: list[Path]) -> None:
+    """Drop the files from the page cache."""
+    for file in files:
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_once(files: list[Path]) -> float:
+    """Return the seconds that one process takes to read all bytes."""
+    began_s, buffer = time.monotonic(), bytearray(CHUNK_BYTES)
+    for file in files:
+        with file.open("rb", buffering=0) as opened:
+            while opened.readinto(buffer):
+                pass
+    return time.monotonic() - began_s
+
+
+def load_once(config: Config) -> float:
+    """Return the seconds that a deployment is LOADING."""
+    loading = LoadingTime()
+    deployment.start(config, loading).shut_down()
+    return loading.seconds
+
+
+def main(
+    gib: Annotated[float, typer.Option(help="size of the checkpoint")] = 4.0,
+    tp: Annotated[int, typer.Option(help="ranks that load it")] = 4,
+    repeats: Annotated[int, typer.Option(help="rounds")] = 3,
+) -> None:
+    """Write the checkpoint, load it by turns with reading it, and print the ratios."""
+    console = Console(width=150)
+    with tempfile.TemporaryDirectory() as folder, console.status("") as status:
+        status.update(f"Writing {gib:g} GiB of random weights")
+        model = write_checkpoint(make_shape(gib * GIB), Path(folder) / "model", torch.bfloat16)
+        os.sync()  # what is not on the disk yet cannot be dropped from the page cache
+        files = sorted(model.glob("*.safetensors"))
+        config = make_config(
+            {
+                "model": str(model),
+                "dtype": "bfloat16",
+                "parallel": {"tp": tp},
+                "graph": {"mode": "NONE"},
+                "scheduler": {"max_num_seqs": 1, "max_num_batched_tokens": 64},
+                "kv": {"num_blocks": 8},
+                "max_model_len": 256,
+                "device": {"emulator": {"strict": False}},
+            }
+        )
+        times: dict[str, list[tuple[float, float]]] = {"disk": [], "page cache": []}
+        for index in range(repeats):
+            for source, rounds in times.items():
+                status.update(f"Round {index + 1} of {repeats}: from the {source}")
+                if source == "disk":
+                    forget(files)
+                reading_s = read_once(files)
+                if source == "disk":
+                    forget(files)
+                rounds.append((reading_s, load_once(config)))
+        size = sum(file.stat().st_size for file in files) / GIB
+    lines = [
+        [
+            source,
+            f"{statistics.median(read for read, _ in rounds):.2f}",
+            f"{statistics.median(load for _, load in rounds):.2f}",
+            f"{statistics.median(load / read for read, load in rounds):.2f}",
+        ]
+        for source, rounds in times.items()
+    ]
+    title = f"{size:.2f} GiB in bfloat16, TP {tp}, {os.cpu_count()} cores, medians of {repeats}"
+    columns = ("from the", "reading once, s", "LOADING, s", "loading / reading")
+    console.print(filled_table(f"{title}. Not an NPU figure.", columns, lines))
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,28 @@
+"""What is loaded in the bench of loading has the size that was asked for."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+
+from dist_aclgraph.actors.controller import Progress
+from dist_aclgraph.bench.load import LoadingTime, make_shape
+
+
+@pytest.mark.parametrize("num_bytes", [1e9, 4e9])
+def test_a_shape_takes_about_the_bytes_that_were_asked_for(num_bytes: float) -> None:
+    elements = sum(prod(size) for size in make_shape(num_bytes).sizes().values())
+
+    assert 2 * elements == pytest.approx(num_bytes, rel=0.07)
+
+
+def test_only_the_state_of_loading_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 13.5])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    loading = LoadingTime()
+
+    for state in ("PLACING", "LOADING", "LOADING", "NEGOTIATING", "CAPTURING"):
+        loading(Progress(state))
+
+    assert loading.seconds == 3.5

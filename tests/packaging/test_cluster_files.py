@@ -1,0 +1,229 @@
+"""The files in cluster/ against what reads them: Ray's own validation, and published schemas."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from dist_aclgraph.config import load_config
+from dist_aclgraph.serve.app import AppArgs
+
+ROOT = Path(__file__).resolve().parents[2]
+CLUSTER = ROOT / "cluster"
+SCHEMAS = ROOT / "tests" / "data" / "kuberay"
+RAY_UP = ("cluster.yaml", "cluster-docker.yaml", "local.yaml")
+MANIFESTS = ("raycluster.yaml", "rayservice.yaml")
+SERVE = ("serve.yaml", "serve-several.yaml")
+PROVIDER_KEYS = {"type", "head_ip", "worker_ips"}
+
+
+def read(name: str) -> dict[str, Any]:
+    read: dict[str, Any] = yaml.safe_load((CLUSTER / name).read_text())
+    return read
+
+
+def check_ray_up(config: dict[str, Any]) -> None:
+    """Apply Ray's validation, and what it lets pass: a typo there starts half a cluster."""
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    validate_config(prepare_config(copy.deepcopy(config)))
+    assert config.get("cluster_name"), "without a name, Ray calls it default"
+    provider = config["provider"]
+    assert set(provider) == PROVIDER_KEYS, f"not of the provider: {set(provider) ^ PROVIDER_KEYS}"
+    assert config["min_workers"] == config["max_workers"] == len(provider["worker_ips"])
+    assert provider["head_ip"] not in provider["worker_ips"]
+    assert "--autoscaling-config=" in " ".join(config["head_start_ray_commands"])
+
+
+@pytest.mark.parametrize("name", RAY_UP)
+def test_ray_takes_what_ray_up_is_given(name: str) -> None:
+    check_ray_up(read(name))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda config: config.pop("cluster_name"),
+        lambda config: config["provider"].update(head_ips=config["provider"].pop("head_ip")),
+        lambda config: config["provider"].update(worker_ip=[]),
+        lambda config: config.update(max_workers=99),
+        lambda config: config.update(docker={"run_options": "--ipc=host"}),
+        lambda config: config.update(start_commands=[]),
+    ],
+    ids=["no name", "typo", "unknown key", "more than hosts", "options as text", "unknown section"],
+)
+def test_what_would_start_half_a_cluster_is_found(spoil: Any) -> None:
+    config = read("cluster.yaml")
+    spoil(config)
+
+    with pytest.raises(Exception):  # noqa: B017 - Ray's errors have many types
+        check_ray_up(config)
+
+
+@pytest.mark.parametrize("name", RAY_UP)
+def test_commands_are_scripts_that_are_there(name: str) -> None:
+    config = read(name)
+
+    for command in config["head_start_ray_commands"] + config["worker_start_ray_commands"]:
+        (script,) = re.findall(r"dist_aclgraph/(cluster/[\w-]+\.sh)", command)
+        assert os.access(ROOT / script, os.X_OK)
+
+
+def strict(schema: Any) -> Any:
+    """Refuse keys that a schema does not name: Kubernetes drops them without a word."""
+    if isinstance(schema, list):
+        return [strict(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: strict(value) for key, value in schema.items()}
+    is_open = "additionalProperties" in made or made.get("x-kubernetes-preserve-unknown-fields")
+    if made.get("type") == "object" and "properties" in made and not is_open:
+        made["additionalProperties"] = False
+    return made
+
+
+def check_manifest(manifest: dict[str, Any]) -> None:
+    kind = f"{manifest['kind'].lower()}s"
+    schema = strict(json.loads(gzip.decompress((SCHEMAS / f"{kind}.json.gz").read_bytes())))
+    schema["properties"]["metadata"] = {"required": ["name"]}
+    jsonschema.validate(manifest, schema)
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_kuberay_takes_the_manifests(name: str) -> None:
+    check_manifest(read(name))
+
+
+@pytest.mark.parametrize("key", ["workerGroupSpec", "authOption"])
+def test_a_key_that_kuberay_does_not_know_is_found(key: str) -> None:
+    manifest = read("raycluster.yaml")
+    manifest["spec"][key] = manifest["spec"].pop(f"{key}s")
+
+    with pytest.raises(jsonschema.ValidationError):
+        check_manifest(manifest)
+
+
+def test_both_manifests_have_the_same_cluster() -> None:
+    assert read("rayservice.yaml")["spec"]["rayClusterConfig"] == read("raycluster.yaml")["spec"]
+
+
+def test_workers_ask_for_npus_and_tell_ray_of_them() -> None:
+    (group,) = read("raycluster.yaml")["spec"]["workerGroupSpecs"]
+    (container,) = group["template"]["spec"]["containers"]
+
+    declared = json.loads(json.loads(group["rayStartParams"]["resources"]))
+    assert declared == {"NPU": container["resources"]["limits"]["huawei.com/Ascend910"]}
+    assert read("raycluster.yaml")["spec"]["authOptions"] == {"mode": "token"}
+
+
+def applications(name: str) -> list[dict[str, Any]]:
+    config = read(name)
+    if name == "rayservice.yaml":
+        config = yaml.safe_load(config["spec"]["serveConfigV2"])
+    found: list[dict[str, Any]] = config["applications"]
+    return found
+
+
+@pytest.mark.parametrize("name", [*SERVE, "rayservice.yaml"])
+def test_ray_serve_takes_the_applications(name: str) -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    text = read(name) if name in SERVE else {"applications": applications(name)}
+
+    schema = ServeDeploySchema.model_validate(text)
+
+    assert {each.import_path for each in schema.applications} == {"dist_aclgraph:app"}
+
+
+@pytest.mark.parametrize("name", SERVE)
+def test_applications_name_configurations_that_load(name: str) -> None:
+    for application in applications(name):
+        assert AppArgs(**application["args"]).load().model
+
+
+def test_the_service_on_kubernetes_names_a_configuration_of_ours() -> None:
+    (application,) = applications("rayservice.yaml")
+    config = Path(application["args"]["config"])
+
+    assert load_config(ROOT / config.relative_to("/opt/dist_aclgraph"), {"model": "m"}).model == "m"
+
+
+def run(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(CLUSTER / script), *arguments],
+        env={"PATH": "/usr/bin:/bin", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"), [("start-head.sh", ()), ("start-worker.sh", ("h",))]
+)
+def test_a_node_without_the_token_starts_nothing(
+    tmp_path: Path, script: str, arguments: tuple[str, ...]
+) -> None:
+    ended = run(script, *arguments, HOME=str(tmp_path))
+
+    assert ended.returncode == 1
+    assert "auth_token is missing: make a token with 'ray get-auth-token" in ended.stderr
+
+
+def test_a_worker_wants_to_know_its_head() -> None:
+    ended = run("start-worker.sh", HOME="/")
+
+    assert ended.returncode == 2
+    assert "usage:" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "wanted"),
+    [
+        (
+            "start-head.sh",
+            ("--node-ip-address=10.0.0.1",),
+            "start --head --port 6379 --dashboard-host 127.0.0.1 "
+            '--resources {"NPU": 4} --node-ip-address=10.0.0.1',
+        ),
+        ("start-worker.sh", ("10.0.0.1",), 'start --address 10.0.0.1:6379 --resources {"NPU": 4}'),
+        (
+            "start-worker.sh",
+            ("h:9", "--block"),
+            'start --address h:9 --resources {"NPU": 4} --block',
+        ),
+    ],
+)
+def test_the_scripts_tell_ray_what_it_must_know(
+    tmp_path: Path, script: str, arguments: tuple[str, ...], wanted: str
+) -> None:
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    ray = tmp_path / ".venv" / "bin" / "ray"
+    ray.write_text('#!/bin/sh\necho "$@"\necho "$RAY_AUTH_MODE $RAY_worker_niceness"\n')
+    ray.chmod(0o755)
+    (tmp_path / "cluster").mkdir()
+    for name in (script, "environment.sh"):
+        (tmp_path / "cluster" / name).write_bytes((CLUSTER / name).read_bytes())
+    (tmp_path / "cluster" / script).chmod(0o755)
+
+    ended = subprocess.run(
+        [str(tmp_path / "cluster" / script), *arguments],
+        env={"PATH": "/usr/bin:/bin", "HOME": "/", "RAY_AUTH_TOKEN": "t", "EMULATED_NPUS": "4"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+
+    assert ended.stdout.splitlines() == [wanted, "token 0"]
