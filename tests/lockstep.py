@@ -37,7 +37,7 @@ class ForkedStartup(Startup):
         super().__init__(planner, [group], lambda phase: None, lambda *progress: None)
         self._meeting = meeting
 
-    def _place(self, is_emulated: bool, deployment: str) -> None:
+    def _place(self, deployment: str) -> None:
         pass
 
     def _join(self, group: LockstepGroup) -> None:
@@ -153,5 +153,5 @@ def lockstep(config: Config) -> Iterator[Lockstep]:
     assert len(planner.layout.lockstep_groups) == 1
     with rendezvous() as meeting, rank_processes(planner.config) as ranks:
         group = LockstepGroup(ranks)
-        ForkedStartup(planner, group, meeting).run(is_emulated=True, deployment="")
+        ForkedStartup(planner, group, meeting).run(deployment="")
         yield Lockstep(planner, group, ranks)

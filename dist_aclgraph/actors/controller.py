@@ -16,6 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from dist_aclgraph.actors.addresses import Address
 from dist_aclgraph.actors.engine import EngineSettings
 from dist_aclgraph.actors.group_watch import GroupWatch
 from dist_aclgraph.actors.lockstep_group import LockstepGroup, group_report
@@ -51,9 +52,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class Service:
-    """Where a serving deployment is reached."""
+    """Where a serving deployment is reached, and what its clients must know."""
 
-    addresses: list[str]
+    addresses: list[Address]
     token: str
     max_model_len: int
 
@@ -65,11 +66,10 @@ class Controller:
         name: of the deployment; what it holds of the cluster bears it.
     """
 
-    def __init__(self, config: Config, name: str, *, is_emulated: bool) -> None:
+    def __init__(self, config: Config, name: str) -> None:
         leave_with_parent()
         self._name = name
         self._config = config
-        self._is_emulated = is_emulated
         self._state = State.PLACING
         self._progress = Progress(self._state.value)
         self._failure = ""  # of the start
@@ -125,7 +125,7 @@ class Controller:
             for reason in planner.mode_reasons:
                 logger.warning(reason)
             startup = Startup(planner, self._groups, self._enter, self._show)
-            startup.run(is_emulated=self._is_emulated, deployment=self._name)
+            startup.run(deployment=self._name)
             return self._serve(planner, startup.scopes)
         except Exception as e:
             self._failure = str(e)
@@ -160,14 +160,14 @@ class Controller:
         longest = planner.cache_spec.longest_request(num_blocks, planner.max_model_len)
         return Service(addresses, self._token, longest)
 
-    def _open(self, group: LockstepGroup, planner: Planner) -> str:
+    def _open(self, group: LockstepGroup, planner: Planner) -> Address:
         """Send a group's workers into their loops; return where clients reach its engine."""
         timeout_s = planner.config.timeouts.join_s
-        address = ray.get(group.engine.channel_address.remote(), timeout=timeout_s)
-        group.loops = group.workers.start_loops(address)
+        asking = group.engine.channel_addresses.remote(group.workers.node_ids)
+        group.loops = group.workers.start_loops(ray.get(asking, timeout=timeout_s))
         report = {
             **group_report(group),
-            "emulated": self._is_emulated,
+            "emulated": group.workers.is_emulated,
             "block_size": planner.config.kv.block_size,
             "max_model_len": planner.max_model_len,
             "mode_reasons": list(planner.mode_reasons),
@@ -194,7 +194,8 @@ class Controller:
             raise WorkerError(f"no step loop within {timeout_s:g} s", phase=self._state.value)
         if ready[0] != serving:
             fetch(ready[0], group.workers.ranks[group.loops.index(ready[0])], "CAPTURING")
-        return str(ray.get(serving, timeout=timeout_s))
+        address: Address = ray.get(serving, timeout=timeout_s)
+        return address
 
     # ---- the end
 

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import zmq
 
+from dist_aclgraph.actors.addresses import Endpoint
 from dist_aclgraph.actors.engine_link import BEATS_OF_A_SILENCE, EngineLink
 from dist_aclgraph.actors.messages import (
     Abort,
@@ -55,7 +56,7 @@ logger = logging.getLogger(__name__)
 class Deployment(Protocol):
     """What an ingress or an LLM needs of a running deployment."""
 
-    addresses: list[str]
+    addresses: list[Endpoint]
     token: str
     max_model_len: int
 
@@ -94,12 +95,12 @@ class EngineClient:
     """Owns the connections to the engines. Knows token ids only, no text.
 
     Args:
-        addresses: one ZeroMQ address per lockstep group.
+        addresses: of the engines, one per lockstep group, as this process sees them.
         token: the deployment's connection token.
         link_s: silence after which an engine counts as dead: ``timeouts.link_s``.
     """
 
-    def __init__(self, addresses: Sequence[str], token: str, *, link_s: float) -> None:
+    def __init__(self, addresses: Sequence[Endpoint], token: str, *, link_s: float) -> None:
         if not addresses:
             raise EngineDeadError("the deployment has no engine")
         self._lock = threading.Lock()

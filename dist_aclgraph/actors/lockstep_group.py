@@ -62,6 +62,7 @@ def _rank_report(group: LockstepGroup, index: int) -> dict[str, Any]:
     return {
         "rank": ledger.rank,
         "host": info.host,
+        "node": info.node_ip,
         "npu_ids": list(info.npu_ids),
         "pid": info.pid,
         "streams": {

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import zmq
 
+from dist_aclgraph.actors.addresses import Endpoint
 from dist_aclgraph.actors.engine_client import EngineClient
 from dist_aclgraph.actors.messages import (
     Deltas,
@@ -54,7 +55,7 @@ def make_group(tmp_path: Path) -> Iterator[MakeGroup]:
 def make_client() -> Iterator[MakeClient]:
     clients: list[EngineClient] = []
 
-    def make(*addresses: str, link_s: float = WAIT_S) -> EngineClient:
+    def make(*addresses: Endpoint, link_s: float = WAIT_S) -> EngineClient:
         clients.append(EngineClient(addresses, TOKEN, link_s=link_s))
         return clients[-1]
 
@@ -165,7 +166,7 @@ def test_a_killed_engine_is_known_without_waiting_for_its_silence(
     received, address = spawn.Event(), f"ipc://{tmp_path}/clients"
     engine = spawn.Process(target=_serve_pulses, args=(address, received), daemon=True)
     engine.start()
-    client = make_client(address, link_s=NEVER_S)
+    client = make_client(Endpoint(address), link_s=NEVER_S)
     answer = Answer()
     client.submit("r", [1], greedy_params(5), [], answer.take)
     assert received.wait(60)

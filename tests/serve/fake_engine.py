@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
+from dist_aclgraph.actors.addresses import Endpoint
 from dist_aclgraph.actors.messages import (
     Abort,
     Beat,
@@ -89,7 +90,7 @@ class FakeEngine:
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)
         port = self._router.bind_to_random_port("tcp://127.0.0.1")
-        self.address = f"tcp://127.0.0.1:{port}"
+        self.address = Endpoint(f"tcp://127.0.0.1:{port}")
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
