@@ -14,7 +14,7 @@ export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help run test test-all lint demo-model bench-decode bench-tp8 bench-moe bench-context bench-load \
-	setup setup-bench setup-dev emulator python
+	bench-start setup setup-bench setup-dev emulator python
 
 help: ## Show the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -57,6 +57,9 @@ bench-moe: setup-bench emulator ## Experts on four ranks: graphs, drafts, overla
 
 bench-context: setup-bench emulator ## Contexts over eight ranks: caches in shards, decoding, prompts
 	$(BIN)/python -m dist_aclgraph.bench.context
+
+bench-start: setup-bench emulator ## Groups that start side by side, against one alone
+	$(BIN)/python -m dist_aclgraph.bench.start
 
 bench-load: setup-bench emulator ## Loading 4 GiB of weights on four ranks, against reading them once
 	$(BIN)/python -m dist_aclgraph.bench.load

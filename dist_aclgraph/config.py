@@ -21,6 +21,7 @@ from dist_aclgraph.config_device import DeviceConfig, EmulatorConfig, FaultConfi
 from dist_aclgraph.config_section import Section
 from dist_aclgraph.config_tree import (
     DECODE_MODES,
+    AutoscaleConfig,
     BudgetModelName,
     Config,
     ExchangeSetting,
@@ -38,6 +39,7 @@ from dist_aclgraph.shipped import shipped
 
 __all__ = [
     "DECODE_MODES",
+    "AutoscaleConfig",
     "BudgetModelName",
     "ClusterConfig",
     "Config",

@@ -246,6 +246,34 @@ class SpeculativeConfig(Section):
     )
 
 
+class AutoscaleConfig(Section):
+    """How many lockstep groups serve, by the requests that wait."""
+
+    min_groups: int = Field(1, ge=1, le=4096, description="groups that always serve")
+    max_groups: int = Field(
+        0, ge=0, le=4096, description="groups that may serve; 0 leaves their number alone"
+    )
+    target_waiting: int = Field(
+        8, ge=1, description="requests that may wait for each group, before another one is started"
+    )
+    up_s: float = Field(15.0, ge=0, description="how long more must have waited")
+    down_s: float = Field(
+        300.0,
+        ge=0,
+        description="how long nobody must have waited, and half of the other groups have been "
+        "enough, before one is given back",
+    )
+
+    @model_validator(mode="after")
+    def _check_order(self) -> AutoscaleConfig:
+        if self.max_groups and self.max_groups < self.min_groups:
+            raise ValueError(
+                f"max_groups is {self.max_groups}; it must be at least min_groups "
+                f"({self.min_groups}), or 0"
+            )
+        return self
+
+
 class ServeConfig(Section):
     """The HTTP service."""
 
@@ -294,6 +322,14 @@ class ServeConfig(Section):
     )
     lenient: bool = Field(False, description="ignore unknown request fields instead of a 400")
     drain_s: float = Field(10.0, ge=0, description="how long a stop waits for running requests")
+    autoscale: AutoscaleConfig = AutoscaleConfig()
+    replicas: int = Field(
+        1,
+        ge=1,
+        le=256,
+        description="processes that serve HTTP under Ray Serve, each for itself; `dist-aclgraph "
+        "serve` is one",
+    )
 
 
 class TimeoutConfig(Section):
@@ -306,6 +342,11 @@ class TimeoutConfig(Section):
     capture_s: float = Field(120.0, gt=0, description="capturing one bucket")
     step_s: float = Field(60.0, gt=0, description="one step, from plan to the last answer")
     stop_s: float = Field(10.0, gt=0, description="an orderly stop, before workers are killed")
+    drain_s: float = Field(
+        600.0,
+        gt=0,
+        description="how long a group that is taken out of service waits for its running requests",
+    )
     link_s: float = Field(
         10.0, gt=0, description="silence after which an engine, a client or a worker counts as gone"
     )

@@ -24,6 +24,7 @@ from dist_aclgraph.actors.messages import (
     Deltas,
     FromEngine,
     Goodbye,
+    Groups,
     Hello,
     Pulse,
     Query,
@@ -62,6 +63,8 @@ class Link:
 
     Attributes:
         unread: number and bytes of each message that the client has not confirmed.
+        waiting_tokens: what waits here for its requests, as it says.
+        groups_version: of the groups that it routes by.
     """
 
     def __init__(self, routing_id: bytes, client: str, silence: Silence) -> None:
@@ -71,6 +74,8 @@ class Link:
         self.number = 0
         self.unread: deque[tuple[int, int]] = deque()
         self.unread_bytes = 0
+        self.waiting_tokens = 0
+        self.groups_version = 0
 
     def book(self, num_bytes: int) -> None:
         self.unread.append((self.number, num_bytes))
@@ -120,6 +125,8 @@ class ClientLinks:
         self._wakeup = Wakeup()
         self._closing = threading.Event()
         self._told = ""  # the failure that clients know of
+        self._groups = Groups(0, 0, ())
+        self._told_groups = self._groups
         self._thread: threading.Thread | None = None
 
     # ---- the loop's thread
@@ -150,6 +157,18 @@ class ClientLinks:
         """Have a new failure told at once."""
         self._wakeup.wake()
 
+    def set_groups(self, groups: Groups) -> None:
+        """Have all clients told of the deployment's groups; any thread."""
+        self._groups = groups
+        self._wakeup.wake()
+
+    def have_confirmed(self, version: int) -> bool:
+        """Whether all clients route by this version of the groups, or a later one; any thread.
+
+        What they sent before they did is in ``take`` by then.
+        """
+        return all(link.groups_version >= version for link in list(self._links.values()))
+
     def close(self) -> None:
         """Send what is left to be sent, and end the thread."""
         self._closing.set()
@@ -174,6 +193,7 @@ class ClientLinks:
             is_drained = self._receive(answers)
             self._send_deltas()
             self._tell(answers.failure_now())
+            self._tell_groups()
             now_s = time.monotonic()
             if is_drained:
                 self._look_for_silence(now_s - turned_s)
@@ -207,7 +227,9 @@ class ClientLinks:
             self._events.put((link, message))
         elif isinstance(message, Beat):
             link.confirm(message.received)
-            self._post(link, Pulse(self._told))
+            link.waiting_tokens = message.waiting_tokens
+            link.groups_version = message.groups_version
+            self._post(link, Pulse(self._told, self._others_tokens(link)))
         elif isinstance(message, Query):
             ask = answers.report if message.what == "report" else answers.metrics
             self._post(link, answer(message, ask()))
@@ -223,7 +245,12 @@ class ClientLinks:
                 self._end(link)
         link = Link(routing_id, hello.client, Silence(self._link_s, 2 * self._beat_s))
         self._links[routing_id] = link
-        self._post(link, Pulse(self._told))
+        self._post(link, Pulse(self._told, self._others_tokens(link)))
+        if self._told_groups.version:
+            self._post(link, self._told_groups)
+
+    def _others_tokens(self, link: Link) -> int:
+        return sum(other.waiting_tokens for other in self._links.values() if other is not link)
 
     def _send_deltas(self) -> None:
         while self._outgoing:
@@ -243,6 +270,13 @@ class ClientLinks:
             self._told = failure
             for link in list(self._links.values()):
                 self._post(link, Pulse(failure))
+
+    def _tell_groups(self) -> None:
+        groups = self._groups
+        if groups is not self._told_groups:
+            self._told_groups = groups
+            for link in list(self._links.values()):
+                self._post(link, groups)
 
     def _look_for_silence(self, elapsed_s: float) -> None:
         for link in list(self._links.values()):

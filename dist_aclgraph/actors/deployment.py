@@ -11,6 +11,7 @@ import ray
 from ray.exceptions import RayError
 
 from dist_aclgraph.actors import placement
+from dist_aclgraph.actors.addresses import Address
 from dist_aclgraph.actors.controller import Controller, Progress, Service
 from dist_aclgraph.actors.local_ray import NAMESPACE, LocalRay, start_ray
 from dist_aclgraph.actors.ray_errors import ours
@@ -56,10 +57,22 @@ class Deployment:
         self._name = name
         self._local_ray = local_ray
         self._owns_connection = owns_connection
-        node_id = ray.get_runtime_context().get_node_id()
-        self.addresses = [address.seen_from(node_id) for address in service.addresses]
+        self.node_id: str = ray.get_runtime_context().get_node_id()
         self.token = service.token
         self.max_model_len = service.max_model_len
+
+    @property
+    def addresses(self) -> list[Address]:
+        """Of the engines of all groups, now.
+
+        Raises:
+            EngineDeadError: the deployment does not serve.
+        """
+        try:
+            service: Service = ray.get(self._controller.service.remote(), timeout=ANSWER_S)
+        except RayError as e:
+            raise EngineDeadError(str(ours(e, "asking for the groups"))) from e
+        return service.addresses
 
     def report(self) -> dict[str, Any]:
         """Return plan, buckets with their counters, eager steps by reason, ranks and memory."""
@@ -82,6 +95,23 @@ class Deployment:
             raise EngineDeadError(str(ours(e, "asking the controller"))) from e
         if failure:
             raise EngineDeadError(failure)
+
+    def scale(self, count: int) -> None:
+        """Have so many groups take requests, while those that stay serve on.
+
+        Raises:
+            DistAclGraphError: it could not be done; what serves goes on.
+        """
+        fetch(self._controller.scale.remote(count), NO_RANK, "SERVING")
+
+    def roll(self, config: Config) -> None:
+        """Replace all groups by groups of another configuration, without a failed request.
+
+        Raises:
+            DistAclGraphError: it could not be done; what serves goes on.
+        """
+        check(config)
+        fetch(self._controller.roll.remote(config), NO_RANK, "SERVING")
 
     def shut_down(self) -> None:
         """Stop all that was started. Safe to call twice."""
@@ -131,7 +161,7 @@ def start(config: Config, on_progress: OnProgress | None = None) -> Deployment:
         local_ray.watch(lambda _: started.kill())
     controller, name = None, f"{CONTROLLER}-{secrets.token_hex(4)}"
     try:
-        actor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)(Controller)
+        actor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=8)(Controller)
         controller = actor.options(name=name, namespace=NAMESPACE).remote(config, name)
         service = _wait_for(controller, local_ray, on_progress)
     except BaseException as e:

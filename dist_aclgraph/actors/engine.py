@@ -14,6 +14,7 @@ from dist_aclgraph.actors.client_links import ClientLinks
 from dist_aclgraph.actors.engine_loop import EngineLoop
 from dist_aclgraph.actors.graph_changes import ChannelRanks, GraphChanges
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
+from dist_aclgraph.actors.messages import Groups
 from dist_aclgraph.actors.processes import leave_with_parent
 from dist_aclgraph.actors.run_directory import RunDirectory
 from dist_aclgraph.actors.step_channel import ChannelAddress, StepSender
@@ -166,6 +167,16 @@ class Engine:
         assert self._loop is not None
         self._loop.change_plan(plan, actions)
 
+    def set_groups(self, groups: Groups) -> None:
+        """Have clients told which groups the deployment has."""
+        assert self._loop is not None
+        self._loop.set_groups(groups)
+
+    def drain(self, version: int, timeout_s: float) -> bool:
+        """Wait for the end of what runs; see ``EngineLoop.drain``."""
+        assert self._loop is not None
+        return self._loop.drain(version, timeout_s)
+
     def fail(self, reason: str) -> None:
         """A worker is gone."""
         if self._loop is not None:
@@ -175,6 +186,11 @@ class Engine:
         """Return why the group serves no more, when that is so: the engine's death notice."""
         assert self._loop is not None
         return self._loop.wait_for_end()
+
+    def demand(self) -> tuple[int, int]:
+        """Return how many requests run, and how many wait."""
+        assert self._loop is not None
+        return self._loop.demand()
 
     def report(self) -> dict[str, Any]:
         return self._loop.report() if self._loop is not None else {}

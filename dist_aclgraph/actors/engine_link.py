@@ -13,6 +13,7 @@ from dist_aclgraph.actors.messages import (
     Answer,
     Beat,
     Deltas,
+    Groups,
     Hello,
     Pulse,
     Refused,
@@ -42,6 +43,7 @@ class EngineLink:
     Attributes:
         is_welcome: whether the engine has answered on this connection, and serves.
         is_lost: whether this connection is over; set by whoever has caught its error.
+        others_tokens: what waits at the engine for other clients, as it said last.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class EngineLink:
     ) -> None:
         self.is_welcome = False
         self.is_lost = False
+        self.others_tokens = 0
         self._received = 0
         self._silence = Silence(link_s, 2 * link_s / BEATS_OF_A_SILENCE)
         self._beaten_s = time.monotonic()
@@ -72,7 +75,7 @@ class EngineLink:
     def send(self, message: ToEngine) -> None:
         self._socket.send(encoder.encode(message), zmq.NOBLOCK)
 
-    def receive(self) -> Iterator[Deltas | Answer]:
+    def receive(self) -> Iterator[Deltas | Answer | Groups]:
         """Yield what the engine has sent.
 
         Raises:
@@ -92,6 +95,7 @@ class EngineLink:
                 if message.failure:
                     raise EngineDeadError(message.failure)
                 self.is_welcome = True
+                self.others_tokens = message.others_tokens
                 continue
             if isinstance(message, Deltas):
                 if message.number != self._received + 1:
@@ -112,8 +116,8 @@ class EngineLink:
                 )
             raise EngineDeadError("the connection to the engine has ended: its process is gone")
 
-    def beat(self) -> None:
-        """Give a sign of life, and see whether the engine gives any.
+    def beat(self, waiting_tokens: int, groups_version: int) -> None:
+        """Give a sign of life, and see whether the engine gives any; see ``Beat``.
 
         Raises:
             EngineDeadError: it has been silent for too long.
@@ -125,7 +129,7 @@ class EngineLink:
         if not self._socket.poll(0) and self._silence.listen(elapsed_s):
             raise EngineDeadError(f"the engine has been silent for {self._silence.silent_s:.1f} s")
         if self.is_welcome:  # else our greeting still waits for an engine
-            self.send(Beat(self._received))
+            self.send(Beat(self._received, waiting_tokens, groups_version))
 
     def close(self, linger_ms: int = LAST_WORDS_MS) -> None:
         self._socket.disable_monitor()

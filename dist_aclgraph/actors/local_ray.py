@@ -19,6 +19,9 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
+from ray._private.authentication.authentication_token_setup import (
+    maybe_enable_token_auth_if_token_available,
+)
 
 from dist_aclgraph.actors import processes
 from dist_aclgraph.actors.ray_errors import LOGS, ours
@@ -123,6 +126,30 @@ def start_ray(config: Config) -> LocalRay | None:
         return LocalRay({pid: processes.name_of(pid) for pid in started})
     except Exception as e:
         raise ours(e, "starting Ray" if address is None else f"joining Ray at {address}") from e
+
+
+def join_ray(local_address: str | None) -> None:
+    """Join the Ray cluster that RAY_ADDRESS names, else one that a service has started on this
+    machine for itself.
+
+    Args:
+        local_address: of the latter, where there are several.
+
+    Raises:
+        PlacementError: there is none to be had; says what to do.
+    """
+    prepare_ray_environment()
+    address = ray_address() or local_address or "auto"
+    if ray_address() is None:
+        # As whoever started it: on loopback, with this user's token.
+        if ray_constants.ENABLE_RAY_CLUSTER:
+            importlib.reload(ray_constants)
+        logging.getLogger("ray").setLevel(logging.ERROR)  # as ``_init`` asks for, a moment later
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    try:
+        _init(address)
+    except Exception as e:
+        raise ours(e, f"joining Ray at {address}") from e
 
 
 def _init(address: str, **options: Any) -> None:

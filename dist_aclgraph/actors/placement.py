@@ -7,6 +7,7 @@ with a bounded wait.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
@@ -27,6 +28,7 @@ from dist_aclgraph.topology import ParallelLayout
 # An emulated NPU needs no resource of its own; the little CPU lets Ray spread and account.
 EMULATED_RANK = {"CPU": 0.001}
 START = "start nodes with --resources='{\"NPU\": 8}'"
+ROOM_S, POLL_S = 5.0, 0.1
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,24 @@ def may_have_others(address: str) -> bool:
     A Ray on loopback is for one machine alone, unless it pretends to have several nodes.
     """
     return not ip_address(address).is_loopback or len(cluster_nodes()) > 1
+
+
+def has_room(num_workers: int) -> bool:
+    """Whether so many NPUs are free, as far as counts say.
+
+    Ray counts what was given back with a delay: it is waited for, some seconds at most.
+    """
+    if not any(node.npus for node in cluster_nodes()):
+        return True  # they are emulated, and any node will do
+    deadline_s = time.monotonic() + ROOM_S
+    while (is_full := num_free() < num_workers) and time.monotonic() < deadline_s:
+        time.sleep(POLL_S)
+    return not is_full
+
+
+def num_free() -> float:
+    """Return how many NPUs nobody holds."""
+    return float(ray.available_resources().get("NPU", 0.0))
 
 
 def reserve(request: BundleRequest, timeout_s: float, name: str) -> PlacementGroup:

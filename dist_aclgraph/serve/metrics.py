@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -66,6 +67,12 @@ ENGINE_METRICS: dict[str, tuple[str, str, str]] = {
     "graph_pool_bytes": ("gauge", "", "Device memory that all captured graphs share."),
     "graph_streams_predicted": ("gauge", "rank", "Streams that the first plan was to take."),
     "graph_streams_measured": ("gauge", "rank", "Streams that it took."),
+}
+# What this replica has sent to each engine.
+ROUTING_METRICS = {
+    "routed_requests": "Requests that this replica sent to an engine.",
+    "routed_prompt_tokens": "Prompt tokens of those requests.",
+    "routed_cached_tokens": "Those of them that the engine was taken to have in its cache.",
 }
 _LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _E2E_BUCKETS = (*_LATENCY_BUCKETS, 120.0, 300.0, 600.0)
@@ -135,7 +142,7 @@ class _EngineCollector(Collector):
         try:
             answers = self._client.query("metrics", timeout_s=2.0)
         except EngineDeadError:
-            answers = []
+            answers = {}
         healthy = GaugeMetricFamily(
             f"{PREFIX}engine_healthy", "1 while the engines answer.", labels=LABELS
         )
@@ -145,10 +152,23 @@ class _EngineCollector(Collector):
             labels = (*LABELS, "engine", *((label,) if label else ()))
             family = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
             metric = family(PREFIX + key, text, labels=labels)
-            for engine, answered in enumerate(answers):
+            for engine, answered in answers.items():
                 for sample, value in _samples(_find(answered, key)):
-                    metric.add_metric((*self._values, str(engine), *sample), value)
+                    metric.add_metric((*self._values, engine, *sample), value)
             yield metric
+        routed = self._client.routed()
+        for key, text in ROUTING_METRICS.items():
+            metric = CounterMetricFamily(PREFIX + key, text, labels=(*LABELS, "engine"))
+            for engine, counts in routed.items():
+                metric.add_metric((*self._values, engine), asdict(counts)[key])
+            yield metric
+        capacity = self._client.capacity()
+        groups = GaugeMetricFamily(
+            f"{PREFIX}groups", "Lockstep groups, by what they do.", labels=(*LABELS, "state")
+        )
+        for state, count in capacity.by_state().items():
+            groups.add_metric((*self._values, state), count)
+        yield groups
 
 
 def _find(answer: dict[str, Any], key: str) -> Any:

@@ -32,17 +32,19 @@ async def show_model(state: ApiState, request: Request) -> Response:
 
 
 async def health(state: ApiState, request: Request) -> Response:
-    """200 while the engines live, 503 once one is dead."""
+    """200 while any group lives, 503 once all are dead."""
     state.check()
     return json_response({"status": "ok"})
 
 
 async def ready(state: ApiState, request: Request) -> Response:
-    """200 if a request sent now would be taken."""
+    """200 if a request sent now would be taken; says which capacity is left."""
     state.check()
-    if state.is_draining:
+    capacity = state.client.capacity()
+    if state.is_draining or not capacity.serving:
         raise EngineUnavailableError("the server is stopping")
-    return json_response({"status": "ready"})
+    groups = {**capacity.by_state(), "total": capacity.total}
+    return json_response({"status": "ready", "groups": groups, "lost": capacity.lost})
 
 
 async def version(state: ApiState, request: Request) -> Response:

@@ -11,11 +11,11 @@ from dataclasses import replace
 import pytest
 import zmq
 
-from dist_aclgraph.actors.addresses import Endpoint
+from dist_aclgraph.actors.addresses import Address, Endpoint
 from dist_aclgraph.actors.engine_client import EngineClient
 from dist_aclgraph.errors import EngineDeadError
 from tests.actors.leftovers import wait_until
-from tests.actors.loop_group import TOKEN, WAIT_S
+from tests.actors.loop_group import NODE, TOKEN, WAIT_S
 from tests.deployments import Answer, greedy_params
 
 NUM_JUNK = int(os.environ.get("DIST_ACLGRAPH_JUNK", "2000"))
@@ -45,7 +45,7 @@ Stranger = Callable[[Endpoint], Endpoint]
 
 def refusal_of(endpoint: Endpoint, token: str = TOKEN) -> str:
     """Return why a client is refused, which it learns in bounded time; so do its requests."""
-    client = EngineClient([endpoint], token, link_s=WAIT_S)
+    client = EngineClient([Address(NODE, endpoint)], token, node_id=NODE, link_s=WAIT_S)
     try:
         wait_until(lambda: bool(client.losses()), "the client learns nothing")
         with pytest.raises(EngineDeadError):

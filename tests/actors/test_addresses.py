@@ -60,8 +60,8 @@ def test_a_node_that_came_later_is_told_what_to_do(tmp_path: Path) -> None:
 
 
 def test_clients_of_both_kinds_are_served_at_once(group: Group) -> None:
-    here = EngineClient([group.clients_at.seen_from(NODE)], TOKEN, link_s=WAIT_S)
-    there = EngineClient([group.clients_at.seen_from(ELSEWHERE)], TOKEN, link_s=WAIT_S)
+    here = EngineClient([group.clients_at], TOKEN, node_id=NODE, link_s=WAIT_S)
+    there = EngineClient([group.clients_at], TOKEN, node_id=ELSEWHERE, link_s=WAIT_S)
     try:
         assert_serves(here, "a")
         assert_serves(there, "b")
@@ -122,7 +122,7 @@ def test_keys_of_clients_open_no_step_channel(
 
 def test_junk_at_the_ports_harms_no_stream(group: Group) -> None:
     endpoint = group.clients_at.seen_from(ELSEWHERE)
-    client = EngineClient([endpoint], TOKEN, link_s=600.0)
+    client = EngineClient([Address(NODE, endpoint)], TOKEN, node_id=NODE, link_s=600.0)
     answer = Answer()
     client.submit("r", [1, 2, 3], greedy_params(2000), [], answer.take)
     work = [

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import zmq
 
-from dist_aclgraph.actors.addresses import Endpoint
+from dist_aclgraph.actors.addresses import Address, Endpoint
 from dist_aclgraph.actors.engine_client import EngineClient
 from dist_aclgraph.actors.messages import (
     Deltas,
@@ -26,7 +26,15 @@ from dist_aclgraph.actors.messages import (
 )
 from dist_aclgraph.errors import EngineDeadError
 from tests.actors.leftovers import wait_until
-from tests.actors.loop_group import TOKEN, WAIT_S, Group, RawClient, assert_serves, make_submit
+from tests.actors.loop_group import (
+    NODE,
+    TOKEN,
+    WAIT_S,
+    Group,
+    RawClient,
+    assert_serves,
+    make_submit,
+)
 from tests.deployments import Answer, greedy_params
 
 NEVER_S = 600.0  # a silence that no test waits for
@@ -56,7 +64,14 @@ def make_client() -> Iterator[MakeClient]:
     clients: list[EngineClient] = []
 
     def make(*addresses: Endpoint, link_s: float = WAIT_S) -> EngineClient:
-        clients.append(EngineClient(addresses, TOKEN, link_s=link_s))
+        clients.append(
+            EngineClient(
+                [Address(NODE, endpoint) for endpoint in addresses],
+                TOKEN,
+                node_id=NODE,
+                link_s=link_s,
+            )
+        )
         return clients[-1]
 
     yield make

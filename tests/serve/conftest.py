@@ -20,7 +20,7 @@ from dist_aclgraph.serve.api import make_api
 from dist_aclgraph.serve.http_server import listen, make_server
 from dist_aclgraph.serve.state import ApiState
 from dist_aclgraph.text.tokenizer import Tokenizer
-from tests.serve.fake_engine import TOKEN, FakeEngine, echo
+from tests.serve.fake_engine import NODE, TOKEN, FakeEngine, echo
 
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny-qwen3.yaml"
 
@@ -50,10 +50,14 @@ def until(condition, timeout_s: float = 5.0) -> None:
 
 
 def start(
-    engine: FakeEngine, access: Access | None = None, **overrides: object
+    engine: FakeEngine,
+    access: Access | None = None,
+    other: FakeEngine | None = None,
+    **overrides: object,
 ) -> tuple[Service, uvicorn.Server]:
     config = load_config(CONFIG, overrides)
-    client = EngineClient([engine.address], TOKEN, link_s=1.0)
+    addresses = [found.address for found in (engine, other) if found is not None]
+    client = EngineClient(addresses, TOKEN, node_id=NODE, link_s=1.0)
     state = ApiState(config, Tokenizer(config.model), client)
     listener = listen("127.0.0.1", 0)
     server = make_server(make_api(state, access), config.serve)
@@ -74,10 +78,10 @@ def start(
 
 
 @contextlib.contextmanager
-def serving(access: Access | None = None, **overrides: object):
+def serving(access: Access | None = None, other: FakeEngine | None = None, **overrides: object):
     """A service of its own over a fake engine of its own."""
     engine = FakeEngine()
-    service, server = start(engine, access, **overrides)
+    service, server = start(engine, access, other, **overrides)
     try:
         yield service
     finally:

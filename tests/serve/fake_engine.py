@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
-from dist_aclgraph.actors.addresses import Endpoint
+from dist_aclgraph.actors.addresses import Address, Endpoint
 from dist_aclgraph.actors.messages import (
     Abort,
     Beat,
     Deltas,
     Goodbye,
+    Groups,
     Hello,
     Pulse,
     Query,
@@ -29,6 +30,7 @@ from dist_aclgraph.ints import pack_ints, unpack_ints
 from dist_aclgraph.steps.delta import FinishReason, Note, StepDeltas
 from dist_aclgraph.steps.step import RowLogprobs
 
+NODE = "node"
 TOKEN = "a-test-token"
 
 METRICS = {
@@ -71,6 +73,9 @@ class FakeEngine:
         submitted, aborted: what clients asked for, in order.
         fail_after: requests fail with this error kind after so many tokens.
         skipped: how many messages are lost before the next one.
+        groups: what clients are told of the deployment's groups.
+        others_tokens: what waits here for other clients, as each is told.
+        last_beat: of any client.
     """
 
     def __init__(self, reply: Callable[[Submit], list[int]] = echo, step_s: float = 0.002) -> None:
@@ -83,6 +88,10 @@ class FakeEngine:
         self.fail_after: tuple[int, str] | None = None
         self.silent = False
         self.skipped = 0
+        self.groups: Groups | None = None
+        self._told: Groups | None = None
+        self.others_tokens = 0
+        self.last_beat = Beat()
         self._numbers: dict[bytes, int] = {}  # of the last deltas, by client
         self._names: dict[bytes, str] = {}
         self._running: dict[str, _Running] = {}
@@ -90,7 +99,7 @@ class FakeEngine:
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)
         port = self._router.bind_to_random_port("tcp://127.0.0.1")
-        self.address = Endpoint(f"tcp://127.0.0.1:{port}")
+        self.address = Address(NODE, Endpoint(f"tcp://127.0.0.1:{port}"))
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -113,6 +122,10 @@ class FakeEngine:
                 self.frames.append(frame)
                 if not self.silent:
                     self._receive(client, to_engine_decoder.decode(frame))
+            if self.groups is not self._told:
+                self._told = self.groups
+                for client in self._numbers:
+                    self._send(client, self.groups)
             if time.monotonic() >= next_step_s and not self.silent:
                 next_step_s = time.monotonic() + self.step_s
                 self._step()
@@ -131,10 +144,13 @@ class FakeEngine:
                     self._forget(earlier)
                 self._numbers[client], self._names[client] = 0, message.client
                 self._send(client, Pulse())
+                if self._told is not None:
+                    self._send(client, self._told)
         elif client not in self._numbers:
             return
         elif isinstance(message, Beat):
-            self._send(client, Pulse())
+            self.last_beat = message
+            self._send(client, Pulse("", self.others_tokens))
         elif isinstance(message, Goodbye):
             self._forget(client)
         elif isinstance(message, Submit):
