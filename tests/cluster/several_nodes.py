@@ -10,16 +10,65 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from dist_aclgraph.actors import processes
+from dist_aclgraph.config import Config
+from tests.deployments import greedy_params
+from tests.lockstep import lockstep
 
 ROOT = Path(__file__).parents[2]
 END_S = 60.0
 ATTEMPTS = 3
+
+PROMPTS = [[70, 71, 72], [80, 81], [90], [100, 101, 102, 103]]
+NUM_TOKENS = 12
+PORTS = range(23100, 23140)
+OVER_NODES = {
+    "parallel.tp": 2, "parallel.dp": 2, "parallel.ep": 4, "dtype": "float32",
+    "speculative.num_tokens": 0, "graph.sizes": [4], "device.kind": "emulated",
+    "device.emulator.strict": False, "cluster.ports": f"{PORTS[0]}-{PORTS[-1]}",
+    "timeouts.place_s": 300, "timeouts.join_s": 300, "timeouts.negotiate_s": 300,
+    "timeouts.link_s": 60,
+}  # fmt: skip
+APART = {**OVER_NODES, "parallel.ep": 1}
+
+# Programs for the head. Their arguments: a configuration, and changes of it as JSON.
+GENERATE = """
+import dataclasses, json, sys
+from dist_aclgraph.actors.llm import LLM
+from tests.deployments import greedy_params
+
+def say(value):
+    print("ready", json.dumps(value, default=bytes.decode), flush=True)
+
+with LLM(sys.argv[1], json.loads(sys.argv[2])) as llm:
+    ranks, running = llm.report()["ranks"], llm._deployment
+    seen = [address.seen_from(running.node_id) for address in running.addresses]
+    say([ranks, [dataclasses.asdict(endpoint) for endpoint in seen]])
+    for line in sys.stdin:
+        prompts, count = json.loads(line)
+        say([answer.token_ids for answer in llm.generate(prompts, greedy_params(count))])
+"""
+SERVE = """
+import json, sys
+from dist_aclgraph.actors.llm import start_on_ray
+from dist_aclgraph.cli.serve import serve_until_signal
+from dist_aclgraph.config import load_config
+
+def start(config, on_progress=None):
+    deployment = start_on_ray(config)
+    report = deployment.report()
+    groups = [report, *report["groups"]]
+    nodes = [[rank["node"] for rank in group["ranks"]] for group in groups]
+    print("ready", json.dumps(nodes), flush=True)
+    return deployment
+
+serve_until_signal(load_config(sys.argv[1], json.loads(sys.argv[2])), start)
+"""
 
 _CLUSTER = """
 import json, os, sys, time
@@ -48,10 +97,20 @@ cluster.shutdown()
 
 
 class Program:
-    """A Python program that answers in lines ``ready {json}``, and ends when its input does."""
+    """A Python program that answers in lines ``ready {json}``, and ends when its input does.
 
-    def __init__(self, code: str, *arguments: object, **variables: str) -> None:
-        self._process = subprocess.Popen(
+    Args:
+        popen: what starts it, on this machine or in a node of it.
+    """
+
+    def __init__(
+        self,
+        code: str,
+        *arguments: object,
+        popen: Callable[..., subprocess.Popen[str]] = subprocess.Popen,
+        **variables: str,
+    ) -> None:
+        self._process = popen(
             [sys.executable, "-c", code, *map(str, arguments)],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "token", **variables},
@@ -137,3 +196,9 @@ class Nodes:
 def _descendants(pid: int) -> set[int]:
     found = processes.children(pid)
     return found.union(*(_descendants(child) for child in found))
+
+
+def on_one_node(config: Config, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """Return the tokens that ranks of this machine give, without Ray."""
+    with lockstep(config) as group:
+        return [answer.tokens for answer in group.generate(prompts, greedy_params(count))]

@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 from dist_aclgraph.actors.addresses import Endpoint, PeerKeys
-from dist_aclgraph.config import Config, load_config
+from dist_aclgraph.config import load_config
 from dist_aclgraph.text.tokenizer import Tokenizer
 from tests.actors.listening import listening
 from tests.actors.strangers import (
@@ -26,57 +26,24 @@ from tests.actors.strangers import (
     send_frames,
     send_raw,
 )
-from tests.cluster.several_nodes import Nodes, Program
-from tests.deployments import greedy_params
-from tests.lockstep import lockstep
+from tests.cluster.several_nodes import (
+    APART,
+    GENERATE,
+    NUM_TOKENS,
+    OVER_NODES,
+    PORTS,
+    PROMPTS,
+    SERVE,
+    Nodes,
+    Program,
+    on_one_node,
+)
 from tests.serve.test_ray_serve import free_port
 
 pytestmark = pytest.mark.cluster
 
 HEAD, LEFT, RIGHT = "127.0.0.2", "127.0.0.3", "127.0.0.4"
-PROMPTS = [[70, 71, 72], [80, 81], [90], [100, 101, 102, 103]]
-NUM_TOKENS, STREAM_TOKENS = 12, 400
-PORTS = range(23100, 23140)
-OVER_NODES = {
-    "parallel.tp": 2, "parallel.dp": 2, "parallel.ep": 4, "dtype": "float32",
-    "speculative.num_tokens": 0, "graph.sizes": [4], "device.kind": "emulated",
-    "device.emulator.strict": False, "cluster.ports": f"{PORTS[0]}-{PORTS[-1]}",
-    "timeouts.place_s": 300, "timeouts.join_s": 300, "timeouts.negotiate_s": 300,
-    "timeouts.link_s": 60,
-}  # fmt: skip
-APART = {**OVER_NODES, "parallel.ep": 1}
-
-GENERATE = """
-import dataclasses, json, sys
-from dist_aclgraph.actors.llm import LLM
-from tests.deployments import greedy_params
-
-def say(value):
-    print("ready", json.dumps(value, default=bytes.decode), flush=True)
-
-with LLM(sys.argv[1], json.loads(sys.argv[2])) as llm:
-    ranks = llm.report()["ranks"]
-    say([ranks, [dataclasses.asdict(endpoint) for endpoint in llm._deployment.addresses]])
-    for line in sys.stdin:
-        prompts, count = json.loads(line)
-        say([answer.token_ids for answer in llm.generate(prompts, greedy_params(count))])
-"""
-SERVE = """
-import json, sys
-from dist_aclgraph.actors.llm import start_on_ray
-from dist_aclgraph.cli.serve import serve_until_signal
-from dist_aclgraph.config import load_config
-
-def start(config, on_progress=None):
-    deployment = start_on_ray(config)
-    report = deployment.report()
-    groups = [report, *report["groups"]]
-    nodes = [[rank["node"] for rank in group["ranks"]] for group in groups]
-    print("ready", json.dumps(nodes), flush=True)
-    return deployment
-
-serve_until_signal(load_config(sys.argv[1], json.loads(sys.argv[2])), start)
-"""
+STREAM_TOKENS = 400
 
 
 class Deployed:
@@ -109,11 +76,6 @@ def nodes() -> Iterator[Nodes]:
     )
     yield made
     made.end()
-
-
-def on_one_node(config: Config, prompts: list[list[int]], count: int) -> list[list[int]]:
-    with lockstep(config) as group:
-        return [answer.tokens for answer in group.generate(prompts, greedy_params(count))]
 
 
 @contextmanager
