@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from dist_aclgraph.config_cluster import ClusterConfig
 from dist_aclgraph.config_device import DeviceConfig
 from dist_aclgraph.config_section import Section
 
@@ -77,6 +78,12 @@ class ParallelConfig(Section):
         1,
         ge=1,
         description="neighbouring tokens that go to the same of dcp shards; divides kv.block_size",
+    )
+
+    tp_across_nodes: bool = Field(
+        False,
+        description="let a tensor parallel group span nodes where none has NPUs for the whole of "
+        "it; its ranks wait for each other twice a layer, over what links the nodes",
     )
 
     @property
@@ -391,6 +398,7 @@ class Config(Section):
     kv: KVConfig = KVConfig()
     speculative: SpeculativeConfig = SpeculativeConfig()
     device: DeviceConfig = DeviceConfig()
+    cluster: ClusterConfig = ClusterConfig()
     serve: ServeConfig = ServeConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
     profile: bool = Field(False, description="measure a step's host time by stage")

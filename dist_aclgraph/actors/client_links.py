@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import zmq
 
+from dist_aclgraph.actors.addresses import Listener, Place
 from dist_aclgraph.actors.messages import (
     MAX_UNREAD_BYTES,
     Abort,
@@ -34,7 +35,7 @@ from dist_aclgraph.actors.messages import (
     encoder,
     to_engine_decoder,
 )
-from dist_aclgraph.actors.sockets import MAX_MESSAGE_BYTES, Silence, Wakeup, read_frame
+from dist_aclgraph.actors.sockets import Silence, Wakeup, read_frame
 from dist_aclgraph.errors import NotAMessageError
 from dist_aclgraph.steps.delta import StepDeltas
 
@@ -92,26 +93,32 @@ class ClientLinks:
     """Owns the clients' socket and the I/O thread.
 
     Args:
+        place: where the socket listens.
         token: what clients must know.
         link_s: a client that is silent for longer is gone.
         max_unread_bytes: a client that has more to read is cut off.
+
+    Attributes:
+        address: where clients connect.
+
+    Raises:
+        PlacementError: no port is free.
     """
 
     def __init__(
-        self, address: str, token: str, link_s: float, max_unread_bytes: int = MAX_UNREAD_BYTES
+        self, place: Place, token: str, link_s: float, max_unread_bytes: int = MAX_UNREAD_BYTES
     ) -> None:
-        self.address = address
         self._token = token
         self._link_s = link_s
         self._beat_s = link_s / BEATS_OF_A_SILENCE
         self._max_unread_bytes = max_unread_bytes
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         # Where a frame cannot go, an error and not its silent loss.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_FRAMES)
-        self._socket.bind(address)
+        self._listener = Listener(self._context, place)
+        self.address = self._listener.bind(self._socket, "clients")
         self._links: dict[bytes, Link] = {}
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._outgoing: deque[tuple[Link, StepDeltas]] = deque()
@@ -169,6 +176,7 @@ class ClientLinks:
         if self._thread is not None:
             self._thread.join()
         self._socket.close(linger=LAST_WORDS_MS)
+        self._listener.close()
         self._context.term()
         self._wakeup.close()
 

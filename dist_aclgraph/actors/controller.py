@@ -15,6 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from dist_aclgraph.actors.addresses import Address
 from dist_aclgraph.actors.lockstep_group import LockstepGroup, group_report
 from dist_aclgraph.actors.processes import leave_with_parent
 from dist_aclgraph.actors.ray_errors import ours
@@ -45,9 +46,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class Service:
-    """Where a serving deployment is reached."""
+    """Where a serving deployment is reached, and what its clients must know."""
 
-    addresses: list[str]
+    addresses: list[Address]
     token: str
     max_model_len: int
 
@@ -59,11 +60,10 @@ class Controller:
         name: of the deployment; what it holds of the cluster bears it.
     """
 
-    def __init__(self, config: Config, name: str, *, is_emulated: bool) -> None:
+    def __init__(self, config: Config, name: str) -> None:
         leave_with_parent()
         self._name = name
         self._config = config
-        self._is_emulated = is_emulated
         self._state = State.PLACING
         self._progress = Progress(self._state.value)
         self._failure = ""  # of the start
@@ -121,11 +121,7 @@ class Controller:
             for reason in planner.mode_reasons:
                 logger.warning(reason)
             startup = Startup(planner, self._groups, self._enter, self._show)
-            startup.run(
-                planner.layout.lockstep_groups,
-                is_emulated=self._is_emulated,
-                deployment=self._name,
-            )
+            startup.run(planner.layout.lockstep_groups, deployment=self._name)
             return self._serve(planner, startup.scopes)
         except Exception as e:
             self._failure = str(e)
@@ -146,7 +142,7 @@ class Controller:
         self._progress = Progress(self._state.value, done, total, detail)
 
     def _serve(self, planner: Planner, scopes: list[list[LockstepGroup]]) -> Service:
-        serving = ServingGroups(self._name, self._token, planner, is_emulated=self._is_emulated)
+        serving = ServingGroups(self._name, self._token, planner)
         serving.open(planner, scopes)
         self._serving = serving
         self._enter(State.SERVING)

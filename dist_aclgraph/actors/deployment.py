@@ -11,6 +11,7 @@ import ray
 from ray.exceptions import RayError
 
 from dist_aclgraph.actors import placement
+from dist_aclgraph.actors.addresses import Address
 from dist_aclgraph.actors.controller import Controller, Progress, Service
 from dist_aclgraph.actors.local_ray import NAMESPACE, LocalRay, start_ray
 from dist_aclgraph.actors.ray_errors import ours
@@ -19,6 +20,7 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.device import emulator
 from dist_aclgraph.device.kind import resolve_kind
 from dist_aclgraph.device.torch_build import check_torch
+from dist_aclgraph.environment import ray_address
 from dist_aclgraph.errors import EngineDeadError
 from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.shapes.model_spec import read_model_spec
@@ -55,11 +57,12 @@ class Deployment:
         self._name = name
         self._local_ray = local_ray
         self._owns_connection = owns_connection
+        self.node_id: str = ray.get_runtime_context().get_node_id()
         self.token = service.token
         self.max_model_len = service.max_model_len
 
     @property
-    def addresses(self) -> list[str]:
+    def addresses(self) -> list[Address]:
         """Of the engines of all groups, now.
 
         Raises:
@@ -146,10 +149,11 @@ def start(config: Config, on_progress: OnProgress | None = None) -> Deployment:
         DistAclGraphError: typed, naming rank and phase where a worker failed; nothing is left.
     """
     check(config)
-    is_emulated = resolve_kind(config.device.kind) == "emulated"
-    if is_emulated:
-        emulator.build()
     owns_connection = not ray.is_initialized()
+    # In a cluster that is there already, this node needs no device: workers look at theirs.
+    is_local = owns_connection and ray_address() is None
+    if is_local and resolve_kind(config.device.kind) == "emulated":
+        emulator.build()
     local_ray = start_ray(config) if owns_connection else None
     if local_ray is not None:
         # What is left of Ray would keep the engine; without it, clients learn of the end at once.
@@ -158,9 +162,7 @@ def start(config: Config, on_progress: OnProgress | None = None) -> Deployment:
     controller, name = None, f"{CONTROLLER}-{secrets.token_hex(4)}"
     try:
         actor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=8)(Controller)
-        controller = actor.options(name=name, namespace=NAMESPACE).remote(
-            config, name, is_emulated=is_emulated
-        )
+        controller = actor.options(name=name, namespace=NAMESPACE).remote(config, name)
         service = _wait_for(controller, local_ray, on_progress)
     except BaseException as e:
         if controller is not None and (local_ray is None or not local_ray.death):

@@ -26,6 +26,7 @@ from typing import Any, Literal, Protocol
 
 import zmq
 
+from dist_aclgraph.actors.addresses import Address
 from dist_aclgraph.actors.engine_link import BEATS_OF_A_SILENCE, EngineLink
 from dist_aclgraph.actors.messages import (
     Abort,
@@ -42,7 +43,12 @@ from dist_aclgraph.actors.messages import (
 )
 from dist_aclgraph.actors.sockets import Wakeup
 from dist_aclgraph.config import Config
-from dist_aclgraph.errors import DistAclGraphError, EngineDeadError, InvalidParameterError
+from dist_aclgraph.errors import (
+    DistAclGraphError,
+    EngineDeadError,
+    InvalidParameterError,
+    PlacementError,
+)
 from dist_aclgraph.ints import IntArray, pack_ints
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.request import row_sampling
@@ -63,11 +69,12 @@ logger = logging.getLogger(__name__)
 class Deployment(Protocol):
     """What an ingress or an LLM needs of a running deployment."""
 
+    node_id: str  # where this process is, as Ray calls it
     token: str
     max_model_len: int
 
     @property
-    def addresses(self) -> list[str]:
+    def addresses(self) -> list[Address]:
         """Of the engines of all groups, now."""
         ...
 
@@ -98,7 +105,7 @@ class _Engine:
     """
 
     name: str
-    address: str
+    url: str
     open_link: Callable[[], EngineLink]
     dead_because: str = ""
     is_draining: bool = False
@@ -144,13 +151,16 @@ class EngineClient:
     """Owns the connections to the engines. Knows token ids only, no text.
 
     Args:
-        addresses: one ZeroMQ address per lockstep group. The groups are called 0, 1, ... until
-            an engine says their names.
+        addresses: of the engines, one per lockstep group. The groups are called 0, 1, ... until an
+            engine says their names.
+        node_id: where this process is, as Ray calls it.
         token: the deployment's connection token.
         link_s: silence after which an engine counts as dead: ``timeouts.link_s``.
     """
 
-    def __init__(self, addresses: Sequence[str], token: str, *, link_s: float) -> None:
+    def __init__(
+        self, addresses: Sequence[Address], token: str, *, node_id: str, link_s: float
+    ) -> None:
         if not addresses:
             raise EngineDeadError("the deployment has no engine")
         self._lock = threading.Lock()
@@ -159,11 +169,12 @@ class EngineClient:
         self._wakeup = Wakeup()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._hello = Hello(token, secrets.token_hex(8))
+        self._node_id = node_id
         self._link_s = link_s
         self._groups_version = 0
         # Replicas begin with different ones of equal groups.
         self._router = Router(TOKENS_PER_BLOCK, first=secrets.randbelow(len(addresses)))
-        self._engines: dict[str, _Engine] = {}  # by address, as for the router
+        self._engines: dict[str, _Engine] = {}  # by URL, as for the router
         for index, address in enumerate(addresses):
             self._add(str(index), address, CACHE_BLOCKS)
         self._beat_s = link_s / BEATS_OF_A_SILENCE
@@ -208,7 +219,7 @@ class EngineClient:
             if request_id in self._owner:
                 raise InvalidParameterError(f"request id {request_id!r} is in use", "request_id")
             taking = [
-                engine.address
+                engine.url
                 for engine in self._engines.values()
                 if not engine.dead_because and not engine.is_draining
             ]
@@ -307,7 +318,7 @@ class EngineClient:
         """Return what was sent to each group, by their names."""
         with self._lock:
             counts = self._router.counts
-            return {e.name: replace(counts[e.address]) for e in self._engines.values()}
+            return {e.name: replace(counts[e.url]) for e in self._engines.values()}
 
     def _first_loss(self) -> str:
         return next((e.dead_because for e in self._engines.values() if e.dead_because), "")
@@ -316,13 +327,15 @@ class EngineClient:
         with self._lock:
             return list(self._engines.values())
 
-    def _add(self, name: str, address: str, cache_blocks: int) -> None:
+    def _add(self, name: str, address: Address, cache_blocks: int) -> None:
         """Get to know an engine, or more of it. The lock is held, once there is a thread."""
-        if address not in self._engines:
-            link = partial(EngineLink, self._context, address, self._hello, self._link_s)
-            self._engines[address] = _Engine(name, address, link)
-        self._engines[address].name = name
-        self._router.add(address, cache_blocks)
+        url = address.file.url
+        if url not in self._engines:
+            endpoint = address.seen_from(self._node_id)
+            link = partial(EngineLink, self._context, endpoint, self._hello, self._link_s)
+            self._engines[url] = _Engine(name, url, link)
+        self._engines[url].name = name
+        self._router.add(url, cache_blocks)
 
     @property
     def num_outstanding(self) -> int:
@@ -393,7 +406,7 @@ class EngineClient:
                 engine.link = engine.open_link()
                 is_new = True
             with self._lock:
-                load = self._router.load(engine.address)
+                load = self._router.load(engine.url)
             try:
                 engine.link.beat(load, self._groups_version)
             except EngineDeadError as e:
@@ -406,8 +419,8 @@ class EngineClient:
             is_over = engine.link.is_lost or not (engine.is_listed or engine.requests)
             if not (engine.is_draining and is_over):
                 return False
-            del self._engines[engine.address]
-            self._router.remove(engine.address)
+            del self._engines[engine.url]
+            self._router.remove(engine.url)
         if not engine.link.is_lost:
             engine.link.send(Goodbye())
         engine.link.close()
@@ -420,13 +433,17 @@ class EngineClient:
         with self._lock:
             self._groups_version = groups.version
             self._router.tokens_per_block = groups.tokens_per_block
-            listed = {entry.address: entry for entry in groups.groups}
-            for address, engine in self._engines.items():
-                engine.is_listed = address in listed
-                engine.is_draining = not engine.is_listed or listed[address].is_draining
-            for address, entry in listed.items():
-                if address in self._engines or not entry.is_draining:
-                    self._add(entry.name, address, entry.cache_blocks)
+            listed = {entry.address.file.url: entry for entry in groups.groups}
+            for url, engine in self._engines.items():
+                engine.is_listed = url in listed
+                engine.is_draining = not engine.is_listed or listed[url].is_draining
+            for url, entry in listed.items():
+                if url not in self._engines and entry.is_draining:
+                    continue
+                try:
+                    self._add(entry.name, entry.address, entry.cache_blocks)
+                except PlacementError as e:  # others may reach it
+                    logger.warning("group %s cannot be used from here: %s", entry.name, e)
 
     def _receive(self, engine: _Engine) -> None:
         if engine.link.is_lost:
@@ -443,7 +460,7 @@ class EngineClient:
             self._lose(engine, str(e))
             return
         with self._lock:
-            self._router.hear(engine.address, engine.link.others_tokens)
+            self._router.hear(engine.url, engine.link.others_tokens)
             if engine.dead_because and engine.link.is_welcome:
                 engine.dead_because = ""
 
@@ -483,7 +500,7 @@ class EngineClient:
             queries, engine.queries = engine.queries, {}
             for request_id in requests:
                 self._forget(request_id)
-            self._router.forget_cache(engine.address)
+            self._router.forget_cache(engine.url)
         for request_id, on_delta in requests.items():
             self._tell(on_delta, failed(request_id, EngineDeadError(reason)))
         for future in queries.values():

@@ -6,7 +6,9 @@ import time
 from collections.abc import Iterator
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
+from dist_aclgraph.actors.addresses import Endpoint
 from dist_aclgraph.actors.messages import (
     Answer,
     Beat,
@@ -25,6 +27,11 @@ from dist_aclgraph.errors import EngineDeadError, NotAMessageError
 FRAMES_A_TURN = 256  # so that a flood of tokens delays no beat
 BEATS_OF_A_SILENCE = 20
 LAST_WORDS_MS = 100
+REFUSALS = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 
 class EngineLink:
@@ -40,7 +47,11 @@ class EngineLink:
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], address: str, hello: Hello, link_s: float
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: Endpoint,
+        hello: Hello,
+        link_s: float,
     ) -> None:
         self.is_welcome = False
         self.is_lost = False
@@ -52,8 +63,8 @@ class EngineLink:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         # No limit that discards or blocks: what we send is bounded by the requests that are open.
         self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._socket.connect(address)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | REFUSALS)
+        endpoint.connect(self._socket)
         self.send(hello)
 
     @property
@@ -98,6 +109,11 @@ class EngineLink:
         else:
             return  # there may be more, which counts even if the connection has ended since
         if self._monitor.poll(0):
+            if recv_monitor_message(self._monitor)["event"] & REFUSALS:
+                raise EngineDeadError(
+                    "the engine refused the connection: the keys are not those of its deployment, "
+                    "or it was just ending"
+                )
             raise EngineDeadError("the connection to the engine has ended: its process is gone")
 
     def beat(self, waiting_tokens: int, groups_version: int) -> None:

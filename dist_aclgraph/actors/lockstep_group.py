@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import ray
 
+from dist_aclgraph.actors.addresses import Address
 from dist_aclgraph.actors.lockstep_capture import CaptureRecord
 from dist_aclgraph.actors.worker_group import WorkerGroup
 from dist_aclgraph.planning.budget import StreamOffer
@@ -31,9 +32,15 @@ class LockstepGroup:
     lazy_capacity: int = 0
     loops: list[Any] = field(default_factory=list)
     number: int = 0  # its name for clients, which no other group ever has
-    address: str = ""  # of its engine, for clients
+    opened_at: Address | None = None  # its engine, for clients
     is_draining: bool = False  # it takes no new requests
     lost_because: str = ""  # its epoch is over; other groups serve on
+
+    @property
+    def address(self) -> Address:
+        """Where clients reach its engine."""
+        assert self.opened_at is not None, "opened before it is asked for"
+        return self.opened_at
 
     @property
     def captured(self) -> CaptureRecord:
@@ -72,6 +79,7 @@ def _rank_report(group: LockstepGroup, index: int) -> dict[str, Any]:
     return {
         "rank": ledger.rank,
         "host": info.host,
+        "node": info.node_ip,
         "npu_ids": list(info.npu_ids),
         "pid": info.pid,
         "streams": {

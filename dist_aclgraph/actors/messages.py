@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from dist_aclgraph import errors
+from dist_aclgraph.actors.addresses import Address
 from dist_aclgraph.steps.delta import RequestDelta, StepDeltas
 from dist_aclgraph.steps.step import RowSampling
 
@@ -105,12 +106,13 @@ class GroupEntry(msgspec.Struct, frozen=True):
 
     Attributes:
         name: a number that no other group of the deployment ever has.
+        address: of its engine.
         cache_blocks: of the KV caches of all its data-parallel ranks.
         is_draining: it takes no new requests.
     """
 
     name: str
-    address: str
+    address: Address
     cache_blocks: int
     is_draining: bool = False
 

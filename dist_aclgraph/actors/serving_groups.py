@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import RayError
 
 from dist_aclgraph.actors import placement
+from dist_aclgraph.actors.addresses import Address
 from dist_aclgraph.actors.engine import EngineSettings
 from dist_aclgraph.actors.group_watch import GroupWatch
 from dist_aclgraph.actors.lockstep_group import LockstepGroup, group_report
@@ -53,11 +54,10 @@ class ServingGroups:
         planner: of groups that are added.
     """
 
-    def __init__(self, deployment: str, token: str, planner: Planner, *, is_emulated: bool) -> None:
+    def __init__(self, deployment: str, token: str, planner: Planner) -> None:
         self._deployment = deployment
         self._token = token
         self._planner = planner
-        self._is_emulated = is_emulated
         self._started_s = time.monotonic()
         self._changing = threading.Lock()
         self._version = 0
@@ -82,7 +82,7 @@ class ServingGroups:
         return [g for g in self.groups if not g.lost_because and not g.is_draining]
 
     @property
-    def addresses(self) -> list[str]:
+    def addresses(self) -> list[Address]:
         return [group.address for group in self.groups]
 
     # ---- changes
@@ -157,7 +157,7 @@ class ServingGroups:
         with self._change():
             size = len(planner.layout.lockstep_groups[0])
             for group in self.taking:
-                if placement.has_room(size, is_emulated=self._is_emulated):
+                if placement.has_room(size):
                     self._add(planner, 1)
                     self._drain(group)
                 elif len(self.taking) > 1:
@@ -181,7 +181,7 @@ class ServingGroups:
 
     def _check_room(self, count: int) -> None:
         needed = count * len(self._planner.layout.lockstep_groups[0])
-        if not placement.has_room(needed, is_emulated=self._is_emulated):
+        if not placement.has_room(needed):
             raise PlacementError(
                 f"{count} groups more need {needed} NPUs, and {placement.num_free():g} are free; "
                 "add nodes, or ask for fewer groups"
@@ -195,7 +195,7 @@ class ServingGroups:
         new: list[LockstepGroup] = []
         startup = Startup(planner, new, lambda state: None, lambda done, total, detail: None)
         try:
-            startup.run(ranks, is_emulated=self._is_emulated, deployment=self._deployment)
+            startup.run(ranks, deployment=self._deployment)
             self.open(planner, startup.scopes)
         except BaseException:
             for group in new:
@@ -285,11 +285,11 @@ class ServingGroups:
     def _open(self, group: LockstepGroup, planner: Planner) -> None:
         """Send a group's workers into their loops, and learn where clients reach its engine."""
         timeout_s = planner.config.timeouts.join_s
-        address = ray.get(group.engine.channel_address.remote(), timeout=timeout_s)
-        group.loops = group.workers.start_loops(address)
+        asking = group.engine.channel_addresses.remote(group.workers.node_ids)
+        group.loops = group.workers.start_loops(ray.get(asking, timeout=timeout_s))
         report = {
             **group_report(group),
-            "emulated": self._is_emulated,
+            "emulated": group.workers.is_emulated,
             "block_size": planner.config.kv.block_size,
             "max_model_len": planner.max_model_len,
             "mode_reasons": list(planner.mode_reasons),
@@ -316,7 +316,7 @@ class ServingGroups:
             raise WorkerError(f"no step loop within {timeout_s:g} s", phase="CAPTURING")
         if ready[0] != serving:
             fetch(ready[0], group.workers.ranks[group.loops.index(ready[0])], "CAPTURING")
-        group.address = str(ray.get(serving, timeout=timeout_s))
+        group.opened_at = ray.get(serving, timeout=timeout_s)
 
 
 def stop_groups(groups: Sequence[LockstepGroup], timeout_s: float) -> None:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import ray
 
+from dist_aclgraph.actors import placement
 from dist_aclgraph.actors.engine import Engine
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
 from dist_aclgraph.actors.lockstep_capture import (
@@ -56,7 +57,7 @@ class Startup:
         self._phase = State.PLACING
         self._moving = threading.Lock()
 
-    def run(self, ranks: Sequence[Ranks], *, is_emulated: bool, deployment: str) -> None:
+    def run(self, ranks: Sequence[Ranks], *, deployment: str) -> None:
         """Run all phases up to captured graphs.
 
         Args:
@@ -65,7 +66,7 @@ class Startup:
         Raises:
             DistAclGraphError: the first error of any group.
         """
-        self._place(ranks, is_emulated, deployment)
+        self._place(ranks, deployment)
         self._go(State.JOINING)
         self._each(self._join)
         self._go(State.LOADING)
@@ -97,12 +98,10 @@ class Startup:
     def _each(self, work: Callable[[LockstepGroup], T]) -> list[T]:
         return side_by_side(work, self._groups)
 
-    def _place(self, ranks: Sequence[Ranks], is_emulated: bool, deployment: str) -> None:
+    def _place(self, ranks: Sequence[Ranks], deployment: str) -> None:
         def place(members: Ranks) -> WorkerGroup | Exception:
             try:
-                return place_group(
-                    self._config, members, EPOCH, is_emulated=is_emulated, deployment=deployment
-                )
+                return place_group(self._config, members, EPOCH, deployment=deployment)
             except Exception as e:  # raised once all have an answer: who was placed is given back
                 return e
 
@@ -114,19 +113,22 @@ class Startup:
         self._each(lambda group: group.workers.find_out(self._config.timeouts.place_s))
 
     def _join(self, group: LockstepGroup) -> None:
-        timeout_s = self._config.timeouts.join_s
-        workers = group.workers
-        one_node = len({info.node_id for info in workers.infos}) == 1
+        timeouts, workers = self._config.timeouts, group.workers
+        timeout_s = timeouts.join_s
         leader = workers.infos[0]
+        spans_nodes = len(set(workers.node_ids)) > 1
         # Beside the first worker: its node is the one that ranks meet at.
         group.engine = _beside(leader.node_id).remote(
             self._config,
             workers.ranks,
             workers.workers,
-            one_node=one_node,
-            host=leader.node_ip,
+            node_id=leader.node_id,
+            workers_host=leader.node_ip if spans_nodes else None,
+            clients_host=leader.node_ip if placement.may_have_others(leader.node_ip) else None,
         )
-        rendezvous = ray.get(group.engine.rendezvous.remote(), timeout=timeout_s)
+        workers.call("prepare", "JOINING", timeouts.load_s)
+        meets = workers.workers[0].open_meeting if spans_nodes else group.engine.rendezvous
+        rendezvous = ray.get(meets.remote(), timeout=2 * timeout_s)
         devices = workers.call(
             "join",
             "JOINING",

@@ -12,12 +12,14 @@ from typing import Any
 
 import click
 import pydantic
+import ray
 import yaml
 from ray import serve
 from ray.serve.exceptions import RayServeException
 from starlette.types import ASGIApp
 
 from dist_aclgraph.actors import deployment
+from dist_aclgraph.actors.addresses import Address
 from dist_aclgraph.actors.engine_client import StartDeployment
 from dist_aclgraph.actors.llm import start_on_ray
 from dist_aclgraph.config import Config, load_config
@@ -55,7 +57,7 @@ class AppArgs(pydantic.BaseModel):
 class Connection:
     """What a client of a deployment must know; see ``Service``."""
 
-    addresses: list[str]
+    addresses: list[Address]
     token: str
     max_model_len: int
 
@@ -101,7 +103,8 @@ class Ingress:
         self._stay = groups.stay.remote()
         connection = await groups.connection.remote()
         tokenizer = await asyncio.to_thread(Tokenizer, config.model)
-        self._state = open_state(config, tokenizer, connection)
+        node_id = ray.get_runtime_context().get_node_id()
+        self._state = open_state(config, tokenizer, connection, node_id=node_id)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         # Serve's proxy names requests, and answers with the name.

@@ -7,6 +7,7 @@ import secrets
 import time
 from typing import Protocol
 
+from dist_aclgraph.actors.addresses import Address
 from dist_aclgraph.actors.engine_client import EngineClient
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import (
@@ -95,7 +96,7 @@ class Reachable(Protocol):
     """What must be known of a deployment in order to use it."""
 
     @property
-    def addresses(self) -> list[str]: ...
+    def addresses(self) -> list[Address]: ...
 
     @property
     def token(self) -> str: ...
@@ -104,9 +105,11 @@ class Reachable(Protocol):
     def max_model_len(self) -> int: ...
 
 
-def open_state(config: Config, tokenizer: Tokenizer, deployment: Reachable) -> ApiState:
-    """Connect to a deployment's engines; ``client.close`` of the state ends it."""
+def open_state(
+    config: Config, tokenizer: Tokenizer, deployment: Reachable, *, node_id: str
+) -> ApiState:
+    """Connect to a deployment's engines from a node; ``client.close`` of the state ends it."""
     link_s = config.timeouts.link_s
-    client = EngineClient(deployment.addresses, deployment.token, link_s=link_s)
+    client = EngineClient(deployment.addresses, deployment.token, node_id=node_id, link_s=link_s)
     config = config.model_copy(update={"max_model_len": deployment.max_model_len})
     return ApiState(config, tokenizer, client)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import zmq
 
+from dist_aclgraph.actors.addresses import Address, Endpoint
 from dist_aclgraph.actors.engine_client import EngineClient
 from dist_aclgraph.actors.messages import (
     Deltas,
@@ -25,7 +26,15 @@ from dist_aclgraph.actors.messages import (
 )
 from dist_aclgraph.errors import EngineDeadError
 from tests.actors.leftovers import wait_until
-from tests.actors.loop_group import TOKEN, WAIT_S, Group, RawClient, assert_serves, make_submit
+from tests.actors.loop_group import (
+    NODE,
+    TOKEN,
+    WAIT_S,
+    Group,
+    RawClient,
+    assert_serves,
+    make_submit,
+)
 from tests.deployments import Answer, greedy_params
 
 NEVER_S = 600.0  # a silence that no test waits for
@@ -54,8 +63,15 @@ def make_group(tmp_path: Path) -> Iterator[MakeGroup]:
 def make_client() -> Iterator[MakeClient]:
     clients: list[EngineClient] = []
 
-    def make(*addresses: str, link_s: float = WAIT_S) -> EngineClient:
-        clients.append(EngineClient(addresses, TOKEN, link_s=link_s))
+    def make(*addresses: Endpoint, link_s: float = WAIT_S) -> EngineClient:
+        clients.append(
+            EngineClient(
+                [Address(NODE, endpoint) for endpoint in addresses],
+                TOKEN,
+                node_id=NODE,
+                link_s=link_s,
+            )
+        )
         return clients[-1]
 
     yield make
@@ -165,7 +181,7 @@ def test_a_killed_engine_is_known_without_waiting_for_its_silence(
     received, address = spawn.Event(), f"ipc://{tmp_path}/clients"
     engine = spawn.Process(target=_serve_pulses, args=(address, received), daemon=True)
     engine.start()
-    client = make_client(address, link_s=NEVER_S)
+    client = make_client(Endpoint(address), link_s=NEVER_S)
     answer = Answer()
     client.submit("r", [1], greedy_params(5), [], answer.take)
     assert received.wait(60)

@@ -16,6 +16,7 @@ import pytest
 
 from dist_aclgraph.actors import processes
 from tests.actors.leftovers import assert_processes_are_gone
+from tests.actors.listening import listening
 
 pytestmark = pytest.mark.cluster
 
@@ -103,24 +104,6 @@ def running(script: str, *arguments: object) -> Iterator[tuple[subprocess.Popen[
 def descendants(pid: int) -> set[int]:
     found = processes.children(pid)
     return found.union(*(descendants(child) for child in found))
-
-
-def listening(pids: set[int]) -> set[tuple[str, int]]:
-    """Addresses and ports that these processes listen at, over TCP."""
-    inodes = set()
-    for pid in pids:
-        for fd in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(OSError):
-                inodes.add(os.readlink(fd).removeprefix("socket:[").rstrip("]"))
-    found = set()
-    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                address, port = fields[1].split(":")
-                words = [bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8)]
-                found.add((socket.inet_ntop(family, b"".join(words)), int(port, 16)))
-    return found
 
 
 def test_a_ray_that_we_start_listens_on_loopback_and_wants_a_token(tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ def service() -> Iterator[Service]:
         process.kill()
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.cluster
 def test_a_running_service_is_scaled_and_rolled_without_a_failed_request(
     service: Service, npu: object

@@ -20,7 +20,7 @@ from dist_aclgraph.serve.api import make_api
 from dist_aclgraph.serve.http_server import listen, make_server
 from dist_aclgraph.serve.state import ApiState
 from dist_aclgraph.text.tokenizer import Tokenizer
-from tests.serve.fake_engine import TOKEN, FakeEngine, echo
+from tests.serve.fake_engine import NODE, TOKEN, FakeEngine, echo
 
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny-qwen3.yaml"
 
@@ -70,7 +70,7 @@ def start(
 ) -> tuple[Service, uvicorn.Server]:
     config = load_config(CONFIG, overrides)
     addresses = [found.address for found in (engine, other) if found is not None]
-    client = EngineClient(addresses, TOKEN, link_s=1.0)
+    client = EngineClient(addresses, TOKEN, node_id=NODE, link_s=1.0)
     state = ApiState(config, Tokenizer(config.model), client)
     url, server, loop = open_port(state, access)
     service = Service(

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from dist_aclgraph.actors.addresses import Address, Endpoint
 from dist_aclgraph.actors.messages import (
     Abort,
     Beat,
@@ -31,6 +32,7 @@ from dist_aclgraph.ints import pack_ints, unpack_ints
 from dist_aclgraph.steps.delta import FinishReason, Note, StepDeltas
 from dist_aclgraph.steps.step import RowLogprobs
 
+NODE = "node"
 TOKEN = "a-test-token"
 
 METRICS: dict[str, Any] = {
@@ -121,7 +123,8 @@ class FakeEngine:
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)
         port = self._router.bind_to_random_port("tcp://127.0.0.1")
-        self.address = f"tcp://127.0.0.1:{port}"
+        endpoint = Endpoint(f"tcp://127.0.0.1:{port}")
+        self.address = Address(NODE, endpoint, endpoint)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()

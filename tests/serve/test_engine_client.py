@@ -12,7 +12,7 @@ from dist_aclgraph.errors import EngineDeadError, InvalidParameterError
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.steps.delta import RequestDelta
-from tests.serve.fake_engine import TOKEN, FakeEngine
+from tests.serve.fake_engine import NODE, TOKEN, FakeEngine
 
 LINK_S = 1.0
 PARAMS = SamplingParams(max_tokens=5, temperature=0.0)
@@ -27,7 +27,7 @@ def engine():
 
 @pytest.fixture
 def client(engine):
-    client = EngineClient([engine.address], TOKEN, link_s=LINK_S)
+    client = EngineClient([engine.address], TOKEN, node_id=NODE, link_s=LINK_S)
     yield client
     client.close()
 
@@ -93,7 +93,7 @@ def other():
 @pytest.fixture
 def both(engine, other):
     """A client of two engines."""
-    client = EngineClient([engine.address, other.address], TOKEN, link_s=LINK_S)
+    client = EngineClient([engine.address, other.address], TOKEN, node_id=NODE, link_s=LINK_S)
     yield client
     client.close()
 
@@ -201,7 +201,7 @@ def test_a_dead_engine_gets_nothing_and_capacity_says_what_is_left(both, engine,
 
 def test_requests_without_a_common_beginning_are_spread_evenly(engine):
     other = FakeEngine()
-    client = EngineClient([engine.address, other.address], TOKEN, link_s=LINK_S)
+    client = EngineClient([engine.address, other.address], TOKEN, node_id=NODE, link_s=LINK_S)
     long = SamplingParams(max_tokens=100000)
     for i in range(4):
         client.submit(str(i), [1], long, (), lambda delta: None)
@@ -260,7 +260,7 @@ def test_an_engine_that_answers_again_is_used_again(client, engine):
 
 
 def test_a_wrong_token_is_refused_with_the_reason(engine):
-    client = EngineClient([engine.address], "guess", link_s=LINK_S)
+    client = EngineClient([engine.address], "guess", node_id=NODE, link_s=LINK_S)
     deltas: queue.Queue[RequestDelta] = queue.Queue()
     try:
         client.submit("a", [1], PARAMS, (), deltas.put)
@@ -276,7 +276,7 @@ def test_query_returns_one_answer_per_engine(client):
 
 
 def test_close_ends_what_is_outstanding(engine):
-    client = EngineClient([engine.address], TOKEN, link_s=LINK_S)
+    client = EngineClient([engine.address], TOKEN, node_id=NODE, link_s=LINK_S)
     deltas: queue.Queue[RequestDelta] = queue.Queue()
     client.submit("a", [1], SamplingParams(max_tokens=100000), (), deltas.put)
 
