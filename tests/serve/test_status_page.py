@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from dist_aclgraph.config import ServeConfig
 from dist_aclgraph.serve.access import read_access
 from dist_aclgraph.serve.metrics import ENGINE_METRICS
 from tests.serve.browser import NOTHING, StatusPage, open_browser, rounding_of, value_of
@@ -153,8 +154,6 @@ def test_texts_of_the_service_are_never_markup(browser, own_service):
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory):
-    from dist_aclgraph.config import ServeConfig
-
     path = tmp_path_factory.mktemp("keys") / "keys"
     path.write_text(KEY)
     access = read_access(ServeConfig(api_keys_file=str(path)), checks_host=True)
