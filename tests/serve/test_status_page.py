@@ -8,11 +8,13 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from dist_aclgraph.actors.messages import GroupEntry, Groups
 from dist_aclgraph.config import ServeConfig
 from dist_aclgraph.serve.access import read_access
 from dist_aclgraph.serve.metrics import ENGINE_METRICS
 from tests.serve.browser import NOTHING, StatusPage, open_browser, rounding_of, value_of
 from tests.serve.conftest import serving
+from tests.serve.fake_engine import FakeEngine
 from tests.serve.scrape import scrape
 from tests.serve.test_access import KEY
 from tests.serve.test_service import MODEL
@@ -134,6 +136,32 @@ def test_it_says_what_is_not_well(browser, own_service):
         page.wait_for("document.getElementById('state').textContent === 'no group answers'")
         assert "lost" in page.tab.inner_text("[data-group='0']")
         assert page.complaints == []
+
+
+def test_groups_that_drain_or_are_lost_are_shown_beside_those_that_serve(browser):
+    other = FakeEngine()
+    with serving(other=other) as service, shown(browser, service) as page:
+        entries = (
+            GroupEntry("0", service.engine.address, 100),
+            GroupEntry("7", other.address, 100, is_draining=True),
+        )
+        service.engine.groups = other.groups = Groups(1, 128, entries)
+        head = "document.querySelector(\"[data-group='7'] h2\")"
+        page.wait_for(f"{head} !== null && {head}.textContent.includes('draining')")
+        assert page.tab.inner_text("#state") == "1 of 2 groups serve"
+        service.engine.groups = other.groups = Groups(
+            2, 128, (entries[0], GroupEntry("7", other.address, 100))
+        )
+        page.wait_for(f"{head}.textContent.includes('serving')")
+
+        other.silent = True
+
+        page.wait_for(f"{head}.textContent.includes('lost')")
+        page.wait_for_numbers()
+        assert "silent" in page.tab.inner_text("[data-group='7']")
+        assert page.samples()["num_requests_running", "0"] == ("count", "2")
+        assert page.complaints == []
+    other.close()
 
 
 def test_a_service_that_is_gone_is_said_and_the_page_goes_on_asking(browser, own_service):
