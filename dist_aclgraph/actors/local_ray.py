@@ -37,9 +37,9 @@ RAYLET = "raylet"
 START_ATTEMPTS, TOO_SLOW = 3, "timed out during startup"  # a part of Ray's own sentence
 KILL_ROUNDS, KILL_PAUSE_S = 5, 0.2
 DAEMONS = {"gcs_server": "Ray's control store (GCS)", RAYLET: "Ray's node manager (raylet)"}
-logger = logging.getLogger(__name__)
-
 RAYLET_VARIABLE = "RAY_RAYLET_PID"  # which Ray gives to all that a raylet starts
+
+logger = logging.getLogger(__name__)
 
 
 class LocalRay:
