@@ -15,7 +15,7 @@ from dist_aclgraph.serve.counted import decode_ids
 from dist_aclgraph.serve.errors import json_response
 from dist_aclgraph.serve.openai_types import DetokenizeRequest, TokenizeRequest
 from dist_aclgraph.serve.state import ApiState
-from dist_aclgraph.serve.status import PAGE, PAGE_HEADERS
+from dist_aclgraph.serve.status import page_response
 from dist_aclgraph.version import VERSION
 
 MAX_TOKENS = 1 << 16  # that one request may tokenize, or turn into text
@@ -61,7 +61,7 @@ async def metrics(state: ApiState, request: Request) -> Response:
 
 async def status_page(state: ApiState, request: Request) -> Response:
     """A page for people: groups, plan, streams, caches, rates and latencies, live."""
-    return Response(PAGE, headers=PAGE_HEADERS, media_type="text/html")
+    return page_response()
 
 
 async def status_numbers(state: ApiState, request: Request) -> Response:

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 from prometheus_client.core import Metric
+from starlette.responses import Response
 
 from dist_aclgraph.actors.engine_client import EngineClient
 from dist_aclgraph.serve.history import History
@@ -42,6 +43,11 @@ PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
+
+
+def page_response() -> Response:
+    """Return the page, which holds nothing of this service."""
+    return Response(PAGE, headers=PAGE_HEADERS, media_type="text/html")
 
 
 class Status:
