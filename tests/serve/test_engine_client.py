@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 
 import msgpack
@@ -197,6 +198,37 @@ def test_a_dead_engine_gets_nothing_and_capacity_says_what_is_left(both, engine,
     capacity = both.capacity()
     assert (capacity.serving, capacity.total, list(capacity.lost)) == (1, 2, ["0"])
     assert "silent" in capacity.lost["0"]
+
+
+def test_an_engine_that_leaves_while_it_is_asked_ends_nothing_else(
+    both, engine, other, monkeypatch
+):
+    until(lambda: both.query("metrics").keys() == {"0", "1"})
+
+    def while_one_leaves():
+        yield 1000
+        engine.groups = other.groups = list_groups(1, engine)
+        until(lambda: both.capacity().total == 1)
+        yield 1001
+
+    monkeypatch.setattr(both, "_query_ids", while_one_leaves())
+
+    assert both.query("metrics").keys() == {"0"}
+    both.submit("later", [1], LONG, (), lambda delta: None)
+    until(lambda: len(engine.submitted) == 1)
+
+
+def test_an_engine_that_leaves_without_an_answer_is_not_waited_for(both, engine, other):
+    other.silent = True
+    answers: queue.Queue[dict] = queue.Queue()
+    asking = threading.Thread(target=lambda: answers.put(both.query("metrics", timeout_s=60)))
+    asking.start()
+    until(lambda: any(b"query" in frame for frame in other.frames))
+
+    engine.groups = list_groups(1, engine)
+
+    assert answers.get(timeout=20).keys() == {"0"}
+    asking.join()
 
 
 def test_requests_without_a_common_beginning_are_spread_evenly(engine):
