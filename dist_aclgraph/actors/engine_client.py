@@ -211,11 +211,7 @@ class EngineClient:
         with self._lock:
             if request_id in self._owner:
                 raise InvalidParameterError(f"request id {request_id!r} is in use", "request_id")
-            taking = [
-                engine.url
-                for engine in self._engines.values()
-                if not engine.dead_because and not engine.is_draining
-            ]
+            taking = self._taking()
             if not taking or self._closing.is_set():
                 raise EngineDeadError(self._first_loss() or STOPPING)
             engine = self._engines[self._router.route(request_id, prompt, cache_salt, taking)]
@@ -237,6 +233,14 @@ class EngineClient:
             # before that of the next one is confirmed.
             self._commands.put((engine, submit))
         self._wakeup.wake()
+
+    def _taking(self) -> list[str]:
+        """Return the URLs of the engines that requests may go to. The lock is held.
+
+        One that has not answered yet may never do: it is used only where none has.
+        """
+        alive = [e for e in self._engines.values() if not e.dead_because and not e.is_draining]
+        return [e.url for e in alive if e.link.is_welcome] or [e.url for e in alive]
 
     def abort(self, request_id: str) -> None:
         """End a request, whose deltas nobody wants any more; unknown ids are ignored."""

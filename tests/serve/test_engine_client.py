@@ -7,6 +7,7 @@ import time
 import msgpack
 import pytest
 
+from dist_aclgraph.actors.addresses import Address, Endpoint
 from dist_aclgraph.actors.engine_client import EngineClient
 from dist_aclgraph.actors.messages import GroupEntry, Groups, error_of
 from dist_aclgraph.errors import EngineDeadError, InvalidParameterError
@@ -198,6 +199,18 @@ def test_a_dead_engine_gets_nothing_and_capacity_says_what_is_left(both, engine,
     capacity = both.capacity()
     assert (capacity.serving, capacity.total, list(capacity.lost)) == (1, 2, ["0"])
     assert "silent" in capacity.lost["0"]
+
+
+def test_requests_go_to_engines_that_have_answered_while_there_are_any(engine, tmp_path):
+    nobody = Address(NODE, Endpoint(f"ipc://{tmp_path}/nobody"))
+    client = EngineClient([nobody, engine.address], TOKEN, node_id=NODE, link_s=30.0)
+    until(lambda: len(engine.frames) > 1)  # it beats, so it has been answered
+
+    for i in range(4):
+        client.submit(str(i), [i], LONG, (), lambda delta: None)
+
+    until(lambda: len(engine.submitted) == 4)
+    client.close()
 
 
 def test_an_engine_that_leaves_while_it_is_asked_ends_nothing_else(
