@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import socket
 import sys
 import threading
 import time
@@ -35,6 +36,7 @@ NPUS_OF_A_NODE = 8
 OBJECT_STORE_BYTES = 100 << 20  # the control plane needs none; this is what Ray accepts gladly
 RAYLET = "raylet"
 KILL_ROUNDS, KILL_PAUSE_S = 5, 0.2
+CONNECT_S = 10.0
 DAEMONS = {"gcs_server": "Ray's control store (GCS)", RAYLET: "Ray's node manager (raylet)"}
 RAYLET_VARIABLE = "RAY_RAYLET_PID"  # which Ray gives to all that a raylet starts
 
@@ -152,7 +154,21 @@ def join_ray(local_address: str | None) -> None:
         raise ours(e, f"joining Ray at {address}") from e
 
 
+def _check_listener(address: str) -> None:
+    """Raise ConnectionError if nobody listens at ``HOST:PORT``: Ray would end this process for it,
+    without an exception.
+    """
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or "://" in host:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except (OSError, OverflowError) as e:
+        raise ConnectionError(str(e)) from e
+
+
 def _init(address: str, **options: Any) -> None:
+    _check_listener(address)
     # What Ray has to say, of daemons and of what it retries, is no news to whoever serves a model.
     ray.init(
         address=address,
