@@ -355,6 +355,7 @@ class EngineClient:
         self._closing.set()
         for engine in self._known():
             self._lose(engine, reason)
+        for engine in self._known():
             engine.link.close()
 
     def _serve(self) -> None:

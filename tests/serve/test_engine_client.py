@@ -285,6 +285,24 @@ def test_a_gap_in_what_the_engine_sends_ends_the_request_here_and_there(client, 
     until(lambda: engine.num_running == 0)
 
 
+def test_nobody_waits_for_a_client_that_cannot_go_on(both, engine, other, monkeypatch):
+    answers: list[queue.Queue[RequestDelta]] = [queue.Queue() for _ in range(2)]
+    for i, deltas in enumerate(answers):
+        both.submit(str(i), [i], LONG, (), deltas.put)
+    until(lambda: engine.submitted and other.submitted)
+
+    def refuse(*_):
+        raise OSError("Too many open files")
+
+    monkeypatch.setattr(Endpoint, "connect", refuse)  # of the link that replaces a lost one
+    engine.silent = True
+
+    errors = [collect(deltas)[1].error for deltas in answers]
+    assert any("Too many open files" in error for error in errors)
+    with pytest.raises(EngineDeadError):
+        both.check()
+
+
 def test_an_engine_that_answers_again_is_used_again(client, engine):
     engine.silent = True
     with pytest.raises(EngineDeadError):
