@@ -1,4 +1,4 @@
-"""The configuration's keys of a cluster of several nodes."""
+"""The configuration's keys of a cluster of several nodes, and of what is lost there."""
 
 from __future__ import annotations
 
@@ -41,3 +41,14 @@ class ClusterConfig(Section):
             return None
         first, last = map(int, self.ports.split("-"))
         return range(first, last + 1)
+
+
+class RecoveryConfig(Section):
+    """What is done when a lockstep group is lost; its requests go on in others at once."""
+
+    restarts_per_hour: int = Field(
+        6,
+        ge=0,
+        description="lost lockstep groups that are replaced within an hour, while others serve; 0 "
+        "replaces none. What dies more often has a cause that starting again does not mend",
+    )

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from dist_aclgraph.config_cluster import ClusterConfig
+from dist_aclgraph.config_cluster import ClusterConfig, RecoveryConfig
 from dist_aclgraph.config_device import DeviceConfig
 from dist_aclgraph.config_section import Section
 
@@ -395,6 +395,7 @@ class Config(Section):
     device: DeviceConfig = DeviceConfig()
     cluster: ClusterConfig = ClusterConfig()
     serve: ServeConfig = ServeConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
     profile: bool = Field(False, description="measure a step's host time by stage")
 

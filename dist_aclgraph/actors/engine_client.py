@@ -1,8 +1,9 @@
 """EngineClient: how an ingress, or an LLM object, talks to the engines of a deployment.
 
-One I/O thread owns all sockets. A request lives on one engine from submit to its last delta; a link
-that is lost ends all its requests with an error, here and in the engine, so that nobody hangs.
-Another one is opened in its place, and the engine is used again once it answers.
+One I/O thread owns all sockets. A link that is lost ends all its requests in the engine; here they
+go on with another engine, from the tokens that they have (``token_log.py``), or end with an error
+where there is none, so that nobody hangs. Another link is opened in its place, and the engine is
+used again once it answers.
 
 Which engines there are, any of them says (``Groups``): requests go to those that take some, by the
 rule of ``scheduler/routing.py``, and who drains is left once it has no request any more.
@@ -42,6 +43,7 @@ from dist_aclgraph.actors.messages import (
     failed,
 )
 from dist_aclgraph.actors.sockets import Wakeup
+from dist_aclgraph.actors.token_log import MAX_LOSSES, OnDelta, OpenRequest
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import (
     DistAclGraphError,
@@ -58,8 +60,6 @@ from dist_aclgraph.steps.delta import RequestDelta
 # Of caches, until an engine has said what they are.
 TOKENS_PER_BLOCK, CACHE_BLOCKS = 128, 4096
 NUMBERS = 1 << 31  # of requests on one engine, before they begin again
-OnDelta = Callable[[RequestDelta], None]
-
 STOPPING = "the service is stopping"
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class _Engine:
     dead_because: str = ""
     is_draining: bool = False
     is_listed: bool = True
-    requests: dict[str, OnDelta] = field(default_factory=dict)
+    requests: dict[str, OpenRequest] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)  # request ids, by their numbers here
     num_submitted: int = 0
     queries: dict[int, Future[dict[str, Any]]] = field(default_factory=dict)
@@ -172,6 +172,7 @@ class EngineClient:
             self._add(str(index), address, CACHE_BLOCKS)
         self._beat_s = link_s / BEATS_OF_A_SILENCE
         self._owner: dict[str, tuple[_Engine, int]] = {}  # and the request's number there
+        self.num_resumed = 0  # requests that another engine went on with
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
         self._thread.start()
@@ -207,31 +208,20 @@ class EngineClient:
         sampling = row_sampling(
             params, seed=seed, num_prompt_tokens=len(prompt_ids), end_ids=stop_ids
         )
-        prompt = pack_ints(prompt_ids)
+        request = OpenRequest(
+            request_id,
+            bytearray(pack_ints(prompt_ids)),
+            sampling,
+            params.max_tokens,
+            tuple(stop_ids),
+            cache_salt,
+            on_delta,
+        )
         with self._lock:
             if request_id in self._owner:
                 raise InvalidParameterError(f"request id {request_id!r} is in use", "request_id")
-            taking = self._taking()
-            if not taking or self._closing.is_set():
+            if not self._give(request):
                 raise EngineDeadError(self._first_loss() or STOPPING)
-            engine = self._engines[self._router.route(request_id, prompt, cache_salt, taking)]
-            number = engine.num_submitted % NUMBERS
-            engine.num_submitted += 1
-            engine.requests[request_id] = on_delta
-            engine.names[number] = request_id
-            self._owner[request_id] = engine, number
-            submit = Submit(
-                request_id,
-                number,
-                prompt,
-                sampling,
-                params.max_tokens,
-                tuple(stop_ids),
-                cache_salt,
-            )
-            # Before the lock is given back: what is routed by one version of the groups is sent
-            # before that of the next one is confirmed.
-            self._commands.put((engine, submit))
         self._wakeup.wake()
 
     def _taking(self) -> list[str]:
@@ -241,6 +231,23 @@ class EngineClient:
         """
         alive = [e for e in self._engines.values() if not e.dead_because and not e.is_draining]
         return [e.url for e in alive if e.link.is_welcome] or [e.url for e in alive]
+
+    def _give(self, request: OpenRequest) -> bool:
+        """Give a request to an engine; return whether one takes requests. The lock is held."""
+        taking = self._taking()
+        if not taking or self._closing.is_set():
+            return False
+        request_id, tokens = request.request_id, bytes(request.tokens)
+        engine = self._engines[self._router.route(request_id, tokens, request.cache_salt, taking)]
+        number = engine.num_submitted % NUMBERS
+        engine.num_submitted += 1
+        engine.requests[request_id] = request
+        engine.names[number] = request_id
+        self._owner[request_id] = engine, number
+        # Before the lock is given back: what is routed by one version of the groups is sent before
+        # that of the next one is confirmed.
+        self._commands.put((engine, request.submit(number)))
+        return True
 
     def abort(self, request_id: str) -> None:
         """End a request, whose deltas nobody wants any more; unknown ids are ignored."""
@@ -468,14 +475,38 @@ class EngineClient:
             future.set_result(json.loads(message.body))
 
     def _deliver(self, engine: _Engine, message: Deltas) -> None:
+        """Hand out what a step brought.
+
+        Raises:
+            EngineDeadError: the engine says that it is dead; what it had is still there.
+        """
         for delta in message.step.each(engine.names):
+            if delta.error_kind == EngineDeadError.__name__:
+                raise EngineDeadError(delta.error)
             with self._lock:
-                on_delta = engine.requests.get(delta.request_id)
+                request = engine.requests.get(delta.request_id)
                 self._router.begun(delta.request_id)
-                if on_delta is not None and delta.finish_reason is not None:
+                if request is not None and delta.finish_reason is not None:
                     self._forget(delta.request_id)
-            if on_delta is not None:
-                self._tell(on_delta, delta)
+            if request is None:
+                continue
+            request.note(delta)
+            self._tell(request.on_delta, delta)
+
+    def _go_on(self, request: OpenRequest, reason: str) -> None:
+        """Go on with a request whose engine is dead, or end it where nobody can."""
+        request.losses += 1
+        if request.may_kill:
+            reason = f"{MAX_LOSSES} engines died while they ran this request; the last: {reason}"
+            logger.error("request %r is not tried again: %s", request.request_id, reason)
+        else:
+            with self._lock:
+                is_taken = self._give(request)
+                self.num_resumed += is_taken
+            if is_taken:
+                logger.info("request %r goes on elsewhere: %s", request.request_id, reason)
+                return
+        self._tell(request.on_delta, failed(request.request_id, EngineDeadError(reason)))
 
     def _tell(self, on_delta: OnDelta, delta: RequestDelta) -> None:
         """Call a request's callback. What it raises ends this request, and nothing else."""
@@ -489,7 +520,7 @@ class EngineClient:
                 self._tell(on_delta, failed(delta.request_id, error))
 
     def _lose(self, engine: _Engine, reason: str) -> None:
-        """End everything that waits for this engine."""
+        """Go on elsewhere with all that this engine has; questions to it end."""
         with self._lock:
             engine.dead_because = reason
             engine.link.is_lost = True
@@ -498,8 +529,8 @@ class EngineClient:
             for request_id in requests:
                 self._forget(request_id)
             self._router.forget_cache(engine.url)
-        for request_id, on_delta in requests.items():
-            self._tell(on_delta, failed(request_id, EngineDeadError(reason)))
+        for request in requests.values():
+            self._go_on(request, reason)
         for future in queries.values():
             future.set_exception(EngineDeadError(reason))
 
@@ -510,8 +541,8 @@ class EngineClient:
     def _send_commands(self) -> None:
         while not self._commands.empty():
             engine, message = self._commands.get()
-            # What was lost with its link has ended already; a new connection knows nothing of it.
-            if isinstance(message, Submit) and message.request_id not in engine.requests:
+            # What was lost with its link goes on elsewhere; a new connection knows nothing of it.
+            if isinstance(message, Submit) and message.number not in engine.names:
                 continue
             if not engine.link.is_lost:
                 engine.link.send(message)

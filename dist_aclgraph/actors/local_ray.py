@@ -37,10 +37,13 @@ NAMESPACE = "dist_aclgraph"
 NPUS_OF_A_NODE = 8
 OBJECT_STORE_BYTES = 100 << 20  # the control plane needs none; this is what Ray accepts gladly
 RAYLET = "raylet"
+START_ATTEMPTS, TOO_SLOW = 3, "timed out during startup"  # a part of Ray's own sentence
 KILL_ROUNDS, KILL_PAUSE_S = 5, 0.2
 CONNECT_S = 10.0
 DAEMONS = {"gcs_server": "Ray's control store (GCS)", RAYLET: "Ray's node manager (raylet)"}
 RAYLET_VARIABLE = "RAY_RAYLET_PID"  # which Ray gives to all that a raylet starts
+
+logger = logging.getLogger(__name__)
 
 
 class LocalRay:
@@ -117,19 +120,32 @@ def start_ray(config: Config) -> LocalRay | None:
         is_emulated = resolve_kind(config.device.kind) == "emulated"
         # As many as a node has, so that a second deployment of this process finds some.
         num_npus = max(NPUS_OF_A_NODE, config.parallel.world_size)
-        before = processes.children(os.getpid())
         with own_process_group(), _emulated_acl() if is_emulated else nullcontext():
-            _init(
-                "local",
+            return _start(
                 num_cpus=max(4, os.cpu_count() or 1),
                 resources={"NPU": num_npus} if is_emulated else None,
                 object_store_memory=OBJECT_STORE_BYTES,
                 include_dashboard=False,
             )
-        started = processes.children(os.getpid()) - before
-        return LocalRay({pid: processes.name_of(pid) for pid in started})
     except Exception as e:
         raise ours(e, "starting Ray" if address is None else f"joining Ray at {address}") from e
+
+
+def _start(**options: Any) -> LocalRay:
+    """Start Ray, again where a busy machine takes longer than the half minute that Ray gives it."""
+    before = processes.children(os.getpid())
+    for attempt in range(1, START_ATTEMPTS + 1):
+        try:
+            _init("local", **options)
+            break
+        except Exception as e:
+            ray.shutdown()
+            processes.kill_all(processes.children(os.getpid()) - before)
+            if TOO_SLOW not in str(e) or attempt == START_ATTEMPTS:
+                raise
+            logger.warning("Ray took too long to start, and is started again")
+    started = processes.children(os.getpid()) - before
+    return LocalRay({pid: processes.name_of(pid) for pid in started})
 
 
 def join_ray(local_address: str | None) -> None:

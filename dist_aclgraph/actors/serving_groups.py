@@ -37,6 +37,7 @@ from dist_aclgraph.planning.autoscale import Autoscaler, Demand
 from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.exchange import ExchangeRule
 from dist_aclgraph.planning.planner import Planner
+from dist_aclgraph.planning.restarts import RestartBudget
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,8 @@ class ServingGroups:
         autoscale = planner.config.serve.autoscale
         self._autoscaler = Autoscaler(autoscale) if autoscale.max_groups else None
         self._next_count_s = 0.0
+        self._restarts = RestartBudget(planner.config.recovery.restarts_per_hour)
+        self._given_up: set[int] = set()  # numbers of lost groups that are not replaced
         self._traffic: list[tuple[Planner, TrafficWatch]] = []
         self.groups: list[LockstepGroup] = []
         self.max_model_len = 0
@@ -254,9 +257,28 @@ class ServingGroups:
     def _look(self, now_s: float) -> None:
         for _, watch in list(self._traffic):
             watch.look(now_s)
+        self._look_for_losses(now_s)
         if self._autoscaler is not None and now_s >= self._next_count_s:
             self._next_count_s = now_s + COUNT_S
             self._autoscale(now_s, self._autoscaler)
+
+    def _look_for_losses(self, now_s: float) -> None:
+        """Have lost groups replaced, on a thread of its own, while others serve."""
+        lost = [g for g in self.groups if g.lost_because and g.number not in self._given_up]
+        if not lost or not self.taking or self._changing.locked():
+            return
+        for group in lost:
+            if self._restarts.take(now_s):
+                logger.warning("%s is replaced: %s", group.name, group.lost_because)
+                count = len(self.taking) + 1
+                threading.Thread(target=self._try_scale, args=[count], daemon=True).start()
+                return
+            self._given_up.add(group.number)
+            logger.error(
+                "%s stays lost: recovery.restarts_per_hour allows %d, and they were taken",
+                group.name,
+                self._restarts.per_hour,
+            )
 
     def _autoscale(self, now_s: float, autoscaler: Autoscaler) -> None:
         """Have one group more or less where the requests want it, on a thread of its own."""

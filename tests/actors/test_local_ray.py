@@ -13,8 +13,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import ray
 
-from dist_aclgraph.actors import processes
+from dist_aclgraph.actors import local_ray, processes
 from tests.actors.leftovers import assert_processes_are_gone
 from tests.actors.listening import listening
 
@@ -191,3 +192,21 @@ def test_where_no_ray_listens_is_said_in_one_sentence(how: str) -> None:
 
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert f"{address}: no Ray cluster answers there" in done.stderr
+
+
+def test_a_ray_that_was_too_slow_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, shut_down = ["timed out during startup", "timed out during startup", ""], []
+
+    def start(address: str, **options: object) -> None:
+        if error := found.pop(0):
+            raise RuntimeError(f"The current node {error}. This could happen because")
+
+    monkeypatch.setattr(local_ray, "_init", start)
+    monkeypatch.setattr(ray, "shutdown", lambda: shut_down.append(True))
+
+    local_ray._start(num_cpus=1)
+
+    assert (len(shut_down), found) == (2, [])
+    found.append("is out of memory")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        local_ray._start(num_cpus=1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -114,7 +115,8 @@ class Hosts:
             text=True,
         )
         said, _ = asked.communicate(timeout=START_S)
-        return int(said.rpartition("up ")[2] or 0)
+        found = re.search(r"^up (\d+)$", said, re.MULTILINE)  # Ray says other things, too
+        return int(found[1]) if found else 0
 
     def popen(self, command: list[str], **options: Any) -> subprocess.Popen[str]:
         """Start a program at the head."""
