@@ -11,7 +11,7 @@ import errno
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import zmq
@@ -34,7 +34,7 @@ class PeerKeys:
 
     server_public: bytes
     client_public: bytes
-    client_secret: bytes
+    client_secret: bytes = field(repr=False)
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,7 @@ class ClientLinks:
         self._wakeup = Wakeup()
         self._closing = threading.Event()
         self._told = ""  # the failure that clients know of
+        self._setting = threading.Lock()
         self._groups = Groups(0, 0, ())
         self._told_groups = self._groups
         self._thread: threading.Thread | None = None
@@ -158,8 +159,11 @@ class ClientLinks:
         self._wakeup.wake()
 
     def set_groups(self, groups: Groups) -> None:
-        """Have all clients told of the deployment's groups; any thread."""
-        self._groups = groups
+        """Have all clients told of the deployment's groups; any thread. Of several calls, which may
+        overtake each other, the latest version holds.
+        """
+        with self._setting:
+            self._groups = max(self._groups, groups, key=lambda g: g.version)
         self._wakeup.wake()
 
     def have_confirmed(self, version: int) -> bool:
@@ -245,9 +249,10 @@ class ClientLinks:
                 self._end(link)
         link = Link(routing_id, hello.client, Silence(self._link_s, 2 * self._beat_s))
         self._links[routing_id] = link
-        self._post(link, Pulse(self._told, self._others_tokens(link)))
+        # Before it counts as an answer: who drains gets nothing.
         if self._told_groups.version:
             self._post(link, self._told_groups)
+        self._post(link, Pulse(self._told, self._others_tokens(link)))
 
     def _others_tokens(self, link: Link) -> int:
         return sum(other.waiting_tokens for other in self._links.values() if other is not link)

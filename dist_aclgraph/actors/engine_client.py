@@ -19,7 +19,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -231,13 +231,17 @@ class EngineClient:
                 raise EngineDeadError(self._first_loss() or STOPPING)
         self._wakeup.wake()
 
+    def _taking(self) -> list[str]:
+        """Return the URLs of the engines that requests may go to. The lock is held.
+
+        One that has not answered yet may never do: it is used only where none has.
+        """
+        alive = [e for e in self._engines.values() if not e.dead_because and not e.is_draining]
+        return [e.url for e in alive if e.link.is_welcome] or [e.url for e in alive]
+
     def _give(self, request: OpenRequest) -> bool:
         """Give a request to an engine; return whether one takes requests. The lock is held."""
-        taking = [
-            engine.url
-            for engine in self._engines.values()
-            if not engine.dead_because and not engine.is_draining
-        ]
+        taking = self._taking()
         if not taking or self._closing.is_set():
             return False
         request_id, tokens = request.request_id, bytes(request.tokens)
@@ -270,6 +274,8 @@ class EngineClient:
     def query(self, what: QueryKind, timeout_s: float = 5.0) -> dict[str, dict[str, Any]]:
         """Return the answer of each living engine, by the names of their groups.
 
+        One that leaves meanwhile, as it has drained, is left out.
+
         Raises:
             EngineDeadError: all engines are dead, or one did not answer in time.
         """
@@ -279,19 +285,21 @@ class EngineClient:
             query = Query(next(self._query_ids), what)
             future: Future[dict[str, Any]] = Future()
             with self._lock:
-                if engine.dead_because:
+                if engine.dead_because or engine.url not in self._engines:
                     continue
                 engine.queries[query.query_id] = future
             futures[engine.name] = future
             self._command(engine, query)
         deadline = time.monotonic() + timeout_s
-        try:
-            return {
-                name: future.result(max(0.0, deadline - time.monotonic()))
-                for name, future in futures.items()
-            }
-        except FutureTimeoutError:
-            raise EngineDeadError(f"no answer to {what} within {timeout_s:g} s") from None
+        answers: dict[str, dict[str, Any]] = {}
+        for name, future in futures.items():
+            try:
+                answers[name] = future.result(max(0.0, deadline - time.monotonic()))
+            except CancelledError:  # it has left
+                continue
+            except FutureTimeoutError:
+                raise EngineDeadError(f"no answer to {what} within {timeout_s:g} s") from None
+        return answers
 
     def check(self) -> None:
         """Raise EngineDeadError, with the causes, if no engine is alive."""
@@ -370,6 +378,7 @@ class EngineClient:
         self._closing.set()
         for engine in self._known():
             self._lose(engine, reason)
+        for engine in self._known():
             engine.link.close()
 
     def _serve(self) -> None:
@@ -428,9 +437,13 @@ class EngineClient:
                 return False
             del self._engines[engine.url]
             self._router.remove(engine.url)
+            queries, engine.queries = engine.queries, {}
         if not engine.link.is_lost:
             engine.link.send(Goodbye())
         engine.link.close()
+        engine.link.is_lost = True  # for commands that are on their way to it
+        for future in queries.values():
+            future.cancel()
         return True
 
     def _adopt(self, groups: Groups) -> None:

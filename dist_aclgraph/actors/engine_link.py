@@ -132,6 +132,9 @@ class EngineLink:
             self.send(Beat(self._received, waiting_tokens, groups_version))
 
     def close(self, linger_ms: int = LAST_WORDS_MS) -> None:
+        """End the connection. Idempotent."""
+        if self._socket.closed:
+            return
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(linger_ms)

@@ -59,6 +59,13 @@ def test_a_node_that_came_later_is_told_what_to_do(tmp_path: Path) -> None:
         address.seen_from(ELSEWHERE)
 
 
+def test_what_is_printed_of_an_address_is_no_secret(group: Group) -> None:
+    tcp = group.clients_at.tcp
+    assert tcp is not None and tcp.keys is not None
+
+    assert tcp.keys.client_secret.decode() not in repr(group.clients_at)
+
+
 def test_clients_of_both_kinds_are_served_at_once(group: Group) -> None:
     here = EngineClient([group.clients_at], TOKEN, node_id=NODE, link_s=WAIT_S)
     there = EngineClient([group.clients_at], TOKEN, node_id=ELSEWHERE, link_s=WAIT_S)

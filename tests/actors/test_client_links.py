@@ -19,10 +19,14 @@ from dist_aclgraph.actors.engine_client import EngineClient
 from dist_aclgraph.actors.messages import (
     Deltas,
     Goodbye,
+    GroupEntry,
+    Groups,
+    Hello,
     Pulse,
     Refused,
     RequestDelta,
     encoder,
+    from_engine_decoder,
 )
 from dist_aclgraph.errors import EngineDeadError
 from tests.actors.leftovers import wait_until
@@ -289,6 +293,37 @@ JUNK = (
     encoder.encode({"type": "hello"}),
     encoder.encode({"type": "submit", "request_id": 3}),
 )
+
+
+def groups_of(group: Group, version: int, *, is_draining: bool = False) -> Groups:
+    return Groups(version, 16, (GroupEntry("0", group.clients_at, 32, is_draining),))
+
+
+def test_a_new_client_knows_who_drains_before_it_is_answered(make_group: MakeGroup) -> None:
+    group = make_group()
+    earlier = RawClient(group.address, name="earlier")
+    group.later.append(earlier)
+    group.loop.set_groups(groups_of(group, 1, is_draining=True))
+    assert earlier.receive().version == 1
+
+    with zmq.Context() as context, context.socket(zmq.DEALER) as new:
+        new.setsockopt(zmq.LINGER, 0)
+        group.address.connect(new)
+        new.send(encoder.encode(Hello(TOKEN, "new")))
+
+        assert new.poll(WAIT_S * 1000)
+        assert isinstance(from_engine_decoder.decode(new.recv()), Groups)
+
+
+def test_lists_of_groups_that_overtake_each_other_leave_the_latest(make_group: MakeGroup) -> None:
+    group = make_group()
+    for version in (2, 1):
+        group.loop.set_groups(groups_of(group, version))
+
+    client = RawClient(group.address)
+    group.later.append(client)
+
+    assert client.receive().version == 2
 
 
 @pytest.mark.parametrize("is_known", [True, False])

@@ -176,6 +176,24 @@ def test_a_daemon_that_dies_ends_everything_with_one_sentence(
         print(f"{victim}: {time.monotonic() - began_s:.1f} s to the end of all; {said}")
 
 
+@pytest.mark.parametrize("how", ["--ray", "RAY_ADDRESS"])
+def test_where_no_ray_listens_is_said_in_one_sentence(how: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        environment = {name: v for name, v in os.environ.items() if name != "RAY_ADDRESS"}
+
+        done = subprocess.run(
+            [sys.executable, "-m", "dist_aclgraph.cli.main", "scale", "2"]
+            + ([how, address] if how == "--ray" else []),
+            cwd=ROOT, text=True, capture_output=True, timeout=WAIT_S,
+            env=environment | ({} if how == "--ray" else {how: address}),
+        )  # fmt: skip
+
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert f"{address}: no Ray cluster answers there" in done.stderr
+
+
 def test_a_ray_that_was_too_slow_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     found, shut_down = ["timed out during startup", "timed out during startup", ""], []
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from dist_aclgraph.actors import local_ray
 from dist_aclgraph.actors.running import choose_deployment
 from dist_aclgraph.errors import PlacementError
 from tests.serve.conftest import CONFIG
@@ -116,6 +117,16 @@ def test_a_running_service_is_scaled_and_rolled_without_a_failed_request(
             thread.join(WAIT_S)
     assert len(texts) >= 6
     assert len(set(texts)) == 1
+
+
+def test_of_several_rays_on_this_machine_none_is_taken_by_chance(
+    monkeypatch: pytest.MonkeyPatch, clean_environment: None
+) -> None:
+    monkeypatch.setattr(local_ray, "find_gcs_addresses", lambda: frozenset({"h:2", "h:1"}))
+    monkeypatch.setattr(local_ray, "_init", lambda address: pytest.fail(f"joins {address}"))
+
+    with pytest.raises(PlacementError, match=r"2 Rays run on this machine: h:1, h:2; .* --ray"):
+        local_ray.join_ray(None)
 
 
 def test_the_deployment_that_is_meant_must_be_clear() -> None:

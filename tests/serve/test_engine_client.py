@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 
 import msgpack
 import pytest
 
+from dist_aclgraph.actors.addresses import Address, Endpoint
 from dist_aclgraph.actors.engine_client import EngineClient
 from dist_aclgraph.actors.messages import GroupEntry, Groups, error_of
 from dist_aclgraph.errors import EngineDeadError, InvalidParameterError
@@ -199,6 +201,49 @@ def test_a_dead_engine_gets_nothing_and_capacity_says_what_is_left(both, engine,
     assert "silent" in capacity.lost["0"]
 
 
+def test_requests_go_to_engines_that_have_answered_while_there_are_any(engine, tmp_path):
+    nobody = Address(NODE, Endpoint(f"ipc://{tmp_path}/nobody"))
+    client = EngineClient([nobody, engine.address], TOKEN, node_id=NODE, link_s=30.0)
+    until(lambda: len(engine.frames) > 1)  # it beats, so it has been answered
+
+    for i in range(4):
+        client.submit(str(i), [i], LONG, (), lambda delta: None)
+
+    until(lambda: len(engine.submitted) == 4)
+    client.close()
+
+
+def test_an_engine_that_leaves_while_it_is_asked_ends_nothing_else(
+    both, engine, other, monkeypatch
+):
+    until(lambda: both.query("metrics").keys() == {"0", "1"})
+
+    def while_one_leaves():
+        yield 1000
+        engine.groups = other.groups = list_groups(1, engine)
+        until(lambda: both.capacity().total == 1)
+        yield 1001
+
+    monkeypatch.setattr(both, "_query_ids", while_one_leaves())
+
+    assert both.query("metrics").keys() == {"0"}
+    both.submit("later", [1], LONG, (), lambda delta: None)
+    until(lambda: len(engine.submitted) == 1)
+
+
+def test_an_engine_that_leaves_without_an_answer_is_not_waited_for(both, engine, other):
+    other.silent = True
+    answers: queue.Queue[dict] = queue.Queue()
+    asking = threading.Thread(target=lambda: answers.put(both.query("metrics", timeout_s=60)))
+    asking.start()
+    until(lambda: any(b"query" in frame for frame in other.frames))
+
+    engine.groups = list_groups(1, engine)
+
+    assert answers.get(timeout=20).keys() == {"0"}
+    asking.join()
+
+
 def test_requests_without_a_common_beginning_are_spread_evenly(engine):
     other = FakeEngine()
     client = EngineClient([engine.address, other.address], TOKEN, node_id=NODE, link_s=LINK_S)
@@ -238,6 +283,24 @@ def test_a_gap_in_what_the_engine_sends_ends_the_request_here_and_there(client, 
     assert isinstance(error_of(last), EngineDeadError)
     assert "is lost" in last.error
     until(lambda: engine.num_running == 0)
+
+
+def test_nobody_waits_for_a_client_that_cannot_go_on(both, engine, other, monkeypatch):
+    answers: list[queue.Queue[RequestDelta]] = [queue.Queue() for _ in range(2)]
+    for i, deltas in enumerate(answers):
+        both.submit(str(i), [i], LONG, (), deltas.put)
+    until(lambda: engine.submitted and other.submitted)
+
+    def refuse(*_):
+        raise OSError("Too many open files")
+
+    monkeypatch.setattr(Endpoint, "connect", refuse)  # of the link that replaces a lost one
+    engine.silent = True
+
+    errors = [collect(deltas)[1].error for deltas in answers]
+    assert any("Too many open files" in error for error in errors)
+    with pytest.raises(EngineDeadError):
+        both.check()
 
 
 def test_an_engine_that_answers_again_is_used_again(client, engine):
