@@ -92,10 +92,16 @@ def other():
     other.close()
 
 
+def until_all_have_answered(client: EngineClient) -> None:
+    """Until then, requests go to those that have."""
+    until(lambda: all(engine.link.is_welcome for engine in client._known()))
+
+
 @pytest.fixture
 def both(engine, other):
     """A client of two engines."""
     client = EngineClient([engine.address, other.address], TOKEN, node_id=NODE, link_s=LINK_S)
+    until_all_have_answered(client)
     yield client
     client.close()
 
@@ -248,6 +254,7 @@ def test_requests_without_a_common_beginning_are_spread_evenly(engine):
     other = FakeEngine()
     client = EngineClient([engine.address, other.address], TOKEN, node_id=NODE, link_s=LINK_S)
     long = SamplingParams(max_tokens=100000)
+    until_all_have_answered(client)
     for i in range(4):
         client.submit(str(i), [1], long, (), lambda delta: None)
 

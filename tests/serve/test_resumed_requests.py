@@ -67,6 +67,7 @@ def three() -> Iterator[Engines]:
     client = EngineClient(
         [engine.address for engine in engines], TOKEN, node_id=NODE, link_s=LINK_S
     )
+    until(lambda: all(engine.link.is_welcome for engine in client._known()))
     yield Engines(engines, client)
     client.close()
     for engine in engines:
