@@ -7,17 +7,18 @@ import pytest
 
 HELPERS = """
 rates = emulator.rates()
+main = torch.npu.current_stream()
 events = lambda n: [torch.npu.Event(enable_timing=True) for _ in range(n)]
 def print_json(**values):
     print("JSON " + json.dumps(values))
-def side_stream_opens(main, after_ns):
-    "Let `main` stand until a side stream has slept: what is queued meanwhile begins at one time."
-    side, gate = torch.npu.Stream(), torch.npu.Event()
-    with torch.npu.stream(side):
-        torch.npu._sleep(after_ns)
-        gate.record(side)
-    main.wait_event(gate)
-main = torch.npu.current_stream()
+side, gate = torch.npu.Stream(), torch.npu.ExternalEvent()
+def close_gate():
+    "What is queued from here on begins when the gate is opened, however slow the host is."
+    gate.wait(main)
+    gate.reset(main)
+def open_gate():
+    gate.record(side)
+    torch.npu.synchronize()
 """
 
 
@@ -40,12 +41,12 @@ def test_a_queue_takes_the_sum_of_its_operators_on_any_machine(told):
         x = torch.zeros(1024, 1024, dtype=torch.bfloat16, device="npu")
         first, last = events(2)
         torch.npu.synchronize()
-        side_stream_opens(main, 400_000_000)
+        close_gate()
         first.record()
         for _ in range(300):
             torch.mm(x, x, out=x)
         last.record()
-        torch.npu.synchronize()
+        open_gate()
         print_json(ms=first.elapsed_time(last))
     """
     took = [told(code)["ms"] for _ in range(2)]
@@ -81,7 +82,7 @@ def test_a_wait_never_moves_time_back_and_others_overlap(told):
         streams = [torch.npu.Stream() for _ in range(2)]
         began, first, second, after_early, after_late = events(5)
         torch.npu.synchronize()
-        side_stream_opens(main, 400_000_000)
+        close_gate()
         began.record()
         for stream, event, ms in zip(streams, (first, second), (30, 50)):
             stream.wait_event(began)
@@ -93,7 +94,7 @@ def test_a_wait_never_moves_time_back_and_others_overlap(told):
         after_early.record()
         main.wait_event(second)
         after_late.record()
-        torch.npu.synchronize()
+        open_gate()
         print_json(times=[began.elapsed_time(e) for e in (first, second, after_early, after_late)])
     """)
     assert t["times"] == pytest.approx([30, 50, 40, 50], abs=1e-3)
@@ -101,19 +102,19 @@ def test_a_wait_never_moves_time_back_and_others_overlap(told):
 
 def test_a_wait_is_for_the_record_before_it(told):
     t = told("""
-        side = torch.npu.Stream()
+        other = torch.npu.Stream()
         event, begun, ended = events(3)
         torch.npu.synchronize()
-        side_stream_opens(main, 400_000_000)
+        close_gate()
         begun.record()
         torch.npu._sleep(5_000_000)
         event.record()
-        side.wait_event(event)
-        with torch.npu.stream(side):
-            ended.record(side)
+        other.wait_event(event)
+        with torch.npu.stream(other):
+            ended.record(other)
         torch.npu._sleep(5_000_000)
         event.record()
-        torch.npu.synchronize()
+        open_gate()
         print_json(waited=begun.elapsed_time(ended), recorded=begun.elapsed_time(event))
     """)
     assert (t["waited"], t["recorded"]) == pytest.approx((5, 10), abs=1e-3)
@@ -142,14 +143,14 @@ def test_an_operator_begins_when_it_is_queued_where_nothing_runs(told):
 
 def test_replays_take_their_nodes_and_lanes_overlap(told):
     t = told("""
-        side = torch.npu.Stream()
+        other = torch.npu.Stream()
         def forked():
             stream = torch.npu.current_stream()
-            side.wait_stream(stream)
-            with torch.npu.stream(side):
+            other.wait_stream(stream)
+            with torch.npu.stream(other):
                 torch.npu._sleep(20_000_000)
             torch.npu._sleep(30_000_000)
-            stream.wait_stream(side)
+            stream.wait_stream(other)
             torch.npu._sleep(1_000_000)
         graph = torch.npu.NPUGraph()
         with torch.npu.graph(graph):
@@ -157,17 +158,18 @@ def test_replays_take_their_nodes_and_lanes_overlap(told):
         first, last = events(2)
         torch.npu.synchronize()
         before = emulator.counters()["modelled_busy_ns"]
-        side_stream_opens(main, 400_000_000)
+        close_gate()
         first.record()
         for _ in range(3):
             graph.replay()
         last.record()
-        torch.npu.synchronize()
+        time.sleep(0.01)  # all launches are done before the gate opens
+        open_gate()
         busy = emulator.counters()["modelled_busy_ns"] - before
         print_json(ms=first.elapsed_time(last), busy_ms=busy / 1e6)
     """)
     assert t["ms"] == pytest.approx(93, abs=1e-3)
-    assert t["busy_ms"] == pytest.approx(493, abs=1e-3)
+    assert t["busy_ms"] == pytest.approx(93, abs=1e-3)
 
 
 def test_a_replay_that_nothing_precedes_begins_after_its_launch(told):
@@ -264,12 +266,13 @@ def test_a_collective_ends_on_all_ranks_after_the_latest_has_come(run_ranks):
         + textwrap.dedent("""
         before = emulator.counters()["modelled_idle_collective_ns"]
         begun, ended = events(2)
+        close_gate()
         dist.all_reduce(x)  # ranks leave it at one time
         begun.record()
         torch.npu._sleep((10, 30)[rank] * 1_000_000)
         dist.all_reduce(x)
         ended.record()
-        torch.npu.synchronize()
+        open_gate()
         waited = emulator.counters()["modelled_idle_collective_ns"] - before
         print_json(ms=begun.elapsed_time(ended), waited_ms=waited / 1e6)
         dist.destroy_process_group()
@@ -283,4 +286,4 @@ def test_a_collective_ends_on_all_ranks_after_the_latest_has_come(run_ranks):
     share = (1 << 20) * 2 / 2  # bytes that each of two ranks reduces, then gathers
     cost_ms = 0.010 + 2 * (0.0005 + share / (28e9 * 0.7) * 1e3)
     assert [t["ms"] for t in told] == pytest.approx([30 + cost_ms] * 2, abs=1e-3)
-    assert told[0]["waited_ms"] >= told[1]["waited_ms"] + 15
+    assert told[0]["waited_ms"] >= 20

@@ -64,6 +64,17 @@ const IndexedRule kIndexed[] = {
     {"aclnnKvRmsNormRopeCache", {5, 6}},
 };
 
+// What works in place writes what it has read, but for these, which only write.
+bool reads_its_result(const char *op) {
+  if (strncmp(op, "aclnnInplace", 12))
+    return false;
+  for (const char *only_writes : {"Copy", "Zero", "One", "Fill", "Uniform", "Normal", "Random",
+                                  "Bernoulli"})
+    if (!strncmp(op + 12, only_writes, strlen(only_writes)))
+      return false;
+  return true;
+}
+
 double moved_bytes(const char *op, const std::vector<at::Tensor> &tensors) {
   const IndexedRule *rule = nullptr;
   for (const IndexedRule &r : kIndexed)
@@ -77,8 +88,7 @@ double moved_bytes(const char *op, const std::vector<at::Tensor> &tensors) {
   }
   if (rule)
     return bytes + std::min(tables, bytes);
-  // What works in place writes what it has read.
-  return strncmp(op, "aclnnInplace", 12) || tensors.empty() ? bytes : bytes + bytes_of(tensors[0]);
+  return bytes + (reads_its_result(op) && !tensors.empty() ? bytes_of(tensors[0]) : 0);
 }
 
 double memory_efficiency(const char *op) {
