@@ -72,11 +72,12 @@ struct Overlap {
 // The share of `bytes` that others have, where each rank has an equal one.
 size_t of_others(const Comm &c, size_t bytes) { return bytes - bytes / c->ranks; }
 
-// What really travels of so many bytes: with modelled time nothing of floats, which nobody computed.
+// What really travels of so many bytes: with modelled time nothing of floats, or of the int8 that
+// stands for them, which nobody computed.
 size_t travelling(size_t bytes, HcclDataType type) {
-  bool is_float = type == HCCL_DATA_TYPE_FP16 || type == HCCL_DATA_TYPE_BFP16 ||
+  bool is_computed = type == HCCL_DATA_TYPE_INT8 || type == HCCL_DATA_TYPE_FP16 || type == HCCL_DATA_TYPE_BFP16 ||
                   type == HCCL_DATA_TYPE_FP32 || type == HCCL_DATA_TYPE_FP64;
-  return settings().timed && is_float ? 0 : bytes;
+  return settings().timed && is_computed ? 0 : bytes;
 }
 
 // Reduces the elements [from, from + count) of all offers of `offered` elements.

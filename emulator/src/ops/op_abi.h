@@ -134,9 +134,11 @@ inline bool skipping() { return !settings().compute; }
 inline bool skips(const Tensor &out) { return skipping() && out.is_floating_point(); }
 inline Task arithmetic(Task task) { return skipping() ? Task([] {}) : task; }
 
-// The same for what only moves floats. Modelled time leaves this out too, because nothing computed
-// them; integers are always moved.
-inline bool idles(const Tensor &out) { return settings().timed && out.is_floating_point(); }
+// The same for what only moves floats, and the int8 that stands for them. Modelled time leaves this out
+// too, because nothing computed them; other integers are always moved.
+inline bool idles(const Tensor &out) {
+  return settings().timed && (out.is_floating_point() || out.scalar_type() == at::kChar);
+}
 
 // A task, and what it takes with modelled time.
 struct TimedTask {
