@@ -21,9 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn, cast
 
-import yaml
-
 from dist_aclgraph.device.torch_build import check_torch
+from dist_aclgraph.device_rates import read_device_rates
 from dist_aclgraph.environment import (
     build_environment,
     cache_directory,
@@ -209,14 +208,8 @@ def _with_rates(settings: Mapping[str, str]) -> dict[str, str]:
     others = {key: value for key, value in settings.items() if key != "rates"}
     if "rates" not in settings:
         return others
-    path = Path(settings["rates"])
-    try:
-        values = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise DeviceError(f"cannot read the rates {path}: {error}") from error
-    if not isinstance(values, dict):
-        raise DeviceError(f"the rates {path} must be names with numbers, such as matmul_us: 4.5")
-    return others | {f"rate.{name}": str(value) for name, value in values.items()}
+    rates = read_device_rates(settings["rates"])
+    return others | {f"rate.{name}": value for name, value in rates.items()}
 
 
 def _read_numbers(function: str, device: int | None) -> dict[str, int]:
