@@ -13,8 +13,8 @@ HASH := $(shell cat pyproject.toml setup.py | sha256sum | cut -d' ' -f1)
 export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help run test test-all lint demo-model bench-decode bench-tp8 bench-moe bench-context bench-load \
-	setup setup-bench setup-dev emulator python
+.PHONY: help run test test-all test-cluster lint demo-model bench-decode bench-tp8 bench-moe bench-context bench-load \
+	bench-start setup setup-bench setup-dev emulator python
 
 help: ## Show the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -29,11 +29,15 @@ PYTEST = $(BIN)/python -m pytest
 SPREAD = $(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder
 test: setup-dev emulator lint ## Lint, then run the tests, without benches and with short laws
 	$(SPREAD) tests/emulator
-	$(SPREAD) --ignore=tests/emulator -m "not bench"
+	$(SPREAD) --ignore=tests/emulator -m "not bench and not namespaces"
+
+test-cluster: setup-dev emulator ## Three hosts of network namespaces (root), and Ray's own utility
+	$(PYTEST) -v tests/cluster
 
 test-all: setup-dev emulator lint ## Lint, then run all tests: benches too, and laws with many examples
 	$(SPREAD) --hypothesis-profile=full tests/emulator
-	$(SPREAD) --hypothesis-profile=full --ignore=tests/emulator -m "not bench"
+	$(SPREAD) --hypothesis-profile=full --ignore=tests/emulator -m "not bench and not namespaces"
+	$(PYTEST) tests/cluster -m namespaces
 	$(PYTEST) -m bench tests/bench
 
 lint: setup-dev ## Check style and types
@@ -57,6 +61,9 @@ bench-moe: setup-bench emulator ## Experts on four ranks: graphs, drafts, overla
 
 bench-context: setup-bench emulator ## Contexts over eight ranks: caches in shards, decoding, prompts
 	$(BIN)/python -m dist_aclgraph.bench.context
+
+bench-start: setup-bench emulator ## Groups that start side by side, against one alone
+	$(BIN)/python -m dist_aclgraph.bench.start
 
 bench-load: setup-bench emulator ## Loading 4 GiB of weights on four ranks, against reading them once
 	$(BIN)/python -m dist_aclgraph.bench.load

@@ -3,4 +3,4 @@
 # wants are --node-ip-address=ADDRESS and --port=PORT (6379).
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-exec ray start --head --port 6379 --dashboard-host 127.0.0.1 "${resources[@]}" "$@"
+exec ray start --head --port 6379 --dashboard-host 127.0.0.1 ${resources[@]+"${resources[@]}"} "$@"

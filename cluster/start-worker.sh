@@ -9,4 +9,4 @@ head=$1
 shift
 case $head in *:*) ;; *) head=$head:6379 ;; esac
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-exec ray start --address "$head" "${resources[@]}" "$@"
+exec ray start --address "$head" ${resources[@]+"${resources[@]}"} "$@"

@@ -112,8 +112,9 @@ class DeviceConfig(Section):
         None,
         min_length=1,
         description="network interfaces of HCCL between nodes (HCCL_SOCKET_IFNAME), e.g. eth0, or "
-        "=eth0 for this one alone, or ^docker for all others; null lets HCCL choose. Addresses "
-        "differ by node: HCCL_IF_IP belongs into the environment of each node's `ray start`",
+        "=eth0 for this one alone, or ^docker for all others; null takes the address that Ray has "
+        "of the node (HCCL_IF_IP) where a group spans nodes. What the environment of a node's "
+        "`ray start` has of these variables goes before all keys",
     )
     hccl_host_ports: str | None = Field(
         None,
@@ -125,6 +126,12 @@ class DeviceConfig(Section):
         None,
         pattern=PORTS,
         description="ports of HCCL on the NPU (HCCL_NPU_SOCKET_PORT_RANGE), likewise",
+    )
+    gloo_interface: str | None = Field(
+        None,
+        min_length=1,
+        description="network interface of Gloo (GLOO_SOCKET_IFNAME), e.g. eth0, for libraries that "
+        "use it beside this runtime, which makes no groups of Gloo",
     )
     soc: str | None = Field(
         None,

@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from dist_aclgraph.config_cluster import ClusterConfig, RecoveryConfig
 from dist_aclgraph.config_device import DeviceConfig
 from dist_aclgraph.config_section import Section
 
@@ -77,6 +78,12 @@ class ParallelConfig(Section):
         1,
         ge=1,
         description="neighbouring tokens that go to the same of dcp shards; divides kv.block_size",
+    )
+
+    tp_across_nodes: bool = Field(
+        False,
+        description="let a tensor parallel group span nodes where none has NPUs for the whole of "
+        "it; its ranks wait for each other twice a layer, over what links the nodes",
     )
 
     @property
@@ -239,6 +246,34 @@ class SpeculativeConfig(Section):
     )
 
 
+class AutoscaleConfig(Section):
+    """How many lockstep groups serve, by the requests that wait."""
+
+    min_groups: int = Field(1, ge=1, le=4096, description="groups that always serve")
+    max_groups: int = Field(
+        0, ge=0, le=4096, description="groups that may serve; 0 leaves their number alone"
+    )
+    target_waiting: int = Field(
+        8, ge=1, description="requests that may wait for each group, before another one is started"
+    )
+    up_s: float = Field(15.0, ge=0, description="how long more must have waited")
+    down_s: float = Field(
+        300.0,
+        ge=0,
+        description="how long nobody must have waited, and half of the other groups have been "
+        "enough, before one is given back",
+    )
+
+    @model_validator(mode="after")
+    def _check_order(self) -> AutoscaleConfig:
+        if self.max_groups and self.max_groups < self.min_groups:
+            raise ValueError(
+                f"max_groups is {self.max_groups}; it must be at least min_groups "
+                f"({self.min_groups}), or 0"
+            )
+        return self
+
+
 class ServeConfig(Section):
     """The HTTP service."""
 
@@ -278,8 +313,8 @@ class ServeConfig(Section):
     )
     api_keys_file: str | None = Field(
         None,
-        description="file with an API key on each line, one of which every request but /health and "
-        "/ready must bring; DIST_ACLGRAPH_API_KEY adds one",
+        description="file with an API key on each line, one of which every request but /health, "
+        "/ready and / must bring; DIST_ACLGRAPH_API_KEY adds one",
     )
     insecure: bool = Field(False, description="serve beyond loopback without an API key, to anyone")
     allowed_hosts: tuple[str, ...] = Field(
@@ -287,6 +322,19 @@ class ServeConfig(Section):
     )
     lenient: bool = Field(False, description="ignore unknown request fields instead of a 400")
     drain_s: float = Field(10.0, ge=0, description="how long a stop waits for running requests")
+    vllm_metrics: bool = Field(
+        False,
+        description="expose metrics under vLLM's names, too, for its boards; those that mean the "
+        "same here",
+    )
+    autoscale: AutoscaleConfig = AutoscaleConfig()
+    replicas: int = Field(
+        1,
+        ge=1,
+        le=256,
+        description="processes that serve HTTP under Ray Serve, each for itself; `dist-aclgraph "
+        "serve` is one",
+    )
 
 
 class TimeoutConfig(Section):
@@ -299,6 +347,11 @@ class TimeoutConfig(Section):
     capture_s: float = Field(120.0, gt=0, description="capturing one bucket")
     step_s: float = Field(60.0, gt=0, description="one step, from plan to the last answer")
     stop_s: float = Field(10.0, gt=0, description="an orderly stop, before workers are killed")
+    drain_s: float = Field(
+        600.0,
+        gt=0,
+        description="how long a group that is taken out of service waits for its running requests",
+    )
     link_s: float = Field(
         10.0, gt=0, description="silence after which an engine, a client or a worker counts as gone"
     )
@@ -350,7 +403,9 @@ class Config(Section):
     kv: KVConfig = KVConfig()
     speculative: SpeculativeConfig = SpeculativeConfig()
     device: DeviceConfig = DeviceConfig()
+    cluster: ClusterConfig = ClusterConfig()
     serve: ServeConfig = ServeConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
     profile: bool = Field(False, description="measure a step's host time by stage")
 

@@ -29,20 +29,40 @@ def child_environment(config: Config) -> dict[str, str]:
         "HCCL_BUFFSIZE": str(config.device.hccl_buffer_mb),
         "HCCL_CONNECT_TIMEOUT": str(math.ceil(max(120.0, config.timeouts.join_s))),
     }
-    device = config.device
+    if (expansion := config.device.hccl_expansion) is not None:
+        variables["HCCL_OP_EXPANSION_MODE"] = HCCL_EXPANSION_NAMES[expansion]
+    return variables
+
+
+def prepare_network(config: DeviceConfig, address: str | None = None) -> None:
+    """Set, before torch_npu is loaded, how this node reaches others; what is set already stays.
+
+    So a node's own environment, that of its ``ray start``, goes before the configuration, which is
+    the same for all nodes.
+
+    Args:
+        address: this node's own, where the ranks of its group are on several; HCCL takes it where
+            nothing else says which to take.
+    """
     asked = {
-        "HCCL_OP_EXPANSION_MODE": device.hccl_expansion
-        and HCCL_EXPANSION_NAMES[device.hccl_expansion],
-        "HCCL_SOCKET_IFNAME": device.hccl_interfaces,
-        "HCCL_HOST_SOCKET_PORT_RANGE": device.hccl_host_ports,
-        "HCCL_NPU_SOCKET_PORT_RANGE": device.hccl_npu_ports,
+        "HCCL_SOCKET_IFNAME": config.hccl_interfaces,
+        "HCCL_HOST_SOCKET_PORT_RANGE": config.hccl_host_ports,
+        "HCCL_NPU_SOCKET_PORT_RANGE": config.hccl_npu_ports,
+        "GLOO_SOCKET_IFNAME": config.gloo_interface,
     }
-    return variables | {name: value for name, value in asked.items() if value is not None}
+    for name, value in asked.items():
+        if value is not None:
+            os.environ.setdefault(name, value)
+    # It goes before the interfaces, for HCCL: who has chosen those wants no other address.
+    if address is not None and "HCCL_SOCKET_IFNAME" not in os.environ:
+        os.environ.setdefault("HCCL_IF_IP", address)
 
 
-def hccl_variables() -> dict[str, str]:
-    """Return what this process's environment tells HCCL."""
-    return {name: value for name, value in os.environ.items() if name.startswith("HCCL_")}
+def network_variables() -> dict[str, str]:
+    """Return what this process's environment tells HCCL, and Gloo."""
+    return {
+        name: value for name, value in os.environ.items() if name.startswith(("HCCL_", "GLOO_"))
+    }
 
 
 def ascend_toolkit() -> Path:

@@ -3,7 +3,7 @@
 DistAclGraphError
   ConfigError             a key, its value, what is allowed
   MissingPackageError     a command needs a package that serving does not
-  PlacementError          Ray cannot give the NPUs that the configuration asks for
+  PlacementError          Ray cannot give the NPUs that are asked for, or a node no port
   WorkerError             a worker actor failed; names rank and phase
     WorkerStartTimeoutError, WorkerLostError, RankDisagreementError
   DeviceError             the device or its runtime refused
@@ -43,7 +43,7 @@ class MissingPackageError(DistAclGraphError):
 
 
 class PlacementError(DistAclGraphError):
-    """The cluster cannot place the workers: too few NPUs, or none answered in time."""
+    """The cluster cannot place the workers: too few NPUs or ports, or none answered in time."""
 
 
 class WorkerError(DistAclGraphError):

@@ -97,7 +97,12 @@ def serving(config: Config) -> Iterator[Serving]:
     """Start a deployment on the Ray cluster of the session, and stop it at the end."""
     deployment = start(config)
     try:
-        client = EngineClient(deployment.addresses, deployment.token, link_s=config.timeouts.link_s)
+        client = EngineClient(
+            deployment.addresses,
+            deployment.token,
+            node_id=deployment.node_id,
+            link_s=config.timeouts.link_s,
+        )
         try:
             yield Serving(deployment, client)
         finally:

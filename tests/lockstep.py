@@ -25,6 +25,7 @@ from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.steps.step import StepPlan
+from dist_aclgraph.topology import Ranks
 from tests.actors.rank_processes import RankProcesses, RankStep, rank_processes, rendezvous
 from tests.deployments import Answer
 from tests.unit.scheduler.requests import submit
@@ -37,7 +38,7 @@ class ForkedStartup(Startup):
         super().__init__(planner, [group], lambda phase: None, lambda *progress: None)
         self._meeting = meeting
 
-    def _place(self, is_emulated: bool, deployment: str) -> None:
+    def _place(self, ranks: Sequence[Ranks], deployment: str) -> None:
         pass
 
     def _join(self, group: LockstepGroup) -> None:
@@ -153,5 +154,5 @@ def lockstep(config: Config) -> Iterator[Lockstep]:
     assert len(planner.layout.lockstep_groups) == 1
     with rendezvous() as meeting, rank_processes(planner.config) as ranks:
         group = LockstepGroup(ranks)
-        ForkedStartup(planner, group, meeting).run(is_emulated=True, deployment="")
+        ForkedStartup(planner, group, meeting).run(planner.layout.lockstep_groups, deployment="")
         yield Lockstep(planner, group, ranks)

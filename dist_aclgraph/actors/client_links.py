@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import zmq
 
+from dist_aclgraph.actors.addresses import Listener, Place
 from dist_aclgraph.actors.messages import (
     MAX_UNREAD_BYTES,
     Abort,
@@ -23,6 +24,7 @@ from dist_aclgraph.actors.messages import (
     Deltas,
     FromEngine,
     Goodbye,
+    Groups,
     Hello,
     Pulse,
     Query,
@@ -33,7 +35,7 @@ from dist_aclgraph.actors.messages import (
     encoder,
     to_engine_decoder,
 )
-from dist_aclgraph.actors.sockets import MAX_MESSAGE_BYTES, Silence, Wakeup, read_frame
+from dist_aclgraph.actors.sockets import Silence, Wakeup, read_frame
 from dist_aclgraph.errors import NotAMessageError
 from dist_aclgraph.steps.delta import StepDeltas
 
@@ -61,6 +63,8 @@ class Link:
 
     Attributes:
         unread: number and bytes of each message that the client has not confirmed.
+        waiting_tokens: what waits here for its requests, as it says.
+        groups_version: of the groups that it routes by.
     """
 
     def __init__(self, routing_id: bytes, client: str, silence: Silence) -> None:
@@ -70,6 +74,8 @@ class Link:
         self.number = 0
         self.unread: deque[tuple[int, int]] = deque()
         self.unread_bytes = 0
+        self.waiting_tokens = 0
+        self.groups_version = 0
 
     def book(self, num_bytes: int) -> None:
         self.unread.append((self.number, num_bytes))
@@ -87,32 +93,41 @@ class ClientLinks:
     """Owns the clients' socket and the I/O thread.
 
     Args:
+        place: where the socket listens.
         token: what clients must know.
         link_s: a client that is silent for longer is gone.
         max_unread_bytes: a client that has more to read is cut off.
+
+    Attributes:
+        address: where clients connect.
+
+    Raises:
+        PlacementError: no port is free.
     """
 
     def __init__(
-        self, address: str, token: str, link_s: float, max_unread_bytes: int = MAX_UNREAD_BYTES
+        self, place: Place, token: str, link_s: float, max_unread_bytes: int = MAX_UNREAD_BYTES
     ) -> None:
-        self.address = address
         self._token = token
         self._link_s = link_s
         self._beat_s = link_s / BEATS_OF_A_SILENCE
         self._max_unread_bytes = max_unread_bytes
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         # Where a frame cannot go, an error and not its silent loss.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_FRAMES)
-        self._socket.bind(address)
+        self._listener = Listener(self._context, place)
+        self.address = self._listener.bind(self._socket, "clients")
         self._links: dict[bytes, Link] = {}
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._outgoing: deque[tuple[Link, StepDeltas]] = deque()
         self._wakeup = Wakeup()
         self._closing = threading.Event()
         self._told = ""  # the failure that clients know of
+        self._setting = threading.Lock()
+        self._groups = Groups(0, 0, ())
+        self._told_groups = self._groups
         self._thread: threading.Thread | None = None
 
     # ---- the loop's thread
@@ -143,6 +158,21 @@ class ClientLinks:
         """Have a new failure told at once."""
         self._wakeup.wake()
 
+    def set_groups(self, groups: Groups) -> None:
+        """Have all clients told of the deployment's groups; any thread. Of several calls, which may
+        overtake each other, the latest version holds.
+        """
+        with self._setting:
+            self._groups = max(self._groups, groups, key=lambda g: g.version)
+        self._wakeup.wake()
+
+    def have_confirmed(self, version: int) -> bool:
+        """Whether all clients route by this version of the groups, or a later one; any thread.
+
+        What they sent before they did is in ``take`` by then.
+        """
+        return all(link.groups_version >= version for link in list(self._links.values()))
+
     def close(self) -> None:
         """Send what is left to be sent, and end the thread."""
         self._closing.set()
@@ -150,6 +180,7 @@ class ClientLinks:
         if self._thread is not None:
             self._thread.join()
         self._socket.close(linger=LAST_WORDS_MS)
+        self._listener.close()
         self._context.term()
         self._wakeup.close()
 
@@ -166,6 +197,7 @@ class ClientLinks:
             is_drained = self._receive(answers)
             self._send_deltas()
             self._tell(answers.failure_now())
+            self._tell_groups()
             now_s = time.monotonic()
             if is_drained:
                 self._look_for_silence(now_s - turned_s)
@@ -199,7 +231,9 @@ class ClientLinks:
             self._events.put((link, message))
         elif isinstance(message, Beat):
             link.confirm(message.received)
-            self._post(link, Pulse(self._told))
+            link.waiting_tokens = message.waiting_tokens
+            link.groups_version = message.groups_version
+            self._post(link, Pulse(self._told, self._others_tokens(link)))
         elif isinstance(message, Query):
             ask = answers.report if message.what == "report" else answers.metrics
             self._post(link, answer(message, ask()))
@@ -215,7 +249,13 @@ class ClientLinks:
                 self._end(link)
         link = Link(routing_id, hello.client, Silence(self._link_s, 2 * self._beat_s))
         self._links[routing_id] = link
-        self._post(link, Pulse(self._told))
+        # Before it counts as an answer: who drains gets nothing.
+        if self._told_groups.version:
+            self._post(link, self._told_groups)
+        self._post(link, Pulse(self._told, self._others_tokens(link)))
+
+    def _others_tokens(self, link: Link) -> int:
+        return sum(other.waiting_tokens for other in self._links.values() if other is not link)
 
     def _send_deltas(self) -> None:
         while self._outgoing:
@@ -235,6 +275,13 @@ class ClientLinks:
             self._told = failure
             for link in list(self._links.values()):
                 self._post(link, Pulse(failure))
+
+    def _tell_groups(self) -> None:
+        groups = self._groups
+        if groups is not self._told_groups:
+            self._told_groups = groups
+            for link in list(self._links.values()):
+                self._post(link, groups)
 
     def _look_for_silence(self, elapsed_s: float) -> None:
         for link in list(self._links.values()):

@@ -9,26 +9,21 @@ from __future__ import annotations
 
 import logging
 import secrets
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
-from dist_aclgraph.actors.engine import EngineSettings
-from dist_aclgraph.actors.group_watch import GroupWatch
+from dist_aclgraph.actors.addresses import Address
 from dist_aclgraph.actors.lockstep_group import LockstepGroup, group_report
 from dist_aclgraph.actors.processes import leave_with_parent
 from dist_aclgraph.actors.ray_errors import ours
-from dist_aclgraph.actors.startup import EPOCH, Startup
+from dist_aclgraph.actors.serving_groups import ServingGroups, stop_groups
+from dist_aclgraph.actors.startup import Startup
 from dist_aclgraph.actors.state import State, advance
-from dist_aclgraph.actors.traffic_watch import TrafficWatch
-from dist_aclgraph.actors.worker_group import fetch
 from dist_aclgraph.config import Config
-from dist_aclgraph.errors import DistAclGraphError, WorkerError
-from dist_aclgraph.planning.chip import Chip
-from dist_aclgraph.planning.exchange import ExchangeRule
+from dist_aclgraph.errors import DistAclGraphError, EngineUnavailableError, WorkerError
 from dist_aclgraph.planning.planner import Planner
 
 logger = logging.getLogger(__name__)
@@ -51,9 +46,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class Service:
-    """Where a serving deployment is reached."""
+    """Where a serving deployment is reached, and what its clients must know."""
 
-    addresses: list[str]
+    addresses: list[Address]
     token: str
     max_model_len: int
 
@@ -65,18 +60,16 @@ class Controller:
         name: of the deployment; what it holds of the cluster bears it.
     """
 
-    def __init__(self, config: Config, name: str, *, is_emulated: bool) -> None:
+    def __init__(self, config: Config, name: str) -> None:
         leave_with_parent()
         self._name = name
         self._config = config
-        self._is_emulated = is_emulated
         self._state = State.PLACING
         self._progress = Progress(self._state.value)
         self._failure = ""  # of the start
         self._groups: list[LockstepGroup] = []
-        self._watch: GroupWatch | None = None
+        self._serving: ServingGroups | None = None
         self._token = secrets.token_hex(16)
-        self._started_s = time.monotonic()
 
     # ---- answered while start() runs
 
@@ -89,19 +82,22 @@ class Controller:
 
     def check(self) -> str:
         """Return why the deployment serves no more, or "" while at least one group does."""
-        return self._failure or (self._watch.failure() if self._watch is not None else "")
+        return self._failure or (self._serving.watch.failure() if self._serving is not None else "")
 
     def report(self) -> dict[str, Any]:
         """Return what is known of the plan, the ranks and every engine's counters.
 
         ``groups`` are those after the first; ``lost_groups`` says which serve no more, and why.
         """
-        reports = [self._report_of(group) for group in self._groups]
+        groups = self._groups if self._serving is None else list(self._serving.groups)
+        reports = [self._report_of(group) for group in groups]
         merged = dict(reports[0]) if reports else {}
         merged["state"] = self._state.value
         merged["failure"] = self.check()
+        merged["controller"] = self._name
+        merged["ray_address"] = ray.get_runtime_context().gcs_address
         merged["groups"] = reports[1:]
-        merged["lost_groups"] = [] if self._watch is None else self._watch.losses()
+        merged["lost_groups"] = [] if self._serving is None else self._serving.watch.losses()
         return merged
 
     def _report_of(self, group: LockstepGroup) -> dict[str, Any]:
@@ -125,7 +121,7 @@ class Controller:
             for reason in planner.mode_reasons:
                 logger.warning(reason)
             startup = Startup(planner, self._groups, self._enter, self._show)
-            startup.run(is_emulated=self._is_emulated, deployment=self._name)
+            startup.run(planner.layout.lockstep_groups, deployment=self._name)
             return self._serve(planner, startup.scopes)
         except Exception as e:
             self._failure = str(e)
@@ -146,55 +142,32 @@ class Controller:
         self._progress = Progress(self._state.value, done, total, detail)
 
     def _serve(self, planner: Planner, scopes: list[list[LockstepGroup]]) -> Service:
-        addresses = [self._open(group, planner) for group in self._groups]
-        watches = [TrafficWatch(planner, groups) for groups in scopes]
-
-        def look(now_s: float) -> None:
-            for watch in watches:
-                watch.look(now_s)
-
-        self._watch = GroupWatch(self._groups, planner.config.timeouts.link_s, look)
+        serving = ServingGroups(self._name, self._token, planner)
+        serving.open(planner, scopes)
+        self._serving = serving
         self._enter(State.SERVING)
-        self._watch.start()
-        num_blocks = min(group.num_blocks for group in self._groups)
-        longest = planner.cache_spec.longest_request(num_blocks, planner.max_model_len)
-        return Service(addresses, self._token, longest)
+        serving.watch.start()
+        return self.service()
 
-    def _open(self, group: LockstepGroup, planner: Planner) -> str:
-        """Send a group's workers into their loops; return where clients reach its engine."""
-        timeout_s = planner.config.timeouts.join_s
-        address = ray.get(group.engine.channel_address.remote(), timeout=timeout_s)
-        group.loops = group.workers.start_loops(address)
-        report = {
-            **group_report(group),
-            "emulated": self._is_emulated,
-            "block_size": planner.config.kv.block_size,
-            "max_model_len": planner.max_model_len,
-            "mode_reasons": list(planner.mode_reasons),
-            "ready_seconds": time.monotonic() - self._started_s,
-        }
-        chip = Chip(group.offers[0].device, group.offers[0].cann)
-        exchange = ExchangeRule.from_config(planner.config, planner.facts, chip)
-        settings = EngineSettings(
-            epoch=EPOCH,
-            num_blocks=group.num_blocks,
-            max_model_len=planner.max_model_len,
-            plan=group.captured.plan,
-            costs=group.captured.costs,
-            lazy_capacity=group.lazy_capacity,
-            exchange=exchange,
-            counts_shared_blocks=chip.counts_shared_blocks(planner.config, planner.facts),
-            token=self._token,
-            report=report,
-        )
-        serving = group.engine.serve.remote(settings)
-        # A worker that dies on its way into the loop must not leave us waiting.
-        ready, _ = ray.wait([serving, *group.loops], num_returns=1, timeout=timeout_s)
-        if not ready:
-            raise WorkerError(f"no step loop within {timeout_s:g} s", phase=self._state.value)
-        if ready[0] != serving:
-            fetch(ready[0], group.workers.ranks[group.loops.index(ready[0])], "CAPTURING")
-        return str(ray.get(serving, timeout=timeout_s))
+    # ---- while it serves
+
+    def service(self) -> Service:
+        """Say where the deployment is reached now."""
+        serving = self._open_groups()
+        return Service(serving.addresses, self._token, serving.max_model_len)
+
+    def scale(self, count: int) -> None:
+        """Have so many groups take requests; see ``ServingGroups.scale``."""
+        self._open_groups().scale(count)
+
+    def roll(self, config: Config) -> None:
+        """Replace all groups by groups of another configuration; see ``ServingGroups.roll``."""
+        self._open_groups().roll(config)
+
+    def _open_groups(self) -> ServingGroups:
+        if self._serving is None or self._state is not State.SERVING:
+            raise EngineUnavailableError(f"the deployment is {self._state.value}, not SERVING")
+        return self._serving
 
     # ---- the end
 
@@ -207,17 +180,8 @@ class Controller:
             self._enter(State.STOPPED)
 
     def _stop_actors(self) -> None:
-        if self._watch is not None:
-            self._watch.stop()
-        stopping = [
-            ref
-            for group in self._groups
-            if group.engine is not None
-            for ref in (group.engine.stop.remote(), *group.loops)
-        ]
-        if stopping:
-            ray.wait(stopping, num_returns=len(stopping), timeout=self._config.timeouts.stop_s)
-        for group in self._groups:
-            if group.engine is not None:
-                ray.kill(group.engine)
-            group.workers.kill()
+        groups = self._groups
+        if self._serving is not None:
+            self._serving.watch.stop()
+            groups = self._serving.groups
+        stop_groups(groups, self._config.timeouts.stop_s)

@@ -11,6 +11,7 @@ import ray
 from ray.exceptions import RayError
 
 from dist_aclgraph.actors import placement
+from dist_aclgraph.actors.addresses import Address
 from dist_aclgraph.actors.controller import Controller, Progress, Service
 from dist_aclgraph.actors.local_ray import NAMESPACE, LocalRay, start_ray
 from dist_aclgraph.actors.ray_errors import ours
@@ -19,6 +20,7 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.device import emulator
 from dist_aclgraph.device.kind import resolve_kind
 from dist_aclgraph.device.torch_build import check_torch
+from dist_aclgraph.environment import ray_address
 from dist_aclgraph.errors import EngineDeadError
 from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.shapes.model_spec import read_model_spec
@@ -55,9 +57,22 @@ class Deployment:
         self._name = name
         self._local_ray = local_ray
         self._owns_connection = owns_connection
-        self.addresses = service.addresses
+        self.node_id: str = ray.get_runtime_context().get_node_id()
         self.token = service.token
         self.max_model_len = service.max_model_len
+
+    @property
+    def addresses(self) -> list[Address]:
+        """Of the engines of all groups, now.
+
+        Raises:
+            EngineDeadError: the deployment does not serve.
+        """
+        try:
+            service: Service = ray.get(self._controller.service.remote(), timeout=ANSWER_S)
+        except RayError as e:
+            raise EngineDeadError(str(ours(e, "asking for the groups"))) from e
+        return service.addresses
 
     def report(self) -> dict[str, Any]:
         """Return plan, buckets with their counters, eager steps by reason, ranks and memory."""
@@ -80,6 +95,23 @@ class Deployment:
             raise EngineDeadError(str(ours(e, "asking the controller"))) from e
         if failure:
             raise EngineDeadError(failure)
+
+    def scale(self, count: int) -> None:
+        """Have so many groups take requests, while those that stay serve on.
+
+        Raises:
+            DistAclGraphError: it could not be done; what serves goes on.
+        """
+        fetch(self._controller.scale.remote(count), NO_RANK, "SERVING")
+
+    def roll(self, config: Config) -> None:
+        """Replace all groups by groups of another configuration, without a failed request.
+
+        Raises:
+            DistAclGraphError: it could not be done; what serves goes on.
+        """
+        check(config)
+        fetch(self._controller.roll.remote(config), NO_RANK, "SERVING")
 
     def shut_down(self) -> None:
         """Stop all that was started. Safe to call twice."""
@@ -118,10 +150,11 @@ def start(config: Config, on_progress: OnProgress | None = None) -> Deployment:
         DistAclGraphError: typed, naming rank and phase where a worker failed; nothing is left.
     """
     check(config)
-    is_emulated = resolve_kind(config.device.kind) == "emulated"
-    if is_emulated:
-        emulator.build()
     owns_connection = not ray.is_initialized()
+    # In a cluster that is there already, this node needs no device: workers look at theirs.
+    is_local = owns_connection and ray_address() is None
+    if is_local and resolve_kind(config.device.kind) == "emulated":
+        emulator.build()
     local_ray = start_ray(config) if owns_connection else None
     if local_ray is not None:
         # What is left of Ray would keep the engine; without it, clients learn of the end at once.
@@ -129,10 +162,8 @@ def start(config: Config, on_progress: OnProgress | None = None) -> Deployment:
         local_ray.watch(lambda _: started.kill())
     controller, name = None, f"{CONTROLLER}-{secrets.token_hex(4)}"
     try:
-        actor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)(Controller)
-        controller = actor.options(name=name, namespace=NAMESPACE).remote(
-            config, name, is_emulated=is_emulated
-        )
+        actor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=8)(Controller)
+        controller = actor.options(name=name, namespace=NAMESPACE).remote(config, name)
         service = _wait_for(controller, local_ray, on_progress)
     except BaseException as e:
         if controller is not None and (local_ray is None or not local_ray.death):

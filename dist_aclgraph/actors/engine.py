@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import gc
-import socket
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from dist_aclgraph.actors.addresses import Address, Place
 from dist_aclgraph.actors.client_links import ClientLinks
 from dist_aclgraph.actors.engine_loop import EngineLoop
 from dist_aclgraph.actors.graph_changes import ChannelRanks, GraphChanges
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
+from dist_aclgraph.actors.messages import Groups
 from dist_aclgraph.actors.processes import leave_with_parent
 from dist_aclgraph.actors.run_directory import RunDirectory
 from dist_aclgraph.actors.step_channel import ChannelAddress, StepSender
@@ -66,37 +67,36 @@ class Engine:
         world_ranks: Sequence[WorldRank],
         workers: Sequence[Any],
         *,
-        one_node: bool,
-        host: str,
+        node_id: str,
+        workers_host: str | None,
+        clients_host: str | None,
     ) -> None:
-        """Open the step channel; workers may connect from now on."""
+        """Open the step channel; workers may connect from now on.
+
+        Args:
+            node_id: where this actor runs, as Ray calls it.
+            workers_host, clients_host: this node's own address, where there may be workers, or
+                clients, on other nodes; else None.
+        """
         leave_with_parent()
         self._config = config
         self._world_ranks = tuple(world_ranks)
         self._directory = RunDirectory()
-        self._host = host
-        self._one_node = one_node
-        self._channel = StepSender(
-            world_ranks,
-            self._directory.path if one_node else None,
-            host,
-            partial(ask_workers, workers),
-        )
+        place = Place(node_id, self._directory.path, workers_host, config.cluster.port_range)
+        self._clients_at = replace(place, host=clients_host)
+        self._channel = StepSender(world_ranks, place, partial(ask_workers, workers))
         self._loop: EngineLoop | None = None
         self._thread: threading.Thread | None = None
 
     def rendezvous(self) -> str:
-        """Return where the workers' HCCL world meets: a file on one node, else a port here."""
-        if self._one_node:
-            return f"file://{self._directory.path}/rendezvous"
-        with socket.socket() as probe:
-            probe.bind((self._host, 0))
-            return f"tcp://{self._host}:{probe.getsockname()[1]}"
+        """Return where workers that are all on this node meet for HCCL: a file."""
+        return f"file://{self._directory.path}/rendezvous"
 
-    def channel_address(self) -> ChannelAddress:
-        return self._channel.address
+    def channel_addresses(self, node_ids: Sequence[str]) -> list[ChannelAddress]:
+        """Return where workers find the step channel, by their nodes."""
+        return [self._channel.address_for(node_id) for node_id in node_ids]
 
-    def serve(self, settings: EngineSettings) -> str:
+    def serve(self, settings: EngineSettings) -> Address:
         """Wait for all workers to listen, start the loop, and return the clients' address."""
         config = self._config
         layout = ParallelLayout.from_config(config.parallel).within_group
@@ -123,7 +123,6 @@ class Engine:
             pcp=layout.pcp,
             choose_exchange=settings.exchange.choose,
         )
-        address = f"ipc://{self._directory.path}/clients"
         ranks = ChannelRanks(
             self._channel,
             self._world_ranks,
@@ -132,10 +131,11 @@ class Engine:
             pool_bytes=settings.report["pool_bytes"],
         )
         timeouts = config.timeouts
+        clients = ClientLinks(self._clients_at, settings.token, timeouts.link_s)
         self._loop = EngineLoop(
             scheduler,
             self._channel,
-            ClientLinks(address, settings.token, timeouts.link_s),
+            clients,
             step_timeout_s=timeouts.step_s,
             turn_timeout_s=timeouts.link_s,
             changes=GraphChanges(
@@ -150,7 +150,7 @@ class Engine:
         gc.freeze()
         self._thread = threading.Thread(target=self._loop.run, name="engine-loop", daemon=True)
         self._thread.start()
-        return address
+        return clients.address
 
     def _check(self) -> None:
         assert self._loop is not None
@@ -167,6 +167,16 @@ class Engine:
         assert self._loop is not None
         self._loop.change_plan(plan, actions)
 
+    def set_groups(self, groups: Groups) -> None:
+        """Have clients told which groups the deployment has."""
+        assert self._loop is not None
+        self._loop.set_groups(groups)
+
+    def drain(self, version: int, timeout_s: float) -> bool:
+        """Wait for the end of what runs; see ``EngineLoop.drain``."""
+        assert self._loop is not None
+        return self._loop.drain(version, timeout_s)
+
     def fail(self, reason: str) -> None:
         """A worker is gone."""
         if self._loop is not None:
@@ -176,6 +186,11 @@ class Engine:
         """Return why the group serves no more, when that is so: the engine's death notice."""
         assert self._loop is not None
         return self._loop.wait_for_end()
+
+    def demand(self) -> tuple[int, int]:
+        """Return how many requests run, and how many wait."""
+        assert self._loop is not None
+        return self._loop.demand()
 
     def report(self) -> dict[str, Any]:
         return self._loop.report() if self._loop is not None else {}

@@ -1,8 +1,12 @@
 """EngineClient: how an ingress, or an LLM object, talks to the engines of a deployment.
 
-One I/O thread owns all sockets. A request lives on one engine from submit to its last delta; a link
-that is lost ends all its requests with an error, here and in the engine, so that nobody hangs.
-Another one is opened in its place, and the engine is used again once it answers.
+One I/O thread owns all sockets. A link that is lost ends all its requests in the engine; here they
+go on with another engine, from the tokens that they have (``token_log.py``), or end with an error
+where there is none, so that nobody hangs. Another link is opened in its place, and the engine is
+used again once it answers.
+
+Which engines there are, any of them says (``Groups``): requests go to those that take some, by the
+rule of ``scheduler/routing.py``, and who drains is left once it has no request any more.
 """
 
 from __future__ import annotations
@@ -15,20 +19,22 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import zmq
 
+from dist_aclgraph.actors.addresses import Address
 from dist_aclgraph.actors.engine_link import BEATS_OF_A_SILENCE, EngineLink
 from dist_aclgraph.actors.messages import (
     Abort,
     Answer,
     Deltas,
     Goodbye,
+    Groups,
     Hello,
     Query,
     QueryKind,
@@ -37,16 +43,24 @@ from dist_aclgraph.actors.messages import (
     failed,
 )
 from dist_aclgraph.actors.sockets import Wakeup
+from dist_aclgraph.actors.token_log import MAX_LOSSES, OnDelta, OpenRequest
 from dist_aclgraph.config import Config
-from dist_aclgraph.errors import DistAclGraphError, EngineDeadError, InvalidParameterError
+from dist_aclgraph.errors import (
+    DistAclGraphError,
+    EngineDeadError,
+    InvalidParameterError,
+    PlacementError,
+)
 from dist_aclgraph.ints import IntArray, pack_ints
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.request import row_sampling
+from dist_aclgraph.scheduler.routing import RoutedCounts, Router
 from dist_aclgraph.steps.delta import RequestDelta
 
+# Of caches, until an engine has said what they are.
+TOKENS_PER_BLOCK, CACHE_BLOCKS = 128, 4096
 NUMBERS = 1 << 31  # of requests on one engine, before they begin again
-OnDelta = Callable[[RequestDelta], None]
-
+GroupState = Literal["serving", "draining", "lost"]
 STOPPING = "the service is stopping"
 
 logger = logging.getLogger(__name__)
@@ -55,9 +69,14 @@ logger = logging.getLogger(__name__)
 class Deployment(Protocol):
     """What an ingress or an LLM needs of a running deployment."""
 
-    addresses: list[str]
+    node_id: str  # where this process is, as Ray calls it
     token: str
     max_model_len: int
+
+    @property
+    def addresses(self) -> list[Address]:
+        """Of the engines of all groups, now."""
+        ...
 
     def report(self) -> dict[str, Any]:
         """Return plan, buckets with their counters, eager steps by reason, ranks and memory."""
@@ -77,11 +96,21 @@ StartDeployment = Callable[[Config], Deployment]
 
 @dataclass(eq=False)
 class _Engine:
-    """One engine. The client's lock guards ``requests``, ``queries`` and ``dead_because``."""
+    """One engine. The client's lock guards what is not the link.
 
+    Attributes:
+        name: of its group.
+        is_draining: it takes no new requests.
+        is_listed: the deployment still has it.
+    """
+
+    name: str
+    url: str
     open_link: Callable[[], EngineLink]
     dead_because: str = ""
-    requests: dict[str, OnDelta] = field(default_factory=dict)
+    is_draining: bool = False
+    is_listed: bool = True
+    requests: dict[str, OpenRequest] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)  # request ids, by their numbers here
     num_submitted: int = 0
     queries: dict[int, Future[dict[str, Any]]] = field(default_factory=dict)
@@ -89,17 +118,49 @@ class _Engine:
     def __post_init__(self) -> None:
         self.link = self.open_link()
 
+    @property
+    def state(self) -> GroupState:
+        if self.dead_because:
+            return "lost"
+        return "draining" if self.is_draining else "serving"
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What is left of a deployment, in lockstep groups.
+
+    Attributes:
+        serving: groups that take requests.
+        draining: those that end what they have.
+        lost: why groups are dead, by their names.
+    """
+
+    serving: int
+    draining: int
+    lost: dict[str, str]
+
+    @property
+    def total(self) -> int:
+        return self.serving + self.draining + len(self.lost)
+
+    def by_state(self) -> dict[str, int]:
+        return {"serving": self.serving, "draining": self.draining, "lost": len(self.lost)}
+
 
 class EngineClient:
     """Owns the connections to the engines. Knows token ids only, no text.
 
     Args:
-        addresses: one ZeroMQ address per lockstep group.
+        addresses: of the engines, one per lockstep group. The groups are called 0, 1, ... until an
+            engine says their names.
+        node_id: where this process is, as Ray calls it.
         token: the deployment's connection token.
         link_s: silence after which an engine counts as dead: ``timeouts.link_s``.
     """
 
-    def __init__(self, addresses: Sequence[str], token: str, *, link_s: float) -> None:
+    def __init__(
+        self, addresses: Sequence[Address], token: str, *, node_id: str, link_s: float
+    ) -> None:
         if not addresses:
             raise EngineDeadError("the deployment has no engine")
         self._lock = threading.Lock()
@@ -107,13 +168,18 @@ class EngineClient:
         self._commands: queue.SimpleQueue[tuple[_Engine, ToEngine]] = queue.SimpleQueue()
         self._wakeup = Wakeup()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        hello = Hello(token, secrets.token_hex(8))
-        self._engines = [
-            _Engine(partial(EngineLink, self._context, address, hello, link_s))
-            for address in addresses
-        ]
+        self._hello = Hello(token, secrets.token_hex(8))
+        self._node_id = node_id
+        self._link_s = link_s
+        self._groups_version = 0
+        # Replicas begin with different ones of equal groups.
+        self._router = Router(TOKENS_PER_BLOCK, first=secrets.randbelow(len(addresses)))
+        self._engines: dict[str, _Engine] = {}  # by URL, as for the router
+        for index, address in enumerate(addresses):
+            self._add(str(index), address, CACHE_BLOCKS)
         self._beat_s = link_s / BEATS_OF_A_SILENCE
         self._owner: dict[str, tuple[_Engine, int]] = {}  # and the request's number there
+        self.num_resumed = 0  # requests that another engine went on with
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
         self._thread.start()
@@ -131,7 +197,7 @@ class EngineClient:
         seed: int = 0,
         cache_salt: str = "",
     ) -> None:
-        """Give a request to the engine with the fewest outstanding ones.
+        """Give a request to an engine, chosen by ``choose_group``.
 
         Args:
             params: ``max_tokens`` must be set; the caller knows the context's end.
@@ -149,31 +215,46 @@ class EngineClient:
         sampling = row_sampling(
             params, seed=seed, num_prompt_tokens=len(prompt_ids), end_ids=stop_ids
         )
-        prompt = pack_ints(prompt_ids)
+        request = OpenRequest(
+            request_id,
+            bytearray(pack_ints(prompt_ids)),
+            sampling,
+            params.max_tokens,
+            tuple(stop_ids),
+            cache_salt,
+            on_delta,
+        )
         with self._lock:
             if request_id in self._owner:
                 raise InvalidParameterError(f"request id {request_id!r} is in use", "request_id")
-            alive = [engine for engine in self._engines if not engine.dead_because]
-            if not alive or self._closing.is_set():
-                raise EngineDeadError(self._engines[0].dead_because or STOPPING)
-            engine = min(alive, key=lambda engine: len(engine.requests))
-            number = engine.num_submitted % NUMBERS
-            engine.num_submitted += 1
-            engine.requests[request_id] = on_delta
-            engine.names[number] = request_id
-            self._owner[request_id] = engine, number
-        self._command(
-            engine,
-            Submit(
-                request_id,
-                number,
-                prompt,
-                sampling,
-                params.max_tokens,
-                tuple(stop_ids),
-                cache_salt,
-            ),
-        )
+            if not self._give(request):
+                raise EngineDeadError(self._first_loss() or STOPPING)
+        self._wakeup.wake()
+
+    def _taking(self) -> list[str]:
+        """Return the URLs of the engines that requests may go to. The lock is held.
+
+        One that has not answered yet may never do: it is used only where none has.
+        """
+        alive = [e for e in self._engines.values() if not e.dead_because and not e.is_draining]
+        return [e.url for e in alive if e.link.is_welcome] or [e.url for e in alive]
+
+    def _give(self, request: OpenRequest) -> bool:
+        """Give a request to an engine; return whether one takes requests. The lock is held."""
+        taking = self._taking()
+        if not taking or self._closing.is_set():
+            return False
+        request_id, tokens = request.request_id, bytes(request.tokens)
+        engine = self._engines[self._router.route(request_id, tokens, request.cache_salt, taking)]
+        number = engine.num_submitted % NUMBERS
+        engine.num_submitted += 1
+        engine.requests[request_id] = request
+        engine.names[number] = request_id
+        self._owner[request_id] = engine, number
+        # Before the lock is given back: what is routed by one version of the groups is sent before
+        # that of the next one is confirmed.
+        self._commands.put((engine, request.submit(number)))
+        return True
 
     def abort(self, request_id: str) -> None:
         """End a request, whose deltas nobody wants any more; unknown ids are ignored."""
@@ -187,41 +268,89 @@ class EngineClient:
         engine, number = self._owner.pop(request_id, (None, 0))
         if engine is not None:
             del engine.requests[request_id], engine.names[number]
+            self._router.ended(request_id)
         return engine
 
-    def query(self, what: QueryKind, timeout_s: float = 5.0) -> list[dict[str, Any]]:
-        """Return one answer per living engine, in the order of the addresses.
+    def query(self, what: QueryKind, timeout_s: float = 5.0) -> dict[str, dict[str, Any]]:
+        """Return the answer of each living engine, by the names of their groups.
+
+        One that leaves meanwhile, as it has drained, is left out.
 
         Raises:
             EngineDeadError: all engines are dead, or one did not answer in time.
         """
         self.check()
-        futures: list[Future[dict[str, Any]]] = []
-        for engine in self._engines:
+        futures: dict[str, Future[dict[str, Any]]] = {}
+        for engine in self._known():
             query = Query(next(self._query_ids), what)
             future: Future[dict[str, Any]] = Future()
             with self._lock:
-                if engine.dead_because:
+                if engine.dead_because or engine.url not in self._engines:
                     continue
                 engine.queries[query.query_id] = future
-            futures.append(future)
+            futures[engine.name] = future
             self._command(engine, query)
         deadline = time.monotonic() + timeout_s
-        try:
-            return [future.result(max(0.0, deadline - time.monotonic())) for future in futures]
-        except FutureTimeoutError:
-            raise EngineDeadError(f"no answer to {what} within {timeout_s:g} s") from None
+        answers: dict[str, dict[str, Any]] = {}
+        for name, future in futures.items():
+            try:
+                answers[name] = future.result(max(0.0, deadline - time.monotonic()))
+            except CancelledError:  # it has left
+                continue
+            except FutureTimeoutError:
+                raise EngineDeadError(f"no answer to {what} within {timeout_s:g} s") from None
+        return answers
 
     def check(self) -> None:
         """Raise EngineDeadError, with the causes, if no engine is alive."""
-        losses = self.losses()
-        if len(losses) == len(self._engines) or not self._thread.is_alive():
-            raise EngineDeadError("; ".join(losses) or STOPPING)
+        capacity = self.capacity()
+        if not capacity.serving + capacity.draining or not self._thread.is_alive():
+            raise EngineDeadError("; ".join(capacity.lost.values()) or STOPPING)
 
     def losses(self) -> list[str]:
         """Return why engines are dead, one reason for each; the others serve on."""
+        return list(self.capacity().lost.values())
+
+    def capacity(self) -> Capacity:
+        """Return how many groups there are, and what they do."""
         with self._lock:
-            return [e.dead_because for e in self._engines if e.dead_because]
+            known = list(self._engines.values())
+            lost = {e.name: e.dead_because for e in known if e.dead_because}
+            alive = [e for e in known if not e.dead_because]
+        draining = sum(e.is_draining for e in alive)
+        return Capacity(len(alive) - draining, draining, lost)
+
+    def states(self) -> dict[str, GroupState]:
+        """Return what each group does, by their names."""
+        with self._lock:
+            return {engine.name: engine.state for engine in self._engines.values()}
+
+    def wait_for_end(self, timeout_s: float) -> bool:
+        """Return whether this client was closed, within so long."""
+        return self._closing.wait(timeout_s)
+
+    def routed(self) -> dict[str, RoutedCounts]:
+        """Return what was sent to each group, by their names."""
+        with self._lock:
+            counts = self._router.counts
+            return {e.name: replace(counts[e.url]) for e in self._engines.values()}
+
+    def _first_loss(self) -> str:
+        return next((e.dead_because for e in self._engines.values() if e.dead_because), "")
+
+    def _known(self) -> list[_Engine]:
+        with self._lock:
+            return list(self._engines.values())
+
+    def _add(self, name: str, address: Address, cache_blocks: int) -> None:
+        """Get to know an engine, or more of it. The lock is held, once there is a thread."""
+        url = address.file.url
+        if url not in self._engines:
+            endpoint = address.seen_from(self._node_id)
+            link = partial(EngineLink, self._context, endpoint, self._hello, self._link_s)
+            self._engines[url] = _Engine(name, url, link)
+        self._engines[url].name = name
+        self._router.add(url, cache_blocks)
 
     @property
     def num_outstanding(self) -> int:
@@ -247,8 +376,9 @@ class EngineClient:
             logger.exception("the client's thread has ended")
             reason = f"{type(e).__name__}: {e}"
         self._closing.set()
-        for engine in self._engines:
+        for engine in self._known():
             self._lose(engine, reason)
+        for engine in self._known():
             engine.link.close()
 
     def _serve(self) -> None:
@@ -257,38 +387,83 @@ class EngineClient:
         while not self._closing.is_set():
             poller.poll(max(0, int((next_beat_s - time.monotonic()) * 1000) + 1))
             self._wakeup.drain()
-            for engine in self._engines:
+            version = self._groups_version
+            for engine in self._known():
                 self._receive(engine)
             self._send_commands()
-            if time.monotonic() >= next_beat_s:
+            is_new = self._groups_version != version
+            if is_new or time.monotonic() >= next_beat_s:
                 next_beat_s = time.monotonic() + self._beat_s
-                if self._beat():
+                if self._beat() or is_new:
                     poller = self._make_poller()
         self._send_commands()
-        for engine in self._engines:
+        for engine in self._known():
             engine.link.send(Goodbye())
 
     def _make_poller(self) -> zmq.Poller:
         poller = zmq.Poller()
         poller.register(self._wakeup.fileno(), zmq.POLLIN)
-        for engine in self._engines:
+        for engine in self._known():
             for socket in engine.link.sockets:
                 poller.register(socket, zmq.POLLIN)
         return poller
 
     def _beat(self) -> bool:
-        """Give signs of life, and replace links that were lost; say whether there were any."""
+        """Give signs of life, and replace links that were lost or are needed no more; say whether
+        there were any.
+        """
         is_new = False
-        for engine in self._engines:
+        for engine in self._known():
+            if self._leave(engine):
+                is_new = True
+                continue
             if engine.link.is_lost:
                 engine.link.close(0)
                 engine.link = engine.open_link()
                 is_new = True
+            with self._lock:
+                load = self._router.load(engine.url)
             try:
-                engine.link.beat()
+                engine.link.beat(load, self._groups_version)
             except EngineDeadError as e:
                 self._lose(engine, str(e))
         return is_new
+
+    def _leave(self, engine: _Engine) -> bool:
+        """Forget an engine that has drained; say whether it was so."""
+        with self._lock:
+            is_over = engine.link.is_lost or not (engine.is_listed or engine.requests)
+            if not (engine.is_draining and is_over):
+                return False
+            del self._engines[engine.url]
+            self._router.remove(engine.url)
+            queries, engine.queries = engine.queries, {}
+        if not engine.link.is_lost:
+            engine.link.send(Goodbye())
+        engine.link.close()
+        engine.link.is_lost = True  # for commands that are on their way to it
+        for future in queries.values():
+            future.cancel()
+        return True
+
+    def _adopt(self, groups: Groups) -> None:
+        """Take in which groups there are. None at all would be no news, but an end."""
+        if groups.version <= self._groups_version or not groups.groups:
+            return
+        with self._lock:
+            self._groups_version = groups.version
+            self._router.tokens_per_block = groups.tokens_per_block
+            listed = {entry.address.file.url: entry for entry in groups.groups}
+            for url, engine in self._engines.items():
+                engine.is_listed = url in listed
+                engine.is_draining = not engine.is_listed or listed[url].is_draining
+            for url, entry in listed.items():
+                if url not in self._engines and entry.is_draining:
+                    continue
+                try:
+                    self._add(entry.name, entry.address, entry.cache_blocks)
+                except PlacementError as e:  # others may reach it
+                    logger.warning("group %s cannot be used from here: %s", entry.name, e)
 
     def _receive(self, engine: _Engine) -> None:
         if engine.link.is_lost:
@@ -297,13 +472,16 @@ class EngineClient:
             for message in engine.link.receive():
                 if isinstance(message, Answer):
                     self._answered(engine, message)
+                elif isinstance(message, Groups):
+                    self._adopt(message)
                 else:
                     self._deliver(engine, message)
         except EngineDeadError as e:
             self._lose(engine, str(e))
             return
-        if engine.dead_because and engine.link.is_welcome:
-            with self._lock:
+        with self._lock:
+            self._router.hear(engine.url, engine.link.others_tokens)
+            if engine.dead_because and engine.link.is_welcome:
                 engine.dead_because = ""
 
     def _answered(self, engine: _Engine, message: Answer) -> None:
@@ -313,13 +491,38 @@ class EngineClient:
             future.set_result(json.loads(message.body))
 
     def _deliver(self, engine: _Engine, message: Deltas) -> None:
+        """Hand out what a step brought.
+
+        Raises:
+            EngineDeadError: the engine says that it is dead; what it had is still there.
+        """
         for delta in message.step.each(engine.names):
+            if delta.error_kind == EngineDeadError.__name__:
+                raise EngineDeadError(delta.error)
             with self._lock:
-                on_delta = engine.requests.get(delta.request_id)
-                if on_delta is not None and delta.finish_reason is not None:
+                request = engine.requests.get(delta.request_id)
+                self._router.begun(delta.request_id)
+                if request is not None and delta.finish_reason is not None:
                     self._forget(delta.request_id)
-            if on_delta is not None:
-                self._tell(on_delta, delta)
+            if request is None:
+                continue
+            request.note(delta)
+            self._tell(request.on_delta, delta)
+
+    def _go_on(self, request: OpenRequest, reason: str) -> None:
+        """Go on with a request whose engine is dead, or end it where nobody can."""
+        request.losses += 1
+        if request.may_kill:
+            reason = f"{MAX_LOSSES} engines died while they ran this request; the last: {reason}"
+            logger.error("request %r is not tried again: %s", request.request_id, reason)
+        else:
+            with self._lock:
+                is_taken = self._give(request)
+                self.num_resumed += is_taken
+            if is_taken:
+                logger.info("request %r goes on elsewhere: %s", request.request_id, reason)
+                return
+        self._tell(request.on_delta, failed(request.request_id, EngineDeadError(reason)))
 
     def _tell(self, on_delta: OnDelta, delta: RequestDelta) -> None:
         """Call a request's callback. What it raises ends this request, and nothing else."""
@@ -333,7 +536,7 @@ class EngineClient:
                 self._tell(on_delta, failed(delta.request_id, error))
 
     def _lose(self, engine: _Engine, reason: str) -> None:
-        """End everything that waits for this engine."""
+        """Go on elsewhere with all that this engine has; questions to it end."""
         with self._lock:
             engine.dead_because = reason
             engine.link.is_lost = True
@@ -341,8 +544,9 @@ class EngineClient:
             queries, engine.queries = engine.queries, {}
             for request_id in requests:
                 self._forget(request_id)
-        for request_id, on_delta in requests.items():
-            self._tell(on_delta, failed(request_id, EngineDeadError(reason)))
+            self._router.forget_cache(engine.url)
+        for request in requests.values():
+            self._go_on(request, reason)
         for future in queries.values():
             future.set_exception(EngineDeadError(reason))
 
@@ -353,8 +557,8 @@ class EngineClient:
     def _send_commands(self) -> None:
         while not self._commands.empty():
             engine, message = self._commands.get()
-            # What was lost with its link has ended already; a new connection knows nothing of it.
-            if isinstance(message, Submit) and message.request_id not in engine.requests:
+            # What was lost with its link goes on elsewhere; a new connection knows nothing of it.
+            if isinstance(message, Submit) and message.number not in engine.names:
                 continue
             if not engine.link.is_lost:
                 engine.link.send(message)

@@ -6,11 +6,14 @@ import time
 from collections.abc import Iterator
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
+from dist_aclgraph.actors.addresses import Endpoint
 from dist_aclgraph.actors.messages import (
     Answer,
     Beat,
     Deltas,
+    Groups,
     Hello,
     Pulse,
     Refused,
@@ -24,6 +27,11 @@ from dist_aclgraph.errors import EngineDeadError, NotAMessageError
 FRAMES_A_TURN = 256  # so that a flood of tokens delays no beat
 BEATS_OF_A_SILENCE = 20
 LAST_WORDS_MS = 100
+REFUSALS = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 
 class EngineLink:
@@ -35,13 +43,19 @@ class EngineLink:
     Attributes:
         is_welcome: whether the engine has answered on this connection, and serves.
         is_lost: whether this connection is over; set by whoever has caught its error.
+        others_tokens: what waits at the engine for other clients, as it said last.
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], address: str, hello: Hello, link_s: float
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: Endpoint,
+        hello: Hello,
+        link_s: float,
     ) -> None:
         self.is_welcome = False
         self.is_lost = False
+        self.others_tokens = 0
         self._received = 0
         self._silence = Silence(link_s, 2 * link_s / BEATS_OF_A_SILENCE)
         self._beaten_s = time.monotonic()
@@ -49,8 +63,8 @@ class EngineLink:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         # No limit that discards or blocks: what we send is bounded by the requests that are open.
         self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._socket.connect(address)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | REFUSALS)
+        endpoint.connect(self._socket)
         self.send(hello)
 
     @property
@@ -61,7 +75,7 @@ class EngineLink:
     def send(self, message: ToEngine) -> None:
         self._socket.send(encoder.encode(message), zmq.NOBLOCK)
 
-    def receive(self) -> Iterator[Deltas | Answer]:
+    def receive(self) -> Iterator[Deltas | Answer | Groups]:
         """Yield what the engine has sent.
 
         Raises:
@@ -81,6 +95,7 @@ class EngineLink:
                 if message.failure:
                     raise EngineDeadError(message.failure)
                 self.is_welcome = True
+                self.others_tokens = message.others_tokens
                 continue
             if isinstance(message, Deltas):
                 if message.number != self._received + 1:
@@ -94,10 +109,15 @@ class EngineLink:
         else:
             return  # there may be more, which counts even if the connection has ended since
         if self._monitor.poll(0):
+            if recv_monitor_message(self._monitor)["event"] & REFUSALS:
+                raise EngineDeadError(
+                    "the engine refused the connection: the keys are not those of its deployment, "
+                    "or it was just ending"
+                )
             raise EngineDeadError("the connection to the engine has ended: its process is gone")
 
-    def beat(self) -> None:
-        """Give a sign of life, and see whether the engine gives any.
+    def beat(self, waiting_tokens: int, groups_version: int) -> None:
+        """Give a sign of life, and see whether the engine gives any; see ``Beat``.
 
         Raises:
             EngineDeadError: it has been silent for too long.
@@ -109,9 +129,12 @@ class EngineLink:
         if not self._socket.poll(0) and self._silence.listen(elapsed_s):
             raise EngineDeadError(f"the engine has been silent for {self._silence.silent_s:.1f} s")
         if self.is_welcome:  # else our greeting still waits for an engine
-            self.send(Beat(self._received))
+            self.send(Beat(self._received, waiting_tokens, groups_version))
 
     def close(self, linger_ms: int = LAST_WORDS_MS) -> None:
+        """End the connection. Idempotent."""
+        if self._socket.closed:
+            return
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(linger_ms)

@@ -7,6 +7,7 @@ workers run step n + 1.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 from dist_aclgraph.actors.client_links import ClientLinks, Link
 from dist_aclgraph.actors.engine_report import LoopCounts, group_metrics, group_report
 from dist_aclgraph.actors.graph_changes import GraphChanges
-from dist_aclgraph.actors.messages import Submit
+from dist_aclgraph.actors.messages import Groups, Submit
 from dist_aclgraph.actors.recipients import Recipients
 from dist_aclgraph.actors.step_channel import StepSender
 from dist_aclgraph.errors import (
@@ -86,6 +87,8 @@ class EngineLoop:
         self._seen_s = time.monotonic()  # when the loop last showed that it goes on
         self._failure = ""
         self._stopping = False
+        self._drains_from = 0  # version of the clients' groups in which this one drains
+        self._drained = threading.Event()
         self._timings_us: Counter[str] = Counter()
         self._counted: Counter[str] = Counter()
         self._num_steps = 0
@@ -115,6 +118,17 @@ class EngineLoop:
             time.sleep(IDLE_S)
         return reason or STOPPING
 
+    def set_groups(self, groups: Groups) -> None:
+        """Have clients told which groups the deployment has."""
+        self._links.set_groups(groups)
+
+    def drain(self, version: int, timeout_s: float) -> bool:
+        """Wait until all clients route by this version of the groups, which sends nothing here any
+        more, and what they sent before is done. Return False where that takes too long.
+        """
+        self._drains_from = version
+        return self._drained.wait(timeout_s)
+
     def change_plan(self, plan: GraphPlan, actions: Sequence[Action]) -> None:
         """Move to another graph plan, in quiet steps."""
         self._changes.change_plan(plan, actions)
@@ -127,6 +141,11 @@ class EngineLoop:
     def take_traffic(self) -> Traffic:
         """Return how often batches of each size ran since the last call."""
         return self._scheduler.dispatcher.take_traffic()
+
+    def demand(self) -> tuple[int, int]:
+        """Return how many requests run, and how many wait."""
+        stats = self._scheduler.stats()
+        return stats["running"], stats["waiting"]
 
     def step_seconds(self) -> dict[BatchDescriptor, float]:
         """Return how long a step takes that replays each graph, on average."""
@@ -144,8 +163,11 @@ class EngineLoop:
                 if self._failure:
                     self._serve_failure()
                     continue
+                is_last = self._drains_from and self._links.have_confirmed(self._drains_from)
                 try:
                     outputs = self._turn(outputs)
+                    if is_last and not len(outputs) and not self._scheduler.has_work:
+                        self._drained.set()
                 except DistAclGraphError as e:
                     self.fail(str(e))
                 except Exception as e:  # Clients must hear of it, whatever it is.
@@ -271,6 +293,8 @@ class EngineLoop:
         self._scheduler.abort_all("error")
         self._end_requests(self._failure)
         self._take(IDLE_S)
+        if self._drains_from:
+            self._drained.set()
 
     def _end_requests(self, reason: str) -> None:
         for link, number in self._recipients.remove_all():

@@ -53,21 +53,43 @@ def group_metrics(
         "spec_decode_num_accepted_tokens_per_pos": {
             str(position): count for position, count in enumerate(scheduler.accepted_by_position)
         },
-        "expert_tokens": {
-            str(rank): count for rank, count in sorted(dict(scheduler.expert_tokens).items())
-        },
+        "expert_tokens": _by_rank(scheduler.expert_tokens, ranks_report),
         "steps": counts.steps,
         "step_reruns": stats["reruns"],
         "graph": scheduler.dispatcher.report(),
         "capture_seconds": {str(graph): cost.seconds for graph, cost in costs.items()},
         "pool_bytes": ranks_report.get("pool_bytes", 0),
+        "ranks": _places(ranks_report),
+        "streams_offered": _streams(ranks_report, "offered"),
         "streams_predicted": _streams(ranks_report, "predicted"),
         "streams_measured": _streams(ranks_report, "measured"),
     }
 
 
+def _by_rank(counts: Mapping[int, int], ranks_report: Mapping[str, Any]) -> dict[str, int]:
+    """Name what is counted by places in the group by world ranks, as all else is."""
+    world_ranks = [rank["rank"] for rank in ranks_report.get("ranks", [])]
+    return {
+        str(world_ranks[place] if world_ranks else place): count
+        for place, count in sorted(dict(counts).items())
+    }
+
+
+def _places(ranks_report: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Where each rank is, as labels."""
+    kind = "emulated" if ranks_report.get("emulated") else "npu"
+    return {
+        str(rank["rank"]): {
+            "node": rank["host"],
+            "npus": " ".join(map(str, rank["npu_ids"])),
+            "kind": kind,
+        }
+        for rank in ranks_report.get("ranks", [])
+    }
+
+
 def _streams(ranks_report: Mapping[str, Any], which: str) -> dict[str, int]:
-    """What the first plan was to take, or took, of each rank's streams."""
+    """What each rank offered, and what the first plan was to take of it, or took."""
     ranks = ranks_report.get("ranks", [])
     return {str(rank["rank"]): rank["streams"][which] for rank in ranks}
 

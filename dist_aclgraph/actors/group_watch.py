@@ -50,34 +50,53 @@ class GroupWatch:
         look: called between two looks, for what else is regularly done.
     """
 
-    def __init__(
-        self, groups: Sequence[LockstepGroup], link_s: float, look: Callable[[float], None]
-    ) -> None:
-        self._groups = list(groups)
+    def __init__(self, link_s: float, look: Callable[[float], None]) -> None:
+        self._lock = threading.Lock()  # of what is watched
+        self._groups: list[LockstepGroup] = []
         self._look = look
+        self._link_s = link_s
         self._beat_s = link_s / BEATS_OF_A_SILENCE
         self._owner: dict[Any, tuple[LockstepGroup, WorldRank | None]] = {}
-        self._heartbeats: dict[tuple[int, WorldRank], _Heartbeat] = {}
-        for index, group in enumerate(self._groups):
-            self._owner[group.engine.wait_for_end.remote()] = (group, None)
-            for rank, loop, worker in zip(
-                group.workers.ranks, group.loops, group.workers.workers, strict=True
-            ):
-                self._owner[loop] = (group, rank)
-                self._heartbeats[index, rank] = _Heartbeat(worker, link_s)
+        self._heartbeats: list[tuple[LockstepGroup, WorldRank, _Heartbeat]] = []
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
+    def add(self, groups: Sequence[LockstepGroup]) -> None:
+        """Watch groups that have begun to serve."""
+        for group in groups:
+            members = list(
+                zip(group.workers.ranks, group.loops, group.workers.workers, strict=True)
+            )
+            end = group.engine.wait_for_end.remote()
+            beats = [(group, rank, _Heartbeat(worker, self._link_s)) for rank, _, worker in members]
+            with self._lock:
+                self._groups.append(group)
+                self._owner[end] = (group, None)
+                self._owner |= {loop: (group, rank) for rank, loop, _ in members}
+                self._heartbeats += beats
+
+    def remove(self, group: LockstepGroup) -> None:
+        """Watch a group no more: what ends of it from now on was ended by somebody."""
+        with self._lock:
+            self._groups.remove(group)
+            self._forget(group)
+
+    def _forget(self, group: LockstepGroup) -> None:
+        self._owner = {ref: owner for ref, owner in self._owner.items() if owner[0] is not group}
+        self._heartbeats = [beat for beat in self._heartbeats if beat[0] is not group]
+
     def stop(self) -> None:
         self._stopping.set()
 
     def failure(self) -> str:
         """Return why nothing is served, or "" while at least one group does."""
-        lost = [group.lost_because for group in self._groups if group.lost_because]
-        if len(lost) == len(self._groups):
+        with self._lock:
+            groups = list(self._groups)
+        lost = [group.lost_because for group in groups if group.lost_because]
+        if len(lost) == len(groups):
             return lost[0] if len(lost) == 1 else "; ".join(lost)
         if not self._stopping.is_set() and not self._thread.is_alive():
             return "the watch over the workers has ended; restart the deployment"
@@ -85,17 +104,20 @@ class GroupWatch:
 
     def losses(self) -> list[str]:
         """Say which groups are lost, and why."""
-        return [f"{g.name}: {g.lost_because}" for g in self._groups if g.lost_because]
+        with self._lock:
+            return [f"{g.name}: {g.lost_because}" for g in self._groups if g.lost_because]
 
     # ---- the thread
 
     def _run(self) -> None:
         beaten_s = time.monotonic()
         while not self._stopping.is_set():
-            if not self._owner:
+            with self._lock:
+                watched = list(self._owner)
+            if not watched:
                 self._stopping.wait(WATCH_S)
                 continue
-            ready, _ = ray.wait(list(self._owner), num_returns=1, timeout=WATCH_S)
+            ready, _ = ray.wait(watched, num_returns=1, timeout=WATCH_S)
             if self._stopping.is_set():
                 return
             for ended in ready:
@@ -110,7 +132,10 @@ class GroupWatch:
                 logger.exception("choosing buckets again failed")
 
     def _see_end(self, ended: Any) -> None:
-        group, rank = self._owner[ended]
+        with self._lock:
+            if ended not in self._owner:
+                return  # removed meanwhile
+            group, rank = self._owner[ended]
         if rank is None:
             try:
                 reason = ray.get(ended)
@@ -125,14 +150,18 @@ class GroupWatch:
         self._lose(group, reason)
 
     def _listen(self, elapsed_s: float) -> None:
-        for (index, rank), heartbeat in list(self._heartbeats.items()):
-            group = self._groups[index]
+        with self._lock:
+            heartbeats = list(self._heartbeats)
+        for group, rank, heartbeat in heartbeats:
             if not group.lost_because and (reason := heartbeat.listen(elapsed_s)):
                 self._lose(group, f"rank {rank} in SERVING: {reason}")
 
     def _lose(self, group: LockstepGroup, reason: str) -> None:
         """End the epoch of a group: its requests get the reason, its workers are killed."""
-        group.lost_because = reason
-        self._owner = {ref: owner for ref, owner in self._owner.items() if owner[0] is not group}
+        with self._lock:
+            if group not in self._groups:
+                return
+            group.lost_because = reason
+            self._forget(group)
         group.engine.fail.remote(reason)
         group.workers.kill()

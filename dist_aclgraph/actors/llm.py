@@ -84,6 +84,7 @@ class LLM:
             self._client = EngineClient(
                 self._deployment.addresses,
                 self._deployment.token,
+                node_id=self._deployment.node_id,
                 link_s=self.config.timeouts.link_s,
             )
         except BaseException:

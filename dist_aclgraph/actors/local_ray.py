@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import socket
 import sys
 import threading
 import time
@@ -19,6 +20,10 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
+from ray._private.authentication.authentication_token_setup import (
+    maybe_enable_token_auth_if_token_available,
+)
+from ray._private.services import find_gcs_addresses
 
 from dist_aclgraph.actors import processes
 from dist_aclgraph.actors.ray_errors import LOGS, ours
@@ -26,14 +31,19 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.device import emulator
 from dist_aclgraph.device.kind import resolve_kind
 from dist_aclgraph.environment import prepare_ray_environment, ray_address
+from dist_aclgraph.errors import PlacementError
 
 NAMESPACE = "dist_aclgraph"
 NPUS_OF_A_NODE = 8
 OBJECT_STORE_BYTES = 100 << 20  # the control plane needs none; this is what Ray accepts gladly
 RAYLET = "raylet"
+START_ATTEMPTS, TOO_SLOW = 3, "timed out during startup"  # a part of Ray's own sentence
 KILL_ROUNDS, KILL_PAUSE_S = 5, 0.2
+CONNECT_S = 10.0
 DAEMONS = {"gcs_server": "Ray's control store (GCS)", RAYLET: "Ray's node manager (raylet)"}
 RAYLET_VARIABLE = "RAY_RAYLET_PID"  # which Ray gives to all that a raylet starts
+
+logger = logging.getLogger(__name__)
 
 
 class LocalRay:
@@ -110,22 +120,84 @@ def start_ray(config: Config) -> LocalRay | None:
         is_emulated = resolve_kind(config.device.kind) == "emulated"
         # As many as a node has, so that a second deployment of this process finds some.
         num_npus = max(NPUS_OF_A_NODE, config.parallel.world_size)
-        before = processes.children(os.getpid())
         with own_process_group(), _emulated_acl() if is_emulated else nullcontext():
-            _init(
-                "local",
+            return _start(
                 num_cpus=max(4, os.cpu_count() or 1),
                 resources={"NPU": num_npus} if is_emulated else None,
                 object_store_memory=OBJECT_STORE_BYTES,
                 include_dashboard=False,
             )
-        started = processes.children(os.getpid()) - before
-        return LocalRay({pid: processes.name_of(pid) for pid in started})
     except Exception as e:
         raise ours(e, "starting Ray" if address is None else f"joining Ray at {address}") from e
 
 
+def _start(**options: Any) -> LocalRay:
+    """Start Ray, again where a busy machine takes longer than the half minute that Ray gives it."""
+    before = processes.children(os.getpid())
+    for attempt in range(1, START_ATTEMPTS + 1):
+        try:
+            _init("local", **options)
+            break
+        except Exception as e:
+            ray.shutdown()
+            processes.kill_all(processes.children(os.getpid()) - before)
+            if TOO_SLOW not in str(e) or attempt == START_ATTEMPTS:
+                raise
+            logger.warning("Ray took too long to start, and is started again")
+    started = processes.children(os.getpid()) - before
+    return LocalRay({pid: processes.name_of(pid) for pid in started})
+
+
+def join_ray(local_address: str | None) -> None:
+    """Join the Ray cluster that RAY_ADDRESS names, else one that a service has started on this
+    machine for itself.
+
+    Args:
+        local_address: of the latter, where there are several.
+
+    Raises:
+        PlacementError: there is none to be had, or it is not clear which; says what to do.
+    """
+    prepare_ray_environment()
+    address = ray_address() or local_address or _only_ray()
+    if ray_address() is None:
+        # As whoever started it: on loopback, with this user's token.
+        if ray_constants.ENABLE_RAY_CLUSTER:
+            importlib.reload(ray_constants)
+        logging.getLogger("ray").setLevel(logging.ERROR)  # as ``_init`` asks for, a moment later
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    try:
+        _init(address)
+    except Exception as e:
+        raise ours(e, f"joining Ray at {address}") from e
+
+
+def _only_ray() -> str:
+    """Let Ray find itself on this machine: of several, it would take any."""
+    found = sorted(find_gcs_addresses())
+    if len(found) > 1:
+        raise PlacementError(
+            f"{len(found)} Rays run on this machine: {', '.join(found)}; say which is meant by "
+            "--ray, as its service has printed it, or by RAY_ADDRESS"
+        )
+    return "auto"
+
+
+def _check_listener(address: str) -> None:
+    """Raise ConnectionError if nobody listens at ``HOST:PORT``: Ray would end this process for it,
+    without an exception.
+    """
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or "://" in host:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except (OSError, OverflowError) as e:
+        raise ConnectionError(str(e)) from e
+
+
 def _init(address: str, **options: Any) -> None:
+    _check_listener(address)
     # What Ray has to say, of daemons and of what it retries, is no news to whoever serves a model.
     ray.init(
         address=address,

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import ray
 
+from dist_aclgraph.actors.addresses import Address
 from dist_aclgraph.actors.lockstep_capture import CaptureRecord
 from dist_aclgraph.actors.worker_group import WorkerGroup
 from dist_aclgraph.planning.budget import StreamOffer
@@ -29,7 +31,16 @@ class LockstepGroup:
     pool_bytes: int = 0
     lazy_capacity: int = 0
     loops: list[Any] = field(default_factory=list)
+    number: int = 0  # its name for clients, which no other group ever has
+    opened_at: Address | None = None  # its engine, for clients
+    is_draining: bool = False  # it takes no new requests
     lost_because: str = ""  # its epoch is over; other groups serve on
+
+    @property
+    def address(self) -> Address:
+        """Where clients reach its engine."""
+        assert self.opened_at is not None, "opened before it is asked for"
+        return self.opened_at
 
     @property
     def captured(self) -> CaptureRecord:
@@ -40,6 +51,12 @@ class LockstepGroup:
     def name(self) -> str:
         """For messages, e.g. ``the group of ranks 2, 3``."""
         return f"the group of ranks {', '.join(map(str, self.workers.ranks))}"
+
+    def kill(self) -> None:
+        """End what is left of its actors now."""
+        if self.engine is not None:
+            ray.kill(self.engine)
+        self.workers.kill()
 
 
 def group_report(group: LockstepGroup) -> dict[str, Any]:
@@ -62,6 +79,7 @@ def _rank_report(group: LockstepGroup, index: int) -> dict[str, Any]:
     return {
         "rank": ledger.rank,
         "host": info.host,
+        "node": info.node_ip,
         "npu_ids": list(info.npu_ids),
         "pid": info.pid,
         "streams": {

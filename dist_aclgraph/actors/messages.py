@@ -2,7 +2,8 @@
 
 Plain MessagePack, as between engine and workers (``steps/step.py``); each message is one frame.
 A client says ``Hello`` first, and ``Beat`` regularly; an engine answers both with ``Pulse``, a
-wrong token with ``Refused``, and ignores who has not said ``Hello``. A link that fails at one end
+wrong token with ``Refused``, and ignores who has not said ``Hello``. After ``Hello``, and whenever
+they change, it names all ``Groups``. A link that fails at one end
 takes its requests with it: the client ends them with an error, the engine aborts them.
 """
 
@@ -14,10 +15,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from dist_aclgraph import errors
+from dist_aclgraph.actors.addresses import Address
 from dist_aclgraph.steps.delta import RequestDelta, StepDeltas
 from dist_aclgraph.steps.step import RowSampling
 
 RequestNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Tokens = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 QueryKind = Literal["report", "metrics"]
 # Sent to a client and not confirmed by it: more means that it has stopped reading.
 MAX_UNREAD_BYTES = 128 << 20
@@ -31,9 +34,17 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """A sign of life. ``received`` is the number of the last ``Deltas`` that were read."""
+    """A sign of life.
+
+    Attributes:
+        received: the number of the last ``Deltas`` that were read.
+        waiting_tokens: what waits at this engine for the client's requests, see ``Router``.
+        groups_version: of the last ``Groups`` that were read; what comes after it was routed by it.
+    """
 
     received: int = 0
+    waiting_tokens: Tokens = 0
+    groups_version: int = 0
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
@@ -79,9 +90,42 @@ class Deltas(msgspec.Struct, frozen=True, tag="deltas"):
 
 
 class Pulse(msgspec.Struct, frozen=True, tag="pulse"):
-    """The engine's sign of life. ``failure`` says why it serves no more, "" where it does."""
+    """The engine's sign of life.
+
+    Attributes:
+        failure: why it serves no more, "" where it does.
+        others_tokens: what waits here for requests of other clients, as they say.
+    """
 
     failure: str = ""
+    others_tokens: Tokens = 0
+
+
+class GroupEntry(msgspec.Struct, frozen=True):
+    """A lockstep group as clients know it.
+
+    Attributes:
+        name: a number that no other group of the deployment ever has.
+        address: of its engine.
+        cache_blocks: of the KV caches of all its data-parallel ranks.
+        is_draining: it takes no new requests.
+    """
+
+    name: str
+    address: Address
+    cache_blocks: int
+    is_draining: bool = False
+
+
+class Groups(msgspec.Struct, frozen=True, tag="groups"):
+    """All groups of the deployment; every engine tells its clients, and the latest version holds.
+
+    Requests end where they run; a group that is not there any more has none.
+    """
+
+    version: int
+    tokens_per_block: int
+    groups: tuple[GroupEntry, ...]
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
@@ -98,7 +142,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 ToEngine = Hello | Beat | Submit | Abort | Query | Goodbye
-FromEngine = Deltas | Pulse | Answer | Refused
+FromEngine = Deltas | Pulse | Groups | Answer | Refused
 
 encoder = msgspec.msgpack.Encoder()
 to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

@@ -1,12 +1,16 @@
-"""Finding NPUs: one placement group per lockstep group, one bundle per worker.
+"""Finding NPUs: one placement group per lockstep group, one bundle for ranks that stay together.
 
-Tensor parallel ranks share a node wherever one has enough NPUs (STRICT_PACK). The pure part says
-what to ask Ray for; the rest asks, with a bounded wait.
+The ranks of a tensor parallel group share a node: they are one bundle, which Ray never splits. The
+pure part says what to ask Ray for, and how ranks are numbered where they landed; the rest asks,
+with a bounded wait.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from ipaddress import ip_address
 from typing import Any, Literal
 
 import ray
@@ -19,57 +23,166 @@ from ray.util.placement_group import (
 )
 
 from dist_aclgraph.errors import PlacementError
+from dist_aclgraph.topology import ParallelLayout
 
 # An emulated NPU needs no resource of its own; the little CPU lets Ray spread and account.
-EMULATED_BUNDLE = {"CPU": 0.001}
+EMULATED_RANK = {"CPU": 0.001}
+START = "start nodes with --resources='{\"NPU\": 8}'"
+ROOM_S, POLL_S = 5.0, 0.1
+
+
+@dataclass(frozen=True)
+class Node:
+    """A living node of the Ray cluster.
+
+    Attributes:
+        npus: those that it has declared, used or not.
+    """
+
+    node_id: str
+    address: str
+    npus: int = 0
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.address}/{self.node_id[:8]}"
 
 
 @dataclass(frozen=True)
 class BundleRequest:
-    """What one lockstep group asks Ray for."""
+    """What one lockstep group asks Ray for.
 
-    bundles: list[dict[str, float]]
+    Attributes:
+        rank: resources of each rank.
+        num_bundles, ranks_of_bundle: bundles, each of which lies on one node.
+        labels: of the nodes that may be taken.
+    """
+
+    rank: dict[str, float]
+    num_bundles: int
+    ranks_of_bundle: int
     strategy: Literal["STRICT_PACK", "PACK"]
+    labels: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        count = self.ranks_of_bundle
+        bundle = {name: count * amount for name, amount in self.rank.items()}
+        return [dict(bundle) for _ in range(self.num_bundles)]
 
 
 def plan_bundles(
-    group_size: int, npus_by_node: dict[str, float], *, is_emulated: bool
+    layout: ParallelLayout,
+    nodes: Sequence[Node],
+    labels: Mapping[str, str] | None = None,
+    *,
+    tp_across_nodes: bool = False,
+    may_be_undeclared: bool = False,
 ) -> BundleRequest:
-    """Choose bundles and strategy for one group.
+    """Choose bundles and strategy, which are the same for every lockstep group of a deployment.
 
     Args:
-        npus_by_node: NPUs that each living node has, used or not.
-        is_emulated: without declared NPUs, any node will do.
+        layout: of the whole deployment.
+        nodes: of the cluster, which live.
+        labels: that a node must have.
+        tp_across_nodes: whether a tensor parallel group that no node holds may span several.
+        may_be_undeclared: where nobody declares NPUs, any one node will do: they are emulated.
 
     Raises:
-        PlacementError: the cluster has too few NPUs in all.
+        PlacementError: the cluster has too few NPUs, or has them on too many nodes.
     """
-    total = sum(npus_by_node.values())
-    if total == 0 and is_emulated:
-        return BundleRequest([dict(EMULATED_BUNDLE) for _ in range(group_size)], "STRICT_PACK")
-    if total < group_size:
+    labels = dict(labels or {})
+    size = layout.world_size // len(layout.lockstep_groups)
+    fitting = [node for node in nodes if labels.items() <= dict(node.labels).items()]
+    if not fitting:
         raise PlacementError(
-            f"the deployment needs {group_size} NPUs for one group, the Ray cluster has {total:g} "
-            f"({_by_node(npus_by_node)}); start nodes with --resources='{{\"NPU\": 8}}', or lower "
-            "parallel.tp, parallel.pcp or parallel.ep"
+            f"no living node has the labels {_words(labels)} of cluster.labels; the Ray cluster "
+            f"has {', '.join(sorted(map(str, nodes))) or 'no node'}; start nodes with "
+            f"--labels={_words(labels)}, or change cluster.labels"
         )
-    fits_one_node = max(npus_by_node.values()) >= group_size
+    if may_be_undeclared and not any(node.npus for node in nodes):
+        return BundleRequest(EMULATED_RANK, 1, size, "STRICT_PACK", labels)
+    total, needed = sum(node.npus for node in fitting), layout.world_size
+    has = f"the Ray cluster has {total} ({_by_node(fitting)})"
+    if total < needed:
+        which = f" on nodes with the labels {_words(labels)}" if labels else ""
+        raise PlacementError(
+            f"the deployment needs {needed} NPUs{which}, {has}; {START}, or lower parallel.tp, "
+            "parallel.dp, parallel.pcp or parallel.ep"
+        )
+    unit = layout.tp
+    rooms = [node.npus // unit for node in fitting]
+    if sum(rooms) < needed // unit:
+        if not tp_across_nodes:
+            raise PlacementError(
+                f"the deployment needs {needed // unit} times {unit} NPUs (parallel.tp) that share "
+                f"a node, {has}, which is room for {sum(rooms)}; lower parallel.tp, or set "
+                "parallel.tp_across_nodes=true where nodes are linked as NPUs of one node are"
+            )
+        unit = 1
+    fits_one_node = any(node.npus >= size for node in fitting)
     return BundleRequest(
-        [{"NPU": 1} for _ in range(group_size)], "STRICT_PACK" if fits_one_node else "PACK"
+        {"NPU": 1}, size // unit, unit, "STRICT_PACK" if fits_one_node else "PACK", labels
     )
 
 
-def _by_node(npus_by_node: dict[str, float]) -> str:
-    return ", ".join(f"{node}: {count:g}" for node, count in sorted(npus_by_node.items()))
+def rank_order(landed: Sequence[tuple[str, tuple[int, ...]]]) -> list[int]:
+    """Return the workers in the order of their ranks: neighbours share nodes, and lie side by side.
+
+    As every node holds whole bundles, a tensor parallel group stays on one node.
+
+    Args:
+        landed: node and NPUs of each worker.
+    """
+    return sorted(range(len(landed)), key=lambda i: (*landed[i], i))
 
 
-def cluster_npus() -> dict[str, float]:
-    """Return the NPUs of each living node, by address."""
-    return {
-        f"{node['NodeManagerAddress']}/{node['NodeID'][:8]}": node["Resources"].get("NPU", 0.0)
+def _by_node(nodes: Sequence[Node]) -> str:
+    return ", ".join(sorted(f"{node}: {node.npus}" for node in nodes))
+
+
+def _words(labels: Mapping[str, str]) -> str:
+    return ",".join(f"{name}={value}" for name, value in sorted(labels.items()))
+
+
+def cluster_nodes() -> list[Node]:
+    """Return the living nodes of the cluster."""
+    return [
+        Node(
+            node["NodeID"],
+            node["NodeManagerAddress"],
+            int(node["Resources"].get("NPU", 0)),
+            node.get("Labels") or {},
+        )
         for node in ray.nodes()
         if node["Alive"]
-    }
+    ]
+
+
+def may_have_others(address: str) -> bool:
+    """Whether peers of a node at ``address`` may be on other nodes, now or later.
+
+    A Ray on loopback is for one machine alone, unless it pretends to have several nodes.
+    """
+    return not ip_address(address).is_loopback or len(cluster_nodes()) > 1
+
+
+def has_room(num_workers: int) -> bool:
+    """Whether so many NPUs are free, as far as counts say.
+
+    Ray counts what was given back with a delay: it is waited for, some seconds at most.
+    """
+    if not any(node.npus for node in cluster_nodes()):
+        return True  # they are emulated, and any node will do
+    deadline_s = time.monotonic() + ROOM_S
+    while (is_full := num_free() < num_workers) and time.monotonic() < deadline_s:
+        time.sleep(POLL_S)
+    return not is_full
+
+
+def num_free() -> float:
+    """Return how many NPUs nobody holds."""
+    return float(ray.available_resources().get("NPU", 0.0))
 
 
 def reserve(request: BundleRequest, timeout_s: float, name: str) -> PlacementGroup:
@@ -81,14 +194,20 @@ def reserve(request: BundleRequest, timeout_s: float, name: str) -> PlacementGro
     Raises:
         PlacementError: it was not ready in time; says what is available.
     """
-    group = placement_group(request.bundles, strategy=request.strategy, name=name)
+    bundles = request.bundles
+    group = placement_group(
+        bundles,
+        strategy=request.strategy,
+        name=name,
+        bundle_label_selector=[request.labels for _ in bundles] if request.labels else None,
+    )
     if not group.wait(timeout_seconds=timeout_s):
         available = {k: v for k, v in ray.available_resources().items() if k in ("NPU", "CPU")}
         remove_placement_group(group)
         raise PlacementError(
-            f"{len(request.bundles)} bundles of {request.bundles[0]} ({request.strategy}) were not "
-            f"placed within {timeout_s:g} s; available now: {available or 'nothing'}; are other "
-            "deployments holding the NPUs?"
+            f"{len(bundles)} bundles of {bundles[0]} ({request.strategy}) were not placed within "
+            f"{timeout_s:g} s; available now: {available or 'nothing'}; are other deployments "
+            "holding the NPUs?"
         )
     return group
 
@@ -108,14 +227,14 @@ def release_all(prefix: str) -> None:
             remove_placement_group(get_placement_group(entry["name"]))
 
 
-def actor_options(group: PlacementGroup, index: int, bundle: dict[str, float]) -> dict[str, Any]:
-    """Return Ray options that put an actor into one bundle with all that the bundle holds."""
+def actor_options(group: PlacementGroup, request: BundleRequest, index: int) -> dict[str, Any]:
+    """Return Ray options that put a worker into its bundle, with a rank's share of it."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     return {
-        "num_cpus": bundle.get("CPU", 0),
-        "resources": {"NPU": 1} if "NPU" in bundle else {},
+        "num_cpus": request.rank.get("CPU", 0),
+        "resources": {name: n for name, n in request.rank.items() if name != "CPU"},
         "scheduling_strategy": PlacementGroupSchedulingStrategy(
-            group, placement_group_bundle_index=index
+            group, placement_group_bundle_index=index // request.ranks_of_bundle
         ),
     }

@@ -42,9 +42,17 @@ NoteProgress = Callable[[int, int], None]  # bytes of weights loaded, and in all
 
 
 def join_rank(
-    config: Config, rank: WorldRank, group_rank: GroupRank, group_size: int, rendezvous: str
+    config: Config,
+    rank: WorldRank,
+    group_rank: GroupRank,
+    group_size: int,
+    rendezvous: str,
+    meeting: socket.socket | None = None,
 ) -> JoinedRank:
     """Open the device and join the lockstep group of ``group_size`` ranks at ``rendezvous``.
+
+    Args:
+        meeting: what listens there, at the rank that leads a group over several nodes.
 
     Raises:
         ConfigError: the chip is not one of those that plans assume, or does not take what the
@@ -62,7 +70,7 @@ def join_rank(
     exchange = ExchangeRule.from_config(config, facts, chip)
     streams = StreamLedger(npu)
     if group_size > 1:
-        join_lockstep_group(rendezvous, group_rank, group_size, config.timeouts.join_s)
+        join_lockstep_group(rendezvous, group_rank, group_size, config.timeouts.join_s, meeting)
     buffer_mb = exchange.mc2_buffer_mb
     layout = ParallelLayout.from_config(config.parallel, mc2=buffer_mb is not None).within_group
     groups = make_groups(layout, group_rank, buffer_mb, watchdog_s=config.timeouts.watchdog_s)

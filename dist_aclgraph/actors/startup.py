@@ -7,12 +7,14 @@ for all of them. Each phase has a deadline; an error names the rank and the phas
 from __future__ import annotations
 
 import concurrent.futures
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import ray
 
+from dist_aclgraph.actors import placement
 from dist_aclgraph.actors.engine import Engine
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
 from dist_aclgraph.actors.lockstep_capture import (
@@ -29,12 +31,14 @@ from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.ledger import Ledger
 from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.planning.planner import Planner
+from dist_aclgraph.topology import Ranks
 
 EPOCH = 1  # of a deployment that does not yet survive the death of a worker
 MIB = 1 << 20
 TRIAL_BLOCKS = 2  # a cache for padding rows alone: they use the dummy block
 
 T = TypeVar("T")
+Part = TypeVar("Part")
 OnPhase = Callable[[State], None]
 OnGraph = Callable[[int, int, str], None]  # captured so far, of how many, and what comes next
 
@@ -51,14 +55,18 @@ class Startup:
         self._enter = on_phase
         self._show = on_graph
         self._phase = State.PLACING
+        self._moving = threading.Lock()
 
-    def run(self, *, is_emulated: bool, deployment: str) -> None:
+    def run(self, ranks: Sequence[Ranks], *, deployment: str) -> None:
         """Run all phases up to captured graphs.
+
+        Args:
+            ranks: world ranks of each group.
 
         Raises:
             DistAclGraphError: the first error of any group.
         """
-        self._place(is_emulated, deployment)
+        self._place(ranks, deployment)
         self._go(State.JOINING)
         self._each(self._join)
         self._go(State.LOADING)
@@ -66,8 +74,7 @@ class Startup:
         self._go(State.NEGOTIATING)
         self._each(self._make_runners)
         self._each(self._ask_offers)
-        for groups in self.scopes:
-            self._plan_groups(groups)
+        side_by_side(self._plan_groups, self.scopes)
 
     @property
     def scopes(self) -> list[list[LockstepGroup]]:
@@ -80,46 +87,48 @@ class Startup:
         self._phase = phase
         self._enter(phase)
 
-    def _each(
-        self, work: Callable[[LockstepGroup], T], groups: Sequence[LockstepGroup] | None = None
-    ) -> list[T]:
-        """Have all groups work at the same time; return what each gave.
+    def _go_on_to_capture(self) -> None:
+        """The first scope with a plan leads there; others may still negotiate theirs."""
+        with self._moving:
+            if self._phase is State.NEGOTIATING:
+                self._go(State.CAPTURING)
+                for group in self._groups:
+                    group.workers.phase = self._phase.value
 
-        Raises:
-            Exception: the first that failed; the others' actors are about to be stopped.
-        """
-        groups = self._groups if groups is None else groups
-        pool = concurrent.futures.ThreadPoolExecutor(len(groups), "group")
-        try:
-            working = [pool.submit(work, group) for group in groups]
-            for done in concurrent.futures.as_completed(working):
-                done.result()
-            return [future.result() for future in working]
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+    def _each(self, work: Callable[[LockstepGroup], T]) -> list[T]:
+        return side_by_side(work, self._groups)
 
-    def _place(self, is_emulated: bool, deployment: str) -> None:
-        for ranks in self._planner.layout.lockstep_groups:
-            workers = place_group(
-                self._config, ranks, EPOCH, is_emulated=is_emulated, deployment=deployment
-            )
-            self._groups.append(LockstepGroup(workers))
+    def _place(self, ranks: Sequence[Ranks], deployment: str) -> None:
+        def place(members: Ranks) -> WorkerGroup | Exception:
+            try:
+                return place_group(self._config, members, EPOCH, deployment=deployment)
+            except Exception as e:  # raised once all have an answer: who was placed is given back
+                return e
+
+        placed = side_by_side(place, ranks)
+        self._groups += [LockstepGroup(found) for found in placed if isinstance(found, WorkerGroup)]
+        for found in placed:
+            if isinstance(found, Exception):
+                raise found
         self._each(lambda group: group.workers.find_out(self._config.timeouts.place_s))
 
     def _join(self, group: LockstepGroup) -> None:
-        timeout_s = self._config.timeouts.join_s
-        workers = group.workers
-        one_node = len({info.node_id for info in workers.infos}) == 1
+        timeouts, workers = self._config.timeouts, group.workers
+        timeout_s = timeouts.join_s
         leader = workers.infos[0]
+        spans_nodes = len(set(workers.node_ids)) > 1
         # Beside the first worker: its node is the one that ranks meet at.
         group.engine = _beside(leader.node_id).remote(
             self._config,
             workers.ranks,
             workers.workers,
-            one_node=one_node,
-            host=leader.node_ip,
+            node_id=leader.node_id,
+            workers_host=leader.node_ip if spans_nodes else None,
+            clients_host=leader.node_ip if placement.may_have_others(leader.node_ip) else None,
         )
-        rendezvous = ray.get(group.engine.rendezvous.remote(), timeout=timeout_s)
+        workers.call("prepare", "JOINING", timeouts.load_s)
+        meets = workers.workers[0].open_meeting if spans_nodes else group.engine.rendezvous
+        rendezvous = ray.get(meets.remote(), timeout=2 * timeout_s)
         devices = workers.call(
             "join",
             "JOINING",
@@ -180,10 +189,8 @@ class Startup:
         for group in groups:
             group.lazy_capacity = negotiated.lazy_capacity
             group.offers = [offer_of[offer.rank] for offer in group.offers]
-        if plan.families and self._phase is State.NEGOTIATING:
-            self._go(State.CAPTURING)
-            for group in self._groups:
-                group.workers.phase = self._phase.value
+        if plan.families:
+            self._go_on_to_capture()
 
         def capture(group: LockstepGroup) -> None:
             reserved = planner.reserved_bytes(plan, negotiated.offers)
@@ -201,7 +208,7 @@ class Startup:
             group.ledgers = [Ledger.predict(o, plan, planner.budget_model) for o in group.offers]
             group.record = self._capture(group, plan)
 
-        self._each(capture, groups)
+        side_by_side(capture, groups)
 
         def capture_again(index: int, plan: GraphPlan) -> CaptureRecord:
             group = groups[index]
@@ -232,6 +239,22 @@ class Startup:
     def _transaction(self, group: LockstepGroup) -> GraphTransaction:
         timeouts = self._config.timeouts
         return GraphTransaction(group.workers, timeouts.negotiate_s, timeouts.capture_s)
+
+
+def side_by_side(work: Callable[[Part], T], parts: Sequence[Part]) -> list[T]:
+    """Have all parts of a deployment work at the same time; return what each gave.
+
+    Raises:
+        Exception: the first that failed; the others' actors are about to be stopped.
+    """
+    pool = concurrent.futures.ThreadPoolExecutor(len(parts), "group")
+    try:
+        working = [pool.submit(work, part) for part in parts]
+        for done in concurrent.futures.as_completed(working):
+            done.result()
+        return [future.result() for future in working]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _progress_of(record: CaptureRecord, graph: BatchDescriptor | None, available: int) -> str:

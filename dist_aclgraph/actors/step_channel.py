@@ -1,8 +1,7 @@
 """The hot path between an engine and its workers: plans out to all, results back from all.
 
-ZeroMQ PUB/SUB for plans and PUSH/PULL for results, MessagePack inside: on one node over a socket
-file in a directory that only this user may enter, across nodes over TCP with CURVE, whose keys
-travel through Ray. Every message carries epoch and step; stale ones are dropped.
+ZeroMQ PUB/SUB for plans and PUSH/PULL for results, MessagePack inside; ``addresses.py`` says where.
+Every message carries epoch and step; stale ones are dropped.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 
 import zmq
 
+from dist_aclgraph.actors.addresses import Endpoint, Listener, Place
 from dist_aclgraph.actors.sockets import MAX_MESSAGE_BYTES, read_frame
 from dist_aclgraph.actors.standing import Ask, Places, judge
 from dist_aclgraph.errors import NotAMessageError, WorkerLostError, WorkerStartTimeoutError
@@ -37,18 +37,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ChannelAddress:
-    """Where workers find their engine.
+    """Where a worker finds its engine: one endpoint for each direction."""
 
-    Attributes:
-        plans, results: ZeroMQ endpoints.
-        server_key, client_public, client_secret: CURVE keys, empty for socket files.
-    """
-
-    plans: str
-    results: str
-    server_key: bytes = b""
-    client_public: bytes = b""
-    client_secret: bytes = b""
+    plans: Endpoint
+    results: Endpoint
 
 
 class Deadline:
@@ -70,16 +62,18 @@ class StepSender:
     def __init__(
         self,
         world_ranks: Sequence[WorldRank],
-        directory: str | None,
-        host: str = "127.0.0.1",
+        place: Place,
         ask: Ask = nobody_says,
     ) -> None:
         """Bind.
 
         Args:
             world_ranks: of the group's workers, which answer with their ranks in the group.
-            directory: where socket files go; None uses TCP on ``host``.
+            place: where the sockets listen.
             ask: where ranks stand that did not answer in time.
+
+        Raises:
+            PlacementError: no port is free.
         """
         self._world_ranks = tuple(world_ranks)
         self._num_workers = len(world_ranks)
@@ -89,28 +83,16 @@ class StepSender:
         # Verbose: equal subscriptions of several workers are several messages, so they count.
         self._plans.setsockopt(zmq.XPUB_VERBOSE, 1)
         self._results = self._context.socket(zmq.PULL)
-        sockets = (self._plans, self._results)
-        for socket in sockets:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        if directory is not None:
-            self.address = ChannelAddress(f"ipc://{directory}/plans", f"ipc://{directory}/results")
-            self._plans.bind(self.address.plans)
-            self._results.bind(self.address.results)
-            return
-        server_public, server_secret = zmq.curve_keypair()
-        client_public, client_secret = zmq.curve_keypair()
-        for socket in sockets:
-            socket.curve_server = True
-            socket.curve_secretkey = server_secret
-            socket.curve_publickey = server_public
-        ports = [socket.bind_to_random_port(f"tcp://{host}") for socket in sockets]
-        self.address = ChannelAddress(
-            f"tcp://{host}:{ports[0]}",
-            f"tcp://{host}:{ports[1]}",
-            server_public,
-            client_public,
-            client_secret,
+        self._plans.setsockopt(zmq.LINGER, 0)
+        self._results.setsockopt(zmq.LINGER, 0)
+        self._listener = Listener(self._context, place)
+        self._plans_at = self._listener.bind(self._plans, "plans")
+        self._results_at = self._listener.bind(self._results, "results")
+
+    def address_for(self, node_id: str) -> ChannelAddress:
+        """Return where a worker on a node finds this end."""
+        return ChannelAddress(
+            self._plans_at.seen_from(node_id), self._results_at.seen_from(node_id)
         )
 
     def wait_for_workers(self, timeout_s: float, check: Callable[[], None]) -> None:
@@ -207,6 +189,7 @@ class StepSender:
             # The farewell gets a moment; a dead worker must not hold us.
             self._plans.close(linger=200)
             self._results.close(linger=0)
+            self._listener.close()
             self._context.term()
 
 
@@ -220,13 +203,9 @@ class StepReceiver:
         for socket in (self._plans, self._results):
             socket.setsockopt(zmq.LINGER, 200)
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-            if address.server_key:
-                socket.curve_serverkey = address.server_key
-                socket.curve_publickey = address.client_public
-                socket.curve_secretkey = address.client_secret
-        self._results.connect(address.results)
+        address.results.connect(self._results)
         self._plans.setsockopt(zmq.SUBSCRIBE, b"")
-        self._plans.connect(address.plans)
+        address.plans.connect(self._plans)
 
     def has_message(self) -> bool:
         """Say whether ``receive`` would find a message."""

@@ -36,6 +36,10 @@ class TrafficWatch:
         self._groups = list(groups)
         self._history = TrafficHistory(planner.config.graph, time.monotonic())
 
+    def add(self, groups: Sequence[LockstepGroup]) -> None:
+        """Groups that are new: they come to the others' plan at the next look. Any thread."""
+        self._groups = [*self._groups, *groups]
+
     def look(self, now_s: float) -> None:
         """Where it is time, take the traffic in, and move to a better plan if there is one.
 
@@ -44,7 +48,7 @@ class TrafficWatch:
         """
         if not self._history.is_due(now_s):
             return
-        self._groups = [group for group in self._groups if not group.lost_because]
+        self._groups = [g for g in self._groups if not g.lost_because and not g.is_draining]
         if not self._groups:
             return
         try:

@@ -13,11 +13,14 @@ from typing import Any
 
 import ray
 
+from dist_aclgraph.actors.addresses import open_meeting, url_host
 from dist_aclgraph.actors.processes import leave_with_parent
 from dist_aclgraph.actors.rank_stages import JoinedRank, LoadedRank, RunningRank, join_rank
 from dist_aclgraph.actors.step_channel import ChannelAddress, StepReceiver
 from dist_aclgraph.config import Config
-from dist_aclgraph.environment import visible_devices
+from dist_aclgraph.device import emulator
+from dist_aclgraph.device.kind import DeviceKind, resolve_kind
+from dist_aclgraph.environment import prepare_network, visible_devices
 from dist_aclgraph.errors import DistAclGraphError, RankDisagreementError
 from dist_aclgraph.planning.budget import StreamOffer
 from dist_aclgraph.planning.commands import GraphAnswer, GraphCommand
@@ -38,6 +41,7 @@ class WorkerInfo:
     host: str
     pid: int
     npu_ids: tuple[int, ...]
+    kind: DeviceKind = "emulated"
 
 
 class Worker:
@@ -52,6 +56,7 @@ class Worker:
         self._progress = (0, 0)  # bytes of weights loaded, and in all
         self._doing = ""
         self._plan = NO_PLAN
+        self._meeting: socket.socket | None = None
         self._stage: JoinedRank | LoadedRank | RunningRank | None = None
 
     @property
@@ -94,7 +99,24 @@ class Worker:
             host=socket.gethostname(),
             pid=os.getpid(),
             npu_ids=visible_devices() or (),
+            kind=resolve_kind(self._config.device.kind),
         )
+
+    def prepare(self) -> None:
+        """Build the emulated NPU where this node needs it, and has not got it yet."""
+        if resolve_kind(self._config.device.kind) == "emulated":
+            emulator.build()
+
+    def open_meeting(self) -> str:
+        """Return where a group that spans nodes meets, at this rank, which leads it.
+
+        Raises:
+            PlacementError: no port is free.
+        """
+        host = ray.util.get_node_ip_address()
+        ports, timeout_s = self._config.cluster.port_range, self._config.timeouts.join_s
+        self._meeting = open_meeting(host, ports, timeout_s)
+        return f"tcp://{url_host(host)}:{self._meeting.getsockname()[1]}"
 
     def join(self, rank: WorldRank, group_rank: GroupRank, group_size: int, rendezvous: str) -> str:
         """Open the device and join the lockstep group; return the device in plain words.
@@ -103,7 +125,14 @@ class Worker:
             group_rank, group_size: place in the lockstep group; answers carry it.
         """
         self._rank, self._phase = rank, "JOINING"
-        self._stage = join_rank(self._config, rank, group_rank, group_size, rendezvous)
+        if rendezvous.startswith("tcp://"):
+            prepare_network(self._config.device, ray.util.get_node_ip_address())
+        else:
+            prepare_network(self._config.device)
+        self._stage = join_rank(
+            self._config, rank, group_rank, group_size, rendezvous, self._meeting
+        )
+        self._meeting = None
         return self._stage.npu.description
 
     def load(self, num_neighbours: int) -> int:

@@ -14,18 +14,20 @@ from ray.util.placement_group import PlacementGroup
 from dist_aclgraph.actors import placement
 from dist_aclgraph.actors.ray_errors import of_worker
 from dist_aclgraph.actors.standing import Places, judge
+from dist_aclgraph.actors.step_channel import ChannelAddress
 from dist_aclgraph.actors.worker import Worker, WorkerInfo
 from dist_aclgraph.config import Config
 from dist_aclgraph.environment import child_environment
 from dist_aclgraph.errors import (
     DistAclGraphError,
+    PlacementError,
     WorkerLostError,
     WorkerStartTimeoutError,
 )
 from dist_aclgraph.planning.commands import GraphAction, GraphAnswer, GraphCommand
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.plan import GraphPlan
-from dist_aclgraph.topology import GroupRank, WorldRank
+from dist_aclgraph.topology import GroupRank, ParallelLayout, WorldRank
 
 PEERS_OF_A_FAILURE_S = 5.0  # how long ranks are waited for once one of them has failed
 
@@ -121,11 +123,22 @@ class WorkerGroup:
 
         Raises:
             WorkerStartTimeoutError, WorkerLostError: a worker did not come up.
+            PlacementError: ranks have devices of different kinds, or none of their own.
         """
         infos = self.call("describe", "PLACING", timeout_s)
-        order = sorted(range(len(infos)), key=lambda i: (infos[i].node_id, infos[i].npu_ids, i))
+        order = placement.rank_order([(info.node_id, info.npu_ids) for info in infos])
         self.workers = [self.workers[i] for i in order]
         self.infos = [infos[i] for i in order]
+        check_devices(self.infos)
+
+    @property
+    def node_ids(self) -> list[str]:
+        """The nodes of the ranks, as Ray calls them."""
+        return [info.node_id for info in self.infos]
+
+    @property
+    def is_emulated(self) -> bool:
+        return all(info.kind == "emulated" for info in self.infos)
 
     def carry_out(
         self,
@@ -143,9 +156,16 @@ class WorkerGroup:
         command = GraphCommand(0, self._num_commands, action, graph, plan)
         return self.call("carry_out", self.phase, timeout_s, for_each_rank(command))
 
-    def start_loops(self, address: Any) -> list[Any]:
-        """Send every worker into its step loop; the returned references are the death notices."""
-        return [worker.run_loop.remote(address) for worker in self.workers]
+    def start_loops(self, addresses: Sequence[ChannelAddress]) -> list[Any]:
+        """Send every worker into its step loop; the returned references are the death notices.
+
+        Args:
+            addresses: where each rank finds the step channel.
+        """
+        return [
+            worker.run_loop.remote(address)
+            for worker, address in zip(self.workers, addresses, strict=True)
+        ]
 
     def progress(self) -> list[dict[str, Any]]:
         """Return where those workers stand that say so."""
@@ -181,8 +201,29 @@ def fetch(ref: Any, rank: int, phase: str) -> Any:
         raise of_worker(e, rank, phase) from None
 
 
+def check_devices(infos: Sequence[WorkerInfo]) -> None:
+    """Refuse ranks that would not run on the same kind of device, or share one.
+
+    Raises:
+        PlacementError: says which nodes have what.
+    """
+    host_of_kind = {info.kind: info.host for info in infos}
+    if len(host_of_kind) > 1:
+        found = " and ".join(f"{kind} on {host}" for kind, host in sorted(host_of_kind.items()))
+        raise PlacementError(
+            f"the nodes of one group have different devices ({found}); choose nodes with "
+            "cluster.labels, or set device.kind"
+        )
+    for info in infos:
+        if info.kind == "npu" and not info.npu_ids:
+            raise PlacementError(
+                f"{info.host} has NPUs of which Ray knows nothing, so that all ranks would take "
+                f"the first; {placement.START}"
+            )
+
+
 def place_group(
-    config: Config, ranks: Sequence[int], epoch: int, *, is_emulated: bool, deployment: str
+    config: Config, ranks: Sequence[int], epoch: int, *, deployment: str
 ) -> WorkerGroup:
     """Place and start the workers of one group; ``find_out`` waits for them.
 
@@ -192,14 +233,20 @@ def place_group(
     Raises:
         PlacementError: no room.
     """
-    request = placement.plan_bundles(len(ranks), placement.cluster_npus(), is_emulated=is_emulated)
+    request = placement.plan_bundles(
+        ParallelLayout.from_config(config.parallel),
+        placement.cluster_nodes(),
+        config.cluster.labels,
+        tp_across_nodes=config.parallel.tp_across_nodes,
+        may_be_undeclared=config.device.kind != "npu",
+    )
     bundles = placement.reserve(request, config.timeouts.place_s, f"{deployment}/{ranks[0]}")
     actor = ray.remote(concurrency_groups={"control": 1}, max_restarts=0)(Worker)
     environment = {"env_vars": child_environment(config)}
     workers = [
         actor.options(
             runtime_env=environment,
-            **placement.actor_options(bundles, index, request.bundles[index]),
+            **placement.actor_options(bundles, request, index),
         ).remote(config, epoch)
         for index in range(len(ranks))
     ]

@@ -81,7 +81,10 @@ class DecodeEngine:
     def __enter__(self) -> DecodeEngine:
         self.deployment = deployment.start(self.config, self._on_progress)
         self.client = EngineClient(
-            self.deployment.addresses, self.deployment.token, link_s=self.config.timeouts.link_s
+            self.deployment.addresses,
+            self.deployment.token,
+            node_id=self.deployment.node_id,
+            link_s=self.config.timeouts.link_s,
         )
         return self
 

@@ -193,7 +193,7 @@ def _next(
 
 def _counters(client: EngineClient) -> dict[str, float]:
     """Return the engine's counters, as they stand between two steps."""
-    (report,) = client.query("report", QUERY_S)
+    (report,) = client.query("report", QUERY_S).values()
     metrics = report["metrics"]
     parts = {
         "timings": report["timings_us"],

@@ -21,8 +21,9 @@ from dist_aclgraph.cli.ascend_versions import (
     read_driver_version,
 )
 from dist_aclgraph.cli.last_start import last_start
+from dist_aclgraph.cli.network import network_problem, port_warning
 from dist_aclgraph.device import torch_build
-from dist_aclgraph.environment import ascend_toolkit, hccl_variables
+from dist_aclgraph.environment import ascend_toolkit, network_variables
 
 MIN_SHM_BYTES = 256 << 20
 PYTHONS = ((3, 11), (3, 12), (3, 13))
@@ -54,8 +55,8 @@ def examine() -> list[Finding]:
     """Return all findings; imports neither torch nor Ray, and starts nothing."""
     versions = [_package(name, wanted) for name, wanted in PINNED.items()]
     packages = [_python(), *versions, _torch_build()]
-    ascend = [_cann(), _driver(), _hccl()] if _npus() else []
-    machine = [_device(), *ascend, _compiler(), _shared_memory(), _port(8000)]
+    ascend = [_cann(), _driver()] if _npus() else []
+    machine = [_device(), *ascend, _compiler(), _shared_memory(), _network(), _port(8000)]
     return [*packages, *machine, *_graphs()]
 
 
@@ -107,9 +108,18 @@ def _driver() -> Finding:
     )
 
 
-def _hccl() -> Finding:
-    told = ", ".join(f"{name}={value}" for name, value in sorted(hccl_variables().items()))
-    return Finding("HCCL", True, told or "nothing set; device.hccl_* of the configuration sets it")
+def _network() -> Finding:
+    """How HCCL is told to reach other nodes; each node's `ray start` hands this to its workers."""
+    variables = network_variables()
+    told = ", ".join(f"{name}={value}" for name, value in sorted(variables.items()))
+    if problem := network_problem(variables, [name for _, name in socket.if_nameindex()]):
+        remedy = "set it in the environment of this node's `ray start`, as docs/cluster.md says"
+        return Finding("network", False, problem, remedy)
+    if warning := port_warning(variables):
+        remedy = "reserve them: sysctl -w net.ipv4.ip_local_reserved_ports=FIRST-LAST"
+        return Finding("network", True, warning, remedy, is_warning=True)
+    nothing = "no HCCL_* or GLOO_* is set; groups over several nodes use Ray's address of each node"
+    return Finding("network", True, told or nothing)
 
 
 def _torch_build() -> Finding:

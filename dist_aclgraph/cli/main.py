@@ -1,4 +1,6 @@
-"""``dist-aclgraph run | serve | plan | simulate | doctor``. Commands import what is heavy.
+"""``dist-aclgraph run | serve | scale | roll | plan | simulate | doctor``.
+
+Commands import what is heavy.
 
 A user's mistake is one sentence on stderr and exit code 2; a failure of ours or the machine's is
 one sentence and exit code 1.
@@ -37,6 +39,14 @@ Overrides = Annotated[
 ]
 Host = Annotated[str | None, typer.Option(help="address to listen on, as serve.host=ADDRESS")]
 Port = Annotated[int | None, typer.Option(help="port to listen on, as serve.port=N")]
+Groups = Annotated[int, typer.Argument(help="lockstep groups that take requests, 1 or more")]
+DeploymentName = Annotated[
+    str | None, typer.Option(help="name of its controller, where several deployments run")
+]
+LocalRay = Annotated[
+    str | None,
+    typer.Option("--ray", metavar="HOST:PORT", help="where a service said that its own Ray runs"),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
@@ -163,6 +173,10 @@ def simulate(
     seed: Annotated[int, typer.Option(help="of random requests")] = 0,
     prompt_tokens: Annotated[float, typer.Option(help="mean of random prompts")] = 512.0,
     output_tokens: Annotated[float, typer.Option(help="mean of random answers")] = 128.0,
+    beginnings: Annotated[
+        int, typer.Option(help="show how groups share requests with so many common beginnings")
+    ] = 0,
+    beginning_tokens: Annotated[int, typer.Option(help="tokens of each beginning")] = 1024,
     times: Annotated[
         Path | None, typer.Option(help="step times: the report of a deployment, as JSON")
     ] = None,
@@ -192,6 +206,8 @@ def simulate(
             seconds=seconds,
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
+            beginnings=beginnings,
+            beginning_tokens=beginning_tokens,
             seed=seed,
         )
         report = simulate_with_progress(
@@ -208,6 +224,44 @@ def simulate(
             print(json.dumps(report, indent=2))
         else:
             render_simulation(report, Console())
+
+
+@cli.command()
+def scale(groups: Groups, deployment: DeploymentName = None, ray: LocalRay = None) -> None:
+    """Have a running deployment serve with so many groups; returns when it does.
+
+    New ones start beside those that serve; of too many, the newest end what they have, and leave.
+    """
+    with _user_errors():
+        from dist_aclgraph.actors.running import running_deployment
+
+        with running_deployment(deployment, ray) as running:
+            running.scale(groups)
+            print(f"{running.name} serves with {groups} groups")
+
+
+@cli.command()
+def roll(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    deployment: DeploymentName = None,
+    ray: LocalRay = None,
+) -> None:
+    """Replace the groups of a running deployment, one after the other, by another configuration.
+
+    No request fails by it: old groups end what they have. What ingresses have read stays: model,
+    name and seed must be the same, and the keys of serve have no effect.
+    """
+    with _user_errors():
+        from dist_aclgraph.actors.deployment import check
+        from dist_aclgraph.actors.running import running_deployment
+        from dist_aclgraph.config import load_config, parse_overrides
+
+        loaded = load_config(config, parse_overrides(overrides or []))
+        check(loaded)
+        with running_deployment(deployment, ray) as running:
+            running.roll(loaded)
+            print(f"{running.name} serves {loaded.name} by {config}")
 
 
 @cli.command()

@@ -27,7 +27,8 @@ from dist_aclgraph.cli.checks import check_deployment
 from dist_aclgraph.cli.last_start import keep_report
 from dist_aclgraph.cli.progress import StartProgress
 from dist_aclgraph.config import Config
-from dist_aclgraph.errors import EngineUnavailableError
+from dist_aclgraph.environment import ray_address
+from dist_aclgraph.errors import ConfigError, EngineUnavailableError
 from dist_aclgraph.serve.access import Access, read_access
 from dist_aclgraph.serve.api import make_api
 from dist_aclgraph.serve.front import Front
@@ -56,6 +57,11 @@ def serve_until_signal(config: Config, start: Start = deployment.start) -> None:
         DistAclGraphError: the deployment did not come up, or died.
         SystemExit: a signal came before anything was served; 128 and its number.
     """
+    if config.serve.replicas > 1:
+        raise ConfigError(
+            f"serve.replicas is {config.serve.replicas}; `dist-aclgraph serve` is one process: "
+            "leave it out, or use Ray Serve (`serve run dist_aclgraph:app`)"
+        )
     access = read_access(config.serve, checks_host=True)
     server = HttpServer(config.serve)
     try:
@@ -84,7 +90,7 @@ def _serve(
 ) -> None:
     console.print(f"Starting {config.name} on {config.parallel.world_size} NPUs ...")
     with _started(config, start, signals, console) as running:
-        state = open_state(config, tokenizer, running)
+        state = open_state(config, tokenizer, running, node_id=running.node_id)
         try:
             # What was imported and built so far is not looked through at every collection.
             gc.collect()
@@ -239,6 +245,8 @@ def announce(config: Config, report: dict[str, Any], console: Console) -> None:
             console.print(f"Warning: {warning}", highlight=False)
     else:
         console.print("No graphs: every step runs eagerly.")
+    if "controller" in report:
+        print(f"More groups, or fewer: {_scale_command(report)}")
     url = _url(config)
     message = {"role": "user", "content": "Count from 3 to 9."}
     body = json.dumps({"model": config.name, "temperature": 0, "messages": [message]})
@@ -246,6 +254,13 @@ def announce(config: Config, report: dict[str, Any], console: Console) -> None:
     # Not through rich, which would wrap a line that is there to be copied.
     print(f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
     sys.stdout.flush()
+
+
+def _scale_command(report: dict[str, Any]) -> str:
+    command = f"dist-aclgraph scale N --deployment {report['controller']}"
+    if ray_address() is None:
+        return f"{command} --ray {report['ray_address']}"
+    return f"RAY_ADDRESS={report['ray_address']} {command}"
 
 
 def _url(config: Config) -> str:

@@ -50,6 +50,9 @@ def render_simulation(report: dict[str, Any], console: Console) -> None:
         _render_group(group, console)
     if len(report["groups"]) > 1:
         console.print(f"All groups: {_shares_in_words(report['overall'])}")
+    if report["routing"] is not None:
+        console.print("The same requests with shared beginnings, sent to groups by each rule:")
+        console.print(_routing(report["routing"]))
     if report["compare"] is not None:
         console.print("The same batches with other graphs:")
         console.print(_comparison(report["compare"]))
@@ -105,6 +108,23 @@ def _replays(group: dict[str, Any]) -> Table:
     table = Table("graph", "replays", "padding")
     for name, count in group["replays"].items():
         table.add_row(name, f"{count:,}", f"{group['wasted_by_graph'][name]:.1%}")
+    return table
+
+
+def _routing(rows: list[dict[str, Any]]) -> Table:
+    table = Table(
+        "requests go", "prompt tokens cached", "first token p50", "p99", "requests of groups"
+    )
+    for row in rows:
+        first = row["first_token_s"]
+        counts = [group["requests"] for group in row["groups"]]
+        table.add_row(
+            row["name"],
+            f"{row['cached_share']:.1%}",
+            f"{first['p50']:.3f} s",
+            f"{first['p99']:.3f} s",
+            f"{min(counts):,} to {max(counts):,}",
+        )
     return table
 
 

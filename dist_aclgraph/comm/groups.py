@@ -7,10 +7,11 @@ layers need no case for a single rank.
 from __future__ import annotations
 
 import datetime
-import time
+import socket
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,6 @@ from torch import Tensor
 
 from dist_aclgraph.device.npu import hccl_options, translated
 from dist_aclgraph.topology import GroupKind, ParallelLayout
-
-FIRST_DELAY_S, MOST_DELAY_S = 0.1, 5.0  # until a port that is taken is asked for again
 
 
 @dataclass(frozen=True)
@@ -118,38 +117,49 @@ class RankGroups:
 ONE_RANK = RankGroups(ALONE, ALONE)
 
 
-def join_lockstep_group(rendezvous: str, rank: int, size: int, timeout_s: float) -> None:
+def join_lockstep_group(
+    rendezvous: str,
+    rank: int,
+    size: int,
+    timeout_s: float,
+    meeting: socket.socket | None = None,
+) -> None:
     """Make this process a member of its lockstep group's HCCL world.
 
     Args:
         rendezvous: ``file:///path`` where all members share a node (no port is opened), else
-            ``tcp://address:port`` of the member that leads.
+            ``tcp://address:port`` of rank 0.
         rank: rank inside the lockstep group.
         size: members of the lockstep group.
         timeout_s: limit of joining.
+        meeting: rank 0's socket that listens at a TCP ``rendezvous``, and is given away here: what
+            torch opens itself would listen at every address of the machine.
 
     Raises:
-        DeviceError: a member did not come, or HCCL refused; or somebody else has kept the port.
+        DeviceError: a member did not come, or HCCL refused.
     """
-    end_s = time.monotonic() + timeout_s
-    delay_s = FIRST_DELAY_S
+    timeout = datetime.timedelta(seconds=timeout_s)
     with translated(f"joining the HCCL world as rank {rank} of {size}"):
-        while True:
-            try:
-                dist.init_process_group(
-                    "hccl",
-                    init_method=rendezvous,
-                    rank=rank,
-                    world_size=size,
-                    timeout=datetime.timedelta(seconds=timeout_s),
-                )
-                return
-            except dist.DistNetworkError as e:
-                # The port was free when it was chosen; who has taken it since may let go again.
-                if "EADDRINUSE" not in str(e) or time.monotonic() + delay_s > end_s:
-                    raise
-            time.sleep(delay_s)
-            delay_s = min(2 * delay_s, MOST_DELAY_S)
+        store = _open_store(rendezvous, size, timeout, meeting)
+        dist.init_process_group("hccl", store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def _open_store(
+    rendezvous: str, size: int, timeout: datetime.timedelta, meeting: socket.socket | None
+) -> Any:
+    """Return where the members of a world tell each other how to reach them."""
+    where = urlsplit(rendezvous)
+    if where.scheme == "file":
+        return dist.FileStore(where.path, size)  # type: ignore[attr-defined]
+    assert where.hostname is not None and where.port is not None
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        where.hostname,
+        where.port,
+        size,
+        is_master=meeting is not None,
+        timeout=timeout,
+        master_listen_fd=None if meeting is None else meeting.detach(),
+    )
 
 
 def make_groups(

@@ -90,7 +90,9 @@ class Request:
         self.hashes: list[bytes] = []
         self.is_over = False
         self.max_total_tokens = 0
-        self.min_total_tokens = self.num_prompt_tokens + sampling.min_tokens
+        # Of a request that was submitted again, a part of the prompt is output that it has already.
+        begin = sampling.num_prompt_tokens or self.num_prompt_tokens
+        self.min_total_tokens = begin + sampling.min_tokens
 
     @property
     def order(self) -> tuple[int, int]:

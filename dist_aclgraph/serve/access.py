@@ -20,7 +20,8 @@ from dist_aclgraph.environment import API_KEY_VARIABLE, api_key
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.serve.errors import ForbiddenError, NotJsonError, UnauthorizedError
 
-OPEN_PATHS = ("/health", "/ready")  # for probes, which have no key
+# For probes, which have no key, and for the status page, which asks people for theirs.
+OPEN_PATHS = ("/health", "/ready", "/")
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 MIN_KEY_CHARS = 16
 MAX_KEYS_BYTES = 1 << 20

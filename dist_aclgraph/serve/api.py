@@ -40,6 +40,8 @@ GETS: dict[str, Endpoint] = {
     "/ready": misc.ready,
     "/version": misc.version,
     "/metrics": misc.metrics,
+    "/": misc.status_page,
+    "/status.json": misc.status_numbers,
 }
 
 

@@ -1,22 +1,25 @@
 """The Ray Serve application: ``serve run dist_aclgraph:app config=configs/x.yaml``.
 
-One replica is the ingress of one deployment: it starts the controller and its workers, serves HTTP
-until it is told to stop, and then takes them down.
+It has two parts: ``groups`` starts the controller and its workers, and takes them down; any number
+of ``ingress`` replicas (``serve.replicas``) serve HTTP with them until they are told to stop.
 
 Annotations are evaluated here, because Serve looks at the class of the builder's argument.
 """
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
 import click
 import pydantic
+import ray
 import yaml
 from ray import serve
 from ray.serve.exceptions import RayServeException
 from starlette.types import ASGIApp
 
 from dist_aclgraph.actors import deployment
+from dist_aclgraph.actors.addresses import Address
 from dist_aclgraph.actors.engine_client import StartDeployment
 from dist_aclgraph.actors.llm import start_on_ray
 from dist_aclgraph.config import Config, load_config
@@ -50,39 +53,76 @@ class AppArgs(pydantic.BaseModel):
         return load_config(self.config, overrides)
 
 
-@serve.deployment(name="ingress", max_ongoing_requests=MAX_ONGOING_REQUESTS)
-@serve.ingress()
-class Ingress:
-    """Owns a deployment and the client to it; the routes are those of ``make_api``."""
+@dataclass(frozen=True)
+class Connection:
+    """What a client of a deployment must know; see ``Service``."""
 
-    def __init__(
-        self, config: Config, access: Access, start: StartDeployment = start_on_ray
-    ) -> None:
-        self._access = access
+    addresses: list[Address]
+    token: str
+    max_model_len: int
+
+
+@serve.deployment(name="groups", max_ongoing_requests=MAX_ONGOING_REQUESTS)
+class Groups:
+    """Owns the deployment that all ingress replicas use."""
+
+    def __init__(self, config: Config, start: StartDeployment = start_on_ray) -> None:
         self._deployment = start(config)
-        try:
-            self._state = open_state(config, Tokenizer(config.model), self._deployment)
-        except BaseException:
-            self._deployment.shut_down()
-            raise
 
-    def __serve_build_asgi_app__(self) -> ASGIApp:
-        # Serve's proxy names requests, and answers with the name.
-        return make_api(self._state, self._access, names_requests=False)
+    async def connection(self) -> Connection:
+        """Return where the deployment is reached now."""
+        running = self._deployment
+        addresses = await asyncio.to_thread(lambda: running.addresses)
+        return Connection(addresses, running.token, running.max_model_len)
+
+    async def stay(self) -> None:
+        """Wait for ever. While an ingress has this call open, Serve does not end this replica."""
+        await asyncio.Event().wait()
 
     async def check_health(self) -> None:
         """Fail, so that Serve replaces this replica, once the deployment is dead."""
         await asyncio.to_thread(self._deployment.check)
 
     async def __del__(self) -> None:
-        """Stop the deployment; Serve calls it once the requests that it had let in have ended."""
-        if hasattr(self, "_state"):
-            await asyncio.to_thread(self._shut_down)
+        """Stop the deployment; Serve calls it once no ingress uses it any more."""
+        if hasattr(self, "_deployment"):
+            await asyncio.to_thread(self._deployment.shut_down)
 
-    def _shut_down(self) -> None:
+
+@serve.deployment(name="ingress", max_ongoing_requests=MAX_ONGOING_REQUESTS)
+@serve.ingress()
+class Ingress:
+    """Owns a client of the deployment; the routes are those of ``make_api``. Replicas share
+    nothing.
+    """
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: Config, access: Access, groups: Any
+    ) -> None:
+        self._access = access
+        self._stay = groups.stay.remote()
+        connection = await groups.connection.remote()
+        tokenizer = await asyncio.to_thread(Tokenizer, config.model)
+        node_id = ray.get_runtime_context().get_node_id()
+        self._state = open_state(config, tokenizer, connection, node_id=node_id)
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        # Serve's proxy names requests, and answers with the name.
+        return make_api(self._state, self._access, names_requests=False)
+
+    async def check_health(self) -> None:
+        """Fail once all groups are dead: those that Serve starts instead are elsewhere."""
+        self._state.check()
+
+    async def __del__(self) -> None:
+        """Leave; Serve calls it once the requests that it had let in have ended."""
+        if hasattr(self, "_state"):
+            await asyncio.to_thread(self._leave)
+            self._stay.cancel()
+
+    def _leave(self) -> None:
         self._state.drain()
         self._state.client.close()
-        self._deployment.shut_down()
 
 
 def make_app(config: Config, start: StartDeployment = start_on_ray) -> serve.Application:
@@ -97,15 +137,24 @@ def make_app(config: Config, start: StartDeployment = start_on_ray) -> serve.App
     access = read_access(config.serve, checks_host=False)
     drain_s = config.serve.drain_s
     options: dict[str, Any] = {
-        "num_replicas": 1,
         "ray_actor_options": {"num_cpus": 0},
-        "graceful_shutdown_timeout_s": drain_s + config.timeouts.stop_s,
         "health_check_period_s": 2.0,
         "health_check_timeout_s": 30.0,
         "max_constructor_retry_count": 1,
     }
-    ingress: Any = Ingress  # the decorators made a Serve deployment of it
-    return ingress.options(**options).bind(config, access, start)
+    ingress: Any = Ingress  # the decorators made a Serve deployment of it, as of Groups
+    groups: Any = Groups
+    # The groups outlive the ingresses, which end what they have let in.
+    owner = groups.options(
+        num_replicas=1,
+        graceful_shutdown_timeout_s=2 * (drain_s + config.timeouts.stop_s),
+        **options,
+    ).bind(config, start)
+    return ingress.options(
+        num_replicas=config.serve.replicas,
+        graceful_shutdown_timeout_s=drain_s + config.timeouts.stop_s,
+        **options,
+    ).bind(config, access, owner)
 
 
 def app(args: AppArgs) -> serve.Application:

@@ -1,13 +1,17 @@
-"""Front: what listens from the first second to the last; 503 while there is no API behind it."""
+"""Front: what listens from the first second to the last; 503 while there is no API behind it.
+
+The status page is there all the time: it shows the reason, and goes on asking.
+"""
 
 from __future__ import annotations
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dist_aclgraph.errors import EngineUnavailableError
 from dist_aclgraph.serve.edge import Edge
 from dist_aclgraph.serve.errors import error_response
 from dist_aclgraph.serve.refusal import Refusal
+from dist_aclgraph.serve.status import page_response
 
 
 class Front:
@@ -30,5 +34,9 @@ class Front:
         return self._api.refusal(method, path) if self._api is not None else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._api or error_response(EngineUnavailableError(self._reason))
-        await app(scope, receive, send)
+        await (self._api or self._stand_in(scope))(scope, receive, send)
+
+    def _stand_in(self, scope: Scope) -> ASGIApp:
+        if scope["type"] == "http" and (scope["method"], scope["path"]) == ("GET", "/"):
+            return page_response()
+        return error_response(EngineUnavailableError(self._reason))

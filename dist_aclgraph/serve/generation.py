@@ -110,7 +110,7 @@ class Generation:
             if not choice.is_done:
                 choice.is_done = True
                 self.state.client.abort(choice.request_id)
-                self.state.metrics.finished("abort", time.monotonic() - choice.started_s)
+                self._finish(choice, "abort", time.monotonic())
 
     @property
     def usage(self) -> Usage:
@@ -164,7 +164,7 @@ class Generation:
         reason: str | None = delta.finish_reason
         if reason in ("error", "abort"):
             choice.is_done = True
-            self.state.metrics.finished(reason, now_s - choice.started_s)
+            self._finish(choice, reason, now_s)
             if reason == "abort":
                 raise EngineUnavailableError(delta.error or "the server ended the request")
             raise error_of(delta)
@@ -177,9 +177,17 @@ class Generation:
             if reason is None:  # a stop string, of which the engine knows nothing
                 self.state.client.abort(choice.request_id)
             choice.is_done = True
-            self.state.metrics.finished(piece.finish_reason, now_s - choice.started_s)
+            self._finish(choice, piece.finish_reason, now_s)
         shown = piece.logprobs[:-1] if piece.has_end_token else piece.logprobs
         return ChoicePiece(index, piece.text, shown, piece.finish_reason)
+
+    def _finish(self, choice: _Choice, reason: str, now_s: float) -> None:
+        self.state.metrics.finished(
+            reason,
+            now_s - choice.started_s,
+            num_prompt_tokens=len(choice.prompt_ids),
+            num_tokens=choice.num_tokens,
+        )
 
     def _observe(self, choice: _Choice, num_tokens: int, now_s: float) -> None:
         if num_tokens and not choice.num_tokens:

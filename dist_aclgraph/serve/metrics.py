@@ -7,7 +7,8 @@ each value lies. A value that is an object is one sample per key, labelled with 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -17,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from dist_aclgraph.actors.engine_client import EngineClient
 from dist_aclgraph.errors import EngineDeadError
+from dist_aclgraph.serve.vllm_names import vllm_names
 
 PREFIX = "dist_aclgraph_"
 LABELS = ("model_name", "replica")  # of every metric
@@ -28,6 +30,7 @@ _PATHS = {
     "graph_plan_version": ("graph", "plan_version"),
     "graph_capture_seconds": ("capture_seconds",),
     "graph_pool_bytes": ("pool_bytes",),
+    "graph_streams_offered": ("streams_offered",),
     "graph_streams_predicted": ("streams_predicted",),
     "graph_streams_measured": ("streams_measured",),
 }
@@ -64,17 +67,30 @@ ENGINE_METRICS: dict[str, tuple[str, str, str]] = {
     "graph_plan_version": ("gauge", "", "Version of the graph plan that holds."),
     "graph_capture_seconds": ("gauge", "graph", "How long the capture of a graph took."),
     "graph_pool_bytes": ("gauge", "", "Device memory that all captured graphs share."),
+    "graph_streams_offered": ("gauge", "rank", "Streams that a rank offered for graphs."),
     "graph_streams_predicted": ("gauge", "rank", "Streams that the first plan was to take."),
     "graph_streams_measured": ("gauge", "rank", "Streams that it took."),
 }
+RANK_LABELS = ("rank", "node", "npus", "kind")
+# What this replica has sent to each engine.
+ROUTING_METRICS = {
+    "routed_requests": "Requests that this replica sent to an engine.",
+    "routed_prompt_tokens": "Prompt tokens of those requests.",
+    "routed_cached_tokens": "Those of them that the engine was taken to have in its cache.",
+}
 _LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_TOKEN_BUCKETS = tuple(float(n * 10**k) for k in range(6) for n in (1, 2, 5))
 _E2E_BUCKETS = (*_LATENCY_BUCKETS, 120.0, 300.0, 600.0)
 
 
 class Metrics:
-    """Owns this replica's registry and histograms."""
+    """Owns this replica's registry and histograms.
 
-    def __init__(self, model_name: str, client: EngineClient) -> None:
+    Args:
+        has_aliases: whether metrics are exposed under vLLM's names, too.
+    """
+
+    def __init__(self, model_name: str, client: EngineClient, *, has_aliases: bool = False) -> None:
         self._registry = CollectorRegistry()
         # Replicas behind one address answer in turns: by their names, counters do not fall.
         values = (model_name, secrets.token_hex(4))
@@ -103,7 +119,20 @@ class Metrics:
             (*LABELS, "finished_reason"),
             registry=self._registry,
         )
+        self._prompt_tokens = Histogram(
+            f"{PREFIX}request_prompt_tokens",
+            "Prompt tokens of a request that has ended.",
+            buckets=_TOKEN_BUCKETS,
+            **labels,  # type: ignore[arg-type]
+        ).labels(*values)
+        self._generation_tokens = Histogram(
+            f"{PREFIX}request_generation_tokens",
+            "Tokens generated for a request that has ended.",
+            buckets=_TOKEN_BUCKETS,
+            **labels,  # type: ignore[arg-type]
+        ).labels(*values)
         self._values = values
+        self._has_aliases = has_aliases
         self._registry.register(_EngineCollector(values, client))
 
     def first_token(self, seconds: float) -> None:
@@ -112,13 +141,40 @@ class Metrics:
     def next_tokens(self, seconds: float) -> None:
         self._itl.observe(seconds)
 
-    def finished(self, reason: str, seconds: float) -> None:
+    def finished(
+        self, reason: str, seconds: float, *, num_prompt_tokens: int, num_tokens: int
+    ) -> None:
         self._e2e.observe(seconds)
+        self._prompt_tokens.observe(num_prompt_tokens)
+        self._generation_tokens.observe(num_tokens)
         self._finished.labels(*self._values, reason).inc()
+
+    @property
+    def replica(self) -> str:
+        """What the label ``replica`` says."""
+        return self._values[1]
+
+    def collect(self) -> list[Metric]:
+        """Return all metrics as they are now; waits for the engines' answers."""
+        return list(self._registry.collect())
 
     def expose(self) -> bytes:
         """Return all metrics as Prometheus text; waits for the engines' answers."""
-        return bytes(generate_latest(self._registry))
+        found = self.collect()
+        if self._has_aliases:
+            found += vllm_names(found)
+        return bytes(generate_latest(_Collected(found)))
+
+
+class _Collected(CollectorRegistry):
+    """Metrics that were collected already, in the form in which they are written out."""
+
+    def __init__(self, found: list[Metric]) -> None:
+        super().__init__()
+        self._found = found
+
+    def collect(self) -> Iterable[Metric]:
+        return self._found
 
 
 class _EngineCollector(Collector):
@@ -135,7 +191,7 @@ class _EngineCollector(Collector):
         try:
             answers = self._client.query("metrics", timeout_s=2.0)
         except EngineDeadError:
-            answers = []
+            answers = {}
         healthy = GaugeMetricFamily(
             f"{PREFIX}engine_healthy", "1 while the engines answer.", labels=LABELS
         )
@@ -145,10 +201,42 @@ class _EngineCollector(Collector):
             labels = (*LABELS, "engine", *((label,) if label else ()))
             family = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
             metric = family(PREFIX + key, text, labels=labels)
-            for engine, answered in enumerate(answers):
+            for engine, answered in answers.items():
                 for sample, value in _samples(_find(answered, key)):
-                    metric.add_metric((*self._values, str(engine), *sample), value)
+                    metric.add_metric((*self._values, engine, *sample), value)
             yield metric
+        yield self._ranks(answers)
+        routed = self._client.routed()
+        for key, text in ROUTING_METRICS.items():
+            metric = CounterMetricFamily(PREFIX + key, text, labels=(*LABELS, "engine"))
+            for engine, counts in routed.items():
+                metric.add_metric((*self._values, engine), asdict(counts)[key])
+            yield metric
+        capacity = self._client.capacity()
+        groups = GaugeMetricFamily(
+            f"{PREFIX}groups", "Lockstep groups, by what they do.", labels=(*LABELS, "state")
+        )
+        for state, count in capacity.by_state().items():
+            groups.add_metric((*self._values, state), count)
+        yield groups
+        states = GaugeMetricFamily(
+            f"{PREFIX}group_state", "1 for what a group does.", labels=(*LABELS, "engine", "state")
+        )
+        for engine, state in self._client.states().items():
+            states.add_metric((*self._values, engine, state), 1.0)
+        yield states
+
+    def _ranks(self, answers: dict[str, dict[str, Any]]) -> Metric:
+        metric = GaugeMetricFamily(
+            f"{PREFIX}rank_info",
+            "1 for each rank of a serving engine, with its node and its NPUs.",
+            labels=(*LABELS, "engine", *RANK_LABELS),
+        )
+        for engine, answered in answers.items():
+            for rank, place in answered.get("ranks", {}).items():
+                named = (rank, *(place[label] for label in RANK_LABELS[1:]))
+                metric.add_metric((*self._values, engine, *named), 1.0)
+        return metric
 
 
 def _find(answer: dict[str, Any], key: str) -> Any:

@@ -1,4 +1,4 @@
-"""The smaller endpoints: models, health, readiness, version, metrics, tokenize, detokenize."""
+"""The smaller endpoints: models, health, readiness, version, metrics, status, tokens of texts."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from dist_aclgraph.serve.counted import decode_ids
 from dist_aclgraph.serve.errors import json_response
 from dist_aclgraph.serve.openai_types import DetokenizeRequest, TokenizeRequest
 from dist_aclgraph.serve.state import ApiState
+from dist_aclgraph.serve.status import page_response
 from dist_aclgraph.version import VERSION
 
 MAX_TOKENS = 1 << 16  # that one request may tokenize, or turn into text
@@ -32,17 +33,19 @@ async def show_model(state: ApiState, request: Request) -> Response:
 
 
 async def health(state: ApiState, request: Request) -> Response:
-    """200 while the engines live, 503 once one is dead."""
+    """200 while any group lives, 503 once all are dead."""
     state.check()
     return json_response({"status": "ok"})
 
 
 async def ready(state: ApiState, request: Request) -> Response:
-    """200 if a request sent now would be taken."""
+    """200 if a request sent now would be taken; says which capacity is left."""
     state.check()
-    if state.is_draining:
+    capacity = state.client.capacity()
+    if state.is_draining or not capacity.serving:
         raise EngineUnavailableError("the server is stopping")
-    return json_response({"status": "ready"})
+    groups = {**capacity.by_state(), "total": capacity.total}
+    return json_response({"status": "ready", "groups": groups, "lost": capacity.lost})
 
 
 async def version(state: ApiState, request: Request) -> Response:
@@ -54,6 +57,17 @@ async def metrics(state: ApiState, request: Request) -> Response:
     """Prometheus metrics of this replica and of the engines."""
     text = await asyncio.to_thread(state.metrics.expose)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+async def status_page(state: ApiState, request: Request) -> Response:
+    """A page for people: groups, plan, streams, caches, rates and latencies, live."""
+    return page_response()
+
+
+async def status_numbers(state: ApiState, request: Request) -> Response:
+    """What the status page shows: the numbers of /metrics, and the last ten minutes."""
+    answer = await state.status.current()
+    return Response(answer, headers={"Cache-Control": "no-store"}, media_type="application/json")
 
 
 async def tokenize(state: ApiState, request: Request) -> Response:

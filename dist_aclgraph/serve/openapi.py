@@ -67,7 +67,16 @@ REPLIES: dict[str, Json] = {
     "/health": _object(status=_STRING),
     "/ready": _object(status=_STRING),
     "/version": _object(version=_STRING),
+    "/status.json": _object(
+        model=_STRING,
+        version=_STRING,
+        replica=_STRING,
+        metrics={"type": "object"},
+        lost={"type": "object"},
+        history={"type": "object"},
+    ),
 }
+TEXTS = {"/metrics": "text/plain", "/": "text/html"}
 ERROR = _object(
     error=_object(message=_STRING, type=_STRING, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL)
 )
@@ -89,8 +98,8 @@ def operation(path: str) -> Json:
         for status, text in ERRORS.items()
     }
     reply: Json = {"description": "The answer."}
-    if path == "/metrics":
-        reply["content"] = {"text/plain": {"schema": _STRING}}
+    if path in TEXTS:
+        reply["content"] = {TEXTS[path]: {"schema": _STRING}}
     else:
         reply["content"] = _json(REPLIES[path])
     if path.startswith("/v1/") and path in BODIES:

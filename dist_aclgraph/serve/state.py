@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 import secrets
 import time
+from typing import Protocol
 
-from dist_aclgraph.actors.engine_client import Deployment, EngineClient
+from dist_aclgraph.actors.addresses import Address
+from dist_aclgraph.actors.engine_client import EngineClient
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import (
     EngineUnavailableError,
@@ -15,11 +17,14 @@ from dist_aclgraph.errors import (
 )
 from dist_aclgraph.serve.metrics import Metrics
 from dist_aclgraph.serve.places import Places
+from dist_aclgraph.serve.status import Status
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 
 class ApiState:
-    """Owns the ingress's metrics and its source of seeds; borrows client and tokenizer."""
+    """Owns the ingress's metrics, their history, and its source of seeds; borrows client and
+    tokenizer.
+    """
 
     def __init__(
         self,
@@ -34,7 +39,8 @@ class ApiState:
         self.context_len = config.max_model_len or tokenizer.context_len
         self.is_draining = False
         self.places = Places.from_config(config)
-        self.metrics = Metrics(config.name, client)
+        self.metrics = Metrics(config.name, client, has_aliases=config.serve.vllm_metrics)
+        self.status = Status(config.name, self.metrics, client)
         self._seeds = random.Random(config.seed)
 
     def drain(self) -> None:
@@ -86,9 +92,24 @@ class ApiState:
         return f"{prefix}-{secrets.token_hex(12)}"
 
 
-def open_state(config: Config, tokenizer: Tokenizer, deployment: Deployment) -> ApiState:
-    """Connect to a deployment's engines; ``client.close`` of the state ends it."""
+class Reachable(Protocol):
+    """What must be known of a deployment in order to use it."""
+
+    @property
+    def addresses(self) -> list[Address]: ...
+
+    @property
+    def token(self) -> str: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+
+def open_state(
+    config: Config, tokenizer: Tokenizer, deployment: Reachable, *, node_id: str
+) -> ApiState:
+    """Connect to a deployment's engines from a node; ``client.close`` of the state ends it."""
     link_s = config.timeouts.link_s
-    client = EngineClient(deployment.addresses, deployment.token, link_s=link_s)
+    client = EngineClient(deployment.addresses, deployment.token, node_id=node_id, link_s=link_s)
     config = config.model_copy(update={"max_model_len": deployment.max_model_len})
     return ApiState(config, tokenizer, client)

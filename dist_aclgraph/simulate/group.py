@@ -1,7 +1,7 @@
 """The loop of one simulated lockstep group: the real scheduler, dispatcher and graph changes.
 
 What is not real: the clock, which goes on by the time that a step is assumed to take; the ranks,
-whose captures always succeed; and the tokens, which mean nothing. No two prompts begin alike.
+whose captures always succeed; and the tokens, which mean nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from dist_aclgraph.planning.lazy import LazyGraphs
 from dist_aclgraph.planning.plan import CaptureCost, GraphPlan
 from dist_aclgraph.planning.planner import NegotiatedPlan
 from dist_aclgraph.planning.traffic import Traffic, TrafficHistory
+from dist_aclgraph.scheduler.outputs import StepOutputs
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.simulate.deployment import AssumedDeployment, distinct
@@ -162,28 +163,34 @@ class SimulatedGroup:
 
     def play_requests(self, arrivals: Iterator[Arrival], on_progress: OnProgress) -> None:
         """Serve requests until all are finished."""
+        for coming in arrivals:
+            for _ in self.play_until(coming.arrival_s, on_progress):
+                pass
+            number = self.counts.finished + self.scheduler.num_requests
+            self.submit(str(number + self.counts.refused.total()), coming)
+        for _ in self.play_until(math.inf, on_progress):
+            pass
+
+    def play_until(self, until_s: float, on_progress: OnProgress) -> Iterator[StepOutputs]:
+        """Let time pass; yield what each step brings. Without an end, until nothing is left."""
         scheduler = self.scheduler
-        coming = next(arrivals, None)
-        while True:
-            while coming is not None and coming.arrival_s <= self.clock_s:
-                self._submit(coming)
-                coming = next(arrivals, None)
+        while self.clock_s < until_s:
             self._look_again()
             is_changed = self._change_graphs(not scheduler.has_work, not scheduler.waiting)
             plan = scheduler.schedule()
             if plan is not None:
-                self._run(plan, on_progress)
-            elif coming is None:
+                yield self._run(plan, on_progress)
+            elif until_s == math.inf:
                 assert not scheduler.has_work, "requests wait, and none can ever run"
                 return
             else:
-                self._wait(coming.arrival_s, is_changed)
+                self._wait(until_s, is_changed)
 
-    def _submit(self, arrival: Arrival) -> None:
-        name = self.counts.finished + self.scheduler.num_requests + self.counts.refused.total()
+    def submit(self, name: str, arrival: Arrival) -> bool:
+        """Take a request in, whose name is a number; say whether it was not refused."""
         request = Request(
-            str(name),
-            [name % (1 << 31)] * arrival.prompt_tokens,
+            name,
+            arrival.token_ids(int(name)),
             RowSampling(),
             max_tokens=arrival.output_tokens,
         )
@@ -191,9 +198,11 @@ class SimulatedGroup:
             self.scheduler.add(request)
         except DistAclGraphError as e:
             self.counts.refused[type(e).__name__] += 1
+            return False
         self.counts.most_waiting = max(self.counts.most_waiting, len(self.scheduler.waiting))
+        return True
 
-    def _run(self, plan: StepPlan, on_progress: OnProgress) -> None:
+    def _run(self, plan: StepPlan, on_progress: OnProgress) -> StepOutputs:
         results = []
         for dp_rank, batch in enumerate(plan.batches):
             records = np.frombuffer(batch.scheduled, dtype="<i4")
@@ -205,6 +214,7 @@ class SimulatedGroup:
         self._end_step(on_progress)
         outputs = self.scheduler.update(results)
         self.counts.finished += len(outputs.finish_reasons)
+        return outputs
 
     def _end_step(self, on_progress: OnProgress) -> None:
         """Let the time of the step pass that was dispatched last."""

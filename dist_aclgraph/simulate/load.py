@@ -14,7 +14,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
@@ -47,11 +47,44 @@ class Batch(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """One request."""
+    """One request. The first ``shared_tokens`` of its prompt are those of beginning ``shared``."""
 
     arrival_s: float
     prompt_tokens: int
     output_tokens: int
+    shared: int = 0
+    shared_tokens: int = 0
+
+    def token_ids(self, number: int) -> list[int]:
+        """Return a prompt that is like no other but for its beginning; ``number`` is its own."""
+        own = self.prompt_tokens - self.shared_tokens
+        return [-1 - self.shared] * self.shared_tokens + [number % (1 << 31)] * own
+
+
+@dataclass(frozen=True)
+class Beginnings:
+    """Beginnings that prompts share: the n-th is n times as rare as the first.
+
+    Attributes:
+        count: of different ones.
+        tokens: of each, in front of what a prompt has for itself.
+    """
+
+    count: int
+    tokens: int
+
+    def given_to(self, arrivals: Iterable[Arrival], seed: tuple[int, ...]) -> Iterator[Arrival]:
+        """Yield the arrivals, each with a beginning before its prompt."""
+        random = np.random.default_rng((*seed, self.count))
+        rarity = 1 / np.arange(1, self.count + 1)
+        each = np.cumsum(rarity / rarity.sum())
+        for arrival in arrivals:
+            shared = int(np.searchsorted(each[:-1], random.random()))
+            yield arrival._replace(
+                prompt_tokens=arrival.prompt_tokens + self.tokens,
+                shared=shared,
+                shared_tokens=self.tokens,
+            )
 
 
 Item = TypeVar("Item", Batch, Arrival)

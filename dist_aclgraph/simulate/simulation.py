@@ -24,7 +24,8 @@ from dist_aclgraph.simulate.deployment import (
     distinct,
 )
 from dist_aclgraph.simulate.group import SimulatedGroup
-from dist_aclgraph.simulate.load import Arrival, Batch, Load, Poisson, Trace
+from dist_aclgraph.simulate.load import Arrival, Batch, Beginnings, Load, Poisson, Trace
+from dist_aclgraph.simulate.routing import compare_routing
 from dist_aclgraph.simulate.tally import Shares
 from dist_aclgraph.simulate.times import StepTimes
 
@@ -38,7 +39,8 @@ OnProgress = Callable[[float], None]  # how much is done, from 0 to 1
 class LoadOptions:
     """What is played: a trace, or requests that come at ``poisson`` a second.
 
-    ``requests`` and ``seconds`` end it, both of the whole deployment.
+    ``requests`` and ``seconds`` end it, both of the whole deployment. So many ``beginnings`` are
+    shared by drawn prompts, to see to which groups requests go.
     """
 
     trace: Path | None = None
@@ -47,6 +49,8 @@ class LoadOptions:
     seconds: float | None = None
     prompt_tokens: float = 512.0
     output_tokens: float = 128.0
+    beginnings: int = 0
+    beginning_tokens: int = 1024
     seed: int = 0
 
     def check(self) -> None:
@@ -66,6 +70,13 @@ class LoadOptions:
                 option = name.replace("_", "-")
                 raise ConfigError(f"--{option} is {value:g}; it must be positive and finite"
                                   + (", at least 1" if least else ""))  # fmt: skip
+        if self.beginnings < 0 or self.beginning_tokens < 1:
+            raise ConfigError(
+                f"--beginnings is {self.beginnings}, --beginning-tokens {self.beginning_tokens}; "
+                "there are 0 beginnings or more, of at least 1 token"
+            )
+        if self.beginnings and self.poisson is None:
+            raise ConfigError("--beginnings needs requests that are drawn: --poisson RATE")
         if self.seed < 0:
             raise ConfigError(f"--seed is {self.seed}; it must be 0 or more")
 
@@ -160,6 +171,7 @@ def simulate(
         ],
         "overall": overall.report(),
         "groups": [group_report(group, kind) for group, kind in zip(groups, played, strict=True)],
+        "routing": _routing(deployment, kinds[0], options, times, num_blocks),
         "compare": (
             compare(deployment, groups[0], played[0].negotiated) if with_comparison else None
         ),
@@ -259,13 +271,11 @@ def _play(
     if options.seconds is not None:
         max_requests = math.inf
     share = math.inf if max_requests == math.inf else math.ceil(max_requests / num_groups)
-    tokens_per_block = Shards.from_config(deployment.config).tokens_per_block
-    cache_tokens = (num_blocks - 1) * tokens_per_block + 1
     drawn = Poisson(
         rate=options.poisson / num_groups,
         prompt_tokens=options.prompt_tokens,
         output_tokens=options.output_tokens,
-        max_total_tokens=min(deployment.planner.max_model_len, cache_tokens),
+        max_total_tokens=_max_total_tokens(deployment, num_blocks),
         max_requests=share,
         max_seconds=max_seconds,
         seed=(options.seed, kind.first),
@@ -277,6 +287,51 @@ def _play(
         return group.counts.finished / share
 
     group.play_requests(iter(drawn), lambda: on_progress(done()))
+
+
+def _routing(
+    deployment: AssumedDeployment,
+    kind: GroupKind,
+    options: LoadOptions,
+    times: StepTimes,
+    num_blocks: int,
+) -> list[dict[str, Any]] | None:
+    """Play the drawn load with shared beginnings over several groups, by each rule of routing."""
+    num_groups = min(len(deployment.layout.lockstep_groups), MAX_GROUPS)
+    if not options.beginnings or num_groups == 1:
+        return None
+    assert options.poisson is not None
+    share = num_groups / len(deployment.layout.lockstep_groups)
+    own = Poisson(
+        rate=options.poisson * share,
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+        max_total_tokens=_max_total_tokens(deployment, num_blocks) - options.beginning_tokens,
+        max_requests=math.inf
+        if options.seconds
+        else (options.requests or DEFAULT_REQUESTS) * share,
+        max_seconds=math.inf if options.seconds is None else options.seconds,
+        seed=(options.seed, 0),
+    )
+    if own.max_total_tokens < 2:
+        raise ConfigError(
+            f"--beginning-tokens is {options.beginning_tokens}; a request has at most "
+            f"{_max_total_tokens(deployment, num_blocks)} tokens in all"
+        )
+    beginnings = Beginnings(options.beginnings, options.beginning_tokens)
+    return compare_routing(
+        lambda: [
+            SimulatedGroup(deployment, kind.negotiated, num_blocks, times)
+            for _ in range(num_groups)
+        ],
+        lambda: beginnings.given_to(iter(own), (options.seed, 1)),
+    )
+
+
+def _max_total_tokens(deployment: AssumedDeployment, num_blocks: int) -> int:
+    """Return how many tokens a request may have by context and cache."""
+    tokens_per_block = Shards.from_config(deployment.config).tokens_per_block
+    return min(deployment.planner.max_model_len, (num_blocks - 1) * tokens_per_block + 1)
 
 
 def _until(arrivals: Iterator[Arrival], max_seconds: float) -> Iterator[Arrival]:

@@ -12,8 +12,8 @@ NPUS = 8.0  # of the session's cluster
 WAIT_S = 20.0
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + WAIT_S
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
+    deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, what
         time.sleep(0.05)

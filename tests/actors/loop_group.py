@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
 
+from dist_aclgraph.actors.addresses import Endpoint, Place
 from dist_aclgraph.actors.client_links import ClientLinks
 from dist_aclgraph.actors.engine_client import EngineClient
 from dist_aclgraph.actors.engine_loop import EngineLoop
@@ -36,6 +38,7 @@ from tests.unit.scheduler.fake_worker import FakeWorker
 
 TOKEN, EPOCH, WAIT_S, STEP_S = "secret", 1, 10.0, 60.0
 NUM_BLOCKS, BLOCK = 32, 16
+NODE = "node"
 
 
 class Group:
@@ -48,6 +51,7 @@ class Group:
         lose_at: the step at which the last rank's tokens find no room on their way.
         stall_at, stall_s: the step that takes long, and how long.
         link_s, max_unread_bytes, turn_s: limits of clients, and of the loop's host work.
+        clients_host: where clients of other nodes come in.
     """
 
     def __init__(
@@ -66,15 +70,17 @@ class Group:
         max_unread_bytes: int = MAX_UNREAD_BYTES,
         max_model_len: int = 128,
         num_blocks: int = NUM_BLOCKS,
+        clients_host: str | None = None,
     ) -> None:
         self.ranks = tuple(range(dp * tp))
         self.later: list[RawClient] = []  # closed with the group
-        channel = StepSender(self.ranks, str(directory))
+        place = Place(NODE, str(directory))
+        channel = StepSender(self.ranks, place)
         self._fail_at, self._lose_at, self._tp = fail_at, lose_at, tp
         self._num_drafts, self._num_blocks = num_drafts, num_blocks
         self._stall_at, self._stall_s = stall_at, stall_s
         self._workers = [
-            threading.Thread(target=self._work, args=(channel.address, rank), daemon=True)
+            threading.Thread(target=self._work, args=(channel.address_for(NODE), rank), daemon=True)
             for rank in self.ranks
         ]
         for worker in self._workers:
@@ -82,7 +88,9 @@ class Group:
         channel.wait_for_workers(WAIT_S, lambda: None)
         query_len = num_drafts + 1
         plan = make_plan(query_len, 2 * query_len, 4 * query_len, query_len=query_len)
-        self.address = f"ipc://{directory}/clients"
+        clients = ClientLinks(replace(place, host=clients_host), TOKEN, link_s, max_unread_bytes)
+        self.clients_at = clients.address
+        self.address = self.clients_at.seen_from(NODE)
         dispatcher = GraphDispatcher(plan)
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
@@ -97,7 +105,7 @@ class Group:
         self.loop = EngineLoop(
             self.scheduler,
             channel,
-            ClientLinks(self.address, TOKEN, link_s, max_unread_bytes),
+            clients,
             step_timeout_s=STEP_S,
             turn_timeout_s=turn_s,
             changes=GraphChanges(dispatcher, GraphTransaction(self, WAIT_S, WAIT_S), {}),
@@ -144,11 +152,11 @@ class Group:
 class RawClient:
     """A client that sends what it likes."""
 
-    def __init__(self, address: str, token: str = TOKEN, name: str = "raw") -> None:
+    def __init__(self, endpoint: Endpoint, token: str = TOKEN, name: str = "raw") -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(address)
+        endpoint.connect(self._socket)
         self.send(encoder.encode(Hello(token, name)))
 
     def send(self, *frames: bytes) -> None:

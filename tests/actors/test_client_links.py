@@ -14,18 +14,31 @@ from typing import Any
 import pytest
 import zmq
 
+from dist_aclgraph.actors.addresses import Address, Endpoint
 from dist_aclgraph.actors.engine_client import EngineClient
 from dist_aclgraph.actors.messages import (
     Deltas,
     Goodbye,
+    GroupEntry,
+    Groups,
+    Hello,
     Pulse,
     Refused,
     RequestDelta,
     encoder,
+    from_engine_decoder,
 )
 from dist_aclgraph.errors import EngineDeadError
 from tests.actors.leftovers import wait_until
-from tests.actors.loop_group import TOKEN, WAIT_S, Group, RawClient, assert_serves, make_submit
+from tests.actors.loop_group import (
+    NODE,
+    TOKEN,
+    WAIT_S,
+    Group,
+    RawClient,
+    assert_serves,
+    make_submit,
+)
 from tests.deployments import Answer, greedy_params
 
 NEVER_S = 600.0  # a silence that no test waits for
@@ -54,8 +67,15 @@ def make_group(tmp_path: Path) -> Iterator[MakeGroup]:
 def make_client() -> Iterator[MakeClient]:
     clients: list[EngineClient] = []
 
-    def make(*addresses: str, link_s: float = WAIT_S) -> EngineClient:
-        clients.append(EngineClient(addresses, TOKEN, link_s=link_s))
+    def make(*addresses: Endpoint, link_s: float = WAIT_S) -> EngineClient:
+        clients.append(
+            EngineClient(
+                [Address(NODE, endpoint) for endpoint in addresses],
+                TOKEN,
+                node_id=NODE,
+                link_s=link_s,
+            )
+        )
         return clients[-1]
 
     yield make
@@ -165,7 +185,7 @@ def test_a_killed_engine_is_known_without_waiting_for_its_silence(
     received, address = spawn.Event(), f"ipc://{tmp_path}/clients"
     engine = spawn.Process(target=_serve_pulses, args=(address, received), daemon=True)
     engine.start()
-    client = make_client(address, link_s=NEVER_S)
+    client = make_client(Endpoint(address), link_s=NEVER_S)
     answer = Answer()
     client.submit("r", [1], greedy_params(5), [], answer.take)
     assert received.wait(60)
@@ -273,6 +293,37 @@ JUNK = (
     encoder.encode({"type": "hello"}),
     encoder.encode({"type": "submit", "request_id": 3}),
 )
+
+
+def groups_of(group: Group, version: int, *, is_draining: bool = False) -> Groups:
+    return Groups(version, 16, (GroupEntry("0", group.clients_at, 32, is_draining),))
+
+
+def test_a_new_client_knows_who_drains_before_it_is_answered(make_group: MakeGroup) -> None:
+    group = make_group()
+    earlier = RawClient(group.address, name="earlier")
+    group.later.append(earlier)
+    group.loop.set_groups(groups_of(group, 1, is_draining=True))
+    assert earlier.receive().version == 1
+
+    with zmq.Context() as context, context.socket(zmq.DEALER) as new:
+        new.setsockopt(zmq.LINGER, 0)
+        group.address.connect(new)
+        new.send(encoder.encode(Hello(TOKEN, "new")))
+
+        assert new.poll(WAIT_S * 1000)
+        assert isinstance(from_engine_decoder.decode(new.recv()), Groups)
+
+
+def test_lists_of_groups_that_overtake_each_other_leave_the_latest(make_group: MakeGroup) -> None:
+    group = make_group()
+    for version in (2, 1):
+        group.loop.set_groups(groups_of(group, version))
+
+    client = RawClient(group.address)
+    group.later.append(client)
+
+    assert client.receive().version == 2
 
 
 @pytest.mark.parametrize("is_known", [True, False])

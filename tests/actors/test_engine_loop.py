@@ -13,6 +13,7 @@ from dist_aclgraph.actors.messages import Deltas, encoder
 from dist_aclgraph.errors import EngineDeadError
 from tests.actors.leftovers import wait_until
 from tests.actors.loop_group import (
+    NODE,
     TOKEN,
     WAIT_S,
     Group,
@@ -33,7 +34,7 @@ def group(tmp_path: Path) -> Iterator[Group]:
 
 @pytest.fixture
 def client(group: Group) -> Iterator[EngineClient]:
-    client = EngineClient([group.address], TOKEN, link_s=WAIT_S)
+    client = EngineClient([group.clients_at], TOKEN, node_id=NODE, link_s=WAIT_S)
     yield client
     client.close()
 
@@ -86,7 +87,7 @@ def test_a_client_with_a_wrong_token_gets_no_service(group: Group, client: Engin
 
     assert "token" in stranger.receive().reason
     assert_serves(client)
-    assert client.query("metrics")[0]["prompt_tokens"] == 3
+    assert client.query("metrics")["0"]["prompt_tokens"] == 3
     stranger.close()
 
 
@@ -118,7 +119,7 @@ def test_an_aborted_request_frees_its_blocks(group: Group, client: EngineClient)
 
 def test_a_failing_step_ends_all_requests_and_refuses_later_ones(tmp_path: Path) -> None:
     group = Group(tmp_path, fail_at=10)
-    client = EngineClient([group.address], TOKEN, link_s=WAIT_S)
+    client = EngineClient([group.clients_at], TOKEN, node_id=NODE, link_s=WAIT_S)
     answers = [Answer() for _ in range(3)]
     for i, answer in enumerate(answers):
         client.submit(f"r{i}", [1 + i], greedy_params(100), [], answer.take)
@@ -144,7 +145,7 @@ def _is_refused(client: EngineClient) -> bool:
 
 def test_stopping_ends_the_loop_while_requests_run(tmp_path: Path) -> None:
     group = Group(tmp_path)
-    client = EngineClient([group.address], TOKEN, link_s=WAIT_S)
+    client = EngineClient([group.clients_at], TOKEN, node_id=NODE, link_s=WAIT_S)
     answer = Answer()
     client.submit("r", [1], greedy_params(120), [], answer.take)
     assert answer.began.wait(WAIT_S)
@@ -157,7 +158,7 @@ def test_stopping_ends_the_loop_while_requests_run(tmp_path: Path) -> None:
 
 def test_data_parallel_ranks_serve_their_requests_in_the_same_steps(tmp_path: Path) -> None:
     group = Group(tmp_path, dp=2, tp=2, num_drafts=2, lose_at=6)
-    client = EngineClient([group.address], TOKEN, link_s=WAIT_S)
+    client = EngineClient([group.clients_at], TOKEN, node_id=NODE, link_s=WAIT_S)
     answers = [Answer() for _ in range(12)]
     prompts = [[i, i + 1, i + 2] for i in range(len(answers))]
     for i, answer in enumerate(answers):
@@ -170,7 +171,7 @@ def test_data_parallel_ranks_serve_their_requests_in_the_same_steps(tmp_path: Pa
             tokens.append(next_token(tokens, 50))
         assert (answer.tokens, answer.finish_reason) == (tokens[3:], "length"), answer.error
 
-    [metrics] = client.query("metrics")
+    [metrics] = client.query("metrics").values()
     assert metrics["step_reruns"] == 1
     assert metrics["num_requests_running_by_dp_rank"] == {"0": 0, "1": 0}
     assert metrics["spec_decode_num_accepted_tokens_per_pos"].keys() == {"0", "1"}

@@ -224,7 +224,7 @@ def test_reports_disturb_nothing_and_shutting_down_in_the_middle_ends_requests(
         service = run.service
         while not all(answer.ended.is_set() for answer in run.answers):
             assert service.report()["state"] == "SERVING"
-            assert service.client.query("metrics")[0]["num_requests_running"] <= 8
+            assert service.client.query("metrics")["0"]["num_requests_running"] <= 8
         assert {answer.finish_reason for answer in run.answers} == {"length"}
 
         answers = [

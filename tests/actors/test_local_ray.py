@@ -13,9 +13,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import ray
 
-from dist_aclgraph.actors import processes
+from dist_aclgraph.actors import local_ray, processes
 from tests.actors.leftovers import assert_processes_are_gone
+from tests.actors.listening import listening
 
 pytestmark = pytest.mark.cluster
 
@@ -105,24 +107,6 @@ def descendants(pid: int) -> set[int]:
     return found.union(*(descendants(child) for child in found))
 
 
-def listening(pids: set[int]) -> set[tuple[str, int]]:
-    """Addresses and ports that these processes listen at, over TCP."""
-    inodes = set()
-    for pid in pids:
-        for fd in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(OSError):
-                inodes.add(os.readlink(fd).removeprefix("socket:[").rstrip("]"))
-    found = set()
-    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                address, port = fields[1].split(":")
-                words = [bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8)]
-                found.add((socket.inet_ntop(family, b"".join(words)), int(port, 16)))
-    return found
-
-
 def test_a_ray_that_we_start_listens_on_loopback_and_wants_a_token(tmp_path: Path) -> None:
     with running(START_RAY) as (driver, [address]):
         sockets = listening(descendants(driver.pid) | {driver.pid})
@@ -190,3 +174,39 @@ def test_a_daemon_that_dies_ends_everything_with_one_sentence(
         driver.wait(WAIT_S)
         assert_processes_are_gone(pids)
         print(f"{victim}: {time.monotonic() - began_s:.1f} s to the end of all; {said}")
+
+
+@pytest.mark.parametrize("how", ["--ray", "RAY_ADDRESS"])
+def test_where_no_ray_listens_is_said_in_one_sentence(how: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        environment = {name: v for name, v in os.environ.items() if name != "RAY_ADDRESS"}
+
+        done = subprocess.run(
+            [sys.executable, "-m", "dist_aclgraph.cli.main", "scale", "2"]
+            + ([how, address] if how == "--ray" else []),
+            cwd=ROOT, text=True, capture_output=True, timeout=WAIT_S,
+            env=environment | ({} if how == "--ray" else {how: address}),
+        )  # fmt: skip
+
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert f"{address}: no Ray cluster answers there" in done.stderr
+
+
+def test_a_ray_that_was_too_slow_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, shut_down = ["timed out during startup", "timed out during startup", ""], []
+
+    def start(address: str, **options: object) -> None:
+        if error := found.pop(0):
+            raise RuntimeError(f"The current node {error}. This could happen because")
+
+    monkeypatch.setattr(local_ray, "_init", start)
+    monkeypatch.setattr(ray, "shutdown", lambda: shut_down.append(True))
+
+    local_ray._start(num_cpus=1)
+
+    assert (len(shut_down), found) == (2, [])
+    found.append("is out of memory")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        local_ray._start(num_cpus=1)

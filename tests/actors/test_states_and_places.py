@@ -10,11 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dist_aclgraph.actors.placement import plan_bundles
 from dist_aclgraph.actors.run_directory import RunDirectory
 from dist_aclgraph.actors.state import TRANSITIONS, IllegalTransitionError, State, advance
-from dist_aclgraph.errors import PlacementError
-from dist_aclgraph.topology import ParallelLayout
 
 WAY = (
     State.PLACING, State.JOINING, State.LOADING, State.NEGOTIATING, State.CAPTURING,
@@ -49,48 +46,6 @@ def test_every_state_is_in_the_table() -> None:
 def test_serving_before_loading_is_refused() -> None:
     with pytest.raises(IllegalTransitionError, match="PLACING to SERVING"):
         advance(State.PLACING, State.SERVING)
-
-
-def test_a_group_that_fits_one_node_stays_on_one() -> None:
-    request = plan_bundles(4, {"a": 2.0, "b": 8.0}, is_emulated=False)
-
-    assert request.strategy == "STRICT_PACK"
-    assert request.bundles == [{"NPU": 1}] * 4
-
-
-def test_a_group_larger_than_any_node_spreads() -> None:
-    assert plan_bundles(10, {"a": 8.0, "b": 8.0}, is_emulated=False).strategy == "PACK"
-
-
-def test_ranks_that_share_contexts_are_placed_together() -> None:
-    layout = ParallelLayout(tp=4, pcp=2, dcp=8, dp=3)
-
-    requests = [
-        plan_bundles(len(ranks), {"a": 8.0, "b": 8.0, "c": 8.0}, is_emulated=False)
-        for ranks in layout.lockstep_groups
-    ]
-
-    assert [(len(each.bundles), each.strategy) for each in requests] == [(8, "STRICT_PACK")] * 3
-
-
-def test_too_few_npus_name_what_there_is() -> None:
-    with pytest.raises(
-        PlacementError,
-        match=r"needs 10 NPUs.*has 9 \(a: 8, b: 1\).*lower parallel.tp, parallel.pcp",
-    ):
-        plan_bundles(10, {"a": 8.0, "b": 1.0}, is_emulated=False)
-
-
-def test_emulated_npus_need_no_declaration() -> None:
-    request = plan_bundles(2, {"a": 0.0}, is_emulated=True)
-
-    assert len(request.bundles) == 2
-    assert all("NPU" not in bundle for bundle in request.bundles)
-
-
-def test_a_cluster_without_npus_is_refused_on_hardware() -> None:
-    with pytest.raises(PlacementError):
-        plan_bundles(1, {"a": 0.0}, is_emulated=False)
 
 
 @pytest.fixture

@@ -1,18 +1,16 @@
-"""Joining a lockstep group: ports that are taken for a while, and how long collectives may take."""
+"""Joining a lockstep group: where its ranks meet, and how long collectives may take."""
 
 from __future__ import annotations
 
 import textwrap
 from pathlib import Path
 
+from dist_aclgraph.actors.addresses import open_meeting
 from tests.forks import forks, run_code
 
 END_S = 120.0
 
 PROLOGUE = """
-import socket
-import threading
-
 from dist_aclgraph.comm.groups import join_lockstep_group, make_groups
 from dist_aclgraph.config import make_config
 from dist_aclgraph.device.npu import open_npu
@@ -38,39 +36,26 @@ def run_ranks(code: str, count: int, folder: Path) -> list[str]:
     return [out.read_text() for out in outs]
 
 
-def test_a_port_that_is_taken_is_asked_for_until_it_is_free(tmp_path: Path) -> None:
-    (output,) = run_ranks(
-        """
-        taken = socket.socket()
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        threading.Timer(1.0, taken.close).start()
-        join_lockstep_group(f"tcp://127.0.0.1:{port}", 0, 1, 60.0)
-        print("JOINED", taken.fileno())
+def test_ranks_meet_at_a_socket_that_listens_at_one_address_alone(tmp_path: Path) -> None:
+    """Beside the port's number, the kernel's table says where its socket listens."""
+    with open_meeting("127.0.0.2", None, 1.0) as free:
+        port = free.getsockname()[1]
+    outputs = run_ranks(
+        f"""
+        from dist_aclgraph.actors.addresses import open_meeting
+        meeting = open_meeting("127.0.0.2", range({port}, {port + 1}), 60.0) if RANK == 0 else None
+        join_lockstep_group("tcp://127.0.0.2:{port}", RANK, 2, 60.0, meeting)
+        groups = make_groups(ParallelLayout(tp=2), RANK)
+        table = [line.split() for line in open("/proc/net/tcp").readlines()[1:]]
+        print("LISTENS", [line[1] for line in table if line[1].endswith("{port:04X}")])
+        print("JOINED", groups.tp.size)
         """,
-        1,
+        2,
         tmp_path,
     )
-    assert "JOINED -1" in output, output
-
-
-def test_a_port_that_stays_taken_is_an_error_that_names_it(tmp_path: Path) -> None:
-    (output,) = run_ranks(
-        """
-        taken = socket.socket()
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        try:
-            join_lockstep_group(f"tcp://127.0.0.1:{port}", 0, 1, 1.0)
-        except Exception as e:
-            print("REFUSED", type(e).__name__, f"port: {port}" in str(e), e)
-        """,
-        1,
-        tmp_path,
-    )
-    assert "REFUSED DeviceError True" in output, output
+    assert all("JOINED 2" in output for output in outputs), outputs
+    assert f"'0200007F:{port:04X}'" in outputs[0]
+    assert f"'00000000:{port:04X}'" not in outputs[0]
 
 
 def test_collectives_have_a_limit_of_their_own(tmp_path: Path) -> None:

@@ -188,6 +188,15 @@ def test_a_worker_wants_to_know_its_head() -> None:
     assert "usage:" in ended.stderr
 
 
+@pytest.mark.parametrize("script", ["start-head.sh", "start-worker.sh"])
+def test_no_script_names_an_array_that_may_be_empty_as_old_shells_refuse(script: str) -> None:
+    text = (CLUSTER / script).read_text()
+
+    # To bash before 4.4, which some hosts have, an empty array is an unset variable.
+    bare = text.replace('${resources[@]+"${resources[@]}"}', "")
+    assert "resources[@]" in text and "resources[@]" not in bare
+
+
 @pytest.mark.parametrize(
     ("script", "arguments", "wanted"),
     [

@@ -20,7 +20,7 @@ from dist_aclgraph.serve.api import make_api
 from dist_aclgraph.serve.http_server import listen, make_server
 from dist_aclgraph.serve.state import ApiState
 from dist_aclgraph.text.tokenizer import Tokenizer
-from tests.serve.fake_engine import TOKEN, FakeEngine, echo
+from tests.serve.fake_engine import NODE, TOKEN, FakeEngine, echo
 
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny-qwen3.yaml"
 
@@ -49,19 +49,30 @@ def until(condition, timeout_s: float = 5.0) -> None:
         time.sleep(0.005)
 
 
-def start(
-    engine: FakeEngine, access: Access | None = None, **overrides: object
-) -> tuple[Service, uvicorn.Server]:
-    config = load_config(CONFIG, overrides)
-    client = EngineClient([engine.address], TOKEN, link_s=1.0)
-    state = ApiState(config, Tokenizer(config.model), client)
+def open_port(
+    state: ApiState, access: Access | None = None
+) -> tuple[str, uvicorn.Server, asyncio.AbstractEventLoop]:
+    """Serve the API; return where, what ends it, and its loop."""
     listener = listen("127.0.0.1", 0)
-    server = make_server(make_api(state, access), config.serve)
+    server = make_server(make_api(state, access), state.config.serve)
     loop = uvloop.new_event_loop()
     serve = server.serve(sockets=[listener])
     threading.Thread(target=loop.run_until_complete, args=[serve], daemon=True).start()
     until(lambda: server.started)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    return f"http://127.0.0.1:{listener.getsockname()[1]}", server, loop
+
+
+def start(
+    engine: FakeEngine,
+    access: Access | None = None,
+    other: FakeEngine | None = None,
+    **overrides: object,
+) -> tuple[Service, uvicorn.Server]:
+    config = load_config(CONFIG, overrides)
+    addresses = [found.address for found in (engine, other) if found is not None]
+    client = EngineClient(addresses, TOKEN, node_id=NODE, link_s=1.0)
+    state = ApiState(config, Tokenizer(config.model), client)
+    url, server, loop = open_port(state, access)
     service = Service(
         url,
         state,
@@ -74,10 +85,10 @@ def start(
 
 
 @contextlib.contextmanager
-def serving(access: Access | None = None, **overrides: object):
+def serving(access: Access | None = None, other: FakeEngine | None = None, **overrides: object):
     """A service of its own over a fake engine of its own."""
     engine = FakeEngine()
-    service, server = start(engine, access, **overrides)
+    service, server = start(engine, access, other, **overrides)
     try:
         yield service
     finally:

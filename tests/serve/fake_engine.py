@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import zmq
 
+from dist_aclgraph.actors.addresses import Address, Endpoint
 from dist_aclgraph.actors.messages import (
     Abort,
     Beat,
     Deltas,
     Goodbye,
+    Groups,
     Hello,
     Pulse,
     Query,
@@ -28,22 +32,43 @@ from dist_aclgraph.ints import pack_ints, unpack_ints
 from dist_aclgraph.steps.delta import FinishReason, Note, StepDeltas
 from dist_aclgraph.steps.step import RowLogprobs
 
+NODE = "node"
 TOKEN = "a-test-token"
 
-METRICS = {
+METRICS: dict[str, Any] = {
     "num_requests_running": 2,
     "num_requests_waiting": 1,
+    "num_requests_running_by_dp_rank": {"0": 2, "1": 0},
     "kv_cache_usage": 0.25,
+    "kv_cache_usage_by_dp_rank": {"0": 0.5, "1": 0.0},
     "num_preemptions": 0,
     "prompt_tokens": 40,
     "generation_tokens": 60,
     "prefix_cache_queries": 10,
     "prefix_cache_hits": 4,
+    "spec_decode_num_drafts": 40,
+    "spec_decode_num_draft_tokens": 80,
+    "spec_decode_num_accepted_tokens": 45,
+    "spec_decode_num_accepted_tokens_per_pos": {"0": 30, "1": 15},
+    "expert_tokens": {"0": 1200, "1": 400},
+    "steps": 12,
+    "step_reruns": 1,
     "graph": {
+        "plan_version": 3,
         "replays": {"full decode 4": 7, "full decode 8": 2},
         "misses": {"prefill": 3},
-        "padded_by_graph": {"full decode 4": 5},
+        "padded_by_graph": {"full decode 4": 5, "full decode 8": 0},
+        "wasted_by_graph": {"full decode 4": 0.1786, "full decode 8": 0.0},
     },
+    "capture_seconds": {"full decode 4": 0.2, "full decode 8": 0.3, "full decode 16": 0.4},
+    "pool_bytes": 5 << 20,
+    "ranks": {
+        "0": {"node": "node-a", "npus": "0", "kind": "emulated"},
+        "1": {"node": "node-b", "npus": "3", "kind": "emulated"},
+    },
+    "streams_offered": {"0": 1800, "1": 1792},
+    "streams_predicted": {"0": 30, "1": 30},
+    "streams_measured": {"0": 28, "1": 29},
 }
 
 
@@ -70,6 +95,10 @@ class FakeEngine:
         submitted, aborted: what clients asked for, in order.
         fail_after: requests fail with this error kind after so many tokens.
         skipped: how many messages are lost before the next one.
+        metrics: what it answers when asked; generated tokens are counted in it.
+        groups: what clients are told of the deployment's groups.
+        others_tokens: what waits here for other clients, as each is told.
+        last_beat: of any client.
     """
 
     def __init__(self, reply: Callable[[Submit], list[int]] = echo, step_s: float = 0.002) -> None:
@@ -82,6 +111,11 @@ class FakeEngine:
         self.fail_after: tuple[int, str] | None = None
         self.silent = False
         self.skipped = 0
+        self.metrics = copy.deepcopy(METRICS)
+        self.groups: Groups | None = None
+        self._told: Groups | None = None
+        self.others_tokens = 0
+        self.last_beat = Beat()
         self._numbers: dict[bytes, int] = {}  # of the last deltas, by client
         self._names: dict[bytes, str] = {}
         self._running: dict[str, _Running] = {}
@@ -89,7 +123,8 @@ class FakeEngine:
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)
         port = self._router.bind_to_random_port("tcp://127.0.0.1")
-        self.address = f"tcp://127.0.0.1:{port}"
+        endpoint = Endpoint(f"tcp://127.0.0.1:{port}")
+        self.address = Address(NODE, endpoint, endpoint)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -112,6 +147,10 @@ class FakeEngine:
                 self.frames.append(frame)
                 if not self.silent:
                     self._receive(client, to_engine_decoder.decode(frame))
+            if self.groups is not self._told:
+                self._told = self.groups
+                for client in self._numbers:
+                    self._send(client, self.groups)
             if time.monotonic() >= next_step_s and not self.silent:
                 next_step_s = time.monotonic() + self.step_s
                 self._step()
@@ -130,10 +169,13 @@ class FakeEngine:
                     self._forget(earlier)
                 self._numbers[client], self._names[client] = 0, message.client
                 self._send(client, Pulse())
+                if self._told is not None:
+                    self._send(client, self._told)
         elif client not in self._numbers:
             return
         elif isinstance(message, Beat):
-            self._send(client, Pulse())
+            self.last_beat = message
+            self._send(client, Pulse("", self.others_tokens))
         elif isinstance(message, Goodbye):
             self._forget(client)
         elif isinstance(message, Submit):
@@ -149,7 +191,7 @@ class FakeEngine:
             self.aborted.append(message.request_id)
             self._running.pop(message.request_id, None)
         elif isinstance(message, Query):
-            bodies = {"metrics": METRICS, "report": {"epoch": 1}}
+            bodies = {"metrics": self.metrics, "report": {"epoch": 1}}
             self._send(client, answer(message, bodies[message.what]))
 
     def _forget(self, client: bytes) -> None:
@@ -179,6 +221,7 @@ class FakeEngine:
             return StepDeltas(number, ends=pack_ints([0]), notes=(note,))
         token_id = running.output[running.sent]
         running.sent += 1
+        self.metrics["generation_tokens"] += 1
         finish_reason: FinishReason | None = None
         if token_id in submit.stop_token_ids and running.sent >= submit.sampling.min_tokens:
             finish_reason = "stop"

@@ -1,18 +1,20 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 
 import msgpack
 import pytest
 
+from dist_aclgraph.actors.addresses import Address, Endpoint
 from dist_aclgraph.actors.engine_client import EngineClient
-from dist_aclgraph.actors.messages import error_of
+from dist_aclgraph.actors.messages import GroupEntry, Groups, error_of
 from dist_aclgraph.errors import EngineDeadError, InvalidParameterError
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.steps.delta import RequestDelta
-from tests.serve.fake_engine import TOKEN, FakeEngine
+from tests.serve.fake_engine import NODE, TOKEN, FakeEngine
 
 LINK_S = 1.0
 PARAMS = SamplingParams(max_tokens=5, temperature=0.0)
@@ -27,7 +29,7 @@ def engine():
 
 @pytest.fixture
 def client(engine):
-    client = EngineClient([engine.address], TOKEN, link_s=LINK_S)
+    client = EngineClient([engine.address], TOKEN, node_id=NODE, link_s=LINK_S)
     yield client
     client.close()
 
@@ -80,9 +82,171 @@ def test_abort_reaches_the_engine_and_silences_the_request(client, engine):
     assert (client.num_outstanding, engine.num_running) == (0, 0)
 
 
-def test_requests_go_to_the_engine_with_fewest_outstanding(engine):
+LONG = SamplingParams(max_tokens=100000)
+
+
+@pytest.fixture
+def other():
     other = FakeEngine()
-    client = EngineClient([engine.address, other.address], TOKEN, link_s=LINK_S)
+    yield other
+    other.close()
+
+
+@pytest.fixture
+def both(engine, other):
+    """A client of two engines."""
+    client = EngineClient([engine.address, other.address], TOKEN, node_id=NODE, link_s=LINK_S)
+    yield client
+    client.close()
+
+
+def list_groups(version: int, *engines: FakeEngine, draining: str = "") -> Groups:
+    entries = [
+        GroupEntry(str(i), engine.address, 100, is_draining=str(i) in draining)
+        for i, engine in enumerate(engines)
+    ]
+    return Groups(version, 16, tuple(entries))
+
+
+def test_equal_beginnings_go_to_one_engine_while_others_wait_no_less(both, engine, other):
+    engine.groups = list_groups(1, engine, other)
+    until(lambda: engine.last_beat.groups_version == 1)
+    shared = list(range(400))
+
+    for i in range(3):
+        both.submit(f"shared{i}", [*shared, i], LONG, (), lambda delta: None)
+    until(lambda: len(engine.submitted) + len(other.submitted) == 3)
+    first, second = (engine, other) if engine.submitted else (other, engine)
+    assert len(first.submitted) == 3
+    for i in range(3):
+        both.submit(f"own{i}", [1000 + i], LONG, (), lambda delta: None)
+    until(lambda: len(second.submitted) == 3)
+
+    routed = both.routed()[str(int(first is other))]
+    assert (routed.routed_requests, routed.routed_cached_tokens) == (3, 2 * 400)
+
+
+def test_a_client_hears_what_waits_for_others(both, engine, other):
+    engine.others_tokens = 100_000
+    both.submit("a", [1], LONG, (), lambda delta: None)
+    until(lambda: engine.last_beat.waiting_tokens or other.last_beat.waiting_tokens)
+    seen = len(engine.frames)
+    until(lambda: len(engine.frames) > seen + 3)  # each beat is answered before the next one
+
+    for i in range(4):
+        both.submit(str(i), [1], LONG, (), lambda delta: None)
+
+    until(lambda: len(engine.submitted) + len(other.submitted) == 5)
+    assert len(other.submitted) >= 4
+
+
+def test_an_engine_that_is_added_takes_requests(engine, client, other):
+    client.submit("old", [1], LONG, (), lambda delta: None)
+
+    engine.groups = list_groups(1, engine, other)
+
+    until(lambda: client.capacity().serving == 2)
+    client.submit("new", [2], LONG, (), lambda delta: None)
+    until(lambda: len(other.submitted) == 1)
+    # The newcomer, too, says what there is: its older word changes nothing.
+    other.groups = Groups(0, 16, ())
+    until(lambda: other.last_beat.groups_version == 1)
+    assert client.capacity().total == 2
+
+
+def test_an_engine_that_drains_keeps_its_requests_and_gets_no_others(both, engine, other):
+    answers: dict[str, queue.Queue[RequestDelta]] = {}
+    for i in range(4):
+        answers[f"r{i}"] = queue.Queue()
+        both.submit(f"r{i}", [1, 2], SamplingParams(max_tokens=300), (), answers[f"r{i}"].put)
+    until(lambda: len(engine.submitted) == len(other.submitted) == 2)
+
+    engine.groups = other.groups = list_groups(1, engine, other, draining="0")
+
+    # It confirms, on the link over which it sent: the engine may count on it.
+    until(lambda: engine.last_beat.groups_version == 1)
+    assert both.capacity().by_state() == {"serving": 1, "draining": 1, "lost": 0}
+    for i in range(4):
+        both.submit(f"later{i}", [1, 2], PARAMS, (), lambda delta: None)
+    until(lambda: len(other.submitted) == 6)
+    assert len(engine.submitted) == 2
+    other.groups = Groups(2, 16, (GroupEntry("1", other.address, 100),))
+    for deltas in answers.values():
+        ids, last = collect(deltas)
+        assert (len(ids), last.finish_reason) == (300, "length")
+    until(lambda: both.capacity().total == 1)
+    both.check()
+
+
+def test_a_drained_engine_that_goes_is_no_loss(both, engine, other):
+    engine.groups = other.groups = list_groups(1, engine, other, draining="0")
+    until(lambda: both.capacity().draining == 1)
+
+    engine.silent = True
+
+    until(lambda: both.capacity().total == 1)
+    assert both.losses() == []
+
+
+def test_a_dead_engine_gets_nothing_and_capacity_says_what_is_left(both, engine, other):
+    engine.silent = True
+    until(lambda: both.losses())
+
+    for i in range(4):
+        both.submit(str(i), [1], LONG, (), lambda delta: None)
+
+    until(lambda: len(other.submitted) == 4)
+    capacity = both.capacity()
+    assert (capacity.serving, capacity.total, list(capacity.lost)) == (1, 2, ["0"])
+    assert "silent" in capacity.lost["0"]
+
+
+def test_requests_go_to_engines_that_have_answered_while_there_are_any(engine, tmp_path):
+    nobody = Address(NODE, Endpoint(f"ipc://{tmp_path}/nobody"))
+    client = EngineClient([nobody, engine.address], TOKEN, node_id=NODE, link_s=30.0)
+    until(lambda: len(engine.frames) > 1)  # it beats, so it has been answered
+
+    for i in range(4):
+        client.submit(str(i), [i], LONG, (), lambda delta: None)
+
+    until(lambda: len(engine.submitted) == 4)
+    client.close()
+
+
+def test_an_engine_that_leaves_while_it_is_asked_ends_nothing_else(
+    both, engine, other, monkeypatch
+):
+    until(lambda: both.query("metrics").keys() == {"0", "1"})
+
+    def while_one_leaves():
+        yield 1000
+        engine.groups = other.groups = list_groups(1, engine)
+        until(lambda: both.capacity().total == 1)
+        yield 1001
+
+    monkeypatch.setattr(both, "_query_ids", while_one_leaves())
+
+    assert both.query("metrics").keys() == {"0"}
+    both.submit("later", [1], LONG, (), lambda delta: None)
+    until(lambda: len(engine.submitted) == 1)
+
+
+def test_an_engine_that_leaves_without_an_answer_is_not_waited_for(both, engine, other):
+    other.silent = True
+    answers: queue.Queue[dict] = queue.Queue()
+    asking = threading.Thread(target=lambda: answers.put(both.query("metrics", timeout_s=60)))
+    asking.start()
+    until(lambda: any(b"query" in frame for frame in other.frames))
+
+    engine.groups = list_groups(1, engine)
+
+    assert answers.get(timeout=20).keys() == {"0"}
+    asking.join()
+
+
+def test_requests_without_a_common_beginning_are_spread_evenly(engine):
+    other = FakeEngine()
+    client = EngineClient([engine.address, other.address], TOKEN, node_id=NODE, link_s=LINK_S)
     long = SamplingParams(max_tokens=100000)
     for i in range(4):
         client.submit(str(i), [1], long, (), lambda delta: None)
@@ -121,6 +285,24 @@ def test_a_gap_in_what_the_engine_sends_ends_the_request_here_and_there(client, 
     until(lambda: engine.num_running == 0)
 
 
+def test_nobody_waits_for_a_client_that_cannot_go_on(both, engine, other, monkeypatch):
+    answers: list[queue.Queue[RequestDelta]] = [queue.Queue() for _ in range(2)]
+    for i, deltas in enumerate(answers):
+        both.submit(str(i), [i], LONG, (), deltas.put)
+    until(lambda: engine.submitted and other.submitted)
+
+    def refuse(*_):
+        raise OSError("Too many open files")
+
+    monkeypatch.setattr(Endpoint, "connect", refuse)  # of the link that replaces a lost one
+    engine.silent = True
+
+    errors = [collect(deltas)[1].error for deltas in answers]
+    assert any("Too many open files" in error for error in errors)
+    with pytest.raises(EngineDeadError):
+        both.check()
+
+
 def test_an_engine_that_answers_again_is_used_again(client, engine):
     engine.silent = True
     with pytest.raises(EngineDeadError):
@@ -141,7 +323,7 @@ def test_an_engine_that_answers_again_is_used_again(client, engine):
 
 
 def test_a_wrong_token_is_refused_with_the_reason(engine):
-    client = EngineClient([engine.address], "guess", link_s=LINK_S)
+    client = EngineClient([engine.address], "guess", node_id=NODE, link_s=LINK_S)
     deltas: queue.Queue[RequestDelta] = queue.Queue()
     try:
         client.submit("a", [1], PARAMS, (), deltas.put)
@@ -153,11 +335,11 @@ def test_a_wrong_token_is_refused_with_the_reason(engine):
 
 
 def test_query_returns_one_answer_per_engine(client):
-    assert client.query("report") == [{"epoch": 1}]
+    assert client.query("report") == {"0": {"epoch": 1}}
 
 
 def test_close_ends_what_is_outstanding(engine):
-    client = EngineClient([engine.address], TOKEN, link_s=LINK_S)
+    client = EngineClient([engine.address], TOKEN, node_id=NODE, link_s=LINK_S)
     deltas: queue.Queue[RequestDelta] = queue.Queue()
     client.submit("a", [1], SamplingParams(max_tokens=100000), (), deltas.put)
 

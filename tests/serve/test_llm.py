@@ -12,12 +12,13 @@ from dist_aclgraph.errors import (
 )
 from dist_aclgraph.sampling import SamplingParams
 from tests.serve.conftest import CONFIG, until
-from tests.serve.fake_engine import TOKEN, FakeEngine
+from tests.serve.fake_engine import NODE, TOKEN, FakeEngine
 
 
 class FakeDeployment:
     """A deployment of one fake engine in this process."""
 
+    node_id = NODE
     token = TOKEN
     max_model_len = 2048
 

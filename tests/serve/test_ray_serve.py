@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from tests.serve.conftest import CONFIG
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 120.0
+ENGINE_HEALTHY = "dist_aclgraph_engine_healthy"
 FAKE = """
 import sys, ray
 from dist_aclgraph.config import load_config
@@ -39,9 +41,12 @@ CLUSTER = (
     + """
 from ray import serve
 from dist_aclgraph.serve.app import make_app
-ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
+options = {"include_dashboard": False, "object_store_memory": 100 << 20, "log_to_driver": False}
+ray.init("local", num_cpus=4, **options)
 serve.start(http_options={"port": config.serve.port})
-targets = [serve.RunTarget(make_app(config, start), name=n, route_prefix=f"/{n}") for n in "ab"]
+two = config.model_copy(update={"serve": config.serve.model_copy(update={"replicas": 2})})
+apps = {"a": make_app(two, start), "b": make_app(config, start)}
+targets = [serve.RunTarget(app, name=n, route_prefix=f"/{n}") for n, app in apps.items()]
 serve.run_many(targets)
 print("running", ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.readline()
@@ -82,6 +87,12 @@ def ask(url: str) -> httpx.Response:
     return httpx.post(f"{url}/v1/completions", json=QUESTION, timeout=WAIT_S)
 
 
+def replica_of(url: str) -> str:
+    text = httpx.get(f"{url}/metrics", timeout=WAIT_S).text
+    assert f"{ENGINE_HEALTHY}1.0" in re.sub(r"\{.*?\} ", "", text)
+    return re.search(r'replica="(\w+)"', text)[1]
+
+
 @pytest.fixture
 def cluster():
     """A Ray cluster with two applications of ours: its address and its proxy's URL."""
@@ -102,6 +113,9 @@ def test_deployments_on_one_cluster_leave_each_other_alone(cluster):
     process, address, proxy = cluster
     port = free_port()
     url = f"http://127.0.0.1:{port}"
+    # Two replicas share nothing but the groups; the proxy asks one or the other.
+    names = {replica_of(f"{proxy}/a") for _ in range(40)}
+    assert len(names) == 2
     for name in "ab":
         reply = ask(f"{proxy}/{name}")
         assert reply.text.endswith("data: [DONE]\n\n")

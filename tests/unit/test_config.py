@@ -19,7 +19,9 @@ from dist_aclgraph.environment import (
     build_environment,
     child_environment,
     disable_backend_autoload,
+    network_variables,
     prepare_device,
+    prepare_network,
     prepare_ray_environment,
     visible_devices,
 )
@@ -199,16 +201,63 @@ def test_hccl_chooses_its_expansion_and_plans_follow_the_chip(device: Any, plann
     assert config.device.expansion == planned
 
 
-def test_what_hccl_needs_between_nodes_reaches_workers() -> None:
-    keys = {"hccl_interfaces": "=eth0", "hccl_host_ports": "60000-60050", "hccl_npu_ports": "auto"}
+def test_what_hccl_needs_between_nodes_comes_from_the_configuration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys = {
+        "hccl_interfaces": "=eth0",
+        "hccl_host_ports": "60000-60050",
+        "hccl_npu_ports": "auto",
+        "gloo_interface": "eth0",
+    }
+    monkeypatch.setattr(os, "environ", {})
 
-    environment = child_environment(make_config({"model": "m", "device": keys}))
+    prepare_network(make_config({"model": "m", "device": keys}).device, "10.0.0.7")
 
-    assert environment["HCCL_SOCKET_IFNAME"] == "=eth0"
-    assert environment["HCCL_HOST_SOCKET_PORT_RANGE"] == "60000-60050"
-    assert environment["HCCL_NPU_SOCKET_PORT_RANGE"] == "auto"
-    with pytest.raises(ConfigError, match="hccl_host_ports is 'all'"):
-        make_config({"model": "m", "device": {"hccl_host_ports": "all"}})
+    assert network_variables() == {
+        "HCCL_SOCKET_IFNAME": "=eth0",
+        "HCCL_HOST_SOCKET_PORT_RANGE": "60000-60050",
+        "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
+        "GLOO_SOCKET_IFNAME": "eth0",
+    }
+
+
+def test_what_a_node_says_of_its_network_goes_before_the_configuration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = {"HCCL_SOCKET_IFNAME": "bond0", "HCCL_IF_IP": "10.0.0.9"}
+    monkeypatch.setattr(os, "environ", dict(own))
+
+    keys = {"hccl_interfaces": "eth0"}
+    prepare_network(make_config({"model": "m", "device": keys}).device, "10.0.0.7")
+
+    assert network_variables() == own
+
+
+@pytest.mark.parametrize(
+    ("address", "told"), [("10.0.0.7", {"HCCL_IF_IP": "10.0.0.7"}), (None, {})]
+)
+def test_hccl_takes_rays_address_of_the_node_where_a_group_spans_several(
+    monkeypatch: pytest.MonkeyPatch, address: str | None, told: dict[str, str]
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+
+    prepare_network(make_config({"model": "m"}).device, address)
+
+    assert network_variables() == told
+
+
+def test_ports_are_a_range() -> None:
+    assert make_config({"model": "m", "cluster": {"ports": "20000-20002"}}).cluster.port_range == (
+        range(20000, 20003)
+    )
+    assert make_config({"model": "m"}).cluster.port_range is None
+
+
+@pytest.mark.parametrize("ports", ["20000", "0-5", "9-8", "1-70000", "a-b"])
+def test_ports_that_are_no_range_are_refused(ports: str) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.ports is"):
+        make_config({"model": "m", "cluster": {"ports": ports}})
 
 
 @pytest.mark.parametrize("ours,theirs", [("AIV", "AIV"), ("AICPU", "AI_CPU"), ("FFTS", "HOST")])

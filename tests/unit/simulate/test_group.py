@@ -104,7 +104,14 @@ def test_a_cache_that_is_too_small_preempts(checkpoint: Path) -> None:
 
 
 arrivals = st.lists(
-    st.builds(Arrival, st.integers(0, 30).map(float), st.integers(1, 60), st.integers(1, 30)),
+    st.builds(
+        Arrival,
+        st.integers(0, 30).map(float),
+        st.integers(1, 60),
+        st.integers(1, 30),
+        shared=st.just(0),
+        shared_tokens=st.just(0),
+    ),
     min_size=1,
     max_size=14,
 ).map(sorted)

@@ -54,7 +54,14 @@ def test_a_batch_is_named_in_three_ways(tmp_path: Path, text: str) -> None:
 
 
 arrivals = st.lists(
-    st.builds(Arrival, st.floats(0, 1e6), st.integers(1, 100_000), st.integers(1, 100_000)),
+    st.builds(
+        Arrival,
+        st.floats(0, 1e6),
+        st.integers(1, 100_000),
+        st.integers(1, 100_000),
+        shared=st.just(0),
+        shared_tokens=st.just(0),
+    ),
     min_size=1,
     max_size=20,
 ).map(sorted)

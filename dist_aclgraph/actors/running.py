@@ -1,0 +1,75 @@
+"""Finding a deployment that another process of this cluster has started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+from ray.exceptions import RayError
+from ray.util import list_named_actors
+
+from dist_aclgraph.actors.deployment import CONTROLLER
+from dist_aclgraph.actors.local_ray import join_ray
+from dist_aclgraph.actors.ray_errors import ours
+from dist_aclgraph.actors.worker_group import fetch
+from dist_aclgraph.config import Config
+from dist_aclgraph.errors import PlacementError
+from dist_aclgraph.topology import NO_RANK
+
+
+class RunningDeployment:
+    """The controller of a deployment that somebody else has started, and will stop."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._controller = ray.get_actor(name)
+
+    def scale(self, count: int) -> None:
+        """Have so many groups take requests; see ``ServingGroups.scale``."""
+        fetch(self._controller.scale.remote(count), NO_RANK, "SERVING")
+
+    def roll(self, config: Config) -> None:
+        """Replace all groups; see ``ServingGroups.roll``."""
+        fetch(self._controller.roll.remote(config), NO_RANK, "SERVING")
+
+
+@contextmanager
+def running_deployment(
+    name: str | None = None, local_ray: str | None = None
+) -> Iterator[RunningDeployment]:
+    """Join the Ray cluster of a deployment for a while; see ``join_ray``.
+
+    Args:
+        name: of the controller, where several deployments run.
+        local_ray: address of a Ray that a service has started for itself, where there are several.
+
+    Raises:
+        PlacementError: there is no cluster, no such deployment, or more than one.
+    """
+    owns_connection = not ray.is_initialized()
+    if owns_connection:
+        join_ray(local_ray)
+    try:
+        try:
+            names = [n for n in list_named_actors() if n.startswith(f"{CONTROLLER}-")]
+        except RayError as e:
+            raise ours(e, "looking for deployments") from e
+        yield RunningDeployment(choose_deployment(sorted(names), name))
+    finally:
+        if owns_connection:
+            ray.shutdown()
+
+
+def choose_deployment(names: list[str], wanted: str | None) -> str:
+    """Return the deployment that is meant.
+
+    Raises:
+        PlacementError: none is, or several may be.
+    """
+    if wanted is not None and wanted not in names:
+        raise PlacementError(f"no deployment {wanted!r} runs; there are: {', '.join(names) or '-'}")
+    if wanted is None and len(names) != 1:
+        found = f"{len(names)} deployments run: {', '.join(names)}; say which by --deployment"
+        raise PlacementError(found if names else "no deployment runs on this Ray cluster")
+    return wanted or names[0]

@@ -1,0 +1,78 @@
+"""What ``doctor`` says of how this node reaches others: for HCCL, and for libraries beside it."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from pathlib import Path
+
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+RESERVED = Path("/proc/sys/net/ipv4/ip_local_reserved_ports")
+PORT_VARIABLES = ("HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE")
+
+
+def network_problem(variables: dict[str, str], interfaces: list[str]) -> str:
+    """Return what is wrong with the variables on this machine, or "".
+
+    Args:
+        variables: those of HCCL and Gloo, see ``environment.network_variables``.
+        interfaces: of this machine.
+    """
+    address = variables.get("HCCL_IF_IP", "")
+    if address and not _is_ours(address):
+        return f"HCCL_IF_IP is {address}, which is no address of this machine"
+    for name in ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        asked = variables.get(name, "")
+        if asked and not _match(asked, interfaces):
+            return f"{name} is {asked}, which none of {', '.join(interfaces)} matches"
+    return ""
+
+
+def port_warning(variables: dict[str, str]) -> str:
+    """Return why ports that HCCL is told to take may be taken already, or ""."""
+    try:
+        first, last = map(int, EPHEMERAL.read_text().split())
+        reserved = _numbers(RESERVED.read_text().strip())
+    except (OSError, ValueError):
+        return ""
+    for name in PORT_VARIABLES:
+        asked = _numbers(variables.get(name, ""))
+        loose = [port for port in sorted(asked) if first <= port <= last and port not in reserved]
+        if loose:
+            return (
+                f"{name} has ports of the kernel's own range ({first}-{last}), such as {loose[0]}, "
+                "which other programs may be given first"
+            )
+    return ""
+
+
+def _is_ours(address: str) -> bool:
+    try:
+        family = socket.AF_INET if ipaddress.ip_address(address).version == 4 else socket.AF_INET6
+        with socket.socket(family) as probe:
+            probe.bind((address, 0))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _match(asked: str, interfaces: list[str]) -> bool:
+    """Whether a list such as ``eth,enp``, ``=eth0`` or ``^docker`` leaves an interface."""
+    names = asked.lstrip("^=").split(",")
+    if asked.startswith("^="):
+        return any(each not in names for each in interfaces)
+    if asked.startswith("^"):
+        return any(not each.startswith(tuple(names)) for each in interfaces)
+    if asked.startswith("="):
+        return any(each in names for each in interfaces)
+    return any(each.startswith(tuple(names)) for each in interfaces)
+
+
+def _numbers(ranges: str) -> set[int]:
+    """Return the ports of ``60000-60010,60020``; none for ``auto`` and ""."""
+    found: set[int] = set()
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
+        if first.strip().isdecimal():
+            found.update(range(int(first), int(last or first) + 1))
+    return found

@@ -1,0 +1,131 @@
+"""A load that several groups share: requests sent by the rule of the ingress, and by a simpler one.
+
+All groups run at once, each with a clock of its own; none is ahead of a request that is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.scheduler.outputs import StepOutputs
+from dist_aclgraph.scheduler.routing import Router
+from dist_aclgraph.simulate.group import SimulatedGroup
+from dist_aclgraph.simulate.load import Arrival
+
+BY_CACHE = "by what is cached and waits"
+BY_COUNT = "fewest outstanding"
+
+
+class Routing(Protocol):
+    """How requests come to groups; ``Router`` is one."""
+
+    def route(
+        self, request_id: str, prompt: bytes, cache_salt: str, among: Collection[str]
+    ) -> str: ...
+
+    def begun(self, request_id: str) -> None: ...
+
+    def ended(self, request_id: str) -> None: ...
+
+
+class FewestOutstanding:
+    """The simpler rule that ours is compared with: whoever has the fewest requests."""
+
+    def __init__(self) -> None:
+        self._group_of: dict[str, str] = {}
+
+    def route(self, request_id: str, prompt: bytes, cache_salt: str, among: Collection[str]) -> str:
+        open_requests = list(self._group_of.values())
+        self._group_of[request_id] = min(among, key=open_requests.count)
+        return self._group_of[request_id]
+
+    def begun(self, request_id: str) -> None:
+        pass
+
+    def ended(self, request_id: str) -> None:
+        self._group_of.pop(request_id, None)
+
+
+class RoutedLoad:
+    """A load played over groups. Owns when requests came, and when their first tokens did."""
+
+    def __init__(self, routing: Routing, groups: Sequence[SimulatedGroup]) -> None:
+        self._routing = routing
+        self._groups = {str(index): group for index, group in enumerate(groups)}
+        self._arrived_s: dict[str, float] = {}
+        self._waited_s: list[float] = []
+
+    def play(self, arrivals: Iterable[Arrival], on_arrival: Callable[[], None]) -> dict[str, Any]:
+        """Serve all requests; return what came of it, as plain values."""
+        sent = dict.fromkeys(self._groups, 0)
+        for number, coming in enumerate(arrivals):
+            self._pass_time(coming.arrival_s)
+            name = str(number)
+            prompt = pack_ints(coming.token_ids(number))
+            chosen = self._routing.route(name, prompt, "", list(self._groups))
+            if self._groups[chosen].submit(name, coming):
+                self._arrived_s[name] = coming.arrival_s
+                sent[chosen] += 1
+            else:
+                self._routing.ended(name)
+            on_arrival()
+        self._pass_time(float("inf"))
+        return self._report(sent)
+
+    def _pass_time(self, until_s: float) -> None:
+        for group in self._groups.values():
+            for outputs in group.play_until(until_s, lambda: None):
+                self._take(group.clock_s, outputs)
+
+    def _take(self, now_s: float, outputs: StepOutputs) -> None:
+        for index in outputs.firsts.tolist():
+            name = outputs.requests[index].request_id
+            self._waited_s.append(now_s - self._arrived_s[name])
+            self._routing.begun(name)
+        for index in outputs.finish_reasons:
+            self._routing.ended(outputs.requests[index].request_id)
+
+    def _report(self, sent: dict[str, int]) -> dict[str, Any]:
+        schedulers = {name: group.scheduler for name, group in self._groups.items()}
+        admitted = sum(found.num_admitted_tokens for found in schedulers.values())
+        cached = sum(found.num_cached_tokens for found in schedulers.values())
+        waited = np.array(self._waited_s or [0.0])
+        return {
+            "cached_share": cached / admitted if admitted else 0.0,
+            "first_token_s": {
+                "mean": float(waited.mean()),
+                "p50": float(np.quantile(waited, 0.5)),
+                "p99": float(np.quantile(waited, 0.99)),
+            },
+            "seconds": max(group.clock_s for group in self._groups.values()),
+            "groups": [
+                {
+                    "requests": sent[name],
+                    "cached_share": found.num_cached_tokens / max(1, found.num_admitted_tokens),
+                }
+                for name, found in schedulers.items()
+            ],
+        }
+
+
+def compare_routing(
+    make_groups: Callable[[], Sequence[SimulatedGroup]],
+    make_arrivals: Callable[[], Iterable[Arrival]],
+    on_arrival: Callable[[], None] = lambda: None,
+) -> list[dict[str, Any]]:
+    """Play one load by each rule, over new groups each time; ours is the first."""
+    rows = []
+    for name in (BY_CACHE, BY_COUNT):
+        groups = make_groups()
+        routing: Routing = FewestOutstanding()
+        if name == BY_CACHE:
+            pools = [[rank.pool for rank in group.scheduler.ranks] for group in groups]
+            routing = router = Router(pools[0][0].block_size)
+            for index, found in enumerate(pools):
+                router.add(str(index), sum(pool.num_usable for pool in found))
+        rows.append({"name": name, **RoutedLoad(routing, groups).play(make_arrivals(), on_arrival)})
+    return rows

@@ -1,0 +1,83 @@
+"""Peers that nobody has asked for: with other keys than they should have, or with junk."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import zmq
+
+from dist_aclgraph.actors.addresses import Address, Endpoint
+from dist_aclgraph.actors.engine_client import EngineClient
+from dist_aclgraph.errors import EngineDeadError
+from tests.actors.leftovers import wait_until
+from tests.actors.loop_group import NODE, TOKEN, WAIT_S
+from tests.deployments import Answer, greedy_params
+
+NUM_JUNK = int(os.environ.get("DIST_ACLGRAPH_JUNK", "2000"))
+
+
+def with_fresh_keys(endpoint: Endpoint) -> Endpoint:
+    """What a stranger has who knows the server's public key."""
+    assert endpoint.keys is not None
+    public, secret = zmq.curve_keypair()
+    return replace(
+        endpoint, keys=replace(endpoint.keys, client_public=public, client_secret=secret)
+    )
+
+
+def with_fresh_server_key(endpoint: Endpoint) -> Endpoint:
+    assert endpoint.keys is not None
+    return replace(endpoint, keys=replace(endpoint.keys, server_public=zmq.curve_keypair()[0]))
+
+
+def without_keys(endpoint: Endpoint) -> Endpoint:
+    return replace(endpoint, keys=None)
+
+
+STRANGERS = (with_fresh_keys, with_fresh_server_key, without_keys)
+Stranger = Callable[[Endpoint], Endpoint]
+
+
+def refusal_of(endpoint: Endpoint, token: str = TOKEN) -> str:
+    """Return why a client is refused, which it learns in bounded time; so do its requests."""
+    client = EngineClient([Address(NODE, endpoint)], token, node_id=NODE, link_s=WAIT_S)
+    try:
+        wait_until(lambda: bool(client.losses()), "the client learns nothing")
+        with pytest.raises(EngineDeadError):
+            client.submit("r", [1, 2, 3], greedy_params(5), [], Answer().take)
+        return client.losses()[0]
+    finally:
+        client.close()
+
+
+def send_raw(url: str, count: int) -> int:
+    """Send what is no ZMTP, over connection after connection; return how much was taken."""
+    host, port = url.removeprefix("tcp://").split(":")
+    taken = 0
+    while taken < count:
+        with socket.create_connection((host, int(port)), timeout=WAIT_S) as raw:
+            try:
+                for _ in range(100):
+                    raw.sendall(os.urandom(64))
+                    taken += 1
+            except OSError:  # closed by the engine, as it should
+                taken += 1
+    return taken
+
+
+def send_frames(endpoint: Endpoint, kind: int, count: int) -> None:
+    """Send junk frames, as many as go out."""
+    own: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    peer = own.socket(kind)
+    endpoint.connect(peer)
+    for i in range(count):
+        try:
+            peer.send(b"\x81\xa4type\xa4\xff\xfe%d" % i, zmq.NOBLOCK)
+        except zmq.Again:
+            time.sleep(0.001)  # strangers get nothing through
+    own.destroy(linger=0)

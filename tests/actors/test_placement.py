@@ -1,0 +1,180 @@
+"""What Ray is asked for, and who gets which rank: laws for whatever Ray makes of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from dist_aclgraph.actors.placement import BundleRequest, Node, plan_bundles, rank_order
+from dist_aclgraph.actors.worker import WorkerInfo
+from dist_aclgraph.actors.worker_group import check_devices
+from dist_aclgraph.config import make_config
+from dist_aclgraph.errors import PlacementError
+from dist_aclgraph.topology import ParallelLayout
+
+Landed = tuple[str, tuple[int, ...]]
+
+
+def make_nodes(*npus: int) -> list[Node]:
+    return [Node(f"{i:08}", f"10.0.0.{i}", count) for i, count in enumerate(npus, 1)]
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> ParallelLayout:
+    tp, pcp, dp = (draw(st.sampled_from([1, 2, 3, 4])) for _ in range(3))
+    spreads_experts = draw(st.booleans())
+    return ParallelLayout(tp=tp, pcp=pcp, dp=dp, ep=tp * pcp * dp if spreads_experts else 1)
+
+
+clusters = st.lists(st.integers(0, 9), min_size=1, max_size=6).map(lambda npus: make_nodes(*npus))
+
+
+def place(
+    request: BundleRequest, nodes: list[Node], groups: int, draw: st.DrawFn
+) -> list[list[Landed]] | None:
+    """What Ray may do: any nodes with room, one for STRICT_PACK, and any of their NPUs.
+
+    None where its choice leaves no room for a later bundle, as other deployments may.
+    """
+    free = {node.node_id: list(range(node.npus)) for node in nodes}
+    placed = []
+    for _ in range(groups):
+        landed: list[Landed] = []
+        chosen = ""
+        for _ in range(request.num_bundles):
+            fits = [n for n, ids in free.items() if len(ids) >= request.ranks_of_bundle]
+            if request.strategy == "STRICT_PACK" and chosen:
+                fits = [n for n in fits if n == chosen]
+            if not fits:
+                return None
+            chosen = draw(st.sampled_from(fits))
+            ids = draw(st.permutations(free[chosen]))
+            landed += [(chosen, (npu,)) for npu in ids[: request.ranks_of_bundle]]
+            free[chosen] = sorted(ids[request.ranks_of_bundle :])
+        placed.append(draw(st.permutations(landed)))
+    return placed
+
+
+@given(layouts(), clusters, st.data())
+def test_every_rank_has_an_npu_and_no_tensor_parallel_group_spans_nodes(
+    layout: ParallelLayout, nodes: list[Node], data: st.DataObject
+) -> None:
+    try:
+        request = plan_bundles(layout, nodes)
+    except PlacementError:
+        room = sum(node.npus // layout.tp for node in nodes) * layout.tp
+        assert room < layout.world_size
+        return
+    groups = layout.lockstep_groups
+    placed = place(request, nodes, len(groups), data.draw)
+    assume(placed is not None)
+    assert placed is not None
+
+    taken: Counter[str] = Counter()
+    for ranks, landed in zip(groups, placed, strict=True):
+        order = rank_order(landed)
+        assert sorted(order) == list(range(len(ranks)))
+        where = [landed[i] for i in order]
+        assert where == sorted(where)  # neighbours by node, and side by side on each
+        for first in range(0, len(ranks), layout.tp):
+            assert len({node for node, _ in where[first : first + layout.tp]}) == 1
+        taken.update(node for node, _ in where)
+    assert taken.total() == layout.world_size
+    assert all(taken[node.node_id] <= node.npus for node in nodes)
+
+
+@given(layouts(), clusters)
+def test_a_group_is_asked_for_on_one_node_where_one_has_the_npus(
+    layout: ParallelLayout, nodes: list[Node]
+) -> None:
+    try:
+        request = plan_bundles(layout, nodes, tp_across_nodes=True)
+    except PlacementError:
+        assert sum(node.npus for node in nodes) < layout.world_size
+        return
+
+    size = len(layout.lockstep_groups[0])
+    assert request.num_bundles * request.ranks_of_bundle == size
+    assert (request.strategy == "STRICT_PACK") == any(node.npus >= size for node in nodes)
+
+
+def test_a_group_over_two_nodes_has_a_bundle_for_each_tensor_parallel_group() -> None:
+    layout = ParallelLayout(tp=2, dp=2, ep=4)
+
+    request = plan_bundles(layout, make_nodes(0, 2, 2))
+
+    assert request.bundles == [{"NPU": 2}] * 2
+    assert request.strategy == "PACK"
+
+
+def test_ranks_that_share_contexts_are_placed_together() -> None:
+    request = plan_bundles(ParallelLayout(tp=4, pcp=2, dcp=8, dp=3), make_nodes(8, 8, 8))
+
+    assert request.bundles == [{"NPU": 4}] * 2
+    assert request.strategy == "STRICT_PACK"
+
+
+def test_too_few_npus_name_what_there_is() -> None:
+    with pytest.raises(
+        PlacementError,
+        match=r"needs 10 NPUs.*has 9 \(10.0.0.1/00000001: 8, 10.0.0.2/00000002: 1\).*lower",
+    ):
+        plan_bundles(ParallelLayout(dp=10), make_nodes(8, 1))
+
+
+def test_a_tensor_parallel_group_that_no_node_holds_is_refused_with_the_way_out() -> None:
+    layout = ParallelLayout(tp=4, dp=2)
+
+    with pytest.raises(
+        PlacementError,
+        match=r"2 times 4 NPUs \(parallel.tp\).*room for 1;.*parallel.tp_across_nodes=true",
+    ):
+        plan_bundles(layout, make_nodes(5, 3))
+
+    request = plan_bundles(layout, make_nodes(5, 3), tp_across_nodes=True)
+    assert request.bundles == [{"NPU": 1}] * 4
+
+
+def test_nodes_are_chosen_by_their_labels() -> None:
+    nodes = [Node("a", "10.0.0.1", 4, {"rack": "r1"}), Node("b", "10.0.0.2", 8, {"rack": "r2"})]
+
+    assert plan_bundles(ParallelLayout(tp=4), nodes, {"rack": "r1"}).labels == {"rack": "r1"}
+    with pytest.raises(PlacementError, match=r"needs 8 NPUs on nodes with the labels rack=r1"):
+        plan_bundles(ParallelLayout(tp=8), nodes, {"rack": "r1"})
+    with pytest.raises(PlacementError, match=r"no living node has the labels rack=r3.*10.0.0.2/b"):
+        plan_bundles(ParallelLayout(tp=4), nodes, {"rack": "r3"})
+
+
+def test_emulated_npus_need_no_declaration() -> None:
+    request = plan_bundles(ParallelLayout(tp=2), make_nodes(0), may_be_undeclared=True)
+
+    assert request.strategy == "STRICT_PACK"
+    assert request.ranks_of_bundle == 2
+    assert all("NPU" not in bundle for bundle in request.bundles)
+
+
+def test_a_cluster_without_npus_is_refused_on_hardware() -> None:
+    with pytest.raises(PlacementError, match="needs 1 NPUs"):
+        plan_bundles(ParallelLayout(), make_nodes(0))
+
+
+def make_info(kind: str, host: str, *npu_ids: int) -> WorkerInfo:
+    return WorkerInfo(host, "10.0.0.1", host, 1, npu_ids, kind)  # type: ignore[arg-type]
+
+
+def test_devices_of_different_kinds_in_one_group_are_refused() -> None:
+    with pytest.raises(PlacementError, match="emulated on b and npu on a"):
+        check_devices([make_info("npu", "a", 0), make_info("emulated", "b", 0)])
+
+
+def test_npus_that_ray_does_not_know_are_refused() -> None:
+    with pytest.raises(PlacementError, match=r"a has NPUs of which Ray knows nothing.*--resources"):
+        check_devices([make_info("npu", "a"), make_info("npu", "a")])
+    check_devices([make_info("emulated", "a")])
+
+
+def test_tensor_parallel_groups_stay_on_a_node_unless_the_configuration_says_so() -> None:
+    assert not make_config({"model": "m"}).parallel.tp_across_nodes

@@ -1,0 +1,204 @@
+"""Ray clusters of several nodes on this machine, and programs that run at the head of one.
+
+Ray's own utility starts a raylet for each node. They share a kernel, so that nothing but the ids
+and the loopback addresses of nodes tells them apart: what goes from one to another goes over TCP.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dist_aclgraph.actors import processes
+from dist_aclgraph.config import Config
+from tests.deployments import greedy_params
+from tests.lockstep import lockstep
+
+ROOT = Path(__file__).parents[2]
+END_S = 60.0
+ATTEMPTS = 3
+
+PROMPTS = [[70, 71, 72], [80, 81], [90], [100, 101, 102, 103]]
+NUM_TOKENS = 12
+PORTS = range(23100, 23140)
+OVER_NODES = {
+    "parallel.tp": 2, "parallel.dp": 2, "parallel.ep": 4, "dtype": "float32",
+    "speculative.num_tokens": 0, "graph.sizes": [4], "device.kind": "emulated",
+    "device.emulator.strict": False, "cluster.ports": f"{PORTS[0]}-{PORTS[-1]}",
+    "timeouts.place_s": 300, "timeouts.join_s": 300, "timeouts.negotiate_s": 300,
+    "timeouts.link_s": 60,
+}  # fmt: skip
+APART = {**OVER_NODES, "parallel.ep": 1}
+
+# Programs for the head. Their arguments: a configuration, and changes of it as JSON.
+GENERATE = """
+import dataclasses, json, sys
+from dist_aclgraph.actors.llm import LLM
+from tests.deployments import greedy_params
+
+def say(value):
+    print("ready", json.dumps(value, default=bytes.decode), flush=True)
+
+with LLM(sys.argv[1], json.loads(sys.argv[2])) as llm:
+    ranks, running = llm.report()["ranks"], llm._deployment
+    seen = [address.seen_from(running.node_id) for address in running.addresses]
+    say([ranks, [dataclasses.asdict(endpoint) for endpoint in seen]])
+    for line in sys.stdin:
+        prompts, count = json.loads(line)
+        say([answer.token_ids for answer in llm.generate(prompts, greedy_params(count))])
+"""
+SERVE = """
+import json, sys
+from dist_aclgraph.actors.llm import start_on_ray
+from dist_aclgraph.cli.serve import serve_until_signal
+from dist_aclgraph.config import load_config
+
+def start(config, on_progress=None):
+    deployment = start_on_ray(config)
+    report = deployment.report()
+    groups = [report, *report["groups"]]
+    nodes = [[rank["node"] for rank in group["ranks"]] for group in groups]
+    print("ready", json.dumps(nodes), flush=True)
+    return deployment
+
+serve_until_signal(load_config(sys.argv[1], json.loads(sys.argv[2])), start)
+"""
+
+_CLUSTER = """
+import json, os, sys, time
+from ray.cluster_utils import Cluster
+from dist_aclgraph.actors import processes
+
+cluster = Cluster()
+wanted = json.loads(sys.argv[1])
+for number, options in enumerate(wanted, 2):
+    more = {} if cluster.head_node else {"include_dashboard": False}
+    try:
+        cluster.add_node(node_ip_address=f"127.0.0.{number}", num_cpus=4, **options, **more)
+    except Exception as e:  # Ray waits for half a minute: a node may come up later
+        if cluster.head_node is None:
+            raise
+        print(e, flush=True)
+until_s = time.monotonic() + 300
+while sum(node["Alive"] for node in cluster.global_state.node_table()) < len(wanted):
+    assert time.monotonic() < until_s, "nodes did not come up"
+    time.sleep(0.5)
+raylets = [pid for pid in processes.children(os.getpid()) if processes.name_of(pid) == "raylet"]
+print("ready", json.dumps({"address": cluster.address, "raylets": raylets}), flush=True)
+sys.stdin.readline()
+cluster.shutdown()
+"""
+
+
+class Program:
+    """A Python program that answers in lines ``ready {json}``, and ends when its input does.
+
+    Args:
+        popen: what starts it, on this machine or in a node of it.
+    """
+
+    def __init__(
+        self,
+        code: str,
+        *arguments: object,
+        popen: Callable[..., subprocess.Popen[str]] = subprocess.Popen,
+        **variables: str,
+    ) -> None:
+        self._process = popen(
+            [sys.executable, "-c", code, *map(str, arguments)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "token", **variables},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def read(self) -> Any:
+        """Return what the program says next."""
+        assert self._process.stdout is not None
+        lines = []
+        for line in self._process.stdout:
+            lines.append(line)
+            if line.startswith("ready "):
+                return json.loads(line.removeprefix("ready "))
+        raise AssertionError("".join(lines))
+
+    def write(self, value: Any) -> None:
+        """Give the program a line of JSON."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(value) + "\n")
+        self._process.stdin.flush()
+
+    def end(self) -> None:
+        """Let it end by itself, or end it and all that it has started."""
+        started = _descendants(self.pid)
+        try:
+            self._process.communicate(timeout=END_S)
+        finally:
+            processes.kill_all(started | _descendants(self.pid) | {self.pid})
+            self._process.wait()
+
+
+def _start(options: list[dict[str, Any]], attempts: int = ATTEMPTS) -> tuple[Program, Any]:
+    """Start a cluster; again where its head was not up in the half minute that Ray gives it."""
+    program = Program(_CLUSTER, json.dumps(options))
+    try:
+        return program, program.read()
+    except AssertionError:
+        program.end()
+        if attempts == 1:
+            raise
+    return _start(options, attempts - 1)
+
+
+class Nodes:
+    """A Ray cluster. Owns its processes.
+
+    Attributes:
+        address: of Ray.
+    """
+
+    def __init__(self, options: list[dict[str, Any]]) -> None:
+        self._program, said = _start(options)
+        self.address: str = said["address"]
+        self._raylets: list[int] = said["raylets"]
+
+    @property
+    def actors(self) -> set[int]:
+        """Processes that its raylets have started."""
+        found = [processes.with_variable("RAY_RAYLET_PID", str(pid)) for pid in self._raylets]
+        return set().union(*found)
+
+    @contextmanager
+    def run(self, code: str, *arguments: object) -> Iterator[Program]:
+        """Run a program at the head."""
+        program = Program(code, *arguments, RAY_ADDRESS=self.address)
+        try:
+            yield program
+        finally:
+            program.end()
+
+    def end(self) -> None:
+        self._program.end()
+
+
+def _descendants(pid: int) -> set[int]:
+    found = processes.children(pid)
+    return found.union(*(_descendants(child) for child in found))
+
+
+def on_one_node(config: Config, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """Return the tokens that ranks of this machine give, without Ray."""
+    with lockstep(config) as group:
+        return [answer.tokens for answer in group.generate(prompts, greedy_params(count))]

@@ -1,0 +1,168 @@
+"""Deployments over the nodes of a Ray cluster whose head, where clients are, has no NPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import openai
+import pytest
+import zmq
+
+from dist_aclgraph.actors.addresses import Endpoint, PeerKeys
+from dist_aclgraph.config import load_config
+from dist_aclgraph.text.tokenizer import Tokenizer
+from tests.actors.listening import listening
+from tests.actors.strangers import (
+    NUM_JUNK,
+    STRANGERS,
+    Stranger,
+    refusal_of,
+    send_frames,
+    send_raw,
+)
+from tests.cluster.several_nodes import (
+    APART,
+    GENERATE,
+    NUM_TOKENS,
+    OVER_NODES,
+    PORTS,
+    PROMPTS,
+    SERVE,
+    Nodes,
+    Program,
+    on_one_node,
+)
+from tests.serve.test_ray_serve import free_port
+
+pytestmark = pytest.mark.cluster
+
+HEAD, LEFT, RIGHT = "127.0.0.2", "127.0.0.3", "127.0.0.4"
+STREAM_TOKENS = 400
+
+
+class Deployed:
+    """A deployment that a program at the head has started, and asks."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self.ranks, addresses = program.read()
+        [found] = addresses
+        keys = {name: value.encode() for name, value in found["keys"].items()}
+        self.endpoint = Endpoint(found["url"], PeerKeys(**keys))
+
+    def begin(self, prompts: list[list[int]], count: int) -> None:
+        self._program.write([prompts, count])
+
+    def finish(self) -> list[list[int]]:
+        tokens: list[list[int]] = self._program.read()
+        return tokens
+
+    def generate(self, prompts: list[list[int]], count: int) -> list[list[int]]:
+        self.begin(prompts, count)
+        return self.finish()
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    npus = {"NPU": 2}
+    made = Nodes(
+        [{}, *({"resources": npus, "labels": {"rack": name}} for name in ("left", "right"))]
+    )
+    yield made
+    made.end()
+
+
+@contextmanager
+def service(nodes: Nodes, overrides: dict[str, Any]) -> Iterator[tuple[Any, openai.OpenAI]]:
+    port = free_port()
+    settings = json.dumps({**overrides, "serve.port": port})
+    with nodes.run(SERVE, "configs/tiny-qwen3.yaml", settings) as program:
+        where = program.read()
+        url = f"http://127.0.0.1:{port}/v1"
+        try:
+            with openai.OpenAI(base_url=url, api_key="none", timeout=300, max_retries=20) as client:
+                yield where, client
+        finally:
+            os.kill(program.pid, signal.SIGTERM)
+
+
+def test_groups_on_a_node_each_answer_the_openai_client_at_the_head(nodes: Nodes) -> None:
+    """The first test: it gives the NPUs back, which the deployment of the others keeps."""
+    with service(nodes, {**APART, "cluster.ports": "23200-23240"}) as (where, client):
+        answers = [
+            client.completions.create(
+                model="tiny-qwen3", prompt=prompt, max_tokens=NUM_TOKENS, temperature=0,
+                extra_body={"ignore_eos": True},
+            )
+            for prompt in PROMPTS
+        ]  # fmt: skip
+
+    assert sorted(where) == [[LEFT, LEFT], [RIGHT, RIGHT]]
+    config = load_config("configs/tiny-qwen3.yaml", {**APART, "parallel.dp": 1})
+    alone = on_one_node(config, PROMPTS, NUM_TOKENS)
+    tokenizer = Tokenizer(config.model)
+    assert [answer.choices[0].text for answer in answers] == [
+        tokenizer.decode(tokens) for tokens in alone
+    ]
+
+
+@pytest.fixture(scope="module")
+def spanning(nodes: Nodes) -> Iterator[Deployed]:
+    config = json.dumps(OVER_NODES)
+    with nodes.run(GENERATE, "configs/tiny-deepseek.yaml", config) as program:
+        yield Deployed(program)
+
+
+def test_a_group_spans_nodes_and_its_tensor_parallel_groups_do_not(spanning: Deployed) -> None:
+    where = [(rank["node"], tuple(rank["npu_ids"])) for rank in spanning.ranks]
+
+    assert sorted(where) == [(LEFT, (0,)), (LEFT, (1,)), (RIGHT, (0,)), (RIGHT, (1,))]
+    assert [npus for _, npus in where] == [(0,), (1,), (0,), (1,)]
+    assert where[0][0] == where[1][0] != where[2][0] == where[3][0]
+
+
+def test_a_client_at_the_head_gets_the_tokens_of_one_node(spanning: Deployed) -> None:
+    tokens = spanning.generate(PROMPTS, NUM_TOKENS)
+
+    config = load_config("configs/tiny-deepseek.yaml", OVER_NODES)
+    assert tokens == on_one_node(config, PROMPTS, NUM_TOKENS)
+    assert spanning.endpoint.url.startswith("tcp://127.0.0.")
+
+
+def test_no_channel_listens_at_a_wildcard(nodes: Nodes, spanning: Deployed) -> None:
+    leader = spanning.ranks[0]["node"]
+
+    found = {(host, port) for host, port in listening(nodes.actors) if port in PORTS}
+
+    assert len(found) == 4  # plans, results, clients, and where the ranks met
+    assert {host for host, _ in found} == {leader}
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_a_client_without_the_keys_is_refused(spanning: Deployed, stranger: Stranger) -> None:
+    assert "the keys" in refusal_of(stranger(spanning.endpoint))
+
+
+def test_junk_at_every_port_harms_no_stream(nodes: Nodes, spanning: Deployed) -> None:
+    ports = [(host, port) for host, port in listening(nodes.actors) if port in PORTS]
+    before = spanning.generate(PROMPTS[:1], STREAM_TOKENS)
+    urls = [f"tcp://{host}:{port}" for host, port in ports]
+    jobs: list[Any] = [(send_raw, url, NUM_JUNK // len(urls)) for url in urls]
+    for endpoint in (spanning.endpoint, *(s(spanning.endpoint) for s in STRANGERS)):
+        jobs.append((send_frames, endpoint, zmq.DEALER, NUM_JUNK // 4))
+    work = [threading.Thread(target=job, args=arguments) for job, *arguments in jobs]
+    spanning.begin(PROMPTS[:1], STREAM_TOKENS)
+    for thread in work:
+        thread.start()
+
+    assert spanning.finish() == before
+    for thread in work:
+        thread.join(300)
+        assert not thread.is_alive()
+    assert spanning.generate(PROMPTS[:1], STREAM_TOKENS) == before

@@ -1,0 +1,82 @@
+"""A service of two groups: what it says of itself, and does, when one of them goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from dist_aclgraph.actors.messages import GroupEntry, Groups
+from tests.serve.conftest import Service, serving, until
+from tests.serve.fake_engine import FakeEngine
+
+
+@pytest.fixture
+def other() -> Iterator[FakeEngine]:
+    engine = FakeEngine()
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def service(other: FakeEngine) -> Iterator[Service]:
+    with serving(other=other) as service:
+        yield service
+
+
+def groups(service: Service) -> dict[str, int]:
+    reply = service.http.get("/ready")
+    assert reply.status_code == 200
+    return dict(reply.json()["groups"])
+
+
+def ask(service: Service) -> int:
+    body = {"model": "tiny-qwen3", "prompt": [70, 71], "max_tokens": 3}
+    return service.http.post("/v1/completions", json=body).status_code
+
+
+def test_ready_says_which_capacity_is_left_and_health_stays_true(service, other):
+    assert groups(service) == {"serving": 2, "draining": 0, "lost": 0, "total": 2}
+
+    other.silent = True
+    until(lambda: service.state.client.losses())
+
+    assert groups(service) == {"serving": 1, "draining": 0, "lost": 1, "total": 2}
+    assert "silent" in service.http.get("/ready").json()["lost"]["1"]
+    assert service.http.get("/health").status_code == 200
+    assert [ask(service) for _ in range(4)] == [200] * 4
+    assert other.submitted == []
+
+
+def test_without_a_living_group_nothing_is_ready_or_healthy(service, other):
+    other.silent = service.engine.silent = True
+
+    until(lambda: service.http.get("/health").status_code == 503)
+    assert service.http.get("/ready").status_code == 503
+
+
+def test_a_draining_group_is_counted_and_gets_nothing(service, other):
+    entries = (
+        GroupEntry("0", service.engine.address, 100),
+        GroupEntry("1", other.address, 100, is_draining=True),
+    )
+    service.engine.groups = Groups(1, 16, entries)
+    until(lambda: groups(service)["draining"] == 1)
+
+    assert groups(service) == {"serving": 1, "draining": 1, "lost": 0, "total": 2}
+    assert [ask(service) for _ in range(4)] == [200] * 4
+    assert other.submitted == []
+
+
+def test_metrics_count_what_each_group_was_sent(service, other):
+    for _ in range(4):
+        assert ask(service) == 200
+
+    text = service.http.get("/metrics").text
+    sent = [
+        float(line.rpartition(" ")[2])
+        for line in text.splitlines()
+        if line.startswith("dist_aclgraph_routed_requests_total")
+    ]
+    assert sum(sent) == 4 and len(sent) == 2
+    assert 'dist_aclgraph_groups{model_name="tiny-qwen3"' in text

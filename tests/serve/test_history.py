@@ -1,0 +1,109 @@
+"""The last ten minutes: rates, quantiles and loads of the times in between."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from dist_aclgraph.serve.history import PERIOD_S, SPAN_S, Counts, History, quantile
+
+INF = math.inf
+
+
+def make_counts(time_s, *, tokens=0.0, engines=("0",), experts=None, ttft=()):
+    return Counts(
+        time_s,
+        {
+            "generation_tokens": dict.fromkeys(engines, tokens),
+            "num_requests_running": dict.fromkeys(engines, 2.0),
+            "kv_cache_usage": {name: 0.25 * (i + 1) for i, name in enumerate(engines)},
+        },
+        {} if experts is None else {"0": experts},
+        {"time_to_first_token_seconds": tuple(ttft)},
+    )
+
+
+def series_of(*counts, now_s=None):
+    history = History()
+    for each in counts:
+        history.add(each)
+    return history.report(counts[-1].time_s if now_s is None else now_s)
+
+
+def test_a_rate_is_what_all_groups_gained_by_the_time_between_two_looks():
+    report = series_of(
+        make_counts(10, tokens=100, engines=("0", "1")),
+        make_counts(14, tokens=300, engines=("0", "1")),
+    )
+
+    assert report["series"]["generation_tokens_per_s"] == [100.0]
+    assert report["series"]["running"] == [4.0]
+    assert report["series"]["kv_cache_usage"] == [0.5]  # of the fullest
+    assert report["ages_s"] == [0.0]
+
+
+def test_a_group_that_is_new_counts_from_its_second_look_on():
+    report = series_of(
+        make_counts(0, tokens=0),
+        make_counts(5, tokens=1000, engines=("0", "1")),
+        make_counts(10, tokens=1500, engines=("0", "1")),
+    )
+
+    assert report["series"]["generation_tokens_per_s"] == [200.0, 200.0]
+
+
+def test_without_answers_a_point_has_no_values_and_the_next_ones_do():
+    report = series_of(
+        make_counts(0, tokens=0),
+        Counts(5, {}, {}, {}),
+        make_counts(10, tokens=50),
+        make_counts(15, tokens=100),
+    )
+
+    assert report["series"]["generation_tokens_per_s"] == [None, None, 10.0]
+
+
+def test_a_quantile_is_of_what_was_observed_between_two_looks():
+    before = [(0.1, 1000.0), (0.2, 1000.0), (INF, 1000.0)]
+    after = [(0.1, 1000.0), (0.2, 1010.0), (INF, 1010.0)]
+
+    report = series_of(make_counts(0, ttft=before), make_counts(5, ttft=after))
+
+    assert report["series"]["time_to_first_token_s_p50"] == [pytest.approx(0.15)]
+    assert report["series"]["inter_token_latency_s_p50"] == [None]
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [(0.25, 0.5), (0.5, 1.0), (0.625, 3.0), (1.0, 4.0)],
+)
+def test_a_quantile_lies_evenly_within_its_bucket_and_not_above_the_last_bound(share, expected):
+    assert quantile(share, ((1.0, 2.0), (2.0, 2.0), (4.0, 3.0), (INF, 4.0))) == expected
+
+
+def test_nothing_observed_has_no_quantile():
+    assert quantile(0.5, ((1.0, 0.0), (INF, 0.0))) is None
+    assert quantile(0.5, ()) is None
+
+
+def test_loads_of_experts_are_percent_of_the_mean_of_their_group():
+    looks = [
+        make_counts(5 * i, experts={"0": 300.0 * min(i, 4), "1": 100.0 * min(i, 4)})
+        for i in range(9)
+    ]
+
+    assert series_of(*looks)["experts"] == {"0": {"0": [150, None], "1": [50, None]}}
+
+
+def test_ten_minutes_are_kept_and_no_more():
+    history = History()
+    for i in range(500):
+        history.add(make_counts(PERIOD_S * i, experts={"0": float(i)}))
+
+    report = history.report(PERIOD_S * 499)
+
+    lengths = {len(values) for values in report["series"].values()}
+    assert lengths == {SPAN_S / PERIOD_S} == {len(report["ages_s"])}
+    assert report["ages_s"][0] == SPAN_S - PERIOD_S
+    assert len(report["experts"]["0"]["0"]) == 30

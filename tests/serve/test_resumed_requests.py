@@ -1,0 +1,176 @@
+"""Requests whose engine dies go on with another one, and nobody sees it in their tokens."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_aclgraph.actors.engine_client import EngineClient
+from dist_aclgraph.actors.messages import Submit, error_of
+from dist_aclgraph.actors.token_log import MAX_LOSSES, OpenRequest
+from dist_aclgraph.errors import EngineDeadError
+from dist_aclgraph.ints import INT_BYTES, pack_ints, unpack_ints
+from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.scheduler.request import Request, row_sampling
+from dist_aclgraph.steps.delta import RequestDelta
+from tests.serve.conftest import until
+from tests.serve.fake_engine import NODE, TOKEN, FakeEngine
+
+LINK_S = 0.6
+PROMPT = [7, 8, 9]
+END_ID = 5000
+
+
+def by_position(submit: Submit) -> list[int]:
+    """A model whose tokens depend on their positions, whatever the engine was given of them."""
+    first = len(submit.prompt) // INT_BYTES
+    return [1000 + first + i for i in range(submit.max_tokens)]
+
+
+def wanted(count: int) -> list[int]:
+    return [1000 + len(PROMPT) + i for i in range(count)]
+
+
+@dataclass
+class Engines:
+    engines: list[FakeEngine]
+    client: EngineClient
+    deltas: queue.Queue[RequestDelta] = field(default_factory=queue.Queue)
+
+    def submit(self, count: int, **more: object) -> None:
+        params = SamplingParams(max_tokens=count, **more)
+        self.client.submit("a", PROMPT, params, (END_ID,), self.deltas.put, seed=11)
+
+    @property
+    def running(self) -> FakeEngine:
+        [found] = [engine for engine in self.engines if engine.num_running and not engine.silent]
+        return found
+
+    def collect(self, count: int | None = None) -> tuple[list[int], RequestDelta]:
+        """Take so many tokens, or all."""
+        tokens: list[int] = []
+        while True:
+            delta = self.deltas.get(timeout=20)
+            tokens += delta.tokens
+            if delta.finish_reason is not None or len(tokens) == count:
+                return tokens, delta
+
+
+@pytest.fixture
+def three() -> Iterator[Engines]:
+    engines = [FakeEngine(by_position, step_s=0.005) for _ in range(3)]
+    client = EngineClient(
+        [engine.address for engine in engines], TOKEN, node_id=NODE, link_s=LINK_S
+    )
+    yield Engines(engines, client)
+    client.close()
+    for engine in engines:
+        engine.close()
+
+
+def test_a_request_goes_on_where_its_engine_died(three: Engines) -> None:
+    three.submit(400, temperature=0.5, frequency_penalty=0.3, min_tokens=300)
+    before, _ = three.collect(20)
+    first = three.running
+
+    first.silent = True
+
+    after, last = three.collect()
+    assert before + after == wanted(400)
+    assert last.finish_reason == "length"
+    [again] = [e.submitted[0] for e in three.engines if e.submitted and e is not first]
+    given_before = [int(i) for i in unpack_ints(again.prompt)][len(PROMPT) :]
+    assert given_before == wanted(len(given_before))
+    assert again.max_tokens == 400 - len(given_before)
+    assert again.sampling == first.submitted[0].sampling
+    assert again.sampling.num_prompt_tokens == len(PROMPT)
+    assert three.client.num_resumed == 1
+
+
+def test_a_gap_in_what_an_engine_says_loses_no_token(three: Engines) -> None:
+    three.submit(400)
+    before, _ = three.collect(20)
+    first = three.running
+
+    first.skipped = 1
+
+    after, _ = three.collect()
+    assert before + after == wanted(400)
+    until(lambda: first.num_running == 0)
+
+
+def test_an_engine_that_says_that_it_is_dead_loses_no_request(three: Engines) -> None:
+    three.submit(400)
+    before, _ = three.collect(20)
+
+    three.running.fail_after = (0, "EngineDeadError")
+
+    after, _ = three.collect()
+    assert before + after == wanted(400)
+
+
+def test_another_error_ends_a_request(three: Engines) -> None:
+    three.submit(400)
+    three.collect(20)
+
+    three.running.fail_after = (0, "RequestTooLongError")
+
+    assert three.collect()[1].error_kind == "RequestTooLongError"
+    assert three.client.num_resumed == 0
+
+
+def test_an_abort_reaches_the_engine_that_went_on(three: Engines) -> None:
+    three.submit(100_000)
+    three.collect(20)
+    first = three.running
+    first.silent = True
+    until(lambda: three.client.num_resumed == 1)
+    until(lambda: any(e.num_running for e in three.engines if e is not first))
+
+    three.client.abort("a")
+
+    until(lambda: not any(e.num_running for e in three.engines if e is not first))
+
+
+def test_a_request_that_three_engines_died_of_is_not_given_to_a_fourth(three: Engines) -> None:
+    for engine in three.engines:
+        engine.fail_after = (5, "EngineDeadError")
+
+    three.submit(100_000)
+
+    _, last = three.collect()
+
+    assert isinstance(error_of(last), EngineDeadError)
+    assert f"{MAX_LOSSES} engines died" in last.error
+    assert three.client.num_resumed == MAX_LOSSES - 1
+
+
+@given(
+    st.lists(st.integers(0, 5), max_size=MAX_LOSSES - 1),
+    st.integers(1, 30),
+    st.integers(1, 20),
+)
+def test_what_is_asked_for_again_is_what_is_missing(
+    lost_after: list[int], max_tokens: int, num_prompt: int
+) -> None:
+    """However many tokens came before each loss, prompt and output together stay the same."""
+    params = SamplingParams(max_tokens=max_tokens, min_tokens=min(4, max_tokens))
+    prompt = list(range(num_prompt))
+    sampling = row_sampling(params, seed=1, num_prompt_tokens=num_prompt, end_ids=())
+    log = OpenRequest(
+        "a", bytearray(pack_ints(prompt)), sampling, max_tokens, (), "", lambda delta: None
+    )
+    for count in lost_after:
+        for _ in range(min(count, max_tokens - log.num_output_tokens - 1)):
+            log.note(RequestDelta("a", pack_ints([9])))
+
+    again = log.submit(0)
+
+    assert len(again.prompt) // INT_BYTES + again.max_tokens == num_prompt + max_tokens
+    asked = Request("a", unpack_ints(again.prompt), again.sampling, max_tokens=again.max_tokens)
+    assert asked.min_total_tokens == num_prompt + params.min_tokens

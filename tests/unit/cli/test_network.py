@@ -1,0 +1,57 @@
+"""What doctor says of HCCL's variables on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dist_aclgraph.cli import network
+from dist_aclgraph.cli.network import network_problem, port_warning
+
+INTERFACES = ["lo", "eth0", "docker0"]
+
+
+def test_an_address_of_this_machine_is_fine() -> None:
+    assert network_problem({"HCCL_IF_IP": "127.0.0.1"}, INTERFACES) == ""
+
+
+@pytest.mark.parametrize("address", ["203.0.113.7", "eth0"])
+def test_an_address_of_another_machine_is_found(address: str) -> None:
+    problem = network_problem({"HCCL_IF_IP": address}, INTERFACES)
+
+    assert problem == f"HCCL_IF_IP is {address}, which is no address of this machine"
+
+
+@pytest.mark.parametrize("asked", ["eth", "eth0", "=eth0", "enp,eth", "^docker", "^=eth0,docker0"])
+def test_interfaces_that_are_here_are_fine(asked: str) -> None:
+    assert network_problem({"HCCL_SOCKET_IFNAME": asked}, INTERFACES) == ""
+
+
+@pytest.mark.parametrize("asked", ["bond", "=eth", "^lo,eth,docker", "^=lo,eth0,docker0"])
+def test_interfaces_that_are_not_here_are_found(asked: str) -> None:
+    problem = network_problem({"GLOO_SOCKET_IFNAME": asked}, INTERFACES)
+
+    assert problem == f"GLOO_SOCKET_IFNAME is {asked}, which none of lo, eth0, docker0 matches"
+
+
+@pytest.fixture
+def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "range").write_text("32768\t60999\n")
+    (tmp_path / "reserved").write_text("50000-50010\n")
+    monkeypatch.setattr(network, "EPHEMERAL", tmp_path / "range")
+    monkeypatch.setattr(network, "RESERVED", tmp_path / "reserved")
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("ports", ["auto", "50000-50010", "20000-20100,50005"])
+def test_ports_that_nobody_else_is_given_are_fine(ports: str) -> None:
+    assert port_warning({"HCCL_HOST_SOCKET_PORT_RANGE": ports}) == ""
+
+
+@pytest.mark.usefixtures("kernel")
+def test_ports_that_the_kernel_gives_away_are_warned_of() -> None:
+    warning = port_warning({"HCCL_NPU_SOCKET_PORT_RANGE": "50005-50011"})
+
+    assert "HCCL_NPU_SOCKET_PORT_RANGE" in warning
+    assert "(32768-60999), such as 50011" in warning
