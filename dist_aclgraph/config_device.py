@@ -44,8 +44,15 @@ class EmulatorConfig(Section):
     memory_mb_by_rank: dict[int, int] = Field(
         default_factory=dict, description="device memory where a world rank differs"
     )
-    kernels: Literal["compute", "skip"] = Field(
-        "compute", description="skip leaves out arithmetic, to measure host time alone"
+    kernels: Literal["compute", "skip", "timed"] = Field(
+        "compute",
+        description="skip leaves out arithmetic, to measure host time alone; timed too, and "
+        "the device is busy for as long as a chip would be, by a model (docs/device-time.md)",
+    )
+    rates: str | None = Field(
+        None,
+        description="YAML or JSON file of rates for kernels timed, by the names of "
+        "docs/device-time.md; they replace the table's",
     )
     accounting: Literal["pinned", "software_sq"] = Field(
         "pinned", description="how captured graphs take streams, as old or as new drivers do"

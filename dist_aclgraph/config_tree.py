@@ -386,6 +386,11 @@ class Config(Section):
         description="w8a8 makes the matrices of layers int8 while loading; null leaves weights as "
         "the checkpoint has them, in int8 too",
     )
+    weights: Literal["checkpoint", "dummy"] = Field(
+        "checkpoint",
+        description="dummy makes zeros of the model's shapes instead of reading its files, to see "
+        "what steps take: answers mean nothing",
+    )
     max_model_len: int | None = Field(
         None,
         ge=2,

@@ -134,7 +134,8 @@ def check(config: Config) -> None:
     """
     Planner.from_config(config)
     read_model_spec(config.model)
-    check_weight_files(config.model)
+    if config.weights == "checkpoint":
+        check_weight_files(config.model)
     check_torch()
 
 

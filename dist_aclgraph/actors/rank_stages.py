@@ -141,6 +141,8 @@ class JoinedRank:
         from dist_aclgraph.engine.model_runner import TORCH_DTYPES
         from dist_aclgraph.models.checkpoint import Checkpoint
         from dist_aclgraph.models.decoder import Decoder
+        from dist_aclgraph.models.dummy_weights import DummyCheckpoint
+        from dist_aclgraph.models.loading import WeightSource
 
         config = self.config
         spec = read_model_spec(config.model)
@@ -153,11 +155,12 @@ class JoinedRank:
             note_progress(min(done, total), total)
 
         note(0)
-        checkpoint = Checkpoint(
-            config.model,
-            TORCH_DTYPES[config.dtype],
-            device=self.npu.device,
-            quantises=config.quantization == "w8a8",
+        dtype, device = TORCH_DTYPES[config.dtype], self.npu.device
+        quantises = config.quantization == "w8a8"
+        checkpoint: WeightSource = (
+            DummyCheckpoint(dtype, device=device, quantises=quantises)
+            if config.weights == "dummy"
+            else Checkpoint(config.model, dtype, device=device, quantises=quantises)
         )
         with _host_threads(num_neighbours):
             model = Decoder(

@@ -20,5 +20,6 @@ def check_deployment(config: Config) -> None:
         StreamBudgetError: a rank cannot afford a single bucket.
     """
     read_model_spec(config.model)
-    check_weight_files(config.model)
+    if config.weights == "checkpoint":
+        check_weight_files(config.model)
     plan_report(config)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NoReturn, cast
 
 from dist_aclgraph.device.torch_build import check_torch
+from dist_aclgraph.device_rates import read_device_rates
 from dist_aclgraph.environment import (
     build_environment,
     cache_directory,
@@ -110,10 +111,10 @@ def load(settings: Mapping[str, str | int | bool]) -> None:
     Raises:
         EmulatorBuildError: as ``build``.
         DeviceError: a setting is unknown or out of range; torch_npu is loaded already, or the
-            emulator is with other settings; torch is built for CUDA.
+            emulator is with other settings; torch is built for CUDA; the file of rates is none.
     """
     global _loaded_settings
-    wanted = {key: _as_text(value) for key, value in settings.items()}
+    wanted = _with_rates({key: _as_text(value) for key, value in settings.items()})
     if _loaded_settings is not None:
         if wanted != _loaded_settings:
             raise DeviceError(f"the emulator is loaded with {_loaded_settings}, asked for {wanted}")
@@ -184,9 +185,35 @@ def unaligned_operators(device: int | None = None) -> dict[str, int]:
     return _read_numbers("emulator_unaligned_operators", device)
 
 
-def _read_numbers(function: str, device: int | None) -> dict[str, int]:
+def rates() -> dict[str, float]:
+    """The rates of modelled time that are in force, by the names of ``docs/device-time.md``.
+
+    Raises:
+        DeviceError: the emulator is not loaded.
+    """
+    _check_loaded("rates")
+    read = ctypes.CDLL("libascendcl.so").emulator_rates
+    read.restype = ctypes.c_char_p
+    values: dict[str, float] = json.loads(read())
+    return values
+
+
+def _check_loaded(what: str) -> None:
     if _loaded_settings is None and not has_emulated_environment():
-        raise DeviceError("the emulator is not loaded: it has no counters")
+        raise DeviceError(f"the emulator is not loaded: it has no {what}")
+
+
+def _with_rates(settings: Mapping[str, str]) -> dict[str, str]:
+    """The settings with those rates that a file replaces, instead of its name."""
+    others = {key: value for key, value in settings.items() if key != "rates"}
+    if "rates" not in settings:
+        return others
+    rates = read_device_rates(settings["rates"])
+    return others | {f"rate.{name}": value for name, value in rates.items()}
+
+
+def _read_numbers(function: str, device: int | None) -> dict[str, int]:
+    _check_loaded("counters")
     text: bytes | None = _reader(function)(-1 if device is None else device)
     if text is None:
         raise DeviceError(f"the emulator has no device {device}")
@@ -283,9 +310,10 @@ def run(command: Sequence[str], settings: Mapping[str, str]) -> NoReturn:
 
     Raises:
         EmulatorBuildError: as ``build``.
-        DeviceError: a setting is unknown or out of range; torch is built for CUDA; there is no such
-            program.
+        DeviceError: a setting is unknown or out of range, or the file of rates is none; torch is
+            built for CUDA; there is no such program.
     """
+    settings = _with_rates(settings)
     _configure(_load_runtime(), settings)
     package = Path(__file__).parents[2]
     environment = emulated_environment(BUILD, package, Path(sys.executable).parent, settings)

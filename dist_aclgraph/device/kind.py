@@ -49,6 +49,8 @@ def emulator_settings(config: DeviceConfig, rank: int) -> dict[str, str | int | 
         "wait_s": emulated.wait_s,
         "trace": emulated.trace,
     }
+    if emulated.rates is not None:
+        settings["rates"] = emulated.rates
     fault = emulated.fault
     if fault.op and fault.rank in (None, rank):
         settings |= {

@@ -11,10 +11,9 @@ from dist_aclgraph.layers.experts import ALL_HERE, ExpertSetup, ExpertStep
 from dist_aclgraph.layers.segments import RunSegment, run_directly
 from dist_aclgraph.layers.vocabulary import VocabularyEmbedding, VocabularyHead, vocabulary_part
 from dist_aclgraph.models.attention_kind import AttentionKind, Cache
-from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.gqa import GroupedQuery
 from dist_aclgraph.models.layer_stack import LayerStack, load_layer
-from dist_aclgraph.models.loading import NotePlaced, WeightSlices, note_nothing
+from dist_aclgraph.models.loading import NotePlaced, WeightSlices, WeightSource, note_nothing
 from dist_aclgraph.models.mla import MultiHeadLatent
 from dist_aclgraph.models.next_token import NextTokenModule, load_next_token_module
 from dist_aclgraph.shapes.model_spec import ModelSpec
@@ -32,7 +31,7 @@ class Decoder:
         self,
         spec: ModelSpec,
         groups: RankGroups,
-        checkpoint: Checkpoint,
+        checkpoint: WeightSource,
         *,
         device: torch.device,
         max_len: int,

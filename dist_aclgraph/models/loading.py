@@ -14,8 +14,10 @@ from dist_aclgraph.layers.int8_products import Int8GroupedProduct, Int8Linear
 from dist_aclgraph.layers.linear import Linear, Product, RowParallelLinear
 from dist_aclgraph.layers.local_experts import ExpertProduct, GroupedProduct
 from dist_aclgraph.models.checkpoint import Checkpoint
+from dist_aclgraph.models.dummy_weights import DummyCheckpoint
 from dist_aclgraph.models.int8_weights import Matrix, beside, of_one_kind
 
+WeightSource = Checkpoint | DummyCheckpoint
 NotePlaced = Callable[[int], None]  # bytes of a weight that is on the device
 
 
@@ -33,7 +35,7 @@ class WeightSlices:
         note: told of each weight that is there.
     """
 
-    checkpoint: Checkpoint
+    checkpoint: WeightSource
     group: CommGroup
     device: torch.device
     experts: ExpertSetup

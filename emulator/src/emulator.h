@@ -27,10 +27,13 @@ enum class TaskKind {
   GraphLaunch
 };
 
-// What is counted of a launch, each time it runs: the operator's name, or null.
 struct LaunchTraits {
+  // What is counted of a launch, each time it runs: the operator's name, or null.
   const char *ai_cpu = nullptr;     // the AI CPU runs it
   const char *unaligned = nullptr;  // a tensor does not begin at a multiple of 32 bytes
+  // With modelled time.
+  int64_t ns = 0;                   // what it takes on the chip
+  bool between_host_and_device = false;  // a copy that keeps no core busy
 };
 
 // Runs `body` on the device. Depending on the state of the stream the task is queued on the

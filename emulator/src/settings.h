@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <map>
 #include <string>
 
 namespace emu {
@@ -16,6 +17,8 @@ struct Settings {
   std::string cann = "8.5.0";
   bool strict = true;         // operators refuse what their documents exclude
   bool compute = true;        // false: launches, graphs and collectives run, arithmetic does not
+  bool timed = false;         // besides, streams have clocks that tell a chip's time
+  std::map<std::string, double> rates;  // instead of those of rates.cpp, by name
   int streams = 2048;         // stream ids of one device
   bool software_sq = false;   // graphs take queues when executed instead of ids when captured
   HcclExpansion hccl_expansion = HcclExpansion::Ffts;

@@ -24,7 +24,7 @@ def test_loading_again_with_other_settings_is_refused():
     [
         ({"colour": "red"}, "unknown setting colour"),
         ({"devices": 0}, "devices=0: want a whole number from 1 to 64"),
-        ({"kernels": "fast"}, "kernels=fast: want compute or skip"),
+        ({"kernels": "fast"}, "kernels=fast: want compute or skip or timed"),
         ({"strict": "maybe"}, "strict=maybe: want true or false"),
         ({"cann": "7.0"}, "cann=7.0: want a version of CANN 8.5 or 9"),
     ],

@@ -1,4 +1,5 @@
 // The collectives. Each is one task of the stream, so that it may be captured like any other.
+#include "hccl/cost.h"
 #include "hccl/domain.h"
 #include "hccl/point_to_point.h"
 #include "hccl/reduce.h"
@@ -22,14 +23,14 @@ Call describe(const char *name, uint64_t count, int type, int argument = 0) {
 }
 
 // What all ranks take part in: as `call`, which in a graph carries the session of the capture.
-// `bytes` come from other ranks, if nothing travels twice.
+// `bytes` come from other ranks, if nothing travels twice; with modelled time it takes `ns`.
 template <class Body>
 HcclResult launch_for_all(const Comm &c, const char *name, Call call, aclrtStream stream,
-                          size_t bytes, Body body) {
+                          size_t bytes, int64_t ns, Body body) {
   uint32_t graph = graph_of_capture(stream);
   auto session = graph ? c->sessions().of(graph, c) : nullptr;
   call.session = session ? session->number : 0;
-  return launch_on(c, name, stream, bytes, [call, session, body = std::move(body)] {
+  return launch_on(c, name, stream, bytes, ns, [call, session, body = std::move(body)] {
     if (session)
       session->replayed();
     body(call);
@@ -71,12 +72,20 @@ struct Overlap {
 // The share of `bytes` that others have, where each rank has an equal one.
 size_t of_others(const Comm &c, size_t bytes) { return bytes - bytes / c->ranks; }
 
+// What really travels of so many bytes: with modelled time nothing of floats, or of the int8 that
+// stands for them, which nobody computed.
+size_t travelling(size_t bytes, HcclDataType type) {
+  bool is_computed = type == HCCL_DATA_TYPE_INT8 || type == HCCL_DATA_TYPE_FP16 || type == HCCL_DATA_TYPE_BFP16 ||
+                  type == HCCL_DATA_TYPE_FP32 || type == HCCL_DATA_TYPE_FP64;
+  return settings().timed && is_computed ? 0 : bytes;
+}
+
 // Reduces the elements [from, from + count) of all offers of `offered` elements.
 void reduce_part(Communicator &c, const Call &call, const void *send, void *receive,
                  size_t offered, size_t from, size_t count, HcclDataType type, HcclReduceOp op,
                  bool wanted) {
   size_t size = element_bytes(type);
-  all_to_each(c, call, bytes_at(send), offered * size,
+  all_to_each(c, call, bytes_at(send), travelling(offered * size, type),
               [&](size_t begin, size_t bytes, const char *const *parts) {
                 Overlap o(begin, bytes, from * size, (from + count) * size);
                 if (!wanted || !o.bytes)
@@ -100,7 +109,7 @@ EMU_API HcclResult HcclAllReduce(void *send, void *receive, uint64_t count, Hccl
   // As a reduce-scatter and an all-gather.
   size_t bytes = 2 * of_others(c, count * element_bytes(type));
   return launch_for_all(c, "HcclAllReduce", describe("AllReduce", count, type, op), stream, bytes,
-                        run);
+                        operation_ns(Pattern::AllReduce, count * element_bytes(type), *c), run);
 }
 
 EMU_API HcclResult HcclReduce(void *send, void *receive, uint64_t count, HcclDataType type,
@@ -111,7 +120,8 @@ EMU_API HcclResult HcclReduce(void *send, void *receive, uint64_t count, HcclDat
   };
   // As a reduce-scatter whose parts the root gathers.
   size_t bytes = (c->rank == root ? 2 : 1) * of_others(c, count * element_bytes(type));
-  return launch_for_all(c, "HcclReduce", describe("Reduce", count, type, op), stream, bytes, run);
+  return launch_for_all(c, "HcclReduce", describe("Reduce", count, type, op), stream, bytes,
+                        operation_ns(Pattern::AllReduce, count * element_bytes(type), *c), run);
 }
 
 EMU_API HcclResult HcclReduceScatter(void *send, void *receive, uint64_t count, HcclDataType type,
@@ -121,7 +131,8 @@ EMU_API HcclResult HcclReduceScatter(void *send, void *receive, uint64_t count, 
     reduce_part(*c, call, send, receive, count * c->ranks, count * c->rank, count, type, op, true);
   };
   return launch_for_all(c, "HcclReduceScatter", describe("ReduceScatter", count, type, op), stream,
-                        (c->ranks - 1) * count * element_bytes(type), run);
+                        (c->ranks - 1) * count * element_bytes(type),
+                        operation_ns(Pattern::ReduceScatter, count * element_bytes(type), *c), run);
 }
 
 EMU_API HcclResult HcclAllGather(void *send, void *receive, uint64_t count, HcclDataType type,
@@ -129,14 +140,14 @@ EMU_API HcclResult HcclAllGather(void *send, void *receive, uint64_t count, Hccl
   Comm c = communicator(comm);
   size_t bytes = count * element_bytes(type);
   auto run = [=](const Call &call) {
-    all_to_each(*c, call, bytes_at(send), bytes,
+    all_to_each(*c, call, bytes_at(send), travelling(bytes, type),
                 [&](size_t begin, size_t size, const char *const *parts) {
                   for (uint32_t r = 0; r < c->ranks; r++)
                     memcpy(bytes_at(receive) + r * bytes + begin, parts[r], size);
                 });
   };
   return launch_for_all(c, "HcclAllGather", describe("AllGather", count, type), stream,
-                        (c->ranks - 1) * bytes, run);
+                        (c->ranks - 1) * bytes, operation_ns(Pattern::AllGather, bytes, *c), run);
 }
 
 // Only the root's bytes are read; the others offer theirs, which is simpler than not doing so.
@@ -145,14 +156,15 @@ EMU_API HcclResult HcclBroadcast(void *data, uint64_t count, HcclDataType type, 
   Comm c = communicator(comm);
   size_t bytes = count * element_bytes(type);
   auto run = [=](const Call &call) {
-    all_to_each(*c, call, bytes_at(data), bytes,
+    all_to_each(*c, call, bytes_at(data), travelling(bytes, type),
                 [&](size_t begin, size_t size, const char *const *parts) {
                   if (c->rank != root)
                     memcpy(bytes_at(data) + begin, parts[root], size);
                 });
   };
   return launch_for_all(c, "HcclBroadcast", describe("Broadcast", count, type, root), stream,
-                        c->rank == root ? 0 : bytes, run);
+                        c->rank == root ? 0 : bytes, operation_ns(Pattern::Broadcast, bytes, *c),
+                        run);
 }
 
 EMU_API HcclResult HcclScatter(void *send, void *receive, uint64_t count, HcclDataType type,
@@ -162,7 +174,7 @@ EMU_API HcclResult HcclScatter(void *send, void *receive, uint64_t count, HcclDa
   auto run = [=](const Call &call) {
     std::vector<char> nothing(c->rank == root ? 0 : bytes * c->ranks);
     const char *offer = c->rank == root ? bytes_at(send) : nothing.data();
-    all_to_each(*c, call, offer, bytes * c->ranks,
+    all_to_each(*c, call, offer, travelling(bytes * c->ranks, type),
                 [&](size_t begin, size_t size, const char *const *parts) {
                   Overlap o(begin, size, bytes * c->rank, bytes * (c->rank + 1));
                   memcpy(bytes_at(receive) + (o.begin - bytes * c->rank) * (o.bytes > 0),
@@ -170,7 +182,8 @@ EMU_API HcclResult HcclScatter(void *send, void *receive, uint64_t count, HcclDa
                 });
   };
   return launch_for_all(c, "HcclScatter", describe("Scatter", count, type, root), stream,
-                        c->rank == root ? 0 : bytes, run);
+                        c->rank == root ? 0 : bytes, operation_ns(Pattern::ReduceScatter, bytes, *c),
+                        run);
 }
 
 EMU_API HcclResult HcclBarrier(HcclComm comm, aclrtStream stream) {
@@ -179,7 +192,8 @@ EMU_API HcclResult HcclBarrier(HcclComm comm, aclrtStream stream) {
     all_to_each(*c, call, nullptr, 0,
                 [](size_t, size_t, const char *const *) {});
   };
-  return launch_for_all(c, "HcclBarrier", describe("Barrier", 0, 0), stream, 0, run);
+  return launch_for_all(c, "HcclBarrier", describe("Barrier", 0, 0), stream, 0,
+                        operation_ns(Pattern::AllReduce, 0, *c), run);
 }
 
 EMU_API HcclResult HcclAlltoAll(const void *send, uint64_t count, HcclDataType type,
@@ -188,7 +202,7 @@ EMU_API HcclResult HcclAlltoAll(const void *send, uint64_t count, HcclDataType t
   Comm c = communicator(comm);
   size_t bytes = count * element_bytes(type);
   auto run = [=](const Call &call) {
-    all_to_each(*c, call, bytes_at(send), bytes * c->ranks,
+    all_to_each(*c, call, bytes_at(send), travelling(bytes * c->ranks, type),
                 [&](size_t begin, size_t size, const char *const *parts) {
                   size_t mine = bytes * c->rank;
                   Overlap o(begin, size, mine, mine + bytes);
@@ -198,7 +212,7 @@ EMU_API HcclResult HcclAlltoAll(const void *send, uint64_t count, HcclDataType t
                 });
   };
   return launch_for_all(c, "HcclAlltoAll", describe("AlltoAll", count, type), stream,
-                        (c->ranks - 1) * bytes, run);
+                        (c->ranks - 1) * bytes, operation_ns(Pattern::AllToAll, bytes, *c), run);
 }
 
 // Counts and displacements are host arrays: fixed at launch, also inside a captured graph. Each
@@ -226,7 +240,7 @@ EMU_API HcclResult HcclAlltoAllV(const void *send, const void *send_counts,
     exchange(*c, mine);
   };
   return launch_for_all(c, "HcclAlltoAllV", describe("AlltoAllV", 0, type), stream,
-                        bytes_from_others(*c, mine), run);
+                        bytes_from_others(*c, mine), exchange_ns(*c, mine), run);
 }
 
 std::optional<Domain> emu::hccl::find_domain(const std::string &name, uint32_t rank) {

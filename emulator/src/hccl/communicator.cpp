@@ -142,15 +142,30 @@ void Communicator::compare(const Call &call) const {
 void Communicator::exchange(const Call &call, const std::vector<char *> &rooms, const void *data,
                             size_t bytes) {
   int turn = ++calls_ & 1;
-  headers_[rank]->calls[turn] = call;
+  Call &mine = headers_[rank]->calls[turn];
+  mine = call;
+  mine.arrival_ns = arrival_ns();
+  mine.cost_ns = kernel_ns();
   if (bytes)
     memcpy(rooms[rank], accessible(data), bytes);
-  links_.offer(call, rooms[rank], bytes);
+  links_.offer(mine, rooms[rank], bytes);
   barrier(call);
   size_t come = links_.collect(
       [&](uint32_t r) { return Links::Place{&headers_[r]->calls[turn], rooms[r]}; });
   count_socket_bytes(device, come);
   compare(call);
+  if (settings().timed)
+    exchange_clocks();
+}
+
+void Communicator::exchange_clocks() const {
+  int64_t latest_ns = 0, cost_ns = 0;
+  for (const Header *header : headers_) {
+    const Call &theirs = header->calls[calls_ & 1];
+    latest_ns = std::max(latest_ns, theirs.arrival_ns);
+    cost_ns = std::max(cost_ns, theirs.cost_ns);
+  }
+  meet_ranks(latest_ns, cost_ns);
 }
 
 void Communicator::exchange_small(const Call &call, const void *data, size_t bytes) {
@@ -179,6 +194,7 @@ void Communicator::send(const void *data, size_t bytes, uint32_t to) {
     size_t part = std::min(bytes - sent, kMailboxBytes);
     memcpy(room, from + sent, part);
     box.message_bytes = bytes;
+    box.sent_ns = arrival_ns();
     sent += part;
     box.written++;
     if (box.sleepers)
@@ -198,6 +214,7 @@ void Communicator::receive(void *data, size_t bytes, uint32_t from) {
   do {
     wait(box.written, box.sleepers, box.read + 1, "Recv", [from] { return std::vector{from}; });
     check_message_bytes(rank, bytes, from, box.message_bytes);
+    meet_ranks(box.sent_ns, 0);
     size_t part = std::min(bytes - received, kMailboxBytes);
     memcpy(to + received, room, part);
     received += part;

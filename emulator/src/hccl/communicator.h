@@ -40,6 +40,7 @@ struct Mailbox {
   std::atomic<uint32_t> written, read;  // chunks; futex words
   std::atomic<uint32_t> sleepers;
   uint64_t message_bytes;
+  int64_t sent_ns;  // with modelled time: when the sender came
 };
 constexpr size_t kMailboxBytes = 256 << 10;
 
@@ -82,6 +83,8 @@ public:
   void hear_dropped();
   void tell_dropped(uint32_t number) { links_.tell(number); }
 
+  uint32_t ranks_here() const { return static_cast<uint32_t>(here_.size()); }
+
   // Collectives of one communicator are one after the other.
   std::mutex &order() { return order_; }
 
@@ -112,6 +115,7 @@ private:
   void exchange(const Call &call, const std::vector<char *> &rooms, const void *data, size_t bytes);
   void barrier(const Call &call);
   void compare(const Call &call) const;
+  void exchange_clocks() const;  // with modelled time: what all ranks said of theirs
   // Waits until word >= at_least, for `peers` (asked now and then).
   template <class Peers>
   void wait(std::atomic<uint32_t> &word, std::atomic<uint32_t> &sleepers, uint32_t at_least,

@@ -1,8 +1,10 @@
 #include "hccl/point_to_point.h"
 
+#include "hccl/cost.h"
 #include "hccl/reduce.h"
 #include "runtime/services.h"
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 
@@ -10,7 +12,7 @@ using namespace emu;
 using namespace emu::hccl;
 
 HcclResult emu::hccl::launch_on(const Comm &c, const char *name, aclrtStream stream, size_t bytes,
-                                Task body) {
+                                int64_t ns, Task body) {
   if (!c->claim(Communicator::Use::Collectives)) {
     return fail(1,
                 "%s on communicator %s, which operators use that communicate inside their kernel "
@@ -25,7 +27,10 @@ HcclResult emu::hccl::launch_on(const Comm &c, const char *name, aclrtStream str
     body();
     count_collective(c->device, bytes);
   };
-  return launch(stream, TaskKind::Kernel, name, std::move(counted)) ? HCCL_E_RUNTIME : HCCL_SUCCESS;
+  LaunchTraits traits;
+  traits.ns = ns;
+  return launch(stream, TaskKind::Kernel, name, std::move(counted), traits) ? HCCL_E_RUNTIME
+                                                                           : HCCL_SUCCESS;
 }
 
 static std::vector<Transfer> of_peer(const std::vector<Transfer> &all, uint32_t peer) {
@@ -75,6 +80,14 @@ void emu::hccl::exchange(Communicator &c, const Transfers &mine) {
   }
 }
 
+int64_t emu::hccl::exchange_ns(const Communicator &c, const Transfers &mine) {
+  size_t sent = 0;
+  for (const Transfer &t : mine.sends)
+    sent += t.peer == c.rank ? 0 : t.bytes;
+  size_t most = std::max(sent, bytes_from_others(c, mine));
+  return operation_ns(Pattern::AllToAll, most / std::max(c.ranks - 1, 1u), c);
+}
+
 size_t emu::hccl::bytes_from_others(const Communicator &c, const Transfers &mine) {
   size_t bytes = 0;
   for (const Transfer &t : mine.receives)
@@ -86,14 +99,16 @@ EMU_API HcclResult HcclSend(void *data, uint64_t count, HcclDataType type, uint3
                             HcclComm comm, aclrtStream stream) {
   Comm c = communicator(comm);
   size_t bytes = count * element_bytes(type);
-  return launch_on(c, "HcclSend", stream, 0, [=] { c->send(data, bytes, to); });
+  return launch_on(c, "HcclSend", stream, 0, operation_ns(Pattern::Pair, bytes, *c),
+                   [=] { c->send(data, bytes, to); });
 }
 
 EMU_API HcclResult HcclRecv(void *data, uint64_t count, HcclDataType type, uint32_t from,
                             HcclComm comm, aclrtStream stream) {
   Comm c = communicator(comm);
   size_t bytes = count * element_bytes(type);
-  return launch_on(c, "HcclRecv", stream, bytes, [=] { c->receive(data, bytes, from); });
+  return launch_on(c, "HcclRecv", stream, bytes, operation_ns(Pattern::Pair, bytes, *c),
+                   [=] { c->receive(data, bytes, from); });
 }
 
 EMU_API HcclResult HcclBatchSendRecv(HcclSendRecvItem *items, uint32_t count, HcclComm comm,
@@ -104,5 +119,5 @@ EMU_API HcclResult HcclBatchSendRecv(HcclSendRecvItem *items, uint32_t count, Hc
     (i->sendRecvType == HCCL_SEND ? mine.sends : mine.receives)
         .push_back({i->remoteRank, bytes_at(i->buf), i->count * element_bytes(i->dataType)});
   return launch_on(c, "HcclBatchSendRecv", stream, bytes_from_others(*c, mine),
-                   [=] { exchange(*c, mine); });
+                   exchange_ns(*c, mine), [=] { exchange(*c, mine); });
 }

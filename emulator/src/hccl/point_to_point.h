@@ -13,8 +13,10 @@ inline char *bytes_at(const void *p) {
   return static_cast<char *>(const_cast<void *>(accessible(p)));
 }
 
-// As one task of the stream. `bytes` come from other ranks, if nothing travels twice.
-HcclResult launch_on(const Comm &c, const char *name, aclrtStream stream, size_t bytes, Task body);
+// As one task of the stream. `bytes` come from other ranks, if nothing travels twice; with modelled
+// time it takes `ns`.
+HcclResult launch_on(const Comm &c, const char *name, aclrtStream stream, size_t bytes, int64_t ns,
+                     Task body);
 
 struct Transfer {
   uint32_t peer;
@@ -26,6 +28,8 @@ struct Transfers {
   std::vector<Transfer> sends, receives;
 };
 void exchange(Communicator &c, const Transfers &mine);
+// As if the larger of what it sends and receives were spread evenly over all others.
+int64_t exchange_ns(const Communicator &c, const Transfers &mine);
 size_t bytes_from_others(const Communicator &c, const Transfers &mine);
 
 }  // namespace emu::hccl

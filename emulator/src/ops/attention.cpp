@@ -116,7 +116,7 @@ void require_triangle(const Tensor &mask) {
               "atten_mask must be 1 above the diagonal and 0 elsewhere");
 }
 
-Task bind(FiaArguments f) {
+TimedTask bind(FiaArguments f) {
   f.prepare();
   f.check();
   Attention a{};
@@ -168,12 +168,14 @@ Task bind(FiaArguments f) {
   OptTensor triangle;
   if (settings().strict && f.sparse_mode >= 2)
     triangle = f.mask;
-  return arithmetic([a = std::move(a), triangle] {
+  int64_t ns = attention_ns(a);
+  Task task = arithmetic([a = std::move(a), triangle] {
     AtenScope scope;
     if (triangle)
       require_triangle(*triangle);
     kernels::attention(a);
   });
+  return {std::move(task), ns};
 }
 
 // Quantisation, shared prefixes, padding and position shifts.
@@ -194,7 +196,7 @@ OP(aclnnFusedInferAttentionScoreV3,
       OptInts, OptTensor query_rope, OptTensor key_rope, OptTensor rope_scale, int64_t heads,
       double scale, int64_t pre_tokens, int64_t next_tokens, std::string layout, int64_t kv_heads,
       int64_t sparse_mode, int64_t inner_precise, int64_t block_size, int64_t, bool wants_lse,
-      int64_t, int64_t, Tensor out, Tensor lse) -> Task {
+      int64_t, int64_t, Tensor out, Tensor lse) -> TimedTask {
      refuse_extras({{"pse_shift", &pse_shift}, {"dequant_scale1", &dequant_scale1},
                     {"quant_scale1", &quant_scale1}, {"dequant_scale2", &dequant_scale2},
                     {"quant_scale2", &quant_scale2}, {"quant_offset2", &quant_offset2},
@@ -220,7 +222,7 @@ OP(aclnnFusedInferAttentionScoreV4,
       OptTensor query_scale, OptTensor sink, int64_t heads, double scale, int64_t pre_tokens,
       int64_t next_tokens, std::string layout, int64_t kv_heads, int64_t sparse_mode,
       int64_t inner_precise, int64_t block_size, int64_t, bool wants_lse, int64_t, int64_t, int64_t,
-      Tensor out, Tensor lse) -> Task {
+      Tensor out, Tensor lse) -> TimedTask {
      refuse_extras({{"pse_shift", &pse_shift}, {"dequant_scale1", &dequant_scale1},
                     {"quant_scale_p", &quant_scale1}, {"dequant_scale2", &dequant_scale2},
                     {"quant_scale_out", &quant_scale_out}, {"quant_offset_out", &quant_offset_out},

@@ -25,6 +25,8 @@ static kernels::StridedCopy bind_copy(const Tensor &to, const Tensor &from) {
 }
 
 Task copy_task(const Tensor &to, const Tensor &from) {
+  if (idles(to))
+    return [] {};
   bool direct = to.scalar_type() == from.scalar_type() && from.dim() <= to.dim() &&
                 to.dim() <= kernels::StridedCopy::kMaxRank &&
                 (to.element_size() <= 4 || to.element_size() == 8);
@@ -58,14 +60,23 @@ static void clear(char *p, size_t bytes) {
   memset(reinterpret_cast<void *>(last), 0, end - last);
 }
 OP(aclnnInplaceZero, [](Tensor a) {
+  if (idles(a))
+    return;
   if (a.is_contiguous())
     clear(static_cast<char *>(a.data_ptr()), a.nbytes());
   else
     a.zero_();
 })
-OP(aclnnInplaceOne, [](Tensor a) { a.fill_(1); })
-OP(aclnnInplaceFillScalar, [](Tensor a, Scalar v) { a.fill_(v); })
-OP(aclnnInplaceFillTensor, [](Tensor a, Tensor v) { a.copy_(v.expand(a.sizes())); })
+static void fill_with(const Tensor &a, const Scalar &value) {
+  if (!idles(a))
+    a.fill_(value);
+}
+OP(aclnnInplaceOne, [](Tensor a) { fill_with(a, 1); })
+OP(aclnnInplaceFillScalar, [](Tensor a, Scalar v) { fill_with(a, v); })
+OP(aclnnInplaceFillTensor, [](Tensor a, Tensor v) {
+  if (!idles(a))
+    a.copy_(v.expand(a.sizes()));
+})
 OP(aclnnArange,
    [](Scalar start, Scalar end, Scalar step, Tensor out) { at::arange_out(out, start, end, step); })
 OP(aclnnRange,

@@ -240,21 +240,38 @@ Task bind_any(const Tensors &x, const Tensors &weight, const Tensors &bias, cons
   return bind_grouped(x, weight, bias, list, split_item, group_type, list_type, activation, y);
 }
 
+// The sizes of the groups lie in device memory, and are not known: as if the rows were spread over as
+// many groups as they can be, each of which has its weights read.
+int64_t grouped_ns(const Tensors &x, const Tensors &weight) {
+  double rows = 0, weight_bytes = 0, groups = 0;
+  for (const Tensor &t : x)
+    rows += t.size(0);
+  for (const Tensor &t : weight) {
+    weight_bytes += t.nbytes();
+    groups += t.dim() == 3 ? t.size(0) : 1;
+  }
+  double used = std::max(std::min(groups, rows), 1.);
+  return product_ns({used, rows / used, double(weight[0].size(-1)), double(x[0].size(1)),
+                     x[0].scalar_type(), weight_bytes * used / groups});
+}
+
 }  // namespace
 
 OP(aclnnGroupedMatmulV4,
    [](Tensors x, Tensors weight, Tensors bias, Tensors scale, Tensors offset,
       Tensors antiquant_scale, Tensors antiquant_offset, Tensors per_token_scale, OptTensor list,
       Tensors, Tensors, Tensors, int64_t split_item, int64_t group_type, int64_t list_type,
-      int64_t activation, Tensors y, Tensors, Tensors) -> Task {
-     return bind_any(x, weight, bias, scale, offset, antiquant_scale, antiquant_offset, per_token_scale,
+      int64_t activation, Tensors y, Tensors, Tensors) -> TimedTask {
+     Task task = bind_any(x, weight, bias, scale, offset, antiquant_scale, antiquant_offset, per_token_scale,
                  list, split_item, group_type, list_type, activation, y);
+     return {task, grouped_ns(x, weight)};
    })
 OP(aclnnGroupedMatmulV5,
    [](Tensors x, Tensors weight, Tensors bias, Tensors scale, Tensors offset,
       Tensors antiquant_scale, Tensors antiquant_offset, Tensors per_token_scale, OptTensor list,
       Tensors, Tensors, Tensors, int64_t split_item, int64_t group_type, int64_t list_type,
-      int64_t activation, Ints, Tensors y, Tensors, Tensors) -> Task {
-     return bind_any(x, weight, bias, scale, offset, antiquant_scale, antiquant_offset, per_token_scale,
+      int64_t activation, Ints, Tensors y, Tensors, Tensors) -> TimedTask {
+     Task task = bind_any(x, weight, bias, scale, offset, antiquant_scale, antiquant_offset, per_token_scale,
                  list, split_item, group_type, list_type, activation, y);
+     return {task, grouped_ns(x, weight)};
    })

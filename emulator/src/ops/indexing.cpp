@@ -19,6 +19,8 @@ static void check_inside(const Tensor &index, int64_t limit) {
 static Task select_rows(const Tensor &table, const Tensor &index, const Tensor &out) {
   refuse_unless(is_index(index), "the index must be int32 or int64, got ", index.scalar_type());
   refuse_unless(table.scalar_type() == out.scalar_type(), "types of table and output differ");
+  if (idles(out))
+    return [] {};
   int64_t row = table.dim() > 1 ? table.numel() / std::max<int64_t>(table.size(0), 1) : 1;
   bool direct = table.is_contiguous() && out.is_contiguous() && index.is_contiguous();
   if (!direct)
@@ -54,7 +56,8 @@ OP(aclnnIndexSelect, [](Tensor a, int64_t dim, Tensor index, Tensor out) -> Task
   };
 })
 OP(aclnnGather, [](Tensor a, int64_t dim, Tensor index, Tensor out) {
-  out.copy_(at::gather(a, dim, as_long(index)));
+  if (!idles(out))
+    out.copy_(at::gather(a, dim, as_long(index)));
 })
 OP(aclnnTake, [](Tensor a, Tensor index, Tensor out) { out.copy_(at::take(a, as_long(index))); })
 
@@ -84,12 +87,12 @@ static c10::List<OptTensor> index_list(const Tensor &a, const Tensors &indices) 
 // Both return at once where there is nothing to read or write (aclnn_index.cpp,
 // aclnn_index_put_impl.cpp of ops-nn).
 OP(aclnnIndex, [](Tensor a, Tensors indices, Tensor out) {
-  if (out.numel() == 0)
+  if (out.numel() == 0 || idles(out))
     return;
   out.copy_(at::index(a, index_list(a, indices)));
 })
 OP(aclnnIndexPutImpl, [](Tensor a, Tensors indices, Tensor values, bool accumulate, bool) {
-  if (values.numel() == 0 || a.numel() == 0)
+  if (values.numel() == 0 || a.numel() == 0 || idles(a))
     return;
   auto list = index_list(a, indices);
   // Nobody indexes whole dimensions only: these are indices of no elements, of the tensor's own type.

@@ -96,34 +96,39 @@ static Task scaled_product(const Tensor &c, const Tensor &a, const Tensor &b, co
 }
 
 OP(aclnnMm,
-   [](Tensor a, Tensor b, Tensor out, int8_t) -> Task { return multiply_task(a, b, out); })
+   [](Tensor a, Tensor b, Tensor out, int8_t) -> TimedTask {
+     return {multiply_task(a, b, out), product_ns(a, b)};
+   })
 OP(aclnnMatmul,
-   [](Tensor a, Tensor b, Tensor out, int8_t) -> Task { return general_product(a, b, out); })
-OP(aclnnBatchMatMul, [](Tensor a, Tensor b, Tensor out, int8_t) -> Task {
+   [](Tensor a, Tensor b, Tensor out, int8_t) -> TimedTask {
+     return {general_product(a, b, out), product_ns(a, b)};
+   })
+OP(aclnnBatchMatMul, [](Tensor a, Tensor b, Tensor out, int8_t) -> TimedTask {
   refuse_unless(a.dim() == 3 && b.dim() == 3, "want batches of matrices, got ", a.sizes(), " and ",
                 b.sizes());
-  return general_product(a, b, out);
+  return {general_product(a, b, out), product_ns(a, b)};
 })
 OP(aclnnAddmm,
-   [](Tensor c, Tensor a, Tensor b, Scalar beta, Scalar alpha, Tensor out, int8_t) -> Task {
-     return scaled_product(c, a, b, beta, alpha, out);
+   [](Tensor c, Tensor a, Tensor b, Scalar beta, Scalar alpha, Tensor out, int8_t) -> TimedTask {
+     return {scaled_product(c, a, b, beta, alpha, out), product_ns(a, b)};
    })
 OP(aclnnInplaceAddmm,
-   [](Tensor out, Tensor a, Tensor b, Scalar beta, Scalar alpha, int8_t) -> Task {
-     return scaled_product(out, a, b, beta, alpha, out);
+   [](Tensor out, Tensor a, Tensor b, Scalar beta, Scalar alpha, int8_t) -> TimedTask {
+     return {scaled_product(out, a, b, beta, alpha, out), product_ns(a, b)};
    })
 OP(aclnnBaddbmm,
-   [](Tensor c, Tensor a, Tensor b, Scalar beta, Scalar alpha, Tensor out, int8_t) -> Task {
+   [](Tensor c, Tensor a, Tensor b, Scalar beta, Scalar alpha, Tensor out, int8_t) -> TimedTask {
      require_same_type("batch2", b, a);
      refuse_unless(is_kernel_type(a), "batched product of ", a.scalar_type(),
                    ": float32, float16 or bfloat16 is needed");
-     return arithmetic([=] {
+     Task task = arithmetic([=] {
        AtenScope scope;
        out.copy_(at::baddbmm(c.to(at::kFloat), a.to(at::kFloat), b.to(at::kFloat), beta, alpha));
      });
+     return {task, product_ns(a, b)};
    })
-OP(aclnnMv, [](Tensor a, Tensor v, Tensor out, int8_t) -> Task {
-  return multiply_task(a, v.unsqueeze(1), out.unsqueeze(1));
+OP(aclnnMv, [](Tensor a, Tensor v, Tensor out, int8_t) -> TimedTask {
+  return {multiply_task(a, v.unsqueeze(1), out.unsqueeze(1)), product_ns(v.unsqueeze(0), a.t())};
 })
 OP(aclnnDot, [](Tensor a, Tensor b, Tensor out) {
   if (!skipping())

@@ -121,7 +121,7 @@ OP(aclnnKvRmsNormRopeCache,
 // that is more than one; K and N multiples of 16; B, N, and K (turned: K * B) below 65536.
 OP(aclnnTransposeBatchMatMul,
    [](Tensor x1, Tensor x2, OptTensor bias, OptTensor scale, Ints perm1, Ints perm2, Ints perm_out,
-      int8_t, int32_t split, Tensor out) -> Task {
+      int8_t, int32_t split, Tensor out) -> TimedTask {
      refuse_unless(!bias && !scale, "bias and scale are not emulated");
      require_kernel_type("input", x1);
      require_same_type("weight", x2, x1);
@@ -140,11 +140,12 @@ OP(aclnnTransposeBatchMatMul,
      refuse_unless(split >= 1 && batch * n % split == 0 && out.numel() == a.size(1) * batch * n,
                    "batch_split_factor ", split, " does not fit ", batch, " * ", n);
      require_contiguous("the result", out);
-     return arithmetic([=] {
+     Task task = arithmetic([=] {
        AtenScope scope;
        Tensor product = at::bmm(a.to(at::kFloat), x2.to(at::kFloat)).transpose(0, 1);
        if (split > 1)  // [parts, M, B * N / parts]
          product = product.reshape({a.size(1), split, batch * n / split}).transpose(0, 1);
        out.copy_(product.reshape(out.sizes()));
      });
+     return {task, product_ns(a, x2)};
    })

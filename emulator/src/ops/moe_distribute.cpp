@@ -121,6 +121,11 @@ std::vector<char> gather(const Domain &domain, const std::string &what,
   return all;
 }
 
+// Of what is exchanged only the clocks, with modelled time.
+void meet_only(const Domain &domain, const std::string &what) {
+  domain.exchange(what, nullptr, 0, [](size_t, size_t, const char *const *) {});
+}
+
 // A received row: from which rank, which of its rows, which choice. 128 numbers are reserved.
 struct Origin {
   int32_t rank, row, choice;
@@ -139,6 +144,12 @@ struct Dispatch {
 void run(const Dispatch &d) {
   AtenScope scope;
   const Parallel &p = d.parallel;
+  if (settings().timed) {
+    meet_only(p.domain, describe("MoeDistributeDispatch", p, d.x.size(1), d.ids.size(1)));
+    d.tokens.zero_();
+    d.counts.zero_();
+    return;
+  }
   Tensor x = d.x.contiguous(), ids = d.ids.contiguous();
   Tensor scales = d.scales ? d.scales->contiguous() : Tensor();
   int64_t k = ids.size(1), mine = ids.size(0), bytes = x.size(1) * x.element_size();
@@ -209,6 +220,8 @@ void run(const Return &c) {
   if (settings().strict && !skipping())
     require_ids(ids.data_ptr<int32_t>(), tokens, k, p.experts, c.mask);
   std::string what = describe("MoeDistributeCombine", p, hidden, k);
+  if (settings().timed)
+    return meet_only(p.domain, what);
   int32_t returned = skipping() ? 0 : c.counts.data_ptr<int32_t>()[p.local * p.ranks - 1];
   std::vector<char> own(4);
   memcpy(own.data(), &returned, 4);
@@ -254,7 +267,7 @@ OP(aclnnMoeDistributeDispatchV2,
       int64_t tp_ranks, int64_t, int64_t shard_type, int64_t, int64_t shared_ranks,
       int64_t quant_mode, int64_t global_rows, int64_t tokens_kind, std::string algorithm,
       Tensor rows, Tensor, Tensor origins, Tensor tokens, Tensor counts, Tensor,
-      Tensor row_scales) -> Task {
+      Tensor row_scales) -> TimedTask {
      refuse_unless(quant_mode == 0 && !quant_scales, "quant_mode ", quant_mode,
                    " with scales is not emulated");
      require_activations("x", x);
@@ -279,7 +292,7 @@ OP(aclnnMoeDistributeDispatchV2,
        require_contiguous(what, *t);
      Dispatch d{p, x, ids, mask, scales, rows, origins, tokens, counts, row_scales,
                 tokens_kind == 0};
-     return [d] { run(d); };
+     return {[d] { run(d); }, dispatch_ns(x.size(0), x.size(1), ids.size(1), ranks)};
    })
 
 OP(aclnnMoeDistributeCombineV2,
@@ -288,7 +301,7 @@ OP(aclnnMoeDistributeCombineV2,
       std::string group, int64_t ranks, int64_t rank, int64_t experts, std::string,
       int64_t tp_ranks, int64_t, int64_t shard_type, int64_t, int64_t shared_ranks,
       int64_t global_rows, int64_t, int64_t quant_mode, int64_t, std::string algorithm,
-      Tensor out) -> Task {
+      Tensor out) -> TimedTask {
      refuse_unless(quant_mode == 0, "comm_quant_mode ", quant_mode, " is not emulated");
      refuse_unless(!shared, "shared_expert_x is for ranks of shared experts, not emulated");
      require_activations("expand_x", rows);
@@ -313,5 +326,5 @@ OP(aclnnMoeDistributeCombineV2,
      require_same_type("the result", out, rows);
      require_contiguous("the result", out);
      Return c{p, rows, ids, origins, counts, scales, mask, out};
-     return [c] { run(c); };
+     return {[c] { run(c); }, combine_ns(ids.size(0), rows.size(1), ids.size(1), ranks)};
    })

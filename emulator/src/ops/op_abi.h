@@ -1,12 +1,14 @@
-// Maps a C++ lambda to the two-phase aclnn C ABI. Two forms:
+// Maps a C++ lambda to the two-phase aclnn C ABI. Three forms:
 //
 //   OP(aclnnMul, [](Tensor a, Tensor b, Tensor out) { at::mul_out(out, a, b); })
-//   OP(aclnnMm, [](Tensor a, Tensor b, Tensor out, int8_t) -> Task { check...; return [=] {...}; })
+//   OP(aclnnCast, [](Tensor a, aclDataType, Tensor out) -> Task { check...; return [=] {...}; })
+//   OP(aclnnMm, [](Tensor a, Tensor b, Tensor out, int8_t) -> TimedTask { return {task, ns}; })
 //
-// Both export aclnnXGetWorkspaceSize(arguments..., uint64_t *, aclOpExecutor **), whose signature is
+// All export aclnnXGetWorkspaceSize(arguments..., uint64_t *, aclOpExecutor **), whose signature is
 // derived from the lambda, and aclnnX(workspace, size, executor, stream). The first phase converts
 // the arguments; a lambda that returns a Task is run there: it checks its arguments, as the real
-// operator does in this phase, and binds pointers. The second phase launches the task.
+// operator does in this phase, and binds pointers. The second phase launches the task. What it takes
+// with modelled time is said by a TimedTask, else estimated from the tensors (work.h).
 #pragma once
 
 #include "aten.h"
@@ -15,6 +17,7 @@
 #include "ops/ai_cpu.h"
 #include "ops/checks.h"
 #include "ops/export.h"
+#include "ops/work.h"
 
 // CANN declares these types without defining them. The tensor is a view made by from_blob; undefined
 // if its type is not emulated.
@@ -131,6 +134,18 @@ inline bool skipping() { return !settings().compute; }
 inline bool skips(const Tensor &out) { return skipping() && out.is_floating_point(); }
 inline Task arithmetic(Task task) { return skipping() ? Task([] {}) : task; }
 
+// The same for what only moves floats, and the int8 that stands for them. Modelled time leaves this out
+// too, because nothing computed them; other integers are always moved.
+inline bool idles(const Tensor &out) {
+  return settings().timed && (out.is_floating_point() || out.scalar_type() == at::kChar);
+}
+
+// A task, and what it takes with modelled time.
+struct TimedTask {
+  Task task;
+  int64_t ns;
+};
+
 int refused(const char *op, const std::exception &error);
 
 // ATen has tensors of wide unsigned integers, and hardly a function for them.
@@ -183,6 +198,26 @@ LaunchTraits traits_of(const char *name, const AiCpuRule *rule, const std::tuple
       arguments);
 }
 
+template <class Argument> void add_tensor(std::vector<Tensor> &tensors, const Argument &argument) {
+  if constexpr (std::is_same_v<Argument, Tensor>)
+    tensors.push_back(argument);
+  else if constexpr (std::is_same_v<Argument, aclTensor *>)
+    tensors.push_back(argument->t);
+  else if constexpr (std::is_same_v<Argument, OptTensor>) {
+    if (argument)
+      tensors.push_back(*argument);
+  } else if constexpr (std::is_same_v<Argument, Tensors>) {
+    tensors.insert(tensors.end(), argument.begin(), argument.end());
+  }
+}
+
+template <class... A>
+int64_t ns_of(const char *name, const LaunchTraits &traits, const std::tuple<A...> &arguments) {
+  std::vector<Tensor> tensors;
+  std::apply([&](const A &...a) { (add_tensor(tensors, a), ...); }, arguments);
+  return memory_ns(name, traits.ai_cpu != nullptr, tensors);
+}
+
 // The work is done once for each signature; what is made for each operator is one call.
 template <class Function> struct WorkspacePhase;
 template <class Result, class... A> struct WorkspacePhase<Result (*)(A...)> {
@@ -202,10 +237,18 @@ template <class Result, class... A> struct WorkspacePhase<Result (*)(A...)> {
       // Owned copies: torch_npu destroys the aclTensors right after the launch.
       std::tuple<A...> arguments(Argument<A>::convert(a)...);
       LaunchTraits traits = traits_of(name, rule, arguments);
+      if constexpr (std::is_same_v<Result, TimedTask>) {
+        TimedTask timed = std::apply(body, std::move(arguments));
+        traits.ns = timed.ns;
+        *executor = new aclOpExecutor{std::move(timed.task), traits};
+        return 0;
+      } else if (settings().timed) {
+        traits.ns = ns_of(name, traits, arguments);
+      }
       if constexpr (std::is_same_v<Result, Task>) {
         *executor = new aclOpExecutor{std::apply(body, std::move(arguments)), traits};
         return 0;
-      } else {
+      } else if constexpr (!std::is_same_v<Result, TimedTask>) {
         refuse_wide_unsigned(arguments);
         *executor = new aclOpExecutor{[body, arguments = std::move(arguments)] {
                                         AtenScope scope;

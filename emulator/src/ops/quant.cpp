@@ -55,7 +55,7 @@ OP(aclnnDynamicQuantV2,
 OP(aclnnQuantMatmulV5,
    [](Tensor a, Tensor b, OptTensor row_scale, OptTensor scale, OptTensor out_scale, OptTensor,
       OptTensor offset, OptTensor, OptTensor bias, bool turn_a, bool turn_b, int64_t group,
-      Tensor out) -> Task {
+      Tensor out) -> TimedTask {
      refuse_unless(a.scalar_type() == at::kChar && b.scalar_type() == at::kChar,
                    "x1 and x2 must be int8, got ", a.scalar_type(), " and ", b.scalar_type());
      refuse_unless(!turn_a && !turn_b && group == 0 && !(out_scale && out_scale->numel()) && !offset,
@@ -87,7 +87,7 @@ OP(aclnnQuantMatmulV5,
                          bias->size(-1) == columns && (bias->dim() == 1 || bias->dim() == 3),
                      "bias of ", bias->scalar_type(), " ", bias->sizes(), " for ", columns,
                      " columns");
-     return arithmetic([=] {
+     Task task = arithmetic([=] {
        AtenScope scope;
        Tensor sum = at::matmul(a.to(at::kDouble), b.to(at::kDouble));  // exact
        bool integers = bias && bias->scalar_type() == at::kInt;
@@ -102,4 +102,5 @@ OP(aclnnQuantMatmulV5,
        }
        out.copy_(sum);
      });
+     return {task, product_ns(a, b)};
    })

@@ -192,8 +192,14 @@ OP(aclnnApplyTopKTopP, [](Tensor logits, OptTensor p, OptTensor k, Tensor out) {
 })
 
 // torch.npu._sleep: one cycle counts as one nanosecond.
-OP(aclnnSleep, [](Ints cycles) {
+OP(aclnnSleep, [](Ints cycles) -> TimedTask {
   constexpr int64_t second = 1000000000;
-  timespec t{static_cast<time_t>(cycles.at(0) / second), static_cast<long>(cycles.at(0) % second)};
-  nanosleep(&t, nullptr);
+  int64_t ns = cycles.at(0);
+  if (settings().timed)
+    return {[] {}, ns};
+  return {[=] {
+            timespec t{static_cast<time_t>(ns / second), static_cast<long>(ns % second)};
+            nanosleep(&t, nullptr);
+          },
+          ns};
 })

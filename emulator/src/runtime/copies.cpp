@@ -1,4 +1,5 @@
 // Copies and fills, at once or as tasks of a stream.
+#include "rates.h"
 #include "runtime/counters.h"
 #include "runtime/objects.h"
 
@@ -15,6 +16,24 @@ static aclError check_room(size_t room, size_t bytes) {
   return 0;
 }
 
+// With modelled time: over the host's link, or within the device's memory. Fills have one side.
+static LaunchTraits traits_of(const void *to, const void *from, size_t bytes) {
+  const Rates &r = rates();
+  LaunchTraits traits;
+  traits.between_host_and_device = from && (!is_device_address(to) || !is_device_address(from));
+  traits.ns = traits.between_host_and_device
+                  ? microseconds(r.host_copy_us) + static_cast<int64_t>(bytes / r.host_gb_s)
+                  : microseconds(r.vector_us + r.gap_us) +
+                        static_cast<int64_t>((from ? 2. : 1.) * bytes / r.hbm_tb_s /
+                                             r.vector_memory / 1e3);
+  return traits;
+}
+// What the host waits for a copy at once: streams have nothing to do with it.
+static void sleep_for(const LaunchTraits &traits) {
+  if (settings().timed)
+    sleep_until_ns(now_ns() + traits.ns);
+}
+
 EMU_API aclError aclrtMemcpy(void *to, size_t room, const void *from, size_t bytes,
                              aclrtMemcpyKind) {
   if (aclError e = refuse_during_capture("aclrtMemcpy"))
@@ -23,6 +42,7 @@ EMU_API aclError aclrtMemcpy(void *to, size_t room, const void *from, size_t byt
     return e;
   count(Counters::of(current_device()).host_syncs);
   memmove(accessible(to), accessible(from), bytes);
+  sleep_for(traits_of(to, from, bytes));
   return 0;
 }
 EMU_API aclError aclrtMemset(void *to, size_t room, int32_t value, size_t bytes) {
@@ -32,6 +52,7 @@ EMU_API aclError aclrtMemset(void *to, size_t room, int32_t value, size_t bytes)
     return e;
   count(Counters::of(current_device()).host_syncs);
   memset(accessible(to), value, bytes);
+  sleep_for(traits_of(to, nullptr, bytes));
   return 0;
 }
 EMU_API aclError aclrtMemcpyAsync(void *to, size_t room, const void *from, size_t bytes,
@@ -39,12 +60,13 @@ EMU_API aclError aclrtMemcpyAsync(void *to, size_t room, const void *from, size_
   if (aclError e = check_room(room, bytes))
     return e;
   return launch(stream, TaskKind::Copy, "aclrtMemcpyAsync",
-                [=] { memmove(accessible(to), accessible(from), bytes); });
+                [=] { memmove(accessible(to), accessible(from), bytes); },
+                traits_of(to, from, bytes));
 }
 EMU_API aclError aclrtMemsetAsync(void *to, size_t room, int32_t value, size_t bytes,
                                   aclrtStream stream) {
   if (aclError e = check_room(room, bytes))
     return e;
   return launch(stream, TaskKind::Copy, "aclrtMemsetAsync",
-                [=] { memset(accessible(to), value, bytes); });
+                [=] { memset(accessible(to), value, bytes); }, traits_of(to, nullptr, bytes));
 }

@@ -1,5 +1,6 @@
 #include "runtime/counters.h"
 
+#include "runtime/device_time.h"
 #include "runtime/errors.h"
 #include "runtime/queue_pool.h"
 #include "runtime/services.h"
@@ -71,6 +72,8 @@ EMU_API const char *emulator_counters(int device) {
     return nullptr;
   const Counters &c = Counters::of(device);
   StreamBudget::Held held = StreamBudget::of(device).held();
+  const DeviceTime::Totals time = DeviceTime::of(device).totals();
+  auto idle_ns = [&](Idle cause) { return time.idle[int(cause)]; };
   std::pair<const char *, long> values[] = {
       {"streams", held[StreamBudget::Streams]},
       {"captured", held[StreamBudget::Captured]},
@@ -92,6 +95,13 @@ EMU_API const char *emulator_counters(int device) {
       {"ai_cpu", c.ai_cpu},
       {"ai_cpu_captured", c.ai_cpu_captured},
       {"unaligned_views", c.unaligned_views},
+      {"modelled_busy_ns", time.busy},
+      {"modelled_idle_host_ns", idle_ns(Idle::Host)},
+      {"modelled_idle_event_ns", idle_ns(Idle::Event)},
+      {"modelled_idle_external_ns", idle_ns(Idle::External)},
+      {"modelled_idle_collective_ns", idle_ns(Idle::Collective)},
+      {"modelled_idle_copy_ns", idle_ns(Idle::Copy)},
+      {"modelled_idle_update_ns", idle_ns(Idle::Update)},
   };
   return as_json(values);
 }

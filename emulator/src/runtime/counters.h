@@ -40,15 +40,17 @@ public:
       return;
     count(Counters::of(device_).external_waits);
     count(Counters::of(device_).external_wait_ns,
-          std::chrono::nanoseconds(Clock::now() - start_).count());
+          settings().timed ? modelled_ns_ : std::chrono::nanoseconds(Clock::now() - start_).count());
   }
   ExternalWait(const ExternalWait &) = delete;
+  void modelled(int64_t ns) { modelled_ns_ = ns; }
 
 private:
   using Clock = std::chrono::steady_clock;
   const int device_;
   const bool captured_;
   const Clock::time_point start_;
+  int64_t modelled_ns_ = 0;
 };
 
 }  // namespace emu

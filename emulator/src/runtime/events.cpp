@@ -29,11 +29,14 @@ static std::shared_ptr<Event> event_of(aclrtEvent handle) {
   return static_cast<Event *>(handle)->self;
 }
 
+// Of the worker's task: by the modelled clock, or the host's.
+static int64_t time_of_task() { return t_timeline ? t_timeline->ns() : now_ns(); }
+
 static void set_external(Event &e, bool value) {
   Lock lock(e.mutex);
   e.external_set = value;
   if (value) {
-    e.timestamp_ms = now_ms();
+    e.timestamp_ns = time_of_task();
     e.changed.notify_all();
   }
 }
@@ -49,10 +52,10 @@ static aclError refuse_question(const Event &e, const char *question) {
   return 0;
 }
 
-static double timestamp_ms(aclrtEvent event) {
+static int64_t timestamp_ns(aclrtEvent event) {
   auto *e = static_cast<Event *>(event);
   Lock lock(e->mutex);
-  return e->timestamp_ms;
+  return e->timestamp_ns;
 }
 
 static aclError record_captured(const std::shared_ptr<Event> &e, Stream *s) {
@@ -62,16 +65,18 @@ static aclError record_captured(const std::shared_ptr<Event> &e, Stream *s) {
 
 static void post_record(const std::shared_ptr<Event> &e, Stream *s) {
   uint64_t generation;
+  auto moment = std::make_shared<int64_t>(0);
   {
     Lock lock(e->mutex);
     generation = ++e->submitted;
+    e->moment = moment;
   }
   e->recorded_on = s->id;
   e->graph.reset();
-  s->post("event_record", [e, generation] {
+  s->post("event_record", [e, generation, moment] {
     Lock lock(e->mutex);
     e->completed = generation;
-    e->timestamp_ms = now_ms();
+    e->timestamp_ns = *moment = time_of_task();
     e->changed.notify_all();
   });
 }
@@ -93,16 +98,20 @@ static aclError wait_captured(const std::shared_ptr<Event> &e, const std::shared
 
 static void post_wait(const std::shared_ptr<Event> &e, Stream *s) {
   uint64_t generation;
+  std::shared_ptr<int64_t> moment;
   {
     Lock lock(e->mutex);
     generation = e->submitted;
-    if (e->completed >= generation)
+    moment = e->moment;
+    if (e->completed >= generation && !settings().timed)
       return;
   }
-  s->post("event_wait", [e, generation] {
+  s->post("event_wait", [e, generation, moment] {
     Lock lock(e->mutex);
     wait_or_throw(
         lock, e->changed, [&] { return e->completed >= generation; }, [&] { return e->name(); });
+    if (t_timeline)
+      t_timeline->wait_until(*moment, Idle::Event);
   });
 }
 
@@ -157,6 +166,8 @@ EMU_API aclError aclrtStreamWaitEvent(aclrtStream handle, aclrtEvent event) {
       wait_or_throw(
           lock, e->changed, [&] { return e->external_set; },
           [&] { return "external " + e->name(); });
+      if (t_timeline)
+        counted.modelled(t_timeline->wait_until(e->timestamp_ns, Idle::External));
     });
   Lock lock(g_capture_mutex);
   if (auto graph = e->capture())
@@ -187,11 +198,15 @@ EMU_API aclError aclrtSynchronizeEvent(aclrtEvent event) {
   count(Counters::of(current_device()).host_syncs);
   Lock lock(e->mutex);
   uint64_t generation = e->submitted;
+  auto moment = e->moment;
   auto done = [&] { return e->completed >= generation; };
   // A device that fails never completes it: the tasks after the failed one do not run.
   while (!e->changed.wait_for(lock, std::chrono::milliseconds(20), done))
     if (aclError error = g_failures[current_device()].report())
       return error;
+  lock.unlock();
+  if (settings().timed)
+    sleep_until_ns(*moment);
   return 0;
 }
 
@@ -200,8 +215,8 @@ EMU_API aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatu
   if (aclError error = refuse_question(*e, "query"))
     return error;
   Lock lock(e->mutex);
-  *status = e->completed >= e->submitted ? ACL_EVENT_RECORDED_STATUS_COMPLETE
-                                         : ACL_EVENT_RECORDED_STATUS_NOT_READY;
+  bool is_complete = e->completed >= e->submitted && (!settings().timed || *e->moment <= now_ns());
+  *status = is_complete ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
   return 0;
 }
 EMU_API aclError aclrtQueryEventWaitStatus(aclrtEvent event, aclrtEventWaitStatus *status) {
@@ -214,12 +229,12 @@ EMU_API aclError aclrtEventElapsedTime(float *ms, aclrtEvent begin, aclrtEvent e
   for (aclrtEvent event : {begin, end})
     if (aclError error = refuse_question(*event_of(event), "elapsed time"))
       return error;
-  *ms = static_cast<float>(timestamp_ms(end) - timestamp_ms(begin));
+  *ms = static_cast<float>((timestamp_ns(end) - timestamp_ns(begin)) / 1e6);
   return 0;
 }
 EMU_API aclError aclrtEventGetTimestamp(aclrtEvent event, uint64_t *us) {
   if (aclError error = refuse_question(*event_of(event), "timestamp"))
     return error;
-  *us = static_cast<uint64_t>(timestamp_ms(event) * 1000);
+  *us = static_cast<uint64_t>(timestamp_ns(event) / 1000);
   return 0;
 }

@@ -212,11 +212,13 @@ struct LaneRun {
   std::mutex mutex;
   std::condition_variable changed;
   std::vector<std::atomic<char>> recorded;
+  std::vector<int64_t> recorded_ns;  // with modelled time, by those that recorded
+  std::vector<std::unique_ptr<Timeline>> timelines;  // of all lanes but the first
   std::atomic<bool> failed{false};
   std::string error;
   int running = 0;
 
-  explicit LaneRun(size_t nodes) : recorded(nodes) {}
+  explicit LaneRun(size_t nodes) : recorded(nodes), recorded_ns(nodes) {}
 };
 
 void wait_for_edge(LaneRun &run, const Graph &g, int record) {
@@ -239,10 +241,13 @@ void run_lane(LaneRun &run, const Graph &g, int lane) {
         continue;
       if (node.kind == TaskKind::EventRecord) {
         Lock lock(run.mutex);
+        run.recorded_ns[i] = t_timeline ? t_timeline->ns() : 0;
         run.recorded[i] = 1;
         run.changed.notify_all();
       } else if (node.kind == TaskKind::EventWait) {
         wait_for_edge(run, g, node.waits_for);
+        if (t_timeline)
+          t_timeline->wait_until(run.recorded_ns[node.waits_for], Idle::Event);
       } else {
         node.run();
       }
@@ -267,8 +272,12 @@ void Graph::replay_lanes() const {
   int lane_count = static_cast<int>(lane_sqes_.size());
   run->running = lane_count;
   auto graph = shared_from_this();
+  if (t_timeline)
+    for (int lane = 1; lane < lane_count; lane++)
+      run->timelines.push_back(std::make_unique<Timeline>(device, t_timeline->ns()));
   for (int lane = 1; lane < lane_count; lane++)
     threads->run([run, graph, lane] {
+      t_timeline = run->timelines.empty() ? nullptr : run->timelines[lane - 1].get();
       t_device = graph->device;
       t_where = "lane " + std::to_string(lane) + " of graph " + std::to_string(graph->id);
       run_lane(*run, *graph, lane);
@@ -276,6 +285,8 @@ void Graph::replay_lanes() const {
   run_lane(*run, *this, 0);
   Lock lock(run->mutex);
   run->changed.wait(lock, [&] { return run->running == 0; });
+  for (auto &lane : run->timelines)
+    t_timeline->wait_until(lane->ns(), Idle::Event);
   if (!run->error.empty())
     throw std::runtime_error(run->error);
 }

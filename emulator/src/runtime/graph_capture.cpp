@@ -57,6 +57,8 @@ aclError launch(aclrtStream handle, TaskKind kind, const char *name, Task body,
   // A fault may sleep, so it comes before the lock.
   aclError fault = s->captured() ? fault_in_capture(name, s->device) : 0;
   body = counted(with_fault(name, s->device, std::move(body)), s->device, traits);
+  if (settings().timed)
+    body = on_clock(kind, traits, std::move(body));
   {
     Lock lock(g_capture_mutex);
     if (settings().trace)

@@ -4,6 +4,7 @@
 
 #include "runtime/errors.h"
 #include "runtime/spin.h"
+#include "runtime/timeline.h"
 
 #include <chrono>
 #include <condition_variable>
@@ -50,7 +51,9 @@ struct Event {
   std::mutex mutex;
   std::condition_variable changed;
   uint64_t submitted = 0, completed = 0;  // generations: re-recording makes a new one
-  double timestamp_ms = 0;
+  // When each record ends: kept by those that wait for it, because the next record has its own.
+  std::shared_ptr<int64_t> moment = std::make_shared<int64_t>(0);
+  int64_t timestamp_ns = 0;  // of the last record that is complete
   bool external_set = false;
   std::atomic<int> recorded_on{-1};  // stream id of the last record
   std::weak_ptr<Graph> graph;  // last recorded in this capture, at graph_node; g_capture_mutex
@@ -80,6 +83,7 @@ public:
   void post(const char *name, Task task);
   aclError synchronize(int timeout_ms = -1);
   bool drained() const { return completed_ == submitted_; }
+  bool idle() const { return drained() && timeline_.ns() <= now_ns(); }
   bool captured() const {
     Lock lock(g_capture_mutex);
     return graph != nullptr;
@@ -89,6 +93,7 @@ private:
   struct Item {
     const char *name;
     Task task;
+    int64_t queued_ns;  // with modelled time
   };
   std::mutex mutex_;
   std::condition_variable pushed_, idle_;
@@ -98,7 +103,10 @@ private:
   std::atomic<const char *> running_{nullptr};
   bool sleeping_ = false, stopping_ = false;
   std::thread worker_;
+  Timeline timeline_;
 
+  aclError wait(uint64_t target, int timeout_ms);
+  aclError sleep(int64_t until_ns, int timeout_ms) const;
   void work();
   bool next(Item &item);
   void run(const Item &item);
@@ -106,7 +114,6 @@ private:
 
 Stream *stream_of(aclrtStream handle);  // nullptr means the default stream of the current device
 std::vector<Stream *> streams_of(int device);
-double now_ms();
 
 // Refuses if the call is not permitted during an active capture, which stays valid, as in CANN's
 // sources (api_error.cc returns the error and does not terminate the capture).

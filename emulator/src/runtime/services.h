@@ -23,6 +23,13 @@ EMU_SHARED void count_collective(int device, size_t bytes);
 // They came over sockets from ranks of other hosts, as often as they travelled.
 EMU_SHARED void count_socket_bytes(int device, size_t bytes);
 
+// With modelled time: when the task of the calling worker was reached, and what it takes; and that
+// the latest of its ranks came at `latest_ns`, and the longest takes `cost_ns` from there. Repeating
+// the meeting changes nothing.
+EMU_SHARED int64_t arrival_ns();
+EMU_SHARED int64_t kernel_ns();
+EMU_SHARED void meet_ranks(int64_t latest_ns, int64_t cost_ns);
+
 // Fault injection compares fault_rank with this; the first communicator tells it.
 EMU_SHARED void set_fault_identity(int rank);
 

@@ -2,8 +2,10 @@
 #include "settings.h"
 
 #include "emulator.h"
+#include "rates.h"
 
 #include <charconv>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -69,6 +71,19 @@ std::string short_name(const std::string &value) {
   return value;
 }
 
+double rate(const std::string &name, const std::string &value) {
+  if (!is_rate(name))
+    throw std::invalid_argument("there is no such rate");
+  double number = 0;
+  auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), number);
+  if (error != std::errc() || end != value.data() + value.size() || !(number >= 0) ||
+      !std::isfinite(number))
+    throw std::invalid_argument("want a number of 0 or more");
+  return number;
+}
+
+const std::string kRate = "rate.";
+
 using Setter = std::function<void(Settings &, const std::string &)>;
 
 const std::map<std::string, Setter> &setters() {
@@ -81,7 +96,12 @@ const std::map<std::string, Setter> &setters() {
       {"soc", [](S &s, Text &v) { s.soc = v; }},
       {"cann", [](S &s, Text &v) { s.cann = known_cann(v); }},
       {"strict", [](S &s, Text &v) { s.strict = boolean(v); }},
-      {"kernels", [](S &s, Text &v) { s.compute = choice(v, {"compute", "skip"}) == 0; }},
+      {"kernels",
+       [](S &s, Text &v) {
+         int kind = choice(v, {"compute", "skip", "timed"});
+         s.compute = kind == 0;
+         s.timed = kind == 2;
+       }},
       {"streams", [](S &s, Text &v) { s.streams = number(v, 1, many); }},
       {"accounting", [](S &s, Text &v) { s.software_sq = choice(v, {"pinned", "software_sq"}); }},
       {"hccl_expansion",
@@ -114,13 +134,20 @@ const Settings &settings() { return g_settings; }
 // Returns null, or what is wrong. Call before the first use: later changes are seen in part only.
 EMU_API const char *emulator_configure(const char *key, const char *value) {
   static thread_local std::string problem;
-  auto found = emu::setters().find(key);
-  if (found == emu::setters().end()) {
-    problem = std::string("unknown setting ") + key;
+  const std::string name = key;
+  const bool is_rate = name.rfind(emu::kRate, 0) == 0;
+  auto found = emu::setters().find(name);
+  if (!is_rate && found == emu::setters().end()) {
+    problem = "unknown setting " + name;
     return problem.c_str();
   }
   try {
-    found->second(emu::g_settings, value);
+    if (is_rate) {
+      std::string rate = name.substr(emu::kRate.size());
+      emu::g_settings.rates[rate] = emu::rate(rate, value);
+    } else {
+      found->second(emu::g_settings, value);
+    }
     return nullptr;
   } catch (const std::exception &e) {
     problem = std::string(key) + "=" + value + ": " + e.what();

@@ -26,11 +26,7 @@ static std::vector<Stream *> g_streams;
 static std::map<int, Stream *> g_default_streams;
 static std::atomic<int> g_next_stream_id{0};
 
-double now_ms() {
-  return std::chrono::duration<double, std::milli>(Clock::now().time_since_epoch()).count();
-}
-
-Stream::Stream(int device_) : device(device_), id(g_next_stream_id++) {
+Stream::Stream(int device_) : device(device_), id(g_next_stream_id++), timeline_(device_) {
   Lock lock(g_streams_mutex);
   g_streams.push_back(this);
 }
@@ -53,7 +49,7 @@ void Stream::post(const char *name, Task task) {
     Lock lock(mutex_);
     if (!worker_.joinable())
       worker_ = std::thread([this] { work(); });
-    queue_.push_back({name, std::move(task)});
+    queue_.push_back({name, std::move(task), settings().timed ? now_ns() : 0});
     submitted_++;
     wake = sleeping_;
   }
@@ -80,6 +76,7 @@ bool Stream::next(Item &item) {
 void Stream::work() {
   t_device = device;
   t_where = "stream " + std::to_string(id);
+  t_timeline = settings().timed ? &timeline_ : nullptr;
   pthread_setname_np(pthread_self(), "npu_stream");  // else it has its creator's name
   Item item;
   while (next(item)) {
@@ -99,6 +96,8 @@ void Stream::run(const Item &item) {
   if (g_failures[device].code)
     return;
   try {
+    if (t_timeline)
+      t_timeline->begin(item.queued_ns);
     item.task();
   } catch (const std::exception &e) {
     stop_device(device, ACL_ERROR_RT_AICORE_EXCEPTION,
@@ -107,7 +106,29 @@ void Stream::run(const Item &item) {
 }
 
 aclError Stream::synchronize(int timeout_ms) {
-  uint64_t target = submitted_;
+  if (!settings().timed)
+    return wait(submitted_, timeout_ms);
+  // What others queue meanwhile is not waited for.
+  auto end = std::make_shared<int64_t>(0);
+  post("synchronize", [end] { *end = t_timeline->ns(); });
+  aclError error = wait(submitted_, timeout_ms);
+  return error ? error : sleep(*end, timeout_ms);
+}
+
+// Until the device's time has come.
+aclError Stream::sleep(int64_t until_ns, int timeout_ms) const {
+  int64_t limit = now_ns() + timeout_ms * 1000000ll;
+  if (timeout_ms < 0 || until_ns <= limit) {
+    sleep_until_ns(until_ns);
+    return 0;
+  }
+  sleep_until_ns(limit);
+  return fail(ACL_ERROR_RT_STREAM_SYNC_TIMEOUT,
+              "stream %d: synchronize timed out after %d ms, the device is busy for longer", id,
+              timeout_ms);
+}
+
+aclError Stream::wait(uint64_t target, int timeout_ms) {
   auto reached = [&] { return completed_ >= target; };
   if (!reached() && !spin_until(reached)) {
     waiters_++;
@@ -215,7 +236,7 @@ EMU_API aclError aclrtStreamQuery(aclrtStream handle, aclrtStreamStatus *status)
   Stream *s = stream_of(handle);
   if (s->captured())
     return fail(ACL_ERROR_RT_STREAM_CAPTURED, "stream %d is captured: query not permitted", s->id);
-  *status = s->drained() ? ACL_STREAM_STATUS_COMPLETE : ACL_STREAM_STATUS_NOT_READY;
+  *status = s->idle() ? ACL_STREAM_STATUS_COMPLETE : ACL_STREAM_STATUS_NOT_READY;
   return 0;
 }
 

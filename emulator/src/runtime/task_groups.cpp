@@ -1,5 +1,6 @@
 #include "runtime/task_groups.h"
 
+#include "rates.h"
 #include "runtime/counters.h"
 
 #include <acl/acl.h>
@@ -31,6 +32,12 @@ static void remember(TaskGroup *group, const std::shared_ptr<Graph> &graph) {
   g_groups[group] = graph;
 }
 
+// What an update takes with modelled time.
+static int64_t update_ns(const char *name) {
+  bool is_attention = strncmp(name, "aclnnFusedInferAttention", 24) == 0;
+  return microseconds(is_attention ? rates().update_attention_us : rates().update_us);
+}
+
 aclError update_task(Stream *s, TaskKind kind, const char *name, Task body) {
   size_t i = s->update_index++;
   if (kind != TaskKind::Kernel)
@@ -47,7 +54,9 @@ aclError update_task(Stream *s, TaskKind kind, const char *name, Task body) {
   // recorded on that stream is real.
   auto replacement = std::make_shared<const Task>(std::move(body));
   UpdatableBody *target = node.updatable.get();
-  s->post("task_update", [graph, target, replacement]() mutable {
+  s->post("task_update", [graph, target, replacement, ns = update_ns(name)]() mutable {
+    if (t_timeline)
+      t_timeline->pass(ns, Idle::Update);
     count(Counters::of(graph->device).task_updates);
     Lock lock(target->mutex);
     target->task.swap(replacement);

@@ -10,6 +10,8 @@ using namespace emu;
 
 static std::mutex g_value_mutex;
 static std::condition_variable g_value_changed;
+// With modelled time: when each word was written last.
+static std::map<const void *, int64_t> g_written_ns;
 
 static bool value_matches(uint64_t x, uint64_t v, uint32_t condition) {
   switch (condition) {
@@ -40,6 +42,8 @@ EMU_API aclError aclrtValueWrite(void *address, uint64_t value, uint32_t, aclrtS
   return launch(stream, TaskKind::ExternalTask, "aclrtValueWrite", [=] {
     Lock lock(g_value_mutex);
     __atomic_store_n(static_cast<uint64_t *>(accessible(address)), value, __ATOMIC_RELEASE);
+    if (t_timeline)
+      g_written_ns[address] = t_timeline->ns();
     g_value_changed.notify_all();
   });
 }
@@ -50,10 +54,12 @@ EMU_API aclError aclrtValueWait(void *address, uint64_t value, uint32_t conditio
                 [=, device = s->device, captured = s->captured()] {
     ExternalWait counted(device, captured);
     auto ready = [=] { return value_matches(read_word(address), value, condition); };
-    if (spin_until(ready))
+    if (spin_until(ready) && !t_timeline)
       return;
     Lock lock(g_value_mutex);
     wait_or_throw(lock, g_value_changed, ready, [=] { return word_name(address, value); });
+    if (t_timeline)
+      counted.modelled(t_timeline->wait_until(g_written_ns[address], Idle::External));
   });
 }
 

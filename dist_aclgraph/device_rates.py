@@ -1,0 +1,24 @@
+"""Files of measured rates, which replace those of modelled device time (docs/device-time.md)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from dist_aclgraph.errors import DeviceError
+
+
+def read_device_rates(path: str | Path) -> dict[str, str]:
+    """Return what a YAML or JSON file says of each rate; names and numbers are not checked here.
+
+    Raises:
+        DeviceError: the file cannot be read, or holds something else.
+    """
+    try:
+        values = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise DeviceError(f"cannot read the rates {path}: {error}") from error
+    if not isinstance(values, dict):
+        raise DeviceError(f"the rates {path} must be names with numbers, such as matmul_us: 4.5")
+    return {str(name): str(value) for name, value in values.items()}

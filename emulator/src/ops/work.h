@@ -1,0 +1,30 @@
+// What operators take of the chip with modelled time (kernels=timed): the larger of operations over
+// peak and bytes over bandwidth, at least the kernel's floor, and the gap to the next one. In
+// nanoseconds; docs/device-time.md says which rate is which operator's.
+#pragma once
+
+#include "aten.h"
+
+#include "kernels/kernels.h"
+
+namespace emu {
+
+struct Product {
+  double batch, m, n, k;
+  at::ScalarType type;  // of what is multiplied
+  double weight_bytes;  // of the right side
+};
+int64_t product_ns(const Product &product);
+// a [.., m, k] times b [k, n] or [.., k, n].
+int64_t product_ns(const at::Tensor &a, const at::Tensor &b);
+
+int64_t attention_ns(const kernels::Attention &attention);
+
+// Rows of `hidden` elements to `choices` experts each, among so many ranks.
+int64_t dispatch_ns(double rows, double hidden, double choices, double ranks);
+int64_t combine_ns(double rows, double hidden, double choices, double ranks);
+
+// All other operators: by the bytes of their tensors, in the order of the call.
+int64_t memory_ns(const char *op, bool on_ai_cpu, const std::vector<at::Tensor> &tensors);
+
+}  // namespace emu

@@ -1,0 +1,40 @@
+// How fast the modelled chip is (kernels=timed). Every number, with its source, stands in rates.cpp and
+// docs/device-time.md; each may be replaced by a measured one (setting rate.NAME).
+#pragma once
+
+#include "emulator.h"
+
+#include <string>
+
+namespace emu {
+
+struct Rates {
+  // The chip.
+  double bf16_tflops, int8_tflops, hbm_tb_s;
+  // Shares of the peak that products of n x n matrices reach, and other work.
+  double matmul_1024, matmul_2048, matmul_4096, int8_matmul, attention, latent_attention;
+  // Shares of the memory's bandwidth.
+  double weights_memory, cache_memory, vector_memory, softmax_memory, argmax_memory, sort_memory;
+  // The least time of a kernel, and what stands between two.
+  double matmul_us, vector_us, decode_attention_us, prefill_attention_us, gap_us;
+  double ai_cpu_us, ai_cpu_gb_s;
+  // Graphs, and tasks that are no kernels.
+  double graph_launch_us, update_attention_us, update_us, event_us;
+  // Copies between host and device.
+  double host_copy_us, host_gb_s;
+  // Collectives.
+  double collective_aiv_us, collective_ffts_us, collective_aicpu_us;
+  double link_us, pair_gb_s, port_gb_s, link_efficiency, node_ranks;
+  double network_us, network_gb_s;
+  // MoeDistributeDispatch and Combine, with 7168 elements a token and 8 experts.
+  double dispatch_us, dispatch_token_us, combine_us, combine_token_us, doubling_us;
+};
+
+// Those of the chip that the settings name, with what they replace.
+EMU_SHARED const Rates &rates();
+
+bool is_rate(const std::string &name);
+
+inline int64_t microseconds(double us) { return static_cast<int64_t>(us * 1e3 + 0.5); }
+
+}  // namespace emu

@@ -1,0 +1,46 @@
+// How long a device's kernels have run, and why none did for the rest: what its streams report.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <mutex>
+#include <vector>
+
+namespace emu {
+
+// What a stream stands for. Host: nothing was queued.
+enum class Idle { Host, Event, External, Collective, Copy, Update };
+constexpr int kIdleCauses = 6;
+
+struct IdleSpan {
+  int64_t begin, end;
+  Idle cause;
+};
+
+// Streams report in any order. Time in which any stream's kernel runs is busy; of the rest, that
+// which lies before a kernel is idle for the reasons of this kernel's stream.
+class DeviceTime {
+public:
+  static DeviceTime &of(int device);
+
+  // A kernel ran from `begin` to `end`, and before that its stream stood as `idle` says.
+  void kernel(const std::vector<IdleSpan> &idle, int64_t begin, int64_t end);
+
+  struct Totals {
+    int64_t busy = 0;
+    std::array<int64_t, kIdleCauses> idle{};
+  };
+  Totals totals() const;
+
+private:
+  mutable std::mutex mutex_;
+  int64_t start_ = 0, frontier_ = 0;  // of all that was reported
+  std::array<int64_t, kIdleCauses> idle_{};
+  std::deque<IdleSpan> gaps_;  // the latest of those that are counted in idle_
+
+  void leave_gap(IdleSpan gap);
+  void fill_gaps(int64_t begin, int64_t end);
+};
+
+}  // namespace emu

@@ -1,0 +1,289 @@
+"""Modelled time: how clocks move, when the host goes on, and what is told of idle devices."""
+
+import json
+import textwrap
+
+import pytest
+
+HELPERS = """
+rates = emulator.rates()
+main = torch.npu.current_stream()
+events = lambda n: [torch.npu.Event(enable_timing=True) for _ in range(n)]
+def print_json(**values):
+    print("JSON " + json.dumps(values))
+side, gate = torch.npu.Stream(), torch.npu.ExternalEvent()
+def close_gate():
+    "What is queued from here on begins when the gate is opened, however slow the host is."
+    gate.wait(main)
+    gate.reset(main)
+def open_gate():
+    gate.record(side)
+    torch.npu.synchronize()
+"""
+
+
+@pytest.fixture
+def told(run_script):
+    """Run code on a device with modelled time and return what it tells by ``print_json``."""
+
+    def run(code, **settings):
+        settings = {"kernels": "timed", "strict": False} | settings
+        status, output = run_script(HELPERS + textwrap.dedent(code), **settings)
+        assert status == 0, output
+        (line,) = [line for line in output.splitlines() if line.startswith("JSON ")]
+        return json.loads(line.removeprefix("JSON "))
+
+    return run
+
+
+def test_a_queue_takes_the_sum_of_its_operators_on_any_machine(told):
+    code = """
+        x = torch.zeros(1024, 1024, dtype=torch.bfloat16, device="npu")
+        first, last = events(2)
+        torch.npu.synchronize()
+        close_gate()
+        first.record()
+        for _ in range(300):
+            torch.mm(x, x, out=x)
+        last.record()
+        open_gate()
+        print_json(ms=first.elapsed_time(last))
+    """
+    took = [told(code)["ms"] for _ in range(2)]
+    product = 2 * 1024**3 / (364e12 * 0.28) * 1e3 + 0.002
+    assert took[0] == took[1] == pytest.approx(300 * product, rel=1e-4)
+
+
+def test_the_host_waits_for_the_device_and_sleeps(told):
+    t = told("""
+        event = torch.npu.Event()
+        torch.npu.synchronize()
+        start, cpu = time.monotonic(), time.process_time()
+        torch.npu._sleep(200_000_000)
+        event.record()
+        was_queried = event.query() or main.query()
+        event.synchronize()
+        after_event = time.monotonic() - start
+        torch.npu._sleep(200_000_000)
+        torch.npu.synchronize()
+        after_device = time.monotonic() - start
+        torch.npu._sleep(200_000_000)
+        torch.zeros(4, dtype=torch.int32, device="npu").cpu()
+        print_json(event=after_event, device=after_device, copy=time.monotonic() - start,
+                   cpu=time.process_time() - cpu, was_queried=was_queried, is_done=event.query())
+    """)
+    assert not t["was_queried"] and t["is_done"]
+    assert t["event"] >= 0.2 and t["device"] >= t["event"] + 0.2 and t["copy"] >= t["device"] + 0.2
+    assert t["cpu"] < t["copy"] / 2  # no busy loops
+
+
+def test_a_wait_never_moves_time_back_and_others_overlap(told):
+    t = told("""
+        streams = [torch.npu.Stream() for _ in range(2)]
+        began, first, second, after_early, after_late = events(5)
+        torch.npu.synchronize()
+        close_gate()
+        began.record()
+        for stream, event, ms in zip(streams, (first, second), (30, 50)):
+            stream.wait_event(began)
+            with torch.npu.stream(stream):
+                torch.npu._sleep(ms * 1_000_000)
+                event.record(stream)
+        torch.npu._sleep(40_000_000)
+        main.wait_event(first)
+        after_early.record()
+        main.wait_event(second)
+        after_late.record()
+        open_gate()
+        print_json(times=[began.elapsed_time(e) for e in (first, second, after_early, after_late)])
+    """)
+    assert t["times"] == pytest.approx([30, 50, 40, 50], abs=1e-3)
+
+
+def test_a_wait_is_for_the_record_before_it(told):
+    t = told("""
+        other = torch.npu.Stream()
+        event, begun, ended = events(3)
+        torch.npu.synchronize()
+        close_gate()
+        begun.record()
+        torch.npu._sleep(5_000_000)
+        event.record()
+        other.wait_event(event)
+        with torch.npu.stream(other):
+            ended.record(other)
+        torch.npu._sleep(5_000_000)
+        event.record()
+        open_gate()
+        print_json(waited=begun.elapsed_time(ended), recorded=begun.elapsed_time(event))
+    """)
+    assert (t["waited"], t["recorded"]) == pytest.approx((5, 10), abs=1e-3)
+
+
+def test_an_operator_begins_when_it_is_queued_where_nothing_runs(told):
+    t = told("""
+        x = torch.zeros(8, dtype=torch.bfloat16, device="npu")
+        first, last = events(2)
+        torch.npu.synchronize()
+        before = emulator.counters()
+        x + x
+        first.record()
+        time.sleep(0.1)
+        x + x
+        last.record()
+        torch.npu.synchronize()
+        after = emulator.counters()
+        print_json(ms=first.elapsed_time(last), vector_us=rates["vector_us"] + rates["gap_us"],
+                   **{name: after[name] - before[name] for name in after})
+    """)
+    assert t["ms"] >= 100
+    assert t["modelled_idle_host_ns"] >= 100e6
+    assert t["modelled_busy_ns"] == pytest.approx(2 * t["vector_us"] * 1e3)
+
+
+def test_replays_take_their_nodes_and_lanes_overlap(told):
+    t = told("""
+        other = torch.npu.Stream()
+        def forked():
+            stream = torch.npu.current_stream()
+            other.wait_stream(stream)
+            with torch.npu.stream(other):
+                torch.npu._sleep(20_000_000)
+            torch.npu._sleep(30_000_000)
+            stream.wait_stream(other)
+            torch.npu._sleep(1_000_000)
+        graph = torch.npu.NPUGraph()
+        with torch.npu.graph(graph):
+            forked()
+        first, last = events(2)
+        torch.npu.synchronize()
+        before = emulator.counters()["modelled_busy_ns"]
+        close_gate()
+        first.record()
+        for _ in range(3):
+            graph.replay()
+        last.record()
+        time.sleep(0.01)  # all launches are done before the gate opens
+        open_gate()
+        busy = emulator.counters()["modelled_busy_ns"] - before
+        print_json(ms=first.elapsed_time(last), busy_ms=busy / 1e6)
+    """)
+    assert t["ms"] == pytest.approx(93, abs=1e-3)
+    assert t["busy_ms"] == pytest.approx(93, abs=1e-3)
+
+
+def test_a_replay_that_nothing_precedes_begins_after_its_launch(told):
+    t = told("""
+        graph = torch.npu.NPUGraph()
+        with torch.npu.graph(graph):
+            torch.npu._sleep(1_000_000)
+        first, last = events(2)
+        torch.npu.synchronize()
+        first.record()
+        graph.replay()
+        last.record()
+        torch.npu.synchronize()
+        print_json(us=first.elapsed_time(last) * 1e3 - 1000, launch_us=rates["graph_launch_us"])
+    """)
+    assert t["us"] >= t["launch_us"] - 1
+
+
+def test_external_events_and_updates_move_clocks(told):
+    t = told("""
+        x = torch.zeros(4, dtype=torch.bfloat16, device="npu")
+        y, updates, event = torch.zeros_like(x), torch.npu.Stream(), torch.npu.ExternalEvent()
+        graph = torch.npu.NPUGraph()
+        with torch.npu.graph(graph):
+            stream = torch.npu.current_stream()
+            event.wait(stream)
+            event.reset(stream)
+            torch.npu.graph_task_group_begin(stream)
+            torch.add(x, 3.0, out=y)
+            group = torch.npu.graph_task_group_end(stream)
+        torch.npu.synchronize()
+        before = emulator.counters()
+        def replay():
+            graph.replay()
+            with torch.npu.stream(updates):
+                torch.npu._sleep(50_000_000)
+                torch.npu.graph_task_update_begin(updates, group)
+                torch.add(x, 4.0, out=y)
+                torch.npu.graph_task_update_end(updates)
+                event.record(updates)
+            torch.npu.synchronize()
+        start = time.monotonic()
+        replay()
+        after = emulator.counters()
+        print_json(seconds=time.monotonic() - start, update_us=rates["update_us"],
+                   **{name: after[name] - before[name] for name in after})
+    """)
+    assert t["seconds"] >= 0.05 + t["update_us"] / 1e6
+    assert t["external_wait_ns"] >= 40e6 and t["external_waits"] == 1
+    assert t["task_updates"] == 1
+
+
+def test_what_the_host_reads_back_comes_when_the_device_is_done(told):
+    t = told("""
+        torch.npu.synchronize()
+        start = time.monotonic()
+        torch.npu._sleep(100_000_000)
+        words = torch.arange(4, device="npu").tolist()
+        print_json(seconds=time.monotonic() - start, words=words)
+    """)
+    assert t["seconds"] >= 0.1 and t["words"] == [0, 1, 2, 3]
+
+
+def test_a_synchronize_with_a_limit_gives_up(told):
+    t = told("""
+        import ctypes
+        runtime = ctypes.CDLL("libascendcl.so")
+        torch.npu.synchronize()
+        torch.npu._sleep(400_000_000)
+        start = time.monotonic()
+        status = runtime.aclrtSynchronizeDeviceWithTimeout(50)
+        print_json(status=status, seconds=time.monotonic() - start)
+        torch.npu.synchronize()
+    """)
+    assert t["status"] == 507046 and t["seconds"] >= 0.05
+
+
+RANKS = (
+    HELPERS
+    + """
+dist.init_process_group("hccl")
+x = torch.zeros(count, dtype=torch.bfloat16, device="npu")
+for _ in range(2):
+    dist.all_reduce(x)
+torch.npu.synchronize()
+"""
+)
+
+
+def test_a_collective_ends_on_all_ranks_after_the_latest_has_come(run_ranks):
+    code = (
+        "count = 1 << 20\n"
+        + RANKS
+        + textwrap.dedent("""
+        before = emulator.counters()["modelled_idle_collective_ns"]
+        begun, ended = events(2)
+        close_gate()
+        dist.all_reduce(x)  # ranks leave it at one time
+        begun.record()
+        torch.npu._sleep((10, 30)[rank] * 1_000_000)
+        dist.all_reduce(x)
+        ended.record()
+        open_gate()
+        waited = emulator.counters()["modelled_idle_collective_ns"] - before
+        print_json(ms=begun.elapsed_time(ended), waited_ms=waited / 1e6)
+        dist.destroy_process_group()
+    """)
+    )
+    results = run_ranks(code, 2, kernels="timed", hccl_expansion="AIV")
+    told = []
+    for status, output in results:
+        assert status == 0, output
+        told += [json.loads(line[5:]) for line in output.splitlines() if line.startswith("JSON ")]
+    share = (1 << 20) * 2 / 2  # bytes that each of two ranks reduces, then gathers
+    cost_ms = 0.010 + 2 * (0.0005 + share / (28e9 * 0.7) * 1e3)
+    assert [t["ms"] for t in told] == pytest.approx([30 + cost_ms] * 2, abs=1e-3)
+    assert told[0]["waited_ms"] >= 20
