@@ -509,19 +509,18 @@ class EngineClient:
             request.note(delta)
             self._tell(request.on_delta, delta)
 
-    def _go_on(self, request: OpenRequest, reason: str) -> None:
-        """Go on with a request whose engine is dead, or end it where nobody can."""
+    def _resume(self, request: OpenRequest) -> bool:
+        """Go on with a request whose engine is dead; say whether that can be. The lock is held."""
         request.losses += 1
+        is_taken = not request.may_kill and self._give(request)
+        self.num_resumed += is_taken
+        return is_taken
+
+    def _end(self, request: OpenRequest, reason: str) -> None:
+        """End a request that nobody goes on with."""
         if request.may_kill:
             reason = f"{MAX_LOSSES} engines died while they ran this request; the last: {reason}"
             logger.error("request %r is not tried again: %s", request.request_id, reason)
-        else:
-            with self._lock:
-                is_taken = self._give(request)
-                self.num_resumed += is_taken
-            if is_taken:
-                logger.info("request %r goes on elsewhere: %s", request.request_id, reason)
-                return
         self._tell(request.on_delta, failed(request.request_id, EngineDeadError(reason)))
 
     def _tell(self, on_delta: OnDelta, delta: RequestDelta) -> None:
@@ -540,13 +539,17 @@ class EngineClient:
         with self._lock:
             engine.dead_because = reason
             engine.link.is_lost = True
-            requests = dict(engine.requests)
+            requests = list(engine.requests.values())
             queries, engine.queries = engine.queries, {}
-            for request_id in requests:
-                self._forget(request_id)
+            for request in requests:
+                self._forget(request.request_id)
             self._router.forget_cache(engine.url)
-        for request in requests.values():
-            self._go_on(request, reason)
+            # Under the same lock: an abort finds a request here or there.
+            over = [request for request in requests if not self._resume(request)]
+        if len(over) < len(requests):
+            logger.info("%d requests go on elsewhere: %s", len(requests) - len(over), reason)
+        for request in over:
+            self._end(request, reason)
         for future in queries.values():
             future.set_exception(EngineDeadError(reason))
 

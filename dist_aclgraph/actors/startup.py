@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -25,8 +24,10 @@ from dist_aclgraph.actors.lockstep_capture import (
 )
 from dist_aclgraph.actors.lockstep_group import LockstepGroup
 from dist_aclgraph.actors.state import State
+from dist_aclgraph.actors.worker import WorkerInfo
 from dist_aclgraph.actors.worker_group import WorkerGroup, for_each_rank, place_group
 from dist_aclgraph.errors import WorkerError
+from dist_aclgraph.models.read_ahead import Neighbour
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.ledger import Ledger
 from dist_aclgraph.planning.plan import GraphPlan
@@ -126,7 +127,8 @@ class Startup:
             workers_host=leader.node_ip if spans_nodes else None,
             clients_host=leader.node_ip if placement.may_have_others(leader.node_ip) else None,
         )
-        workers.call("prepare", "JOINING", timeouts.load_s)
+        neighbours = [self._neighbour(info) for info in workers.infos]
+        workers.call("prepare", "JOINING", timeouts.load_s, lambda index: (neighbours[index],))
         meets = workers.workers[0].open_meeting if spans_nodes else group.engine.rendezvous
         rendezvous = ray.get(meets.remote(), timeout=2 * timeout_s)
         devices = workers.call(
@@ -138,15 +140,14 @@ class Startup:
         group.device = devices[0]
 
     def _load(self, group: LockstepGroup) -> None:
-        neighbours = Counter(info.node_id for each in self._groups for info in each.workers.infos)
-        infos = group.workers.infos
-        loaded = group.workers.call(
-            "load",
-            "LOADING",
-            self._config.timeouts.load_s,
-            lambda index: (neighbours[infos[index].node_id],),
-        )
+        loaded = group.workers.call("load", "LOADING", self._config.timeouts.load_s)
         group.weight_bytes = max(loaded)
+
+    def _neighbour(self, worker: WorkerInfo) -> Neighbour:
+        """Return a worker's place among those of its node, of all groups."""
+        infos = [info for group in self._groups for info in group.workers.infos]
+        there = [info.pid for info in infos if info.node_id == worker.node_id]
+        return Neighbour(there.index(worker.pid), len(there))
 
     # ---- the plan
 

@@ -22,10 +22,12 @@ from dist_aclgraph.device import emulator
 from dist_aclgraph.device.kind import DeviceKind, resolve_kind
 from dist_aclgraph.environment import prepare_network, visible_devices
 from dist_aclgraph.errors import DistAclGraphError, RankDisagreementError
+from dist_aclgraph.models.read_ahead import ALONE, Neighbour, read_ahead
 from dist_aclgraph.planning.budget import StreamOffer
 from dist_aclgraph.planning.commands import GraphAnswer, GraphCommand
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.plan import CaptureCost, GraphPlan
+from dist_aclgraph.shapes.weight_files import weight_files
 from dist_aclgraph.steps.step import StepPlan, StepResult
 from dist_aclgraph.topology import NO_RANK, GroupRank, WorldRank
 
@@ -53,6 +55,7 @@ class Worker:
         self._rank = NO_RANK
         self._phase = "PLACING"
         self._last_step = -1
+        self._neighbour = ALONE
         self._progress = (0, 0)  # bytes of weights loaded, and in all
         self._doing = ""
         self._plan = NO_PLAN
@@ -102,8 +105,11 @@ class Worker:
             kind=resolve_kind(self._config.device.kind),
         )
 
-    def prepare(self) -> None:
-        """Build the emulated NPU where this node needs it, and has not got it yet."""
+    def prepare(self, neighbour: Neighbour) -> None:
+        """Begin to read weights ahead; build the emulated NPU where this node lacks it."""
+        self._neighbour = neighbour
+        if self._config.weights != "dummy":
+            read_ahead(weight_files(self._config.model), neighbour)
         if resolve_kind(self._config.device.kind) == "emulated":
             emulator.build()
 
@@ -135,11 +141,11 @@ class Worker:
         self._meeting = None
         return self._stage.npu.description
 
-    def load(self, num_neighbours: int) -> int:
+    def load(self) -> int:
         """Load this rank's weights; return their bytes. As ``JoinedRank.load``."""
         assert isinstance(self._stage, JoinedRank)
         self._phase = "LOADING"
-        self._stage = self._stage.load(self._note_progress, num_neighbours)
+        self._stage = self._stage.load(self._note_progress, self._neighbour.count)
         return self._stage.weight_bytes
 
     def _note_progress(self, done: int, total: int) -> None:

@@ -22,9 +22,18 @@ def check_weight_files(directory: str | Path) -> None:
     Raises:
         ModelError: a file is missing, cut off or no safetensors file; names it.
     """
+    for file in weight_files(directory):
+        read_header(file)
+
+
+def weight_files(directory: str | Path) -> list[Path]:
+    """Return the files that hold a checkpoint's weights.
+
+    Raises:
+        ModelError: as ``tensor_files``.
+    """
     directory = Path(directory)
-    for name in sorted(set(tensor_files(directory).values())):
-        read_header(directory / name)
+    return [directory / name for name in sorted(set(tensor_files(directory).values()))]
 
 
 def tensor_files(directory: Path) -> dict[str, str]:

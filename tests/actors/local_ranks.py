@@ -57,6 +57,6 @@ def start_rank(config: Config, rank: int, graphs: Sequence[BatchDescriptor]) -> 
     """Return a worker that can capture ``graphs``."""
     worker = Worker(config, epoch=1)
     worker.join(rank, 0, 1, "")
-    worker.load(1)
+    worker.load()
     worker.make_runner(2, MAX_LEN, list(graphs))
     return worker
