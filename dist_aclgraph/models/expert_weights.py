@@ -35,11 +35,13 @@ def load_experts(
     num_local = experts_per_rank(experts.num_experts, ep.size)
     first = ep.rank * num_local
     share = slices.share(experts.width) if ep.size == 1 else (0, experts.width)
-    parts = [
-        _mlp(slices, f"{prefix}.experts.{index}", hidden, experts.width, share)
-        for index in range(first, first + num_local)
-    ]
-    gate_up, down = (slices.expert_product(matrices) for matrices in zip(*parts, strict=True))
+    sizes = hidden, experts.width, share
+
+    def name(index: int) -> str:
+        return f"{prefix}.experts.{first + index}"
+
+    gate_up = slices.expert_product(num_local, lambda i: _gate_up(slices, name(i), *sizes))
+    down = slices.expert_product(num_local, lambda i: _down(slices, name(i), *sizes))
     local = LocalExperts(gate_up, down, first, experts.num_experts)
     return ExpertLayer(
         _load_router(slices, experts, hidden, f"{prefix}.gate"),
@@ -87,17 +89,24 @@ def _load_shared(
     if not experts.num_shared:
         return None
     width = experts.num_shared * experts.width
-    gate_up, down = _mlp(slices, prefix, hidden, width, slices.share(width))
+    sizes = hidden, width, slices.share(width)
+    gate_up, down = _gate_up(slices, prefix, *sizes), _down(slices, prefix, *sizes)
     return SharedExperts(slices.product([gate_up]), slices.product([down]), slices.experts.side)
 
 
-def _mlp(
+def _gate_up(
     slices: WeightSlices, prefix: str, hidden: int, width: int, share: tuple[int, int]
-) -> tuple[Matrix, Matrix]:
-    """Part of an MLP's inner width: [hidden, 2 * part] and [part, hidden]."""
+) -> Matrix:
+    """Part of an MLP's inner width: [hidden, 2 * part]."""
     gate, up = (
         slices.matrix(f"{prefix}.{name}", (width, hidden), 0, *share)
         for name in ("gate_proj", "up_proj")
     )
-    down = slices.matrix(f"{prefix}.down_proj", (hidden, width), 1, *share)
-    return beside([gate, up], slices.checkpoint.dtype), down
+    return beside([gate, up], slices.checkpoint.dtype)
+
+
+def _down(
+    slices: WeightSlices, prefix: str, hidden: int, width: int, share: tuple[int, int]
+) -> Matrix:
+    """Part of an MLP's inner width: [part, hidden]."""
+    return slices.matrix(f"{prefix}.down_proj", (hidden, width), 1, *share)

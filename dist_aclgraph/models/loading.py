@@ -81,20 +81,33 @@ class WeightSlices:
             return Linear(weight, bias)
         return Int8Linear(weight, self.place(matrix.scale.flatten()), bias)
 
-    def expert_product(self, matrices: Sequence[Matrix]) -> ExpertProduct:
-        """Return one product of several experts, with a matrix for each."""
-        dtype = self.checkpoint.dtype
-        weights, scales = of_one_kind(matrices, dtype)
-        stack = torch.empty(
-            (len(weights), *weights[0].shape), dtype=weights[0].dtype, device=weights[0].device
-        )
-        for row, matrix in zip(stack, weights, strict=True):
-            row.copy_(matrix)
+    def expert_product(self, count: int, read: Callable[[int], Matrix]) -> ExpertProduct:
+        """Return one product of ``count`` experts, with a matrix for each.
+
+        Args:
+            read: an expert's matrix; called for one after the other, so that the device holds what
+                an expert was cut out of for a moment only.
+        """
+        dtype, first = self.checkpoint.dtype, read(0)
+        shape, device = (count, *first.weight.shape), first.weight.device
+        stack = torch.empty(shape, dtype=first.weight.dtype, device=device)
+        scales: list[Tensor] = []
+        for index, row in enumerate(stack):
+            matrix = read(index) if index else first
+            if (matrix.scale is None) != (first.scale is None):
+                return self._mixed_experts([read(i) for i in range(count)])
+            row.copy_(matrix.weight)
+            scales += [] if matrix.scale is None else [matrix.scale]
         weight = self.place(stack)
         if not scales:
             return GroupedProduct(weight)
         scale = torch.cat(scales).to(dtype if dtype == torch.bfloat16 else torch.float32)
         return Int8GroupedProduct(weight, self.place(scale))
+
+    def _mixed_experts(self, matrices: Sequence[Matrix]) -> ExpertProduct:
+        """Return the product of experts that a checkpoint has in int8 and in floats."""
+        weights, _ = of_one_kind(matrices, self.checkpoint.dtype)
+        return GroupedProduct(self.place(torch.stack(weights)))
 
     def fused(self, parts: list[tuple[str, int, int, int]], width: int, has_bias: bool) -> Product:
         """One product for several: of each (name, out features, start, stop), side by side.

@@ -175,9 +175,7 @@ def test_products_of_experts_are_within_their_bounds(
     weights, x = torch.randn(len(counts), *SHAPE), torch.randn(9, IN).to(dtype)
     directory = write(tmp_path, {f"{e}.weight": w for e, w in enumerate(weights)})
     slices = make_slices(npu, Checkpoint(directory, dtype, quantises=True))
-    product = slices.expert_product(
-        [slices.matrix(str(e), SHAPE, 0, 0, OUT) for e in range(len(counts))]
-    )
+    product = slices.expert_product(len(counts), lambda e: slices.matrix(str(e), SHAPE, 0, 0, OUT))
     assert isinstance(product, Int8GroupedProduct)
 
     y = product(x.to(npu.device), torch.tensor(counts).to(npu.device)).cpu().float()
@@ -296,3 +294,39 @@ def test_the_device_makes_of_a_slice_what_the_host_would(
     assert (device.scale is None) == (host.scale is None) == (stored == "bfloat16")
     if device.scale is not None and host.scale is not None:
         assert torch.equal(device.scale.cpu(), host.scale)
+
+
+@pytest.mark.parametrize("quantises", [False, True])
+def test_experts_are_on_the_device_once_while_they_are_loaded(
+    npu: Any, tmp_path: Path, quantises: bool
+) -> None:
+    count, shape = 24, (256, 512)
+    weights = torch.randn(count, *shape).bfloat16()
+    directory = write(tmp_path, {f"{e}.weight": w for e, w in enumerate(weights)})
+    checkpoint = Checkpoint(directory, torch.bfloat16, device=npu.device, quantises=quantises)
+    slices = make_slices(npu, checkpoint)
+    before = torch.npu.memory_allocated()
+    torch.npu.reset_peak_memory_stats()
+
+    product: Any = slices.expert_product(
+        count, lambda e: slices.matrix(str(e), shape, 0, 0, shape[0])
+    )
+
+    held = torch.npu.memory_allocated() - before
+    working = torch.npu.max_memory_allocated() - before - held
+    float32 = 4 * shape[0] * shape[1]
+    assert held >= product.weight.nbytes
+    assert working <= (6 if quantises else 2) * float32  # of one expert, not of all
+    if not quantises:
+        assert torch.equal(product.weight.cpu(), weights.transpose(1, 2))
+
+
+def test_experts_of_which_some_are_floats_are_all_floats(npu: Any, tmp_path: Path) -> None:
+    first, second = torch.randn(2, *SHAPE).unbind()
+    directory = write(tmp_path, int8_tensors(first, "0") | {"1.weight": second})
+    slices = make_slices(npu, Checkpoint(directory, torch.bfloat16, device=npu.device))
+
+    product: Any = slices.expert_product(2, lambda e: slices.matrix(str(e), SHAPE, 0, 0, OUT))
+
+    assert not isinstance(product, Int8GroupedProduct)
+    assert torch.equal(product.weight[1].cpu(), second.t().bfloat16())
