@@ -152,6 +152,7 @@ def test_an_engine_that_is_added_takes_requests(engine, client, other):
     engine.groups = list_groups(1, engine, other)
 
     until(lambda: client.capacity().serving == 2)
+    until_all_have_answered(client)
     client.submit("new", [2], LONG, (), lambda delta: None)
     until(lambda: len(other.submitted) == 1)
     # The newcomer, too, says what there is: its older word changes nothing.
