@@ -21,14 +21,15 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import zmq
 
 from dist_aclgraph.actors.addresses import Address
 from dist_aclgraph.actors.engine_link import BEATS_OF_A_SILENCE, EngineLink
+from dist_aclgraph.actors.known_engine import Capacity, GroupState, KnownEngine
 from dist_aclgraph.actors.messages import (
     Abort,
     Answer,
@@ -60,7 +61,6 @@ from dist_aclgraph.steps.delta import RequestDelta
 # Of caches, until an engine has said what they are.
 TOKENS_PER_BLOCK, CACHE_BLOCKS = 128, 4096
 NUMBERS = 1 << 31  # of requests on one engine, before they begin again
-GroupState = Literal["serving", "draining", "lost"]
 STOPPING = "the service is stopping"
 
 logger = logging.getLogger(__name__)
@@ -94,59 +94,6 @@ class Deployment(Protocol):
 StartDeployment = Callable[[Config], Deployment]
 
 
-@dataclass(eq=False)
-class _Engine:
-    """One engine. The client's lock guards what is not the link.
-
-    Attributes:
-        name: of its group.
-        is_draining: it takes no new requests.
-        is_listed: the deployment still has it.
-    """
-
-    name: str
-    url: str
-    open_link: Callable[[], EngineLink]
-    dead_because: str = ""
-    is_draining: bool = False
-    is_listed: bool = True
-    requests: dict[str, OpenRequest] = field(default_factory=dict)
-    names: dict[int, str] = field(default_factory=dict)  # request ids, by their numbers here
-    num_submitted: int = 0
-    queries: dict[int, Future[dict[str, Any]]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.link = self.open_link()
-
-    @property
-    def state(self) -> GroupState:
-        if self.dead_because:
-            return "lost"
-        return "draining" if self.is_draining else "serving"
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """What is left of a deployment, in lockstep groups.
-
-    Attributes:
-        serving: groups that take requests.
-        draining: those that end what they have.
-        lost: why groups are dead, by their names.
-    """
-
-    serving: int
-    draining: int
-    lost: dict[str, str]
-
-    @property
-    def total(self) -> int:
-        return self.serving + self.draining + len(self.lost)
-
-    def by_state(self) -> dict[str, int]:
-        return {"serving": self.serving, "draining": self.draining, "lost": len(self.lost)}
-
-
 class EngineClient:
     """Owns the connections to the engines. Knows token ids only, no text.
 
@@ -165,7 +112,7 @@ class EngineClient:
             raise EngineDeadError("the deployment has no engine")
         self._lock = threading.Lock()
         self._query_ids = itertools.count(1)
-        self._commands: queue.SimpleQueue[tuple[_Engine, ToEngine]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[tuple[KnownEngine, ToEngine]] = queue.SimpleQueue()
         self._wakeup = Wakeup()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._hello = Hello(token, secrets.token_hex(8))
@@ -174,11 +121,11 @@ class EngineClient:
         self._groups_version = 0
         # Replicas begin with different ones of equal groups.
         self._router = Router(TOKENS_PER_BLOCK, first=secrets.randbelow(len(addresses)))
-        self._engines: dict[str, _Engine] = {}  # by URL, as for the router
+        self._engines: dict[str, KnownEngine] = {}  # by URL, as for the router
         for index, address in enumerate(addresses):
             self._add(str(index), address, CACHE_BLOCKS)
         self._beat_s = link_s / BEATS_OF_A_SILENCE
-        self._owner: dict[str, tuple[_Engine, int]] = {}  # and the request's number there
+        self._owner: dict[str, tuple[KnownEngine, int]] = {}  # and the request's number there
         self.num_resumed = 0  # requests that another engine went on with
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
@@ -236,8 +183,8 @@ class EngineClient:
 
         One that has not answered yet may never do: it is used only where none has.
         """
-        alive = [e for e in self._engines.values() if not e.dead_because and not e.is_draining]
-        return [e.url for e in alive if e.link.is_welcome] or [e.url for e in alive]
+        serving = [engine for engine in self._engines.values() if engine.state == "serving"]
+        return [e.url for e in serving if e.link.is_welcome] or [e.url for e in serving]
 
     def _give(self, request: OpenRequest) -> bool:
         """Give a request to an engine; return whether one takes requests. The lock is held."""
@@ -263,7 +210,7 @@ class EngineClient:
         if engine is not None:
             self._command(engine, Abort(request_id))
 
-    def _forget(self, request_id: str) -> _Engine | None:
+    def _forget(self, request_id: str) -> KnownEngine | None:
         """Forget a request; return the engine that has it. The lock is held."""
         engine, number = self._owner.pop(request_id, (None, 0))
         if engine is not None:
@@ -314,11 +261,7 @@ class EngineClient:
     def capacity(self) -> Capacity:
         """Return how many groups there are, and what they do."""
         with self._lock:
-            known = list(self._engines.values())
-            lost = {e.name: e.dead_because for e in known if e.dead_because}
-            alive = [e for e in known if not e.dead_because]
-        draining = sum(e.is_draining for e in alive)
-        return Capacity(len(alive) - draining, draining, lost)
+            return Capacity.of(self._engines.values())
 
     def states(self) -> dict[str, GroupState]:
         """Return what each group does, by their names."""
@@ -338,7 +281,7 @@ class EngineClient:
     def _first_loss(self) -> str:
         return next((e.dead_because for e in self._engines.values() if e.dead_because), "")
 
-    def _known(self) -> list[_Engine]:
+    def _known(self) -> list[KnownEngine]:
         with self._lock:
             return list(self._engines.values())
 
@@ -348,7 +291,7 @@ class EngineClient:
         if url not in self._engines:
             endpoint = address.seen_from(self._node_id)
             link = partial(EngineLink, self._context, endpoint, self._hello, self._link_s)
-            self._engines[url] = _Engine(name, url, link)
+            self._engines[url] = KnownEngine(name, url, link)
         self._engines[url].name = name
         self._router.add(url, cache_blocks)
 
@@ -429,7 +372,7 @@ class EngineClient:
                 self._lose(engine, str(e))
         return is_new
 
-    def _leave(self, engine: _Engine) -> bool:
+    def _leave(self, engine: KnownEngine) -> bool:
         """Forget an engine that has drained; say whether it was so."""
         with self._lock:
             is_over = engine.link.is_lost or not (engine.is_listed or engine.requests)
@@ -465,7 +408,7 @@ class EngineClient:
                 except PlacementError as e:  # others may reach it
                     logger.warning("group %s cannot be used from here: %s", entry.name, e)
 
-    def _receive(self, engine: _Engine) -> None:
+    def _receive(self, engine: KnownEngine) -> None:
         if engine.link.is_lost:
             return
         try:
@@ -484,13 +427,13 @@ class EngineClient:
             if engine.dead_because and engine.link.is_welcome:
                 engine.dead_because = ""
 
-    def _answered(self, engine: _Engine, message: Answer) -> None:
+    def _answered(self, engine: KnownEngine, message: Answer) -> None:
         with self._lock:
             future = engine.queries.pop(message.query_id, None)
         if future is not None:
             future.set_result(json.loads(message.body))
 
-    def _deliver(self, engine: _Engine, message: Deltas) -> None:
+    def _deliver(self, engine: KnownEngine, message: Deltas) -> None:
         """Hand out what a step brought.
 
         Raises:
@@ -534,7 +477,7 @@ class EngineClient:
                 error = DistAclGraphError(f"the request's callback failed: {e!r}")
                 self._tell(on_delta, failed(delta.request_id, error))
 
-    def _lose(self, engine: _Engine, reason: str) -> None:
+    def _lose(self, engine: KnownEngine, reason: str) -> None:
         """Go on elsewhere with all that this engine has; questions to it end."""
         with self._lock:
             engine.dead_because = reason
@@ -553,7 +496,7 @@ class EngineClient:
         for future in queries.values():
             future.set_exception(EngineDeadError(reason))
 
-    def _command(self, engine: _Engine, message: ToEngine) -> None:
+    def _command(self, engine: KnownEngine, message: ToEngine) -> None:
         self._commands.put((engine, message))
         self._wakeup.wake()
 

@@ -299,7 +299,7 @@ class ServingGroups:
     def _try_scale(self, count: int) -> None:
         try:
             self.scale(count)
-        except Exception:  # whatever it is: what serves goes on, and it is tried again
+        except Exception:  # whatever it is: what serves goes on
             logger.exception("changing the number of groups to %d failed", count)
 
     # ---- one group

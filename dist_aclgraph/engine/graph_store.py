@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from dist_aclgraph.device.npu import GraphPool, Npu, PoolMemory, ai_cpu_operators, runtime
+from dist_aclgraph.device.npu import GraphPool, Npu, PoolMemory, ai_cpu_operators
 from dist_aclgraph.errors import ReplayMismatchError
 from dist_aclgraph.graphs.captured_graph import CapturedGraph, Forward, capture
 from dist_aclgraph.graphs.digest import OperatorDigest
@@ -121,7 +121,7 @@ class GraphStore:
         self._npu.synchronize()
         # A capture cannot take back what the allocator keeps for others, such as the pool of a
         # capture that was undone.
-        runtime().empty_cache()
+        self._npu.give_back()
         streams, pool = self.free_streams, self._pool.memory()
         with OperatorDigest() as digest, torch.inference_mode():
             captured = self._uncommitted[graph] = record()

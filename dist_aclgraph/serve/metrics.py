@@ -7,7 +7,7 @@ each value lies. A value that is an object is one sample per key, labelled with 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -94,43 +94,38 @@ class Metrics:
         self._registry = CollectorRegistry()
         # Replicas behind one address answer in turns: by their names, counters do not fall.
         values = (model_name, secrets.token_hex(4))
-        labels = {"labelnames": LABELS, "registry": self._registry}
-        self._ttft = Histogram(
-            f"{PREFIX}time_to_first_token_seconds",
-            "From submission to the first token.",
-            buckets=_LATENCY_BUCKETS,
-            **labels,  # type: ignore[arg-type]
-        ).labels(*values)
-        self._itl = Histogram(
-            f"{PREFIX}inter_token_latency_seconds",
+
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            made = Histogram(
+                f"{PREFIX}{name}", text, LABELS, registry=self._registry, buckets=buckets
+            )
+            return made.labels(*values)
+
+        self._ttft = histogram(
+            "time_to_first_token_seconds", "From submission to the first token.", _LATENCY_BUCKETS
+        )
+        self._itl = histogram(
+            "inter_token_latency_seconds",
             "Between two deliveries of tokens to one request.",
-            buckets=_LATENCY_BUCKETS,
-            **labels,  # type: ignore[arg-type]
-        ).labels(*values)
-        self._e2e = Histogram(
-            f"{PREFIX}e2e_request_latency_seconds",
-            "From submission to the end of a request.",
-            buckets=_E2E_BUCKETS,
-            **labels,  # type: ignore[arg-type]
-        ).labels(*values)
+            _LATENCY_BUCKETS,
+        )
+        self._e2e = histogram(
+            "e2e_request_latency_seconds", "From submission to the end of a request.", _E2E_BUCKETS
+        )
+        self._prompt_tokens = histogram(
+            "request_prompt_tokens", "Prompt tokens of a request that has ended.", _TOKEN_BUCKETS
+        )
+        self._generation_tokens = histogram(
+            "request_generation_tokens",
+            "Tokens generated for a request that has ended.",
+            _TOKEN_BUCKETS,
+        )
         self._finished = Counter(
             f"{PREFIX}request_success",
             "Requests that ended, by reason.",
             (*LABELS, "finished_reason"),
             registry=self._registry,
         )
-        self._prompt_tokens = Histogram(
-            f"{PREFIX}request_prompt_tokens",
-            "Prompt tokens of a request that has ended.",
-            buckets=_TOKEN_BUCKETS,
-            **labels,  # type: ignore[arg-type]
-        ).labels(*values)
-        self._generation_tokens = Histogram(
-            f"{PREFIX}request_generation_tokens",
-            "Tokens generated for a request that has ended.",
-            buckets=_TOKEN_BUCKETS,
-            **labels,  # type: ignore[arg-type]
-        ).labels(*values)
         self._values = values
         self._has_aliases = has_aliases
         self._registry.register(_EngineCollector(values, client))

@@ -32,6 +32,7 @@ try:
 except RuntimeError as error:
     print(error)
 print("ENDED")
+time.sleep(8)  # whoever is gone would be why the others stop
 os._exit(0)
 """
 
