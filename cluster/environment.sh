@@ -4,12 +4,20 @@
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export PATH="$repository/.venv/bin:$PATH"
 
-# CANN, where it is installed: its own scripts use variables that may not be set.
-for script in /usr/local/Ascend/ascend-toolkit/set_env.sh /usr/local/Ascend/nnal/atb/set_env.sh; do
+# CANN, where it is installed. Its own scripts use variables that may not be set, end with commands that
+# may fail, and would take our arguments for theirs: they get none.
+read_cann() {
+  local script=$1 options=$-
+  shift
+  set +eu
+  . "$script" || echo "$script ended with $?: is CANN whole? 'dist-aclgraph doctor' looks at it" >&2
+  case $options in *e*) set -e ;; esac
+  case $options in *u*) set -u ;; esac
+}
+for script in ascend-toolkit/set_env.sh nnal/atb/set_env.sh; do
+  script="${ASCEND_INSTALL_PATH:-/usr/local/Ascend}/$script"
   if [ -f "$script" ]; then
-    set +u
-    . "$script"
-    set -u
+    read_cann "$script"
   fi
 done
 
