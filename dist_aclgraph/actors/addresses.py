@@ -25,7 +25,7 @@ T = TypeVar("T")
 HANDSHAKE_MS = 10_000  # a connection that has not shown its keys by then is closed
 MAX_WAITING_CONNECTIONS = 64
 FIRST_DELAY_S, MOST_DELAY_S = 0.1, 5.0  # until ports that are all taken are tried again
-ANY_KEY = "*"  # the domain in which the authenticator asks us
+DOMAIN = "dist_aclgraph"  # in which the authenticator asks us
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Listener:
         if place.host is not None:
             # CURVE alone proves that a client has some key: this one asks whether it is the right.
             self._authenticator = ThreadAuthenticator(context)
-            self._authenticator.configure_curve_callback(ANY_KEY, self)
+            self._authenticator.configure_curve_callback(DOMAIN, self)
             self._authenticator.start()
 
     def callback(self, domain: str, client_key: bytes) -> bool:
@@ -141,6 +141,9 @@ class Listener:
             return Address(place.node_id, Endpoint(file))
         # From here on: options hold for what is bound after them.
         owned.curve_server = True
+        # Without this, nobody is asked while the authenticator does not run, and any key will do.
+        owned.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        owned.zap_domain = DOMAIN.encode()
         owned.curve_publickey = self._server_public
         owned.curve_secretkey = self._server_secret
         owned.setsockopt(zmq.IPV6, int(":" in place.host))

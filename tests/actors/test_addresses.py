@@ -113,6 +113,21 @@ def test_a_stranger_is_no_worker(
     sender.close(1)
 
 
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_nobody_comes_in_while_nobody_looks_at_keys(
+    tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], stranger: Stranger
+) -> None:
+    listener = Listener(context, Place(NODE, str(tmp_path), HOST))
+    owned, peer = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    endpoint = listener.bind(owned, "s").seen_from(ELSEWHERE)
+    listener.close()
+    peer.setsockopt(zmq.IMMEDIATE, 1)
+
+    stranger(endpoint).connect(peer)
+
+    assert not peer.poll(1000, zmq.POLLOUT)
+
+
 def test_keys_of_clients_open_no_step_channel(
     tmp_path: Path, group: Group, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
