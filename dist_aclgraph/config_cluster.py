@@ -49,6 +49,7 @@ class RecoveryConfig(Section):
     restarts_per_hour: int = Field(
         6,
         ge=0,
-        description="lost lockstep groups that are replaced within an hour, while others serve; 0 "
-        "replaces none. What dies more often has a cause that starting again does not mend",
+        description="how often within an hour it is tried to replace a lost lockstep group, while "
+        "others serve; 0 replaces none. What dies more often has a cause that starting again does "
+        "not mend",
     )

@@ -19,6 +19,7 @@ DistAclGraphError
   NotAMessageError        bytes on a socket of ours that we did not send
   EngineUnavailableError  the engine cannot take requests now (a 503)
     EngineDeadError, QueueFullError
+  RollError               groups could not all be replaced; says which runs what
 
 Every error survives pickling, because Ray carries it: fields are passed to ``Exception.__init__``.
 """
@@ -175,3 +176,10 @@ class EngineDeadError(EngineUnavailableError):
 
 class QueueFullError(EngineUnavailableError):
     """Too many requests are waiting."""
+
+
+class RollError(DistAclGraphError):
+    """Some groups were replaced by another configuration, and the next one could not be.
+
+    All that serve go on; the message says which group runs what, and how to go on.
+    """

@@ -153,6 +153,6 @@ def lockstep(config: Config) -> Iterator[Lockstep]:
     planner = Planner.from_config(config)
     assert len(planner.layout.lockstep_groups) == 1
     with rendezvous() as meeting, rank_processes(planner.config) as ranks:
-        group = LockstepGroup(ranks)
+        group = LockstepGroup(ranks, planner)
         ForkedStartup(planner, group, meeting).run(planner.layout.lockstep_groups, deployment="")
         yield Lockstep(planner, group, ranks)

@@ -44,6 +44,7 @@ MAX_QUEUED_FRAMES = 1 << 16
 FRAMES_A_TURN = 256  # so that a flood of frames delays no beat
 BEATS_OF_A_SILENCE = 20
 LAST_WORDS_MS = 200
+UNHELD_S = 0.01  # between two looks whether clients may be answered again
 
 
 class Answers(Protocol):
@@ -51,6 +52,10 @@ class Answers(Protocol):
 
     def failure_now(self) -> str:
         """Return why nothing is served, or "" while all is well."""
+        ...
+
+    def is_held(self) -> bool:
+        """Whether clients may be answered, and learn that this engine lives."""
         ...
 
     def report(self) -> dict[str, Any]: ...
@@ -126,7 +131,7 @@ class ClientLinks:
         self._closing = threading.Event()
         self._told = ""  # the failure that clients know of
         self._setting = threading.Lock()
-        self._groups = Groups(0, 0, ())
+        self._groups = Groups(0, ())
         self._told_groups = self._groups
         self._thread: threading.Thread | None = None
 
@@ -194,6 +199,9 @@ class ClientLinks:
         while not self._closing.is_set():
             poller.poll(int(self._beat_s * 1000))
             self._wakeup.drain()
+            if not answers.is_held():
+                self._closing.wait(UNHELD_S)
+                continue
             is_drained = self._receive(answers)
             self._send_deltas()
             self._tell(answers.failure_now())

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -22,26 +23,26 @@ from dist_aclgraph.actors.ray_errors import ours
 from dist_aclgraph.actors.serving_groups import ServingGroups, stop_groups
 from dist_aclgraph.actors.startup import Startup
 from dist_aclgraph.actors.state import State, advance
+from dist_aclgraph.actors.upkeep import Upkeep
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import DistAclGraphError, EngineUnavailableError, WorkerError
 from dist_aclgraph.planning.planner import Planner
 
 logger = logging.getLogger(__name__)
 
-REPORT_S = 10.0  # limit of an engine's report
-
-
+REPORT_S = 10.0  # limit of engines' reports
 BYTES = "bytes"
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What people are shown while a deployment starts; ``BYTES`` as a detail is the unit."""
+    """What people are shown while groups start or drain; ``BYTES`` as a detail is the unit."""
 
     state: str
     done: int = 0
     total: int = 0
     detail: str = ""
+    part: str = ""  # of a change that has several, e.g. "group 2 of 3"
 
 
 @dataclass(frozen=True)
@@ -69,16 +70,21 @@ class Controller:
         self._failure = ""  # of the start
         self._groups: list[LockstepGroup] = []
         self._serving: ServingGroups | None = None
+        self._upkeep: Upkeep | None = None
         self._token = secrets.token_hex(16)
 
-    # ---- answered while start() runs
+    # ---- answered while start() runs, or a change
 
     def progress(self) -> Progress:
-        if self._state is State.LOADING:
-            reports = [p for group in self._groups for p in group.workers.progress()]
+        """Say how far the start is, or the change of groups that is under way."""
+        part = "" if self._serving is None else self._serving.part
+        found = replace(self._progress, part=part)
+        if found.state == State.LOADING.value:
+            groups = self._groups if self._serving is None else list(self._serving.starting)
+            reports = [p for group in groups for p in group.workers.progress()]
             done, total = (sum(r["progress"][i] for r in reports) for i in range(2))
-            return Progress(self._state.value, done, total, BYTES)
-        return self._progress
+            return Progress(found.state, done, total, BYTES, part)
+        return found
 
     def check(self) -> str:
         """Return why the deployment serves no more, or "" while at least one group does."""
@@ -90,23 +96,35 @@ class Controller:
         ``groups`` are those after the first; ``lost_groups`` says which serve no more, and why.
         """
         groups = self._groups if self._serving is None else list(self._serving.groups)
-        reports = [self._report_of(group) for group in groups]
+        reports = self._reports_of(groups)
         merged = dict(reports[0]) if reports else {}
         merged["state"] = self._state.value
         merged["failure"] = self.check()
         merged["controller"] = self._name
         merged["ray_address"] = ray.get_runtime_context().gcs_address
         merged["groups"] = reports[1:]
-        merged["lost_groups"] = [] if self._serving is None else self._serving.watch.losses()
+        merged["lost_groups"], merged["missing_groups"] = [], {"count": 0, "reason": ""}
+        if self._serving is not None and self._upkeep is not None:
+            merged["lost_groups"] = self._serving.watch.losses()
+            merged["missing_groups"] = {
+                "count": self._serving.num_missing,
+                "reason": self._upkeep.trouble,
+            }
         return merged
 
-    def _report_of(self, group: LockstepGroup) -> dict[str, Any]:
-        if group.engine is not None:
+    def _reports_of(self, groups: Sequence[LockstepGroup]) -> list[dict[str, Any]]:
+        """Ask all engines at once: one that hangs costs the others nothing."""
+        asked = [g.engine.report.remote() for g in groups if g.engine is not None]
+        ready = ray.wait(asked, num_returns=len(asked), timeout=REPORT_S)[0] if asked else []
+        answers = iter(asked)
+        reports = []
+        for group in groups:
+            ref = next(answers) if group.engine is not None else None
             try:
-                return dict(ray.get(group.engine.report.remote(), timeout=REPORT_S))
-            except RayError:
-                pass  # An engine that is gone has taken its counters along.
-        return group_report(group)
+                reports.append(dict(ray.get(ref)) if ref in ready else group_report(group))
+            except RayError:  # An engine that is gone has taken its counters along.
+                reports.append(group_report(group))
+        return reports
 
     # ---- from configuration to serving
 
@@ -138,15 +156,20 @@ class Controller:
         self._state = advance(self._state, state)
         self._progress = Progress(state.value)
 
+    def _show_phase(self, phase: State) -> None:
+        """Of groups that change while others serve."""
+        self._progress = Progress(phase.value)
+
     def _show(self, done: int, total: int, detail: str) -> None:
-        self._progress = Progress(self._state.value, done, total, detail)
+        self._progress = Progress(self._progress.state, done, total, detail)
 
     def _serve(self, planner: Planner, scopes: list[list[LockstepGroup]]) -> Service:
-        serving = ServingGroups(self._name, self._token, planner)
+        serving = ServingGroups(self._name, self._token, planner, self._show_phase, self._show)
         serving.open(planner, scopes)
-        self._serving = serving
+        self._serving, self._upkeep = serving, Upkeep(serving)
         self._enter(State.SERVING)
         serving.watch.start()
+        self._upkeep.start()
         return self.service()
 
     # ---- while it serves
@@ -181,7 +204,8 @@ class Controller:
 
     def _stop_actors(self) -> None:
         groups = self._groups
-        if self._serving is not None:
+        if self._serving is not None and self._upkeep is not None:
+            self._upkeep.stop()
             self._serving.watch.stop()
-            groups = self._serving.groups
+            groups = [*self._serving.groups, *self._serving.starting]
         stop_groups(groups, self._config.timeouts.stop_s)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import gc
+import logging
+import os
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+
+import ray
 
 from dist_aclgraph.actors.addresses import Address, Place
 from dist_aclgraph.actors.client_links import ClientLinks
 from dist_aclgraph.actors.engine_loop import EngineLoop
 from dist_aclgraph.actors.graph_changes import ChannelRanks, GraphChanges
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
+from dist_aclgraph.actors.lease import Lease
 from dist_aclgraph.actors.messages import Groups
 from dist_aclgraph.actors.processes import leave_with_parent
 from dist_aclgraph.actors.run_directory import RunDirectory
@@ -31,6 +37,8 @@ from dist_aclgraph.planning.rebucketing import Action
 from dist_aclgraph.planning.traffic import Traffic
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.topology import ParallelLayout, WorldRank
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -87,6 +95,23 @@ class Engine:
         self._channel = StepSender(world_ranks, place, partial(ask_workers, workers))
         self._loop: EngineLoop | None = None
         self._thread: threading.Thread | None = None
+        self._lease = Lease(config.timeouts.link_s)
+        threading.Thread(target=self._leave_with_lease, name="lease", daemon=True).start()
+
+    # ---- answered at any time, on a thread of its own
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def ping(self, number: int) -> None:
+        """Give the controller a sign of life, which renews the lease."""
+        self._lease.renew(number)
+
+    def _leave_with_lease(self) -> None:
+        while not self._lease.look():
+            time.sleep(self._lease.look_s)
+        logger.error("the controller has not asked for this engine for too long: it ends itself")
+        os._exit(1)
+
+    # ----
 
     def rendezvous(self) -> str:
         """Return where workers that are all on this node meet for HCCL: a file."""
@@ -138,6 +163,7 @@ class Engine:
             clients,
             step_timeout_s=timeouts.step_s,
             turn_timeout_s=timeouts.link_s,
+            is_held=self._lease.is_held,
             changes=GraphChanges(
                 dispatcher,
                 GraphTransaction(ranks, timeouts.negotiate_s, timeouts.capture_s),
@@ -193,7 +219,7 @@ class Engine:
         return self._loop.demand()
 
     def report(self) -> dict[str, Any]:
-        return self._loop.report() if self._loop is not None else {}
+        return {**self._loop.report(), "engine_pid": os.getpid()} if self._loop is not None else {}
 
     def stop(self) -> None:
         """End the loop and say goodbye to the workers."""

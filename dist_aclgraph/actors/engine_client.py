@@ -18,17 +18,23 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 
 from dist_aclgraph.actors.addresses import Address
-from dist_aclgraph.actors.engine_link import BEATS_OF_A_SILENCE, EngineLink
+from dist_aclgraph.actors.engine_link import (
+    BEATS_OF_A_SILENCE,
+    LOSS_KINDS,
+    EngineLink,
+    LossKind,
+)
 from dist_aclgraph.actors.known_engine import Capacity, GroupState, KnownEngine
 from dist_aclgraph.actors.messages import (
     Abort,
@@ -45,7 +51,6 @@ from dist_aclgraph.actors.messages import (
 )
 from dist_aclgraph.actors.sockets import Wakeup
 from dist_aclgraph.actors.token_log import MAX_LOSSES, OnDelta, OpenRequest
-from dist_aclgraph.config import Config
 from dist_aclgraph.errors import (
     DistAclGraphError,
     EngineDeadError,
@@ -64,34 +69,6 @@ NUMBERS = 1 << 31  # of requests on one engine, before they begin again
 STOPPING = "the service is stopping"
 
 logger = logging.getLogger(__name__)
-
-
-class Deployment(Protocol):
-    """What an ingress or an LLM needs of a running deployment."""
-
-    node_id: str  # where this process is, as Ray calls it
-    token: str
-    max_model_len: int
-
-    @property
-    def addresses(self) -> list[Address]:
-        """Of the engines of all groups, now."""
-        ...
-
-    def report(self) -> dict[str, Any]:
-        """Return plan, buckets with their counters, eager steps by reason, ranks and memory."""
-        ...
-
-    def check(self) -> None:
-        """Raise EngineDeadError if the deployment does not serve."""
-        ...
-
-    def shut_down(self) -> None:
-        """Stop all that was started."""
-        ...
-
-
-StartDeployment = Callable[[Config], Deployment]
 
 
 class EngineClient:
@@ -120,13 +97,14 @@ class EngineClient:
         self._link_s = link_s
         self._groups_version = 0
         # Replicas begin with different ones of equal groups.
-        self._router = Router(TOKENS_PER_BLOCK, first=secrets.randbelow(len(addresses)))
+        self._router = Router(first=secrets.randbelow(len(addresses)))
         self._engines: dict[str, KnownEngine] = {}  # by URL, as for the router
         for index, address in enumerate(addresses):
-            self._add(str(index), address, CACHE_BLOCKS)
+            self._add(str(index), address, CACHE_BLOCKS, TOKENS_PER_BLOCK)
         self._beat_s = link_s / BEATS_OF_A_SILENCE
         self._owner: dict[str, tuple[KnownEngine, int]] = {}  # and the request's number there
         self.num_resumed = 0  # requests that another engine went on with
+        self._losses: Counter[LossKind] = Counter()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
         self._thread.start()
@@ -221,13 +199,13 @@ class EngineClient:
     def query(self, what: QueryKind, timeout_s: float = 5.0) -> dict[str, dict[str, Any]]:
         """Return the answer of each living engine, by the names of their groups.
 
-        One that leaves meanwhile, as it has drained, is left out.
+        One that leaves meanwhile, dies or does not answer in time is left out.
 
         Raises:
-            EngineDeadError: all engines are dead, or one did not answer in time.
+            EngineDeadError: no engine has answered.
         """
         self.check()
-        futures: dict[str, Future[dict[str, Any]]] = {}
+        asked: list[tuple[KnownEngine, int, Future[dict[str, Any]]]] = []
         for engine in self._known():
             query = Query(next(self._query_ids), what)
             future: Future[dict[str, Any]] = Future()
@@ -235,17 +213,24 @@ class EngineClient:
                 if engine.dead_because or engine.url not in self._engines:
                     continue
                 engine.queries[query.query_id] = future
-            futures[engine.name] = future
+            asked.append((engine, query.query_id, future))
             self._command(engine, query)
         deadline = time.monotonic() + timeout_s
         answers: dict[str, dict[str, Any]] = {}
-        for name, future in futures.items():
+        problem = STOPPING
+        for engine, query_id, future in asked:
             try:
-                answers[name] = future.result(max(0.0, deadline - time.monotonic()))
+                answers[engine.name] = future.result(max(0.0, deadline - time.monotonic()))
             except CancelledError:  # it has left
                 continue
+            except EngineDeadError as e:
+                problem = str(e)
             except FutureTimeoutError:
-                raise EngineDeadError(f"no answer to {what} within {timeout_s:g} s") from None
+                problem = f"no answer to {what} within {timeout_s:g} s"
+                with self._lock:
+                    engine.queries.pop(query_id, None)
+        if not answers:
+            raise EngineDeadError(problem)
         return answers
 
     def check(self) -> None:
@@ -257,6 +242,11 @@ class EngineClient:
     def losses(self) -> list[str]:
         """Return why engines are dead, one reason for each; the others serve on."""
         return list(self.capacity().lost.values())
+
+    def num_losses(self) -> dict[LossKind, int]:
+        """Return how often an engine was lost, by kind."""
+        with self._lock:
+            return {kind: self._losses[kind] for kind in LOSS_KINDS}
 
     def capacity(self) -> Capacity:
         """Return how many groups there are, and what they do."""
@@ -285,7 +275,7 @@ class EngineClient:
         with self._lock:
             return list(self._engines.values())
 
-    def _add(self, name: str, address: Address, cache_blocks: int) -> None:
+    def _add(self, name: str, address: Address, cache_blocks: int, tokens_per_block: int) -> None:
         """Get to know an engine, or more of it. The lock is held, once there is a thread."""
         url = address.file.url
         if url not in self._engines:
@@ -293,7 +283,7 @@ class EngineClient:
             link = partial(EngineLink, self._context, endpoint, self._hello, self._link_s)
             self._engines[url] = KnownEngine(name, url, link)
         self._engines[url].name = name
-        self._router.add(url, cache_blocks)
+        self._router.add(url, cache_blocks, tokens_per_block)
 
     @property
     def num_outstanding(self) -> int:
@@ -395,7 +385,6 @@ class EngineClient:
             return
         with self._lock:
             self._groups_version = groups.version
-            self._router.tokens_per_block = groups.tokens_per_block
             listed = {entry.address.file.url: entry for entry in groups.groups}
             for url, engine in self._engines.items():
                 engine.is_listed = url in listed
@@ -404,7 +393,7 @@ class EngineClient:
                 if url not in self._engines and entry.is_draining:
                     continue
                 try:
-                    self._add(entry.name, entry.address, entry.cache_blocks)
+                    self._add(entry.name, entry.address, entry.cache_blocks, entry.tokens_per_block)
                 except PlacementError as e:  # others may reach it
                     logger.warning("group %s cannot be used from here: %s", entry.name, e)
 
@@ -480,6 +469,8 @@ class EngineClient:
     def _lose(self, engine: KnownEngine, reason: str) -> None:
         """Go on elsewhere with all that this engine has; questions to it end."""
         with self._lock:
+            if not (engine.dead_because or self._closing.is_set()):
+                self._losses[engine.link.loss_kind] += 1
             engine.dead_because = reason
             engine.link.is_lost = True
             requests = list(engine.requests.values())

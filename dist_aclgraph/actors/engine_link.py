@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Literal, get_args
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -27,6 +28,10 @@ from dist_aclgraph.errors import EngineDeadError, NotAMessageError
 FRAMES_A_TURN = 256  # so that a flood of tokens delays no beat
 BEATS_OF_A_SILENCE = 20
 LAST_WORDS_MS = 100
+# Why a link is lost: its engine's process has ended, is silent, says that its group serves no more,
+# wants no such client, or has sent what cannot be.
+LossKind = Literal["gone", "silent", "failed", "refused", "broken"]
+LOSS_KINDS: tuple[LossKind, ...] = get_args(LossKind)
 REFUSALS = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -43,6 +48,7 @@ class EngineLink:
     Attributes:
         is_welcome: whether the engine has answered on this connection, and serves.
         is_lost: whether this connection is over; set by whoever has caught its error.
+        loss_kind: why, once an error has said so.
         others_tokens: what waits at the engine for other clients, as it said last.
     """
 
@@ -55,6 +61,7 @@ class EngineLink:
     ) -> None:
         self.is_welcome = False
         self.is_lost = False
+        self.loss_kind: LossKind = "failed"
         self.others_tokens = 0
         self._received = 0
         self._silence = Silence(link_s, 2 * link_s / BEATS_OF_A_SILENCE)
@@ -87,34 +94,36 @@ class EngineLink:
             try:
                 message = read_frame(from_engine_decoder, self._socket.recv())
             except NotAMessageError as e:
-                raise EngineDeadError(f"the engine has sent junk: {e}") from None
+                raise self._lost("broken", f"the engine has sent junk: {e}") from None
             self._silence.heard()
             if isinstance(message, Refused):
-                raise EngineDeadError(f"the engine refused the connection: {message.reason}")
+                raise self._lost("refused", f"the engine refused the connection: {message.reason}")
             if isinstance(message, Pulse):
                 if message.failure:
-                    raise EngineDeadError(message.failure)
+                    raise self._lost("failed", message.failure)
                 self.is_welcome = True
                 self.others_tokens = message.others_tokens
                 continue
             if isinstance(message, Deltas):
                 if message.number != self._received + 1:
-                    raise EngineDeadError(
+                    raise self._lost(
+                        "broken",
                         f"message {message.number} of the engine came after {self._received}: "
-                        "what is between them is lost"
+                        "what is between them is lost",
                     )
                 self._received = message.number
-                _check(message)
+                self._check(message)
             yield message
         else:
             return  # there may be more, which counts even if the connection has ended since
         if self._monitor.poll(0):
             if recv_monitor_message(self._monitor)["event"] & REFUSALS:
-                raise EngineDeadError(
+                raise self._lost(
+                    "refused",
                     "the engine refused the connection: the keys are not those of its deployment, "
-                    "or it was just ending"
+                    "or it was just ending",
                 )
-            raise EngineDeadError("the connection to the engine has ended: its process is gone")
+            raise self._lost("gone", "the connection to the engine has ended: its process is gone")
 
     def beat(self, waiting_tokens: int, groups_version: int) -> None:
         """Give a sign of life, and see whether the engine gives any; see ``Beat``.
@@ -127,7 +136,8 @@ class EngineLink:
         if self.is_lost:
             return
         if not self._socket.poll(0) and self._silence.listen(elapsed_s):
-            raise EngineDeadError(f"the engine has been silent for {self._silence.silent_s:.1f} s")
+            silent_s = self._silence.silent_s
+            raise self._lost("silent", f"the engine has been silent for {silent_s:.1f} s")
         if self.is_welcome:  # else our greeting still waits for an engine
             self.send(Beat(self._received, waiting_tokens, groups_version))
 
@@ -139,9 +149,12 @@ class EngineLink:
         self._monitor.close(0)
         self._socket.close(linger_ms)
 
+    def _check(self, message: Deltas) -> None:
+        try:
+            message.step.check()
+        except NotAMessageError as e:
+            raise self._lost("broken", f"the engine has sent junk: {e}") from None
 
-def _check(message: Deltas) -> None:
-    try:
-        message.step.check()
-    except NotAMessageError as e:
-        raise EngineDeadError(f"the engine has sent junk: {e}") from None
+    def _lost(self, kind: LossKind, reason: str) -> EngineDeadError:
+        self.loss_kind = kind
+        return EngineDeadError(reason)

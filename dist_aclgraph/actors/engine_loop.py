@@ -39,6 +39,7 @@ from dist_aclgraph.steps.step import StepPlan, StepResult
 
 STOPPING = "the deployment is stopping"
 IDLE_S = 0.1  # without work, between two looks around
+UNHELD_S = 0.01  # between two looks whether the group is this engine's again
 MEAN_OF = 200  # steps
 
 
@@ -63,6 +64,8 @@ class EngineLoop:
         step_timeout_s: a step that takes longer ends the epoch.
         turn_timeout_s: host work that takes longer between two waits is stuck. Waits have limits of
             their own.
+        is_held: whether the group is still this engine's to serve; while it is not, nothing is
+            sent to workers or clients.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class EngineLoop:
         *,
         step_timeout_s: float,
         turn_timeout_s: float,
+        is_held: Callable[[], bool],
         changes: GraphChanges,
         report: Callable[[], dict[str, Any]],
     ) -> None:
@@ -81,6 +85,7 @@ class EngineLoop:
         self._links = links
         self._step_timeout_s = step_timeout_s
         self._turn_timeout_s = turn_timeout_s
+        self.is_held = is_held
         self._changes = changes
         self._report = report
         self._recipients = Recipients()
@@ -160,6 +165,9 @@ class EngineLoop:
         try:
             while not self._stopping:
                 self._seen_s = time.monotonic()
+                if not self.is_held():
+                    time.sleep(UNHELD_S)
+                    continue
                 if self._failure:
                     self._serve_failure()
                     continue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,25 +17,29 @@ from dist_aclgraph.actors.worker_group import fetch
 from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.topology import WorldRank
 
-logger = logging.getLogger(__name__)
-
 WATCH_S = 0.2
 BEATS_OF_A_SILENCE = 20
 
 
 class _Heartbeat:
-    """Asks one worker for a sign of life, again and again, on its control thread."""
+    """Asks one actor for a sign of life, again and again, on its control thread.
 
-    def __init__(self, worker: Any, link_s: float) -> None:
-        self._worker = worker
-        self._answer = worker.ping.remote()
+    Args:
+        ask: sends the question of this number.
+    """
+
+    def __init__(self, ask: Callable[[int], Any], link_s: float) -> None:
+        self._ask = ask
+        self._number = 1
+        self._answer = ask(self._number)
         self._silence = Silence(link_s, 2 * link_s / BEATS_OF_A_SILENCE)
 
     def listen(self, elapsed_s: float) -> str:
-        """Return why the worker counts as lost, or "" while it answers."""
+        """Return why the actor counts as lost, or "" while it answers."""
         if ray.wait([self._answer], timeout=0)[0]:
             self._silence.heard()
-            self._answer = self._worker.ping.remote()  # a dead worker is seen by its loop's end
+            self._number += 1
+            self._answer = self._ask(self._number)  # that it is dead is seen by other ends
         elif self._silence.listen(elapsed_s):
             return f"it has not answered for {self._silence.silent_s:.1f} s, not even a heartbeat"
         return ""
@@ -46,18 +49,17 @@ class GroupWatch:
     """Finds out which group is lost and why, ends what is left of it, and watches the others.
 
     Args:
-        link_s: a worker that is silent for longer is gone: ``timeouts.link_s``.
-        look: called between two looks, for what else is regularly done.
+        link_s: an engine or a worker that is silent for longer is gone: ``timeouts.link_s``.
     """
 
-    def __init__(self, link_s: float, look: Callable[[float], None]) -> None:
+    def __init__(self, link_s: float) -> None:
         self._lock = threading.Lock()  # of what is watched
         self._groups: list[LockstepGroup] = []
-        self._look = look
         self._link_s = link_s
         self._beat_s = link_s / BEATS_OF_A_SILENCE
+        # None stands for the engine.
         self._owner: dict[Any, tuple[LockstepGroup, WorldRank | None]] = {}
-        self._heartbeats: list[tuple[LockstepGroup, WorldRank, _Heartbeat]] = []
+        self._heartbeats: list[tuple[LockstepGroup, WorldRank | None, _Heartbeat]] = []
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -71,7 +73,13 @@ class GroupWatch:
                 zip(group.workers.ranks, group.loops, group.workers.workers, strict=True)
             )
             end = group.engine.wait_for_end.remote()
-            beats = [(group, rank, _Heartbeat(worker, self._link_s)) for rank, _, worker in members]
+            beats = [
+                (group, rank, _Heartbeat(ask, self._link_s))
+                for rank, ask in [
+                    (None, group.engine.ping.remote),
+                    *((rank, _asks(worker)) for rank, _, worker in members),
+                ]
+            ]
             with self._lock:
                 self._groups.append(group)
                 self._owner[end] = (group, None)
@@ -83,10 +91,12 @@ class GroupWatch:
         with self._lock:
             self._groups.remove(group)
             self._forget(group)
+            self._heartbeats = [beat for beat in self._heartbeats if beat[0] is not group]
 
     def _forget(self, group: LockstepGroup) -> None:
+        """Watch a group's ends no more. Its engine is still asked: it tells its clients why."""
         self._owner = {ref: owner for ref, owner in self._owner.items() if owner[0] is not group}
-        self._heartbeats = [beat for beat in self._heartbeats if beat[0] is not group]
+        self._heartbeats = [b for b in self._heartbeats if b[0] is not group or b[1] is None]
 
     def stop(self) -> None:
         self._stopping.set()
@@ -114,10 +124,11 @@ class GroupWatch:
         while not self._stopping.is_set():
             with self._lock:
                 watched = list(self._owner)
-            if not watched:
+            if watched:
+                ready, _ = ray.wait(watched, num_returns=1, timeout=WATCH_S)
+            else:
+                ready = []
                 self._stopping.wait(WATCH_S)
-                continue
-            ready, _ = ray.wait(watched, num_returns=1, timeout=WATCH_S)
             if self._stopping.is_set():
                 return
             for ended in ready:
@@ -126,10 +137,6 @@ class GroupWatch:
             if elapsed_s >= self._beat_s:
                 beaten_s += elapsed_s
                 self._listen(elapsed_s)
-            try:
-                self._look(time.monotonic())
-            except Exception:  # whatever it is: the watch over lives goes on
-                logger.exception("choosing buckets again failed")
 
     def _see_end(self, ended: Any) -> None:
         with self._lock:
@@ -153,8 +160,14 @@ class GroupWatch:
         with self._lock:
             heartbeats = list(self._heartbeats)
         for group, rank, heartbeat in heartbeats:
-            if not group.lost_because and (reason := heartbeat.listen(elapsed_s)):
+            reason = heartbeat.listen(elapsed_s)
+            if not reason or group.lost_because:
+                continue
+            if rank is not None:
                 self._lose(group, f"rank {rank} in SERVING: {reason}")
+            else:
+                self._lose(group, f"the engine in SERVING: {reason}")
+                group.kill()  # it cannot tell its clients, and must not begin again
 
     def _lose(self, group: LockstepGroup, reason: str) -> None:
         """End the epoch of a group: its requests get the reason, its workers are killed."""
@@ -165,3 +178,7 @@ class GroupWatch:
             self._forget(group)
         group.engine.fail.remote(reason)
         group.workers.kill()
+
+
+def _asks(worker: Any) -> Callable[[int], Any]:
+    return lambda _: worker.ping.remote()

@@ -12,7 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dist_aclgraph.actors.engine_client import Deployment, EngineClient, StartDeployment
+from dist_aclgraph.actors.deployment_protocol import Deployment, StartDeployment
+from dist_aclgraph.actors.engine_client import EngineClient
 from dist_aclgraph.actors.messages import error_of
 from dist_aclgraph.config import Config, load_config
 from dist_aclgraph.errors import (

@@ -10,17 +10,24 @@ import ray
 
 from dist_aclgraph.actors.addresses import Address
 from dist_aclgraph.actors.lockstep_capture import CaptureRecord
+from dist_aclgraph.actors.messages import GroupEntry
 from dist_aclgraph.actors.worker_group import WorkerGroup
 from dist_aclgraph.planning.budget import StreamOffer
 from dist_aclgraph.planning.ledger import Ledger
 from dist_aclgraph.planning.plan import plan_report
+from dist_aclgraph.planning.planner import Planner
 
 
 @dataclass
 class LockstepGroup:
-    """What the controller keeps of one lockstep group."""
+    """What the controller keeps of one lockstep group.
+
+    Attributes:
+        planner: its own configuration, which that of other groups may differ from.
+    """
 
     workers: WorkerGroup
+    planner: Planner
     engine: Any = None
     device: str = ""
     weight_bytes: int = 0
@@ -41,6 +48,23 @@ class LockstepGroup:
         """Where clients reach its engine."""
         assert self.opened_at is not None, "opened before it is asked for"
         return self.opened_at
+
+    @property
+    def entry(self) -> GroupEntry:
+        """What clients know of it."""
+        return GroupEntry(
+            str(self.number),
+            self.address,
+            self.num_blocks * self.planner.layout.within_group.dp,
+            self.planner.cache_spec.tokens_per_block,
+            self.is_draining,
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """Requests that it can run at once."""
+        planner = self.planner
+        return planner.config.scheduler.max_num_seqs * planner.layout.within_group.dp
 
     @property
     def captured(self) -> CaptureRecord:

@@ -108,12 +108,14 @@ class GroupEntry(msgspec.Struct, frozen=True):
         name: a number that no other group of the deployment ever has.
         address: of its engine.
         cache_blocks: of the KV caches of all its data-parallel ranks.
+        tokens_per_block: of those.
         is_draining: it takes no new requests.
     """
 
     name: str
     address: Address
     cache_blocks: int
+    tokens_per_block: int
     is_draining: bool = False
 
 
@@ -124,7 +126,6 @@ class Groups(msgspec.Struct, frozen=True, tag="groups"):
     """
 
     version: int
-    tokens_per_block: int
     groups: tuple[GroupEntry, ...]
 
 

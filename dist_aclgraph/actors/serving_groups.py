@@ -21,28 +21,28 @@ from dist_aclgraph.actors.addresses import Address
 from dist_aclgraph.actors.engine import EngineSettings
 from dist_aclgraph.actors.group_watch import GroupWatch
 from dist_aclgraph.actors.lockstep_group import LockstepGroup, group_report
-from dist_aclgraph.actors.messages import GroupEntry, Groups
+from dist_aclgraph.actors.messages import Groups
 from dist_aclgraph.actors.ray_errors import ours
-from dist_aclgraph.actors.startup import EPOCH, Startup, side_by_side
-from dist_aclgraph.actors.traffic_watch import TrafficWatch
+from dist_aclgraph.actors.startup import EPOCH, OnGraph, OnPhase, Startup, side_by_side
+from dist_aclgraph.actors.state import State
+from dist_aclgraph.actors.traffic_watch import TrafficWatches
 from dist_aclgraph.actors.worker_group import fetch
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import (
     ConfigError,
+    DistAclGraphError,
     EngineUnavailableError,
     PlacementError,
+    RollError,
     WorkerError,
 )
-from dist_aclgraph.planning.autoscale import Autoscaler, Demand
 from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.exchange import ExchangeRule
 from dist_aclgraph.planning.planner import Planner
-from dist_aclgraph.planning.restarts import RestartBudget
 
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 10.0  # beyond the time that an engine was given
-COUNT_S = 1.0  # between two counts of what runs and waits
 OF_THE_INGRESS = ("model", "name", "seed")  # what ingress replicas have read already
 
 
@@ -52,37 +52,54 @@ class ServingGroups:
     Args:
         deployment: its name, with which those of placement groups begin.
         token: what clients must know.
-        planner: of groups that are added.
+        planner: of the first groups.
+        on_phase, on_graph: told how far a change is; see ``Startup``.
+
+    Attributes:
+        groups: those that clients know of. A lost one is there until another takes its place.
+        starting: those that are about to be.
+        num_wanted: how many ought to take requests.
+        part: of a change that has several, which is under way, e.g. "group 2 of 3".
     """
 
-    def __init__(self, deployment: str, token: str, planner: Planner) -> None:
+    def __init__(
+        self, deployment: str, token: str, planner: Planner, on_phase: OnPhase, on_graph: OnGraph
+    ) -> None:
         self._deployment = deployment
         self._token = token
         self._planner = planner
+        self._on_phase = on_phase
+        self._on_graph = on_graph
         self._started_s = time.monotonic()
         self._changing = threading.Lock()
         self._version = 0
         self._num_groups = 0  # ever; their names
         self._num_ranks = 0
-        autoscale = planner.config.serve.autoscale
-        self._autoscaler = Autoscaler(autoscale) if autoscale.max_groups else None
-        self._next_count_s = 0.0
-        self._restarts = RestartBudget(planner.config.recovery.restarts_per_hour)
-        self._given_up: set[int] = set()  # numbers of lost groups that are not replaced
-        self._traffic: list[tuple[Planner, TrafficWatch]] = []
         self.groups: list[LockstepGroup] = []
+        self.starting: list[LockstepGroup] = []
+        self.num_wanted = len(planner.layout.lockstep_groups)
+        self.part = ""
         self.max_model_len = 0
-        self.watch = GroupWatch(planner.config.timeouts.link_s, self._look)
+        self.traffic = TrafficWatches()
+        self.watch = GroupWatch(planner.config.timeouts.link_s)
 
     @property
     def config(self) -> Config:
-        """Of groups that are added."""
+        """Of groups that are added: that of the group that came up last."""
         return self._planner.config
 
     @property
     def taking(self) -> list[LockstepGroup]:
         """The groups that take requests, the oldest first."""
         return [g for g in self.groups if not g.lost_because and not g.is_draining]
+
+    @property
+    def num_missing(self) -> int:
+        return max(0, self.num_wanted - len(self.taking))
+
+    @property
+    def is_changing(self) -> bool:
+        return self._changing.locked()
 
     @property
     def addresses(self) -> list[Address]:
@@ -108,14 +125,15 @@ class ServingGroups:
                 f"{self.max_model_len} are promised; raise kv.num_blocks or max_model_len"
             )
         self.max_model_len = self.max_model_len or longest
-        side_by_side(lambda group: self._open(group, planner), new)
+        side_by_side(self._open, new)
         for group in new:
             group.number, self._num_groups = self._num_groups, self._num_groups + 1
             self._num_ranks = max(self._num_ranks, 1 + max(group.workers.ranks))
         self.groups += new
+        self._planner = planner
         self.watch.add(new)
         for scope in scopes:
-            self._watch_traffic(planner, scope)
+            self.traffic.add(scope)
         self._publish()
 
     def scale(self, count: int) -> None:
@@ -127,28 +145,43 @@ class ServingGroups:
             EngineUnavailableError: another change is under way.
             DistAclGraphError: new groups did not come up; the others serve on.
         """
-        if count < 1:
-            raise ConfigError(f"{count} groups were asked for; a deployment has at least 1")
+        check_count(count)
         with self._change():
-            for group in [group for group in self.groups if group.lost_because]:
-                self._give_back(group)
-            taking = self.taking
-            if count > len(taking):
-                self._check_room(count - len(taking))
-                self._add(self._planner, count - len(taking))
-            for group in reversed(taking[count:]):
-                self._drain(group)
+            missing = count - len(self.taking)
+            if missing > 0:
+                self.check_room(missing)
+                self._add(self._planner, missing)
+            self.num_wanted = count
+            self._give_back([group for group in self.groups if group.lost_because])
+            self._drain(self.taking[count:])
+
+    def replace_one(self) -> None:
+        """Start a group where one is missing. A lost one, of which clients know, then goes.
+
+        Raises:
+            EngineUnavailableError: another change is under way.
+            DistAclGraphError: the new group did not come up; the others serve on.
+        """
+        with self._change():
+            lost = [group for group in self.groups if group.lost_because][:1]
+            for group in lost:
+                logger.warning("group %d is replaced: %s", group.number, group.lost_because)
+            if self.num_missing:
+                self._add(self._planner, 1)
+            self._give_back(lost)
 
     def roll(self, config: Config) -> None:
         """Replace all groups by groups of another configuration, one after the other.
 
-        A new group comes before an old one goes where there is room for both, else after it.
+        A new group comes before an old one goes where there is room for both, else after it. Where
+        this configuration's roll has ended early, it goes on with the groups that are left.
 
         Raises:
             ConfigError: the configuration changes what only a new service can, or promises less.
             PlacementError: one group is all there is room for.
             EngineUnavailableError: another change is under way.
-            DistAclGraphError: a new group did not come up; all that serves goes on.
+            RollError: it has ended early; says which group runs what.
+            DistAclGraphError: the first new group did not come up; nothing has changed.
         """
         planner = Planner.from_config(config)
         for key in OF_THE_INGRESS:
@@ -158,20 +191,44 @@ class ServingGroups:
                     f"{key} changes, which ingresses have read; start a new service for it"
                 )
         with self._change():
-            size = len(planner.layout.lockstep_groups[0])
-            for group in self.taking:
-                if placement.has_room(size):
-                    self._add(planner, 1)
-                    self._drain(group)
-                elif len(self.taking) > 1:
-                    self._drain(group)
-                    self._add(planner, 1)
-                else:
-                    raise PlacementError(
-                        f"the only group is to be replaced, and no {size} NPUs are free for "
-                        "another one; add some, or stop the service and start it anew"
-                    )
-            self._planner = planner
+            before = left = self.taking
+            if planner.config == self.config:
+                unfinished = [g for g in before if g.planner is not self._planner]
+                planner, left = (self._planner, unfinished) if unfinished else (planner, before)
+            for done, group in enumerate(left):
+                self.part = f"group {done + 1} of {len(left)}"
+                try:
+                    self._replace(group, planner)
+                except (DistAclGraphError, RayError) as e:
+                    cause = ours(e, "starting a group")
+                    if self.taking == before:
+                        raise cause from e
+                    raise RollError(self._early_end(planner, cause)) from e
+
+    def _replace(self, group: LockstepGroup, planner: Planner) -> None:
+        size = len(planner.layout.lockstep_groups[0])
+        if placement.has_room(size):
+            self._add(planner, 1)
+            self._drain([group])
+        elif len(self.taking) > 1:
+            self._drain([group])
+            self._add(planner, 1)
+        else:
+            raise PlacementError(
+                f"the only group is to be replaced, and no {size} NPUs are free for another one; "
+                "add some, or stop the service and start it anew"
+            )
+
+    def _early_end(self, planner: Planner, cause: DistAclGraphError) -> str:
+        """Say how the groups stand after a roll that failed."""
+        new = [g.number for g in self.taking if g.planner is planner]
+        old = [g.number for g in self.taking if g.planner is not planner]
+        missing = f", {self.num_missing} of {self.num_wanted} groups are missing"
+        return (
+            f"the roll has ended early: {cause}; {_named(new)} the new configuration, "
+            f"{_named(old)} the one from before{missing if self.num_missing else ''}; roll again "
+            "to go on, or roll back by the other configuration"
+        )
 
     @contextmanager
     def _change(self) -> Iterator[None]:
@@ -180,9 +237,16 @@ class ServingGroups:
         try:
             yield
         finally:
+            self._on_phase(State.SERVING)
+            self.part = ""
             self._changing.release()
 
-    def _check_room(self, count: int) -> None:
+    def check_room(self, count: int) -> None:
+        """Return if there are NPUs for so many groups more.
+
+        Raises:
+            PlacementError: there are not.
+        """
         needed = count * len(self._planner.layout.lockstep_groups[0])
         if not placement.has_room(needed):
             raise PlacementError(
@@ -196,7 +260,9 @@ class ServingGroups:
         first = self._num_ranks
         ranks = [tuple(range(first + i * size, first + (i + 1) * size)) for i in range(count)]
         new: list[LockstepGroup] = []
-        startup = Startup(planner, new, lambda state: None, lambda done, total, detail: None)
+        self.starting = new
+        self._on_phase(State.PLACING)
+        startup = Startup(planner, new, self._on_phase, self._on_graph)
         try:
             startup.run(ranks, deployment=self._deployment)
             self.open(planner, startup.scopes)
@@ -204,108 +270,55 @@ class ServingGroups:
             for group in new:
                 group.kill()
             raise
+        finally:
+            self.starting = []
 
-    def _drain(self, group: LockstepGroup) -> None:
-        """Let a group end what it has, and give it back."""
-        timeout_s = self.config.timeouts.drain_s
-        group.is_draining = True
+    def _drain(self, groups: Sequence[LockstepGroup]) -> None:
+        """Let groups end what they have, side by side, and give each back that has."""
+        if not groups:
+            return
+        for group in groups:
+            group.is_draining = True
         version = self._publish()
-        try:
-            draining = group.engine.drain.remote(version, timeout_s)
-            if not ray.get(draining, timeout=timeout_s + ANSWER_S):
-                logger.warning("%s has not drained within %g s", group.name, timeout_s)
-        except RayError as e:  # it has died meanwhile: what it had has ended
-            logger.warning("%s", ours(e, f"draining {group.name}"))
-        self._give_back(group)
+        self._on_phase(State.DRAINING)
+        draining: dict[Any, LockstepGroup] = {}
+        for group in groups:
+            timeout_s = group.planner.config.timeouts.drain_s
+            draining[group.engine.drain.remote(version, timeout_s)] = group
+        deadline_s = time.monotonic() + ANSWER_S
+        deadline_s += max(group.planner.config.timeouts.drain_s for group in groups)
+        while draining:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            ready, _ = ray.wait(list(draining), num_returns=1, timeout=left_s)
+            for ref in ready or list(draining):
+                group = draining.pop(ref)
+                if problem := _problem_of_drain(ref, group) if ready else "it does not answer":
+                    logger.warning("%s has not drained: %s", group.name, problem)
+                self._give_back([group])
 
-    def _give_back(self, group: LockstepGroup) -> None:
-        self.watch.remove(group)
-        self.groups.remove(group)
+    def _give_back(self, groups: Sequence[LockstepGroup]) -> None:
+        if not groups:
+            return
+        for group in groups:
+            self.watch.remove(group)
+            self.traffic.remove(group)
+            self.groups.remove(group)
         self._publish()
-        stop_groups([group], self.config.timeouts.stop_s)
-
-    # ---- what follows from a change
+        stop_groups(groups, self.config.timeouts.stop_s)
 
     def _publish(self) -> int:
         """Tell all engines which groups there are; return the version of the list."""
         self._version += 1
-        groups = Groups(
-            self._version,
-            self._planner.cache_spec.tokens_per_block,
-            tuple(
-                GroupEntry(
-                    str(group.number),
-                    group.address,
-                    group.num_blocks * self._planner.layout.within_group.dp,
-                    group.is_draining,
-                )
-                for group in self.groups
-            ),
-        )
+        groups = Groups(self._version, tuple(group.entry for group in self.groups))
         for group in self.groups:
             group.engine.set_groups.remote(groups)
         return self._version
 
-    def _watch_traffic(self, planner: Planner, groups: list[LockstepGroup]) -> None:
-        if planner.config.graph.scope == "cluster":
-            for known, watch in self._traffic:
-                if known is planner:
-                    watch.add(groups)
-                    return
-        self._traffic.append((planner, TrafficWatch(planner, groups)))
-
-    def _look(self, now_s: float) -> None:
-        for _, watch in list(self._traffic):
-            watch.look(now_s)
-        self._look_for_losses(now_s)
-        if self._autoscaler is not None and now_s >= self._next_count_s:
-            self._next_count_s = now_s + COUNT_S
-            self._autoscale(now_s, self._autoscaler)
-
-    def _look_for_losses(self, now_s: float) -> None:
-        """Have lost groups replaced, on a thread of its own, while others serve."""
-        lost = [g for g in self.groups if g.lost_because and g.number not in self._given_up]
-        if not lost or not self.taking or self._changing.locked():
-            return
-        for group in lost:
-            if self._restarts.take(now_s):
-                logger.warning("%s is replaced: %s", group.name, group.lost_because)
-                count = len(self.taking) + 1
-                threading.Thread(target=self._try_scale, args=[count], daemon=True).start()
-                return
-            self._given_up.add(group.number)
-            logger.error(
-                "%s stays lost: recovery.restarts_per_hour allows %d, and they were taken",
-                group.name,
-                self._restarts.per_hour,
-            )
-
-    def _autoscale(self, now_s: float, autoscaler: Autoscaler) -> None:
-        """Have one group more or less where the requests want it, on a thread of its own."""
-        taking = self.taking
-        if not taking or self._changing.locked():
-            return
-        try:
-            demands = ray.get([g.engine.demand.remote() for g in taking], timeout=ANSWER_S)
-        except RayError:
-            return  # the watch will hear of it
-        running, waiting = map(sum, zip(*demands, strict=True))
-        rows = self.config.scheduler.max_num_seqs * self._planner.layout.within_group.dp
-        wanted = autoscaler.decide(now_s, Demand(len(taking), running, waiting, rows))
-        if wanted != len(taking):
-            logger.info("%d groups, as %d requests run and %d wait", wanted, running, waiting)
-            threading.Thread(target=self._try_scale, args=[wanted], daemon=True).start()
-
-    def _try_scale(self, count: int) -> None:
-        try:
-            self.scale(count)
-        except Exception:  # whatever it is: what serves goes on
-            logger.exception("changing the number of groups to %d failed", count)
-
     # ---- one group
 
-    def _open(self, group: LockstepGroup, planner: Planner) -> None:
+    def _open(self, group: LockstepGroup) -> None:
         """Send a group's workers into their loops, and learn where clients reach its engine."""
+        planner = group.planner
         timeout_s = planner.config.timeouts.join_s
         asking = group.engine.channel_addresses.remote(group.workers.node_ids)
         group.loops = group.workers.start_loops(ray.get(asking, timeout=timeout_s))
@@ -341,6 +354,16 @@ class ServingGroups:
         group.opened_at = ray.get(serving, timeout=timeout_s)
 
 
+def check_count(count: int) -> None:
+    """Return if a deployment may have so many groups.
+
+    Raises:
+        ConfigError: it may not.
+    """
+    if count < 1:
+        raise ConfigError(f"{count} groups were asked for; a deployment has at least 1")
+
+
 def stop_groups(groups: Sequence[LockstepGroup], timeout_s: float) -> None:
     """Stop in order: engines say goodbye, workers leave, what is left is killed."""
     stopping = [
@@ -353,3 +376,20 @@ def stop_groups(groups: Sequence[LockstepGroup], timeout_s: float) -> None:
         ray.wait(stopping, num_returns=len(stopping), timeout=timeout_s)
     for group in groups:
         group.kill()
+
+
+def _problem_of_drain(ref: Any, group: LockstepGroup) -> str:
+    """Return why a group has not ended what it had, "" where it has."""
+    try:
+        if ray.get(ref):
+            return ""
+        return f"it took more than {group.planner.config.timeouts.drain_s:g} s"
+    except RayError as e:  # it has died meanwhile: what it had has ended, or goes on elsewhere
+        return str(ours(e, f"draining group {group.number}"))
+
+
+def _named(numbers: Sequence[int]) -> str:
+    """Groups with the verb that follows, e.g. ``groups 0, 2 run``."""
+    if len(numbers) == 1:
+        return f"group {numbers[0]} runs"
+    return f"groups {', '.join(map(str, numbers))} run" if numbers else "no group runs"

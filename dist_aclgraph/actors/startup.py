@@ -107,7 +107,11 @@ class Startup:
                 return e
 
         placed = side_by_side(place, ranks)
-        self._groups += [LockstepGroup(found) for found in placed if isinstance(found, WorkerGroup)]
+        self._groups += [
+            LockstepGroup(found, self._planner)
+            for found in placed
+            if isinstance(found, WorkerGroup)
+        ]
         for found in placed:
             if isinstance(found, Exception):
                 raise found
@@ -269,7 +273,9 @@ def _beside(node_id: str) -> Any:
     """Return the engine actor's class, pinned to a node."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    actor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=6)(Engine)
+    actor = ray.remote(
+        num_cpus=0, max_restarts=0, max_concurrency=6, concurrency_groups={"control": 1}
+    )(Engine)
     return actor.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
 
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dist_aclgraph.actors import deployment
-from dist_aclgraph.actors.engine_client import Deployment
+from dist_aclgraph.actors.deployment_protocol import Deployment
 from dist_aclgraph.cli.checks import check_deployment
 from dist_aclgraph.cli.last_start import keep_report
 from dist_aclgraph.cli.progress import StartProgress

@@ -1,14 +1,17 @@
-"""How often what was lost is started again: a number within each hour."""
+"""How often, and when, what was lost is started again."""
 
 from __future__ import annotations
 
 from collections import deque
 
 HOUR_S = 3600.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
 
 
 class RestartBudget:
-    """Counts restarts. Owns their times.
+    """Counts restarts, of which each hour has some. Owns their times.
+
+    Times are those of one clock that does not go back.
 
     Args:
         per_hour: those that are allowed within any hour.
@@ -17,16 +20,27 @@ class RestartBudget:
     def __init__(self, per_hour: int) -> None:
         self.per_hour = per_hour
         self._taken_s: deque[float] = deque()
+        self._pause_s = FIRST_PAUSE_S
+        self._next_s = 0.0
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether the pause after the last failure is over."""
+        return now_s >= self._next_s
 
     def take(self, now_s: float) -> bool:
-        """Count a restart, if one is left; return whether it was.
-
-        Args:
-            now_s: of a clock that does not go back.
-        """
+        """Count a restart, if one is left; return whether it was."""
         while self._taken_s and self._taken_s[0] <= now_s - HOUR_S:
             self._taken_s.popleft()
         if len(self._taken_s) >= self.per_hour:
             return False
         self._taken_s.append(now_s)
         return True
+
+    def failed(self, now_s: float) -> None:
+        """A restart failed, or could not begin: the next one waits, twice as long as the last."""
+        self._next_s = now_s + self._pause_s
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+
+    def succeeded(self) -> None:
+        """The next failure is a first one again."""
+        self._pause_s = FIRST_PAUSE_S

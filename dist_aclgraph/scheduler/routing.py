@@ -92,6 +92,7 @@ class PrefixMemory:
 @dataclass
 class _Group:
     memory: PrefixMemory
+    tokens_per_block: int
     own_tokens: int = 0
     others_tokens: int = 0
 
@@ -122,25 +123,26 @@ class Router:
     """Owns what one ingress knows of the groups, by their names, and of its open requests.
 
     Args:
-        tokens_per_block: of the groups' caches.
         first: which of equal groups comes first; replicas that differ in it do not all begin
             with the same one.
     """
 
-    tokens_per_block: int
     first: int = 0
     counts: dict[str, RoutedCounts] = field(default_factory=dict)
     _groups: dict[str, _Group] = field(default_factory=dict)
     _open: dict[str, _Open] = field(default_factory=dict)
 
-    def add(self, group: str, cache_blocks: int) -> None:
-        """Get to know a group, or the size of its cache."""
+    def add(self, group: str, cache_blocks: int, tokens_per_block: int) -> None:
+        """Get to know a group, or its cache, which no other group's need be like."""
         known = self._groups.get(group)
         if known is None:
-            self._groups[group] = _Group(PrefixMemory(cache_blocks))
+            self._groups[group] = _Group(PrefixMemory(cache_blocks), tokens_per_block)
             self.counts.setdefault(group, RoutedCounts())
-        else:
-            known.memory.num_blocks = cache_blocks
+            return
+        known.memory.num_blocks = cache_blocks
+        if known.tokens_per_block != tokens_per_block:  # it was a guess
+            known.tokens_per_block = tokens_per_block
+            known.memory.clear()
 
     def remove(self, group: str) -> None:
         """Forget a group, whose requests are over."""
@@ -170,14 +172,18 @@ class Router:
         """
         names = list(among)
         groups = [self._groups[name] for name in names]
-        hashes = block_hashes(prompt, cache_salt, self.tokens_per_block)
-        cached = [group.memory.match(hashes) * self.tokens_per_block for group in groups]
+        sizes = {group.tokens_per_block for group in groups}
+        hashes = {size: block_hashes(prompt, cache_salt, size) for size in sizes}
+        cached = [
+            group.memory.match(hashes[group.tokens_per_block]) * group.tokens_per_block
+            for group in groups
+        ]
         waiting = [group.own_tokens + group.others_tokens for group in groups]
         index = choose_group(waiting, cached, self.first)
         self.first += 1
         name, num_tokens = names[index], len(prompt) // INT_BYTES
         uncomputed = num_tokens - cached[index]
-        groups[index].memory.note(hashes)
+        groups[index].memory.note(hashes[groups[index].tokens_per_block])
         groups[index].own_tokens += uncomputed + REQUEST_TOKENS
         self._open[request_id] = _Open(name, uncomputed)
         counts = self.counts[name]

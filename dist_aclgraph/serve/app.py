@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 
 from dist_aclgraph.actors import deployment
 from dist_aclgraph.actors.addresses import Address
-from dist_aclgraph.actors.engine_client import StartDeployment
+from dist_aclgraph.actors.deployment_protocol import StartDeployment
 from dist_aclgraph.actors.llm import start_on_ray
 from dist_aclgraph.config import Config, load_config
 from dist_aclgraph.errors import DistAclGraphError

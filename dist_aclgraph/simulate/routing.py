@@ -124,8 +124,9 @@ def compare_routing(
         routing: Routing = FewestOutstanding()
         if name == BY_CACHE:
             pools = [[rank.pool for rank in group.scheduler.ranks] for group in groups]
-            routing = router = Router(pools[0][0].block_size)
+            routing = router = Router()
             for index, found in enumerate(pools):
-                router.add(str(index), sum(pool.num_usable for pool in found))
+                num_blocks = sum(pool.num_usable for pool in found)
+                router.add(str(index), num_blocks, found[0].block_size)
         rows.append({"name": name, **RoutedLoad(routing, groups).play(make_arrivals(), on_arrival)})
     return rows

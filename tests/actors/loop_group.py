@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ class Group:
         stall_at, stall_s: the step that takes long, and how long.
         link_s, max_unread_bytes, turn_s: limits of clients, and of the loop's host work.
         clients_host: where clients of other nodes come in.
+        is_held: whether the engine may serve.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Group:
         max_model_len: int = 128,
         num_blocks: int = NUM_BLOCKS,
         clients_host: str | None = None,
+        is_held: Callable[[], bool] = lambda: True,
     ) -> None:
         self.ranks = tuple(range(dp * tp))
         self.later: list[RawClient] = []  # closed with the group
@@ -108,6 +111,7 @@ class Group:
             clients,
             step_timeout_s=STEP_S,
             turn_timeout_s=turn_s,
+            is_held=is_held,
             changes=GraphChanges(dispatcher, GraphTransaction(self, WAIT_S, WAIT_S), {}),
             report=dict,
         )

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -19,72 +15,21 @@ from tests.actors.leftovers import (
     assert_processes_are_gone,
     wait_until,
 )
-from tests.checkpoints import make_prompts
-from tests.deployments import Answer, Serving, greedy_params, make_deployment_config, serving
+from tests.actors.streams import (
+    GRAPH,
+    NUM_STREAMS,
+    PROMPTS,
+    TOKENS,
+    assert_all_equal,
+    names_of,
+    pids_of,
+    streams,
+)
+from tests.deployments import greedy_params, make_deployment_config, serving
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
-NUM_STREAMS = 32
-TOKENS = 40
-PROMPTS = make_prompts([20, 7, 33, 12])
-GRAPH = {"sizes": [4, 12]}
-
-
-@dataclass
-class Streams:
-    """Requests of a few prompts, of which so many run at any time, each after the last.
-
-    Attributes:
-        ended: by prompt.
-    """
-
-    service: Serving
-    ended: list[tuple[int, Answer]] = field(default_factory=list)
-    _stopping: threading.Event = field(default_factory=threading.Event)
-
-    def run(self, first: int) -> None:
-        for number in itertools.count():
-            if self._stopping.is_set():
-                return
-            which = (first + number) % len(PROMPTS)
-            name = f"stream{first}-{number}"
-            answer = self.service.submit(name, PROMPTS[which], greedy_params(TOKENS))
-            assert answer.ended.wait(120), "no answer"
-            self.ended.append((which, answer))
-
-    def stop(self) -> None:
-        self._stopping.set()
-
-
-@contextmanager
-def streams(service: Serving, count: int = NUM_STREAMS) -> Iterator[Streams]:
-    """Streams that run until the block ends; each is waited for."""
-    found = Streams(service)
-    threads = [threading.Thread(target=found.run, args=[i], daemon=True) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    try:
-        wait_until(lambda: len(found.ended) >= count // 2, "the streams do not run")
-        yield found
-    finally:
-        found.stop()
-        for thread in threads:
-            thread.join(120)
-
-
-def assert_all_equal(found: Streams, wanted: list[list[int]]) -> None:
-    assert [answer.error for _, answer in found.ended if answer.error] == []
-    for which, answer in found.ended:
-        assert answer.tokens == wanted[which]
-
-
-def pids_of(service: Serving) -> list[int]:
-    report = service.report()
-    return [rank["pid"] for group in (report, *report["groups"]) for rank in group["ranks"]]
-
-
-def names_of(service: Serving) -> set[str]:
-    return set(service.client.query("metrics"))
+LONG = 400
 
 
 def test_groups_are_added_and_drained_under_streams(checkpoint: Path) -> None:
@@ -216,4 +161,24 @@ def test_the_number_of_groups_follows_the_requests_that_wait(checkpoint: Path) -
 
         wait_until(lambda: service.client.capacity().total == 1, "both groups stay", 120)
         assert_all_equal(found, wanted)
+    assert_all_npus_are_free()
+
+
+def test_groups_that_leave_drain_side_by_side(checkpoint: Path) -> None:
+    with serving(make_deployment_config(checkpoint, parallel={"dp": 3}, graph=GRAPH)) as service:
+        wait_until(lambda: names_of(service) == {"0", "1", "2"}, "not all answer")
+        answers = [
+            service.submit(f"long{i}", PROMPTS[i % 4], greedy_params(LONG)) for i in range(9)
+        ]
+        assert all(answer.began.wait(60) for answer in answers)
+        scaling = threading.Thread(target=service.deployment.scale, args=[1], daemon=True)
+        scaling.start()
+
+        wait_until(lambda: service.client.capacity().draining == 2, "one drains after the other")
+
+        for answer in answers:
+            assert answer.ended.wait(120)
+            assert (answer.finish_reason, answer.error) == ("length", "")
+        scaling.join(120)
+        wait_until(lambda: service.client.capacity().total == 1, "groups stay")
     assert_all_npus_are_free()

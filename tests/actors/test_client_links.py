@@ -285,6 +285,31 @@ def test_a_loop_that_is_stuck_on_its_host_is_said_to_be(make_group: MakeGroup) -
     assert "stuck on its host" in group.loop.failure_now()
 
 
+def test_an_engine_whose_group_is_not_its_own_any_more_serves_nobody(
+    make_group: MakeGroup, make_client: MakeClient
+) -> None:
+    held = threading.Event()
+    held.set()
+    group = make_group(max_model_len=8192, num_blocks=600, is_held=held.is_set)
+    client = make_client(group.address, link_s=1.0)
+    answer = Answer()
+    client.submit("r", [1, 2, 3], greedy_params(8000), [], answer.take)
+    assert answer.began.wait(WAIT_S)
+
+    held.clear()
+
+    assert answer.ended.wait(WAIT_S)
+    assert "silent" in answer.error
+    late = make_client(group.address, link_s=1.0)
+    wait_until(lambda: bool(late.losses()), "it is used")
+    steps = group.loop.report()["metrics"]["steps"]
+    time.sleep(0.3)
+    assert group.loop.report()["metrics"]["steps"] == steps
+    held.set()
+    wait_until(lambda: not late.losses(), "it is not used again")
+    assert_serves(late)
+
+
 JUNK = (
     b"",
     b"garbage",
@@ -296,7 +321,7 @@ JUNK = (
 
 
 def groups_of(group: Group, version: int, *, is_draining: bool = False) -> Groups:
-    return Groups(version, 16, (GroupEntry("0", group.clients_at, 32, is_draining),))
+    return Groups(version, (GroupEntry("0", group.clients_at, 32, 16, is_draining),))
 
 
 def test_a_new_client_knows_who_drains_before_it_is_answered(make_group: MakeGroup) -> None:

@@ -108,10 +108,10 @@ def both(engine, other):
 
 def list_groups(version: int, *engines: FakeEngine, draining: str = "") -> Groups:
     entries = [
-        GroupEntry(str(i), engine.address, 100, is_draining=str(i) in draining)
+        GroupEntry(str(i), engine.address, 100, 16, is_draining=str(i) in draining)
         for i, engine in enumerate(engines)
     ]
-    return Groups(version, 16, tuple(entries))
+    return Groups(version, tuple(entries))
 
 
 def test_equal_beginnings_go_to_one_engine_while_others_wait_no_less(both, engine, other):
@@ -156,7 +156,7 @@ def test_an_engine_that_is_added_takes_requests(engine, client, other):
     client.submit("new", [2], LONG, (), lambda delta: None)
     until(lambda: len(other.submitted) == 1)
     # The newcomer, too, says what there is: its older word changes nothing.
-    other.groups = Groups(0, 16, ())
+    other.groups = Groups(0, ())
     until(lambda: other.last_beat.groups_version == 1)
     assert client.capacity().total == 2
 
@@ -177,7 +177,7 @@ def test_an_engine_that_drains_keeps_its_requests_and_gets_no_others(both, engin
         both.submit(f"later{i}", [1, 2], PARAMS, (), lambda delta: None)
     until(lambda: len(other.submitted) == 6)
     assert len(engine.submitted) == 2
-    other.groups = Groups(2, 16, (GroupEntry("1", other.address, 100),))
+    other.groups = Groups(2, (GroupEntry("1", other.address, 100, 16),))
     for deltas in answers.values():
         ids, last = collect(deltas)
         assert (len(ids), last.finish_reason) == (300, "length")

@@ -145,15 +145,15 @@ def test_groups_that_drain_or_are_lost_are_shown_beside_those_that_serve(browser
     other = FakeEngine()
     with serving(other=other) as service, shown(browser, service) as page:
         entries = (
-            GroupEntry("0", service.engine.address, 100),
-            GroupEntry("7", other.address, 100, is_draining=True),
+            GroupEntry("0", service.engine.address, 100, 16),
+            GroupEntry("7", other.address, 100, 16, is_draining=True),
         )
-        service.engine.groups = other.groups = Groups(1, 128, entries)
+        service.engine.groups = other.groups = Groups(1, entries)
         head = "document.querySelector(\"[data-group='7'] h2\")"
         page.wait_for(f"{head} !== null && {head}.textContent.includes('draining')")
         assert page.tab.inner_text("#state") == "1 of 2 groups serve"
         service.engine.groups = other.groups = Groups(
-            2, 128, (entries[0], GroupEntry("7", other.address, 100))
+            2, (entries[0], GroupEntry("7", other.address, 100, 16))
         )
         page.wait_for(f"{head}.textContent.includes('serving')")
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_aclgraph.planning.restarts import HOUR_S, RestartBudget
+from dist_aclgraph.planning.restarts import (
+    FIRST_PAUSE_S,
+    HOUR_S,
+    LONGEST_PAUSE_S,
+    RestartBudget,
+)
 
 
 @given(st.lists(st.floats(0, 2000)), st.integers(0, 4))
@@ -18,3 +23,20 @@ def test_no_hour_has_more_restarts_than_are_allowed(gaps: list[float], per_hour:
         assert allowed == (len(recent) < per_hour)
         if allowed:
             taken.append(now_s)
+
+
+@given(st.integers(1, 30))
+def test_what_fails_again_and_again_is_tried_less_and_less_often_but_always_again(count: int):
+    budget, now_s, pauses = RestartBudget(1), 0.0, []
+    for _ in range(count):
+        budget.failed(now_s)
+        pause_s = next(p for p in range(1000) if budget.is_due(now_s + p))
+        pauses.append(pause_s)
+        now_s += pause_s
+
+    assert pauses == sorted(pauses)
+    assert pauses[0] == FIRST_PAUSE_S and pauses[-1] <= LONGEST_PAUSE_S
+
+    budget.succeeded()
+    budget.failed(now_s)
+    assert budget.is_due(now_s + FIRST_PAUSE_S)

@@ -21,9 +21,9 @@ loads = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 300)), min_size=1
 
 
 def make_router(*names: str, cache_blocks: int = 1000, first: int = 0) -> Router:
-    router = Router(BLOCK, first)
+    router = Router(first)
     for name in names:
-        router.add(name, cache_blocks)
+        router.add(name, cache_blocks, BLOCK)
     return router
 
 
@@ -181,3 +181,20 @@ def test_a_group_that_began_anew_has_nothing_cached():
     router.route("2", prompt(*begin(1, 40)), "", ["a"])
 
     assert router.counts["a"].routed_cached_tokens == 0
+
+
+def test_groups_with_blocks_of_different_sizes_are_each_known_by_their_own():
+    router, shared = Router(), begin(1, 40)
+    router.add("small", 1000, 4)
+    router.add("large", 1000, 16)
+    for i, name in enumerate(["small", "large"]):
+        router.route(f"first{i}", prompt(*shared, 1), "", [name])
+    for i in range(2):
+        router.ended(f"first{i}")
+
+    router.route("a", prompt(*shared, 2), "", ["small"])
+    router.route("b", prompt(*shared, 2), "", ["large"])
+
+    counts = router.counts
+    assert counts["small"].routed_cached_tokens == 40
+    assert counts["large"].routed_cached_tokens == 32

@@ -1,0 +1,157 @@
+"""What a deployment does of itself while it serves, on a thread of its own.
+
+It replaces lost groups, has more or fewer of them where requests want it (``serve.autoscale``), and
+chooses graphs again for the traffic. No engine is waited for: one that hangs would hold up all.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from dist_aclgraph.actors.lockstep_group import LockstepGroup
+from dist_aclgraph.actors.serving_groups import ServingGroups
+from dist_aclgraph.errors import PlacementError
+from dist_aclgraph.planning.autoscale import Autoscaler, Demand
+from dist_aclgraph.planning.restarts import RestartBudget
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.2
+COUNT_S = 1.0  # between two counts of what runs and waits
+
+
+class Upkeep:
+    """Owns what was tried, and when.
+
+    Attributes:
+        trouble: why groups are missing and not replaced, "" where none are or they are about to be.
+    """
+
+    def __init__(self, serving: ServingGroups) -> None:
+        config = serving.config
+        self.trouble = ""
+        self._serving = serving
+        self._restarts = RestartBudget(config.recovery.restarts_per_hour)
+        autoscale = config.serve.autoscale
+        self._autoscaler = Autoscaler(autoscale) if autoscale.max_groups else None
+        self._demands = Demands()
+        self._next_count_s = 0.0
+        self._change: threading.Thread | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="upkeep", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(LOOK_S):
+            now_s = time.monotonic()
+            for look in (self._serving.traffic.look, self._look_for_missing, self._autoscale):
+                try:
+                    look(now_s)
+                except Exception:  # whatever it is: the next look may go well
+                    logger.exception("looking after the groups failed")
+
+    def _may_change(self) -> bool:
+        """Whether no change is under way, and requests that a new group could take have a home."""
+        is_changing = self._change is not None and self._change.is_alive()
+        return not (is_changing or self._serving.is_changing) and bool(self._serving.taking)
+
+    def _begin(self, change: Callable[..., None], *arguments: Any) -> None:
+        """Change the groups on a thread of its own: that takes long, and looks go on."""
+        self._change = threading.Thread(target=change, args=arguments, daemon=True)
+        self._change.start()
+
+    # ---- groups that are missing
+
+    def _look_for_missing(self, now_s: float) -> None:
+        if not self._serving.num_missing:
+            self.trouble = ""
+        elif self._may_change() and self._restarts.is_due(now_s):
+            self._begin(self._replace)
+
+    def _replace(self) -> None:
+        """Start a group for one that is missing; if that fails, it is tried again later."""
+        try:
+            self._serving.check_room(1)
+            if not self._restarts.take(time.monotonic()):
+                raise PlacementError(
+                    f"recovery.restarts_per_hour allows {self._restarts.per_hour}, and they were "
+                    "taken"
+                )
+            self._serving.replace_one()
+        except Exception as e:  # whatever it is: what serves goes on
+            self._restarts.failed(time.monotonic())
+            self._complain(str(e))
+        else:
+            self._restarts.succeeded()
+            self.trouble = ""
+
+    def _complain(self, reason: str) -> None:
+        if reason != self.trouble:
+            self.trouble = reason
+            logger.error(
+                "%d of %d groups are missing and could not be replaced: %s; it is tried again",
+                self._serving.num_missing,
+                self._serving.num_wanted,
+                reason,
+            )
+
+    # ---- as many as requests want
+
+    def _autoscale(self, now_s: float) -> None:
+        if self._autoscaler is None or now_s < self._next_count_s or not self._may_change():
+            return
+        self._next_count_s = now_s + COUNT_S
+        taking = self._serving.taking
+        running, waiting = self._demands.look(taking)
+        rows = min(group.num_rows for group in taking)
+        wanted = self._autoscaler.decide(now_s, Demand(len(taking), running, waiting, rows))
+        if wanted != len(taking):
+            logger.info("%d groups, as %d requests run and %d wait", wanted, running, waiting)
+            self._begin(self._scale, wanted)
+
+    def _scale(self, count: int) -> None:
+        try:
+            self._serving.scale(count)
+        except Exception:  # whatever it is: what serves goes on
+            logger.exception("changing the number of groups to %d failed", count)
+
+
+class Demands:
+    """What each group's engine said last of its requests."""
+
+    def __init__(self) -> None:
+        self._asked: dict[int, Any] = {}
+        self._said: dict[int, tuple[int, int]] = {}
+
+    def look(self, groups: Sequence[LockstepGroup]) -> tuple[int, int]:
+        """Ask those that have answered again; return how many requests run and wait in all."""
+        numbers = {group.number for group in groups}
+        self._asked = {n: ref for n, ref in self._asked.items() if n in numbers}
+        self._said = {n: said for n, said in self._said.items() if n in numbers}
+        for group in groups:
+            self._ask(group)
+        running, waiting = zip(*self._said.values(), strict=True) if self._said else ((), ())
+        return sum(running), sum(waiting)
+
+    def _ask(self, group: LockstepGroup) -> None:
+        ref = self._asked.get(group.number)
+        if ref is not None:
+            if not ray.wait([ref], timeout=0)[0]:
+                return
+            try:
+                self._said[group.number] = ray.get(ref)
+            except RayError:
+                return  # the watch over lives will hear of it
+        self._asked[group.number] = group.engine.demand.remote()

@@ -1,0 +1,75 @@
+"""Requests that run one after the other, while groups come and go."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from tests.actors.leftovers import wait_until
+from tests.checkpoints import make_prompts
+from tests.deployments import Answer, Serving, greedy_params
+
+NUM_STREAMS = 32
+TOKENS = 40
+PROMPTS = make_prompts([20, 7, 33, 12])
+GRAPH = {"sizes": [4, 12]}
+
+
+@dataclass
+class Streams:
+    """Requests of a few prompts, of which so many run at any time, each after the last.
+
+    Attributes:
+        ended: by prompt.
+    """
+
+    service: Serving
+    ended: list[tuple[int, Answer]] = field(default_factory=list)
+    _stopping: threading.Event = field(default_factory=threading.Event)
+
+    def run(self, first: int) -> None:
+        for number in itertools.count():
+            if self._stopping.is_set():
+                return
+            which = (first + number) % len(PROMPTS)
+            name = f"stream{first}-{number}"
+            answer = self.service.submit(name, PROMPTS[which], greedy_params(TOKENS))
+            assert answer.ended.wait(120), "no answer"
+            self.ended.append((which, answer))
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+
+@contextmanager
+def streams(service: Serving, count: int = NUM_STREAMS) -> Iterator[Streams]:
+    """Streams that run until the block ends; each is waited for."""
+    found = Streams(service)
+    threads = [threading.Thread(target=found.run, args=[i], daemon=True) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        wait_until(lambda: len(found.ended) >= count // 2, "the streams do not run")
+        yield found
+    finally:
+        found.stop()
+        for thread in threads:
+            thread.join(120)
+
+
+def assert_all_equal(found: Streams, wanted: list[list[int]]) -> None:
+    assert [answer.error for _, answer in found.ended if answer.error] == []
+    for which, answer in found.ended:
+        assert answer.tokens == wanted[which]
+
+
+def pids_of(service: Serving) -> list[int]:
+    report = service.report()
+    return [rank["pid"] for group in (report, *report["groups"]) for rank in group["ranks"]]
+
+
+def names_of(service: Serving) -> set[str]:
+    return set(service.client.query("metrics"))

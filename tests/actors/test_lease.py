@@ -1,0 +1,103 @@
+"""A place that is held while somebody asks, on a clock that stands still until it is moved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dist_aclgraph.actors.lease import Lease
+
+LIMIT_S = 10.0
+
+
+@dataclass
+class Holder:
+    """A process with a lease: time passes for it in small turns, or at once while it is stopped."""
+
+    now_s: float = 0.0
+    asked: int = 0
+    lease: Lease = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.lease = Lease(LIMIT_S, lambda: self.now_s)
+
+    def ask(self) -> None:
+        self.asked += 1
+        self.lease.renew(self.asked)
+
+    def run(self, seconds: float) -> bool:
+        """Return whether the lease was over by then."""
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            self.now_s += self.lease.look_s
+            if self.lease.look():
+                return True
+        return False
+
+    def stand_still(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def test_nobody_waits_for_a_first_question() -> None:
+    holder = Holder()
+
+    assert not holder.run(10 * LIMIT_S)
+    assert holder.lease.is_held()
+
+
+def test_questions_keep_a_lease() -> None:
+    holder = Holder()
+    for _ in range(10):
+        holder.ask()
+        assert not holder.run(0.9 * LIMIT_S)
+        assert holder.lease.is_held()
+
+
+def test_without_questions_a_lease_is_held_no_more_and_then_over() -> None:
+    holder = Holder()
+    holder.ask()
+
+    assert not holder.run(1.1 * LIMIT_S)
+    assert not holder.lease.is_held()
+    assert holder.run(1.1 * LIMIT_S)
+
+
+def test_a_question_that_comes_late_renews_a_lease() -> None:
+    holder = Holder()
+    holder.ask()
+    holder.run(1.5 * LIMIT_S)
+
+    holder.ask()
+
+    assert holder.lease.is_held()
+    assert not holder.run(0.9 * LIMIT_S)
+
+
+def test_who_was_stopped_holds_nothing_until_it_is_asked_anew() -> None:
+    holder = Holder()
+    holder.ask()
+    holder.stand_still(1.5 * LIMIT_S)
+
+    assert not holder.lease.is_held()
+    holder.ask()  # it may have waited here since before
+    assert not holder.lease.is_held()
+    holder.ask()
+    assert holder.lease.is_held()
+
+
+def test_the_first_thing_after_a_stop_may_be_the_question() -> None:
+    holder = Holder()
+    holder.ask()
+    holder.stand_still(1.5 * LIMIT_S)
+
+    holder.ask()
+
+    assert not holder.lease.is_held()
+
+
+def test_who_was_stopped_and_is_not_asked_ends() -> None:
+    holder = Holder()
+    holder.ask()
+    holder.stand_still(100 * LIMIT_S)
+
+    assert not holder.run(1.0 * LIMIT_S)
+    assert holder.run(1.2 * LIMIT_S)
