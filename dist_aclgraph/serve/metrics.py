@@ -188,7 +188,7 @@ class _EngineCollector(Collector):
         except EngineDeadError:
             answers = {}
         healthy = GaugeMetricFamily(
-            f"{PREFIX}engine_healthy", "1 while the engines answer.", labels=LABELS
+            f"{PREFIX}engine_healthy", "1 while an engine answers.", labels=LABELS
         )
         healthy.add_metric(self._values, 1.0 if answers else 0.0)
         yield healthy
@@ -201,24 +201,54 @@ class _EngineCollector(Collector):
                     metric.add_metric((*self._values, engine, *sample), value)
             yield metric
         yield self._ranks(answers)
-        routed = self._client.routed()
+        yield self._answered(answers)
+        yield from self._ingress()
+
+    def _answered(self, answers: dict[str, dict[str, Any]]) -> Metric:
+        metric = GaugeMetricFamily(
+            f"{PREFIX}engine_answered",
+            "1 where an engine has answered this scrape; 0 where its samples are missing.",
+            labels=(*LABELS, "engine"),
+        )
+        for engine in self._client.states().keys() | answers.keys():
+            metric.add_metric((*self._values, engine), float(engine in answers))
+        return metric
+
+    def _ingress(self) -> Iterator[Metric]:
+        """Yield what this replica knows of the groups by itself."""
+        client, values = self._client, self._values
+        routed = client.routed()
         for key, text in ROUTING_METRICS.items():
-            metric = CounterMetricFamily(PREFIX + key, text, labels=(*LABELS, "engine"))
+            counter = CounterMetricFamily(PREFIX + key, text, labels=(*LABELS, "engine"))
             for engine, counts in routed.items():
-                metric.add_metric((*self._values, engine), asdict(counts)[key])
-            yield metric
-        capacity = self._client.capacity()
+                counter.add_metric((*values, engine), asdict(counts)[key])
+            yield counter
+        resumed = CounterMetricFamily(
+            f"{PREFIX}resumed_requests",
+            "Requests that went on in another group, as theirs was lost.",
+            labels=LABELS,
+        )
+        resumed.add_metric(values, client.num_resumed)
+        yield resumed
+        losses = CounterMetricFamily(
+            f"{PREFIX}group_losses",
+            "Groups that this replica has lost, by what it has seen of it.",
+            labels=(*LABELS, "kind"),
+        )
+        for kind, count in client.num_losses().items():
+            losses.add_metric((*values, kind), count)
+        yield losses
         groups = GaugeMetricFamily(
             f"{PREFIX}groups", "Lockstep groups, by what they do.", labels=(*LABELS, "state")
         )
-        for state, count in capacity.by_state().items():
-            groups.add_metric((*self._values, state), count)
+        for state, count in client.capacity().by_state().items():
+            groups.add_metric((*values, state), count)
         yield groups
         states = GaugeMetricFamily(
             f"{PREFIX}group_state", "1 for what a group does.", labels=(*LABELS, "engine", "state")
         )
-        for engine, state in self._client.states().items():
-            states.add_metric((*self._values, engine, state), 1.0)
+        for engine, state in client.states().items():
+            states.add_metric((*values, engine, state), 1.0)
         yield states
 
     def _ranks(self, answers: dict[str, dict[str, Any]]) -> Metric:

@@ -99,6 +99,7 @@ class FakeEngine:
         groups: what clients are told of the deployment's groups.
         others_tokens: what waits here for other clients, as each is told.
         last_beat: of any client.
+        answers_queries: else it beats, and says no more.
     """
 
     def __init__(self, reply: Callable[[Submit], list[int]] = echo, step_s: float = 0.002) -> None:
@@ -110,6 +111,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.fail_after: tuple[int, str] | None = None
         self.silent = False
+        self.answers_queries = True
         self.skipped = 0
         self.metrics = copy.deepcopy(METRICS)
         self.groups: Groups | None = None
@@ -190,7 +192,7 @@ class FakeEngine:
         elif isinstance(message, Abort):
             self.aborted.append(message.request_id)
             self._running.pop(message.request_id, None)
-        elif isinstance(message, Query):
+        elif isinstance(message, Query) and self.answers_queries:
             bodies = {"metrics": self.metrics, "report": {"epoch": 1}}
             self._send(client, answer(message, bodies[message.what]))
 

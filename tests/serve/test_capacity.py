@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Iterator
 
 import pytest
 
 from dist_aclgraph.actors.messages import GroupEntry, Groups
+from dist_aclgraph.sampling import SamplingParams
 from tests.serve.conftest import Service, serving, until
 from tests.serve.fake_engine import FakeEngine
 
@@ -57,10 +59,10 @@ def test_without_a_living_group_nothing_is_ready_or_healthy(service, other):
 
 def test_a_draining_group_is_counted_and_gets_nothing(service, other):
     entries = (
-        GroupEntry("0", service.engine.address, 100),
-        GroupEntry("1", other.address, 100, is_draining=True),
+        GroupEntry("0", service.engine.address, 100, 16),
+        GroupEntry("1", other.address, 100, 16, is_draining=True),
     )
-    service.engine.groups = Groups(1, 16, entries)
+    service.engine.groups = Groups(1, entries)
     until(lambda: groups(service)["draining"] == 1)
 
     assert groups(service) == {"serving": 1, "draining": 1, "lost": 0, "total": 2}
@@ -80,3 +82,38 @@ def test_metrics_count_what_each_group_was_sent(service, other):
     ]
     assert sum(sent) == 4 and len(sent) == 2
     assert 'dist_aclgraph_groups{model_name="tiny-qwen3"' in text
+
+
+def samples(service: Service, name: str) -> dict[str, float]:
+    """Return a metric's values, by its labels but those that all have."""
+    found = {}
+    for line in service.http.get("/metrics").text.splitlines():
+        if line.startswith(f"dist_aclgraph_{name}{{"):
+            labels, _, value = line.partition("{")[2].rpartition("} ")
+            own = [x for x in labels.split(",") if not x.startswith(("model_name=", "replica="))]
+            found[",".join(own)] = float(value)
+    return found
+
+
+def test_a_group_that_does_not_answer_costs_metrics_its_own_samples_alone(service, other):
+    other.answers_queries = False
+
+    assert samples(service, "engine_answered") == {'engine="0"': 1, 'engine="1"': 0}
+    assert samples(service, "num_requests_running") == {'engine="0"': 2}
+    assert samples(service, "engine_healthy") == {"": 1}
+
+
+def test_metrics_count_lost_groups_by_kind_and_requests_that_went_on(service, other):
+    kinds = {f'kind="{kind}"': 0 for kind in ("gone", "silent", "failed", "refused", "broken")}
+    assert samples(service, "group_losses_total") == kinds
+    assert samples(service, "resumed_requests_total") == {"": 0}
+    deltas: queue.Queue = queue.Queue()
+    until(lambda: service.state.client.query("metrics").keys() == {"0", "1"})
+    for i in range(2):
+        service.state.client.submit(str(i), [i], SamplingParams(max_tokens=100000), (), deltas.put)
+    until(lambda: other.submitted)
+
+    other.silent = True
+
+    until(lambda: samples(service, "resumed_requests_total") == {"": 1}, timeout_s=30)
+    assert samples(service, "group_losses_total") == {**kinds, 'kind="silent"': 1}
