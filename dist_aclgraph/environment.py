@@ -116,10 +116,12 @@ def api_key() -> str | None:
     return os.environ.get(API_KEY_VARIABLE) or None
 
 
-def prepare_ray_environment() -> None:
+def prepare_ray_environment(*, is_local: bool) -> None:
     """Set, before Ray starts, the variables whose defaults surprise; what a user has set stays.
 
-    A cluster that RAY_ADDRESS names has settings of its own, which are left alone.
+    Args:
+        is_local: whether it is a Ray that we have started, or start. A cluster that others have
+            started has settings of its own, which are left alone.
     """
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
@@ -127,7 +129,7 @@ def prepare_ray_environment() -> None:
     # Calls to a head that is gone end after so many seconds instead of a minute.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    if ray_address() is None:
+    if is_local:
         # Who reaches Ray runs code. Ray wants a token where nobody has set RAY_AUTH_MODE; this is
         # its switch for clusters of several machines, on all systems: off means loopback only.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")

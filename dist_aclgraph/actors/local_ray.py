@@ -108,8 +108,8 @@ def start_ray(config: Config) -> LocalRay | None:
     Raises:
         PlacementError: there is none to be had; says what to do.
     """
-    prepare_ray_environment()
     address = ray_address()
+    prepare_ray_environment(is_local=address is None)
     if address is None and ray_constants.ENABLE_RAY_CLUSTER:
         # Read when Ray was imported, before we could say that this Ray is for one machine.
         importlib.reload(ray_constants)
@@ -153,14 +153,15 @@ def join_ray(local_address: str | None) -> None:
     machine for itself.
 
     Args:
-        local_address: of the latter, where there are several.
+        local_address: of the latter, where it is given; goes before RAY_ADDRESS.
 
     Raises:
         PlacementError: there is none to be had, or it is not clear which; says what to do.
     """
-    prepare_ray_environment()
-    address = ray_address() or local_address or _only_ray()
-    if ray_address() is None:
+    is_local = local_address is not None or ray_address() is None
+    prepare_ray_environment(is_local=is_local)
+    address = local_address or ray_address() or _only_ray()
+    if is_local:
         # As whoever started it: on loopback, with this user's token.
         if ray_constants.ENABLE_RAY_CLUSTER:
             importlib.reload(ray_constants)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
 from ray.util import list_named_actors
 
-from dist_aclgraph.actors.deployment import CONTROLLER
+from dist_aclgraph.actors.deployment import ANSWER_S, CONTROLLER, POLL_S, OnProgress
 from dist_aclgraph.actors.local_ray import join_ray
 from dist_aclgraph.actors.ray_errors import ours
 from dist_aclgraph.actors.worker_group import fetch
@@ -25,13 +26,24 @@ class RunningDeployment:
         self.name = name
         self._controller = ray.get_actor(name)
 
-    def scale(self, count: int) -> None:
+    def scale(self, count: int, on_progress: OnProgress) -> None:
         """Have so many groups take requests; see ``ServingGroups.scale``."""
-        fetch(self._controller.scale.remote(count), NO_RANK, "SERVING")
+        self._wait_for(self._controller.scale.remote(count), on_progress)
 
-    def roll(self, config: Config) -> None:
+    def roll(self, config: Config, on_progress: OnProgress) -> None:
         """Replace all groups; see ``ServingGroups.roll``."""
-        fetch(self._controller.roll.remote(config), NO_RANK, "SERVING")
+        self._wait_for(self._controller.roll.remote(config), on_progress)
+
+    def _wait_for(self, change: Any, on_progress: OnProgress) -> None:
+        """Say how far a change is, until it is over.
+
+        Raises:
+            DistAclGraphError: it could not be done; what serves goes on.
+        """
+        while not ray.wait([change], timeout=POLL_S)[0]:
+            with suppress(RayError):  # what has become of the controller, the change itself says
+                on_progress(ray.get(self._controller.progress.remote(), timeout=ANSWER_S))
+        fetch(change, NO_RANK, "SERVING")
 
 
 @contextmanager

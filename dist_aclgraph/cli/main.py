@@ -45,7 +45,11 @@ DeploymentName = Annotated[
 ]
 LocalRay = Annotated[
     str | None,
-    typer.Option("--ray", metavar="HOST:PORT", help="where a service said that its own Ray runs"),
+    typer.Option(
+        "--ray",
+        metavar="HOST:PORT",
+        help="where a service said that its own Ray runs; goes before RAY_ADDRESS",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
@@ -233,10 +237,16 @@ def scale(groups: Groups, deployment: DeploymentName = None, ray: LocalRay = Non
     New ones start beside those that serve; of too many, the newest end what they have, and leave.
     """
     with _user_errors():
-        from dist_aclgraph.actors.running import running_deployment
+        from rich.console import Console
 
+        from dist_aclgraph.actors.running import running_deployment
+        from dist_aclgraph.actors.serving_groups import check_count
+        from dist_aclgraph.cli.progress import StartProgress
+
+        check_count(groups)
         with running_deployment(deployment, ray) as running:
-            running.scale(groups)
+            with StartProgress(Console(stderr=True)) as show:
+                running.scale(groups, show)
             print(f"{running.name} serves with {groups} groups")
 
 
@@ -253,14 +263,18 @@ def roll(
     name and seed must be the same, and the keys of serve have no effect.
     """
     with _user_errors():
+        from rich.console import Console
+
         from dist_aclgraph.actors.deployment import check
         from dist_aclgraph.actors.running import running_deployment
+        from dist_aclgraph.cli.progress import StartProgress
         from dist_aclgraph.config import load_config, parse_overrides
 
         loaded = load_config(config, parse_overrides(overrides or []))
         check(loaded)
         with running_deployment(deployment, ray) as running:
-            running.roll(loaded)
+            with StartProgress(Console(stderr=True)) as show:
+                running.roll(loaded, show)
             print(f"{running.name} serves {loaded.name} by {config}")
 
 

@@ -1,4 +1,4 @@
-"""What people watch while a deployment starts: a bar in a terminal, else one line per state."""
+"""What people watch while groups start or drain: a bar in a terminal, else one line per state."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ WORDS = {
     "LOADING": "Loading weights",
     "NEGOTIATING": "Negotiating the graph plan",
     "CAPTURING": "Capturing graphs",
+    "DRAINING": "Draining: requests that run end",
 }
 
 
@@ -26,7 +27,7 @@ class StartProgress:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._state = ""
+        self._words = ""
         self._bar: Bar | None = None
         if console.is_terminal:
             self._bar = Bar(
@@ -58,8 +59,10 @@ class StartProgress:
         words = WORDS.get(report.state)
         if words is None:
             return
+        if report.part:
+            words = f"{words} ({report.part})"
         if self._bar is not None:
-            if report.state != self._state:
+            if words != self._words:
                 # A bar keeps its total for ever: each state has a bar of its own.
                 self._bar.remove_task(self._task)
                 self._task = self._bar.add_task(words, total=None, counted="", detail="")
@@ -71,9 +74,9 @@ class StartProgress:
                 counted=_counted(report),
                 detail="" if report.detail == BYTES else report.detail,
             )
-        elif report.state != self._state:
+        elif words != self._words:
             self._console.print(f"{words} ...")
-        self._state = report.state
+        self._words = words
 
 
 def _counted(report: Report) -> str:

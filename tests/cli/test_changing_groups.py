@@ -14,9 +14,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
-from dist_aclgraph.actors import local_ray
+from dist_aclgraph.actors import local_ray, running
 from dist_aclgraph.actors.running import choose_deployment
+from dist_aclgraph.cli.main import cli
 from dist_aclgraph.errors import PlacementError
 from tests.serve.conftest import CONFIG
 
@@ -102,9 +104,12 @@ def test_a_running_service_is_scaled_and_rolled_without_a_failed_request(
     try:
         scaled = service.command("scale", 2)
         assert scaled.returncode == 0, scaled.stderr
+        assert "Placing workers ...\n" in scaled.stderr
         assert service.groups == {"serving": 2, "draining": 0, "lost": 0, "total": 2}
         rolled = service.command("roll", CONFIG, *OVERRIDES, "kv.num_blocks=70")
         assert rolled.returncode == 0, rolled.stderr
+        assert "Placing workers (group 2 of 2) ...\n" in rolled.stderr
+        assert "Draining: requests that run end (group 2 of 2) ...\n" in rolled.stderr
         assert service.groups["serving"] == 2
         refused = service.command("roll", CONFIG, *OVERRIDES, "served_model_name=another")
         assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
@@ -127,6 +132,30 @@ def test_of_several_rays_on_this_machine_none_is_taken_by_chance(
 
     with pytest.raises(PlacementError, match=r"2 Rays run on this machine: h:1, h:2; .* --ray"):
         local_ray.join_ray(None)
+
+
+def test_the_ray_that_is_named_goes_before_the_environments(
+    monkeypatch: pytest.MonkeyPatch, clean_environment: None
+) -> None:
+    joined: list[str] = []
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.9:6379")
+    monkeypatch.setattr(local_ray, "_init", joined.append)
+
+    local_ray.join_ray("127.0.0.1:7777")
+    local_ray.join_ray(None)
+
+    assert joined == ["127.0.0.1:7777", "10.0.0.9:6379"]
+
+
+def test_no_groups_at_all_is_refused_before_a_cluster_is_joined(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(running, "join_ray", lambda address: pytest.fail("joins"))
+
+    refused = CliRunner().invoke(cli, ["scale", "0", "--ray", "127.0.0.1:1"])
+
+    assert refused.exit_code == 2
+    assert "at least 1" in refused.stderr and refused.stderr.count("\n") == 1
 
 
 def test_the_deployment_that_is_meant_must_be_clear() -> None:

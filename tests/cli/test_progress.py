@@ -41,3 +41,19 @@ def test_weights_are_counted_in_bytes():
     text = shown(Progress("LOADING", 3 << 29, 4 << 30, BYTES), is_terminal=True)
 
     assert "1.50/4.00 GiB" in text
+
+
+def test_each_group_of_a_change_is_shown_by_itself():
+    text = shown(
+        Progress("PLACING", part="group 1 of 2"), Progress("DRAINING", part="group 1 of 2"),
+        Progress("SERVING"),
+        Progress("PLACING", part="group 2 of 2"), Progress("DRAINING", part="group 2 of 2"),
+        is_terminal=False,
+    )  # fmt: skip
+
+    assert text.splitlines() == [
+        "Placing workers (group 1 of 2) ...",
+        "Draining: requests that run end (group 1 of 2) ...",
+        "Placing workers (group 2 of 2) ...",
+        "Draining: requests that run end (group 2 of 2) ...",
+    ]

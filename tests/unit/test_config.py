@@ -293,7 +293,7 @@ def test_ray_variables_are_set_unless_the_user_did(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "user")
     monkeypatch.setenv("RAY_worker_niceness", "5")
 
-    prepare_ray_environment()
+    prepare_ray_environment(is_local=True)
 
     assert environment_module.os.environ["RAY_worker_niceness"] == "5"
     assert environment_module.os.environ["RAY_AUTH_MODE"] == "user"
