@@ -110,7 +110,8 @@ class EngineLoop:
     def failure_now(self) -> str:
         """Return why nothing is served, or "" while all is well."""
         stuck_s = time.monotonic() - self._seen_s
-        if not self._failure and stuck_s > self._turn_timeout_s:
+        # Where the whole process stood still, its loop is not to blame; the lease is gone, too.
+        if not self._failure and stuck_s > self._turn_timeout_s and self.is_held():
             return f"the engine's loop has been stuck on its host for {stuck_s:.1f} s"
         return self._failure
 

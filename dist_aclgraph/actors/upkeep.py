@@ -31,7 +31,7 @@ class Upkeep:
     """Owns what was tried, and when.
 
     Attributes:
-        trouble: why groups are missing and not replaced, "" where none are or they are about to be.
+        trouble: why groups are missing and the last try to replace one failed, or "".
     """
 
     def __init__(self, serving: ServingGroups) -> None:
@@ -101,7 +101,7 @@ class Upkeep:
         if reason != self.trouble:
             self.trouble = reason
             logger.error(
-                "%d of %d groups are missing and could not be replaced: %s; it is tried again",
+                "%d of %d groups are missing and could not be replaced: %s",
                 self._serving.num_missing,
                 self._serving.num_wanted,
                 reason,
@@ -116,7 +116,8 @@ class Upkeep:
         taking = self._serving.taking
         running, waiting = self._demands.look(taking)
         rows = min(group.num_rows for group in taking)
-        wanted = self._autoscaler.decide(now_s, Demand(len(taking), running, waiting, rows))
+        demand = Demand(len(taking), running, waiting, rows, self._serving.num_missing)
+        wanted = self._autoscaler.decide(now_s, demand)
         if wanted != len(taking):
             logger.info("%d groups, as %d requests run and %d wait", wanted, running, waiting)
             self._begin(self._scale, wanted)

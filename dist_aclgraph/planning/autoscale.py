@@ -15,12 +15,14 @@ class Demand:
         groups: of them, 1 or more.
         running, waiting: requests in all of them.
         rows: requests that one group can run at once.
+        missing: groups that there should be beside them.
     """
 
     groups: int
     running: int
     waiting: int
     rows: int
+    missing: int = 0
 
 
 @dataclass
@@ -37,7 +39,7 @@ class Autoscaler:
     _idle_since_s: float | None = None
 
     def decide(self, now_s: float, demand: Demand) -> int:
-        """Return how many groups there should be."""
+        """Return how many groups there should be, those that are missing left out."""
         config, groups = self.config, demand.groups
         is_busy = demand.waiting > config.target_waiting * groups
         is_idle = not demand.waiting and 2 * demand.running <= (groups - 1) * demand.rows
@@ -47,7 +49,10 @@ class Autoscaler:
             groups, self._busy_since_s = groups + 1, None
         elif self._idle_since_s is not None and now_s - self._idle_since_s >= config.down_s:
             groups, self._idle_since_s = groups - 1, None
-        return min(max(groups, config.min_groups), config.max_groups)
+        wanted = min(max(groups, config.min_groups), config.max_groups)
+        # What is missing is replaced, as often as that is allowed: it is not asked for once more.
+        is_missing = demand.groups < wanted <= demand.groups + demand.missing
+        return demand.groups if is_missing else wanted
 
 
 def _since(before_s: float | None, is_so: bool, now_s: float) -> float | None:

@@ -285,6 +285,12 @@ def test_a_loop_that_is_stuck_on_its_host_is_said_to_be(make_group: MakeGroup) -
     assert "stuck on its host" in group.loop.failure_now()
 
 
+def test_a_loop_is_not_blamed_for_a_process_that_stood_still(make_group: MakeGroup) -> None:
+    group = make_group(turn_s=0.0, is_held=lambda: False)
+
+    assert group.loop.failure_now() == ""
+
+
 def test_an_engine_whose_group_is_not_its_own_any_more_serves_nobody(
     make_group: MakeGroup, make_client: MakeClient
 ) -> None:

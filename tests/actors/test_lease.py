@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
+import time
 from dataclasses import dataclass, field
+from typing import Any
 
+from dist_aclgraph.actors.engine import Engine
 from dist_aclgraph.actors.lease import Lease
+from dist_aclgraph.config import make_config
 
 LIMIT_S = 10.0
 
@@ -101,3 +107,30 @@ def test_who_was_stopped_and_is_not_asked_ends() -> None:
 
     assert not holder.run(1.0 * LIMIT_S)
     assert holder.run(1.2 * LIMIT_S)
+
+
+def _keep_engine(asks: Any, goes_on: Any) -> None:
+    """An engine that is asked for signs of life while ``asks`` is set."""
+    config = make_config({"model": "unused", "timeouts": {"link_s": 1.0}})
+    engine = Engine(config, (0,), (), node_id="node", workers_host=None, clients_host=None)
+    for number in itertools.count(1):
+        if asks.is_set():
+            engine.ping(number)
+        if number == 50:
+            goes_on.set()
+        time.sleep(0.1)
+
+
+def test_an_engine_that_nobody_asks_ends_itself() -> None:
+    spawn = multiprocessing.get_context("spawn")
+    asks, goes_on = spawn.Event(), spawn.Event()
+    asks.set()
+    engine = spawn.Process(target=_keep_engine, args=(asks, goes_on), daemon=True)
+    engine.start()
+    assert goes_on.wait(120)
+    assert engine.exitcode is None
+
+    asks.clear()
+
+    engine.join(60)
+    assert engine.exitcode == 1

@@ -47,6 +47,14 @@ def test_a_group_is_given_back_after_a_long_time_with_room():
     assert [scaler.decide(t, spread(5, 2)) for t in (0.0, 59.0, 60.0)] == [2, 2, 1]
 
 
+def test_groups_that_are_missing_are_not_asked_for_again():
+    scaler = make(min_groups=3)
+
+    busy = [Demand(1, ROWS, 50, ROWS, missing=2) for _ in range(3)]
+    assert [scaler.decide(t, each) for t, each in zip((0, 10, 20), busy, strict=True)] == [1, 1, 1]
+    assert scaler.decide(30, Demand(1, 0, 0, ROWS, missing=0)) == 3
+
+
 @given(
     st.lists(st.tuples(st.floats(0, 30), st.integers(0, 200)), max_size=60),
     st.integers(1, 3),
