@@ -111,7 +111,7 @@ class Engine:
         logger.error("the controller has not asked for this engine for too long: it ends itself")
         os._exit(1)
 
-    # ----
+    # ---- from its start to its end
 
     def rendezvous(self) -> str:
         """Return where workers that are all on this node meet for HCCL: a file."""
