@@ -153,6 +153,8 @@ def prepare_ray_environment() -> None:
         # Who reaches Ray runs code. Ray wants a token where nobody has set RAY_AUTH_MODE; this is
         # its switch for clusters of several machines, on all systems: off means loopback only.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        # A worker may wait for cores, or for what it is forked from; our own limits are for that.
+        os.environ.setdefault("RAY_worker_register_timeout_seconds", "300")
         # Where memory runs short, Ray would end our actors, and not the program that takes it.
         os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 

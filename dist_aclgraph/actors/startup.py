@@ -136,7 +136,10 @@ class Startup:
         for found in placed:
             if isinstance(found, Exception):
                 raise found
-        self._each(lambda group: group.workers.find_out(self._config.timeouts.place_s))
+        timeouts = self._config.timeouts
+        # Libraries that others load while they join are loaded before a forked worker exists.
+        timeout_s = timeouts.place_s + (timeouts.join_s if self._python is not None else 0.0)
+        self._each(lambda group: group.workers.find_out(timeout_s))
 
     def _join(self, group: LockstepGroup) -> None:
         timeouts, workers = self._config.timeouts, group.workers
