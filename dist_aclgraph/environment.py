@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from dist_aclgraph.config import Config, DeviceConfig, HcclExpansion
 HCCL_EXPANSION_NAMES: dict[HcclExpansion, str] = {"AIV": "AIV", "AICPU": "AI_CPU", "FFTS": "HOST"}
 
 EMULATED_VARIABLE = "EMULATED_NPU"  # read by the emulated libraries too
+RAYLET_VARIABLE = "RAY_RAYLET_PID"  # which Ray gives to all that a raylet starts
 API_KEY_VARIABLE = "DIST_ACLGRAPH_API_KEY"
 
 
@@ -32,6 +34,26 @@ def child_environment(config: Config) -> dict[str, str]:
     if (expansion := config.device.hccl_expansion) is not None:
         variables["HCCL_OP_EXPANSION_MODE"] = HCCL_EXPANSION_NAMES[expansion]
     return variables
+
+
+def python_environment(config: Config) -> dict[str, str]:
+    """Environment of a Python that finds the modules that this process finds, and loads torch as
+    worker processes do.
+    """
+    paths = os.pathsep.join(filter(None, sys.path))
+    return {**os.environ, **child_environment(config), "PYTHONPATH": paths}
+
+
+def take_over_environment(variables: Mapping[str, str]) -> None:
+    """Replace this process's environment."""
+    os.environ.clear()
+    os.environ.update(variables)
+
+
+def raylet_pid() -> int | None:
+    """Return the process id of the raylet that started this process, if one did."""
+    value = os.environ.get(RAYLET_VARIABLE)
+    return None if value is None else int(value)
 
 
 def prepare_network(config: DeviceConfig, address: str | None = None) -> None:
@@ -133,6 +155,8 @@ def prepare_ray_environment(*, is_local: bool) -> None:
         # Who reaches Ray runs code. Ray wants a token where nobody has set RAY_AUTH_MODE; this is
         # its switch for clusters of several machines, on all systems: off means loopback only.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        # A worker may wait for cores, or for what it is forked from; our own limits are for that.
+        os.environ.setdefault("RAY_worker_register_timeout_seconds", "300")
         # Where memory runs short, Ray would end our actors, and not the program that takes it.
         os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 

@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 
 from dist_aclgraph.actors.addresses import Address
 from dist_aclgraph.actors.lockstep_group import LockstepGroup, group_report
-from dist_aclgraph.actors.processes import leave_with_parent
+from dist_aclgraph.actors.processes import leave_with_raylet
 from dist_aclgraph.actors.ray_errors import ours
 from dist_aclgraph.actors.serving_groups import ServingGroups, stop_groups
 from dist_aclgraph.actors.startup import Startup
@@ -62,7 +62,7 @@ class Controller:
     """
 
     def __init__(self, config: Config, name: str) -> None:
-        leave_with_parent()
+        leave_with_raylet()
         self._name = name
         self._config = config
         self._state = State.PLACING

@@ -21,7 +21,7 @@ from dist_aclgraph.actors.graph_changes import ChannelRanks, GraphChanges
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
 from dist_aclgraph.actors.lease import Lease
 from dist_aclgraph.actors.messages import Groups
-from dist_aclgraph.actors.processes import leave_with_parent
+from dist_aclgraph.actors.processes import leave_with_raylet
 from dist_aclgraph.actors.run_directory import RunDirectory
 from dist_aclgraph.actors.step_channel import ChannelAddress, StepSender
 from dist_aclgraph.actors.worker_group import ask_workers
@@ -86,7 +86,7 @@ class Engine:
             workers_host, clients_host: this node's own address, where there may be workers, or
                 clients, on other nodes; else None.
         """
-        leave_with_parent()
+        leave_with_raylet()
         self._config = config
         self._world_ranks = tuple(world_ranks)
         self._directory = RunDirectory()

@@ -30,7 +30,7 @@ from dist_aclgraph.actors.ray_errors import LOGS, ours
 from dist_aclgraph.config import Config
 from dist_aclgraph.device import emulator
 from dist_aclgraph.device.kind import resolve_kind
-from dist_aclgraph.environment import prepare_ray_environment, ray_address
+from dist_aclgraph.environment import RAYLET_VARIABLE, prepare_ray_environment, ray_address
 from dist_aclgraph.errors import PlacementError
 
 NAMESPACE = "dist_aclgraph"
@@ -41,7 +41,6 @@ START_ATTEMPTS, TOO_SLOW = 3, "timed out during startup"  # a part of Ray's own 
 KILL_ROUNDS, KILL_PAUSE_S = 5, 0.2
 CONNECT_S = 10.0
 DAEMONS = {"gcs_server": "Ray's control store (GCS)", RAYLET: "Ray's node manager (raylet)"}
-RAYLET_VARIABLE = "RAY_RAYLET_PID"  # which Ray gives to all that a raylet starts
 
 logger = logging.getLogger(__name__)
 

@@ -10,16 +10,20 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from dist_aclgraph.environment import raylet_pid
+
 WATCH_MS = 1000  # between two looks whether the watch is over
 
 
-def leave_with_parent() -> None:
-    """End this process when its parent ends: at once, whatever its threads are waiting for."""
+def leave_with_raylet() -> None:
+    """End this process when the raylet ends that started it, or its parent where none did: at once,
+    whatever its threads are waiting for.
+    """
 
     def leave(name: str) -> None:
         os._exit(1)
 
-    watch_processes({os.getppid(): "parent"}, leave)
+    watch_processes({raylet_pid() or os.getppid(): "raylet"}, leave)
 
 
 def watch_processes(

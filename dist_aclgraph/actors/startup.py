@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import ray
 
 from dist_aclgraph.actors import placement
 from dist_aclgraph.actors.engine import Engine
+from dist_aclgraph.actors.fork_server import fork_server, is_crowded
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
 from dist_aclgraph.actors.lockstep_capture import (
     CaptureRecord,
@@ -25,7 +27,12 @@ from dist_aclgraph.actors.lockstep_capture import (
 from dist_aclgraph.actors.lockstep_group import LockstepGroup
 from dist_aclgraph.actors.state import State
 from dist_aclgraph.actors.worker import WorkerInfo
-from dist_aclgraph.actors.worker_group import WorkerGroup, for_each_rank, place_group
+from dist_aclgraph.actors.worker_group import (
+    WorkerGroup,
+    for_each_rank,
+    place_group,
+    runtime_environment,
+)
 from dist_aclgraph.errors import WorkerError
 from dist_aclgraph.models.read_ahead import Neighbour
 from dist_aclgraph.planning.descriptor import BatchDescriptor
@@ -57,6 +64,7 @@ class Startup:
         self._show = on_graph
         self._phase = State.PLACING
         self._moving = threading.Lock()
+        self._python: str | None = None  # what starts processes in place of Ray's own command
 
     def run(self, ranks: Sequence[Ranks], *, deployment: str) -> None:
         """Run all phases up to captured graphs.
@@ -67,15 +75,30 @@ class Startup:
         Raises:
             DistAclGraphError: the first error of any group.
         """
-        self._place(ranks, deployment)
-        self._go(State.JOINING)
-        self._each(self._join)
+        with self._forks(ranks):
+            self._place(ranks, deployment)
+            self._go(State.JOINING)
+            self._each(self._join)
         self._go(State.LOADING)
         self._each(self._load)
         self._go(State.NEGOTIATING)
         self._each(self._make_runners)
         self._each(self._ask_offers)
         side_by_side(self._plan_groups, self.scopes)
+
+    @contextmanager
+    def _forks(self, ranks: Sequence[Ranks]) -> Iterator[None]:
+        """Meanwhile, ranks and engines are forked where they would wait for each other's cores.
+
+        On a cluster of one node alone: of others, nobody here knows where their Python is.
+        """
+        num_processes = len(ranks) + sum(map(len, ranks))
+        if len(placement.cluster_nodes()) > 1 or not is_crowded(num_processes):
+            yield
+            return
+        with fork_server(self._config) as self._python:
+            yield
+        self._python = None
 
     @property
     def scopes(self) -> list[list[LockstepGroup]]:
@@ -102,7 +125,9 @@ class Startup:
     def _place(self, ranks: Sequence[Ranks], deployment: str) -> None:
         def place(members: Ranks) -> WorkerGroup | Exception:
             try:
-                return place_group(self._config, members, EPOCH, deployment=deployment)
+                return place_group(
+                    self._config, members, EPOCH, deployment=deployment, python=self._python
+                )
             except Exception as e:  # raised once all have an answer: who was placed is given back
                 return e
 
@@ -115,7 +140,10 @@ class Startup:
         for found in placed:
             if isinstance(found, Exception):
                 raise found
-        self._each(lambda group: group.workers.find_out(self._config.timeouts.place_s))
+        timeouts = self._config.timeouts
+        # Libraries that others load while they join are loaded before a forked worker exists.
+        timeout_s = timeouts.place_s + (timeouts.join_s if self._python is not None else 0.0)
+        self._each(lambda group: group.workers.find_out(timeout_s))
 
     def _join(self, group: LockstepGroup) -> None:
         timeouts, workers = self._config.timeouts, group.workers
@@ -123,7 +151,7 @@ class Startup:
         leader = workers.infos[0]
         spans_nodes = len(set(workers.node_ids)) > 1
         # Beside the first worker: its node is the one that ranks meet at.
-        group.engine = _beside(leader.node_id).remote(
+        group.engine = self._engine_at(leader.node_id).remote(
             self._config,
             workers.ranks,
             workers.workers,
@@ -142,6 +170,20 @@ class Startup:
             _places(workers, rendezvous),
         )
         group.device = devices[0]
+
+    def _engine_at(self, node_id: str) -> Any:
+        """Return the engine actor's class, pinned to a node."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        actor = ray.remote(
+            num_cpus=0, max_restarts=0, max_concurrency=6, concurrency_groups={"control": 1}
+        )(Engine)
+        options: dict[str, Any] = {
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)
+        }
+        if self._python is not None:
+            options["runtime_env"] = runtime_environment(self._config, self._python)
+        return actor.options(**options)
 
     def _load(self, group: LockstepGroup) -> None:
         loaded = group.workers.call("load", "LOADING", self._config.timeouts.load_s)
@@ -267,16 +309,6 @@ def _progress_of(record: CaptureRecord, graph: BatchDescriptor | None, available
     left = available - sum(cost.streams for cost in record.costs.values())
     held = sum(cost.bytes for cost in record.costs.values())
     return f"{graph or 'done'}; {left} streams left, {held / MIB:.1f} MiB taken"
-
-
-def _beside(node_id: str) -> Any:
-    """Return the engine actor's class, pinned to a node."""
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    actor = ray.remote(
-        num_cpus=0, max_restarts=0, max_concurrency=6, concurrency_groups={"control": 1}
-    )(Engine)
-    return actor.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
 
 
 def _places(workers: WorkerGroup, rendezvous: str) -> Callable[[int], tuple[Any, ...]]:

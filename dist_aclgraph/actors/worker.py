@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from dist_aclgraph.actors.addresses import open_meeting, url_host
-from dist_aclgraph.actors.processes import leave_with_parent
+from dist_aclgraph.actors.processes import leave_with_raylet
 from dist_aclgraph.actors.rank_stages import JoinedRank, LoadedRank, RunningRank, join_rank
 from dist_aclgraph.actors.step_channel import ChannelAddress, StepReceiver
 from dist_aclgraph.config import Config
@@ -94,7 +94,7 @@ class Worker:
 
     def describe(self) -> WorkerInfo:
         """Say where this worker landed. From now on it leaves with the raylet that started it."""
-        leave_with_parent()
+        leave_with_raylet()
         context = ray.get_runtime_context()
         return WorkerInfo(
             node_id=context.get_node_id(),

@@ -223,12 +223,13 @@ def check_devices(infos: Sequence[WorkerInfo]) -> None:
 
 
 def place_group(
-    config: Config, ranks: Sequence[int], epoch: int, *, deployment: str
+    config: Config, ranks: Sequence[int], epoch: int, *, deployment: str, python: str | None = None
 ) -> WorkerGroup:
     """Place and start the workers of one group; ``find_out`` waits for them.
 
     Args:
         deployment: its name, with which that of the placement group begins.
+        python: the command that starts them in place of Ray's own.
 
     Raises:
         PlacementError: no room.
@@ -242,15 +243,20 @@ def place_group(
     )
     bundles = placement.reserve(request, config.timeouts.place_s, f"{deployment}/{ranks[0]}")
     actor = ray.remote(concurrency_groups={"control": 1}, max_restarts=0)(Worker)
-    environment = {"env_vars": child_environment(config)}
     workers = [
         actor.options(
-            runtime_env=environment,
+            runtime_env=runtime_environment(config, python),
             **placement.actor_options(bundles, request, index),
         ).remote(config, epoch)
         for index in range(len(ranks))
     ]
     return WorkerGroup(tuple(map(WorldRank, ranks)), workers, bundles)
+
+
+def runtime_environment(config: Config, python: str | None) -> dict[str, Any]:
+    """Return what Ray starts a process of ours with; ``python`` as in ``place_group``."""
+    environment: dict[str, Any] = {"env_vars": child_environment(config)}
+    return environment if python is None else environment | {"py_executable": python}
 
 
 def ask_workers(workers: Sequence[Any], ranks: Sequence[GroupRank]) -> Places:

@@ -167,6 +167,19 @@ class Npu:
         return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
 
 
+def load_torch_npu(kind: DeviceKind) -> None:
+    """Load torch_npu, and open no device: ``open_npu`` in a forked process is short then.
+
+    Raises:
+        EmulatorBuildError: the emulator cannot be built.
+        DeviceError: a library cannot be loaded.
+    """
+    if kind == "emulated":
+        emulator.preload()
+    else:
+        import torch_npu  # noqa: F401
+
+
 def open_npu(config: DeviceConfig, rank: int, *, deterministic: bool = False) -> Npu:
     """Load torch_npu on the device that ``config`` means and return it.
 

@@ -19,6 +19,13 @@ class OperatorDigest(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._hash = hashlib.sha256()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Tell torch that nothing has to be kept from its compiler, which is never used here: it
+        would be imported for that alone, with a second of each rank's start.
+        """
+        return False
+
     def __torch_dispatch__(
         self,
         func: Callable[..., Any],

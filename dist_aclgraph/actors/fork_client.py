@@ -1,0 +1,44 @@
+"""What Ray starts in place of Python for a worker that is forked: asks the fork server for it.
+
+Run by its path, so that nothing but the standard library has to be found. Where nobody answers it
+becomes the Python that Ray meant, which loads everything itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+
+STREAMS = (0, 1, 2)
+
+
+def hand_over(path: str, arguments: list[str]) -> bool:
+    """Have the server at ``path`` fork a process that takes over what this one was started with.
+
+    Returns:
+        Whether it has done so.
+    """
+    variables = Path("/proc/self/environ").read_bytes().split(b"\0")
+    request = {
+        "arguments": arguments,
+        "folder": os.getcwd(),
+        "environment": dict(os.fsdecode(v).split("=", 1) for v in variables if b"=" in v),
+    }
+    try:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.connect(path)
+            socket.send_fds(server, [b"\n"], STREAMS)
+            server.sendall(json.dumps(request).encode())
+            server.shutdown(socket.SHUT_WR)
+            return bool(server.recv(1))
+    except OSError:
+        return False
+
+
+if __name__ == "__main__":
+    socket_path, *rest = sys.argv[1:]
+    if not hand_over(socket_path, rest):
+        os.execv(sys.executable, [sys.executable, *rest])

@@ -1,0 +1,164 @@
+"""Forking workers from one process that has loaded what takes seconds to load.
+
+Importing Ray, torch and torch_npu keeps a core busy for seconds in every worker. Where a machine
+has fewer cores than processes that are about to start, those wait for each other: there, one
+process imports once, and the others are forked from it. It opens no device and has no thread, so
+what it forks is as good as new. Ray starts workers by ``fork_client.py`` then (``py_executable`` of
+their runtime environment), which hands over arguments, environment and output; the rest is Ray's.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import runpy
+import select
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from dist_aclgraph.actors.run_directory import RunDirectory
+from dist_aclgraph.config import Config
+from dist_aclgraph.device.kind import DeviceKind, resolve_kind
+from dist_aclgraph.environment import python_environment, take_over_environment
+
+CLIENT = Path(__file__).with_name("fork_client.py")
+REQUEST_S, REQUEST_BYTES = 10.0, 4 << 20  # limits of what a client sends
+STOP_S = 5.0
+MODULES = (
+    "ray._private.workers.default_worker",
+    "dist_aclgraph.actors.engine",
+    "dist_aclgraph.actors.worker",
+    "dist_aclgraph.comm.groups",
+    "dist_aclgraph.engine.model_runner",
+    "dist_aclgraph.models.checkpoint",
+    "dist_aclgraph.models.decoder",
+    "numpy.random",
+)
+CHUNK = 1 << 16
+
+
+def is_crowded(num_processes: int) -> bool:
+    """Whether so many processes, which start at once, would wait for this machine's cores."""
+    return num_processes > len(os.sched_getaffinity(0))
+
+
+@contextmanager
+def fork_server(config: Config) -> Iterator[str]:
+    """Have a server while workers of this machine start; they outlive it.
+
+    Yields:
+        The command that Ray starts such a worker with, in place of Python.
+    """
+    directory, kind = RunDirectory(), resolve_kind(config.device.kind)
+    path = f"{directory.path}/forks"
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path)
+            listener.listen(socket.SOMAXCONN)
+            server = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(listener.fileno()), kind],
+                pass_fds=[listener.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=python_environment(config),
+            )
+        try:
+            yield shlex.join([sys.executable, "-I", "-S", str(CLIENT), path])
+        finally:
+            server.kill()
+            server.wait(STOP_S)
+    finally:
+        directory.remove()
+
+
+class Request(msgspec.Struct):
+    """What a process is started with."""
+
+    arguments: list[str]
+    folder: str
+    environment: dict[str, str]
+
+
+def load(kind: DeviceKind) -> None:
+    """Import what workers and engines import on their way to serving; open no device."""
+    from dist_aclgraph.device.npu import load_torch_npu
+
+    load_torch_npu(kind)
+    for name in MODULES:
+        importlib.import_module(name)
+
+
+def serve(listener: socket.socket) -> tuple[Request, list[int]] | None:
+    """Fork a process for each client.
+
+    Returns:
+        In each of them, what it was started with, and its standard streams; in the server None,
+        when the process that started it has ended.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    parent = os.pidfd_open(os.getppid())
+    poll = select.poll()
+    poll.register(listener, select.POLLIN)
+    poll.register(parent, select.POLLIN)
+    while parent not in dict(poll.poll()):
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(REQUEST_S)
+            try:
+                request, streams = _receive(connection)
+            except (OSError, ValueError):
+                continue  # the client sees it, and helps itself
+            if os.fork() == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                os.close(parent)
+                return request, streams
+            connection.send(b"\n")
+            for fd in streams:
+                os.close(fd)
+    return None
+
+
+def _receive(connection: socket.socket) -> tuple[Request, list[int]]:
+    """Raises: OSError, ValueError: it is no request."""
+    _, streams, _, _ = socket.recv_fds(connection, 1, 3)
+    data = b""
+    while (chunk := connection.recv(CHUNK)) and len(data) <= REQUEST_BYTES:
+        data += chunk
+    return msgspec.json.decode(data, type=Request), streams
+
+
+def become(request: Request, streams: list[int]) -> None:
+    """Run the program that a client was started for, as if Python had been started with it."""
+    os.setpgid(0, 0)
+    for target, fd in enumerate(streams):
+        os.dup2(fd, target)
+        os.close(fd)
+    take_over_environment(request.environment)
+    os.chdir(request.folder)
+    sys.argv[:] = request.arguments
+    runpy.run_path(request.arguments[0], run_name="__main__")
+
+
+def main() -> None:
+    """Load, then fork for whoever asks at the socket that was inherited."""
+    with socket.socket(fileno=int(sys.argv[1])) as listener:
+        load("npu" if sys.argv[2] == "npu" else "emulated")
+        if len(list(Path("/proc/self/task").iterdir())) > 1:
+            return  # a library has started a thread, which a forked process would lack
+        gc.collect()
+        gc.freeze()  # collections in forked processes leave shared memory alone
+        forked = serve(listener)
+    if forked is not None:
+        become(*forked)
+
+
+if __name__ == "__main__":
+    main()

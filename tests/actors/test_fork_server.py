@@ -1,0 +1,181 @@
+"""Workers that are forked from one process: what they have, what they share, and what if not."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_aclgraph.actors import processes
+from dist_aclgraph.actors.fork_server import fork_server, is_crowded
+from dist_aclgraph.config import load_config
+from tests.actors.leftovers import assert_processes_are_gone, wait_until
+
+CONFIG = load_config("configs/tiny-qwen3.yaml")
+
+# What stands in for Ray's own program: says what it was started with.
+PROGRAM = """
+import json, os, sys
+found = {
+    "arguments": sys.argv[1:],
+    "folder": os.getcwd(),
+    "value": os.environ.get("A_VALUE"),
+    "only_of_the_server": os.environ.get("PYTHONPATH"),
+    "has_loaded": "torch_npu" in sys.modules,
+    "is_initialized": "torch_npu" in sys.modules and sys.modules["torch_npu"].npu.is_initialized(),
+    "threads": len(os.listdir("/proc/self/task")),
+    "is_main": __name__ == "__main__",
+    "pid": os.getpid(),
+}
+if "sum" in sys.argv:
+    from dist_aclgraph.device import emulator
+    emulator.load({})
+    import torch
+    found["sum"] = (torch.arange(4.0, device="npu") + 1).sum().item()
+print(json.dumps(found))
+sys.exit(0)
+"""
+
+
+class Starter:
+    """Starts programs as Ray does, by a command in place of Python."""
+
+    def __init__(self, command: str, folder: Path) -> None:
+        self.command = command
+        self.path = shlex.split(command)[-1]
+        self._folder = folder
+        self._program = folder / "program.py"
+        self._program.write_text(PROGRAM)
+        self._count = 0
+
+    def start(self, *arguments: str, environment: Mapping[str, str] | None = None) -> Path:
+        """Return the file that the program writes to."""
+        self._count += 1
+        out = self._folder / f"out{self._count}"
+        line = f"exec {self.command} {shlex.join([str(self._program), *arguments])}"
+        with out.open("wb") as file:
+            subprocess.run(
+                ["bash", "-c", line],
+                cwd=self._folder,
+                env={"PATH": os.environ["PATH"], **(environment or {})},
+                stdout=file,
+                check=True,
+            )
+        return out
+
+    def run(self, *arguments: str, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """Return what the program says."""
+        out = self.start(*arguments, environment=environment)
+        wait_until(lambda: out.read_text().endswith("}\n"), "the program has ended", 120)
+        found: dict[str, Any] = json.loads(out.read_text().splitlines()[-1])
+        return found
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
+    with fork_server(CONFIG) as command:
+        yield Starter(command, tmp_path_factory.mktemp("forks"))
+
+
+def test_a_forked_program_is_what_its_client_was_started_for(forks: Starter) -> None:
+    found = forks.run("--a", "b c", environment={"A_VALUE": "mine"})
+
+    assert found["arguments"] == ["--a", "b c"]
+    assert found["is_main"]
+    assert found["folder"] == str(forks._folder)
+    assert (found["value"], found["only_of_the_server"]) == ("mine", None)
+
+
+def test_it_has_torch_npu_and_neither_device_nor_thread(forks: Starter) -> None:
+    found = forks.run()
+
+    assert found["has_loaded"]
+    assert not found["is_initialized"]
+    assert found["threads"] == 1
+
+
+def test_several_open_devices_of_their_own(forks: Starter) -> None:
+    outs = [forks.start("sum") for _ in range(3)]
+    for out in outs:
+        wait_until(lambda out=out: out.read_text().endswith("}\n"), "a program has ended", 120)
+    found = [json.loads(out.read_text().splitlines()[-1]) for out in outs]
+
+    assert [one["sum"] for one in found] == [10.0] * 3
+    assert len({one["pid"] for one in found}) == 3
+
+
+def test_forked_processes_leave_nothing_when_they_end(forks: Starter) -> None:
+    assert_processes_are_gone([forks.run()["pid"]])
+
+
+@pytest.mark.parametrize("junk", [b"", b"x", b"\n{}", b"\n" + b"[" * 1000])
+def test_what_is_no_request_costs_nothing(forks: Starter, junk: bytes) -> None:
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(forks.path)
+        stranger.sendall(junk)
+        stranger.shutdown(socket.SHUT_WR)
+        assert stranger.recv(1) == b""
+
+    assert forks.run()["has_loaded"]
+
+
+def test_without_a_server_a_program_loads_for_itself(tmp_path: Path) -> None:
+    with fork_server(CONFIG) as command:
+        starter = Starter(command, tmp_path)
+
+    found = starter.run("--a", environment={"A_VALUE": "mine"})
+
+    assert (found["arguments"], found["value"]) == (["--a"], "mine")
+    assert not found["has_loaded"]
+    assert not Path(starter.path).parent.exists()
+
+
+def test_nothing_is_forked_from_a_process_with_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if a library started one when it is loaded."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with fork_server(CONFIG) as command:
+        assert not Starter(command, tmp_path).run()["has_loaded"]
+
+
+def test_the_server_leaves_with_who_started_it(tmp_path: Path) -> None:
+    code = (
+        "from dist_aclgraph.actors import fork_server as f\n"
+        "from dist_aclgraph.config import load_config\n"
+        "import signal\n"
+        "with f.fork_server(load_config('configs/tiny-qwen3.yaml')) as command:\n"
+        "    print(command, flush=True)\n"
+        "    signal.pause()\n"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    try:
+        starter = Starter(owner.stdout.readline().strip(), tmp_path)
+        assert starter.run()["has_loaded"]
+        servers = processes.children(owner.pid)
+        assert servers
+    finally:
+        owner.kill()
+        owner.wait()
+        owner.stdout.close()
+
+    assert_processes_are_gone(servers)
+
+
+def test_a_start_is_crowded_where_it_has_more_processes_than_cores() -> None:
+    cores = len(os.sched_getaffinity(0))
+
+    assert not is_crowded(cores)
+    assert is_crowded(cores + 1)

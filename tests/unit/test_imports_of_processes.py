@@ -1,0 +1,48 @@
+"""What a process imports before it does anything: seconds of a core, in each of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = {"torch", "torch_npu", "transformers", "sympy", "scipy", "pandas", "matplotlib"}
+WITHOUT_TORCH = ("controller", "deployment", "engine", "engine_client", "startup", "worker")
+
+
+def imported_by(code: str) -> set[str]:
+    """Return the modules of a fresh process that has run ``code``."""
+    show = "\nimport sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code + show], capture_output=True, check=True)
+    return set(done.stdout.decode().split())
+
+
+@pytest.mark.parametrize("name", WITHOUT_TORCH)
+def test_processes_that_compute_nothing_import_no_torch(name: str) -> None:
+    assert not imported_by(f"import dist_aclgraph.actors.{name}") & HEAVY
+
+
+def test_the_service_imports_no_torch() -> None:
+    assert not imported_by("import dist_aclgraph.cli.serve, dist_aclgraph.serve.app") & HEAVY
+
+
+def test_the_package_imports_neither_torch_nor_ray() -> None:
+    assert not imported_by("import dist_aclgraph, dist_aclgraph.cli.main") & (HEAVY | {"ray"})
+
+
+def test_what_a_worker_is_placed_with_does_not_load_the_torch_of_its_rank() -> None:
+    """A rank's environment must be there before torch is: Ray imports this module first."""
+    assert not imported_by("import dist_aclgraph.actors.rank_stages") & HEAVY
+
+
+def test_recording_operators_does_not_load_the_compiler() -> None:
+    """It would be the first thing that a rank does in its first capture."""
+    code = (
+        "import torch\n"
+        "from dist_aclgraph.graphs.digest import OperatorDigest\n"
+        "with OperatorDigest() as digest: torch.ones(2) + 1\n"
+        "assert digest.hexdigest() != OperatorDigest().hexdigest()"
+    )
+
+    assert "torch._dynamo" not in imported_by(code)
