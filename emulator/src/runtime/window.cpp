@@ -62,13 +62,7 @@ void poison(uintptr_t address, size_t bytes) {
   if (bytes > kPoisonWhole)
     return poison_ends(address, bytes, kPoisonEnd);
   auto *p = static_cast<char *>(accessible(at(address)));
-  // Best effort: filling small pages takes three times as long, and a matrix product that walks down
-  // a weight's columns meets another one with each row.
-  if (bytes >= kGranule)
-    madvise(p, bytes, MADV_HUGEPAGE);
   memset(p, 0xFF, bytes);
-  if (bytes >= kGranule)
-    madvise(p, bytes, MADV_NOHUGEPAGE);  // what is given back is written here and there, if at all
 }
 
 void poison_ends(uintptr_t address, size_t bytes, size_t end_bytes) {
