@@ -26,6 +26,8 @@ from dist_aclgraph.models.int8_weights import Matrix
 from dist_aclgraph.shapes.weight_files import tensor_files
 
 CPU = torch.device("cpu")
+PIECE_BYTES = 4 << 20  # less costs calls, more memory of the device, and caches of an emulated one
+SCALED = ("F8_E4M3", "I8")  # as safetensors names them
 
 
 class Checkpoint:
@@ -83,6 +85,42 @@ class Checkpoint:
         """
         return _padded(self._floats(name, shape, dim, start, stop, self.dtype), dim, stop - start)
 
+    def write_part(
+        self, out: Tensor, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int
+    ) -> None:
+        """Write ``[start, stop)`` of ``dim`` to ``out``, as ``read_part`` would return it.
+
+        It passes in pieces: beside ``out`` the device holds one of them.
+
+        Args:
+            out: on the device, of the part's shape and of any strides.
+
+        Raises:
+            MissingTensorError: as ``read``.
+        """
+        source = self._slice(name, shape)
+        if source.get_dtype() in SCALED:
+            out.copy_(self.read_part(name, shape, dim, start, stop).to(out.device))
+            return
+        first, last = (start, min(stop, shape[0])) if dim == 0 else (0, shape[0])
+        columns = slice(start, stop) if dim == 1 else slice(None)
+        there = out.narrow(dim, 0, max(0, min(stop, shape[dim]) - start))
+        step = max(1, PIECE_BYTES // max(1, there[:1].nbytes))
+        for row in range(first, last, step):
+            piece = source[row : min(row + step, last), columns].contiguous()
+            rows = there[row - first : row - first + step]
+            rows.copy_(piece.to(out.device).to(out.dtype))
+        if missing := out.shape[dim] - there.shape[dim]:
+            out.narrow(dim, there.shape[dim], missing).zero_()
+
+    def gives_int8(self, name: str, shape: tuple[int, int]) -> bool:
+        """Return whether ``read_matrix`` gives int8.
+
+        Raises:
+            MissingTensorError: as ``read``.
+        """
+        return self._quantises or self._slice(name, shape).get_dtype() == "I8"
+
     def read_matrix(
         self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int
     ) -> Matrix:
@@ -97,7 +135,7 @@ class Checkpoint:
             UnsupportedModelError: int8 with offsets.
         """
         is_int8 = self._slice(name, shape).get_dtype() == "I8"
-        if not is_int8 and not self._quantises:
+        if not self.gives_int8(name, shape):
             return Matrix(self.read_part(name, shape, dim, start, stop).t())
         if self.dtype == torch.float32:
             raise ConfigError(

@@ -34,6 +34,16 @@ class DummyCheckpoint:
         """Return ``[start, stop)`` of ``dim``."""
         return self.read(name, _cut(shape, dim, start, stop))
 
+    def write_part(
+        self, out: Tensor, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int
+    ) -> None:
+        """Make ``out`` zero."""
+        out.zero_()
+
+    def gives_int8(self, name: str, shape: tuple[int, int]) -> bool:
+        """Return whether ``read_matrix`` gives int8."""
+        return self._quantises
+
     def read_matrix(
         self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int
     ) -> Matrix:

@@ -10,8 +10,7 @@ from dist_aclgraph.layers.local_experts import LocalExperts
 from dist_aclgraph.layers.router import Router
 from dist_aclgraph.layers.shared_experts import SharedExperts
 from dist_aclgraph.layers.token_exchange import make_exchanges
-from dist_aclgraph.models.int8_weights import Matrix, beside
-from dist_aclgraph.models.loading import WeightSlices
+from dist_aclgraph.models.loading import MatrixPart, WeightSlices
 from dist_aclgraph.planning.exchange import experts_per_rank
 from dist_aclgraph.shapes.model_spec import ExpertSpec
 
@@ -37,11 +36,9 @@ def load_experts(
     share = slices.share(experts.width) if ep.size == 1 else (0, experts.width)
     sizes = hidden, experts.width, share
 
-    def name(index: int) -> str:
-        return f"{prefix}.experts.{first + index}"
-
-    gate_up = slices.expert_product(num_local, lambda i: _gate_up(slices, name(i), *sizes))
-    down = slices.expert_product(num_local, lambda i: _down(slices, name(i), *sizes))
+    names = [f"{prefix}.experts.{first + index}" for index in range(num_local)]
+    gate_up = slices.expert_product([_gate_up(slices, name, *sizes) for name in names])
+    down = slices.expert_product([_down(slices, name, *sizes) for name in names])
     local = LocalExperts(gate_up, down, first, experts.num_experts)
     return ExpertLayer(
         _load_router(slices, experts, hidden, f"{prefix}.gate"),
@@ -91,22 +88,19 @@ def _load_shared(
     width = experts.num_shared * experts.width
     sizes = hidden, width, slices.share(width)
     gate_up, down = _gate_up(slices, prefix, *sizes), _down(slices, prefix, *sizes)
-    return SharedExperts(slices.product([gate_up]), slices.product([down]), slices.experts.side)
+    return SharedExperts(slices.product(gate_up), slices.product(down), slices.experts.side)
 
 
 def _gate_up(
     slices: WeightSlices, prefix: str, hidden: int, width: int, share: tuple[int, int]
-) -> Matrix:
+) -> list[MatrixPart]:
     """Part of an MLP's inner width: [hidden, 2 * part]."""
-    gate, up = (
-        slices.matrix(f"{prefix}.{name}", (width, hidden), 0, *share)
-        for name in ("gate_proj", "up_proj")
-    )
-    return beside([gate, up], slices.checkpoint.dtype)
+    names = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
+    return [slices.matrix(name, (width, hidden), 0, *share) for name in names]
 
 
 def _down(
     slices: WeightSlices, prefix: str, hidden: int, width: int, share: tuple[int, int]
-) -> Matrix:
+) -> list[MatrixPart]:
     """Part of an MLP's inner width: [part, hidden]."""
-    return slices.matrix(f"{prefix}.down_proj", (hidden, width), 1, *share)
+    return [slices.matrix(f"{prefix}.down_proj", (hidden, width), 1, *share)]

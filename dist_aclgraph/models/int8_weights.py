@@ -6,7 +6,7 @@ of the same matrix however many they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -52,26 +52,3 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 def dequantise(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply a matrix, either way round, by the scales of its outputs."""
     return (weight.float() * scale).to(dtype)
-
-
-def beside(matrices: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
-    """Return one matrix with the outputs of all, as ``alike`` has them."""
-    weights, scales = of_one_kind(matrices, dtype)
-    # Rows of what is stored lie one behind another: they are moved as they are.
-    rows = torch.cat([weight.t() for weight in weights])
-    return Matrix(rows.t(), torch.cat(scales, 1) if scales else None)
-
-
-def of_one_kind(
-    matrices: Sequence[Matrix], dtype: torch.dtype
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return weights and scales for one operator: int8 if all are, else all floats, no scales.
-
-    What a checkpoint leaves in floats is meant to stay so, also beside matrices in int8.
-    """
-    scales = [matrix.scale for matrix in matrices if matrix.scale is not None]
-    if len(scales) == len(matrices):
-        return [matrix.weight for matrix in matrices], scales
-    return [
-        m.weight if m.scale is None else dequantise(m.weight, m.scale, dtype) for m in matrices
-    ], []

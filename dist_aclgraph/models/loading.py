@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from dist_aclgraph.layers.linear import Linear, Product, RowParallelLinear
 from dist_aclgraph.layers.local_experts import ExpertProduct, GroupedProduct
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.dummy_weights import DummyCheckpoint
-from dist_aclgraph.models.int8_weights import Matrix, beside, of_one_kind
+from dist_aclgraph.models.int8_weights import Matrix
 
 WeightSource = Checkpoint | DummyCheckpoint
 NotePlaced = Callable[[int], None]  # bytes of a weight that is on the device
@@ -23,6 +23,40 @@ NotePlaced = Callable[[int], None]  # bytes of a weight that is on the device
 
 def note_nothing(num_bytes: int) -> None:
     """Nobody watches."""
+
+
+@dataclass(frozen=True)
+class MatrixPart:
+    """``[start, stop)`` of ``dim`` of an [out, in] weight, which is still to be read.
+
+    Attributes:
+        shape: of the whole weight.
+        rearrange: moves outputs, [n, out] -> [n, out]; None where they stay as they are stored.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    dim: int
+    start: int
+    stop: int
+    rearrange: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def where(self) -> tuple[str, tuple[int, int], int, int, int]:
+        """What a checkpoint is asked for."""
+        return self.name, self.shape, self.dim, self.start, self.stop
+
+    @property
+    def num_inputs(self) -> int:
+        return self.shape[1] if self.dim == 0 else self.stop - self.start
+
+    @property
+    def num_outputs(self) -> int:
+        return self.shape[0] if self.dim == 1 else self.stop - self.start
+
+    def rearranged(self, rearrange: Callable[[Tensor], Tensor]) -> MatrixPart:
+        """Let ``rearrange`` move outputs: [n, out] -> [n, out]."""
+        return replace(self, rearrange=rearrange)
 
 
 @dataclass(frozen=True)
@@ -49,8 +83,9 @@ class WeightSlices:
         return self.checkpoint.read_part(name, shape, dim, start, stop)
 
     def columns(self, name: str, out: int, width: int, start: int, stop: int) -> Tensor:
-        """Output features [start, stop) of an [out, in] weight, transposed."""
-        return self.part(name, (out, width), 0, start, stop).t()
+        """Output features [start, stop) of an [out, in] weight in floats, transposed."""
+        columns = MatrixPart(name, (out, width), 0, start, stop)
+        return self._read([columns], self.checkpoint.dtype)[0]
 
     def place(self, weight: Tensor) -> Tensor:
         """Return a weight as it stays: on the device, its elements in order."""
@@ -66,48 +101,66 @@ class WeightSlices:
         part = -(-width // self.group.size)
         return self.group.rank * part, (self.group.rank + 1) * part
 
-    def matrix(self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int) -> Matrix:
-        """Return ``[start, stop)`` of ``dim`` of an [out, in] weight, transposed.
+    def matrix(
+        self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int
+    ) -> MatrixPart:
+        """Name ``[start, stop)`` of ``dim`` of an [out, in] weight, for a product."""
+        return MatrixPart(f"{name}.weight", shape, dim, start, stop)
 
-        In int8, where the checkpoint or the configuration wants it.
-        """
-        return self.checkpoint.read_matrix(f"{name}.weight", shape, dim, start, stop)
-
-    def product(self, matrices: Sequence[Matrix], bias: Tensor | None = None) -> Product:
-        """Return one product for several, side by side."""
-        matrix = beside(matrices, self.checkpoint.dtype)
-        weight = self.place(matrix.weight)
-        if matrix.scale is None:
+    def product(self, parts: Sequence[MatrixPart], bias: Tensor | None = None) -> Product:
+        """Return one product for several matrices, side by side."""
+        weight, scales = self._read(parts, self._dtype_of(parts))
+        weight = self.place(weight)
+        if not scales:
             return Linear(weight, bias)
-        return Int8Linear(weight, self.place(matrix.scale.flatten()), bias)
+        return Int8Linear(weight, self.place(torch.cat(scales, 1).flatten()), bias)
 
-    def expert_product(self, count: int, read: Callable[[int], Matrix]) -> ExpertProduct:
-        """Return one product of ``count`` experts, with a matrix for each.
-
-        Args:
-            read: an expert's matrix; called for one after the other, so that the device holds what
-                an expert was cut out of for a moment only.
-        """
-        dtype, first = self.checkpoint.dtype, read(0)
-        shape, device = (count, *first.weight.shape), first.weight.device
-        stack = torch.empty(shape, dtype=first.weight.dtype, device=device)
-        scales: list[Tensor] = []
-        for index, row in enumerate(stack):
-            matrix = read(index) if index else first
-            if (matrix.scale is None) != (first.scale is None):
-                return self._mixed_experts([read(i) for i in range(count)])
-            row.copy_(matrix.weight)
-            scales += [] if matrix.scale is None else [matrix.scale]
-        weight = self.place(stack)
+    def expert_product(self, experts: Sequence[Sequence[MatrixPart]]) -> ExpertProduct:
+        """Return one product of experts, each with its matrices side by side."""
+        dtype = self._dtype_of(part for parts in experts for part in parts)
+        stack = torch.empty((len(experts), *_sizes(experts[0])), dtype=dtype, device=self.device)
+        filled = [self._fill(row, parts) for row, parts in zip(stack, experts, strict=True)]
+        weight, scales = self.place(stack), [scale for scales in filled for scale in scales]
         if not scales:
             return GroupedProduct(weight)
-        scale = torch.cat(scales).to(dtype if dtype == torch.bfloat16 else torch.float32)
-        return Int8GroupedProduct(weight, self.place(scale))
+        wanted = self.checkpoint.dtype
+        scale = torch.cat(scales, 1).to(wanted if wanted == torch.bfloat16 else torch.float32)
+        return Int8GroupedProduct(weight, self.place(scale.view(len(experts), -1)))
 
-    def _mixed_experts(self, matrices: Sequence[Matrix]) -> ExpertProduct:
-        """Return the product of experts that a checkpoint has in int8 and in floats."""
-        weights, _ = of_one_kind(matrices, self.checkpoint.dtype)
-        return GroupedProduct(self.place(torch.stack(weights)))
+    def _dtype_of(self, parts: Iterable[MatrixPart]) -> torch.dtype:
+        """Return what one operator has its matrices in: int8 if all are, else floats.
+
+        What a checkpoint leaves in floats is meant to stay so, also beside matrices in int8.
+        """
+        are_int8 = all(self.checkpoint.gives_int8(part.name, part.shape) for part in parts)
+        return torch.int8 if are_int8 else self.checkpoint.dtype
+
+    def _read(self, parts: Sequence[MatrixPart], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+        """Return matrices side by side, [in, outputs of all], and the scales of those in int8."""
+        weight = torch.empty(_sizes(parts), dtype=dtype, device=self.device)
+        return weight, self._fill(weight, parts)
+
+    def _fill(self, weight: Tensor, parts: Sequence[MatrixPart]) -> list[Tensor]:
+        """Read matrices into ``weight``, one after another: each goes to its columns at once.
+
+        Returns:
+            Their scales, [1, out] each, where the weight is int8.
+        """
+        scales, widths = [], [part.num_outputs for part in parts]
+        for part, columns in zip(parts, torch.split(weight, widths, 1), strict=True):
+            if weight.dtype == torch.int8:
+                matrix = self.checkpoint.read_matrix(*part.where)
+            elif part.rearrange is not None:
+                matrix = Matrix(self.checkpoint.read_part(*part.where).t())
+            else:
+                self.checkpoint.write_part(columns.t(), *part.where)
+                continue
+            if part.rearrange is not None:
+                matrix = matrix.rearranged(part.rearrange)
+            columns.copy_(matrix.weight.to(self.device))
+            if matrix.scale is not None:
+                scales.append(matrix.scale.to(self.device))
+        return scales
 
     def fused(self, parts: list[tuple[str, int, int, int]], width: int, has_bias: bool) -> Product:
         """One product for several: of each (name, out features, start, stop), side by side.
@@ -131,3 +184,8 @@ class WeightSlices:
         if self.group.size == 1:
             return RowParallelLinear(self.product([matrix], bias), None, self.group)
         return RowParallelLinear(self.product([matrix]), bias, self.group)
+
+
+def _sizes(parts: Sequence[MatrixPart]) -> tuple[int, int]:
+    """Return inputs and outputs of matrices side by side."""
+    return parts[0].num_inputs, sum(part.num_outputs for part in parts)

@@ -16,8 +16,7 @@ from dist_aclgraph.layers.latent_attention import NORM_EPS, LatentAttention, Lat
 from dist_aclgraph.layers.linear import Product, RowParallelLinear
 from dist_aclgraph.layers.rotary import RotaryTables, score_factor
 from dist_aclgraph.models.attention_kind import Rope
-from dist_aclgraph.models.int8_weights import Matrix
-from dist_aclgraph.models.loading import WeightSlices
+from dist_aclgraph.models.loading import MatrixPart, WeightSlices
 from dist_aclgraph.shapes.heads import heads_per_rank
 from dist_aclgraph.shapes.model_spec import LatentSpec, ModelSpec
 
@@ -134,7 +133,7 @@ class MultiHeadLatent:
             sizes=sizes,
         )
 
-    def _queries(self, slices: WeightSlices, name: str, width: int) -> Matrix:
+    def _queries(self, slices: WeightSlices, name: str, width: int) -> MatrixPart:
         """[width, heads * 192] of this rank's heads."""
         d = self._sizes.plain_dim + self._sizes.rope_dim
         out, first, last = self._spec.num_heads * d, self._heads.start * d, self._heads.stop * d

@@ -1,7 +1,8 @@
 """Reading a checkpoint into the page cache ahead of the ranks that copy out of it.
 
-What is computed of a slice and what the disk brings meanwhile lie side by side then. Each rank of a
-node asks for a part of its own of every file, so that together they ask for each byte once.
+What is computed of a slice and what the disk brings meanwhile lie side by side then. Ranks of a
+node take turns: together they ask for each byte once, and from the first to the last, since all of
+them need slices of the same tensors at about the same time.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 CHUNK_BYTES = 16 << 20
@@ -30,13 +32,18 @@ class Neighbour:
 ALONE = Neighbour()
 
 
-def part(size: int, rank: Neighbour) -> tuple[int, int]:
-    """Return where a rank's part of ``size`` bytes begins and ends."""
-    return size * rank.index // rank.count, size * (rank.index + 1) // rank.count
+def turns(sizes: Sequence[int], rank: Neighbour) -> Iterator[tuple[int, int, int]]:
+    """Yield a rank's chunks of files of ``sizes`` bytes: index of the file, first byte, bytes."""
+    chunks = (
+        (index, begin, min(CHUNK_BYTES, size - begin))
+        for index, size in enumerate(sizes)
+        for begin in range(0, size, CHUNK_BYTES)
+    )
+    return islice(chunks, rank.index, None, rank.count)
 
 
 def read_ahead(files: Sequence[Path], rank: Neighbour) -> threading.Thread | None:
-    """Have the system read this rank's part of the files, in their order, while this process works.
+    """Have the system read this rank's chunks of the files while this process works.
 
     Returns:
         The thread that asks; None where the files do not fit into memory: there the system's own
@@ -55,12 +62,9 @@ def read_ahead(files: Sequence[Path], rank: Neighbour) -> threading.Thread | Non
 
 def _ask(files: Sequence[Path], sizes: Sequence[int], rank: Neighbour) -> None:
     try:
-        for file, size in zip(files, sizes, strict=True):
-            begin, end = part(size, rank)
-            with file.open("rb") as opened:
-                for at in range(begin, end, CHUNK_BYTES):
-                    count = min(CHUNK_BYTES, end - at)
-                    os.posix_fadvise(opened.fileno(), at, count, os.POSIX_FADV_WILLNEED)
+        for index, begin, count in turns(sizes, rank):
+            with files[index].open("rb") as opened:
+                os.posix_fadvise(opened.fileno(), begin, count, os.POSIX_FADV_WILLNEED)
     except OSError as e:
         logger.debug("reading ahead ended: %s", e)
 

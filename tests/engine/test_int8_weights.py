@@ -175,7 +175,8 @@ def test_products_of_experts_are_within_their_bounds(
     weights, x = torch.randn(len(counts), *SHAPE), torch.randn(9, IN).to(dtype)
     directory = write(tmp_path, {f"{e}.weight": w for e, w in enumerate(weights)})
     slices = make_slices(npu, Checkpoint(directory, dtype, quantises=True))
-    product = slices.expert_product(len(counts), lambda e: slices.matrix(str(e), SHAPE, 0, 0, OUT))
+    experts = [[slices.matrix(str(e), SHAPE, 0, 0, OUT)] for e in range(len(counts))]
+    product = slices.expert_product(experts)
     assert isinstance(product, Int8GroupedProduct)
 
     y = product(x.to(npu.device), torch.tensor(counts).to(npu.device)).cpu().float()
@@ -309,7 +310,7 @@ def test_experts_are_on_the_device_once_while_they_are_loaded(
     torch.npu.reset_peak_memory_stats()
 
     product: Any = slices.expert_product(
-        count, lambda e: slices.matrix(str(e), shape, 0, 0, shape[0])
+        [[slices.matrix(str(e), shape, 0, 0, shape[0])] for e in range(count)]
     )
 
     held = torch.npu.memory_allocated() - before
@@ -326,7 +327,9 @@ def test_experts_of_which_some_are_floats_are_all_floats(npu: Any, tmp_path: Pat
     directory = write(tmp_path, int8_tensors(first, "0") | {"1.weight": second})
     slices = make_slices(npu, Checkpoint(directory, torch.bfloat16, device=npu.device))
 
-    product: Any = slices.expert_product(2, lambda e: slices.matrix(str(e), SHAPE, 0, 0, OUT))
+    product: Any = slices.expert_product(
+        [[slices.matrix(str(e), SHAPE, 0, 0, OUT)] for e in range(2)]
+    )
 
     assert not isinstance(product, Int8GroupedProduct)
     assert torch.equal(product.weight[1].cpu(), second.t().bfloat16())

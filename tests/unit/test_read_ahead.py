@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -10,23 +10,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_aclgraph.models import read_ahead as module
-from dist_aclgraph.models.read_ahead import CHUNK_BYTES, Neighbour, part, read_ahead
+from dist_aclgraph.models.read_ahead import CHUNK_BYTES, Neighbour, read_ahead, turns
 
 
-@given(st.integers(0, 1 << 40), st.integers(1, 64))
-def test_ranks_of_a_node_ask_for_each_byte_once(size: int, count: int) -> None:
-    parts = [part(size, Neighbour(index, count)) for index in range(count)]
+@given(
+    st.lists(st.integers(0, 5 * CHUNK_BYTES), max_size=4),
+    st.integers(1, 7),
+)
+def test_ranks_of_a_node_ask_for_each_byte_once_and_in_order(sizes: list[int], count: int) -> None:
+    asked = [list(turns(sizes, Neighbour(index, count))) for index in range(count)]
 
-    assert parts[0][0] == 0
-    assert parts[-1][1] == size
-    assert all(end == begin for (_, end), (begin, _) in pairwise(parts))
+    at = [(index, 0) for index, size in enumerate(sizes) if size]
+    for turn in zip_longest(*asked):
+        for index, begin, num_bytes in filter(None, turn):
+            assert at[0] == (index, begin)
+            end = begin + num_bytes
+            at[:1] = [(index, end)] if end < sizes[index] else []
+    assert not at
 
 
-def test_a_rank_asks_for_its_part_of_every_file(
+def test_a_rank_asks_for_every_chunk_that_is_its_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files, asked = [tmp_path / "a", tmp_path / "b"], []
-    for file, size in zip(files, (3 * CHUNK_BYTES, 10), strict=True):
+    for file, size in zip(files, (2 * CHUNK_BYTES + 7, 10), strict=True):
         with file.open("wb") as opened:
             opened.truncate(size)
     monkeypatch.setattr("os.posix_fadvise", lambda fd, at, count, why: asked.append((at, count)))
@@ -35,8 +42,7 @@ def test_a_rank_asks_for_its_part_of_every_file(
     assert thread is not None
     thread.join()
 
-    half = 3 * CHUNK_BYTES // 2
-    assert asked == [(half, CHUNK_BYTES), (half + CHUNK_BYTES, half - CHUNK_BYTES), (5, 5)]
+    assert asked == [(CHUNK_BYTES, CHUNK_BYTES), (0, 10)]
 
 
 def test_what_memory_does_not_hold_is_left_to_the_system(

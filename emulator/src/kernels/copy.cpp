@@ -1,5 +1,6 @@
 // Strided copies, and rows chosen by an index.
 #include "kernels/kernels.h"
+#include "kernels/transpose.h"
 
 #include <algorithm>
 #include <cstring>
@@ -23,29 +24,98 @@ void StridedCopy::merge_dimensions() {
   rank = kept;
 }
 
-// Elements from one stride to another, in two dimensions. What lies side by side in the source is
-// often written far apart: by tiles, and through a small one of our own, because lines that are a
-// power of two apart push each other out of the cache.
-template <class T>
-static void copy_plane(const StridedCopy &c, int outer, char *to, const char *from) {
+// Two dimensions of a copy; strides in elements.
+template <class T> struct Plane {
+  T *to;
+  const T *from;
+  int64_t rows, columns, to_row, to_column, from_row, from_column;
+
+  // From row `i` and column `j` on.
+  Plane part(int64_t i, int64_t j, int64_t height, int64_t width) const {
+    Plane p = *this;
+    p.to += i * to_row + j * to_column;
+    p.from += i * from_row + j * from_column;
+    p.rows = height;
+    p.columns = width;
+    return p;
+  }
+  Plane turned() const {
+    return {to, from, columns, rows, to_column, to_row, from_column, from_row};
+  }
+};
+
+// What lies side by side in the source is often written far apart: by tiles, and through a small
+// one of our own, since lines that are a power of two apart push each other out of the cache.
+template <class T> static void copy_tiles(const Plane<T> &p) {
   constexpr int64_t kRows = 256, kColumns = 32;  // long where lines are read one after another
-  const int inner = c.rank - 1;
-  const int64_t rows = outer < inner ? c.size[outer] : 1, columns = c.size[inner];
-  const int64_t to_row = c.to_stride[outer], to_column = c.to_stride[inner];
-  const int64_t from_row = c.from_stride[outer], from_column = c.from_stride[inner];
   T tile[kColumns][kRows];
-  for (int64_t i = 0; i < rows; i += kRows)
-    for (int64_t j = 0; j < columns; j += kColumns) {
-      const int64_t height = std::min(kRows, rows - i), width = std::min(kColumns, columns - j);
-      auto *f = reinterpret_cast<const T *>(from) + i * from_row + j * from_column;
+  for (int64_t i = 0; i < p.rows; i += kRows)
+    for (int64_t j = 0; j < p.columns; j += kColumns) {
+      const int64_t height = std::min(kRows, p.rows - i), width = std::min(kColumns, p.columns - j);
+      const T *f = p.from + i * p.from_row + j * p.from_column;
       for (int64_t column = 0; column < width; column++)
         for (int64_t row = 0; row < height; row++)
-          tile[column][row] = f[row * from_row + column * from_column];
-      auto *t = reinterpret_cast<T *>(to) + i * to_row + j * to_column;
+          tile[column][row] = f[row * p.from_row + column * p.from_column];
+      T *t = p.to + i * p.to_row + j * p.to_column;
       for (int64_t row = 0; row < height; row++)
         for (int64_t column = 0; column < width; column++)
-          t[row * to_row + column * to_column] = tile[column][row];
+          t[row * p.to_row + column * p.to_column] = tile[column][row];
     }
+}
+
+// Squares of a plane whose rows lie in one piece where they are written, and its columns where they
+// are read.
+template <class T, bool kPastCaches>
+static void copy_squares(const Plane<T> &p, int64_t rows, int64_t columns) {
+  constexpr int64_t side = kLineBytes / sizeof(T);
+  Line lines[side];
+  for (int64_t j = 0; j < columns; j += side)
+    for (int64_t i = 0; i < rows; i += side) {
+      const Plane<T> square = p.part(i, j, side, side);
+      for (int64_t k = 0; k < side; k++)
+        memcpy(&lines[k], square.from + k * p.from_column, kLineBytes);
+      transpose<sizeof(T)>(lines);
+      for (int64_t k = 0; k < side; k++)
+        if constexpr (kPastCaches)
+          store_past_caches(square.to + k * p.to_row, lines[k]);
+        else
+          memcpy(square.to + k * p.to_row, &lines[k], kLineBytes);
+    }
+  if constexpr (kPastCaches)
+    finish_stores();
+}
+
+template <class T> static void copy_transposed(const Plane<T> &p) {
+  constexpr int64_t side = kLineBytes / sizeof(T);
+  constexpr int64_t large = 1 << 20;  // bytes that nobody expects to find in a cache
+  const int64_t rows = p.rows / side * side, columns = p.columns / side * side;
+  const bool begin_lines =
+      reinterpret_cast<uintptr_t>(p.to) % kLineBytes == 0 && p.to_row % side == 0;
+  if (begin_lines && rows * columns * int64_t{sizeof(T)} >= large)
+    copy_squares<T, true>(p, rows, columns);
+  else
+    copy_squares<T, false>(p, rows, columns);
+  copy_tiles(p.part(0, columns, rows, p.columns - columns));
+  copy_tiles(p.part(rows, 0, p.rows - rows, p.columns));
+}
+
+template <class T>
+static void copy_plane(const StridedCopy &c, int outer, char *to, const char *from) {
+  const int inner = c.rank - 1;
+  const Plane<T> p{reinterpret_cast<T *>(to),
+                   reinterpret_cast<const T *>(from),
+                   outer < inner ? c.size[outer] : 1,
+                   c.size[inner],
+                   c.to_stride[outer],
+                   c.to_stride[inner],
+                   c.from_stride[outer],
+                   c.from_stride[inner]};
+  if (p.from_row == 1 && p.to_column == 1)
+    copy_transposed(p);
+  else if (p.from_column == 1 && p.to_row == 1)
+    copy_transposed(p.turned());
+  else
+    copy_tiles(p);
 }
 
 // Whether elements that follow each other do so on both sides.

@@ -51,8 +51,11 @@ static void clear(char *p, size_t bytes) {
   constexpr uintptr_t page = 2u << 20;
   auto begin = reinterpret_cast<uintptr_t>(p), end = begin + bytes;
   uintptr_t first = (begin + page - 1) / page * page, last = end / page * page;
-  if (bytes < 8 * page ||
-      madvise(reinterpret_cast<void *>(first), last - first, MADV_REMOVE) != 0) {
+  auto gives_back = [&](int advice) {
+    return madvise(reinterpret_cast<void *>(first), last - first, advice) == 0;
+  };
+  // The second is for memory of no file, which refuses the first; a file would keep what it holds.
+  if (bytes < 8 * page || !(gives_back(MADV_REMOVE) || gives_back(MADV_DONTNEED))) {
     memset(p, 0, bytes);
     return;
   }

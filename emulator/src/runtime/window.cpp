@@ -32,6 +32,12 @@ int new_memory_file(size_t bytes) {
   return file;
 }
 
+bool map_new_window(uintptr_t address, size_t bytes) {
+  constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE;
+  return mmap(at(address), bytes, PROT_NONE, flags, -1, 0) != MAP_FAILED &&
+         mmap(accessible(at(address)), bytes, PROT_READ | PROT_WRITE, flags, -1, 0) != MAP_FAILED;
+}
+
 bool map_window(uintptr_t address, size_t bytes, int file, size_t offset) {
   constexpr int flags = MAP_SHARED | MAP_FIXED | MAP_NORESERVE;
   return mmap(at(address), bytes, PROT_NONE, flags, file, offset) != MAP_FAILED &&
@@ -50,22 +56,12 @@ void unmap_window(uintptr_t address, size_t bytes) {
   munmap(accessible(at(address)), bytes);
 }
 
-// Best effort: a matrix product that walks down a weight's columns meets a new page with each row.
-static void use_huge_pages(char *p, size_t bytes) {
-#ifndef MADV_COLLAPSE
-  constexpr int MADV_COLLAPSE = 25;  // Linux 6.1; older kernels refuse, which does no harm
-#endif
-  if (bytes >= kGranule)
-    madvise(p, bytes, MADV_COLLAPSE);
-}
-
 void poison(uintptr_t address, size_t bytes) {
   if (!settings().compute)
     return;  // nothing computes, so that zeros must do as valid indices
   if (bytes > kPoisonWhole)
     return poison_ends(address, bytes, kPoisonEnd);
   auto *p = static_cast<char *>(accessible(at(address)));
-  use_huge_pages(p, bytes);  // while there are no small ones, which would have to be copied
   memset(p, 0xFF, bytes);
 }
 

@@ -1,5 +1,5 @@
-// The device window: the same pages twice, inaccessible at the address that the program sees and
-// accessible at the alias that the kernels use. Fresh memory is poisoned with 0xFF (NaN, -1), so
+// The device window: memory that is inaccessible at the address that the program sees and accessible
+// at the alias that the kernels use. Fresh memory is poisoned with 0xFF (NaN, -1), so
 // that a read before the first write shows.
 #pragma once
 
@@ -11,6 +11,8 @@ namespace emu {
 uintptr_t reserve_window(size_t bytes);  // an address range of its own, never used twice
 int new_memory_file(size_t bytes);       // -1 if there is none
 
+// Maps `bytes` of new memory that is nowhere else. False if the kernel refuses.
+bool map_new_window(uintptr_t address, size_t bytes);
 // Maps `bytes` of `file` at `address` and its alias. False if the kernel refuses.
 bool map_window(uintptr_t address, size_t bytes, int file, size_t offset);
 void hide_window(uintptr_t address, size_t bytes);   // keeps the range reserved
