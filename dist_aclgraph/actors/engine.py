@@ -138,6 +138,7 @@ class Engine:
             clients,
             step_timeout_s=timeouts.step_s,
             turn_timeout_s=timeouts.link_s,
+            steps_in_flight=config.scheduler.steps_in_flight,
             changes=GraphChanges(
                 dispatcher,
                 GraphTransaction(ranks, timeouts.negotiate_s, timeouts.capture_s),
