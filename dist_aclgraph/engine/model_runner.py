@@ -490,9 +490,9 @@ class ModelRunner:
     def _run_whole(self, graph: BatchDescriptor, tasks: TaskRecorder | None) -> None:
         """The step of a full graph on padding, from the static inputs to the static outputs."""
         inputs, buffers = self._buffers.inputs(graph), self._buffers
-        metadata = self._attention.of_graph(graph, inputs, self._lens_of_padding(graph), tasks)
         if self._drafts is not None and self._steps_in_flight > 1:
             self._drafts.move(inputs)
+        metadata = self._attention.of_graph(graph, inputs, self._lens_of_padding(graph), tasks)
         if self._drafts is not None or self._steps_in_flight > 1:
             inputs.token_ids.copy_(fill_in(self._latest, inputs.token_ids))
         hidden = self._model.forward(
