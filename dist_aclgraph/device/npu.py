@@ -297,10 +297,11 @@ class UpdateWait:
         return emulator.counters()["external_wait_ns"]
 
 
-class CollectiveCount:
-    """Collectives of a step, and the bytes that they bring from other ranks.
+class DeviceCounts:
+    """What the emulator counts of a step; hardware does not tell.
 
-    The emulator counts them; hardware does not tell.
+    Collectives, and the bytes that they bring from other ranks; with modelled time, for how long
+    the device was busy, and idle by what it waited for.
     """
 
     def __init__(self, is_counted: bool) -> None:
@@ -322,8 +323,11 @@ class CollectiveCount:
 
     @staticmethod
     def _read() -> dict[str, int]:
-        counters = emulator.counters()
-        return {name: counters[name] for name in ("collectives", "collective_bytes")}
+        return {
+            name: value
+            for name, value in emulator.counters().items()
+            if name in ("collectives", "collective_bytes") or name.startswith("modelled_")
+        }
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.context.place import ContextPlace
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.device.npu import (
-    CollectiveCount,
+    DeviceCounts,
     Npu,
     PoolMemory,
     Stopwatch,
@@ -173,7 +173,7 @@ class ModelRunner:
         self._spare_row = max_rows
         self._graphs = GraphStore(npu)
         self._watch = Stopwatch(config.profile)
-        self._collectives = CollectiveCount(config.profile and npu.kind == "emulated")
+        self._counts = DeviceCounts(config.profile and npu.kind == "emulated")
         self._replays = Replays(
             self._buffers.addresses,
             max_len,
@@ -276,7 +276,7 @@ class ModelRunner:
         """
         watch = self._watch
         if not self._flights:
-            self._collectives.skip()
+            self._counts.skip()
         watch.start()
         self._replays.forget()
         batch = plan.batches[dp_rank]
@@ -345,7 +345,7 @@ class ModelRunner:
             num_unplaced=self._num_unplaced - num_unplaced,
             timings_us=flight.stages,
             overlapped_us=self._watch.take_overlapped(),
-            counted=self._collectives.take(),
+            counted=self._counts.take(),
         )
         if not self._owns_output:
             return result
