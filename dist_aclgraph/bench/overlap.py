@@ -10,8 +10,8 @@ of an NPU.
 from __future__ import annotations
 
 import json
-import os
 import math
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
