@@ -14,7 +14,7 @@ export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help run test test-all test-cluster lint demo-model bench-decode bench-tp8 bench-moe bench-context bench-load \
-	bench-start setup setup-bench setup-dev emulator python
+	bench-overlap bench-start setup setup-bench setup-dev emulator python
 
 help: ## Show the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -64,6 +64,9 @@ bench-context: setup-bench emulator ## Contexts over eight ranks: caches in shar
 
 bench-start: setup-bench emulator ## Groups that start side by side, against one alone
 	$(BIN)/python -m dist_aclgraph.bench.start
+
+bench-overlap: setup-bench emulator ## What a modelled device waits for, with one and two steps in flight
+	$(BIN)/python -m dist_aclgraph.bench.overlap
 
 bench-load: setup-bench emulator ## Loading 4 GiB of weights on four ranks, against reading them once
 	$(BIN)/python -m dist_aclgraph.bench.load

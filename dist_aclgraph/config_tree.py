@@ -216,6 +216,13 @@ class SchedulerConfig(Section):
         description="tokens of one prompt in a step, as long as other requests want to run; null "
         "is a quarter of max_num_batched_tokens",
     )
+    steps_in_flight: int = Field(
+        2,
+        ge=1,
+        le=2,
+        description="steps that are decided before the first of them has run: with 2, the next one "
+        "is queued on the device while one runs; with 1, the device waits for the host",
+    )
     max_waiting: int = Field(1024, ge=1, description="requests that may wait; more are refused")
     prefix_cache: bool = Field(True, description="reuse blocks of equal prompt beginnings")
 

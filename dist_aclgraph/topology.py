@@ -16,6 +16,7 @@ from dist_aclgraph.errors import ConfigError
 
 GroupKind = Literal["tp", "dp", "pcp", "dcp", "ep"]
 ExchangeKind = Literal["all_gather", "all_to_all", "mc2"]  # how tokens travel to their experts
+MAY_LOSE_TOKENS = frozenset[ExchangeKind | None](["all_to_all"])  # has room for usual routing only
 GROUP_KINDS: tuple[GroupKind, ...] = ("tp", "dp", "pcp", "dcp", "ep")
 
 # Messages that people read name world ranks; within a lockstep group, ranks count from 0.

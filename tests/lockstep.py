@@ -6,7 +6,7 @@ same phases; placement, channels and clients are not there, which other tests ho
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -79,6 +79,7 @@ class Lockstep:
         if is_eager:
             plan = msgspec.structs.replace(plan, mode="NONE", families=())
         self._answers: dict[str, Answer] = {}
+        self._in_flight = 0
         self.scheduler = Scheduler(
             config.scheduler,
             [
@@ -119,12 +120,28 @@ class Lockstep:
             self._answers[delta.request_id].take(delta)
         return done
 
+    def turn(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Decide a step where one may be, and take in the oldest, as an engine does.
+
+        Args:
+            meanwhile: called while steps are in flight.
+        """
+        plan = self.schedule()
+        if plan is not None:
+            self._in_flight += 1
+            results = self.ranks.launch(plan)
+        else:
+            results = self.ranks.pause() if self._in_flight else []
+        meanwhile()
+        if results:
+            self._in_flight -= 1
+            for delta in self.scheduler.update(results):
+                self._answers[delta.request_id].take(delta)
+
     def finish(self) -> None:
         """Run steps until nobody waits for any."""
         while self.scheduler.has_work:
-            plan = self.schedule()
-            assert plan is not None
-            self.run(plan)
+            self.turn()
 
     def generate(
         self, prompts: Sequence[list[int]], params: SamplingParams, prefix: str = "r"

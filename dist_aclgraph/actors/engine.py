@@ -164,6 +164,7 @@ class Engine:
             step_timeout_s=timeouts.step_s,
             turn_timeout_s=timeouts.link_s,
             is_held=self._lease.is_held,
+            steps_in_flight=config.scheduler.steps_in_flight,
             changes=GraphChanges(
                 dispatcher,
                 GraphTransaction(ranks, timeouts.negotiate_s, timeouts.capture_s),

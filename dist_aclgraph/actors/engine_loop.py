@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +35,7 @@ from dist_aclgraph.scheduler.outputs import StepOutputs
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.steps.delta import last_words
-from dist_aclgraph.steps.step import StepPlan, StepResult
+from dist_aclgraph.steps.step import Pause, StepPlan, StepResult
 
 STOPPING = "the deployment is stopping"
 IDLE_S = 0.1  # without work, between two looks around
@@ -55,12 +55,23 @@ class _Mean:
         self.value += (value - self.value) / self.count
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """A step in flight, how long it took to decide and to send, and when it was sent."""
+
+    plan: StepPlan
+    schedule_s: float
+    send_s: float
+    at_s: float
+
+
 class EngineLoop:
     """State of a serving lockstep group.
 
     Args:
         changes: what becomes of the group's graphs while it serves.
         report: what is known of the ranks; part of every report.
+        steps_in_flight: how many are sent before the first of them is answered.
         step_timeout_s: a step that takes longer ends the epoch.
         turn_timeout_s: host work that takes longer between two waits is stuck. Waits have limits of
             their own.
@@ -77,6 +88,7 @@ class EngineLoop:
         step_timeout_s: float,
         turn_timeout_s: float,
         is_held: Callable[[], bool],
+        steps_in_flight: int,
         changes: GraphChanges,
         report: Callable[[], dict[str, Any]],
     ) -> None:
@@ -86,6 +98,9 @@ class EngineLoop:
         self._step_timeout_s = step_timeout_s
         self._turn_timeout_s = turn_timeout_s
         self.is_held = is_held
+        self._steps_in_flight = steps_in_flight
+        self._flying: deque[_Sent] = deque()
+        self._received_s = 0.0  # when the last result came
         self._changes = changes
         self._report = report
         self._recipients = Recipients()
@@ -187,34 +202,47 @@ class EngineLoop:
             self._links.close()
 
     def _turn(self, outputs: StepOutputs) -> StepOutputs:
-        """Run one step, and hand out the outputs of the one before meanwhile."""
+        """Decide one step, hand out the outputs of an earlier one, and return those of the next."""
         self._take(0)
-        if self._changes.is_due(not self._scheduler.has_work, not self._scheduler.waiting):
+        is_due = self._changes.is_due(not self._scheduler.has_work, not self._scheduler.waiting)
+        if is_due and not self._flying:
             self._deliver(outputs)  # nobody waits for a capture with a token that is there
             outputs = StepOutputs()
             self._changes.advance()
         start_s = time.perf_counter()
-        plan = self._scheduler.schedule()
-        if plan is None:
-            self._deliver(outputs)
+        plan = None if is_due and self._flying else self._scheduler.schedule()
+        scheduled_s = time.perf_counter()
+        if plan is not None:
+            self._channel.send(plan)
+            sent_s = time.perf_counter()
+            self._flying.append(_Sent(plan, scheduled_s - start_s, sent_s - scheduled_s, sent_s))
+        elif self._flying:
+            self._channel.send(Pause(self._scheduler.epoch))
+        self._deliver(outputs)
+        if not self._flying:
             self._take(IDLE_S)
             return StepOutputs()
-        scheduled_s = time.perf_counter()
-        self._channel.send(plan)
-        sent_s = time.perf_counter()
-        self._deliver(outputs)
+        if plan is not None and len(self._flying) < self._steps_in_flight:
+            return StepOutputs()
+        return self._land()
+
+    def _land(self) -> StepOutputs:
+        """Wait for the oldest step in flight; return what it has brought."""
+        sent = self._flying.popleft()
+        plan = sent.plan
         results = self._channel.receive(plan, self._step_timeout_s, self.check)
         received_s = time.perf_counter()
         outputs = self._scheduler.update(results)
         done_s = time.perf_counter()
+        took_s = received_s - max(sent.at_s, self._received_s)
+        self._received_s = received_s
         self._num_steps += 1
         if plan.graph is not None:
-            self._step_times[plan.graph].add(received_s - sent_s)
+            self._step_times[plan.graph].add(took_s)
         self._num_tokens["generation"] += outputs.num_tokens
         first = next(result for result in results if result.rank == 0)
         if first.timings_us:
-            self._book(plan, first, scheduled_s - start_s, sent_s - scheduled_s,
-                       received_s - sent_s, done_s - received_s)  # fmt: skip
+            self._book(sent, first, took_s, done_s - received_s)
         return outputs
 
     def check(self) -> None:
@@ -229,21 +257,15 @@ class EngineLoop:
         if self._stopping:
             raise EngineDeadError(STOPPING)
 
-    def _book(
-        self,
-        plan: StepPlan,
-        result: StepResult,
-        schedule_s: float,
-        send_s: float,
-        wait_s: float,
-        update_s: float,
-    ) -> None:
+    def _book(self, sent: _Sent, result: StepResult, took_s: float, update_s: float) -> None:
         """Add one step's host times, in microseconds, and what was counted, split by mode."""
-        mode = "eager" if plan.graph is None else plan.graph.mode.lower()
+        graph = sent.plan.graph
+        mode = "eager" if graph is None else graph.mode.lower()
         worker_us = sum(result.timings_us.values())
         stages = {
-            "schedule": schedule_s * 1e6,
-            "message": send_s * 1e6 + wait_s * 1e6 - worker_us,
+            "schedule": sent.schedule_s * 1e6,
+            # Workers begin a step before the one before is answered.
+            "message": max(0.0, (sent.send_s + took_s) * 1e6 - worker_us),
             "result": update_s * 1e6,
             **result.timings_us,
             **result.overlapped_us,

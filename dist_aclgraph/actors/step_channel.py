@@ -20,6 +20,7 @@ from dist_aclgraph.errors import NotAMessageError, WorkerLostError, WorkerStartT
 from dist_aclgraph.planning.commands import GraphAnswer, GraphCommand
 from dist_aclgraph.steps.step import (
     FromWorker,
+    Pause,
     Shutdown,
     StepPlan,
     StepResult,
@@ -128,14 +129,13 @@ class StepSender:
         deadline = Deadline(timeout_s)
         while len(results) < self._num_workers:
             result = self._next(f"step {plan.step}", set(results), deadline, check)
-            if not isinstance(result, StepResult) or result.step != plan.step:
-                continue
-            if result.epoch != plan.epoch:
+            if not isinstance(result, StepResult) or result.epoch != plan.epoch:
                 continue
             if result.error:
                 rank = self._world_ranks[result.rank]
                 raise WorkerLostError(result.error, rank, "SERVING")
-            results[GroupRank(result.rank)] = result
+            if result.step == plan.step:
+                results[GroupRank(result.rank)] = result
         return list(results.values())
 
     def receive_votes(
@@ -211,8 +211,8 @@ class StepReceiver:
         """Say whether ``receive`` would find a message."""
         return bool(int(self._plans.get(zmq.EVENTS)) & zmq.POLLIN)
 
-    def receive(self, epoch: int) -> StepPlan | GraphCommand | None:
-        """Return the next plan or command of ``epoch``, or None when the engine shuts down.
+    def receive(self, epoch: int) -> StepPlan | GraphCommand | Pause | None:
+        """Return the next message of ``epoch``, or None when the engine shuts down.
 
         What is no message is dropped.
         """

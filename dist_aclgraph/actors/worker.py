@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ from dist_aclgraph.planning.commands import GraphAnswer, GraphCommand
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.plan import CaptureCost, GraphPlan
 from dist_aclgraph.shapes.weight_files import weight_files
-from dist_aclgraph.steps.step import StepPlan, StepResult
+from dist_aclgraph.steps.step import Pause, StepPlan, StepResult
 from dist_aclgraph.topology import NO_RANK, GroupRank, WorldRank
 
 NO_PLAN = GraphPlan(version=0, mode="NONE", budget_model="legacy-last")
@@ -220,7 +221,7 @@ class Worker:
             )
 
     def execute(self, step: StepPlan) -> StepResult:
-        """Run one step.
+        """Run one step alone.
 
         Raises:
             RankDisagreementError: see ``check_plan``.
@@ -230,10 +231,23 @@ class Worker:
         rank = self._running
         return rank.runner.execute(step, rank.joined.groups.dp_rank, rank.joined.group_rank)
 
+    def launch(self, step: StepPlan, report: Callable[[StepResult], None]) -> None:
+        """Queue one step; ``report`` takes the result of the oldest one where it has ended.
+
+        Raises:
+            RankDisagreementError: see ``check_plan``.
+            DeviceError: the device failed.
+        """
+        self._last_step = step.step
+        self.check_plan(step)
+        rank = self._running
+        rank.runner.launch(step, rank.joined.groups.dp_rank, rank.joined.group_rank, report)
+
     def run_loop(self, address: ChannelAddress) -> None:
         """Execute steps until the engine says goodbye.
 
-        Any failure is reported and ends this process's part: the group is then rebuilt or stopped.
+        With two steps in flight, one is answered when the next is queued behind it. Any failure is
+        reported and ends this process's part: the group is then rebuilt or stopped.
         """
         self._phase = "SERVING"
         rank = self._running
@@ -246,16 +260,17 @@ class Worker:
                 if isinstance(plan, GraphCommand):
                     channel.send(self.carry_out(plan))
                     continue
-                self._last_step = plan.step
                 try:
-                    result = self.execute(plan)
+                    if isinstance(plan, Pause):
+                        channel.send(rank.runner.finish())
+                        continue
+                    self.launch(plan, channel.send)
                 except Exception as e:
                     failure = StepResult(
-                        plan.epoch, plan.step, rank.joined.group_rank, error=str(e)
+                        self._epoch, self._last_step, rank.joined.group_rank, error=str(e)
                     )
                     channel.send(failure)
                     raise
-                channel.send(result)
                 rank.runner.prepare_next(channel.has_message)
         finally:
             channel.close()

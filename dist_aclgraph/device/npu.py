@@ -238,6 +238,13 @@ class Stopwatch:
         self.last_s = now_s
         return duration_us
 
+    def lap_of(self, stages: dict[str, float], stage: str) -> None:
+        """Book the time since the last lap for another step, under ``stage``."""
+        if self.enabled:
+            own, self.stages = self.stages, stages
+            self.lap(stage)
+            self.stages = own
+
     def book(self, what: str, duration_us: float) -> None:
         """Book time that is not on the step's way."""
         if self.enabled:
@@ -246,6 +253,19 @@ class Stopwatch:
     def take_overlapped(self) -> dict[str, float]:
         taken, self.beside = self.beside, {}
         return taken
+
+
+@dataclass
+class ReplaySpan:
+    """Of a step: events at the start of its replay and behind its last update, on hardware.
+
+    Attributes:
+        has_updates: whether some were not sent ahead.
+    """
+
+    begin: Any = None
+    end: Any = None
+    has_updates: bool = False
 
 
 class UpdateWait:
@@ -257,63 +277,70 @@ class UpdateWait:
 
     def __init__(self, is_counted: bool) -> None:
         self._is_counted = is_counted
-        self._has_replay = False
-        self._num_behind = 0
-        self._begin_ns = 0
-        self._begin, self._end = (runtime().Event(enable_timing=True) for _ in range(2))
+        self._taken_ns = self._counted_ns() if is_counted else 0
 
-    def begin(self, main_stream: Any) -> None:
-        """Call before the replay is queued."""
-        self._has_replay = True
+    def begin(self, main_stream: Any) -> ReplaySpan:
+        """Call before a step's first replay is queued."""
         if self._is_counted:
-            self._begin_ns = emulator.counters()["external_wait_ns"]
-        else:
-            self._begin.record(main_stream)
+            return ReplaySpan()
+        begin, end = (runtime().Event(enable_timing=True) for _ in range(2))
+        begin.record(main_stream)
+        return ReplaySpan(begin, end)
 
-    def end(self, update_stream: Any, num_behind: int) -> None:
-        """Call behind its updates, of which ``num_behind`` were not sent ahead of it."""
-        self._num_behind = num_behind
-        if not self._is_counted and num_behind:
-            self._end.record(update_stream)
+    def end(self, span: ReplaySpan, update_stream: Any, num_behind: int) -> None:
+        """Call behind the step's updates, of which ``num_behind`` were not sent ahead."""
+        span.has_updates = num_behind > 0
+        if span.has_updates and not self._is_counted:
+            span.end.record(update_stream)
 
-    def take_us(self) -> float:
-        """Return the wait of the replay since the last call, if there was one; it has ended."""
-        has_replay, self._has_replay = self._has_replay, False
-        if not has_replay:
-            return 0.0
+    def take_us(self, span: ReplaySpan) -> float:
+        """Return the wait of a step that has ended; on the emulator, all waits since the last
+        call.
+        """
         if self._is_counted:
-            return (emulator.counters()["external_wait_ns"] - self._begin_ns) / 1e3
-        if self._num_behind == 0:
+            before_ns, self._taken_ns = self._taken_ns, self._counted_ns()
+            return (self._taken_ns - before_ns) / 1e3
+        if not span.has_updates:
             return 0.0
-        self._end.synchronize()
-        return max(0.0, float(self._begin.elapsed_time(self._end)) * 1e3)
+        span.end.synchronize()
+        return max(0.0, float(span.begin.elapsed_time(span.end)) * 1e3)
+
+    @staticmethod
+    def _counted_ns() -> int:
+        return emulator.counters()["external_wait_ns"]
 
 
-class CollectiveCount:
-    """Collectives of a step, and the bytes that they bring from other ranks.
+class DeviceCounts:
+    """What the emulator counts of a step; hardware does not tell.
 
-    The emulator counts them; hardware does not tell.
+    Collectives, and the bytes that they bring from other ranks; with modelled time, for how long
+    the device was busy, and idle by what it waited for.
     """
 
     def __init__(self, is_counted: bool) -> None:
         self._is_counted = is_counted
-        self._before: dict[str, int] = {}
+        self._before = self._read() if is_counted else {}
 
-    def begin(self) -> None:
-        """Nothing is queued."""
-        if self._is_counted:
-            self._before = self._read()
+    def skip(self) -> None:
+        """Do not count what has run."""
+        self.take()
 
     def take(self) -> dict[str, int]:
-        """Return what has run since ``begin``; nothing is queued any more."""
+        """Return what has run since the last call: of a step that is followed by another at once,
+        a part may be counted for the other.
+        """
         if not self._is_counted:
             return {}
-        return {name: n - self._before[name] for name, n in self._read().items()}
+        before, self._before = self._before, self._read()
+        return {name: n - before[name] for name, n in self._before.items()}
 
     @staticmethod
     def _read() -> dict[str, int]:
-        counters = emulator.counters()
-        return {name: counters[name] for name in ("collectives", "collective_bytes")}
+        return {
+            name: value
+            for name, value in emulator.counters().items()
+            if name in ("collectives", "collective_bytes") or name.startswith("modelled_")
+        }
 
 
 @dataclass(frozen=True)

@@ -61,9 +61,26 @@ class DraftSteps:
         self._cache = None  # before the new one: there may be no room for both
         self._cache = self._module.make_cache(num_blocks, self._block_size, dtype)
 
-    def fill_in(self, token_ids: Tensor) -> None:
-        """Replace references to drafts by the drafts, in place."""
-        token_ids.copy_(self._drafter.fill_in(token_ids))
+    @property
+    def latest(self) -> Tensor:
+        """[n] int32, drafts and last tokens of all rows, as references name them."""
+        return self._drafter.latest
+
+    def move(self, inputs: DeviceStep) -> None:
+        """Move requests that begin behind drafts which have passed, in the static inputs of a graph
+        and in place: positions, slots, and slots of drafts.
+        """
+        drafts = inputs.drafts
+        assert drafts is not None and drafts.behind is not None
+        num_reqs, num_places = drafts.positions.shape
+        num_slots, num_kept = drafts.slots.shape[1], 2 * self._drafter.k
+        passed = self._drafter.passed.index_select(0, drafts.behind).unsqueeze(1)
+        drafts.positions.add_(passed)
+        at = torch.arange(num_reqs * num_slots, dtype=torch.int32, device=passed.device)
+        at = (at.view(num_reqs, num_slots)[:, :num_kept] + passed).view(-1)
+        slots = drafts.slots.view(-1).index_select(0, at).view(num_reqs, num_kept)
+        drafts.slots[:, :num_kept].copy_(slots)
+        inputs.slots.view(num_reqs, num_places).copy_(slots[:, :num_places])
 
     def propose_whole(
         self,

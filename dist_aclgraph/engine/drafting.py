@@ -24,6 +24,7 @@ from torch import Tensor
 
 from dist_aclgraph.context.shards import PADDING_SLOT
 from dist_aclgraph.graphs.device_step import DraftInputs
+from dist_aclgraph.steps.references import first_last
 
 
 class DraftPass(NamedTuple):
@@ -55,25 +56,29 @@ def rows_at(hidden: Tensor, places: Tensor) -> Tensor:
 
 
 class Drafter:
-    """Owns the drafts of all rows.
+    """Owns the drafts of all rows, and their last tokens.
 
     No view of what it reads begins in the middle of a row: operators load blocks of 32 bytes.
 
     Attributes:
-        drafts: [max_rows + 1, k] int32; the last row is spare.
+        latest: [n] int32, what references name (``references.py``); drafts and last are parts of
+            it, of which the last row is spare.
+        drafts: [max_rows + 1, k] int32.
+        last: [max_rows + 1] int32.
+        passed: [max_rows + 1] int32, drafts that passed in the last step; none of the spare row.
     """
 
     def __init__(self, k: int, max_rows: int, device: torch.device) -> None:
-        self.drafts = torch.zeros((max_rows + 1, k), dtype=torch.int32, device=device)
+        num_rows = max_rows + 1
+        first = first_last(k, num_rows)
+        self.latest = torch.zeros(first + num_rows, dtype=torch.int32, device=device)
+        self.drafts = self.latest[: num_rows * k].view(num_rows, k)
+        self.last = self.latest[first:]
+        self.passed = torch.zeros(num_rows, dtype=torch.int32, device=device)
 
     @property
     def k(self) -> int:
         return self.drafts.shape[1]
-
-    def fill_in(self, token_ids: Tensor) -> Tensor:
-        """Replace references to drafts by the drafts: token ids -1 - (row * k + index)."""
-        places = (-1 - token_ids).clamp(min=0)
-        return torch.where(token_ids < 0, self.drafts.view(-1).index_select(0, places), token_ids)
 
     def propose(
         self,
@@ -133,8 +138,17 @@ class Drafter:
                     hidden,
                 )
             )
-        self.drafts.index_copy_(0, inputs.rows.long(), torch.stack(proposed, 1))
+        rows = inputs.rows.long()
+        self.drafts.index_copy_(0, rows, torch.stack(proposed, 1))
+        self.last.index_copy_(0, rows, sampled.reshape(-1).index_select(0, last_right))
+        self.passed.index_copy_(0, rows, accepted)
         return accepted
+
+
+def fill_in(latest: Tensor, token_ids: Tensor) -> Tensor:
+    """Return token ids, [n] int32, with references replaced by what they name."""
+    places = (-1 - token_ids).clamp(min=0)
+    return torch.where(token_ids < 0, latest.index_select(0, places), token_ids)
 
 
 def count_accepted(sampled: Tensor, drafted: Tensor, most: Tensor) -> Tensor:

@@ -1,14 +1,17 @@
 """The running batch as a worker keeps it: rows brought up to date by a step's differences.
 
-Host memory only. Every rank of a tensor parallel group holds the same rows, because every rank
-receives the same plan.
+Host memory only. What a step in flight samples is not here yet: the step behind it names these
+tokens by reference, and the device fills them in. Every rank of a tensor parallel group holds the
+same rows, because every rank receives the same plan.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from dist_aclgraph.context.place import ContextPlace
 from dist_aclgraph.engine.sampling_table import SamplingTable
@@ -16,7 +19,15 @@ from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.steps.draft_places import draft_places
 from dist_aclgraph.steps.host_step import NO_INTS, NO_RECORDS, NO_STEP, HostStep
 from dist_aclgraph.steps.prompt_share import share_prompts
+from dist_aclgraph.steps.references import draft_reference, last_reference, sample_reference
 from dist_aclgraph.steps.step import RankBatch
+
+
+class ComingTokens(NamedTuple):
+    """Tokens that a step in flight samples, [n] each: whose, and how the device knows them."""
+
+    rows: IntArray
+    references: IntArray
 
 
 class InputBatch:
@@ -32,6 +43,8 @@ class InputBatch:
         """
         self._place = place
         self._num_drafts = num_drafts
+        # By row, which sample of the last step is its own.
+        self._sample_of: IntArray = np.zeros(max_rows, dtype=np.int32)
         block_size = place.shards.tokens_per_block
         # One token more than the context: the last one sampled is never computed.
         self.token_ids: IntArray = np.zeros((max_rows, max_len + 1), dtype=np.int32)
@@ -69,11 +82,16 @@ class InputBatch:
         self.token_ids[rows, self.num_tokens[rows] + index] = tokens
         self.num_tokens[rows[starts]] += counts
 
-    def step_inputs(self, batch: RankBatch) -> HostStep:
-        """Gather what the scheduled requests run in this step: this rank's share of it."""
-        if not batch.scheduled:
+    def step_inputs(self, records: IntArray, *, moves: bool = False) -> HostStep:
+        """Gather what the scheduled requests run in this step: this rank's share of it.
+
+        Args:
+            records: [num_reqs, 4] as in ``RankBatch.scheduled``.
+            moves: whether requests whose tokens are not here yet begin behind drafts of which
+                the device alone knows how many have passed.
+        """
+        if not len(records):
             return self._idle
-        records = unpack_ints(batch.scheduled, 4)
         rows, computed, scheduled, num_logits = records.T
         kv_lens = computed + scheduled
         query_ends = np.cumsum(scheduled, dtype=np.int32)
@@ -87,11 +105,14 @@ class InputBatch:
         slots = place.shards.slots_of(place.shard, self.block_table, token_rows, positions)
         sampled = np.flatnonzero(num_logits)
         if k == 0:
-            token_ids = self.token_ids[token_rows, positions]
+            token_ids = self._tokens(token_rows, positions)
             places, next_tokens, drafts = query_ends[sampled] - 1, NO_INTS, None
         else:
-            token_ids, next_tokens = self._tokens_and_next(token_rows, positions)
+            begins = np.repeat(computed, scheduled)
+            token_ids, next_tokens = self._tokens_and_next(token_rows, positions, begins)
             drafts = draft_places(records, k, self.block_table, place, self.sampling.may_draft)
+            if moves:
+                drafts = drafts.moved(self.in_flight(records)[sampled])
             places = drafts.places.ravel()
         width = table_width(int(kv_lens.max()), place.shards.tokens_per_block, k)
         step = HostStep(
@@ -110,24 +131,74 @@ class InputBatch:
         )
         return share_prompts(step, place.num_prompt_ranks, place.prompt_rank)
 
-    def _tokens_and_next(self, rows: IntArray, positions: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the tokens at positions, drafts by reference, and those after them, 0 where the
-        host knows none.
+    def note_samples(self, step: HostStep) -> None:
+        """Remember where the step samples: the next one may need its tokens by reference."""
+        self._sample_of[step.sampled_rows] = np.arange(step.num_samples, dtype=np.int32)
+
+    def in_flight(self, records: IntArray) -> npt.NDArray[np.bool_]:
+        """[num_reqs], whose last tokens are not here yet.
+
+        Args:
+            records: as for ``step_inputs``.
         """
-        ahead = positions - self.num_tokens[rows]  # 0 is the first draft
+        is_in_flight: npt.NDArray[np.bool_] = records[:, 1] >= self.num_tokens[records[:, 0]]
+        return is_in_flight
+
+    def coming_tokens(
+        self, step: HostStep, is_wanted: npt.NDArray[np.bool_]
+    ) -> ComingTokens | None:
+        """Return the last tokens of a step's requests that are not here yet; None where all are.
+
+        Args:
+            is_wanted: [max_rows], whose.
+        """
+        begins = step.kv_lens - np.diff(step.query_ends, prepend=np.int32(0))
+        rows = step.rows[is_wanted[step.rows] & (begins >= self.num_tokens[step.rows])]
+        if not len(rows):
+            return None
+        if self._num_drafts:
+            references = last_reference(rows, self._num_drafts, len(self.token_ids) + 1)
+        else:
+            references = sample_reference(self._sample_of[rows])
+        return ComingTokens(rows, references)
+
+    def _tokens(self, rows: IntArray, positions: IntArray) -> IntArray:
+        """Return the tokens at positions, without drafts."""
+        token_ids = self.token_ids[rows, positions]
+        is_here = positions < self.num_tokens[rows]
+        if is_here.all():
+            return token_ids
+        return np.where(is_here, token_ids, sample_reference(self._sample_of[rows]))
+
+    def _tokens_and_next(
+        self, rows: IntArray, positions: IntArray, begins: IntArray
+    ) -> tuple[IntArray, IntArray]:
+        """Return the tokens at positions, and those after them, 0 where the host knows none.
+
+        Args:
+            begins: [num_tokens], where the row's tokens in this step begin: behind what the host
+                has, that is its last token, and drafts follow.
+        """
+        known, max_rows = self.num_tokens[rows], len(self.token_ids)
         last = self.token_ids.shape[1] - 1
         token_ids = self.token_ids[rows, np.minimum(positions, last)]
-        references = -1 - (rows * self._num_drafts + ahead)
         after = self.token_ids[rows, np.minimum(positions + 1, last)]
+        k, index = self._num_drafts, positions - begins
+        references = np.where(
+            index == 0,
+            last_reference(rows, k, max_rows + 1),
+            draft_reference(rows, index - 1, k),
+        )
         return (
-            np.where(ahead < 0, token_ids, references).astype(np.int32),
-            np.where(ahead < -1, after, 0).astype(np.int32),
+            np.where(positions < known, token_ids, references).astype(np.int32),
+            np.where(positions + 1 < known, after, 0).astype(np.int32),
         )
 
 
 def table_width(num_tokens: int, block_size: int, num_drafts: int) -> int:
     """Return the width of the block table: blocks for the tokens and for positions of drafts.
 
-    A step verifies k drafts behind the last token, and drafting then goes k positions further.
+    A step verifies k drafts behind the last token, and drafting then goes k positions further. It
+    may begin up to k positions later than the host knows.
     """
-    return -(-(num_tokens + 2 * num_drafts) // block_size)
+    return -(-(num_tokens + 3 * num_drafts) // block_size)

@@ -6,6 +6,7 @@ the plan's decisions; makes none.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +20,7 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.context.place import ContextPlace
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.device.npu import (
-    CollectiveCount,
+    DeviceCounts,
     Npu,
     PoolMemory,
     Stopwatch,
@@ -28,19 +29,24 @@ from dist_aclgraph.device.npu import (
 )
 from dist_aclgraph.engine.attention_steps import AttentionSteps
 from dist_aclgraph.engine.draft_steps import DraftSteps
-from dist_aclgraph.engine.drafting import Collect
-from dist_aclgraph.engine.graph_store import GraphStore, WholeStep
+from dist_aclgraph.engine.drafting import Collect, fill_in
+from dist_aclgraph.engine.graph_store import GraphStore
 from dist_aclgraph.engine.input_batch import InputBatch, table_width
 from dist_aclgraph.engine.mixed_step import StepSize, upload_step
 from dist_aclgraph.engine.replays import Replays
-from dist_aclgraph.engine.step_output import TALLY_SHAPE, SpecialPlaces, StepOutput
+from dist_aclgraph.engine.step_output import (
+    TALLY_SHAPE,
+    ComingOutput,
+    SpecialPlaces,
+    StepOutput,
+)
 from dist_aclgraph.errors import ReplayMismatchError
-from dist_aclgraph.graphs.captured_graph import Forward
+from dist_aclgraph.graphs.captured_graph import CapturedGraph, Forward
 from dist_aclgraph.graphs.device_step import SharedPlaces
 from dist_aclgraph.graphs.pieces import CapturedPieces
 from dist_aclgraph.graphs.step_buffers import StepBuffers
 from dist_aclgraph.graphs.task_update import TaskRecorder
-from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.ints import IntArray, pack_ints, unpack_ints
 from dist_aclgraph.layers.attention import AttentionMetadata
 from dist_aclgraph.layers.context_parallel import UNDIVIDED, ContextParallel
 from dist_aclgraph.layers.experts import ExpertStep
@@ -73,6 +79,23 @@ class Sampled:
     tokens: Tensor
     accepted: Tensor | None
     special: SpecialPlaces | None
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A step that is queued on the device.
+
+    Attributes:
+        num_written: of the buffers, when its inputs had been written.
+        stages: host time by stage, so far.
+    """
+
+    plan: StepPlan
+    rank: int
+    inputs: HostStep
+    coming: ComingOutput
+    num_written: int
+    stages: dict[str, float]
 
 
 class ModelRunner:
@@ -111,8 +134,11 @@ class ModelRunner:
         self._place = ContextPlace(
             Shards.from_config(config), context.dcp.rank, context.pcp.size, context.pcp.rank
         )
+        in_flight = self._steps_in_flight = config.scheduler.steps_in_flight
         self._batch = InputBatch(max_rows, max_len, self._place, k)
-        self._output = StepOutput(npu, self._batch, max_rows, k, model.spec.vocab_size)
+        self._output = StepOutput(npu, self._batch, max_rows, k, model.spec.vocab_size, in_flight)
+        self._flights: deque[_Flight] = deque()  # steps that are queued, oldest first
+        self._num_passed: IntArray = np.zeros(max_rows, np.int32)  # by row, of the last step
         self._caches: list[Cache] = []
         self._attention = AttentionSteps(model.kind, self._place, npu)
         self._graph_lens = GraphLens(self._place, k)
@@ -129,6 +155,7 @@ class ModelRunner:
             num_drafts=k,
             spare_row=max_rows,
             hidden_size=model.spec.hidden_size,
+            steps_in_flight=in_flight,
         )
         self._drafts: DraftSteps | None = None
         if k > 0:
@@ -146,12 +173,13 @@ class ModelRunner:
         self._spare_row = max_rows
         self._graphs = GraphStore(npu)
         self._watch = Stopwatch(config.profile)
-        self._collectives = CollectiveCount(config.profile and npu.kind == "emulated")
+        self._counts = DeviceCounts(config.profile and npu.kind == "emulated")
         self._replays = Replays(
             self._buffers.addresses,
             max_len,
             self._graph_lens,
-            sends_ahead=config.graph.send_ahead,
+            # With a step behind each, lengths need not be guessed.
+            sends_ahead=config.graph.send_ahead and in_flight == 1,
             watch=self._watch,
             update_wait=UpdateWait(npu.kind == "emulated") if config.profile else None,
         )
@@ -167,8 +195,19 @@ class ModelRunner:
 
     @property
     def _samples(self) -> bool:
-        """Whether this rank samples: drafts go on from it on every rank, else one has to know."""
-        return self._owns_output or self._drafts is not None
+        """Whether this rank samples: drafts and the next step go on from it on every rank, else one
+        has to know.
+        """
+        return self._owns_output or self._drafts is not None or self._steps_in_flight > 1
+
+    @property
+    def _latest(self) -> Tensor:
+        """[n] int32, what negative token ids name."""
+        return self._buffers.sampled if self._drafts is None else self._drafts.latest
+
+    def _tokens_at(self, references: IntArray) -> Tensor:
+        """Return the tokens of [n] references, [n] int32."""
+        return fill_in(self._latest, self._npu.upload(references))
 
     # ---- graphs
 
@@ -222,51 +261,99 @@ class ModelRunner:
     # ---- steps
 
     def execute(self, plan: StepPlan, dp_rank: int, rank: int) -> StepResult:
-        """Run one step and return its new tokens (ranks without output: an acknowledgement)."""
+        """Run one step alone and return its new tokens (ranks without output: none)."""
+        results: list[StepResult] = []
+        self.launch(plan, dp_rank, rank, results.append)
+        return results[-1] if results else self.finish()
+
+    def launch(
+        self, plan: StepPlan, dp_rank: int, rank: int, report: Callable[[StepResult], None]
+    ) -> None:
+        """Queue a step behind the one that runs, if there is one.
+
+        Args:
+            report: takes the result of the oldest step, when as many as may be are in flight.
+        """
         watch = self._watch
-        self._collectives.begin()
+        if not self._flights:
+            self._counts.skip()
         watch.start()
         self._replays.forget()
         batch = plan.batches[dp_rank]
         self._batch.apply(batch)
-        inputs = self._batch.step_inputs(batch)
+        records = unpack_ints(batch.scheduled, 4).copy()
+
+        def land() -> None:
+            """Have the step before ended, so that it is known where this one begins."""
+            while self._flights:
+                report(self.finish())
+            behind = self._batch.in_flight(records)
+            records[behind, 1] += self._num_passed[records[behind, 0]]
+
         with translated(f"step {plan.step}"), torch.inference_mode():
+            if self._drafts is not None and (plan.graph is None or plan.graph.mode != "FULL"):
+                land()
+            inputs = self._batch.step_inputs(records, moves=bool(self._flights))
             if self._samples:
-                self._output.count_tokens(batch)
-            sampled = self._run(plan, inputs)
-            # Acknowledge what has run, not what is queued: a fault here is then ours by name.
-            read = self._output.read(
-                inputs.num_samples if self._samples else 0,
-                sampled.tokens,
-                sampled.accepted,
-                None if plan.exchange is None else self._tally,
-                self._replays.send_ahead,
-            )
-            self._buffers.mark_read()
-            if sampled.accepted is not None:
-                self._replays.guess_next(inputs, read.counts)
-            self._replays.book_wait()
-            special = sampled.special if self._owns_output else None
-            logprobs = self._output.logprobs(special, read.counts)
+                self._output.count_tokens(batch, inputs, self._tokens_at)
+            flight = self._run(plan, rank, inputs, records, land)
+            self._batch.note_samples(inputs)
+        self._flights.append(flight)
         watch.lap("sample")
+        if len(self._flights) == self._steps_in_flight:
+            report(self.finish())
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step is in flight."""
+        return bool(self._flights)
+
+    def _queue_output(
+        self, plan: StepPlan, rank: int, inputs: HostStep, sampled: Sampled
+    ) -> _Flight:
+        """Send what a queued step brings to the host."""
+        coming = self._output.queue(
+            inputs.num_samples if self._owns_output or self._drafts is not None else 0,
+            sampled.tokens,
+            sampled.accepted,
+            None if plan.exchange is None else self._tally,
+            sampled.special if self._owns_output else None,
+        )
+        return _Flight(plan, rank, inputs, coming, self._buffers.num_written, self._watch.stages)
+
+    def finish(self) -> StepResult:
+        """Wait for the oldest step in flight; return its new tokens.
+
+        Acknowledges what has run, not what is queued: a fault here is then ours by name.
+        """
+        flight = self._flights.popleft()
+        plan, inputs, has_drafts = flight.plan, flight.inputs, self._drafts is not None
+        with translated(f"step {plan.step}"), torch.inference_mode():
+            read = self._output.read(flight.coming, self._replays.send_ahead)
+        self._buffers.mark_read(flight.num_written)
+        if has_drafts:
+            self._num_passed[inputs.sampled_rows] = read.counts - 1
+            self._replays.guess_next(inputs, read.counts)
+        self._replays.book_wait()
+        self._watch.lap_of(flight.stages, "sample")
         num_unplaced, self._num_unplaced = self._num_unplaced, read.num_unplaced
         result = StepResult(
             plan.epoch,
             plan.step,
-            rank,
+            flight.rank,
             expert_tokens=read.expert_tokens,
             num_unplaced=self._num_unplaced - num_unplaced,
-            timings_us=watch.stages,
-            overlapped_us=watch.take_overlapped(),
-            counted=self._collectives.take(),
+            timings_us=flight.stages,
+            overlapped_us=self._watch.take_overlapped(),
+            counted=self._counts.take(),
         )
         if not self._owns_output:
             return result
         return msgspec.structs.replace(
             result,
             token_ids=pack_ints(read.token_ids),
-            counts=b"" if sampled.accepted is None else pack_ints(read.counts),
-            logprobs=logprobs,
+            counts=pack_ints(read.counts) if has_drafts else b"",
+            logprobs=read.logprobs,
         )
 
     def prepare_next(self, is_wanted_elsewhere: Callable[[], bool]) -> None:
@@ -274,10 +361,17 @@ class ModelRunner:
         with translated("sending lengths ahead"):
             self._replays.send_ahead(is_wanted_elsewhere)
 
-    def _run(self, plan: StepPlan, inputs: HostStep) -> Sampled:
-        """Run the decoder, sample, draft."""
+    def _run(
+        self,
+        plan: StepPlan,
+        rank: int,
+        inputs: HostStep,
+        records: IntArray,
+        land: Callable[[], None],
+    ) -> _Flight:
+        """Queue the decoder, sampling and drafts."""
         if plan.graph is None:
-            return self._run_mixed(plan, inputs, None)
+            return self._queue_output(plan, rank, inputs, self._run_mixed(plan, inputs, None))
         captured = self._graphs.find(plan.graph)
         if plan.exchange != self._choose_exchange(plan.graph.num_tokens):
             raise ReplayMismatchError(
@@ -286,18 +380,27 @@ class ModelRunner:
             )
         self._buffers.write(plan.graph, inputs)
         if isinstance(captured, CapturedPieces):
-            return self._run_mixed(plan, inputs, captured)
-        return self._replay_whole(captured, inputs)
+            return self._queue_output(plan, rank, inputs, self._run_mixed(plan, inputs, captured))
+        decoder, *drafts = captured
+        self._replays.begin(captured, inputs)
+        self._replays.replay(decoder)
+        if drafts and self._flights:
+            # The device goes on to the first attention, which waits for lengths.
+            land()
+            inputs = self._batch.step_inputs(records)
+            self._replays.correct(inputs)
+        self._replays.update(decoder)
+        sampled = self._sample_whole(drafts, inputs)
+        return self._queue_output(plan, rank, inputs, sampled)
 
-    def _replay_whole(self, graphs: WholeStep, inputs: HostStep) -> Sampled:
-        decoder, *drafts = graphs
-        self._replays.begin(graphs, inputs)
-        self._replays.queue(decoder)
+    def _sample_whole(self, drafts: Sequence[CapturedGraph], inputs: HostStep) -> Sampled:
+        """Go on behind the decoder's replay."""
         n = len(inputs.places)
         tokens = self._buffers.sampled[:n]
         special = self._choose_special(inputs, self._buffers.logits[:n], tokens)
         for graph in drafts:
-            self._replays.queue(graph)
+            self._replays.replay(graph)
+            self._replays.update(graph)
         self._replays.end()
         if drafts:
             return Sampled(tokens, self._buffers.accepted, special)
@@ -312,8 +415,8 @@ class ModelRunner:
         static = None if graph is None else self._buffers.inputs(graph)
         size = StepSize.of(plan, inputs, self._place.num_prompt_ranks)
         step = upload_step(self._npu, inputs, size, self._spare_row, static)
-        if self._drafts is not None:
-            self._drafts.fill_in(step.token_ids)
+        if (inputs.token_ids < 0).any():
+            step.token_ids.copy_(fill_in(self._latest, step.token_ids))
         metadata = self._attention.of_step(inputs, step)
         self._watch.lap("inputs")
         if graph is not None and pieces is not None:
@@ -333,7 +436,9 @@ class ModelRunner:
         logits, tokens = self._choose(hidden, step.places, size, collect)
         special = self._choose_special(inputs, logits, tokens)
         accepted = None
-        if self._drafts is not None:
+        if self._drafts is None:
+            self._latest[: len(tokens)].copy_(tokens)
+        else:
             accepted = self._drafts.propose_mixed(
                 step, inputs, metadata, hidden, tokens, plan.exchange, collect
             )
@@ -385,9 +490,11 @@ class ModelRunner:
     def _run_whole(self, graph: BatchDescriptor, tasks: TaskRecorder | None) -> None:
         """The step of a full graph on padding, from the static inputs to the static outputs."""
         inputs, buffers = self._buffers.inputs(graph), self._buffers
+        if self._drafts is not None and self._steps_in_flight > 1:
+            self._drafts.move(inputs)
         metadata = self._attention.of_graph(graph, inputs, self._lens_of_padding(graph), tasks)
-        if self._drafts is not None:
-            self._drafts.fill_in(inputs.token_ids)
+        if self._drafts is not None or self._steps_in_flight > 1:
+            inputs.token_ids.copy_(fill_in(self._latest, inputs.token_ids))
         hidden = self._model.forward(
             inputs.token_ids,
             inputs.positions,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from dist_aclgraph.device.npu import Stopwatch, UpdateWait, runtime
+from dist_aclgraph.device.npu import ReplaySpan, Stopwatch, UpdateWait, runtime
 from dist_aclgraph.engine.graph_store import WholeStep
 from dist_aclgraph.graphs.captured_graph import CapturedGraph
 from dist_aclgraph.ints import IntArray
@@ -44,6 +45,7 @@ class Replays:
         self._main_stream = runtime().current_stream()
         self._update_stream: Any = runtime().Stream()
         self._num_behind = 0  # updates of the step that were not sent ahead
+        self._spans: deque[ReplaySpan] = deque()  # of steps in flight
         # Graphs and their padded lengths: of the step, and of the next as far as it is guessed.
         self._step: tuple[WholeStep, Lens] | None = None
         self._ahead: tuple[WholeStep, Lens] | None = None
@@ -54,31 +56,43 @@ class Replays:
         self._step = graphs, lens
         self._watch.lap("inputs")
         if self._update_wait is not None:
-            self._update_wait.begin(self._main_stream)
-        self._num_behind = 0
+            self._spans.append(self._update_wait.begin(self._main_stream))
+            self._num_behind = 0
 
-    def queue(self, graph: CapturedGraph) -> None:
-        """Replay one graph of the step; the host waits for nothing.
+    def replay(self, graph: CapturedGraph) -> None:
+        """Queue one graph of the step, which stops at its first attention until ``update``.
 
         Raises:
             ReplayMismatchError: the lengths are not the graph's.
         """
         assert self._step is not None
-        streams, (_, lens) = (self._main_stream, self._update_stream), self._step
-        graph.replay(*streams, self._addresses, lens)
+        _, lens = self._step
+        graph.replay(self._main_stream, self._update_stream, self._addresses, lens)
         self._watch.lap("replay")
-        self._num_behind += graph.update(*streams, lens)
+
+    def correct(self, inputs: HostStep) -> None:
+        """Take other lengths, which were not known when the step's first graph was queued."""
+        assert self._step is not None
+        graphs, _ = self._step
+        graph = graphs[0].descriptor
+        self._step = graphs, self._graph_lens.pad(graph, inputs.query_ends, inputs.kv_lens)
+
+    def update(self, graph: CapturedGraph) -> None:
+        """Send lengths behind a replay; the host waits for nothing."""
+        assert self._step is not None
+        _, lens = self._step
+        self._num_behind += graph.update(self._main_stream, self._update_stream, lens)
         self._watch.book("update_per_layer", self._watch.lap("update") / graph.num_tasks)
 
     def end(self) -> None:
         """All graphs of the step are queued."""
         if self._update_wait is not None:
-            self._update_wait.end(self._update_stream, self._num_behind)
+            self._update_wait.end(self._spans[-1], self._update_stream, self._num_behind)
 
     def book_wait(self) -> None:
-        """Book how long the device waited for updates, once the step has run."""
-        if self._update_wait is not None:
-            self._watch.book("update_wait", self._update_wait.take_us())
+        """Book how long the device waited for updates in the oldest step, which has run."""
+        if self._update_wait is not None and self._spans:
+            self._watch.book("update_wait", self._update_wait.take_us(self._spans.popleft()))
 
     def forget(self) -> None:
         """Nothing is known of the next step."""

@@ -7,11 +7,14 @@ same tokens in any batch, on every rank, and when it is resumed.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.engine.race_noise import RaceNoise, make_keys
 from dist_aclgraph.engine.sampling_table import SamplingPlaces
 from dist_aclgraph.engine.token_counts import ToDevice, TokenCounts
@@ -105,10 +108,40 @@ def _keep_top_k(
     return logits.index_copy(0, where, chosen.masked_fill_(chosen < least, -torch.inf))
 
 
-def report_logprobs(
-    logits: Tensor, chosen: Tensor, places: SamplingPlaces, to_device: ToDevice
-) -> dict[int, RowLogprobs]:
-    """Return, by index, the log-probabilities of the places that ask for some; the host waits.
+@dataclass(frozen=True)
+class ComingLogprobs:
+    """Log-probabilities of some places, on their way to the host.
+
+    Attributes:
+        asking: [m], indices of the places.
+        wanted: [m], how many of the most probable tokens each wants.
+        packed: [m, 2 * (count + 1) + 1] float32, pinned: token ids (the chosen one, the best ones),
+            rank, as the bits of integers; then as many log-probabilities as ids.
+    """
+
+    asking: npt.NDArray[np.intp]
+    wanted: npt.NDArray[np.int32]
+    packed: Tensor
+
+    def read(self) -> dict[int, RowLogprobs]:
+        """Return a report for each place, by index; the copy has ended."""
+        values = self.packed.numpy()
+        width = values.shape[1] // 2 + 1
+        ids, logprobs = values[:, :width].view(np.int32), values[:, width:].tolist()
+        return {
+            index: RowLogprobs(
+                pack_ints(ids[i, : n + 1]), tuple(logprobs[i][: n + 1]), int(ids[i, -1])
+            )
+            for i, (index, n) in enumerate(
+                zip(self.asking.tolist(), self.wanted.tolist(), strict=True)
+            )
+        }
+
+
+def queue_logprobs(
+    logits: Tensor, chosen: Tensor, places: SamplingPlaces, npu: Npu
+) -> ComingLogprobs | None:
+    """Send the log-probabilities of the places that ask for some to the host, which does not wait.
 
     They are those of the raw distribution, before penalties and temperature.
 
@@ -118,9 +151,9 @@ def report_logprobs(
     """
     asking = np.flatnonzero(places["logprobs"] >= 0)
     if not len(asking):
-        return {}
+        return None
     wanted = places["logprobs"][asking]
-    where = to_device(asking.astype(np.int64))
+    where = npu.upload(asking.astype(np.int64))
     chosen = chosen.index_select(0, where)
     all_logprobs = torch.log_softmax(logits.index_select(0, where).float(), dim=-1)
     of_chosen = all_logprobs.gather(1, chosen.long().unsqueeze(-1))  # [n, 1]
@@ -129,9 +162,7 @@ def report_logprobs(
     best, best_ids = all_logprobs.topk(count, dim=-1)
     # One copy: integers travel as the bits of floats.
     integers = torch.cat([chosen.unsqueeze(-1), best_ids.int(), rank.int().unsqueeze(-1)], -1)
-    packed = torch.cat([integers.view(torch.float32), of_chosen, best], -1).cpu().numpy()
-    ids, values = packed[:, : count + 2].view(np.int32), packed[:, count + 2 :].tolist()
-    return {
-        index: RowLogprobs(pack_ints(ids[i, : n + 1]), tuple(values[i][: n + 1]), int(ids[i, -1]))
-        for i, (index, n) in enumerate(zip(asking.tolist(), wanted.tolist(), strict=True))
-    }
+    packed = torch.cat([integers.view(torch.float32), of_chosen, best], -1)
+    pinned = npu.pinned(tuple(packed.shape), torch.float32)
+    pinned.copy_(packed, non_blocking=True)
+    return ComingLogprobs(asking, wanted, pinned)

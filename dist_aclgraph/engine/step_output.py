@@ -14,7 +14,7 @@ from torch import Tensor
 from dist_aclgraph.device.npu import Npu, runtime
 from dist_aclgraph.engine.input_batch import InputBatch
 from dist_aclgraph.engine.race_noise import RaceNoise
-from dist_aclgraph.engine.sampler import choose_tokens, report_logprobs
+from dist_aclgraph.engine.sampler import ComingLogprobs, choose_tokens, queue_logprobs
 from dist_aclgraph.engine.sampling_table import SamplingPlaces
 from dist_aclgraph.engine.token_counts import TokenCounts
 from dist_aclgraph.ints import IntArray, unpack_ints
@@ -24,6 +24,8 @@ from dist_aclgraph.steps.step import RankBatch, RowLogprobs
 # Of decoder and drafts: tokens computed, tokens without room. Each is alone in 32 bytes, what
 # operators load at once.
 TALLY_SHAPE = (2, 2, 4)
+
+TokensAt = Callable[[IntArray], Tensor]
 
 
 @dataclass(frozen=True)
@@ -50,42 +52,95 @@ class HostOutput:
         counts: [num_samples], how many each request got.
         expert_tokens: what this rank's experts have computed since the start.
         num_unplaced: tokens of the decoder that found no room since the start.
+        logprobs: [num_new], or empty where nobody asked.
     """
 
     token_ids: IntArray
     counts: IntArray
     expert_tokens: int
     num_unplaced: int
+    logprobs: tuple[RowLogprobs | None, ...]
+
+
+class _Landing:
+    """Pinned memory that the results of one step are copied to.
+
+    Attributes:
+        tokens: [max_samples * (k + 1)] int32; accepted: [max_samples] int32.
+        tally: of TALLY_SHAPE, int64.
+        ready: recorded behind the copies.
+    """
+
+    def __init__(self, npu: Npu, max_samples: int, num_places: int) -> None:
+        self.tokens = npu.pinned((max_samples * num_places,), torch.int32)
+        self.accepted = npu.pinned((max_samples,), torch.int32)
+        self.tally = npu.pinned(TALLY_SHAPE, torch.int64)
+        self.ready: Any = runtime().Event()
+
+
+@dataclass(frozen=True)
+class ComingOutput:
+    """The results of a step, on their way to the host."""
+
+    landing: _Landing
+    num_samples: int
+    has_accepted: bool
+    special: SpecialPlaces | None
+    logprobs: ComingLogprobs | None
 
 
 class StepOutput:
-    """Owns the pinned memory that results are copied to, and the counts that penalties need."""
+    """Owns the pinned memory that results are copied to, and the counts that penalties need.
+
+    Args:
+        steps_in_flight: whose results may be on their way together.
+    """
 
     def __init__(
-        self, npu: Npu, batch: InputBatch, max_samples: int, num_drafts: int, vocab_size: int
+        self,
+        npu: Npu,
+        batch: InputBatch,
+        max_samples: int,
+        num_drafts: int,
+        vocab_size: int,
+        steps_in_flight: int = 1,
     ) -> None:
         self._npu = npu
         self._batch = batch
         self._num_places = num_drafts + 1
-        self._tokens = npu.pinned((max_samples * self._num_places,), torch.int32)
-        self._accepted = npu.pinned((max_samples,), torch.int32)
-        self._tally = npu.pinned(TALLY_SHAPE, torch.int64)
+        self._landings = [
+            _Landing(npu, max_samples, self._num_places) for _ in range(steps_in_flight)
+        ]
+        self._num_queued = 0
         self._stream = runtime().current_stream()
-        self._ready: Any = runtime().Event()
+        self._counted: IntArray = np.zeros(max_samples, np.int32)  # by row, how many tokens are
         self._counts = TokenCounts(max_samples, vocab_size, npu.device, npu.upload)
         self._noise = RaceNoise(vocab_size, npu.upload)
 
-    def count_tokens(self, batch: RankBatch) -> None:
-        """Take in the tokens that a step's rows began with, or got since the last one."""
+    def count_tokens(self, batch: RankBatch, step: HostStep, token_ids: TokensAt) -> None:
+        """Take in the tokens that a step's rows began with, or got since the last one.
+
+        Args:
+            step: what runs.
+            token_ids: returns [n] int32 tokens on the device by [n] references.
+        """
+        rows = self._batch
         for start in batch.started:
             if start.sampling.has_penalties:
                 tokens = unpack_ints(start.token_ids)
                 self._counts.begin(start.row, tokens, start.sampling.num_prompt_tokens)
-        if batch.appended and not self._batch.sampling.may_draft.all():
-            rows, tokens = unpack_ints(batch.appended, 2).T
-            is_counted = ~self._batch.sampling.may_draft[rows]
-            if is_counted.any():
-                self._counts.add(rows[is_counted], tokens[is_counted])
+                self._counted[start.row] = len(tokens)
+        if rows.sampling.may_draft.all():
+            return
+        penalised = np.flatnonzero(~rows.sampling.may_draft).astype(np.int32)
+        # One for each row at a time: one of a row may be there twice.
+        while len(late := penalised[self._counted[penalised] < rows.num_tokens[penalised]]):
+            self._counts.add(late, self._npu.upload(rows.token_ids[late, self._counted[late]]))
+            self._counted[late] += 1
+        coming = rows.coming_tokens(step, ~rows.sampling.may_draft)
+        if coming is not None:
+            self._counts.add(coming.rows, token_ids(coming.references))
+            self._counted[coming.rows] += 1
 
     def choose_special(
         self, inputs: HostStep, logits: Tensor, tokens: Tensor
@@ -104,8 +159,9 @@ class StepOutput:
         samples, drafts = np.divmod(indices, self._num_places)
         rows = sampled_rows[samples]
         # What repeats a request's last place is sampled like it.
-        drafts = np.minimum(drafts, inputs.num_logits[samples] - 1)
-        positions = (batch.num_tokens[rows] + drafts).astype(np.int32)
+        num_logits = inputs.num_logits[samples]
+        first = inputs.kv_lens[inputs.sampled][samples] - num_logits + 1
+        positions = (first + np.minimum(drafts, num_logits - 1)).astype(np.int32)
         places = batch.sampling.places(rows, positions)
         where = self._npu.upload(indices.astype(np.int32))
         if len(indices) < len(logits):
@@ -114,52 +170,70 @@ class StepOutput:
         tokens.index_copy_(0, where.long(), chosen)
         return SpecialPlaces(indices, places, logits, chosen)
 
-    def read(
+    def queue(
         self,
         num_samples: int,
         tokens: Tensor,
         accepted: Tensor | None,
         tally: Tensor | None,
-        while_waiting: Callable[[Callable[[], bool]], None],
-    ) -> HostOutput:
-        """Wait for the device and return what it made.
+        special: SpecialPlaces | None,
+    ) -> ComingOutput:
+        """Send what a step makes to the host, which does not wait.
 
         Args:
             tokens: [>= num_samples * (k + 1)] int32.
             accepted: [>= num_samples] int32, how many drafts passed; None without drafts.
             tally: of TALLY_SHAPE, int64; None where it does not change.
+            special: places whose log-probabilities may be wanted; None are.
+        """
+        landing = self._landings[self._num_queued % len(self._landings)]
+        self._num_queued += 1
+        num_places = num_samples * self._num_places
+        landing.tokens[:num_places].copy_(tokens[:num_places], non_blocking=True)
+        if accepted is not None:
+            landing.accepted[:num_samples].copy_(accepted[:num_samples], non_blocking=True)
+        if tally is not None:
+            landing.tally.copy_(tally, non_blocking=True)
+        logprobs = None
+        if special is not None:
+            logprobs = queue_logprobs(special.logits, special.chosen, special.places, self._npu)
+        landing.ready.record(self._stream)
+        return ComingOutput(landing, num_samples, accepted is not None, special, logprobs)
+
+    def read(
+        self, coming: ComingOutput, while_waiting: Callable[[Callable[[], bool]], None]
+    ) -> HostOutput:
+        """Wait for the device and return what it made.
+
+        Args:
             while_waiting: what the host does until its argument says that the device is done.
         """
-        num_places = num_samples * self._num_places
-        self._tokens[:num_places].copy_(tokens[:num_places], non_blocking=True)
-        if accepted is not None:
-            self._accepted[:num_samples].copy_(accepted[:num_samples], non_blocking=True)
-        if tally is not None:
-            self._tally.copy_(tally, non_blocking=True)
-        self._ready.record(self._stream)
-        while_waiting(self._ready.query)
+        landing, num_samples = coming.landing, coming.num_samples
+        while_waiting(landing.ready.query)
         with self._npu.waiting():
-            self._ready.synchronize()
-        chosen = self._tokens[:num_places].numpy()
+            landing.ready.synchronize()
+        chosen = landing.tokens[: num_samples * self._num_places].numpy()
         counts = np.ones(num_samples, np.int32)
-        if accepted is not None:
-            counts += self._accepted[:num_samples].numpy()
+        if coming.has_accepted:
+            counts += landing.accepted[:num_samples].numpy()
             chosen = chosen.reshape(num_samples, self._num_places)
             chosen = chosen[np.arange(self._num_places) < counts[:, None]]
-        read = self._tally.numpy()[..., 0]
-        return HostOutput(chosen.copy(), counts, int(read[:, 0].sum()), int(read[0, 1]))
+        tally = landing.tally.numpy()[..., 0]
+        return HostOutput(
+            chosen.copy(),
+            counts,
+            int(tally[:, 0].sum()),
+            int(tally[0, 1]),
+            self._logprobs(coming, counts),
+        )
 
-    def logprobs(
-        self, special: SpecialPlaces | None, counts: IntArray
-    ) -> tuple[RowLogprobs | None, ...]:
+    def _logprobs(self, coming: ComingOutput, counts: IntArray) -> tuple[RowLogprobs | None, ...]:
         """Return a report for each new token, or nothing where nobody asked."""
-        if special is None:
-            return ()
-        reports = report_logprobs(special.logits, special.chosen, special.places, self._npu.upload)
-        if not reports:
+        special, logprobs = coming.special, coming.logprobs
+        if special is None or logprobs is None:
             return ()
         by_place: list[RowLogprobs | None] = [None] * (len(counts) * self._num_places)
-        for index, report in reports.items():
+        for index, report in logprobs.read().items():
             by_place[special.indices[index]] = report
         kept = np.arange(self._num_places) < counts[:, None]
         return tuple(by_place[index] for index in np.flatnonzero(kept))

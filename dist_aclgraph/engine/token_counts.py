@@ -44,10 +44,16 @@ class TokenCounts:
         self._counts[row].zero_()
         self._counts[row].index_copy_(0, self._upload(ids), self._to_device(counts))
 
-    def add(self, rows: IntArray, token_ids: IntArray) -> None:
-        """Count new tokens, [n] each; no row has one token twice."""
+    def add(self, rows: IntArray, token_ids: Tensor) -> None:
+        """Count new tokens, one of each row.
+
+        Args:
+            rows: [n]; token_ids: [n] int32.
+        """
         flat = self._counts.view(-1)
-        where = self._upload(rows.astype(np.int64) * self._counts.shape[1] + token_ids)
+        # All counts together have fewer than 2^31 places: they would be 8 GiB.
+        begins = self._to_device(rows.astype(np.int32) * np.int32(self._counts.shape[1]))
+        where = (begins + token_ids).long()
         flat.index_copy_(0, where, flat.index_select(0, where) + 1)
 
     def penalise(self, logits: Tensor, places: SamplingPlaces) -> Tensor:

@@ -55,7 +55,7 @@ class CapturedGraph:
 
         Args:
             addresses: of the buffers that hold the step's inputs.
-            lens: padding included; ``update`` must send the same, where they were not sent ahead.
+            lens: padding included. Where some were sent ahead, ``update`` must send the same.
 
         Raises:
             ReplayMismatchError: the inputs are not those of the capture; nothing was queued.

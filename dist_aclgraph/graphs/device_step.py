@@ -15,9 +15,11 @@ class DraftInputs(NamedTuple):
         rows: [num_reqs] int32, their rows; padding has the spare row, which nobody reads.
         most: [num_reqs] int32, how many drafts may pass: k, or 0 where none were run.
         positions: [num_reqs, k + 1] int32, of the places.
-        slots: [num_reqs, 2 k] int32, of the positions from the first place on; -1 is padding.
+        slots: [num_reqs, 3 k] int32, of the positions from the first place on; -1 is padding.
         places: [num_reqs * (k + 1)] int32, their indices into the tokens of the step; the last one
             is repeated where a request has fewer.
+        behind: [num_reqs] int32, in graphs: the row whose passed drafts a request begins behind;
+            the spare row where it begins where the host says.
     """
 
     rows: Tensor
@@ -25,6 +27,7 @@ class DraftInputs(NamedTuple):
     positions: Tensor
     slots: Tensor
     places: Tensor
+    behind: Tensor | None = None
 
 
 class SharedPlaces(NamedTuple):

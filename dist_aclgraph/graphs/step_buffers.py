@@ -30,9 +30,11 @@ class StepBuffers:
 
     Attributes:
         addresses: what a captured graph has baked in.
-        logits: [max_samples, vocab]; sampled: [max_samples] int32, the most probable token.
+        logits: [max_samples, vocab].
+        sampled: [max_samples] int32, what was sampled; behind a replay, the most probable token.
         hidden: [max_samples, hidden], of the verified tokens; None without drafts.
         accepted: [max_reqs] int32, how many drafts passed.
+        num_written: how many steps were written.
     """
 
     def __init__(
@@ -46,22 +48,27 @@ class StepBuffers:
         num_drafts: int = 0,
         spare_row: int = 0,
         hidden_size: int = 0,
+        steps_in_flight: int = 1,
     ) -> None:
         """Allocate for the largest graphs.
 
         Args:
             num_drafts: k, of every request of a decode batch.
             spare_row: row of padding requests.
+            steps_in_flight: steps that may be written while an earlier one still runs, and itself.
         """
         device = npu.device
         max_tokens, max_reqs, max_samples = largest
         self._max_reqs = max_reqs
         self._num_drafts, self._spare_row = num_drafts, spare_row
-        _, size = pack_parts([max_tokens] * 3 + [max_reqs, max_reqs, max_reqs * 2 * num_drafts])
+        drafts = [max_reqs] * 3 + [max_reqs * 3 * num_drafts] if num_drafts else [max_reqs]
+        _, size = pack_parts([max_tokens] * 3 + drafts)
         self._inputs = torch.zeros(size, dtype=torch.int32, device=device)
         self._block_table = torch.zeros((max_reqs, max_blocks), dtype=torch.int32, device=device)
         self.logits = torch.zeros((max_samples, vocab_size), dtype=dtype, device=device)
-        self.sampled = torch.zeros(max_samples, dtype=torch.int32, device=device)
+        # Outside graphs, too: the next step has its tokens from here.
+        num_sampled = max(max_samples, spare_row)
+        self.sampled = torch.zeros(num_sampled, dtype=torch.int32, device=device)
         self.hidden = torch.zeros(
             (max_samples if num_drafts else 0, hidden_size), dtype=dtype, device=device
         )
@@ -70,24 +77,24 @@ class StepBuffers:
         tensors = (self._inputs, self._block_table, self.logits, self.sampled)
         self.addresses = tuple(tensor.data_ptr() for tensor in tensors)
         self._views: dict[BatchDescriptor, DeviceStep] = {}
-        self._inputs_cpu = npu.pinned((size,), torch.int32)
-        self._block_table_cpu = npu.pinned((max_reqs, max_blocks), torch.int32)
-        self._inputs_np: IntArray = self._inputs_cpu.numpy()
-        self._block_table_np: IntArray = self._block_table_cpu.numpy()
+        self._twins = [_Twins(npu, size, (max_reqs, max_blocks)) for _ in range(steps_in_flight)]
+        self.num_written = 0
+        self._table: IntArray = np.zeros((max_reqs, max_blocks), np.int32)  # as the device has it
         self._written_rows = 0
         self._stream = runtime().current_stream()
-        self._copied: Any = runtime().Event()
-        self._is_read = True  # whether the device is known to be done with the pinned twins
 
     def write(self, graph: BatchDescriptor, step: HostStep) -> None:
         """Send one step's inputs, padded to ``graph``, to the device.
 
         Its places are of no use where all tokens are sampled.
         """
-        if not self._is_read:
-            self._copied.synchronize()
+        twins = self._twins[self.num_written % len(self._twins)]
+        twins.wait()
+        self.num_written += 1
+        twins.number = self.num_written
+        inputs = twins.inputs.numpy()
         parts, size = pack_parts(self._sizes(graph))
-        token_ids, positions, slots, *rest = (self._inputs_np[part] for part in parts)
+        token_ids, positions, slots, *rest = (inputs[part] for part in parts)
         _fill(token_ids, step.token_ids, 0)
         _fill(positions, step.positions, 0)
         _fill(slots, step.slots, PADDING_SLOT)
@@ -96,22 +103,28 @@ class StepBuffers:
         else:
             # With drafts there may be more, behind pieces: those places come with the eager rest.
             _fill(rest[0], step.places[: len(rest[0])], 0)
-        self._inputs[:size].copy_(self._inputs_cpu[:size], non_blocking=True)
+        self._inputs[:size].copy_(twins.inputs[:size], non_blocking=True)
         num_rows = len(step.block_table)
         if self._update_block_table(num_rows, step.block_table):
             rows = max(num_rows, self._written_rows)
-            self._block_table[:rows].copy_(self._block_table_cpu[:rows], non_blocking=True)
+            twins.block_table.numpy()[:rows] = self._table[:rows]
+            self._block_table[:rows].copy_(twins.block_table[:rows], non_blocking=True)
             self._written_rows = num_rows
-        self._copied.record(self._stream)
-        self._is_read = False
+        twins.copied.record(self._stream)
+        twins.is_read = False
 
     def write_padding(self, graph: BatchDescriptor) -> None:
         """Fill all of a graph's inputs with padding."""
         self.write(graph, NO_STEP)
 
-    def mark_read(self) -> None:
-        """Note that the host has seen a later result of the stream: the twins may be written."""
-        self._is_read = True
+    def mark_read(self, num_written: int) -> None:
+        """Note that the device has read what was written: its twins may be written again.
+
+        Args:
+            num_written: when that was.
+        """
+        for twins in self._twins:
+            twins.is_read |= twins.number <= num_written
 
     def inputs(self, graph: BatchDescriptor) -> DeviceStep:
         """Return a graph's inputs as views, the same ones each time."""
@@ -126,19 +139,21 @@ class StepBuffers:
         if not self._verifies(graph):
             return DeviceStep(token_ids, positions, slots, block_table, rest[0])
         every, n = self._every_token[: graph.num_tokens], graph.num_reqs
-        rows, most, draft_slots = rest
+        rows, most, behind, draft_slots = rest
         by_request = positions.view(n, graph.query_len)
-        drafts = DraftInputs(rows, most, by_request, draft_slots.view(n, -1), every)
+        drafts = DraftInputs(rows, most, by_request, draft_slots.view(n, -1), every, behind)
         return DeviceStep(token_ids, positions, slots, block_table, every, drafts)
 
     def _verifies(self, graph: BatchDescriptor) -> bool:
         return self._num_drafts > 0 and graph.query_len == self._num_drafts + 1
 
     def _write_drafts(self, parts: list[IntArray], drafts: DraftPlaces | None) -> None:
-        """Fill rows, most and slots, each padded to the requests of a graph."""
-        rows, most, slots = parts
+        """Fill rows, most, behind and slots, each padded to the requests of a graph."""
+        rows, most, behind, slots = parts
         _fill(rows, NO_INTS if drafts is None else drafts.rows, self._spare_row)
         _fill(most, NO_INTS if drafts is None else drafts.most, 0)
+        _fill(behind, NO_INTS if drafts is None else drafts.behind, self._spare_row)
+        behind[behind < 0] = self._spare_row
         _fill(slots, NO_INTS if drafts is None else drafts.slots.ravel(), PADDING_SLOT)
 
     def _reqs_of(self, graph: BatchDescriptor) -> int:
@@ -147,20 +162,42 @@ class StepBuffers:
 
     def _sizes(self, graph: BatchDescriptor) -> list[int]:
         """Return the sizes of a graph's arrays, in their order."""
-        tokens, n = [graph.num_tokens] * 3, self._reqs_of(graph)
-        return [*tokens, n, n, n * 2 * self._num_drafts] if self._verifies(graph) else [*tokens, n]
+        n = self._reqs_of(graph)
+        rest = [n, n, n, n * 3 * self._num_drafts] if self._verifies(graph) else [n]
+        return [graph.num_tokens] * 3 + rest
 
     def _update_block_table(self, n: int, block_table: IntArray) -> bool:
-        """Bring the pinned twin up to date; say whether anything changed."""
+        """Bring the host's copy up to date; say whether anything changed."""
         width = block_table.shape[1]
-        live = self._block_table_np[:n, :width]
+        live = self._table[:n, :width]
         stale = self._written_rows > n
         if not stale and np.array_equal(live, block_table):
             return False
         live[:] = block_table
         # Rows that were live before and are padding now must name the dummy block again.
-        self._block_table_np[n : self._written_rows] = 0
+        self._table[n : self._written_rows] = 0
         return True
+
+
+class _Twins:
+    """Pinned memory that inputs are sent from. It is written when the device has read it.
+
+    Attributes:
+        copied: recorded behind the copies.
+        is_read: whether they are known to be done.
+        number: of the step that is in it.
+    """
+
+    def __init__(self, npu: Npu, size: int, table_shape: tuple[int, int]) -> None:
+        self.inputs = npu.pinned((size,), torch.int32)
+        self.block_table = npu.pinned(table_shape, torch.int32)
+        self.copied: Any = runtime().Event()
+        self.is_read = True
+        self.number = 0
+
+    def wait(self) -> None:
+        if not self.is_read:
+            self.copied.synchronize()
 
 
 def _fill(array: IntArray, values: IntArray, padding: int) -> None:

@@ -12,15 +12,16 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from dist_aclgraph.config import SchedulerConfig
 from dist_aclgraph.ints import IntArray, pack_ints
 from dist_aclgraph.kv.block_pool import BlockPool, hash_block
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.scheduler.outputs import StepOutputs
-from dist_aclgraph.scheduler.rank_step import NewTokens, RankStep, StepBuilder
+from dist_aclgraph.scheduler.rank_step import Flight, NewTokens, RankStep, StepBuilder
 from dist_aclgraph.scheduler.request import Request
-from dist_aclgraph.scheduler.rows import EVERY, Indices, RunningRows
+from dist_aclgraph.scheduler.rows import EVERY, Indices, Moves, RunningRows
 from dist_aclgraph.steps.delta import FinishReason
 from dist_aclgraph.steps.padding import padding_blocks
 from dist_aclgraph.steps.step import RankBatch
@@ -33,8 +34,9 @@ class RankScheduler:
     """Owns the rows and the block pool of one data-parallel rank. Which requests it gets is the
     group's decision.
 
-    A step: ``begin``, ``start`` for each new request, the builder's ``build``, and ``advance`` with
-    its result.
+    A step: ``begin``, ``start`` for each new request, ``build``, and ``advance`` with its result.
+    The next one may be built before: all that a step brings is known then but for the tokens
+    themselves, and how many drafts pass.
 
     Args:
         index: which of the group's data-parallel ranks this is.
@@ -61,7 +63,7 @@ class RankScheduler:
         self._appended: IntArray = NO_PAIRS  # row, token id: what the last step brought
         self._steady: RankStep | None = None  # the last step, where the next may be the same again
         self._margin = 0  # tokens that every request of a steady step can grow by: ``_is_quiet``
-        self._aborted: list[Request] = []  # left while a step was in flight, still own blocks
+        self._flights: deque[Flight] = deque()  # steps that have been decided, oldest first
         self._stop_ids: Counter[int] = Counter()  # of running requests: how many stop at an id
         self._refused: tuple[Request, int] | None = None  # needs more than so many free blocks
         self.num_preemptions = 0
@@ -71,11 +73,11 @@ class RankScheduler:
     @property
     def running(self) -> list[Request]:
         """Requests that have a row, in order of admission."""
-        return [request for request in self.rows.requests if not request.is_over]
+        return list(self.rows.requests)
 
     @property
     def num_running(self) -> int:
-        return len(self.rows) - len(self._aborted)
+        return len(self.rows)
 
     @property
     def accepted_by_position(self) -> list[int]:
@@ -85,22 +87,43 @@ class RankScheduler:
 
     # ---- deciding a step
 
+    @property
+    def must_wait(self) -> bool:
+        """Whether somebody would have to be preempted, and steps in flight may change that."""
+        if not self._flights or self._is_quiet:
+            return False
+        _, missing = self._missing_blocks()
+        return int(missing.sum()) > self.pool.num_free
+
     def begin(self) -> tuple[StepBuilder, list[Request]]:
         """Begin a step with all requests that decode; return it, and who was preempted for it."""
         if self._is_quiet:
-            return self._builder(EVERY, [], [], is_open=True), []
+            return self._builder(EVERY, len(self.rows), [], [], is_open=True), []
         blocks, victims = self._make_room()
         rows = self.rows
-        has_sampled = rows.known > rows.started
-        unserved: list[int] = np.flatnonzero(~has_sampled).tolist()
+        decodes = self._decodes
+        unserved: list[int] = np.flatnonzero(rows.known == rows.started).tolist()
         unserved.sort(key=lambda index: rows.requests[index].order)
-        decoding = np.flatnonzero(has_sampled) if unserved else EVERY
-        return self._builder(decoding, unserved, blocks, is_open=not victims), victims
+        decoding = EVERY if decodes.all() else np.flatnonzero(decodes)
+        num_decoding = int(decodes.sum())
+        return self._builder(decoding, num_decoding, unserved, blocks, is_open=not victims), victims
+
+    @property
+    def _decodes(self) -> npt.NDArray[np.bool_]:
+        """[num_requests], who has sampled, and may get another token."""
+        rows = self.rows
+        is_open: npt.NDArray[np.bool_] = (rows.known > rows.started) & (rows.known < rows.limit)
+        return is_open
 
     def _builder(
-        self, decoding: Indices, unserved: list[int], blocks: list[int], *, is_open: bool
+        self,
+        decoding: Indices,
+        num_decoding: int,
+        unserved: list[int],
+        blocks: list[int],
+        *,
+        is_open: bool,
     ) -> StepBuilder:
-        num_decoding = len(self.rows) - len(unserved)
         return StepBuilder(
             self.rows,
             decoding,
@@ -163,6 +186,7 @@ class RankScheduler:
 
     def build(self, builder: StepBuilder) -> tuple[RankStep, RankBatch]:
         """Return what was decided, empty where nothing runs, and the message that says so."""
+        is_quiet = self._is_quiet and builder.is_steady
         if not builder.is_steady:
             self._steady, step = None, builder.build()
         elif self._steady is None:
@@ -170,13 +194,30 @@ class RankScheduler:
         else:
             step = self._steady
             step.records[:, 1] = self.rows.computed
-        appended, self._appended = self._appended, NO_PAIRS
+        self._margin = self._margin - self._decode_len if is_quiet else 0
+        self._flights.append(Flight(step, step.indices, is_quiet))
+        self.rows.take_off(step.indices, step.records)
         return step, RankBatch(
             step.records.tobytes(),
-            appended.tobytes(),
+            self._take_appended(),
             pack_ints(builder.blocks),
             tuple(builder.started),
         )
+
+    def again(self) -> RankBatch:
+        """Return the message that has the only step in flight run again.
+
+        Workers have its rows; what the step before brought, they are told now.
+        """
+        (flight,) = self._flights
+        records, indices = flight.step.records, flight.places
+        is_there = indices >= 0
+        records[is_there, 1] = (self.rows.computed - self.rows.flying)[indices[is_there]]
+        return RankBatch(records.tobytes(), self._take_appended())
+
+    def _take_appended(self) -> bytes:
+        appended, self._appended = self._appended, NO_PAIRS
+        return appended.tobytes()
 
     def has_room_for_padding(self, step: RankStep, graph: BatchDescriptor) -> bool:
         """Whether the cache has blocks for a full graph's padding, where attention counts them.
@@ -192,43 +233,49 @@ class RankScheduler:
 
     # ---- after a step
 
-    def advance(self, step: RankStep, new: NewTokens) -> tuple[StepOutputs, list[Request]]:
-        """Take in what a step brought; return what is new, and which requests are over."""
-        rows, records, sampled = self.rows, step.records, step.sampled
+    def advance(self, new: NewTokens) -> tuple[StepOutputs, list[Request]]:
+        """Take in what the oldest step has brought; return what is new, and who is over."""
+        flight = self._flights.popleft()
+        rows, indices, records = self.rows, flight.indices, flight.step.records
+        if not isinstance(indices, slice) and (indices < 0).any():
+            indices, records, new = _still_there(indices, records, new)
+        samples = records[:, 3] > 0
+        sampled = indices if samples.all() else np.arange(len(rows))[indices][samples]
+        passed = None
         if new.counts is not None:
-            self.num_verified += int(rows.can_verify[step.indices][records[:, 3] > 1].sum())
+            self.num_verified += int(rows.can_verify[indices][records[:, 3] > 1].sum())
             self._accepted += np.bincount(new.counts - 1, minlength=self._decode_len)
-        if self._aborted:
-            sampled, new = self._without_aborted(sampled, new)
-        new, reasons = self._end(sampled, new)
-        if step.num_decoding < step.num_reqs:
-            rows.computed[step.indices] += records[:, 2] - records[:, 3]
-            is_first = rows.known[sampled] == rows.started[sampled]
-            firsts = np.flatnonzero(is_first)
-        else:
-            firsts = NO_INDICES
-        # What was computed for drafts that were rejected is written again.
-        rows.computed[sampled] += 1 if new.counts is None else new.counts
+            passed = np.zeros(len(records), np.int32)
+            passed[samples] = new.counts - 1
+        rows.land(indices, records, passed)
+        new, reasons = self._end(sampled, new, is_quiet=flight.is_quiet)
+        firsts = NO_INDICES
+        if flight.step.num_decoding < flight.step.num_reqs:
+            firsts = np.flatnonzero(rows.received[sampled] == rows.started[sampled])
         rows.append(sampled, new.token_ids, new.counts)
         requests = rows.select(sampled)
         ends = None if new.counts is None else np.cumsum(new.counts, dtype=np.int32)
         outputs = StepOutputs(
             requests, rows.key[sampled].copy(), new.token_ids, ends, firsts, reasons, new.logprobs
         )
-        row = rows.row[sampled]
-        self._appended = np.empty((len(new.token_ids), 2), np.int32)
-        self._appended[:, 0] = row if new.counts is None else np.repeat(row, new.counts)
-        self._appended[:, 1] = new.token_ids
-        if self._is_quiet:
-            self._margin -= self._decode_len
-        else:
-            self._store_full_blocks(step.indices)
+        self._note_appended(rows.row[sampled], new)
+        if not flight.is_quiet:
+            self._store_full_blocks(indices)
             self._margin = self._measure_margin()
         finished = [requests[index] for index in reasons]
-        if finished or self._aborted:
-            self._release([*finished, *self._aborted])
-            self._aborted.clear()
+        if finished:
+            self._release(finished)
         return outputs, finished
+
+    def _note_appended(self, row: IntArray, new: NewTokens) -> None:
+        """Keep what workers must be told of new tokens, [n] rows' in ``new``."""
+        appended = np.empty((len(new.token_ids), 2), np.int32)
+        appended[:, 0] = row if new.counts is None else np.repeat(row, new.counts)
+        appended[:, 1] = new.token_ids
+        if len(self._appended):  # of an earlier step, which no plan has followed
+            appended = np.concatenate([self._appended, appended])
+            appended = appended[np.argsort(appended[:, 0], kind="stable")]
+        self._appended = appended
 
     @property
     def _is_quiet(self) -> bool:
@@ -243,32 +290,26 @@ class RankScheduler:
         if not len(rows):
             return 0
         full = np.minimum(rows.covered, rows.next_full - 1) - rows.computed
-        return int(np.minimum(full, rows.limit - 1 - rows.known).min())
+        return int((np.minimum(full, rows.limit - 1 - rows.known) - rows.slack).min())
 
-    def _without_aborted(self, sampled: Indices, new: NewTokens) -> tuple[Indices, NewTokens]:
-        """Leave out requests that were aborted while the step was in flight."""
-        is_running = np.ones(len(self.rows), bool)
-        is_running[[self.rows.index_of(request) for request in self._aborted]] = False
-        is_alive = is_running[sampled]
-        counts = np.ones(len(is_alive), np.int32) if new.counts is None else new.counts
-        alive = np.arange(len(self.rows))[sampled][is_alive]
-        return alive, new.cut(np.where(is_alive, counts, 0))
-
-    def _end(self, sampled: Indices, new: NewTokens) -> tuple[NewTokens, dict[int, FinishReason]]:
+    def _end(
+        self, sampled: Indices, new: NewTokens, *, is_quiet: bool
+    ) -> tuple[NewTokens, dict[int, FinishReason]]:
         """End the requests that are over, at the token that ends them.
 
         Args:
             sampled: [num_samples], whose tokens ``new`` has.
+            is_quiet: whether none of them can end by its length.
 
         Returns:
             the tokens that requests get; why those that are over ended, by index in ``sampled``.
         """
         tokens: list[int] = new.token_ids.tolist()
         has_stops = not self._stop_ids.keys().isdisjoint(tokens)
-        if self._is_quiet and not has_stops:
+        if is_quiet and not has_stops:
             return new, {}
         rows = self.rows
-        known, limit = rows.known[sampled], rows.limit[sampled]
+        known, limit = rows.received[sampled], rows.limit[sampled]
         counts = np.ones(len(known), np.int32) if new.counts is None else new.counts
         may_end = known + counts >= limit
         if has_stops:
@@ -292,16 +333,17 @@ class RankScheduler:
 
     # ---- requests that leave
 
-    def abort(self, request: Request, *, in_flight: bool) -> None:
-        """Let a running request go; its blocks are free when no step writes to them."""
-        if in_flight:
-            self._aborted.append(request)
-        else:
-            self._release([request])
+    def abort(self, request: Request) -> None:
+        """Let a running request go. What steps in flight bring for it is dropped; what they write
+        is written before any later step of its blocks' next owners.
+        """
+        self._release([request])
 
     def _release(self, requests: Sequence[Request]) -> None:
         self._steady = None
-        self.rows.remove([self.rows.index_of(request) for request in requests])
+        moves = self.rows.remove([self.rows.index_of(request) for request in requests])
+        for flight in self._flights:
+            flight.move(moves)
         left = [request.row for request in requests]
         self._appended = self._appended[~np.isin(self._appended[:, 0], left)]
         for request in requests:
@@ -324,9 +366,7 @@ class RankScheduler:
         rows, size = self.rows, self.pool.block_size
         victims: list[Request] = []
         while True:
-            ends = np.minimum(rows.computed + self._decode_len, rows.limit - 1)
-            short = np.flatnonzero((ends > rows.covered) & (rows.known > rows.started))
-            missing = -(-(ends[short] - rows.covered[short]) // size)
+            short, missing = self._missing_blocks()
             if int(missing.sum()) <= self.pool.num_free:
                 break
             victim = max(rows.requests, key=lambda request: request.order)
@@ -341,14 +381,24 @@ class RankScheduler:
         rows.covered[short] += missing * size
         return blocks, victims
 
+    def _missing_blocks(self) -> tuple[Moves, IntArray]:
+        """Return indices of requests that decode and lack blocks for their next tokens, and how
+        many each lacks.
+        """
+        rows, size = self.rows, self.pool.block_size
+        ends = np.minimum(rows.computed + rows.slack + self._decode_len, rows.limit - 1)
+        short = np.flatnonzero((ends > rows.covered) & self._decodes)
+        return short, -(-(ends[short] - rows.covered[short]) // size)
+
     def _store_full_blocks(self, indices: Indices) -> None:
         """Hand blocks that the step has filled to the prefix cache."""
         rows, size = self.rows, self.pool.block_size
-        is_full = np.flatnonzero(rows.computed[indices] >= rows.next_full[indices])
+        computed = rows.computed[indices] - rows.flying[indices]
+        is_full = np.flatnonzero(computed >= rows.next_full[indices])
         for index in np.arange(len(rows))[indices][is_full].tolist():
             rows.settle(index)
             request = rows.requests[index]
-            num_full = int(rows.computed[index]) // size
+            num_full = int(rows.computed[index] - rows.flying[index]) // size
             if self.pool.prefix_cache:
                 self._hash_blocks(request, num_full)
                 for full in range(int(rows.next_full[index]) // size - 1, num_full):
@@ -363,3 +413,13 @@ class RankScheduler:
             start = len(hashes) * size
             parent = hashes[-1] if hashes else request.cache_root
             hashes.append(hash_block(parent, request.tokens[start : start + size].tobytes()))
+
+
+def _still_there(
+    indices: Moves, records: IntArray, new: NewTokens
+) -> tuple[Moves, IntArray, NewTokens]:
+    """Leave out the requests of a step that have left since it was decided."""
+    is_there = indices >= 0
+    samples = records[:, 3] > 0
+    counts = np.ones(int(samples.sum()), np.int32) if new.counts is None else new.counts
+    return indices[is_there], records[is_there], new.cut(np.where(is_there[samples], counts, 0))

@@ -15,7 +15,7 @@ from dist_aclgraph.context.prompt_split import largest_share
 from dist_aclgraph.errors import WorkerError
 from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.scheduler.request import Request
-from dist_aclgraph.scheduler.rows import EVERY, Indices, RunningRows
+from dist_aclgraph.scheduler.rows import EVERY, Indices, Moves, RunningRows
 from dist_aclgraph.steps.step import RowLogprobs, RowStart, StepResult
 
 
@@ -102,6 +102,11 @@ class StepBuilder:
             self.add_chunk(index)
 
     @property
+    def has_work(self) -> bool:
+        """Whether anything runs in the step."""
+        return bool(self.num_decoding or self._chunks)
+
+    @property
     def is_steady(self) -> bool:
         """Whether all running requests decode, and nothing else runs."""
         return self.decoding is EVERY and not self._chunks
@@ -114,6 +119,8 @@ class StepBuilder:
             chunk.left -= more
             self.budget -= more
         rows, indices, num_decoding = self.rows, self.decoding, self.num_decoding
+        if isinstance(indices, slice):  # requests that come while the step runs are not meant
+            indices = slice(0, num_decoding)
         if self._chunks:
             decoding = np.arange(len(rows))[self.decoding][:num_decoding]
             indices = np.append(decoding, [chunk.index for chunk in self._chunks])
@@ -131,7 +138,7 @@ class RankStep:
     """What one rank runs.
 
     Attributes:
-        indices: [num_reqs], among the running requests.
+        indices: [num_reqs], among the running requests when it was built.
         records: [num_reqs, 4], as in ``RankBatch.scheduled``.
         num_decoding: the first so many requests decode.
         decode_len: tokens of a request that decodes: its last one, and its drafts.
@@ -147,14 +154,6 @@ class RankStep:
     @property
     def num_reqs(self) -> int:
         return len(self.records)
-
-    @cached_property
-    def sampled(self) -> Indices:
-        """[num_samples], indices among the running requests of those that sample."""
-        if isinstance(self.indices, slice):
-            return self.indices
-        sampled: Indices = self.indices[self.records[:, 3] > 0]
-        return sampled
 
     @cached_property
     def num_logits(self) -> IntArray:
@@ -210,6 +209,31 @@ class RankStep:
             result.rank,
             "SERVING",
         )
+
+
+@dataclass
+class Flight:
+    """A step of one rank, from its decision to its result.
+
+    Attributes:
+        indices: [num_reqs], of its requests among the running ones now; -1 is one that has left.
+        is_quiet: no request can end by its length, or fill a block, in it.
+    """
+
+    step: RankStep
+    indices: Indices
+    is_quiet: bool
+
+    @property
+    def places(self) -> Moves:
+        """[num_reqs], ``indices`` also where they are a slice."""
+        at = self.indices
+        return np.arange(self.step.num_reqs) if isinstance(at, slice) else at
+
+    def move(self, moves: Moves) -> None:
+        """Follow the running requests, of which some have left."""
+        places = self.places
+        self.indices = np.where(places < 0, -1, moves[places])
 
 
 def largest_of(steps: Sequence[RankStep]) -> tuple[int, int, int]:

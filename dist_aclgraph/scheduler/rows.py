@@ -14,20 +14,26 @@ from dist_aclgraph.ints import IntArray
 from dist_aclgraph.scheduler.request import Request
 
 Indices = npt.NDArray[np.intp] | slice
+Moves = npt.NDArray[np.intp]
 EVERY = slice(None)
 
-
-NUM_COLUMNS = 10
+NUM_COLUMNS = 13
 
 
 class RunningRows:
     """Owns the columns; index i is the i-th request in order of admission.
+
+    Where steps are in flight, ``computed`` and ``known`` are what they will be when these have run,
+    at least: with drafts they may become larger by ``slack``.
 
     Attributes: columns of int32, [num_requests] each.
         row: place in the workers' batch.
         key: the request's, for its owner.
         computed: tokens whose KV is in cache; it catches up with ``known``.
         known: tokens that exist, prompt and output.
+        slack: drafts in flight, which may all pass.
+        flying: of the computed tokens, those that steps in flight compute.
+        received: of the known tokens, those that the host has.
         started: tokens that the row began with; later ones were sampled.
         limit: prompt and output together end here.
         covered: tokens that the request's blocks have room for.
@@ -54,6 +60,9 @@ class RunningRows:
             self.key,
             self.computed,
             self.known,
+            self.slack,
+            self.flying,
+            self.received,
             self.started,
             self.limit,
             self.covered,
@@ -77,6 +86,9 @@ class RunningRows:
             request.key,
             computed,
             num_tokens,
+            0,
+            0,
+            num_tokens,
             num_tokens,
             request.max_total_tokens,
             covered,
@@ -97,8 +109,12 @@ class RunningRows:
             return self.requests[indices]
         return list(map(self.requests.__getitem__, indices.tolist()))
 
-    def remove(self, indices: list[int]) -> None:
-        """Take requests out; later ones move up. Their own tokens are up to date then."""
+    def remove(self, indices: list[int]) -> Moves:
+        """Take requests out; later ones move up. Their own tokens are up to date then.
+
+        Returns:
+            [num_requests before], where each request is now; -1 is nowhere.
+        """
         for index in indices:
             self.settle(index)
         num_kept = len(self.requests) - len(indices)
@@ -108,11 +124,41 @@ class RunningRows:
         self.requests = list(compress(self.requests, keep))
         self._name_columns()
         self._index_of_row[self.row] = np.arange(num_kept)
+        return np.where(keep, np.cumsum(keep) - 1, -1)
+
+    # ---- steps
+
+    def take_off(self, indices: Indices, records: IntArray) -> None:
+        """A step has been decided: count what it brings at least.
+
+        Args:
+            records: [n, 4] as in ``RankBatch.scheduled``, of the requests at indices.
+        """
+        drafts = np.maximum(records[:, 3] - 1, 0)
+        grown = records[:, 2] - drafts
+        self.computed[indices] += grown
+        self.flying[indices] += grown
+        self.known[indices] += records[:, 3] > 0
+        self.slack[indices] += drafts
+
+    def land(self, indices: Indices, records: IntArray, passed: IntArray | None) -> None:
+        """A step has run.
+
+        Args:
+            records: as for ``take_off``.
+            passed: [n], drafts of each that have passed; None is none.
+        """
+        drafts = np.maximum(records[:, 3] - 1, 0)
+        self.flying[indices] -= records[:, 2] - drafts
+        self.slack[indices] -= drafts
+        if passed is not None:
+            self.computed[indices] += passed
+            self.known[indices] += passed
 
     # ---- tokens
 
     def append(self, indices: Indices, tokens: IntArray, counts: IntArray | None) -> None:
-        """Add new tokens.
+        """Receive new tokens.
 
         Args:
             indices: [n], of the requests that get some.
@@ -129,7 +175,7 @@ class RunningRows:
             self._recent[np.repeat(rows, counts), np.repeat(recent, counts) + offsets] = tokens
             grown = counts
         self.num_recent[indices] += grown
-        self.known[indices] += grown
+        self.received[indices] += grown
 
     def settle(self, index: int) -> None:
         """Bring a request's own tokens up to date."""

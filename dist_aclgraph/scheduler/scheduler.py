@@ -11,6 +11,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
@@ -29,18 +30,28 @@ from dist_aclgraph.scheduler.rank import RankScheduler
 from dist_aclgraph.scheduler.rank_step import NewTokens, RankStep, StepBuilder, largest_of
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.steps.delta import FinishReason, RequestDelta
-from dist_aclgraph.steps.step import RankBatch, StepPlan, StepResult
-from dist_aclgraph.topology import ChooseExchange, no_exchange
+from dist_aclgraph.steps.step import StepPlan, StepResult
+from dist_aclgraph.topology import MAY_LOSE_TOKENS, ChooseExchange, no_exchange
 
+MAX_IN_FLIGHT = 2
 NOTHING = StepOutputs()
 NO_TOKENS = NewTokens(NOTHING.token_ids, None, ())
+
+
+class _Decided(NamedTuple):
+    """A step in flight: its message, and what each data-parallel rank runs."""
+
+    plan: StepPlan
+    steps: Sequence[RankStep]
 
 
 class Scheduler:
     """Owns requests, and decides for all data-parallel ranks of a lockstep group. Knows nothing
     about devices, channels or time.
 
-    One step is in flight at a time: ``schedule()``, then ``update()`` with its results.
+    ``schedule()`` decides a step, ``update()`` takes in its results. The next step may be decided
+    before: whoever ends one step late has run for nothing, and nobody gets another token than
+    otherwise. More than two steps are never in flight, as workers have only the last one's tokens.
 
     Args:
         pools: of the data-parallel ranks, all alike.
@@ -76,8 +87,7 @@ class Scheduler:
         self._choose_exchange = choose_exchange
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
-        self._in_flight: StepPlan | None = None
-        self._steps: Sequence[RankStep] = ()  # of the ranks, in flight
+        self._in_flight: deque[_Decided] = deque()  # oldest first
         self._is_void = False  # the step in flight counts for nothing, and is to be run again
         self.num_reruns = 0
         self.num_admitted_tokens = 0  # tokens of admitted requests, and
@@ -91,11 +101,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step is in flight or could be scheduled."""
-        return bool(
-            self.waiting
-            or self._in_flight is not None
-            or any(map(len, (r.rows for r in self.ranks)))
-        )
+        return bool(self.waiting or self._in_flight or any(map(len, (r.rows for r in self.ranks))))
 
     @property
     def num_requests(self) -> int:
@@ -129,7 +135,7 @@ class Scheduler:
     def abort(self, request_id: str, reason: FinishReason = "abort") -> RequestDelta | None:
         """End a request at once, even while a step runs it; None where it is unknown or over.
 
-        What the step in flight brings for it is dropped; blocks are freed after that step.
+        What steps in flight bring for it is dropped.
         """
         request = self._requests.pop(request_id, None)
         if request is None:
@@ -138,7 +144,7 @@ class Scheduler:
         if request.row < 0:
             self.waiting.remove(request)
         else:
-            self.ranks[request.dp_rank].abort(request, in_flight=self._in_flight is not None)
+            self.ranks[request.dp_rank].abort(request)
         return RequestDelta(
             request_id, finish_reason=reason, num_cached_tokens=max(0, request.num_cached_tokens)
         )
@@ -151,13 +157,14 @@ class Scheduler:
     # ---- one step
 
     def schedule(self) -> StepPlan | None:
-        """Decide the next step, or return None where no rank can run.
-
-        The step before must have been updated.
+        """Decide the next step. None where no rank can run; where steps are in flight, their
+        results may change that.
         """
-        if self._is_void and self._in_flight is not None:
-            return self._run_again(self._in_flight)
-        assert self._in_flight is None, "a step is in flight; update() comes first"
+        if self._is_void:
+            return self._run_again()
+        assert len(self._in_flight) < MAX_IN_FLIGHT, "update() comes first"
+        if self._must_wait:
+            return None
         builders = []
         for rank in self.ranks:
             builder, victims = rank.begin()
@@ -175,8 +182,16 @@ class Scheduler:
             builder.serve_chunks()
         return self._decide(builders)
 
+    @property
+    def _must_wait(self) -> bool:
+        """Whether the next step depends on results of the one in flight."""
+        if not self._in_flight:
+            return False
+        may_be_void = self._in_flight[-1].plan.exchange in MAY_LOSE_TOKENS
+        return may_be_void or any(rank.must_wait for rank in self.ranks)
+
     def update(self, results: Sequence[StepResult]) -> StepOutputs:
-        """Take in the results of all ranks; return what is new.
+        """Take in the results of all ranks for the oldest step in flight; return what is new.
 
         Results of another epoch or step are stale and change nothing. Where tokens found no room
         on their way to their experts, the step counts for nothing: ``schedule()`` issues it again.
@@ -185,12 +200,12 @@ class Scheduler:
             WorkerError: the step failed on a rank, or did not bring the tokens that it should;
                 the epoch is over, and ``abort_all()`` comes next.
         """
-        plan = self._in_flight
-        if plan is None or self._is_void:
+        if not self._in_flight or self._is_void:
             return NOTHING
+        plan, steps = self._in_flight[0]
         current: dict[int, StepResult] = {}
         for result in results:
-            if result.step == self.step and result.epoch == self.epoch:
+            if result.step == plan.step and result.epoch == self.epoch:
                 if result.error:
                     raise WorkerError(result.error, result.rank, "SERVING")
                 current[result.rank] = result
@@ -200,13 +215,13 @@ class Scheduler:
             return NOTHING
         # All are read before any is taken in: what one brings must not outlive a failed step.
         brought = [
-            step.read(self._output_of(rank, current)) if step.num_reqs else NO_TOKENS
-            for rank, step in zip(self.ranks, self._steps, strict=True)
+            step.read(self._output_of(rank, plan, current)) if step.num_reqs else NO_TOKENS
+            for rank, step in zip(self.ranks, steps, strict=True)
         ]
-        self._in_flight = None
+        self._in_flight.popleft()
         parts = []
-        for rank, step, new in zip(self.ranks, self._steps, brought, strict=True):
-            outputs, finished = rank.advance(step, new)
+        for rank, new in zip(self.ranks, brought, strict=True):
+            outputs, finished = rank.advance(new)
             parts.append(outputs)
             for request in finished:
                 del self._requests[request.request_id]
@@ -256,18 +271,17 @@ class Scheduler:
 
     def _decide(self, builders: Sequence[StepBuilder]) -> StepPlan | None:
         """Make the plan of what was built for the ranks; None where nothing runs."""
+        if not any(builder.has_work for builder in builders):
+            return None
         built = [rank.build(builder) for rank, builder in zip(self.ranks, builders, strict=True)]
         steps, batches = zip(*built, strict=True)
         busy = [step for step in steps if step.num_reqs]
-        if not busy:
-            return None
         num_tokens, num_reqs, query_len = largest_of(busy)
         graph, _ = self.dispatcher.dispatch(
             num_tokens, num_reqs, query_len, partial(self._has_room_for_padding, steps)
         )
         self.step += 1
-        self._steps = steps
-        plan = self._in_flight = StepPlan(
+        plan = StepPlan(
             self.epoch,
             self.step,
             self.dispatcher.plan.version,
@@ -275,6 +289,7 @@ class Scheduler:
             batches,
             self._choose_exchange(num_tokens if graph is None else graph.num_tokens),
         )
+        self._in_flight.append(_Decided(plan, steps))
         return plan
 
     def _has_room_for_padding(self, steps: Sequence[RankStep], graph: BatchDescriptor) -> bool:
@@ -290,7 +305,7 @@ class Scheduler:
         """Note what the experts did; say whether tokens found no room."""
         for result in results.values():
             self.expert_tokens[result.rank] = result.expert_tokens
-            if result.num_unplaced and plan.exchange == "all_gather":
+            if result.num_unplaced and plan.exchange not in MAY_LOSE_TOKENS:
                 raise WorkerError(
                     f"{result.num_unplaced} tokens found no room in an exchange that has room for "
                     "all",
@@ -300,30 +315,34 @@ class Scheduler:
         self._is_void = any(result.num_unplaced for result in results.values())
         return self._is_void
 
-    def _run_again(self, plan: StepPlan) -> StepPlan:
-        """Issue a step again, with an exchange that has room for all tokens.
+    def _run_again(self) -> StepPlan:
+        """Issue the step in flight again, with an exchange that has room for all tokens.
 
-        The rows are up to date already, and what was written to the KV cache is written again.
+        What was written to the KV cache is written again.
         """
         self._is_void = False
         self.num_reruns += 1
         self.step += 1
-        self._in_flight = msgspec.structs.replace(
+        plan, steps = self._in_flight.pop()
+        again = msgspec.structs.replace(
             plan,
             step=self.step,
             plan_version=self.dispatcher.plan.version,
             graph=None,
-            batches=tuple(RankBatch(batch.scheduled) for batch in plan.batches),
+            batches=tuple(rank.again() for rank in self.ranks),
             exchange="all_gather",
         )
-        return self._in_flight
+        self._in_flight.append(_Decided(again, steps))
+        return again
 
-    def _output_of(self, rank: RankScheduler, results: dict[int, StepResult]) -> StepResult:
+    def _output_of(
+        self, rank: RankScheduler, plan: StepPlan, results: dict[int, StepResult]
+    ) -> StepResult:
         """The result that carries a data-parallel rank's tokens: of the first of its ranks."""
         owner = rank.index * self._ranks_per_batch
         result = results.get(owner)
         if result is None:
-            raise WorkerError(f"step {self.step} brought no result", owner, "SERVING")
+            raise WorkerError(f"step {plan.step} brought no result", owner, "SERVING")
         return result
 
     def _max_total_tokens(self, request: Request) -> int:

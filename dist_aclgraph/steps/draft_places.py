@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,9 @@ class DraftPlaces:
 
     Attributes:
         rows, most, num_logits: [S].
-        positions: [S, k + 1]; slots: [S, 2 k]; places: [S, k + 1], indices into the step's tokens.
+        positions: [S, k + 1]; slots: [S, 3 k]; places: [S, k + 1], indices into the step's tokens.
+        behind: [S], the row of a request that begins as many positions later as drafts of it have
+            passed in the step before, which the device alone knows; -1 is no such request.
     """
 
     rows: IntArray
@@ -26,6 +28,11 @@ class DraftPlaces:
     positions: IntArray
     slots: IntArray
     places: IntArray
+    behind: IntArray
+
+    def moved(self, is_moved: npt.NDArray[np.bool_]) -> DraftPlaces:
+        """Return the places of requests of which some, [S], begin later than the host knows."""
+        return replace(self, behind=np.where(is_moved, self.rows, -1).astype(np.int32))
 
 
 def draft_places(
@@ -49,7 +56,7 @@ def draft_places(
     ends = query_ends[is_sampled]
     index = np.arange(k + 1, dtype=np.int32)
     first = computed + scheduled - num_logits
-    at = first[:, None] + np.arange(2 * k, dtype=np.int32)
+    at = first[:, None] + np.arange(3 * k, dtype=np.int32)
     return DraftPlaces(
         rows=rows,
         most=np.where(may_draft[rows], num_logits - 1, 0).astype(np.int32),
@@ -57,4 +64,5 @@ def draft_places(
         positions=first[:, None] + index,
         slots=place.shards.slots_of(place.shard, block_table, rows[:, None], at),
         places=(ends - num_logits)[:, None] + np.minimum(index, num_logits[:, None] - 1),
+        behind=np.full(len(rows), -1, np.int32),
     )

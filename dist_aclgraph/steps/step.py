@@ -126,13 +126,22 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     error: str = ""  # the step failed on this rank; the epoch is over
 
 
+class Pause(msgspec.Struct, frozen=True, tag="pause"):
+    """No step follows for now: answer the one in flight.
+
+    With two steps in flight workers answer one when the next is queued behind it.
+    """
+
+    epoch: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Leave the step loop."""
 
     epoch: int
 
 
-ToWorker = StepPlan | GraphCommand | Shutdown
+ToWorker = StepPlan | GraphCommand | Pause | Shutdown
 FromWorker = StepResult | GraphAnswer
 
 encoder = msgspec.msgpack.Encoder()

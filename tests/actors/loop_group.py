@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.scheduler.scheduler import Scheduler
-from dist_aclgraph.steps.step import RowSampling, StepResult
+from dist_aclgraph.steps.step import Pause, RowSampling, StepResult
 from tests.deployments import Answer, greedy_params
 from tests.plans import make_plan
 from tests.unit.scheduler.fake_worker import FakeWorker
@@ -74,6 +75,7 @@ class Group:
         num_blocks: int = NUM_BLOCKS,
         clients_host: str | None = None,
         is_held: Callable[[], bool] = lambda: True,
+        steps_in_flight: int = 2,
     ) -> None:
         self.ranks = tuple(range(dp * tp))
         self.later: list[RawClient] = []  # closed with the group
@@ -81,6 +83,7 @@ class Group:
         channel = StepSender(self.ranks, place)
         self._fail_at, self._lose_at, self._tp = fail_at, lose_at, tp
         self._num_drafts, self._num_blocks = num_drafts, num_blocks
+        self._steps_in_flight = steps_in_flight
         self._stall_at, self._stall_s = stall_at, stall_s
         self._workers = [
             threading.Thread(target=self._work, args=(channel.address_for(NODE), rank), daemon=True)
@@ -112,6 +115,7 @@ class Group:
             step_timeout_s=STEP_S,
             turn_timeout_s=turn_s,
             is_held=is_held,
+            steps_in_flight=steps_in_flight,
             changes=GraphChanges(dispatcher, GraphTransaction(self, WAIT_S, WAIT_S), {}),
             report=dict,
         )
@@ -129,8 +133,12 @@ class Group:
             accept=lambda: min(1, self._num_drafts),
         )
         receiver, dp_rank = StepReceiver(address), rank // self._tp
+        in_flight: deque[StepResult] = deque()
         try:
             while (plan := receiver.receive(EPOCH)) is not None:
+                if isinstance(plan, Pause):
+                    receiver.send(in_flight.popleft())
+                    continue
                 if plan.step == self._fail_at and rank == 0:
                     receiver.send(StepResult(plan.epoch, plan.step, 0, error="out of luck"))
                     continue
@@ -140,7 +148,10 @@ class Group:
                 result = worker.execute(plan, dp_rank, rank, is_void=is_void)
                 if rank % self._tp:
                     result = msgspec.structs.replace(result, token_ids=b"", counts=b"")
-                receiver.send(msgspec.structs.replace(result, expert_tokens=10 * plan.step + rank))
+                result = msgspec.structs.replace(result, expert_tokens=10 * plan.step + rank)
+                in_flight.append(result)
+                if len(in_flight) == self._steps_in_flight:
+                    receiver.send(in_flight.popleft())
         finally:
             receiver.close()
 

@@ -95,7 +95,7 @@ class RankProcesses(WorkerGroup):
         )
 
     def step(self, plan: StepPlan) -> list[RankStep]:
-        """Let all ranks run a step; return what each of them did."""
+        """Let all ranks run a step alone; return what each of them did."""
         message = encoder.encode(plan)
         done = []
         for answer, *counted in self.call("step", "SERVING", ANSWER_S, lambda _: (message,)):
@@ -103,6 +103,21 @@ class RankProcesses(WorkerGroup):
             assert isinstance(result, StepResult)
             done.append(RankStep(result, *counted))
         return done
+
+    def launch(self, plan: StepPlan) -> list[StepResult]:
+        """Let all ranks queue a step; return their results of the one before, if it has ended."""
+        message = encoder.encode(plan)
+        return self._results("launch", (message,))
+
+    def pause(self) -> list[StepResult]:
+        """Let all ranks finish the step in flight; return their results of it."""
+        return self._results("pause", ())
+
+    def _results(self, method: str, arguments: tuple[Any, ...]) -> list[StepResult]:
+        answers = self.call(method, "SERVING", ANSWER_S, lambda _: arguments)
+        results = [from_worker_decoder.decode(found) for answer in answers for found in answer]
+        assert len(results) in (0, len(answers))
+        return results
 
 
 @contextmanager
@@ -164,12 +179,21 @@ def _run_rank(config: Config, rank: int, pipe: Connection) -> None:
         slow_at_last_step.update(slow - slow_at_last_step)
         return encoder.encode(result), now["collectives"] - before, counted, names
 
+    def launch(message: bytes) -> list[bytes]:
+        plan, results = to_worker_decoder.decode(message), list[bytes]()
+        assert isinstance(plan, StepPlan)
+        worker.launch(plan, lambda result: results.append(encoder.encode(result)))
+        return results
+
+    def pause() -> list[bytes]:
+        return [encoder.encode(worker._running.runner.finish())]
+
     def kv_bytes() -> int:
         """Bytes of the decoder's caches."""
         caches = [vars(cache).values() for cache in worker._running.runner._caches]
         return sum(tensor.nbytes for tensors in caches for tensor in tensors)
 
-    own = {"step": step, "kv_bytes": kv_bytes}
+    own = {"step": step, "launch": launch, "pause": pause, "kv_bytes": kv_bytes}
     while True:
         try:
             method, arguments = pipe.recv()

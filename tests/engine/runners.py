@@ -14,6 +14,8 @@ from dist_aclgraph.ints import pack_ints, unpack_ints
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.decoder import Decoder
 from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.scheduler.outputs import StepOutputs
+from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.shapes.model_spec import read_model_spec
 from dist_aclgraph.steps.step import RankBatch, RowSampling, RowStart, StepPlan, StepResult
 from dist_aclgraph.topology import ExchangeKind
@@ -60,6 +62,16 @@ def make_runner(
         owns_output=True,
         **options,
     )
+
+
+def turn(scheduler: Scheduler, runner: ModelRunner) -> StepOutputs:
+    """Decide a step where one may be, and take in the oldest, as an engine does."""
+    plan, results = scheduler.schedule(), list[StepResult]()
+    if plan is not None:
+        runner.launch(plan, 0, 0, results.append)
+    elif runner.is_busy:
+        results.append(runner.finish())
+    return scheduler.update(results)
 
 
 class Sequences:

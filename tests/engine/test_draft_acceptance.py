@@ -15,7 +15,7 @@ import torch
 from dist_aclgraph.engine.model_runner import ModelRunner
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.scheduler.scheduler import Scheduler
-from dist_aclgraph.steps.step import RankBatch, StepPlan, StepResult
+from dist_aclgraph.steps.step import RankBatch, StepPlan
 from tests.checkpoints import add_next_token_module, make_reference
 from tests.engine.runners import make_runner
 from tests.engine.test_drafts_law import DEMO, make_runners
@@ -63,10 +63,13 @@ class BesideABusierRank:
         self._runner = runner
         self._other = RankBatch(pack_ints(records))
 
-    def execute(self, plan: StepPlan, dp_rank: int, rank: int) -> StepResult:
+    def launch(self, plan: StepPlan, dp_rank: int, rank: int, report: Any) -> None:
         batches = (*plan.batches, self._other)
         plan = msgspec.structs.replace(plan, batches=batches, exchange="all_gather")
-        return self._runner.execute(plan, dp_rank, rank)
+        self._runner.launch(plan, dp_rank, rank, report)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
 
 
 @pytest.mark.parametrize("k", [1, 3])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dist_aclgraph.device.npu import Npu
-from dist_aclgraph.engine.drafting import Drafter, DraftPass, count_accepted
+from dist_aclgraph.engine.drafting import Drafter, DraftPass, count_accepted, fill_in
 from dist_aclgraph.graphs.step_buffers import DraftInputs
 
 VOCAB = 50
@@ -111,7 +111,8 @@ def test_proposals_go_on_behind_the_last_right_draft(k: int) -> None:
             token = int(hidden) % VOCAB
             expected.append(token)
         assert (
-            drafter.fill_in(ints([-1 - (row * k + i) for i in range(k)], cpu)).tolist() == expected
+            fill_in(drafter.latest, ints([-1 - (row * k + i) for i in range(k)], cpu)).tolist()
+            == expected
         )
     # What lay in the cache before the last right place is the target's, not the drafts'.
     assert recorder.cache[110] == (10, sampled_row[0])
@@ -119,5 +120,5 @@ def test_proposals_go_on_behind_the_last_right_draft(k: int) -> None:
 
 
 def test_known_tokens_are_left_alone() -> None:
-    drafter = Drafter(2, 3, torch.device("cpu"))
-    assert drafter.fill_in(ints([0, 17, 3], torch.device("cpu"))).tolist() == [0, 17, 3]
+    latest, tokens = torch.full((4,), 9, dtype=torch.int32), [0, 17, 3]
+    assert fill_in(latest, ints(tokens, torch.device("cpu"))).tolist() == tokens

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dist_aclgraph.context.place import ContextPlace
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.engine.input_batch import InputBatch
-from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.ints import pack_ints, unpack_ints
 from dist_aclgraph.steps.step import RankBatch, RowSampling, RowStart
 
 ROWS, MAX_LEN, BLOCK = 4, 64, 16
@@ -62,7 +62,7 @@ def test_steps_gather_what_a_naive_model_gathers(data: st.DataObject) -> None:
         step = RankBatch(pack_ints(flat), pack_ints(appended), pack_ints(blocks), tuple(started))
 
         batch.apply(step)
-        inputs = batch.step_inputs(step)
+        inputs = batch.step_inputs(unpack_ints(step.scheduled, 4))
 
         places = [(row, p) for row, at, length, _ in scheduled for p in range(at, at + length)]
         assert inputs.token_ids.tolist() == [naive.tokens[row][p] for row, p in places]
@@ -104,7 +104,7 @@ def test_drafts_are_named_by_row_and_index_and_go_to_the_dummy_block_at_the_end(
     step = RankBatch(pack_ints(records), started=(long, prompt))
 
     batch.apply(step)
-    inputs = batch.step_inputs(step)
+    inputs = batch.step_inputs(unpack_ints(step.scheduled, 4))
 
     assert inputs.token_ids.tolist() == [BLOCK - 2, -1 - (3 * 2), -1 - (3 * 2 + 1), 7, 8, 9]
     assert inputs.next_tokens.tolist() == [0, 0, 0, 8, 9, 0]
@@ -126,6 +126,6 @@ def test_an_empty_batch_runs_nothing() -> None:
     batch = InputBatch(ROWS, MAX_LEN, PLACE)
     batch.apply(RankBatch(b""))
 
-    inputs = batch.step_inputs(RankBatch(b""))
+    inputs = batch.step_inputs(unpack_ints(b"", 4))
 
     assert len(inputs.rows) == inputs.num_tokens == inputs.num_samples == 0

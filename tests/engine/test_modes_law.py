@@ -19,7 +19,7 @@ from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.scheduler import Scheduler
-from tests.engine.runners import BLOCK_SIZE, MAX_LEN, make_runner
+from tests.engine.runners import BLOCK_SIZE, MAX_LEN, make_runner, turn
 from tests.laws import examples
 from tests.plans import make_plan
 from tests.unit.scheduler.requests import submit
@@ -107,10 +107,8 @@ def run(
                 tokens[str(index)] = []
             if arrival.abort_at == step:
                 scheduler.abort(str(index))
-        step_plan = scheduler.schedule()
-        if step_plan is not None:
-            for output in scheduler.update([runner.execute(step_plan, 0, 0)]):
-                tokens[output.request_id] += output.tokens
+        for output in turn(scheduler, runner):
+            tokens[output.request_id] += output.tokens
         step += 1
         assert step < 2000
     return tokens, scheduler

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dist_aclgraph.engine.race_noise import RaceNoise
-from dist_aclgraph.engine.sampler import choose_tokens, report_logprobs
+from dist_aclgraph.engine.sampler import choose_tokens, queue_logprobs
 from dist_aclgraph.engine.sampling_table import SamplingTable
 from dist_aclgraph.engine.token_counts import TokenCounts
 from dist_aclgraph.ints import unpack_ints
@@ -54,7 +54,9 @@ def run(npu: Any, logits: torch.Tensor, rows: list[Place]) -> tuple[list[int], l
     on_device = logits.to(npu.device)
     noise = RaceNoise(logits.shape[1], to_device)
     chosen = choose_tokens(on_device, places, counts, noise, to_device)
-    reports = report_logprobs(on_device, chosen, places, to_device)
+    coming = queue_logprobs(on_device, chosen, places, npu)
+    npu.synchronize()
+    reports = {} if coming is None else coming.read()
     return chosen.cpu().tolist(), [reports.get(index) for index in range(len(rows))]
 
 
@@ -251,7 +253,7 @@ def test_counted_step_by_step_penalties_are_those_of_the_whole_history(npu: Any)
         steps.begin(row, chance.integers(0, VOCAB, 9).astype(np.int32), 2)  # another's, before
         steps.begin(row, history[row, :8], 6)
     for column in range(8, 30):
-        steps.add(rows, history[:, column])
+        steps.add(rows, to_device(history[:, column]))
     whole = TokenCounts(3, VOCAB, npu.device, to_device)
     for row in range(3):
         whole.begin(row, history[row], 6)

@@ -232,11 +232,8 @@ def test_two_ranks_in_every_mode_under_arrivals_aborts_and_preemptions(
             prompt, params = reference.prompts[arrival.prompt], greedy_params(arrival.count)
             answers.append(group.submit(str(index), prompt, params))
             for _ in range(arrival.steps):
-                plan = group.schedule()
-                if arrival.aborts is not None:  # while the step is in flight
-                    group.abort(str(arrival.aborts))
-                if plan is not None:
-                    group.run(plan)
+                aborts = arrival.aborts
+                group.turn(lambda aborts=aborts: aborts is None or group.abort(str(aborts)))
         group.finish()
         report, num_preemptions = group.report(), group.scheduler.num_preemptions
 

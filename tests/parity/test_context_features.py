@@ -49,8 +49,7 @@ def play(group: Lockstep) -> list[Answer]:
                 answers[index] = group.submit(str(index), request.prompt, params)
             if request.abort_at == step:
                 group.abort(str(index))
-        if (plan := group.schedule()) is not None:
-            group.run(plan)
+        group.turn()
         step += 1
     return [answers[index] for index in range(len(REQUESTS))]
 

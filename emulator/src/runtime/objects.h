@@ -77,6 +77,7 @@ public:
   TaskGroup *update = nullptr;   // open task-update section, of update_graph
   std::shared_ptr<Graph> update_graph;
   size_t update_index = 0;
+  int64_t update_ends_ns = 0;  // with modelled time: until then the host is busy with the update
 
   explicit Stream(int device);
   ~Stream();

@@ -1,6 +1,7 @@
 #include "runtime/task_groups.h"
 
 #include "rates.h"
+#include "runtime/timeline.h"
 #include "runtime/counters.h"
 
 #include <acl/acl.h>
@@ -32,7 +33,7 @@ static void remember(TaskGroup *group, const std::shared_ptr<Graph> &graph) {
   g_groups[group] = graph;
 }
 
-// What an update takes with modelled time.
+// What the host takes for an update with modelled time.
 static int64_t update_ns(const char *name) {
   bool is_attention = strncmp(name, "aclnnFusedInferAttention", 24) == 0;
   return microseconds(is_attention ? rates().update_attention_us : rates().update_us);
@@ -54,9 +55,10 @@ aclError update_task(Stream *s, TaskKind kind, const char *name, Task body) {
   // recorded on that stream is real.
   auto replacement = std::make_shared<const Task>(std::move(body));
   UpdatableBody *target = node.updatable.get();
-  s->post("task_update", [graph, target, replacement, ns = update_ns(name)]() mutable {
+  s->update_ends_ns += update_ns(name);
+  s->post("task_update", [graph, target, replacement]() mutable {
     if (t_timeline)
-      t_timeline->pass(ns, Idle::Update);
+      t_timeline->pass(microseconds(rates().event_us), Idle::Update);
     count(Counters::of(graph->device).task_updates);
     Lock lock(target->mutex);
     target->task.swap(replacement);
@@ -100,10 +102,13 @@ EMU_API aclError aclmdlRICaptureTaskUpdateBegin(aclrtStream handle, aclrtTaskGrp
                 "task update begin: the graph of the task group was destroyed");
   s->update = static_cast<TaskGroup *>(group);
   s->update_index = 0;
+  s->update_ends_ns = now_ns();
   return 0;
 }
 EMU_API aclError aclmdlRICaptureTaskUpdateEnd(aclrtStream handle) {
   Stream *s = stream_of(handle);
+  if (settings().timed)
+    sleep_until_ns(s->update_ends_ns);  // what CANN's host side takes beyond what this one took
   Lock lock(g_capture_mutex);
   if (!s->update)
     return fail(ACL_ERROR_STREAM_TASK_GROUP_STATUS, "no task update is open");

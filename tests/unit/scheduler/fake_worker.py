@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from dist_aclgraph.ints import pack_ints, unpack_ints
 from dist_aclgraph.kv.block_pool import DUMMY_BLOCK
 from dist_aclgraph.steps.step import RankBatch, RowSampling, StepPlan, StepResult
+from dist_aclgraph.topology import MAY_LOSE_TOKENS
 
 WRONG = -2  # the KV of a draft that was rejected, or of a step that counts for nothing
 
@@ -26,6 +27,7 @@ class Row:
     tokens: list[int]
     blocks: list[int]
     sampling: RowSampling
+    latest: list[int] = field(default_factory=list)  # tokens that the last step sampled
     has_drafts: bool = False
 
 
@@ -69,6 +71,8 @@ class FakeWorker:
         if not is_void:
             for row_index, computed, length, _ in records.tolist():
                 self._check_cache(self.rows[row_index], computed + length)
+        for row_index, tokens in zip(records[:, 0].tolist(), found, strict=True):
+            self.rows[row_index].latest = tokens
         sampled = [tokens for tokens in found if tokens]
         counts = [len(tokens) for tokens in sampled]
         return StepResult(
@@ -100,7 +104,14 @@ class FakeWorker:
     ) -> list[int]:
         """Return the tokens of one row, none in the middle of its prompt."""
         row = self.rows[index]
-        known = len(row.tokens)
+        known = num_received = len(row.tokens)
+        if computed >= known:  # behind a step whose tokens the host does not have
+            assert computed == known and row.latest, "a token is missing"
+            assert length == num_logits == self._num_drafts + 1
+            computed += len(row.latest) - 1
+            tokens, has_drafts = [*row.tokens, *row.latest], self._num_drafts > 0
+            row = Row(tokens, row.blocks, row.sampling, has_drafts=has_drafts)
+            known = len(row.tokens)
         beyond = computed + length - known
         assert beyond == num_logits - 1 if num_logits else beyond < 0, "samples at other tokens"
         assert num_logits <= 1 or row.has_drafts
@@ -110,15 +121,14 @@ class FakeWorker:
             tokens.append(next_token(tokens, self.vocabulary))
         right = WRONG if is_void else max(known, len(tokens) - 1)
         for position in range(computed, computed + length):
-            self._write(row, tokens, position, position < right)
+            if position // self.block_size < len(row.blocks):
+                self._write(row, tokens, position, position < right)
+            else:  # beyond what the request can ever have: written nowhere
+                assert position >= num_received
         return tokens[known:]
 
     def _write(self, row: Row, tokens: list[int], position: int, is_right: bool) -> None:
-        index = position // self.block_size
-        if index >= len(row.blocks):  # beyond what the request can ever have: written nowhere
-            assert position >= len(row.tokens)
-            return
-        block_id = row.blocks[index]
+        block_id = row.blocks[position // self.block_size]
         assert block_id != DUMMY_BLOCK
         value = WRONG
         if is_right:
@@ -154,7 +164,7 @@ class FakeGroup:
 
     def execute(self, plan: StepPlan) -> list[StepResult]:
         assert len(plan.batches) == len(self.workers)
-        can_lose = plan.exchange not in (None, "all_gather")
+        can_lose = plan.exchange in MAY_LOSE_TOKENS
         results = []
         for dp_rank, worker in enumerate(self.workers):
             is_void = can_lose and self._lose()

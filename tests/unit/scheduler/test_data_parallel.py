@@ -174,7 +174,7 @@ def test_the_exchange_is_chosen_by_the_padded_tokens_of_a_rank() -> None:
 
 
 def test_a_step_that_lost_tokens_is_run_again_and_only_then_counts() -> None:
-    scheduler = make_scheduler(choose_exchange=lambda n: "mc2")
+    scheduler = make_scheduler(choose_exchange=lambda n: "all_to_all")
     first = start(scheduler, make_request("a"), make_request("b", 7))
     lost = StepResult(0, 1, 1, pack_ints([2]), num_unplaced=3)
 

@@ -5,8 +5,8 @@ lost tokens, over any number of data-parallel ranks.
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,7 +23,7 @@ from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.padding import GraphLens
-from dist_aclgraph.steps.step import StepPlan
+from dist_aclgraph.steps.step import StepPlan, StepResult
 from dist_aclgraph.topology import ExchangeKind
 from tests.plans import make_plan
 from tests.unit.scheduler.fake_worker import FakeGroup, FakeWorker, next_token
@@ -103,6 +103,7 @@ class Shape:
     prefix_cache: bool
     loses_tokens: bool
     counts_shared: bool = False
+    in_flight: int = 2
 
     @property
     def max_tokens(self) -> int:
@@ -120,6 +121,7 @@ shapes = st.builds(
     prefix_cache=st.booleans(),
     loses_tokens=st.booleans(),
     counts_shared=st.booleans(),
+    in_flight=st.integers(1, 2),
 )
 
 
@@ -145,6 +147,7 @@ class World:
     seed: int
     got: dict[str, list[int]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
+    results: deque[list[StepResult]] = field(default_factory=deque)  # of steps in flight
 
     def __post_init__(self) -> None:
         shape, chance = self.shape, random.Random(self.seed)
@@ -195,6 +198,20 @@ class World:
             if output.finish_reason is not None:
                 self.reasons[output.request_id] = output.finish_reason
 
+    def turn(self, meanwhile: Callable[[], None] = lambda: None) -> bool:
+        """Decide a step where one may be, and take in the oldest; return whether anything ran."""
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.results.append(self.group.execute(plan))
+            self.check_plan(plan)
+        meanwhile()
+        if not self.results:
+            assert not self.scheduler.has_work
+            return False
+        if plan is None or len(self.results) == self.shape.in_flight:
+            self.take(self.scheduler.update(self.results.popleft()))
+        return True
+
     def abort(self, name: str) -> None:
         output = self.scheduler.abort(name)
         assert (output is None) == (name in self.reasons)
@@ -226,12 +243,12 @@ class World:
                 assert request.dp_rank == rank.index
                 assert rank.rows.index_of(request) == index
                 rank.rows.settle(index)
-                assert rank.rows.known[index] == len(request.tokens)
+                assert rank.rows.received[index] == len(request.tokens)
                 if request.row in scheduled:
                     row = worker.rows[request.row]
                     assert row.tokens == list(request.tokens)
                     assert row.blocks == request.block_ids
-                first = int(rank.rows.computed[index]) // BLOCK_SIZE
+                first = int(rank.rows.computed[index] - rank.rows.flying[index]) // BLOCK_SIZE
                 writable.update(request.block_ids[first:])
                 assert not any(rank.pool.is_stored(block) for block in request.block_ids[first:])
             assert not writable or max(writable.values()) == 1
@@ -260,7 +277,6 @@ def test_every_request_gets_its_tokens_and_every_block_comes_back(
     plan_of_arrivals, shape, seed
 ) -> None:
     world = World(shape, seed)
-    scheduler = world.scheduler
 
     def abort(step: int, in_flight: bool) -> None:
         for index, arrival in enumerate(plan_of_arrivals):
@@ -274,16 +290,8 @@ def test_every_request_gets_its_tokens_and_every_block_comes_back(
             if arrival.at_step == step:
                 world.submit(index, arrival)
         abort(step, in_flight=False)
-        plan = scheduler.schedule()
-        if plan is None:
-            assert not scheduler.has_work
-            if step > 60:
-                break
-            continue
-        results = world.group.execute(plan)
-        world.check_plan(plan)
-        abort(step, in_flight=True)
-        world.take(scheduler.update(results))
+        if not world.turn(lambda step=step: abort(step, in_flight=True)) and step > 60:
+            break
 
     world.check_end(dict(enumerate(plan_of_arrivals)))
 
@@ -296,6 +304,11 @@ def test_four_data_parallel_ranks_serve_two_thousand_steps_of_random_traffic() -
     world, chance = World(shape, 1), random.Random(2)
     arrived: dict[int, Arrival] = {}
 
+    def abort_one() -> None:
+        alive = [name for name in world.got if name not in world.reasons]
+        if alive and chance.random() < 0.1:
+            world.abort(chance.choice(alive))
+
     for step in range(2000):
         for _ in range(chance.choice([0, 0, 1, 4]) if step % 400 < 300 else 0):
             arrived[len(arrived)] = arrival = Arrival(
@@ -303,16 +316,9 @@ def test_four_data_parallel_ranks_serve_two_thousand_steps_of_random_traffic() -
                 chance.random() < 0.5, 0, None, False,
             )  # fmt: skip
             world.submit(len(arrived) - 1, arrival)
-        plan = world.scheduler.schedule()
-        results = world.group.execute(plan) if plan else []
-        if plan:
-            world.check_plan(plan)
-        alive = [name for name in world.got if name not in world.reasons]
-        if alive and chance.random() < 0.1:
-            world.abort(chance.choice(alive))
-        world.take(world.scheduler.update(results))
-    while (plan := world.scheduler.schedule()) is not None:
-        world.take(world.scheduler.update(world.group.execute(plan)))
+        world.turn(abort_one)
+    while world.turn():
+        pass
 
     world.check_end(arrived)
     stats = world.scheduler.stats()

@@ -1,0 +1,129 @@
+"""Law: a request gets the same with two steps in flight as with one.
+
+Tokens, their log-probabilities and the reason of the end, in every mode, under arrivals, aborts and
+preemptions, greedy and random, with penalties, stop tokens and drafts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_aclgraph.config import SchedulerConfig
+from dist_aclgraph.engine.model_runner import ModelRunner
+from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.planning.dispatcher import GraphDispatcher
+from dist_aclgraph.planning.plan import GraphPlan
+from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.scheduler.scheduler import Scheduler
+from tests.engine.runners import BLOCK_SIZE, MAX_LEN, make_runner, turn
+from tests.engine.test_modes_law import EAGER, MAX_SEQS, MAX_TOKENS, Arrival, arrivals
+from tests.laws import examples
+from tests.plans import make_plan
+from tests.unit.scheduler.requests import submit
+
+DEMO = Path(__file__).parents[2] / "models" / "tiny-deepseek"
+STOPS = tuple(range(0, 832, 9))  # often enough that requests end by them
+SAMPLINGS: list[dict[str, Any]] = [
+    {"logprobs": 2},
+    {"temperature": 1.0, "seed": 3, "stop_token_ids": STOPS, "logprobs": 0},
+    {"temperature": 0.7, "top_p": 0.9, "seed": 5, "repetition_penalty": 1.3},
+    {"frequency_penalty": 0.5, "presence_penalty": 0.3, "stop_token_ids": STOPS, "min_tokens": 3},
+]
+
+
+class Got(NamedTuple):
+    tokens: list[int]
+    logprobs: list[tuple[bytes, int]]
+    reasons: list[str | None]
+
+
+def play(
+    runner: ModelRunner,
+    plan: GraphPlan,
+    requests: list[Arrival],
+    num_blocks: int,
+    num_drafts: int,
+    sampling: dict[str, Any],
+) -> dict[str, Got]:
+    """Return what each request gets."""
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS),
+        [BlockPool(num_blocks, BLOCK_SIZE)],
+        GraphDispatcher(plan),
+        max_model_len=MAX_LEN,
+        num_drafts=num_drafts,
+    )
+    got: dict[str, Got] = {}
+    for step in range(2000):
+        for index, request in enumerate(requests):
+            if request.at_step == step:
+                settings = {"temperature": 0.0, **sampling}
+                settings["min_tokens"] = min(settings.get("min_tokens", 0), request.max_tokens)
+                params = SamplingParams(max_tokens=request.max_tokens, **settings)
+                scheduler.add(submit(str(index), request.prompt, params))
+                got[str(index)] = Got([], [], [])
+            if request.abort_at == step:
+                scheduler.abort(str(index))
+        for delta in turn(scheduler, runner):
+            one = got[delta.request_id]
+            one.tokens.extend(delta.tokens)
+            one.reasons.append(delta.finish_reason)
+            found = [report for report in delta.logprobs if report is not None]
+            one.logprobs.extend((report.token_ids, report.rank) for report in found)
+        if step > 12 and not scheduler.has_work:
+            break
+    assert not runner.is_busy
+    assert all(rank.pool.num_used == 0 for rank in scheduler.ranks)
+    return got
+
+
+@pytest.fixture(scope="module", params=[0, 2], ids=["alone", "drafts"])
+def runners(npu: Any, request: pytest.FixtureRequest) -> Any:
+    """Of each mode, a runner with one step in flight and one with two."""
+    k = request.param
+    q = k + 1
+    decode = tuple(q * size for size in (1, 2, 4, MAX_SEQS))
+    plans = {
+        "NONE": EAGER,
+        "FULL_AND_PIECEWISE": make_plan(*decode, mixed=(8, 48), query_len=q, max_num_seqs=MAX_SEQS),
+    }
+    found = {}
+    for mode, plan in plans.items():
+        pair = []
+        for in_flight in (1, 2):
+            scheduler = {"max_num_seqs": MAX_SEQS, "steps_in_flight": in_flight}
+            settings = {"dtype": "float32", "scheduler": scheduler}
+            runner = make_runner(npu, DEMO, MAX_SEQS, plan.capture_order, k, settings)
+            for graph in plan.capture_order:
+                runner.warm_up(graph)
+                runner.capture(graph)
+                runner.commit(graph)
+            pair.append(runner)
+        found[mode] = plan, pair
+    return k, found
+
+
+@examples(20)
+@given(arrivals, st.integers(12, 40), st.sampled_from(SAMPLINGS))
+def test_two_steps_in_flight_bring_what_one_brings(
+    runners: Any, arrivals: list[Arrival], num_blocks: int, sampling: dict[str, Any]
+) -> None:
+    k, modes = runners
+
+    for mode, (plan, pair) in modes.items():
+        one, two = (play(runner, plan, arrivals, num_blocks, k, sampling) for runner in pair)
+
+        for index, arrival in enumerate(arrivals):
+            ours, wanted = two[str(index)], one[str(index)]
+            if arrival.abort_at is not None:  # one of them was further when it was aborted
+                length = min(len(ours.tokens), len(wanted.tokens))
+                assert ours.tokens[:length] == wanted.tokens[:length], mode
+                continue
+            assert ours.tokens == wanted.tokens, mode
+            assert ours.reasons[-1] == wanted.reasons[-1]
+            assert ours.logprobs == wanted.logprobs, mode
