@@ -38,6 +38,10 @@ class ForkedStartup(Startup):
         super().__init__(planner, [group], lambda phase: None, lambda *progress: None)
         self._meeting = meeting
 
+    @contextmanager
+    def _forks(self, ranks: Sequence[Ranks]) -> Iterator[None]:
+        yield  # there is no Ray
+
     def _place(self, ranks: Sequence[Ranks], deployment: str) -> None:
         pass
 
