@@ -20,13 +20,11 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.context.place import ContextPlace
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.device.npu import (
-    DeviceCounts,
     Npu,
     PoolMemory,
-    Stopwatch,
-    UpdateWait,
     translated,
 )
+from dist_aclgraph.device.step_measures import DeviceCounts, Stopwatch, UpdateWait
 from dist_aclgraph.engine.attention_steps import AttentionSteps
 from dist_aclgraph.engine.draft_steps import DraftSteps
 from dist_aclgraph.engine.drafting import Collect, fill_in
