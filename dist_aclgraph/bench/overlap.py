@@ -27,7 +27,7 @@ from dist_aclgraph.bench.overlap_figure import draw
 from dist_aclgraph.bench.overlap_tables import CAUSES, markdown, tables
 from dist_aclgraph.bench.turns import ray_for, report_bench, show_start
 
-PROMPT_LEN = 128
+PROMPT_LEN, WARM_UP = 128, 24
 MODES = ("FULL_DECODE_ONLY", "PIECEWISE", "NONE")
 MEMORY_MB = 1 << 16  # of a device, counted and never committed
 ALLOWED_WAIT = 0.02, 60.0  # of a step, or in us, whichever is more
@@ -207,7 +207,7 @@ def _engine(
 
 def _decode(engine: DecodeEngine, batch: int, steps: int, num_drafts: int) -> dict[str, Any]:
     """Decode once to warm up, then measured; return a step's times in microseconds."""
-    engine.decode(batch, PROMPT_LEN, 8, ignore_eos=True)
+    engine.decode(batch, PROMPT_LEN, WARM_UP, ignore_eos=True)
     before = engine.deployment.report()
     begin_s = time.perf_counter()
     run = engine.decode(batch, PROMPT_LEN, steps, ignore_eos=True)
