@@ -24,7 +24,7 @@ from dist_aclgraph.device.npu import (
     PoolMemory,
     translated,
 )
-from dist_aclgraph.device.step_measures import DeviceCounts, Stopwatch, UpdateWait
+from dist_aclgraph.device.step_measures import DeviceCounts, ReplaySpan, Stopwatch, UpdateWait
 from dist_aclgraph.engine.attention_steps import AttentionSteps
 from dist_aclgraph.engine.draft_steps import DraftSteps
 from dist_aclgraph.engine.drafting import Collect, fill_in
@@ -71,11 +71,13 @@ class Sampled:
 
     Attributes:
         tokens: [num_samples * (k + 1)] int32; accepted: [num_samples] int32, None without drafts.
+        span: of a full graph's replays, where they are measured.
     """
 
     tokens: Tensor
     accepted: Tensor | None
     special: SpecialPlaces | None
+    span: ReplaySpan | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class _Flight:
     coming: ComingOutput
     num_written: int
     stages: dict[str, float]
+    span: ReplaySpan | None
 
 
 class ModelRunner:
@@ -322,7 +325,8 @@ class ModelRunner:
             None if plan.exchange is None else self._tally,
             sampled.special if self._owns_output else None,
         )
-        return _Flight(plan, rank, inputs, coming, self._buffers.num_written, self._watch.stages)
+        num_written, stages = self._buffers.num_written, self._watch.stages
+        return _Flight(plan, rank, inputs, coming, num_written, stages, sampled.span)
 
     def finish(self) -> StepResult:
         """Wait for the oldest step in flight; return its new tokens.
@@ -337,7 +341,7 @@ class ModelRunner:
         if has_drafts:
             self._num_passed[inputs.sampled_rows] = read.counts - 1
             self._replays.guess_next(inputs, read.counts)
-        self._replays.book_wait()
+        self._replays.book_wait(flight.span)
         self._watch.lap_of(flight.stages, "sample")
         num_unplaced, self._num_unplaced = self._num_unplaced, read.num_unplaced
         result = StepResult(
@@ -404,11 +408,11 @@ class ModelRunner:
         for graph in drafts:
             self._replays.replay(graph)
             self._replays.update(graph)
-        self._replays.end()
+        span = self._replays.end()
         if drafts:
-            return Sampled(tokens, self._buffers.accepted, special)
+            return Sampled(tokens, self._buffers.accepted, special, span)
         self._replays.guess_next(inputs, np.ones(inputs.num_samples, np.int32))
-        return Sampled(tokens, None, special)
+        return Sampled(tokens, None, special, span)
 
     def _run_mixed(
         self, plan: StepPlan, inputs: HostStep, pieces: CapturedPieces | None

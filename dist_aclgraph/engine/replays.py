@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -46,7 +45,7 @@ class Replays:
         self._main_stream = runtime().current_stream()
         self._update_stream: Any = runtime().Stream()
         self._num_behind = 0  # updates of the step that were not sent ahead
-        self._spans: deque[ReplaySpan] = deque()  # of steps in flight
+        self._span: ReplaySpan | None = None  # of the step
         # Graphs and their padded lengths: of the step, and of the next as far as it is guessed.
         self._step: tuple[WholeStep, Lens] | None = None
         self._ahead: tuple[WholeStep, Lens] | None = None
@@ -57,7 +56,7 @@ class Replays:
         self._step = graphs, lens
         self._watch.lap("inputs")
         if self._update_wait is not None:
-            self._spans.append(self._update_wait.begin(self._main_stream))
+            self._span = self._update_wait.begin(self._main_stream)
             self._num_behind = 0
 
     def replay(self, graph: CapturedGraph) -> None:
@@ -85,15 +84,16 @@ class Replays:
         self._num_behind += graph.update(self._main_stream, self._update_stream, lens)
         self._watch.book("update_per_layer", self._watch.lap("update") / graph.num_tasks)
 
-    def end(self) -> None:
-        """All graphs of the step are queued."""
-        if self._update_wait is not None:
-            self._update_wait.end(self._spans[-1], self._update_stream, self._num_behind)
+    def end(self) -> ReplaySpan | None:
+        """All graphs of the step are queued; return what ``book_wait`` takes when it has run."""
+        if self._update_wait is not None and self._span is not None:
+            self._update_wait.end(self._span, self._update_stream, self._num_behind)
+        return self._span
 
-    def book_wait(self) -> None:
-        """Book how long the device waited for updates in the oldest step, which has run."""
-        if self._update_wait is not None and self._spans:
-            self._watch.book("update_wait", self._update_wait.take_us(self._spans.popleft()))
+    def book_wait(self, span: ReplaySpan | None) -> None:
+        """Book how long the device waited for updates in a step that has run; None had none."""
+        if self._update_wait is not None and span is not None:
+            self._watch.book("update_wait", self._update_wait.take_us(span))
 
     def forget(self) -> None:
         """Nothing is known of the next step."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -204,16 +205,26 @@ class RankScheduler:
             tuple(builder.started),
         )
 
-    def again(self) -> RankBatch:
+    def leave_out(self) -> RankStep:
+        """Return what is left of the only step in flight: nobody who has left since.
+
+        Their blocks may be in the prefix cache by now, and are not written again.
+        """
+        (flight,) = self._flights
+        is_there = flight.places >= 0
+        indices, records = flight.places[is_there], flight.step.records[is_there]
+        records[:, 1] = (self.rows.computed - self.rows.flying)[indices]
+        num_decoding = int(is_there[: flight.step.num_decoding].sum())
+        step = replace(flight.step, indices=indices, records=records, num_decoding=num_decoding)
+        flight.step, flight.indices = step, indices
+        return step
+
+    def again(self, step: RankStep) -> RankBatch:
         """Return the message that has the only step in flight run again.
 
         Workers have its rows; what the step before brought, they are told now.
         """
-        (flight,) = self._flights
-        records, indices = flight.step.records, flight.places
-        is_there = indices >= 0
-        records[is_there, 1] = (self.rows.computed - self.rows.flying)[indices[is_there]]
-        return RankBatch(records.tobytes(), self._take_appended())
+        return RankBatch(step.records.tobytes(), self._take_appended())
 
     def _take_appended(self) -> bytes:
         appended, self._appended = self._appended, NO_PAIRS

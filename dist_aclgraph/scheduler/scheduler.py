@@ -160,8 +160,8 @@ class Scheduler:
         """Decide the next step. None where no rank can run; where steps are in flight, their
         results may change that.
         """
-        if self._is_void:
-            return self._run_again()
+        if self._is_void and (again := self._run_again()) is not None:
+            return again
         assert len(self._in_flight) < MAX_IN_FLIGHT, "update() comes first"
         if self._must_wait:
             return None
@@ -315,21 +315,27 @@ class Scheduler:
         self._is_void = any(result.num_unplaced for result in results.values())
         return self._is_void
 
-    def _run_again(self) -> StepPlan:
-        """Issue the step in flight again, with an exchange that has room for all tokens.
+    def _run_again(self) -> StepPlan | None:
+        """Issue the step in flight again, with an exchange that has room for all tokens; None where
+        all of its requests have left.
 
         What was written to the KV cache is written again.
         """
         self._is_void = False
+        plan, _ = self._in_flight.pop()
+        steps = [rank.leave_out() for rank in self.ranks]
+        if not any(step.num_reqs for step in steps):
+            for rank in self.ranks:
+                rank.advance(NO_TOKENS)
+            return None
         self.num_reruns += 1
         self.step += 1
-        plan, steps = self._in_flight.pop()
         again = msgspec.structs.replace(
             plan,
             step=self.step,
             plan_version=self.dispatcher.plan.version,
             graph=None,
-            batches=tuple(rank.again() for rank in self.ranks),
+            batches=tuple(rank.again(step) for rank, step in zip(self.ranks, steps, strict=True)),
             exchange="all_gather",
         )
         self._in_flight.append(_Decided(again, steps))

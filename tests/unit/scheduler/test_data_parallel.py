@@ -181,15 +181,45 @@ def test_a_step_that_lost_tokens_is_run_again_and_only_then_counts() -> None:
     assert list(scheduler.update([StepResult(0, 1, 0, pack_ints([1])), lost])) == []
     scheduler.abort("b")
     again = scheduler.schedule()
-    outputs = finish(scheduler, [5], [6])
+    outputs = finish(scheduler, [5], [])
 
     assert again is not None
     assert (again.epoch, again.step, again.graph, again.exchange) == (0, 2, None, "all_gather")
-    assert [b.scheduled for b in again.batches] == [b.scheduled for b in first.batches]
+    assert [b.scheduled for b in again.batches] == [first.batches[0].scheduled, b""]
     assert all(not (b.started or b.appended or b.blocks) for b in again.batches)
     assert [(o.request_id, o.tokens) for o in outputs] == [("a", [5])]
     assert scheduler.stats()["reruns"] == 1
     assert [rank.pool.num_used for rank in scheduler.ranks] == [1, 0]
+
+
+def test_who_stopped_before_a_step_that_runs_again_writes_to_no_stored_block() -> None:
+    scheduler = make_scheduler(
+        dp=1, num_drafts=3, choose_exchange=lambda n: "mc2" if n < 12 else "all_to_all"
+    )
+    start(scheduler, make_request("a", BLOCK - 2))
+    finish(scheduler, [1])
+    scheduler.schedule()
+    behind = start(scheduler, make_request("b", 40, first=50))
+    scheduler.update([StepResult(0, 2, 0, pack_ints([2, 3, EOS]), counts=pack_ints([3]))])
+    finish(scheduler, [4, 5], counts=pack_ints([1, 1]), num_unplaced=1)
+
+    again = scheduler.schedule()
+    outputs = finish(scheduler, [6], counts=pack_ints([1]))
+
+    assert lengths(behind) == [[4, 40]]
+    assert lengths(again) == [[40]]
+    assert [(o.request_id, o.tokens) for o in outputs] == [("b", [6])]
+
+
+def test_a_step_that_lost_tokens_is_not_run_again_for_nobody() -> None:
+    scheduler = make_scheduler(choose_exchange=lambda n: "all_to_all")
+    start(scheduler, make_request("a"))
+    finish(scheduler, [1], [], num_unplaced=3)
+    scheduler.abort("a")
+
+    assert scheduler.schedule() is None
+    assert not scheduler.has_work
+    assert lengths(start(scheduler, make_request("b"))) == [[4], []]
 
 
 def test_an_exchange_for_all_tokens_that_loses_some_ends_the_epoch() -> None:
