@@ -47,7 +47,7 @@ from dist_aclgraph.graphs.step_buffers import StepBuffers
 from dist_aclgraph.ints import IntArray, pack_ints, unpack_ints
 from dist_aclgraph.layers.context_parallel import UNDIVIDED, ContextParallel
 from dist_aclgraph.layers.experts import ExpertStep
-from dist_aclgraph.layers.segments import run_directly
+from dist_aclgraph.layers.segments import between, run_directly
 from dist_aclgraph.models.attention_kind import Cache
 from dist_aclgraph.models.decoder import Decoder
 from dist_aclgraph.planning.buckets import buffer_sizes
@@ -296,13 +296,19 @@ class ModelRunner:
             behind = self._batch.in_flight(records)
             records[behind, 1] += self._num_passed[records[behind, 0]]
 
+        def answer() -> None:
+            """Answer the step before if it has ended: queueing this one may take longer."""
+            if self._flights and self._output.is_here(self._flights[0].coming):
+                watch.lap("forward")
+                report(self.finish())
+
         with translated(f"step {plan.step}"), torch.inference_mode():
             if self._drafts is not None and (plan.graph is None or plan.graph.mode != "FULL"):
                 land()
             inputs = self._batch.step_inputs(records, moves=bool(self._flights))
             if self._samples:
                 self._output.count_tokens(batch, inputs, self._tokens_at)
-            flight = self._run(plan, rank, inputs, records, land)
+            flight = self._run(plan, rank, inputs, records, land, answer)
             self._batch.note_samples(inputs)
         self._flights.append(flight)
         watch.lap("sample")
@@ -375,10 +381,12 @@ class ModelRunner:
         inputs: HostStep,
         records: IntArray,
         land: Callable[[], None],
+        answer: Callable[[], None],
     ) -> _Flight:
         """Queue the decoder, sampling and drafts."""
         if plan.graph is None:
-            return self._queue_output(plan, rank, inputs, self._run_mixed(plan, inputs, None))
+            sampled = self._run_mixed(plan, inputs, None, answer)
+            return self._queue_output(plan, rank, inputs, sampled)
         captured = self._graphs.find(plan.graph)
         if plan.exchange != self._choose_exchange(plan.graph.num_tokens):
             raise ReplayMismatchError(
@@ -387,7 +395,8 @@ class ModelRunner:
             )
         self._buffers.write(plan.graph, inputs)
         if isinstance(captured, CapturedPieces):
-            return self._queue_output(plan, rank, inputs, self._run_mixed(plan, inputs, captured))
+            sampled = self._run_mixed(plan, inputs, captured, answer)
+            return self._queue_output(plan, rank, inputs, sampled)
         decoder, *drafts = captured
         self._replays.begin(captured, inputs)
         self._replays.replay(decoder)
@@ -415,9 +424,17 @@ class ModelRunner:
         return Sampled(tokens, None, special, span)
 
     def _run_mixed(
-        self, plan: StepPlan, inputs: HostStep, pieces: CapturedPieces | None
+        self,
+        plan: StepPlan,
+        inputs: HostStep,
+        pieces: CapturedPieces | None,
+        answer: Callable[[], None],
     ) -> Sampled:
-        """Run any mixture of requests: the decoder in pieces or eagerly, the rest eagerly."""
+        """Run any mixture of requests: the decoder in pieces or eagerly, the rest eagerly.
+
+        Args:
+            answer: called now and then.
+        """
         graph = None if pieces is None else pieces.descriptor
         static = None if graph is None else self._buffers.inputs(graph)
         size = StepSize.of(plan, inputs, self._place.num_prompt_ranks)
@@ -428,7 +445,7 @@ class ModelRunner:
         self._watch.lap("inputs")
         if graph is not None and pieces is not None:
             pieces.begin()
-            hidden = self._work.run_pieces(graph, metadata, pieces.replay)
+            hidden = self._work.run_pieces(graph, metadata, between(pieces.replay, answer))
         else:
             experts = ExpertStep(plan.exchange, self._decoder_tally)
             hidden = self._model.forward(
@@ -437,7 +454,8 @@ class ModelRunner:
                 step.slots,
                 self._caches,
                 metadata,
-                step=experts,
+                between(run_directly, answer),
+                experts,
             )
         collect = partial(self._collect, step.shared)
         logits, tokens = self._choose(hidden, step.places, size, collect)

@@ -200,6 +200,10 @@ class StepOutput:
         landing.ready.record(self._stream)
         return ComingOutput(landing, num_samples, accepted is not None, special, logprobs)
 
+    def is_here(self, coming: ComingOutput) -> bool:
+        """Whether the device has made a step's results, and ``read`` would not wait."""
+        return bool(coming.landing.ready.query())
+
     def read(
         self, coming: ComingOutput, while_waiting: Callable[[Callable[[], bool]], None]
     ) -> HostOutput:
