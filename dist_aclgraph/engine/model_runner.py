@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -20,17 +20,16 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.context.place import ContextPlace
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.device.npu import (
-    DeviceCounts,
     Npu,
     PoolMemory,
-    Stopwatch,
-    UpdateWait,
     translated,
 )
+from dist_aclgraph.device.step_measures import DeviceCounts, Stopwatch, UpdateWait
 from dist_aclgraph.engine.attention_steps import AttentionSteps
 from dist_aclgraph.engine.draft_steps import DraftSteps
 from dist_aclgraph.engine.drafting import Collect, fill_in
 from dist_aclgraph.engine.graph_store import GraphStore
+from dist_aclgraph.engine.graph_work import GraphWork
 from dist_aclgraph.engine.input_batch import InputBatch, table_width
 from dist_aclgraph.engine.mixed_step import StepSize, upload_step
 from dist_aclgraph.engine.replays import Replays
@@ -41,23 +40,21 @@ from dist_aclgraph.engine.step_output import (
     StepOutput,
 )
 from dist_aclgraph.errors import ReplayMismatchError
-from dist_aclgraph.graphs.captured_graph import CapturedGraph, Forward
+from dist_aclgraph.graphs.captured_graph import CapturedGraph
 from dist_aclgraph.graphs.device_step import SharedPlaces
 from dist_aclgraph.graphs.pieces import CapturedPieces
 from dist_aclgraph.graphs.step_buffers import StepBuffers
-from dist_aclgraph.graphs.task_update import TaskRecorder
 from dist_aclgraph.ints import IntArray, pack_ints, unpack_ints
-from dist_aclgraph.layers.attention import AttentionMetadata
 from dist_aclgraph.layers.context_parallel import UNDIVIDED, ContextParallel
 from dist_aclgraph.layers.experts import ExpertStep
-from dist_aclgraph.layers.segments import RunSegment, run_directly
+from dist_aclgraph.layers.segments import run_directly
 from dist_aclgraph.models.attention_kind import Cache
 from dist_aclgraph.models.decoder import Decoder
 from dist_aclgraph.planning.buckets import buffer_sizes
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.plan import CaptureCost
-from dist_aclgraph.steps.host_step import NO_INTS, NO_STEP, HostStep
-from dist_aclgraph.steps.padding import GraphLens, Lens
+from dist_aclgraph.steps.host_step import HostStep
+from dist_aclgraph.steps.padding import GraphLens
 from dist_aclgraph.steps.step import StepPlan, StepResult
 from dist_aclgraph.topology import ChooseExchange, no_exchange
 
@@ -141,7 +138,7 @@ class ModelRunner:
         self._num_passed: IntArray = np.zeros(max_rows, np.int32)  # by row, of the last step
         self._caches: list[Cache] = []
         self._attention = AttentionSteps(model.kind, self._place, npu)
-        self._graph_lens = GraphLens(self._place, k)
+        graph_lens = GraphLens(self._place, k)
         # What the experts computed, and what found no room: of the decoder, and of drafts.
         self._tally = torch.zeros(TALLY_SHAPE, dtype=torch.int64, device=npu.device)
         self._decoder_tally, draft_tally = self._tally[..., 0].unbind(0)
@@ -170,6 +167,17 @@ class ModelRunner:
                 tally=draft_tally,
                 choose_exchange=choose_exchange,
             )
+        self._work = GraphWork(
+            model=model,
+            buffers=self._buffers,
+            attention=self._attention,
+            graph_lens=graph_lens,
+            drafts=self._drafts,
+            caches=self._caches,
+            tally=self._decoder_tally,
+            choose_exchange=choose_exchange,
+            follows=in_flight > 1,
+        )
         self._spare_row = max_rows
         self._graphs = GraphStore(npu)
         self._watch = Stopwatch(config.profile)
@@ -177,7 +185,7 @@ class ModelRunner:
         self._replays = Replays(
             self._buffers.addresses,
             max_len,
-            self._graph_lens,
+            graph_lens,
             # With a step behind each, lengths need not be guessed.
             sends_ahead=config.graph.send_ahead and in_flight == 1,
             watch=self._watch,
@@ -189,7 +197,7 @@ class ModelRunner:
         """Replace the KV cache by an empty one; no graph may be captured, as it holds addresses."""
         assert self._graphs.is_empty
         self._caches.clear()  # before the new one: there may be no room for both
-        self._caches = self._model.make_caches(num_blocks, self._block_size, self._dtype)
+        self._caches += self._model.make_caches(num_blocks, self._block_size, self._dtype)
         if self._drafts is not None:
             self._drafts.make_cache(num_blocks, self._dtype)
 
@@ -200,14 +208,9 @@ class ModelRunner:
         """
         return self._owns_output or self._drafts is not None or self._steps_in_flight > 1
 
-    @property
-    def _latest(self) -> Tensor:
-        """[n] int32, what negative token ids name."""
-        return self._buffers.sampled if self._drafts is None else self._drafts.latest
-
     def _tokens_at(self, references: IntArray) -> Tensor:
         """Return the tokens of [n] references, [n] int32."""
-        return fill_in(self._latest, self._npu.upload(references))
+        return fill_in(self._work.latest, self._npu.upload(references))
 
     # ---- graphs
 
@@ -217,11 +220,11 @@ class ModelRunner:
             self._context.meet(self._npu.device)
             self._buffers.write_padding(graph)
             if graph.mode == "FULL":
-                for forward in self._forwards(graph):
+                for forward in self._work.forwards(graph):
                     forward(None)
             else:
-                metadata = self._metadata_of_padding(graph)
-                hidden = self._run_pieces(graph, metadata, run_directly)
+                metadata = self._work.metadata_of_padding(graph)
+                hidden = self._work.run_pieces(graph, metadata, run_directly)
                 self._model.logits(hidden[:1])
         self._npu.synchronize()
 
@@ -233,10 +236,10 @@ class ModelRunner:
         """
         if graph.mode == "FULL":
             addresses = self._buffers.addresses
-            return self._graphs.capture_whole(graph, self._forwards(graph), addresses)
-        metadata = self._metadata_of_padding(graph)
+            return self._graphs.capture_whole(graph, self._work.forwards(graph), addresses)
+        metadata = self._work.metadata_of_padding(graph)
         return self._graphs.capture_pieces(
-            graph, lambda pieces: self._run_pieces(graph, metadata, pieces.capture)
+            graph, lambda pieces: self._work.run_pieces(graph, metadata, pieces.capture)
         )
 
     def commit(self, graph: BatchDescriptor) -> None:
@@ -416,12 +419,12 @@ class ModelRunner:
         size = StepSize.of(plan, inputs, self._place.num_prompt_ranks)
         step = upload_step(self._npu, inputs, size, self._spare_row, static)
         if (inputs.token_ids < 0).any():
-            step.token_ids.copy_(fill_in(self._latest, step.token_ids))
+            step.token_ids.copy_(fill_in(self._work.latest, step.token_ids))
         metadata = self._attention.of_step(inputs, step)
         self._watch.lap("inputs")
         if graph is not None and pieces is not None:
             pieces.begin()
-            hidden = self._run_pieces(graph, metadata, pieces.replay)
+            hidden = self._work.run_pieces(graph, metadata, pieces.replay)
         else:
             experts = ExpertStep(plan.exchange, self._decoder_tally)
             hidden = self._model.forward(
@@ -437,7 +440,8 @@ class ModelRunner:
         special = self._choose_special(inputs, logits, tokens)
         accepted = None
         if self._drafts is None:
-            self._latest[: len(tokens)].copy_(tokens)
+            if self._steps_in_flight > 1:
+                self._work.latest[: len(tokens)].copy_(tokens)
         else:
             accepted = self._drafts.propose_mixed(
                 step, inputs, metadata, hidden, tokens, plan.exchange, collect
@@ -476,77 +480,3 @@ class ModelRunner:
         if not self._samples:
             return None
         return self._output.choose_special(inputs, logits, tokens)
-
-    # ---- shared by warm-up, capture and replay
-
-    def _forwards(self, graph: BatchDescriptor) -> list[Forward]:
-        """What the full graphs of a bucket record."""
-        forwards: list[Forward] = [partial(self._run_whole, graph)]
-        if self._drafts is not None:
-            assert graph.query_len == self._drafts.num_places
-            forwards.append(partial(self._draft_whole, graph))
-        return forwards
-
-    def _run_whole(self, graph: BatchDescriptor, tasks: TaskRecorder | None) -> None:
-        """The step of a full graph on padding, from the static inputs to the static outputs."""
-        inputs, buffers = self._buffers.inputs(graph), self._buffers
-        if self._drafts is not None and self._steps_in_flight > 1:
-            self._drafts.move(inputs)
-        metadata = self._attention.of_graph(graph, inputs, self._lens_of_padding(graph), tasks)
-        if self._drafts is not None or self._steps_in_flight > 1:
-            inputs.token_ids.copy_(fill_in(self._latest, inputs.token_ids))
-        hidden = self._model.forward(
-            inputs.token_ids,
-            inputs.positions,
-            inputs.slots,
-            self._caches,
-            metadata,
-            step=self._experts_of(graph),
-        )
-        if graph.query_len == 0:
-            hidden = hidden.index_select(0, inputs.places)
-        n = len(hidden)
-        logits = self._model.logits(hidden, buffers.logits[:n])
-        # On every rank, though one of them samples: all capture the same operators.
-        buffers.sampled[:n].copy_(logits.argmax(-1))
-        if self._drafts is not None:
-            buffers.hidden[:n].copy_(hidden)
-
-    def _draft_whole(self, graph: BatchDescriptor, tasks: TaskRecorder | None) -> None:
-        """Go on from the outputs of ``_run_whole``."""
-        assert self._drafts is not None
-        buffers, n = self._buffers, graph.num_tokens
-        accepted = self._drafts.propose_whole(
-            graph,
-            buffers.inputs(graph),
-            self._lens_of_padding(graph),
-            buffers.hidden[:n],
-            buffers.sampled[:n],
-            tasks,
-        )
-        buffers.accepted[: graph.num_reqs].copy_(accepted)
-
-    def _run_pieces(
-        self, graph: BatchDescriptor, metadata: AttentionMetadata, run: RunSegment
-    ) -> Tensor:
-        """Run the segments on static inputs, attention on the live; return [bucket, hidden]."""
-        inputs = self._buffers.inputs(graph)
-        return self._model.forward(
-            inputs.token_ids,
-            inputs.positions,
-            inputs.slots,
-            self._caches,
-            metadata,
-            run,
-            self._experts_of(graph),
-        )
-
-    def _metadata_of_padding(self, graph: BatchDescriptor) -> AttentionMetadata:
-        inputs = self._buffers.inputs(graph)
-        return self._attention.of_step(NO_STEP, replace(inputs, block_table=inputs.block_table[:0]))
-
-    def _lens_of_padding(self, graph: BatchDescriptor) -> Lens:
-        return self._graph_lens.pad(graph, NO_INTS, NO_INTS)
-
-    def _experts_of(self, graph: BatchDescriptor) -> ExpertStep:
-        return ExpertStep(self._choose_exchange(graph.num_tokens), self._decoder_tally)

@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from dist_aclgraph.device.npu import ReplaySpan, Stopwatch, UpdateWait, runtime
+from dist_aclgraph.device.npu import runtime
+from dist_aclgraph.device.step_measures import ReplaySpan, Stopwatch, UpdateWait
 from dist_aclgraph.engine.graph_store import WholeStep
 from dist_aclgraph.graphs.captured_graph import CapturedGraph
 from dist_aclgraph.ints import IntArray

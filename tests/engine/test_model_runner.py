@@ -30,6 +30,13 @@ def runner(npu: Any, checkpoint: Path) -> ModelRunner:
     return make_runner(npu, checkpoint)
 
 
+@pytest.fixture
+def guessing(npu: Any, checkpoint: Path) -> ModelRunner:
+    """A runner with one step in flight, which sends the next one's lengths while it waits."""
+    scheduler = {"max_num_seqs": 8, "steps_in_flight": 1}
+    return make_runner(npu, checkpoint, settings={"dtype": "float32", "scheduler": scheduler})
+
+
 @pytest.mark.parametrize("model", ["checkpoint", "deepseek"])
 def test_replayed_tokens_equal_eager_ones_at_every_batch_size(
     npu: Any, request: pytest.FixtureRequest, model: str
@@ -89,9 +96,9 @@ def mixed_schedule(sequences: Sequences) -> Iterator[tuple[list[int], dict[str, 
         yield rows, {"appended": appended}
 
 
-def test_steps_after_a_right_guess_send_no_lengths(npu: Any, runner: ModelRunner) -> None:
-    capture(runner, decode_graph(4))
-    sequences = Sequences(runner, make_prompts([3, 5, 7]))
+def test_steps_after_a_right_guess_send_no_lengths(npu: Any, guessing: ModelRunner) -> None:
+    capture(guessing, decode_graph(4))
+    sequences = Sequences(guessing, make_prompts([3, 5, 7]))
     sequences.prefill()
     sequences.decode(decode_graph(4))
     npu.synchronize()
@@ -103,13 +110,13 @@ def test_steps_after_a_right_guess_send_no_lengths(npu: Any, runner: ModelRunner
         npu.synchronize()  # what was sent ahead is carried out beside the step
         updates.append(emulator.counters()["task_updates"] - before)
 
-    ahead = runner._model.spec.num_layers
+    ahead = guessing._model.spec.num_layers
     assert updates == [ahead, ahead, 2 * ahead]  # the last guess was wrong
 
 
-def test_nothing_is_guessed_beyond_the_context(runner: ModelRunner) -> None:
-    capture(runner, decode_graph(1))
-    sequences = Sequences(runner, make_prompts([MAX_LEN - 3]))
+def test_nothing_is_guessed_beyond_the_context(guessing: ModelRunner) -> None:
+    capture(guessing, decode_graph(1))
+    sequences = Sequences(guessing, make_prompts([MAX_LEN - 3]))
     sequences.prefill()
 
     for _ in range(3):
@@ -118,14 +125,14 @@ def test_nothing_is_guessed_beyond_the_context(runner: ModelRunner) -> None:
     assert len(sequences.tokens[0]) == MAX_LEN + 1
 
 
-def test_a_graph_may_go_while_lengths_for_it_were_sent_ahead(runner: ModelRunner) -> None:
-    sequences = Sequences(runner, make_prompts([3]))
+def test_a_graph_may_go_while_lengths_for_it_were_sent_ahead(guessing: ModelRunner) -> None:
+    sequences = Sequences(guessing, make_prompts([3]))
     sequences.prefill()
     for _ in range(3):
-        capture(runner, decode_graph(1))
+        capture(guessing, decode_graph(1))
         sequences.decode(decode_graph(1))
-        runner.release(decode_graph(1))
-        runner.prepare_next(lambda: False)
+        guessing.release(decode_graph(1))
+        guessing.prepare_next(lambda: False)
 
 
 def test_a_bucket_that_was_not_captured_is_refused(runner: ModelRunner) -> None:

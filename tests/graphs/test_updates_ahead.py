@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from dist_aclgraph.device import emulator
-from dist_aclgraph.device.npu import ReplaySpan, UpdateWait, external_event, runtime
+from dist_aclgraph.device.npu import external_event, runtime
+from dist_aclgraph.device.step_measures import ReplaySpan, UpdateWait
 from dist_aclgraph.graphs.captured_graph import CapturedGraph
 from tests.graphs.attention_rows import AttentionDecoder, Row, grow, make_rows
 

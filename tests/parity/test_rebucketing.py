@@ -14,7 +14,7 @@ from tests.parity.conftest import NUM_TOKENS
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
 NUM_STREAMS = 64
-PHASE_S = 90.0  # at most, until the plan has followed
+PHASE_S = 240.0  # at most, until the plan has followed
 # Requests at a time, and the buckets of which one fits them.
 PHASES = ((20, {20, 24}), (44, {44, 48}), (NUM_STREAMS, {NUM_STREAMS}))
 

@@ -1,0 +1,144 @@
+"""What a step took: host time by stage, waits of the device, and what the emulator counts."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from dist_aclgraph.device import emulator
+from dist_aclgraph.device.npu import runtime
+
+
+@dataclass
+class Stopwatch:
+    """Host time by stage of one step, in microseconds; costs nothing while off.
+
+    Attributes:
+        stages: one after the other, from the plan's arrival to the result.
+        beside: what ran meanwhile or between two steps, since it was taken last.
+    """
+
+    enabled: bool
+    stages: dict[str, float] = field(default_factory=dict)
+    beside: dict[str, float] = field(default_factory=dict)
+    last_s: float = 0.0
+
+    def start(self) -> None:
+        if self.enabled:
+            self.stages = {}
+            self.last_s = time.perf_counter()
+
+    def lap(self, stage: str) -> float:
+        """Book the time since the last lap under ``stage``, and return it."""
+        if not self.enabled:
+            return 0.0
+        now_s = time.perf_counter()
+        duration_us = (now_s - self.last_s) * 1e6
+        self.stages[stage] = self.stages.get(stage, 0.0) + duration_us
+        self.last_s = now_s
+        return duration_us
+
+    def lap_of(self, stages: dict[str, float], stage: str) -> None:
+        """Book the time since the last lap for another step, under ``stage``."""
+        if self.enabled:
+            own, self.stages = self.stages, stages
+            self.lap(stage)
+            self.stages = own
+
+    def book(self, what: str, duration_us: float) -> None:
+        """Book time that is not on the step's way."""
+        if self.enabled:
+            self.beside[what] = self.beside.get(what, 0.0) + duration_us
+
+    def take_overlapped(self) -> dict[str, float]:
+        taken, self.beside = self.beside, {}
+        return taken
+
+
+@dataclass
+class ReplaySpan:
+    """Of a step: events at the start of its replay and behind its last update, on hardware.
+
+    Attributes:
+        has_updates: whether some were not sent ahead.
+    """
+
+    begin: Any = None
+    end: Any = None
+    has_updates: bool = False
+
+
+class UpdateWait:
+    """How long the device stood in a replay and waited for its tasks to be updated.
+
+    The emulator counts it. Hardware does not tell: there it is the time from the replay's start to
+    the last record sent behind it, an upper bound, because the device also computes meanwhile.
+    """
+
+    def __init__(self, is_counted: bool) -> None:
+        self._is_counted = is_counted
+        self._taken_ns = self._counted_ns() if is_counted else 0
+
+    def begin(self, main_stream: Any) -> ReplaySpan:
+        """Call before a step's first replay is queued."""
+        if self._is_counted:
+            return ReplaySpan()
+        begin, end = (runtime().Event(enable_timing=True) for _ in range(2))
+        begin.record(main_stream)
+        return ReplaySpan(begin, end)
+
+    def end(self, span: ReplaySpan, update_stream: Any, num_behind: int) -> None:
+        """Call behind the step's updates, of which ``num_behind`` were not sent ahead."""
+        span.has_updates = num_behind > 0
+        if span.has_updates and not self._is_counted:
+            span.end.record(update_stream)
+
+    def take_us(self, span: ReplaySpan) -> float:
+        """Return the wait of a step that has ended; on the emulator, all waits since the last
+        call.
+        """
+        if self._is_counted:
+            before_ns, self._taken_ns = self._taken_ns, self._counted_ns()
+            return (self._taken_ns - before_ns) / 1e3
+        if not span.has_updates:
+            return 0.0
+        span.end.synchronize()
+        return max(0.0, float(span.begin.elapsed_time(span.end)) * 1e3)
+
+    @staticmethod
+    def _counted_ns() -> int:
+        return emulator.counters()["external_wait_ns"]
+
+
+class DeviceCounts:
+    """What the emulator counts of a step; hardware does not tell.
+
+    Collectives, and the bytes that they bring from other ranks; with modelled time, for how long
+    the device was busy, and idle by what it waited for.
+    """
+
+    def __init__(self, is_counted: bool) -> None:
+        self._is_counted = is_counted
+        self._before = self._read() if is_counted else {}
+
+    def skip(self) -> None:
+        """Do not count what has run."""
+        self.take()
+
+    def take(self) -> dict[str, int]:
+        """Return what has run since the last call: of a step that is followed by another at once,
+        a part may be counted for the other.
+        """
+        if not self._is_counted:
+            return {}
+        before, self._before = self._before, self._read()
+        return {name: n - before[name] for name, n in self._before.items()}
+
+    @staticmethod
+    def _read() -> dict[str, int]:
+        return {
+            name: value
+            for name, value in emulator.counters().items()
+            if name in ("collectives", "collective_bytes") or name.startswith("modelled_")
+        }

@@ -1,0 +1,124 @@
+"""What the graphs of a rank do: run once on padding, recorded, or replayed in pieces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import Tensor
+
+from dist_aclgraph.engine.attention_steps import AttentionSteps
+from dist_aclgraph.engine.draft_steps import DraftSteps
+from dist_aclgraph.engine.drafting import fill_in
+from dist_aclgraph.graphs.captured_graph import Forward
+from dist_aclgraph.graphs.step_buffers import StepBuffers
+from dist_aclgraph.graphs.task_update import TaskRecorder
+from dist_aclgraph.layers.attention import AttentionMetadata
+from dist_aclgraph.layers.experts import ExpertStep
+from dist_aclgraph.layers.segments import RunSegment
+from dist_aclgraph.models.attention_kind import Cache
+from dist_aclgraph.models.decoder import Decoder
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.steps.host_step import NO_INTS, NO_STEP
+from dist_aclgraph.steps.padding import GraphLens, Lens
+from dist_aclgraph.topology import ChooseExchange
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphWork:
+    """The work of full graphs and of pieces, over static inputs. Owns nothing.
+
+    Attributes:
+        drafts: None without drafts.
+        caches: of the decoder, which may be replaced in place.
+        tally: [2] int64, what the decoder's experts add to.
+        choose_exchange: how the tokens of a graph travel to their experts.
+        follows: whether a step may be queued behind one whose tokens the host does not have.
+    """
+
+    model: Decoder
+    buffers: StepBuffers
+    attention: AttentionSteps
+    graph_lens: GraphLens
+    drafts: DraftSteps | None
+    caches: list[Cache]
+    tally: Tensor
+    choose_exchange: ChooseExchange
+    follows: bool
+
+    @property
+    def latest(self) -> Tensor:
+        """[n] int32, what negative token ids name."""
+        return self.buffers.sampled if self.drafts is None else self.drafts.latest
+
+    def forwards(self, graph: BatchDescriptor) -> list[Forward]:
+        """What the full graphs of a bucket record."""
+        forwards: list[Forward] = [partial(self._run_whole, graph)]
+        if self.drafts is not None:
+            assert graph.query_len == self.drafts.num_places
+            forwards.append(partial(self._draft_whole, graph))
+        return forwards
+
+    def _run_whole(self, graph: BatchDescriptor, tasks: TaskRecorder | None) -> None:
+        """The step of a full graph on padding, from the static inputs to the static outputs."""
+        inputs, buffers = self.buffers.inputs(graph), self.buffers
+        if self.drafts is not None and self.follows:
+            self.drafts.move(inputs)
+        metadata = self.attention.of_graph(graph, inputs, self._lens_of_padding(graph), tasks)
+        if self.drafts is not None or self.follows:
+            inputs.token_ids.copy_(fill_in(self.latest, inputs.token_ids))
+        hidden = self.model.forward(
+            inputs.token_ids,
+            inputs.positions,
+            inputs.slots,
+            self.caches,
+            metadata,
+            step=self._experts_of(graph),
+        )
+        if graph.query_len == 0:
+            hidden = hidden.index_select(0, inputs.places)
+        n = len(hidden)
+        logits = self.model.logits(hidden, buffers.logits[:n])
+        # On every rank, though one of them samples: all capture the same operators.
+        buffers.sampled[:n].copy_(logits.argmax(-1))
+        if self.drafts is not None:
+            buffers.hidden[:n].copy_(hidden)
+
+    def _draft_whole(self, graph: BatchDescriptor, tasks: TaskRecorder | None) -> None:
+        """Go on from the outputs of ``_run_whole``."""
+        assert self.drafts is not None
+        buffers, n = self.buffers, graph.num_tokens
+        accepted = self.drafts.propose_whole(
+            graph,
+            buffers.inputs(graph),
+            self._lens_of_padding(graph),
+            buffers.hidden[:n],
+            buffers.sampled[:n],
+            tasks,
+        )
+        buffers.accepted[: graph.num_reqs].copy_(accepted)
+
+    def run_pieces(
+        self, graph: BatchDescriptor, metadata: AttentionMetadata, run: RunSegment
+    ) -> Tensor:
+        """Run the segments on static inputs, attention on the live; return [bucket, hidden]."""
+        inputs = self.buffers.inputs(graph)
+        return self.model.forward(
+            inputs.token_ids,
+            inputs.positions,
+            inputs.slots,
+            self.caches,
+            metadata,
+            run,
+            self._experts_of(graph),
+        )
+
+    def metadata_of_padding(self, graph: BatchDescriptor) -> AttentionMetadata:
+        inputs = self.buffers.inputs(graph)
+        return self.attention.of_step(NO_STEP, replace(inputs, block_table=inputs.block_table[:0]))
+
+    def _lens_of_padding(self, graph: BatchDescriptor) -> Lens:
+        return self.graph_lens.pad(graph, NO_INTS, NO_INTS)
+
+    def _experts_of(self, graph: BatchDescriptor) -> ExpertStep:
+        return ExpertStep(self.choose_exchange(graph.num_tokens), self.tally)
