@@ -44,12 +44,18 @@ class ClusterConfig(Section):
 
 
 class RecoveryConfig(Section):
-    """What is done when a lockstep group is lost; its requests go on in others at once."""
+    """What is done when a lockstep group is lost; its requests go on in others at once, or wait."""
 
     restarts_per_hour: int = Field(
         6,
         ge=0,
-        description="how often within an hour it is tried to replace a lost lockstep group, while "
-        "others serve; 0 replaces none. What dies more often has a cause that starting again does "
-        "not mend",
+        description="how often within an hour it is tried to replace a lost lockstep group; 0 "
+        "replaces none. What dies more often has a cause that starting again does not mend: once "
+        "none serves and none may be started, the service ends",
+    )
+    wait_s: float = Field(
+        300.0,
+        gt=0,
+        description="how long a request waits for a group while none serves, before it ends with "
+        "503 and Retry-After",
     )

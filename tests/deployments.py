@@ -13,6 +13,7 @@ import pytest
 
 from dist_aclgraph.actors.deployment import Deployment, start
 from dist_aclgraph.actors.engine_client import EngineClient
+from dist_aclgraph.actors.outage import Recovery
 from dist_aclgraph.config import Config, make_config
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.sampling import SamplingParams
@@ -102,6 +103,7 @@ def serving(config: Config) -> Iterator[Serving]:
             deployment.token,
             node_id=deployment.node_id,
             link_s=config.timeouts.link_s,
+            recovery=Recovery.from_config(config, deployment.outlook),
         )
         try:
             yield Serving(deployment, client)

@@ -2,7 +2,8 @@
 
 A deployment's way: PLACING, JOINING, LOADING, NEGOTIATING, CAPTURING, SERVING, DRAINING, STOPPED
 (``state.py``). What fails before SERVING takes the whole deployment down in order (``startup.py``);
-what fails later takes down the lockstep group that it is part of (``group_watch.py``).
+what fails later takes down the lockstep group that it is part of (``group_watch.py``). Without any
+group it is RECOVERING, for as long as groups may be started again (``upkeep.py``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ray.exceptions import RayError
 
 from dist_aclgraph.actors.addresses import Address
 from dist_aclgraph.actors.lockstep_group import LockstepGroup, group_report
+from dist_aclgraph.actors.outage import Outlook
 from dist_aclgraph.actors.processes import leave_with_raylet
 from dist_aclgraph.actors.ray_errors import ours
 from dist_aclgraph.actors.serving_groups import ServingGroups, stop_groups
@@ -43,6 +45,9 @@ class Progress:
     total: int = 0
     detail: str = ""
     part: str = ""  # of a change that has several, e.g. "group 2 of 3"
+
+    def __str__(self) -> str:
+        return f"{self.state} {self.done:,} of {self.total:,}" if self.total else self.state
 
 
 @dataclass(frozen=True)
@@ -87,8 +92,22 @@ class Controller:
         return found
 
     def check(self) -> str:
-        """Return why the deployment serves no more, or "" while at least one group does."""
-        return self._failure or (self._serving.watch.failure() if self._serving is not None else "")
+        """Return why the deployment serves no more, or "" while a group does, or may again."""
+        if self._serving is None or self._upkeep is None:
+            return self._failure
+        failure = self._serving.watch.failure()
+        if not failure or self._serving.serves:
+            return failure
+        end = self._upkeep.ends_recovery
+        return f"{failure}; {end}" if end else ""
+
+    def outlook(self) -> Outlook:
+        """Say what becomes of the deployment, for clients that know no group that serves."""
+        serving = self._open_groups(State.RECOVERING)
+        progress = str(self.progress())
+        if self._upkeep is not None and self._upkeep.trouble:
+            progress += f"; the last try failed: {self._upkeep.trouble}"
+        return Outlook(serving.listed, self.check(), progress)
 
     def report(self) -> dict[str, Any]:
         """Return what is known of the plan, the ranks and every engine's counters.
@@ -166,17 +185,28 @@ class Controller:
     def _serve(self, planner: Planner, scopes: list[list[LockstepGroup]]) -> Service:
         serving = ServingGroups(self._name, self._token, planner, self._show_phase, self._show)
         serving.open(planner, scopes)
-        self._serving, self._upkeep = serving, Upkeep(serving)
+        self._serving, self._upkeep = serving, Upkeep(serving, self._see_service)
         self._enter(State.SERVING)
         serving.watch.start()
         self._upkeep.start()
         return self.service()
 
+    def _see_service(self, serves: bool) -> None:
+        """Go from SERVING to RECOVERING, or back."""
+        wanted = State.SERVING if serves else State.RECOVERING
+        if self._state not in (State.SERVING, State.RECOVERING) or self._state is wanted:
+            return
+        if serves:
+            logger.warning("a group serves again")
+        else:
+            logger.error("no group serves: %s", self._serving and self._serving.watch.failure())
+        self._enter(wanted)
+
     # ---- while it serves
 
     def service(self) -> Service:
         """Say where the deployment is reached now."""
-        serving = self._open_groups()
+        serving = self._open_groups(State.RECOVERING)
         return Service(serving.addresses, self._token, serving.max_model_len)
 
     def scale(self, count: int) -> None:
@@ -187,8 +217,8 @@ class Controller:
         """Replace all groups by groups of another configuration; see ``ServingGroups.roll``."""
         self._open_groups().roll(config)
 
-    def _open_groups(self) -> ServingGroups:
-        if self._serving is None or self._state is not State.SERVING:
+    def _open_groups(self, *others: State) -> ServingGroups:
+        if self._serving is None or self._state not in (State.SERVING, *others):
             raise EngineUnavailableError(f"the deployment is {self._state.value}, not SERVING")
         return self._serving
 

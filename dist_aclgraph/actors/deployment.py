@@ -14,6 +14,7 @@ from dist_aclgraph.actors import placement
 from dist_aclgraph.actors.addresses import Address
 from dist_aclgraph.actors.controller import Controller, Progress, Service
 from dist_aclgraph.actors.local_ray import NAMESPACE, LocalRay, start_ray
+from dist_aclgraph.actors.outage import Outlook
 from dist_aclgraph.actors.ray_errors import ours
 from dist_aclgraph.actors.worker_group import fetch
 from dist_aclgraph.config import Config
@@ -95,6 +96,23 @@ class Deployment:
             raise EngineDeadError(str(ours(e, "asking the controller"))) from e
         if failure:
             raise EngineDeadError(failure)
+
+    def outlook(self) -> Outlook:
+        """Say what becomes of the deployment; for clients that know no group that serves.
+
+        Raises:
+            EngineDeadError: nobody can say.
+        """
+        controller = self._controller
+        if controller is None:
+            raise EngineDeadError("the deployment was shut down")
+        if self._local_ray is not None and self._local_ray.death:
+            raise EngineDeadError(self._local_ray.death)
+        try:
+            found: Outlook = ray.get(controller.outlook.remote(), timeout=ANSWER_S)
+        except RayError as e:
+            raise EngineDeadError(str(ours(e, "asking for the groups"))) from e
+        return found
 
     def scale(self, count: int) -> None:
         """Have so many groups take requests, while those that stay serve on.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from dist_aclgraph.actors.addresses import Address
+from dist_aclgraph.actors.outage import Outlook
 from dist_aclgraph.config import Config
 
 
@@ -26,7 +27,11 @@ class Deployment(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise EngineDeadError if the deployment does not serve."""
+        """Raise EngineDeadError if the deployment does not serve, and will not."""
+        ...
+
+    def outlook(self) -> Outlook:
+        """Say what becomes of the deployment, for clients that know no group that serves."""
         ...
 
     def shut_down(self) -> None:

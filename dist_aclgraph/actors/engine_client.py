@@ -1,9 +1,9 @@
 """EngineClient: how an ingress, or an LLM object, talks to the engines of a deployment.
 
 One I/O thread owns all sockets. A link that is lost ends all its requests in the engine; here they
-go on with another engine, from the tokens that they have (``token_log.py``), or end with an error
-where there is none, so that nobody hangs. Another link is opened in its place, and the engine is
-used again once it answers.
+go on with another engine, from the tokens that they have (``token_log.py``). Where there is none,
+they wait for one (``outage.py``), or end with an error where none will come, so that nobody hangs.
+Another link is opened in its place, and the engine is used again once it answers.
 
 Which engines there are, any of them says (``Groups``): requests go to those that take some, by the
 rule of ``scheduler/routing.py``, and who drains is left once it has no request any more.
@@ -49,11 +49,13 @@ from dist_aclgraph.actors.messages import (
     ToEngine,
     failed,
 )
+from dist_aclgraph.actors.outage import Outage, Recovery
 from dist_aclgraph.actors.sockets import Wakeup
 from dist_aclgraph.actors.token_log import MAX_LOSSES, OnDelta, OpenRequest
 from dist_aclgraph.errors import (
     DistAclGraphError,
     EngineDeadError,
+    EngineUnavailableError,
     InvalidParameterError,
     PlacementError,
 )
@@ -80,10 +82,17 @@ class EngineClient:
         node_id: where this process is, as Ray calls it.
         token: the deployment's connection token.
         link_s: silence after which an engine counts as dead: ``timeouts.link_s``.
+        recovery: how to wait for a group where none takes requests; None for not at all.
     """
 
     def __init__(
-        self, addresses: Sequence[Address], token: str, *, node_id: str, link_s: float
+        self,
+        addresses: Sequence[Address],
+        token: str,
+        *,
+        node_id: str,
+        link_s: float,
+        recovery: Recovery | None = None,
     ) -> None:
         if not addresses:
             raise EngineDeadError("the deployment has no engine")
@@ -105,6 +114,7 @@ class EngineClient:
         self._owner: dict[str, tuple[KnownEngine, int]] = {}  # and the request's number there
         self.num_resumed = 0  # requests that another engine went on with
         self._losses: Counter[LossKind] = Counter()
+        self._outage = Outage(recovery)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
         self._thread.start()
@@ -132,7 +142,7 @@ class EngineClient:
             cache_salt: cached blocks are shared with requests of the same salt only.
 
         Raises:
-            EngineDeadError: no engine is alive.
+            EngineDeadError: no engine is alive, and none will be.
             InvalidParameterError: the id is in use, or ``max_tokens`` is not set.
         """
         if params.max_tokens is None:
@@ -150,11 +160,19 @@ class EngineClient:
             on_delta,
         )
         with self._lock:
-            if request_id in self._owner:
+            if request_id in self._owner or request_id in self._outage:
                 raise InvalidParameterError(f"request id {request_id!r} is in use", "request_id")
-            if not self._give(request):
-                raise EngineDeadError(self._first_loss() or STOPPING)
+            if not self._place(request):
+                raise EngineDeadError(self._why_dead())
         self._wakeup.wake()
+
+    def _place(self, request: OpenRequest) -> bool:
+        """Give a request to an engine, or let it wait for one; return whether it goes on. The lock
+        is held.
+        """
+        if self._closing.is_set():
+            return False
+        return self._give(request) or self._outage.hold(request, time.monotonic())
 
     def _taking(self) -> list[str]:
         """Return the URLs of the engines that requests may go to. The lock is held.
@@ -167,7 +185,7 @@ class EngineClient:
     def _give(self, request: OpenRequest) -> bool:
         """Give a request to an engine; return whether one takes requests. The lock is held."""
         taking = self._taking()
-        if not taking or self._closing.is_set():
+        if not taking:
             return False
         request_id, tokens = request.request_id, bytes(request.tokens)
         engine = self._engines[self._router.route(request_id, tokens, request.cache_salt, taking)]
@@ -176,6 +194,7 @@ class EngineClient:
         engine.requests[request_id] = request
         engine.names[number] = request_id
         self._owner[request_id] = engine, number
+        self.num_resumed += request.losses > 0
         # Before the lock is given back: what is routed by one version of the groups is sent before
         # that of the next one is confirmed.
         self._commands.put((engine, request.submit(number)))
@@ -190,6 +209,7 @@ class EngineClient:
 
     def _forget(self, request_id: str) -> KnownEngine | None:
         """Forget a request; return the engine that has it. The lock is held."""
+        self._outage.forget(request_id)
         engine, number = self._owner.pop(request_id, (None, 0))
         if engine is not None:
             del engine.requests[request_id], engine.names[number]
@@ -217,7 +237,7 @@ class EngineClient:
             self._command(engine, query)
         deadline = time.monotonic() + timeout_s
         answers: dict[str, dict[str, Any]] = {}
-        problem = STOPPING
+        problem = self.outage() or STOPPING
         for engine, query_id, future in asked:
             try:
                 answers[engine.name] = future.result(max(0.0, deadline - time.monotonic()))
@@ -234,10 +254,31 @@ class EngineClient:
         return answers
 
     def check(self) -> None:
-        """Raise EngineDeadError, with the causes, if no engine is alive."""
-        capacity = self.capacity()
-        if not capacity.serving + capacity.draining or not self._thread.is_alive():
-            raise EngineDeadError("; ".join(capacity.lost.values()) or STOPPING)
+        """Raise EngineDeadError, with the causes, if no engine is alive, and none will be."""
+        with self._lock:
+            capacity = Capacity.of(self._engines.values())
+            is_alive = capacity.serving + capacity.draining or self._outage.may_end
+            if not is_alive or not self._thread.is_alive():
+                raise EngineDeadError(self._why_dead())
+
+    def outage(self) -> str:
+        """Say why no group takes requests, and how far the next one is; "" while one does."""
+        with self._lock:
+            if self._taking():
+                return ""
+            progress = self._outage.outlook.progress or "no other one has been started yet"
+            return f"no group takes requests: {self._why_dead()}; recovering: {progress}"
+
+    def outage_seconds(self) -> float:
+        """Return how long no group took requests, in all."""
+        with self._lock:
+            return self._outage.seconds(time.monotonic())
+
+    @property
+    def num_held(self) -> int:
+        """Requests that wait for a group."""
+        with self._lock:
+            return len(self._outage)
 
     def losses(self) -> list[str]:
         """Return why engines are dead, one reason for each; the others serve on."""
@@ -268,8 +309,9 @@ class EngineClient:
             counts = self._router.counts
             return {e.name: replace(counts[e.url]) for e in self._engines.values()}
 
-    def _first_loss(self) -> str:
-        return next((e.dead_because for e in self._engines.values() if e.dead_because), "")
+    def _why_dead(self) -> str:
+        losses = [e.dead_because for e in self._engines.values() if e.dead_because]
+        return self._outage.outlook.failure or "; ".join(losses) or STOPPING
 
     def _known(self) -> list[KnownEngine]:
         with self._lock:
@@ -288,7 +330,7 @@ class EngineClient:
     @property
     def num_outstanding(self) -> int:
         with self._lock:
-            return len(self._owner)
+            return len(self._owner) + len(self._outage)
 
     def close(self) -> None:
         """End all requests and the I/O thread. Idempotent; not for use inside ``on_delta``."""
@@ -296,6 +338,8 @@ class EngineClient:
             self._closing.set()
             self._wakeup.wake()
             self._thread.join()
+            if self._outage.questions is not None:
+                self._outage.questions.close()
             self._wakeup.close()
             self._context.term()
 
@@ -311,6 +355,10 @@ class EngineClient:
         self._closing.set()
         for engine in self._known():
             self._lose(engine, reason)
+        with self._lock:
+            waiting = self._outage.take_all()
+        for request in waiting:
+            self._end(request, EngineDeadError(reason))
         for engine in self._known():
             engine.link.close()
 
@@ -323,6 +371,7 @@ class EngineClient:
             version = self._groups_version
             for engine in self._known():
                 self._receive(engine)
+            self._look_at_outage()
             self._send_commands()
             is_new = self._groups_version != version
             if is_new or time.monotonic() >= next_beat_s:
@@ -332,6 +381,33 @@ class EngineClient:
         self._send_commands()
         for engine in self._known():
             engine.link.send(Goodbye())
+
+    def _look_at_outage(self) -> None:
+        """Take in what the controller says, and end what has waited for too long."""
+        outlook = None
+        if self._outage.questions is not None:
+            outlook = self._outage.questions.take_answer()
+        if outlook is not None:
+            self._adopt(outlook.groups)
+        now_s = time.monotonic()
+        over: list[tuple[OpenRequest, DistAclGraphError]] = []
+        with self._lock:
+            is_served = bool(self._taking())
+            self._outage.see(now_s, is_served=is_served)
+            if is_served:
+                for request in self._outage.take_all():
+                    self._give(request)
+            elif outlook is not None:
+                self._outage.outlook = outlook
+            if not is_served:
+                late = EngineUnavailableError
+                reason = self._outage.overdue_reason() if len(self._outage) else ""
+                over = [(r, late(reason)) for r in self._outage.take_overdue(now_s)]
+                if not self._outage.may_end:
+                    dead = EngineDeadError(self._why_dead())
+                    over += [(request, dead) for request in self._outage.take_all()]
+        for request, error in over:
+            self._end(request, error)
 
     def _make_poller(self) -> zmq.Poller:
         poller = zmq.Poller()
@@ -444,16 +520,15 @@ class EngineClient:
     def _resume(self, request: OpenRequest) -> bool:
         """Go on with a request whose engine is dead; say whether that can be. The lock is held."""
         request.losses += 1
-        is_taken = not request.may_kill and self._give(request)
-        self.num_resumed += is_taken
-        return is_taken
+        return not request.may_kill and self._place(request)
 
-    def _end(self, request: OpenRequest, reason: str) -> None:
+    def _end(self, request: OpenRequest, error: DistAclGraphError) -> None:
         """End a request that nobody goes on with."""
         if request.may_kill:
-            reason = f"{MAX_LOSSES} engines died while they ran this request; the last: {reason}"
+            reason = f"{MAX_LOSSES} engines died while they ran this request; the last: {error}"
             logger.error("request %r is not tried again: %s", request.request_id, reason)
-        self._tell(request.on_delta, failed(request.request_id, EngineDeadError(reason)))
+            error = EngineDeadError(reason)
+        self._tell(request.on_delta, failed(request.request_id, error))
 
     def _tell(self, on_delta: OnDelta, delta: RequestDelta) -> None:
         """Call a request's callback. What it raises ends this request, and nothing else."""
@@ -480,10 +555,17 @@ class EngineClient:
             self._router.forget_cache(engine.url)
             # Under the same lock: an abort finds a request here or there.
             over = [request for request in requests if not self._resume(request)]
+            self._outage.see(time.monotonic(), is_served=bool(self._taking()))
+            num_held = len(self._outage)
         if len(over) < len(requests):
-            logger.info("%d requests go on elsewhere: %s", len(requests) - len(over), reason)
+            logger.info(
+                "%d requests go on elsewhere, %d wait for a group: %s",
+                len(requests) - len(over) - num_held,
+                num_held,
+                reason,
+            )
         for request in over:
-            self._end(request, reason)
+            self._end(request, EngineDeadError(reason))
         for future in queries.values():
             future.set_exception(EngineDeadError(reason))
 

@@ -15,6 +15,7 @@ from typing import Any
 from dist_aclgraph.actors.deployment_protocol import Deployment, StartDeployment
 from dist_aclgraph.actors.engine_client import EngineClient
 from dist_aclgraph.actors.messages import error_of
+from dist_aclgraph.actors.outage import Recovery
 from dist_aclgraph.config import Config, load_config
 from dist_aclgraph.errors import (
     EngineDeadError,
@@ -87,6 +88,7 @@ class LLM:
                 self._deployment.token,
                 node_id=self._deployment.node_id,
                 link_s=self.config.timeouts.link_s,
+                recovery=Recovery.from_config(self.config, self._deployment.outlook),
             )
         except BaseException:
             self.close()

@@ -94,6 +94,16 @@ class ServingGroups:
         return [g for g in self.groups if not g.lost_because and not g.is_draining]
 
     @property
+    def serves(self) -> bool:
+        """Whether a group is left that runs requests."""
+        return any(not group.lost_because for group in self.groups)
+
+    @property
+    def listed(self) -> Groups:
+        """What clients are told of the groups."""
+        return Groups(self._version, tuple(group.entry for group in self.groups))
+
+    @property
     def num_missing(self) -> int:
         return max(0, self.num_wanted - len(self.taking))
 
@@ -309,9 +319,9 @@ class ServingGroups:
     def _publish(self) -> int:
         """Tell all engines which groups there are; return the version of the list."""
         self._version += 1
-        groups = Groups(self._version, tuple(group.entry for group in self.groups))
+        listed = self.listed
         for group in self.groups:
-            group.engine.set_groups.remote(groups)
+            group.engine.set_groups.remote(listed)
         return self._version
 
     # ---- one group

@@ -16,6 +16,7 @@ class State(Enum):
     NEGOTIATING: offers become one plan; every rank confirms its hash.
     CAPTURING: buckets are captured in lockstep, largest first.
     SERVING: steps run.
+    RECOVERING: no group is left, and others are started in their places; requests wait.
     DRAINING: no new requests; running ones end.
     STOPPED: nothing is left; holds the error that led here, if one did.
     """
@@ -26,11 +27,13 @@ class State(Enum):
     NEGOTIATING = "NEGOTIATING"
     CAPTURING = "CAPTURING"
     SERVING = "SERVING"
+    RECOVERING = "RECOVERING"
     DRAINING = "DRAINING"
     STOPPED = "STOPPED"
 
 
-# An error may end any state; STOPPED ends all. Recovery will lead from SERVING back to PLACING.
+# An error may end any state; STOPPED ends all. The phases of groups that are started while others
+# serve, or ought to, are their own.
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.PLACING: frozenset({State.JOINING, State.STOPPED}),
     State.JOINING: frozenset({State.LOADING, State.STOPPED}),
@@ -38,7 +41,8 @@ TRANSITIONS: dict[State, frozenset[State]] = {
     State.NEGOTIATING: frozenset({State.CAPTURING, State.SERVING, State.STOPPED}),
     # A bucket that failed shrinks the plan, and ranks confirm the new one.
     State.CAPTURING: frozenset({State.NEGOTIATING, State.SERVING, State.STOPPED}),
-    State.SERVING: frozenset({State.DRAINING, State.STOPPED}),
+    State.SERVING: frozenset({State.RECOVERING, State.DRAINING, State.STOPPED}),
+    State.RECOVERING: frozenset({State.SERVING, State.STOPPED}),
     State.DRAINING: frozenset({State.STOPPED}),
     State.STOPPED: frozenset(),
 }

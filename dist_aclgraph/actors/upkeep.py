@@ -30,14 +30,18 @@ COUNT_S = 1.0  # between two counts of what runs and waits
 class Upkeep:
     """Owns what was tried, and when.
 
+    Args:
+        on_service: told at every look whether a group serves.
+
     Attributes:
         trouble: why groups are missing and the last try to replace one failed, or "".
     """
 
-    def __init__(self, serving: ServingGroups) -> None:
+    def __init__(self, serving: ServingGroups, on_service: Callable[[bool], None]) -> None:
         config = serving.config
         self.trouble = ""
         self._serving = serving
+        self._on_service = on_service
         self._restarts = RestartBudget(config.recovery.restarts_per_hour)
         autoscale = config.serve.autoscale
         self._autoscaler = Autoscaler(autoscale) if autoscale.max_groups else None
@@ -56,16 +60,34 @@ class Upkeep:
     def _run(self) -> None:
         while not self._stopping.wait(LOOK_S):
             now_s = time.monotonic()
-            for look in (self._serving.traffic.look, self._look_for_missing, self._autoscale):
+            for look in (
+                self._look_for_service,
+                self._serving.traffic.look,
+                self._look_for_missing,
+                self._autoscale,
+            ):
                 try:
                     look(now_s)
                 except Exception:  # whatever it is: the next look may go well
                     logger.exception("looking after the groups failed")
 
-    def _may_change(self) -> bool:
-        """Whether no change is under way, and requests that a new group could take have a home."""
+    @property
+    def _is_changing(self) -> bool:
         is_changing = self._change is not None and self._change.is_alive()
-        return not (is_changing or self._serving.is_changing) and bool(self._serving.taking)
+        return is_changing or self._serving.is_changing
+
+    @property
+    def ends_recovery(self) -> str:
+        """Why no lost group is replaced any more, or "" while one is being started, or may be."""
+        if self._is_changing or self._restarts.is_left(time.monotonic()):
+            return ""
+        return (
+            f"it is not started again: recovery.restarts_per_hour allows {self._restarts.per_hour}"
+            f"{f', and the last failed: {self.trouble}' if self.trouble else ''}"
+        )
+
+    def _look_for_service(self, now_s: float) -> None:
+        self._on_service(self._serving.serves)
 
     def _begin(self, change: Callable[..., None], *arguments: Any) -> None:
         """Change the groups on a thread of its own: that takes long, and looks go on."""
@@ -77,7 +99,7 @@ class Upkeep:
     def _look_for_missing(self, now_s: float) -> None:
         if not self._serving.num_missing:
             self.trouble = ""
-        elif self._may_change() and self._restarts.is_due(now_s):
+        elif not self._is_changing and self._restarts.is_due(now_s):
             self._begin(self._replace)
 
     def _replace(self) -> None:
@@ -110,10 +132,12 @@ class Upkeep:
     # ---- as many as requests want
 
     def _autoscale(self, now_s: float) -> None:
-        if self._autoscaler is None or now_s < self._next_count_s or not self._may_change():
+        if self._autoscaler is None or now_s < self._next_count_s or self._is_changing:
             return
         self._next_count_s = now_s + COUNT_S
         taking = self._serving.taking
+        if not taking:
+            return  # those that are missing come first
         running, waiting = self._demands.look(taking)
         rows = min(group.num_rows for group in taking)
         demand = Demand(len(taking), running, waiting, rows, self._serving.num_missing)

@@ -90,7 +90,7 @@ def _serve(
 ) -> None:
     console.print(f"Starting {config.name} on {config.parallel.world_size} NPUs ...")
     with _started(config, start, signals, console) as running:
-        state = open_state(config, tokenizer, running, node_id=running.node_id)
+        state = open_state(config, tokenizer, running, node_id=running.node_id, ask=running.outlook)
         try:
             # What was imported and built so far is not looked through at every collection.
             gc.collect()

@@ -27,11 +27,15 @@ class RestartBudget:
         """Whether the pause after the last failure is over."""
         return now_s >= self._next_s
 
+    def is_left(self, now_s: float) -> bool:
+        """Whether one may be taken; for any thread."""
+        return sum(taken_s > now_s - HOUR_S for taken_s in tuple(self._taken_s)) < self.per_hour
+
     def take(self, now_s: float) -> bool:
         """Count a restart, if one is left; return whether it was."""
         while self._taken_s and self._taken_s[0] <= now_s - HOUR_S:
             self._taken_s.popleft()
-        if len(self._taken_s) >= self.per_hour:
+        if not self.is_left(now_s):
             return False
         self._taken_s.append(now_s)
         return True

@@ -22,6 +22,7 @@ from dist_aclgraph.actors import deployment
 from dist_aclgraph.actors.addresses import Address
 from dist_aclgraph.actors.deployment_protocol import StartDeployment
 from dist_aclgraph.actors.llm import start_on_ray
+from dist_aclgraph.actors.outage import Outlook
 from dist_aclgraph.config import Config, load_config
 from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.serve.access import Access, read_access
@@ -31,6 +32,7 @@ from dist_aclgraph.text.tokenizer import Tokenizer
 
 DEFAULT_CONFIG = "configs/tiny-qwen3.yaml"  # of the working directory, or the package's own
 MAX_ONGOING_REQUESTS = 4096  # the scheduler's own queue is what limits
+OUTLOOK_S = 20.0  # longer than the deployment's own limit
 
 
 class RefusedError(click.ClickException, RayServeException):  # type: ignore[misc]  # untyped
@@ -75,6 +77,10 @@ class Groups:
         addresses = await asyncio.to_thread(lambda: running.addresses)
         return Connection(addresses, running.token, running.max_model_len)
 
+    async def outlook(self) -> Outlook:
+        """Say what becomes of the deployment."""
+        return await asyncio.to_thread(self._deployment.outlook)
+
     async def stay(self) -> None:
         """Wait for ever. While an ingress has this call open, Serve does not end this replica."""
         await asyncio.Event().wait()
@@ -104,7 +110,12 @@ class Ingress:
         connection = await groups.connection.remote()
         tokenizer = await asyncio.to_thread(Tokenizer, config.model)
         node_id = ray.get_runtime_context().get_node_id()
-        self._state = open_state(config, tokenizer, connection, node_id=node_id)
+
+        def ask() -> Outlook:
+            found: Outlook = groups.outlook.remote().result(timeout_s=OUTLOOK_S)
+            return found
+
+        self._state = open_state(config, tokenizer, connection, node_id=node_id, ask=ask)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         # Serve's proxy names requests, and answers with the name.

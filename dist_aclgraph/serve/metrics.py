@@ -230,6 +230,16 @@ class _EngineCollector(Collector):
         )
         resumed.add_metric(values, client.num_resumed)
         yield resumed
+        held = GaugeMetricFamily(
+            f"{PREFIX}held_requests", "Requests that wait for a group to serve.", labels=LABELS
+        )
+        held.add_metric(values, client.num_held)
+        yield held
+        outage = CounterMetricFamily(
+            f"{PREFIX}outage_seconds", "How long no group took requests, in all.", labels=LABELS
+        )
+        outage.add_metric(values, client.outage_seconds())
+        yield outage
         losses = CounterMetricFamily(
             f"{PREFIX}group_losses",
             "Groups that this replica has lost, by what it has seen of it.",

@@ -33,17 +33,21 @@ async def show_model(state: ApiState, request: Request) -> Response:
 
 
 async def health(state: ApiState, request: Request) -> Response:
-    """200 while any group lives, 503 once all are dead."""
+    """200 while any group lives, or may again; says how far that is. 503 once all are dead."""
     state.check()
+    if outage := state.client.outage():
+        return json_response({"status": "recovering", "reason": outage})
     return json_response({"status": "ok"})
 
 
 async def ready(state: ApiState, request: Request) -> Response:
-    """200 if a request sent now would be taken; says which capacity is left."""
+    """200 if a request sent now would run at once; says which capacity is left."""
     state.check()
-    capacity = state.client.capacity()
-    if state.is_draining or not capacity.serving:
+    if state.is_draining:
         raise EngineUnavailableError("the server is stopping")
+    if outage := state.client.outage():
+        raise EngineUnavailableError(outage)
+    capacity = state.client.capacity()
     groups = {**capacity.by_state(), "total": capacity.total}
     return json_response({"status": "ready", "groups": groups, "lost": capacity.lost})
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from dist_aclgraph.actors.addresses import Address
 from dist_aclgraph.actors.engine_client import EngineClient
+from dist_aclgraph.actors.outage import Ask, Recovery
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import (
     EngineUnavailableError,
@@ -106,10 +107,19 @@ class Reachable(Protocol):
 
 
 def open_state(
-    config: Config, tokenizer: Tokenizer, deployment: Reachable, *, node_id: str
+    config: Config, tokenizer: Tokenizer, deployment: Reachable, *, node_id: str, ask: Ask
 ) -> ApiState:
-    """Connect to a deployment's engines from a node; ``client.close`` of the state ends it."""
-    link_s = config.timeouts.link_s
-    client = EngineClient(deployment.addresses, deployment.token, node_id=node_id, link_s=link_s)
+    """Connect to a deployment's engines from a node; ``client.close`` of the state ends it.
+
+    Args:
+        ask: the deployment's controller, what becomes of it.
+    """
+    client = EngineClient(
+        deployment.addresses,
+        deployment.token,
+        node_id=node_id,
+        link_s=config.timeouts.link_s,
+        recovery=Recovery.from_config(config, ask),
+    )
     config = config.model_copy(update={"max_model_len": deployment.max_model_len})
     return ApiState(config, tokenizer, client)

@@ -91,6 +91,27 @@ def test_a_replacement_that_fails_is_tried_again_and_capacity_is_said_meanwhile(
     assert_all_npus_are_free()
 
 
+def test_the_death_of_all_groups_at_once_loses_no_request(checkpoint: Path) -> None:
+    """Of one the worker dies, of the other one the engine: nobody is left to tell of new groups."""
+    config = make_deployment_config(checkpoint, parallel={"dp": 2}, graph=GRAPH)
+    with serving(config) as service:
+        wanted = [a.tokens for a in service.generate(PROMPTS, greedy_params(TOKENS))]
+        workers, engines = pids_of(service), engine_pids(service)
+        with streams(service) as found:
+            for pid in (workers[0], *engines):
+                os.kill(pid, signal.SIGKILL)
+
+            wait_until(lambda: service.report()["state"] == "RECOVERING", "it does not know", 60)
+            service.deployment.check()
+            wait_until(lambda: set(service.client.states()) == {"2", "3"}, "no others", 240)
+            count = len(found.ended)
+            wait_until(lambda: len(found.ended) > count + NUM_STREAMS, "the streams stand", 60)
+        assert service.report()["state"] == "SERVING"
+        assert service.client.outage_seconds() > 0
+        assert_all_equal(found, wanted)
+    assert_all_npus_are_free()
+
+
 def test_a_roll_that_ends_early_says_who_runs_what_and_goes_on_when_it_is_repeated(
     checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -24,6 +24,13 @@ def test_the_way_of_a_deployment_is_allowed() -> None:
         assert advance(current, following) is following
 
 
+def test_a_deployment_without_a_group_recovers_or_ends() -> None:
+    assert advance(State.SERVING, State.RECOVERING) is State.RECOVERING
+    assert advance(State.RECOVERING, State.SERVING) is State.SERVING
+    with pytest.raises(IllegalTransitionError):
+        advance(State.PLACING, State.RECOVERING)
+
+
 def test_a_deployment_without_graphs_goes_from_negotiation_to_serving() -> None:
     assert advance(State.NEGOTIATING, State.SERVING) is State.SERVING
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from dist_aclgraph.actors.llm import LLM
+from dist_aclgraph.actors.outage import Outlook
 from dist_aclgraph.config import load_config
 from dist_aclgraph.errors import (
     DeviceError,
@@ -32,6 +33,9 @@ class FakeDeployment:
 
     def check(self) -> None:
         pass
+
+    def outlook(self) -> Outlook:
+        return Outlook(progress="PLACING")
 
     def shut_down(self) -> None:
         if self.is_running:

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.serve.conftest import CONFIG
+from tests.serve.conftest import CONFIG, until
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 120.0
@@ -52,6 +52,33 @@ print("running", ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.readline()
 serve.delete("b")
 print("deleted", flush=True)
+sys.stdin.readline()
+serve.shutdown()
+ray.shutdown()
+"""
+)
+DYING = (
+    FAKE
+    + """
+from ray import serve
+from dist_aclgraph.serve.app import make_app
+
+def start_dying(config):
+    found = start(config)
+    whole = found.engine.reply
+
+    def reply(submit):
+        found.engine.silent = True
+        return whole(submit)
+
+    found.engine.reply = reply
+    return found
+
+ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
+serve.start(http_options={"port": config.serve.port})
+timeouts = config.timeouts.model_copy(update={"link_s": 1.0})
+serve.run(make_app(config.model_copy(update={"timeouts": timeouts}), start_dying))
+print("running", flush=True)
 sys.stdin.readline()
 serve.shutdown()
 ray.shutdown()
@@ -141,3 +168,21 @@ def test_deployments_on_one_cluster_leave_each_other_alone(cluster):
     with pytest.raises(httpx.ConnectError):
         ask(url)
     assert ask(f"{proxy}/a").status_code == 200
+
+
+@pytest.mark.cluster
+def test_an_ingress_asks_the_groups_what_becomes_of_a_deployment_that_died():
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    process = launch(DYING, port)
+    try:
+        read_until(process, "running")
+        with pytest.raises(httpx.ReadTimeout):  # it waits for a group
+            httpx.post(f"{url}/v1/completions", json=QUESTION, timeout=5)
+        until(lambda: "recovering: PLACING" in httpx.get(f"{url}/ready").text, WAIT_S)
+        assert httpx.get(f"{url}/health").status_code == 200
+        process.stdin.write("\n")
+        process.stdin.flush()
+        process.wait(WAIT_S)
+    finally:
+        process.kill()

@@ -1,0 +1,257 @@
+"""Requests wait while no group serves, and nobody sees it in their tokens."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from dist_aclgraph.actors.engine_client import EngineClient
+from dist_aclgraph.actors.messages import GroupEntry, Groups, error_of
+from dist_aclgraph.actors.outage import Outlook, Recovery
+from dist_aclgraph.actors.token_log import MAX_LOSSES
+from dist_aclgraph.errors import EngineDeadError, EngineUnavailableError
+from dist_aclgraph.ints import INT_BYTES
+from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.steps.delta import RequestDelta
+from tests.serve.conftest import until
+from tests.serve.fake_engine import NODE, TOKEN, FakeEngine
+from tests.serve.test_resumed_requests import PROMPT, by_position, wanted
+
+LINK_S = 0.6
+LOADING = "LOADING 3 of 9"
+
+
+@dataclass
+class Deployment:
+    """Engines, of which clients know the first; the controller tells them of others."""
+
+    wait_s: float = 60.0
+    outlook: Outlook = field(default_factory=lambda: Outlook(progress=LOADING))
+    engines: list[FakeEngine] = field(default_factory=list)
+    deltas: dict[str, queue.Queue[RequestDelta]] = field(default_factory=dict)
+    num_asked: int = 0
+    holds_answers: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.holds_answers.set()
+        first = self.new_engine()
+        self.client = EngineClient(
+            [first.address],
+            TOKEN,
+            node_id=NODE,
+            link_s=LINK_S,
+            recovery=Recovery(self.ask, self.wait_s),
+        )
+        until(lambda: all(engine.link.is_welcome for engine in self.client._known()))
+
+    def ask(self) -> Outlook:
+        self.num_asked += 1
+        self.holds_answers.wait()
+        return self.outlook
+
+    def new_engine(self) -> FakeEngine:
+        engine = FakeEngine(by_position, step_s=0.005)
+        self.engines.append(engine)
+        return engine
+
+    def lose(self) -> None:
+        self.engines[-1].silent = True
+        until(lambda: bool(self.client.outage()))
+
+    def replace(self) -> FakeEngine:
+        """Have a group more in the place of all others, which the controller alone can tell."""
+        engine = self.new_engine()
+        number = len(self.engines) - 1
+        entry = GroupEntry(str(number), engine.address, 100, 16)
+        self.outlook = Outlook(Groups(number, (entry,)))
+        return engine
+
+    def submit(self, name: str, count: int) -> None:
+        deltas = self.deltas[name] = queue.Queue()
+        params = SamplingParams(max_tokens=count)
+        self.client.submit(name, PROMPT, params, (), deltas.put, seed=11)
+
+    def collect(self, name: str, count: int | None = None) -> tuple[list[int], RequestDelta]:
+        """Take so many tokens, or all."""
+        tokens: list[int] = []
+        while True:
+            delta = self.deltas[name].get(timeout=20)
+            tokens += delta.tokens
+            if delta.finish_reason is not None or len(tokens) == count:
+                return tokens, delta
+
+    def close(self) -> None:
+        self.holds_answers.set()
+        self.client.close()
+        for engine in self.engines:
+            engine.close()
+
+
+@pytest.fixture
+def one() -> Iterator[Deployment]:
+    deployment = Deployment()
+    yield deployment
+    deployment.close()
+
+
+@pytest.fixture
+def hasty() -> Iterator[Deployment]:
+    deployment = Deployment(wait_s=0.3)
+    yield deployment
+    deployment.close()
+
+
+def test_a_request_waits_for_the_group_that_comes_up_and_goes_on_there(one: Deployment) -> None:
+    one.submit("a", 400)
+    before, _ = one.collect("a", 20)
+    one.lose()
+    one.client.check()
+    assert one.client.num_held == one.client.num_outstanding == 1
+
+    one.replace()
+
+    after, last = one.collect("a")
+    assert before + after == wanted(400)
+    assert last.finish_reason == "length"
+    assert one.client.num_resumed == 1
+    assert one.client.num_held == 0
+    assert one.client.outage() == ""
+
+
+def test_a_link_that_comes_back_to_the_only_engine_loses_no_token(one: Deployment) -> None:
+    one.submit("a", 400)
+    before, _ = one.collect("a", 20)
+
+    one.engines[0].skipped = 1
+
+    after, _ = one.collect("a")
+    assert before + after == wanted(400)
+
+
+def test_new_requests_wait_too_and_those_with_most_tokens_go_first(one: Deployment) -> None:
+    one.submit("few", 100_000)
+    one.collect("few", 20)
+    one.submit("more", 100_000)
+    one.collect("few", 100)
+    one.submit("most", 100_000)
+    one.engines[0].step_s = 600.0
+    one.lose()
+    one.submit("new", 100)
+    assert one.client.num_held == 4
+
+    engine = one.replace()
+
+    until(lambda: len(engine.submitted) == 4)
+    lengths = [len(submit.prompt) // INT_BYTES for submit in engine.submitted]
+    assert lengths == sorted(lengths, reverse=True)
+    assert [submit.request_id for submit in engine.submitted] == ["few", "more", "most", "new"]
+
+
+def test_what_happens_is_said_while_requests_wait(one: Deployment) -> None:
+    one.lose()
+
+    until(lambda: LOADING in one.client.outage())
+
+    assert "silent" in one.client.outage()
+    seconds = one.client.outage_seconds()
+    assert seconds > 0
+    until(lambda: one.client.outage_seconds() > seconds)
+    one.replace()
+    until(lambda: not one.client.outage())
+    until(lambda: one.client.outage_seconds() == one.client.outage_seconds())
+
+
+def test_a_request_that_has_waited_too_long_may_be_sent_again_later(hasty: Deployment) -> None:
+    hasty.submit("a", 100_000)
+    hasty.collect("a", 20)
+    hasty.lose()
+
+    _, last = hasty.collect("a")
+
+    assert type(error_of(last)) is EngineUnavailableError
+    assert "recovery.wait_s = 0.3 s" in last.error
+    hasty.client.check()
+    assert hasty.client.num_outstanding == 0
+
+
+def test_requests_end_with_the_cause_once_no_group_will_come(one: Deployment) -> None:
+    one.submit("a", 100_000)
+    one.collect("a", 20)
+    one.lose()
+    one.submit("b", 10)
+
+    one.outlook = Outlook(failure="rank 1 in SERVING: it died; no restart is left")
+
+    for name in ("a", "b"):
+        last = one.collect(name)[1]
+        assert isinstance(error_of(last), EngineDeadError)
+        assert last.error == one.outlook.failure
+    with pytest.raises(EngineDeadError, match="no restart is left"):
+        one.client.check()
+    with pytest.raises(EngineDeadError, match="no restart is left"):
+        one.submit("c", 10)
+
+
+def test_a_controller_that_is_gone_ends_the_wait(one: Deployment) -> None:
+    def gone() -> Outlook:
+        raise EngineDeadError("the controller: the process died")
+
+    one.ask = gone  # type: ignore[method-assign]
+    one.client._outage.questions._ask = gone  # type: ignore[union-attr]
+    one.submit("a", 100_000)
+    one.collect("a", 20)
+    one.lose()
+
+    assert "the controller" in one.collect("a")[1].error
+
+
+def test_a_request_that_waits_can_be_aborted(one: Deployment) -> None:
+    one.submit("a", 100_000)
+    one.collect("a", 20)
+    one.lose()
+
+    one.client.abort("a")
+
+    assert one.client.num_outstanding == 0
+    engine = one.replace()
+    until(lambda: not one.client.outage())
+    one.submit("a", 5)
+    assert one.collect("a")[0] == wanted(5)
+    assert [submit.max_tokens for submit in engine.submitted] == [5]
+
+
+def test_a_request_that_groups_die_of_does_not_wait_for_a_fourth(one: Deployment) -> None:
+    one.submit("a", 1_000_000)
+    for _ in range(MAX_LOSSES - 1):
+        one.collect("a", 5)
+        one.lose()
+        engine = one.replace()
+        until(lambda engine=engine: engine.num_running == 1)
+    one.collect("a", 5)
+
+    one.engines[-1].silent = True
+
+    assert f"{MAX_LOSSES} engines died" in one.collect("a")[1].error
+
+
+def test_closing_ends_what_waits_while_a_question_hangs(one: Deployment) -> None:
+    one.holds_answers.clear()
+    one.submit("a", 100_000)
+    one.collect("a", 20)
+    one.lose()
+    until(lambda: one.num_asked == 1)
+
+    one.client.close()
+
+    assert one.collect("a")[1].error == "the service is stopping"
+
+
+def test_nobody_asks_while_a_group_serves(one: Deployment) -> None:
+    one.submit("a", 400)
+    one.collect("a")
+
+    assert one.num_asked == 0
