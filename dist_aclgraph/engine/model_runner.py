@@ -47,7 +47,7 @@ from dist_aclgraph.graphs.step_buffers import StepBuffers
 from dist_aclgraph.ints import IntArray, pack_ints, unpack_ints
 from dist_aclgraph.layers.context_parallel import UNDIVIDED, ContextParallel
 from dist_aclgraph.layers.experts import ExpertStep
-from dist_aclgraph.layers.segments import between, run_directly
+from dist_aclgraph.layers.segments import run_directly, work_between
 from dist_aclgraph.models.attention_kind import Cache
 from dist_aclgraph.models.decoder import Decoder
 from dist_aclgraph.planning.buckets import buffer_sizes
@@ -289,18 +289,26 @@ class ModelRunner:
         self._batch.apply(batch)
         records = unpack_ints(batch.scheduled, 4).copy()
 
+        ended: deque[StepResult] = deque()  # to be reported
+
         def land() -> None:
             """Have the step before ended, so that it is known where this one begins."""
             while self._flights:
-                report(self.finish())
+                ended.append(self.finish())
             behind = self._batch.in_flight(records)
             records[behind, 1] += self._num_passed[records[behind, 0]]
 
-        def answer() -> None:
-            """Answer the step before if it has ended: queueing this one may take longer."""
+        def answer(stage: str) -> None:
+            """Answer the step before if it has ended: queueing this one may take longer.
+
+            Args:
+                stage: of this step, in which the host is.
+            """
             if self._flights and self._output.is_here(self._flights[0].coming):
-                watch.lap("forward")
-                report(self.finish())
+                watch.lap(stage)
+                ended.append(self.finish())
+            while ended:
+                report(ended.popleft())
 
         with translated(f"step {plan.step}"), torch.inference_mode():
             if self._drafts is not None and (plan.graph is None or plan.graph.mode != "FULL"):
@@ -310,8 +318,9 @@ class ModelRunner:
                 self._output.count_tokens(batch, inputs, self._tokens_at)
             flight = self._run(plan, rank, inputs, records, land, answer)
             self._batch.note_samples(inputs)
-        self._flights.append(flight)
         watch.lap("sample")
+        answer("sample")
+        self._flights.append(flight)
         if len(self._flights) == self._steps_in_flight:
             report(self.finish())
 
@@ -381,11 +390,11 @@ class ModelRunner:
         inputs: HostStep,
         records: IntArray,
         land: Callable[[], None],
-        answer: Callable[[], None],
+        answer: Callable[[str], None],
     ) -> _Flight:
         """Queue the decoder, sampling and drafts."""
         if plan.graph is None:
-            sampled = self._run_mixed(plan, inputs, None, answer)
+            sampled = self._run_mixed(plan, inputs, None, partial(answer, "forward"))
             return self._queue_output(plan, rank, inputs, sampled)
         captured = self._graphs.find(plan.graph)
         if plan.exchange != self._choose_exchange(plan.graph.num_tokens):
@@ -395,7 +404,7 @@ class ModelRunner:
             )
         self._buffers.write(plan.graph, inputs)
         if isinstance(captured, CapturedPieces):
-            sampled = self._run_mixed(plan, inputs, captured, answer)
+            sampled = self._run_mixed(plan, inputs, captured, partial(answer, "forward"))
             return self._queue_output(plan, rank, inputs, sampled)
         decoder, *drafts = captured
         self._replays.begin(captured, inputs)
@@ -405,18 +414,21 @@ class ModelRunner:
             land()
             inputs = self._batch.step_inputs(records)
             self._replays.correct(inputs)
-        self._replays.update(decoder)
-        sampled = self._sample_whole(drafts, inputs)
+        between = partial(answer, "update")
+        self._replays.update(decoder, between)
+        sampled = self._sample_whole(drafts, inputs, between)
         return self._queue_output(plan, rank, inputs, sampled)
 
-    def _sample_whole(self, drafts: Sequence[CapturedGraph], inputs: HostStep) -> Sampled:
-        """Go on behind the decoder's replay."""
+    def _sample_whole(
+        self, drafts: Sequence[CapturedGraph], inputs: HostStep, between: Callable[[], None]
+    ) -> Sampled:
+        """Go on behind the decoder's replay; ``between`` is called now and then."""
         n = len(inputs.places)
         tokens = self._buffers.sampled[:n]
         special = self._choose_special(inputs, self._buffers.logits[:n], tokens)
         for graph in drafts:
             self._replays.replay(graph)
-            self._replays.update(graph)
+            self._replays.update(graph, between)
         span = self._replays.end()
         if drafts:
             return Sampled(tokens, self._buffers.accepted, special, span)
@@ -445,7 +457,7 @@ class ModelRunner:
         self._watch.lap("inputs")
         if graph is not None and pieces is not None:
             pieces.begin()
-            hidden = self._work.run_pieces(graph, metadata, between(pieces.replay, answer))
+            hidden = self._work.run_pieces(graph, metadata, work_between(pieces.replay, answer))
         else:
             experts = ExpertStep(plan.exchange, self._decoder_tally)
             hidden = self._model.forward(
@@ -454,7 +466,7 @@ class ModelRunner:
                 step.slots,
                 self._caches,
                 metadata,
-                between(run_directly, answer),
+                work_between(run_directly, answer),
                 experts,
             )
         collect = partial(self._collect, step.shared)

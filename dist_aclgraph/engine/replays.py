@@ -77,11 +77,15 @@ class Replays:
         graph = graphs[0].descriptor
         self._step = graphs, self._graph_lens.pad(graph, inputs.query_ends, inputs.kv_lens)
 
-    def update(self, graph: CapturedGraph) -> None:
-        """Send lengths behind a replay; the host waits for nothing."""
+    def update(self, graph: CapturedGraph, between: Callable[[], None]) -> None:
+        """Send lengths behind a replay; the host waits for nothing.
+
+        Args:
+            between: called behind each layer.
+        """
         assert self._step is not None
         _, lens = self._step
-        self._num_behind += graph.update(self._main_stream, self._update_stream, lens)
+        self._num_behind += graph.update(self._main_stream, self._update_stream, lens, between)
         self._watch.book("update_per_layer", self._watch.lap("update") / graph.num_tasks)
 
     def end(self) -> ReplaySpan | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from dist_aclgraph.errors import ReplayMismatchError
 from dist_aclgraph.graphs.recording import Recording
-from dist_aclgraph.graphs.task_update import TaskRecorder, TaskUpdates
+from dist_aclgraph.graphs.task_update import TaskRecorder, TaskUpdates, nothing
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.steps.padding import Lens
 
@@ -76,12 +76,21 @@ class CapturedGraph:
         self._updates.before_replay(main_stream, update_stream, lens)
         self.graph.replay()
 
-    def update(self, main_stream: Any, update_stream: Any, lens: Lens) -> int:
+    def update(
+        self,
+        main_stream: Any,
+        update_stream: Any,
+        lens: Lens,
+        between: Callable[[], None] = nothing,
+    ) -> int:
         """Send a queued replay's lengths to the tasks that were not sent them ahead.
 
         Layer by layer; the host waits for nothing. Returns how many tasks that were.
+
+        Args:
+            between: called behind each layer.
         """
-        return self._updates.after_replay(main_stream, update_stream, lens)
+        return self._updates.after_replay(main_stream, update_stream, lens, between)
 
     def send_ahead(
         self, update_stream: Any, lens: Lens, is_wanted_elsewhere: Callable[[], bool]

@@ -36,6 +36,10 @@ from dist_aclgraph.layers.attention import Arguments, AttentionOperator, Attenti
 from dist_aclgraph.steps.padding import Lens
 
 
+def nothing() -> None:
+    """Between two tasks there is nothing else to do."""
+
+
 @dataclass(frozen=True)
 class UpdatableTask:
     """One captured attention operator.
@@ -142,10 +146,25 @@ class TaskUpdates:
         self._closed.record(update_stream)
         main_stream.wait_event(self._closed)
 
-    def after_replay(self, main_stream: Any, update_stream: Any, lens: Lens) -> int:
-        """Open what the replay still lacks; return how many tasks that were."""
+    def after_replay(
+        self,
+        main_stream: Any,
+        update_stream: Any,
+        lens: Lens,
+        between: Callable[[], None] = nothing,
+    ) -> int:
+        """Open what the replay still lacks; return how many tasks that were.
+
+        Args:
+            between: called behind each task.
+        """
         num_behind = len(self._tasks) - self._num_open
-        self._open(update_stream, lens, _nobody_waits)
+
+        def go_on() -> bool:
+            between()
+            return False
+
+        self._open(update_stream, lens, go_on)
         self._num_open = 0
         self._replayed.record(main_stream)
         return num_behind
@@ -173,7 +192,3 @@ class TaskUpdates:
                 self._num_open += 1
                 if is_stopped():
                     return
-
-
-def _nobody_waits() -> bool:
-    return False

@@ -10,7 +10,7 @@ Segment = Callable[..., tuple[Tensor, ...]]
 RunSegment = Callable[..., tuple[Tensor, ...]]  # of a segment and its inputs
 
 
-def between(run: RunSegment, work: Callable[[], None]) -> RunSegment:
+def work_between(run: RunSegment, work: Callable[[], None]) -> RunSegment:
     """Return what runs segments as ``run`` does, and does something else behind each."""
 
     def run_and_work(segment: Segment, *inputs: Tensor) -> tuple[Tensor, ...]:
