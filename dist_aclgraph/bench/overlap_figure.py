@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Rows = list[dict[str, Any]]
+NUM_COLUMNS = 3
 # What a step's time was, from the bottom of a bar to its top, and its colour.
 PARTS = (
     ("busy", ("busy",), "#4878a8"),
@@ -22,24 +23,22 @@ PARTS = (
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw a row of charts for each model, one for each mode."""
+    """Draw a chart for each model in each mode."""
     from matplotlib.figure import Figure
 
     rows: Rows = results["rows"]
-    models, modes = (list(dict.fromkeys(row[key] for row in rows)) for key in ("model", "mode"))
-    size = (4.6 * len(modes) + 1, 3.2 * len(models) + 1)
-    figure = Figure(figsize=size, layout="constrained")
-    charts = figure.subplots(len(models), len(modes), squeeze=False)
-    for model, line in zip(models, charts, strict=True):
-        for mode, axes in zip(modes, line, strict=True):
-            found = [row for row in rows if (row["model"], row["mode"]) == (model, mode)]
-            axes.set_visible(bool(found))
-            if found:
-                _draw_steps(axes, found)
-                axes.set_title(f"{model}, {mode}", loc="left", fontsize="small")
-    charts[0][0].legend(fontsize="x-small")
+    found = list(dict.fromkeys((row["model"], row["mode"]) for row in rows))
+    num_lines = -(-len(found) // NUM_COLUMNS)
+    figure = Figure(figsize=(13, 3.4 * num_lines + 1), layout="constrained")
+    charts = figure.subplots(num_lines, NUM_COLUMNS, squeeze=False).flat
+    for axes, (model, mode) in zip(charts, found, strict=False):
+        _draw_steps(axes, [row for row in rows if (row["model"], row["mode"]) == (model, mode)])
+        axes.set_title(f"{model}, {mode}", loc="left", fontsize="small")
+    for axes in charts:
+        axes.set_visible(False)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     figure.suptitle(
-        f"A decode step of the device: one step in flight (left bars) and two (right)\n"
+        "A decode step of the device: one step in flight (left bars) and two (right)\n"
         f"{results['note']}"
     )
     figure.savefig(path, dpi=110)
