@@ -81,6 +81,11 @@ class RankScheduler:
         return len(self.rows)
 
     @property
+    def num_free_rows(self) -> int:
+        """How many more requests could run."""
+        return len(self._free_rows)
+
+    @property
     def accepted_by_position(self) -> list[int]:
         """How often the first, the second, ... draft token of a request was accepted."""
         at_least: list[int] = self._accepted[::-1].cumsum()[::-1].tolist()

@@ -121,9 +121,11 @@ class Scheduler:
         """
         if request.request_id in self._requests:
             raise InvalidParameterError(f"request id {request.request_id!r} is already in use")
-        if len(self.waiting) >= self.config.max_waiting:
+        # Who will have a row in the next step is not one that waits.
+        num_waiting = len(self.waiting) - sum(rank.num_free_rows for rank in self.ranks)
+        if num_waiting >= self.config.max_waiting:
             raise QueueFullError(
-                f"{len(self.waiting)} requests are waiting, the limit is scheduler.max_waiting"
+                f"{num_waiting} requests are waiting, the limit is scheduler.max_waiting"
             )
         request.max_total_tokens = self._max_total_tokens(request)
         request.arrival = self._num_arrived

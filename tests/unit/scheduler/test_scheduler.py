@@ -292,10 +292,12 @@ def test_without_max_tokens_a_request_makes_do_with_a_small_cache() -> None:
 
 def test_a_full_queue_refuses() -> None:
     scheduler = make_scheduler(max_waiting=1)
-    scheduler.add(make_request("a"))
+    rows = scheduler.config.max_num_seqs
+    for index in range(rows + 1):  # as many as can run at once, and one that waits
+        scheduler.add(make_request(str(index)))
 
     with pytest.raises(QueueFullError, match="max_waiting"):
-        scheduler.add(make_request("b"))
+        scheduler.add(make_request("one too many"))
 
 
 def test_ids_are_unique_and_prompts_not_empty() -> None:
