@@ -36,6 +36,7 @@ from dist_aclgraph.engine.replays import Replays
 from dist_aclgraph.engine.step_output import (
     TALLY_SHAPE,
     ComingOutput,
+    HostOutput,
     SpecialPlaces,
     StepOutput,
 )
@@ -289,12 +290,12 @@ class ModelRunner:
         self._batch.apply(batch)
         records = unpack_ints(batch.scheduled, 4).copy()
 
-        ended: deque[StepResult] = deque()  # to be reported
+        ended: deque[tuple[_Flight, HostOutput]] = deque()  # to be reported
 
         def land() -> None:
             """Have the step before ended, so that it is known where this one begins."""
             while self._flights:
-                ended.append(self.finish())
+                ended.append(self._read_oldest())
             behind = self._batch.in_flight(records)
             records[behind, 1] += self._num_passed[records[behind, 0]]
 
@@ -306,9 +307,9 @@ class ModelRunner:
             """
             if self._flights and self._output.is_here(self._flights[0].coming):
                 watch.lap(stage)
-                ended.append(self.finish())
+                ended.append(self._read_oldest())
             while ended:
-                report(ended.popleft())
+                report(self._result(*ended.popleft()))
 
         with translated(f"step {plan.step}"), torch.inference_mode():
             if self._drafts is not None and (plan.graph is None or plan.graph.mode != "FULL"):
@@ -348,14 +349,22 @@ class ModelRunner:
 
         Acknowledges what has run, not what is queued: a fault here is then ours by name.
         """
+        return self._result(*self._read_oldest())
+
+    def _read_oldest(self) -> tuple[_Flight, HostOutput]:
+        """Wait for the oldest step in flight; return what it has made."""
         flight = self._flights.popleft()
-        plan, inputs, has_drafts = flight.plan, flight.inputs, self._drafts is not None
-        with translated(f"step {plan.step}"), torch.inference_mode():
+        with translated(f"step {flight.plan.step}"), torch.inference_mode():
             read = self._output.read(flight.coming, self._replays.send_ahead)
         self._buffers.mark_read(flight.num_written)
-        if has_drafts:
-            self._num_passed[inputs.sampled_rows] = read.counts - 1
-            self._replays.guess_next(inputs, read.counts)
+        if self._drafts is not None:
+            self._num_passed[flight.inputs.sampled_rows] = read.counts - 1
+            self._replays.guess_next(flight.inputs, read.counts)
+        return flight, read
+
+    def _result(self, flight: _Flight, read: HostOutput) -> StepResult:
+        """Return what the engine is told of a step that has ended."""
+        plan = flight.plan
         self._replays.book_wait(flight.span)
         self._watch.lap_of(flight.stages, "sample")
         num_unplaced, self._num_unplaced = self._num_unplaced, read.num_unplaced
@@ -374,7 +383,7 @@ class ModelRunner:
         return msgspec.structs.replace(
             result,
             token_ids=pack_ints(read.token_ids),
-            counts=pack_ints(read.counts) if has_drafts else b"",
+            counts=b"" if self._drafts is None else pack_ints(read.counts),
             logprobs=read.logprobs,
         )
 
