@@ -129,7 +129,9 @@ class StepSender:
         deadline = Deadline(timeout_s)
         while len(results) < self._num_workers:
             result = self._next(f"step {plan.step}", set(results), deadline, check)
-            if not isinstance(result, StepResult) or result.epoch != plan.epoch:
+            if not isinstance(result, StepResult) or result.step < plan.step:
+                continue
+            if result.epoch != plan.epoch:
                 continue
             if result.error:
                 rank = self._world_ranks[result.rank]

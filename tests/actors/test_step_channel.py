@@ -135,6 +135,20 @@ def test_results_of_another_epoch_or_step_are_dropped_by_the_engine(
     assert result == StepResult(EPOCH, 2, 0)
 
 
+def test_a_failure_of_the_step_behind_ends_the_wait(
+    open_channel: Callable[..., Channel], place: Place
+) -> None:
+    def fail_later(receiver: StepReceiver, rank: int) -> None:
+        while (plan := receiver.receive(EPOCH)) is not None:
+            receiver.send(StepResult(plan.epoch, plan.step + 1, rank, error="out of luck"))
+
+    sender = open_channel(place, 1, fail_later).sender
+    sender.send(make_plan(2))
+
+    with pytest.raises(WorkerLostError, match="out of luck"):
+        sender.receive(make_plan(2), WAIT_S, lambda: None)
+
+
 def test_a_silent_worker_is_named(open_channel: Callable[..., Channel], tmp_path: Path) -> None:
     def serve(receiver: StepReceiver, rank: int) -> None:
         while (plan := receiver.receive(EPOCH)) is not None:
