@@ -476,7 +476,7 @@ class ModelRunner:
                 self._caches,
                 metadata,
                 work_between(run_directly, answer),
-                experts,
+                step=experts,
             )
         collect = partial(self._collect, step.shared)
         logits, tokens = self._choose(hidden, step.places, size, collect)
