@@ -42,7 +42,7 @@ class Service:
         self.engine.reply = lambda submit: ids
 
 
-def until(condition, timeout_s: float = 5.0) -> None:
+def until(condition, timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
