@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -199,13 +199,30 @@ def _wait_for(
     controller: Any, local_ray: LocalRay | None, on_progress: OnProgress | None
 ) -> Service:
     starting = controller.start.remote()
-    while not ray.wait([starting], timeout=POLL_S)[0]:
+    for progress in progress_of(controller, starting):
         if local_ray is not None and local_ray.death:
             raise EngineDeadError(local_ray.death)
-        if on_progress is not None:
-            on_progress(ray.get(controller.progress.remote(), timeout=ANSWER_S))
+        if on_progress is not None and progress is not None:
+            on_progress(progress)
     service: Service = fetch(starting, NO_RANK, "PLACING")
     return service
+
+
+def progress_of(controller: Any, work: Any) -> Iterator[Progress | None]:
+    """Yield, until ``work`` of the controller is over, how far it is, or that is not known.
+
+    A late answer is no failure: work has limits of its own, and on a busy machine the controller's
+    process alone may take longer to come than an answer should. What has become of a controller
+    that is gone, ``work`` itself says.
+    """
+    asked = None
+    while not ray.wait([work], timeout=POLL_S)[0]:
+        progress, asked = None, asked or controller.progress.remote()
+        if ray.wait([asked], timeout=POLL_S)[0]:
+            with suppress(RayError):
+                progress = ray.get(asked)
+            asked = None
+        yield progress
 
 
 def _end_by_force(controller: Any, name: str) -> None:

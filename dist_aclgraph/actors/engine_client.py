@@ -397,12 +397,12 @@ class EngineClient:
             if is_served:
                 for request in self._outage.take_all():
                     self._give(request)
-            elif outlook is not None:
-                self._outage.outlook = outlook
-            if not is_served:
-                late = EngineUnavailableError
-                reason = self._outage.overdue_reason() if len(self._outage) else ""
-                over = [(r, late(reason)) for r in self._outage.take_overdue(now_s)]
+            else:
+                if outlook is not None:
+                    self._outage.outlook = outlook
+                for request in self._outage.take_overdue(now_s):
+                    late = EngineUnavailableError(self._outage.overdue_reason())
+                    over.append((request, late))
                 if not self._outage.may_end:
                     dead = EngineDeadError(self._why_dead())
                     over += [(request, dead) for request in self._outage.take_all()]

@@ -129,10 +129,15 @@ def serve(listener: socket.socket) -> tuple[Request, list[int]] | None:
 def _receive(connection: socket.socket) -> tuple[Request, list[int]]:
     """Raises: OSError, ValueError: it is no request."""
     _, streams, _, _ = socket.recv_fds(connection, 1, 3)
-    data = b""
-    while (chunk := connection.recv(CHUNK)) and len(data) <= REQUEST_BYTES:
-        data += chunk
-    return msgspec.json.decode(data, type=Request), streams
+    try:
+        data = b""
+        while (chunk := connection.recv(CHUNK)) and len(data) <= REQUEST_BYTES:
+            data += chunk
+        return msgspec.json.decode(data, type=Request), streams
+    except (OSError, ValueError):
+        for fd in streams:
+            os.close(fd)
+        raise
 
 
 def become(request: Request, streams: list[int]) -> None:

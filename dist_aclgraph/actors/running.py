@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 from ray.util import list_named_actors
 
-from dist_aclgraph.actors.deployment import ANSWER_S, CONTROLLER, POLL_S, OnProgress
+from dist_aclgraph.actors.deployment import CONTROLLER, OnProgress, progress_of
 from dist_aclgraph.actors.local_ray import join_ray
 from dist_aclgraph.actors.ray_errors import ours
 from dist_aclgraph.actors.worker_group import fetch
@@ -40,9 +40,9 @@ class RunningDeployment:
         Raises:
             DistAclGraphError: it could not be done; what serves goes on.
         """
-        while not ray.wait([change], timeout=POLL_S)[0]:
-            with suppress(RayError):  # what has become of the controller, the change itself says
-                on_progress(ray.get(self._controller.progress.remote(), timeout=ANSWER_S))
+        for progress in progress_of(self._controller, change):
+            if progress is not None:
+                on_progress(progress)
         fetch(change, NO_RANK, "SERVING")
 
 

@@ -22,7 +22,7 @@ import typer
 from rich.progress import Progress
 
 from dist_aclgraph.bench.checkpoints import LatentShape, write_checkpoint
-from dist_aclgraph.bench.command import run_command
+from dist_aclgraph.bench.command import numbers, run_command
 from dist_aclgraph.bench.context_figure import draw
 from dist_aclgraph.bench.context_tables import markdown, tables
 from dist_aclgraph.bench.engine import DecodeEngine
@@ -79,10 +79,10 @@ def main(
 ) -> None:
     """Measure, print and save."""
     sizes = Sizes(
-        shards=_numbers(shards),
-        prompt_ranks=_numbers(prompt_ranks),
-        contexts=_numbers(contexts),
-        prompts=_numbers(prompts),
+        shards=numbers(shards),
+        prompt_ranks=numbers(prompt_ranks),
+        contexts=numbers(contexts),
+        prompts=numbers(prompts),
         blocks=blocks,
         steps=steps,
         repeats=repeats,
@@ -295,10 +295,6 @@ def _first_token_ms(runs: Sequence[Run]) -> list[float]:
 def _sent(runs: Sequence[Run], mode: str) -> dict[str, float]:
     """What a step of a mode counted on a rank, the same in every round."""
     return {what: runs[0].per_step(mode, what) for what in ("collectives", "collective_bytes")}
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(",")))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 
 from dist_aclgraph.errors import ReplayMismatchError
 from dist_aclgraph.graphs.recording import Recording
-from dist_aclgraph.graphs.task_update import TaskRecorder, TaskUpdates, nothing
+from dist_aclgraph.graphs.task_update import TaskRecorder, TaskUpdates
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.steps.padding import Lens
 
@@ -81,7 +81,7 @@ class CapturedGraph:
         main_stream: Any,
         update_stream: Any,
         lens: Lens,
-        between: Callable[[], None] = nothing,
+        between: Callable[[], None] = lambda: None,
     ) -> int:
         """Send a queued replay's lengths to the tasks that were not sent them ahead.
 

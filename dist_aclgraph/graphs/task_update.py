@@ -36,10 +36,6 @@ from dist_aclgraph.layers.attention import Arguments, AttentionOperator, Attenti
 from dist_aclgraph.steps.padding import Lens
 
 
-def nothing() -> None:
-    """Between two tasks there is nothing else to do."""
-
-
 @dataclass(frozen=True)
 class UpdatableTask:
     """One captured attention operator.
@@ -151,7 +147,7 @@ class TaskUpdates:
         main_stream: Any,
         update_stream: Any,
         lens: Lens,
-        between: Callable[[], None] = nothing,
+        between: Callable[[], None],
     ) -> int:
         """Open what the replay still lacks; return how many tasks that were.
 

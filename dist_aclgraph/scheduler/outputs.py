@@ -7,15 +7,14 @@ from dataclasses import dataclass, field
 from itertools import compress
 
 import numpy as np
-import numpy.typing as npt
 
 from dist_aclgraph.ints import IntArray, pack_ints
 from dist_aclgraph.scheduler.request import Request
+from dist_aclgraph.scheduler.rows import Places
 from dist_aclgraph.steps.delta import FinishReason, Note, RequestDelta, StepDeltas
 from dist_aclgraph.steps.step import RowLogprobs
 
 NO_INTS: IntArray = np.empty(0, np.int32)
-Places = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.scheduler.outputs import StepOutputs
 from dist_aclgraph.scheduler.rank_step import Flight, NewTokens, RankStep, StepBuilder
 from dist_aclgraph.scheduler.request import Request
-from dist_aclgraph.scheduler.rows import EVERY, Indices, Moves, RunningRows
+from dist_aclgraph.scheduler.rows import EVERY, Indices, Places, RunningRows
 from dist_aclgraph.steps.delta import FinishReason
 from dist_aclgraph.steps.padding import padding_blocks
 from dist_aclgraph.steps.step import RankBatch
@@ -397,9 +397,9 @@ class RankScheduler:
         rows.covered[short] += missing * size
         return blocks, victims
 
-    def _missing_blocks(self) -> tuple[Moves, IntArray]:
-        """Return indices of requests that decode and lack blocks for their next tokens, and how
-        many each lacks.
+    def _missing_blocks(self) -> tuple[Places, IntArray]:
+        """Return [n] indices of requests that decode and lack blocks for their next tokens, and
+        [n] how many each lacks.
         """
         rows, size = self.rows, self.pool.block_size
         ends = np.minimum(rows.computed + rows.slack + self._decode_len, rows.limit - 1)
@@ -432,8 +432,8 @@ class RankScheduler:
 
 
 def _still_there(
-    indices: Moves, records: IntArray, new: NewTokens
-) -> tuple[Moves, IntArray, NewTokens]:
+    indices: Places, records: IntArray, new: NewTokens
+) -> tuple[Places, IntArray, NewTokens]:
     """Leave out the requests of a step that have left since it was decided."""
     is_there = indices >= 0
     samples = records[:, 3] > 0

@@ -15,7 +15,7 @@ from dist_aclgraph.context.prompt_split import largest_share
 from dist_aclgraph.errors import WorkerError
 from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.scheduler.request import Request
-from dist_aclgraph.scheduler.rows import EVERY, Indices, Moves, RunningRows
+from dist_aclgraph.scheduler.rows import EVERY, Indices, Places, RunningRows
 from dist_aclgraph.steps.step import RowLogprobs, RowStart, StepResult
 
 
@@ -225,12 +225,12 @@ class Flight:
     is_quiet: bool
 
     @property
-    def places(self) -> Moves:
+    def places(self) -> Places:
         """[num_reqs], ``indices`` also where they are a slice."""
         at = self.indices
         return np.arange(self.step.num_reqs) if isinstance(at, slice) else at
 
-    def move(self, moves: Moves) -> None:
+    def move(self, moves: Places) -> None:
         """Follow the running requests, of which some have left."""
         places = self.places
         self.indices = np.where(places < 0, -1, moves[places])

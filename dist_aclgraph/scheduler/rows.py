@@ -13,8 +13,8 @@ import numpy.typing as npt
 from dist_aclgraph.ints import IntArray
 from dist_aclgraph.scheduler.request import Request
 
-Indices = npt.NDArray[np.intp] | slice
-Moves = npt.NDArray[np.intp]
+Places = npt.NDArray[np.intp]
+Indices = Places | slice
 EVERY = slice(None)
 
 NUM_COLUMNS = 13
@@ -109,7 +109,7 @@ class RunningRows:
             return self.requests[indices]
         return list(map(self.requests.__getitem__, indices.tolist()))
 
-    def remove(self, indices: list[int]) -> Moves:
+    def remove(self, indices: list[int]) -> Places:
         """Take requests out; later ones move up. Their own tokens are up to date then.
 
         Returns:

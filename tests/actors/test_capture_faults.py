@@ -137,7 +137,7 @@ def test_a_rank_that_stalls_in_a_capture_is_named_alone_in_bounded_time(checkpoi
 
     assert (error.rank, error.phase) == (1, "CAPTURING")
     assert "capture full decode 8 was not answered by rank 1 within 8 s" in str(error)
-    assert CAPTURE_S <= seconds < STALL_S
+    assert seconds < STALL_S
 
 
 def test_ranks_silent_in_a_collective_are_all_named_and_none_is_blamed(checkpoint: Path) -> None:
@@ -149,7 +149,7 @@ def test_ranks_silent_in_a_collective_are_all_named_and_none_is_blamed(checkpoin
     assert (error.rank, error.phase) == (-1, "CAPTURING")
     assert "prepare full decode 12 was not answered by rank 0, 1 within 8 s" in str(error)
     assert "rank 0 waits for its device; rank 1 waits for its device" in str(error)
-    assert CAPTURE_S <= seconds < STALL_S
+    assert seconds < STALL_S
 
 
 def test_a_rank_that_dies_in_a_capture_ends_the_start_at_once(checkpoint: Path) -> None:

@@ -1,0 +1,75 @@
+"""What people are shown while a controller works, however late it answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import RayActorError
+
+from dist_aclgraph.actors.controller import Progress
+from dist_aclgraph.actors.deployment import progress_of
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
+
+WORK_S = 1.0
+
+
+class Controller:
+    """One that works for a while, and says how far it is or does not."""
+
+    def __init__(self, answer_s: float) -> None:
+        self._answer_s = answer_s
+
+    def progress(self) -> Progress:
+        time.sleep(self._answer_s)
+        return Progress("LOADING", 1, 2)
+
+    def start(self) -> str:
+        time.sleep(WORK_S)
+        return "done"
+
+    def die(self) -> None:
+        time.sleep(WORK_S)
+        ray.actor.exit_actor()
+
+
+def make_controller(answer_s: float = 0.0) -> Any:
+    return ray.remote(num_cpus=0, max_concurrency=8)(Controller).remote(answer_s)
+
+
+@pytest.fixture
+def silent() -> Iterator[Any]:
+    controller = make_controller(answer_s=100.0)
+    yield controller
+    ray.kill(controller)
+
+
+def test_the_answers_of_a_controller_are_shown_until_its_work_is_over() -> None:
+    controller = make_controller()
+    work = controller.start.remote()
+
+    shown = [progress for progress in progress_of(controller, work) if progress is not None]
+
+    assert set(shown) == {Progress("LOADING", 1, 2)}
+    assert ray.get(work) == "done"
+
+
+def test_a_controller_that_does_not_say_how_far_it_is_still_ends_its_work(silent: Any) -> None:
+    work = silent.start.remote()
+
+    assert set(progress_of(silent, work)) == {None}
+    assert ray.get(work) == "done"
+
+
+def test_what_has_become_of_a_controller_its_work_says() -> None:
+    controller = make_controller()
+    work = controller.die.remote()
+
+    list(progress_of(controller, work))
+
+    with pytest.raises(RayActorError):
+        ray.get(work)
