@@ -74,8 +74,17 @@ class Pause:
 
 def longest_pause(times_s: Iterable[float], struck_s: float) -> Pause | None:
     """Return the longest time without a delta that ended after ``struck_s``, None if none did."""
-    found = [Pause(a, b) for a, b in pairwise(sorted(times_s)) if b > struck_s]
+    found = [pause for pause in _pauses(times_s) if pause.end_s > struck_s]
     return max(found, key=lambda pause: pause.length_s, default=None)
+
+
+def pause_at(times_s: Iterable[float], at_s: float) -> Pause | None:
+    """Return the time without a delta in which ``at_s`` lies, None where no delta came after it."""
+    return next((p for p in _pauses(times_s) if p.begin_s <= at_s < p.end_s), None)
+
+
+def _pauses(times_s: Iterable[float]) -> list[Pause]:
+    return [Pause(a, b) for a, b in pairwise(sorted(times_s))]
 
 
 def count_lost(answers: Sequence[Answer]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dist_aclgraph.chaos.answers import Answer, count_different, count_lost, longest_pause
+from dist_aclgraph.chaos.answers import Answer, count_different, count_lost, longest_pause, pause_at
 from dist_aclgraph.chaos.plan import Strike
 
 
@@ -30,7 +30,7 @@ class Outcome:
         lost: of those that were accepted, the ones that did not get their answer.
         refused: with 429 or 503, and told when to come again.
         unready_s: until ``/ready`` knew of fewer groups.
-        first_token_s: until the first delta after the longest time in which no stream had one.
+        new_tokens_s: until each stream that had begun had a delta again, after the fault was known.
         pause_s: the longest time that a stream stood still.
         recovered_s: until all groups served again.
         exit_code: of the service, if it ended.
@@ -44,7 +44,7 @@ class Outcome:
     refused: int
     different: int
     unready_s: float | None
-    first_token_s: float | None
+    new_tokens_s: float | None
     pause_s: float | None
     recovered_s: float | None
     exit_code: int | None
@@ -75,7 +75,7 @@ def judge(
         struck_s: when it struck; ``recovered_s`` is on the same clock.
     """
     known_s = first_without(sights, struck_s, num_groups)
-    everywhere = longest_pause((t for a in answers for t in a.times_s), struck_s)
+    stood = [] if known_s is None else [pause_at(a.times_s, known_s) for a in answers]
     pauses = [longest_pause(answer.times_s, struck_s) for answer in answers]
     lost = [answer for answer in answers if answer.is_lost]
     return Outcome(
@@ -85,7 +85,7 @@ def judge(
         refused=sum(answer.is_refused for answer in answers),
         different=count_different(answers, wanted),
         unready_s=None if known_s is None else known_s - struck_s,
-        first_token_s=everywhere.end_s - struck_s if everywhere and known_s is not None else None,
+        new_tokens_s=max((pause.end_s - struck_s for pause in stood if pause), default=None),
         pause_s=max((pause.length_s for pause in pauses if pause), default=None),
         recovered_s=None if recovered_s is None or known_s is None else recovered_s - struck_s,
         exit_code=exit_code,

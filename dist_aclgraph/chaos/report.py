@@ -14,7 +14,7 @@ COLUMNS = (
     "refused",
     "differ",
     "not ready, s",
-    "first new token, s",
+    "new tokens, s",
     "longest pause, s",
     "all serve, s",
     "ended",
@@ -44,7 +44,7 @@ def _line(name: str, outcomes: Sequence[Outcome]) -> list[str]:
     ]
     seconds = [
         _worst(o.unready_s for o in outcomes),
-        _worst(o.first_token_s for o in outcomes),
+        _worst(o.new_tokens_s for o in outcomes),
         _worst(o.pause_s for o in outcomes),
         _worst(o.recovered_s for o in outcomes),
     ]
@@ -62,7 +62,7 @@ def sentence_of(outcome: Outcome) -> str:
     """Say in one line what a strike did."""
     told = {
         "not ready": outcome.unready_s,
-        "first new token": outcome.first_token_s,
+        "new tokens": outcome.new_tokens_s,
         "longest pause": outcome.pause_s,
         "all serve": outcome.recovered_s,
     }
