@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from dist_aclgraph.actors import placement
+from dist_aclgraph.actors import placement, run_directory
 from dist_aclgraph.actors.addresses import Address
 from dist_aclgraph.actors.controller import Controller, Progress, Service
 from dist_aclgraph.actors.local_ray import NAMESPACE, LocalRay, start_ray
@@ -235,5 +235,6 @@ def _end_by_force(controller: Any, name: str) -> None:
 def _leave_ray(local_ray: LocalRay | None, owns_connection: bool) -> None:
     if local_ray is not None:
         local_ray.stop()
+        run_directory.sweep()  # engines that were killed have left theirs
     elif owns_connection:
         ray.shutdown()
