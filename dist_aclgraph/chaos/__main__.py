@@ -22,7 +22,7 @@ from dist_aclgraph.chaos.rig import Rig
 from dist_aclgraph.chaos.shapes import SHAPES, Shape
 from dist_aclgraph.errors import ConfigError
 
-SHARE = 0.1  # of all deltas: a fault strikes before
+SHARE = 0.05  # of all deltas: a fault strikes before
 
 
 def run_plan(

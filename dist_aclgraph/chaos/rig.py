@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -28,7 +29,7 @@ FULL_S = 20.0  # how long the disk stays full
 OVERLOAD, SLOW_COPIES = 12, 4
 WORKER, ENGINE, CONTROLLER, RAYLET = "ray::Worker", "ray::Engine", "ray::Controller", "raylet"
 BUSY = ("num_requests_running", "num_requests_waiting", "held_requests", "kv_cache_usage")
-NUM_NAMES = {
+PROCESSES = {
     Kind.KILL_WORKER: WORKER,
     Kind.STOP_WORKER: WORKER,
     Kind.FULL_DISK: WORKER,
@@ -38,6 +39,7 @@ NUM_NAMES = {
     Kind.KILL_RAYLET: RAYLET,
 }
 STOPS = (Kind.STOP_WORKER, Kind.STOP_ENGINE)
+ARMED = (Kind.PREFILL_DEATH, Kind.OPERATOR_FAILS, Kind.STALL)
 
 Say = Callable[[str], None]
 
@@ -132,6 +134,8 @@ class Rig:
         kind = strike.fault.kind
         normal = self._clients(service, self._shape.num_streams)
         others = self._other_clients(service, kind, normal)
+        # Before there is load: finding processes takes a while on a busy machine.
+        victim = self._victim(service, kind, strike.target)
         if kind is Kind.PREFILL_DEATH:
             service.arm(fault_op=self._shape.operator, fault_kind="die")
         stopped: list[int] = []
@@ -144,7 +148,7 @@ class Rig:
             self._say("striking")
             if others is not None:
                 others.start()
-            stopped += self._strike(service, kind, strike.target)
+            stopped += self._strike(service, kind, victim)
             self._second(service, strike, watcher, began_s)
             self._say("waiting for answers")
             answers = self._collect([normal, *([others] if others else [])])
@@ -202,28 +206,41 @@ class Rig:
             case _:
                 return None
 
-    def _strike(self, service: Service, kind: Kind, target: int) -> list[int]:
+    def _victim(self, service: Service, kind: Kind, target: int) -> int | None:
+        """Return the process that a fault is about, None where it is about none.
+
+        Raises:
+            ChaosError: there is none left.
+        """
+        if kind is Kind.KILL_INGRESS:
+            pids = service.ingress
+        elif kind in PROCESSES:
+            wait_for(lambda: bool(service.pids(PROCESSES[kind])), KNOWN_S)
+            pids = service.pids(PROCESSES[kind])
+        else:
+            return None
+        if not pids:
+            raise ChaosError(f"there is no process left for the fault {kind.value!r}")
+        return pids[target % len(pids)]
+
+    def _strike(self, service: Service, kind: Kind, victim: int | None) -> list[int]:
         """Let a fault happen; return the processes that it has stopped."""
         match kind:
             case Kind.OPERATOR_FAILS:
                 service.arm(fault_op=self._shape.operator)
             case Kind.STALL:
                 service.arm(fault_op=self._shape.collective, fault_kind="stall", stall_s=STALL_S)
-            case Kind.KILL_INGRESS:
-                _signal(service.ingress, target, signal.SIGKILL)
             case Kind.FULL_DISK:
                 assert self._room is not None, "such plans need a small disk"
                 disk.fill(self._room)
-                _signal(service.pids(WORKER), target, signal.SIGKILL)
                 threading.Timer(FULL_S, disk.make_room, [self._room]).start()
-            case _ if kind in NUM_NAMES:
-                wait_for(lambda: bool(service.pids(NUM_NAMES[kind])), KNOWN_S)
-                number = signal.SIGSTOP if kind in STOPS else signal.SIGKILL
-                pid = _signal(service.pids(NUM_NAMES[kind]), target, number)
-                return [pid] if kind in STOPS else []
-        if kind in (Kind.PREFILL_DEATH, Kind.OPERATOR_FAILS, Kind.STALL):
+        if kind in ARMED:
             wait_for(lambda: not service.fault_file.exists(), KNOWN_S)
-        return []
+        if victim is None:
+            return []
+        with contextlib.suppress(ProcessLookupError):  # it has ended with its group meanwhile
+            os.kill(victim, signal.SIGSTOP if kind in STOPS else signal.SIGKILL)
+        return [victim] if kind in STOPS else []
 
     def _second(self, service: Service, strike: Strike, watcher: Watcher, struck_s: float) -> None:
         match strike.fault.second:
@@ -235,7 +252,7 @@ class Rig:
                 service.arm(fault_op="alloc")
             case second:
                 wait_for(lambda: watcher.knows_since(struck_s), KNOWN_S)
-                self._strike(service, second, strike.target)
+                self._strike(service, second, self._victim(service, second, strike.target))
 
     def _collect(self, all_clients: Sequence[Clients]) -> list[Answer]:
         until_s = time.monotonic() + ANSWERS_S
@@ -283,12 +300,3 @@ class Rig:
     def _more(self) -> dict[str, int]:
         things = self._things()
         return {name: n - self._usual[name] for name, n in things.items() if n > self._usual[name]}
-
-
-def _signal(pids: Sequence[int], target: int, number: signal.Signals) -> int:
-    """Send a signal to one of these processes; return which."""
-    if not pids:
-        raise ChaosError("there is no process left that the fault is about")
-    pid = pids[target % len(pids)]
-    os.kill(pid, number)
-    return pid

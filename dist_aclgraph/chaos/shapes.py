@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 LIMIT_S, LINK_S = 20.0, 5.0
-LONG, NUM_LONG = 4, 2  # so many times the tokens, so that no buffer holds the answer
+LONG, NUM_LONG = 2, 2  # so many times the tokens, so that no buffer holds the answer
 STALL_S = 600.0  # longer than any limit: only a limit can end it
 COMMON = (
     "dtype=float32",  # so that an answer does not depend on what runs beside it
@@ -78,7 +78,7 @@ SHAPES = {
         operator="aclnnSwiGlu",
         collective="aclnnSwiGlu",  # a group of one rank has none
         num_streams=8,
-        num_tokens=300,
+        num_tokens=800,
     ),
     "experts": Shape(
         config="tiny-deepseek",
@@ -92,6 +92,6 @@ SHAPES = {
         operator="aclnnSwiGlu",
         collective="HcclAllReduce",
         num_streams=8,
-        num_tokens=200,
+        num_tokens=400,
     ),
 }
