@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -65,6 +67,8 @@ def main(
     """Run faults against a service, and print a table of what each one cost."""
     if shape not in SHAPES:
         raise ConfigError(f"there is no shape {shape!r}; there are: {', '.join(SHAPES)}")
+    # What was started is ended then, too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     console = Console(width=200 if not os.isatty(1) else None)
     found = SHAPES[shape]
     kinds = chosen_kinds(only)

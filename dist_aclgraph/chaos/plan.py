@@ -101,9 +101,10 @@ def make_plan(
 
 
 def _round(chance: random.Random, kinds: Sequence[Kind]) -> list[Fault]:
-    """Every kind alone, and one of those that end a group with each of the second ones."""
-    faults = [Fault(kind) for kind in kinds]
+    """Every kind alone, then one of those that end a group with each of the second ones."""
+    alone = [Fault(kind) for kind in kinds]
     ending = [kind for kind in kinds if kind in GROUP_ENDING]
-    faults += [Fault(chance.choice(ending), second) for second in IN_RECOVERY if ending]
-    chance.shuffle(faults)
-    return faults
+    pairs = [Fault(chance.choice(ending), second) for second in IN_RECOVERY if ending]
+    chance.shuffle(alone)
+    chance.shuffle(pairs)
+    return alone + pairs
