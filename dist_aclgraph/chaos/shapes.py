@@ -78,7 +78,7 @@ SHAPES = {
         operator="aclnnSwiGlu",
         collective="aclnnSwiGlu",  # a group of one rank has none
         num_streams=8,
-        num_tokens=800,
+        num_tokens=500,
     ),
     "experts": Shape(
         config="tiny-deepseek",
