@@ -132,6 +132,9 @@ class Client:
             self.ended.append((request.request_id, self.outage.outlook.failure or "dead"))
 
     def see_death(self, group: Group, now_s: float) -> None:
+        for number, requests in self.running.items():
+            for request in requests if number != group.number else ():
+                request.see_others_loss()
         for request in self.running.pop(group.number, []):
             request.losses += 1
             if request.may_kill:
