@@ -89,12 +89,13 @@ def test_where_no_group_was_missed_nothing_is_said_of_a_recovery() -> None:
     assert outcome.unready_s is outcome.new_tokens_s is outcome.recovered_s is None
 
 
-def test_of_streams_that_stood_still_the_last_one_says_when_tokens_came_again() -> None:
+def test_the_last_stream_says_when_tokens_came_again() -> None:
     streams = [replace(WANTED, times_s=list(times)) for times in (
         (9.0, 10.4, 10.6, 14.0),  # went on elsewhere, and paused later for itself
         (9.0, 10.1, 12.5, 12.6),
         (9.0, 10.2, 12.0),
         (9.0, 9.5),  # over before
+        (11.0, 11.1),  # had not begun
     )]  # fmt: skip
 
     assert make_outcome(*streams).new_tokens_s == 2.5
