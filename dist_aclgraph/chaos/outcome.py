@@ -42,6 +42,7 @@ class Outcome:
         exit_code: of the service, if it ended.
         left: what was there afterwards and should not have been.
         error: what the first lost request was told.
+        said: the last line of a service that ended.
     """
 
     strike: Strike
@@ -56,6 +57,7 @@ class Outcome:
     exit_code: int | None
     left: tuple[str, ...]
     error: str
+    said: str
 
     @property
     def is_good(self) -> bool:
@@ -73,6 +75,7 @@ def judge(
     recovered_s: float | None,
     exit_code: int | None,
     left: Sequence[str],
+    said: str,
 ) -> Outcome:
     """Return what a strike did.
 
@@ -96,6 +99,7 @@ def judge(
         recovered_s=None if recovered_s is None or known_s is None else recovered_s - struck_s,
         exit_code=exit_code,
         left=tuple(left),
+        said=said,
         error=next((a.error or f"HTTP {a.status}, not to the end" for a in lost), ""),
     )
 

@@ -26,6 +26,7 @@ def make_outcome(*answers: Answer, **changes: Any) -> Outcome:
         "recovered_s": 15.0,
         "exit_code": None,
         "left": [],
+        "said": "",
     }
     sights = changes.pop("sights", [Sight(9.0, 0), Sight(10.0, 2), Sight(10.5, 1), Sight(15.0, 2)])
     return judge(STRIKE, answers, [WANTED], sights, **{**facts, **changes})
@@ -141,8 +142,12 @@ def test_the_table_has_a_line_for_each_fault_and_one_for_all() -> None:
 
 
 def test_a_strike_is_told_in_one_line() -> None:
-    told = sentence_of(make_outcome(Answer(0, error="it died"), exit_code=1, left=["its port"]))
+    told = sentence_of(
+        make_outcome(Answer(0, error="it died"), exit_code=1, left=["its port"], said="end")
+    )
 
     assert told.startswith("1: worker killed, after 10 deltas: 1 of 1 requests lost; not ready 0.5")
-    assert told.endswith("the service ended with 1; left behind: its port; told: it died")
+    assert told.endswith(
+        "the service ended with 1; left behind: its port; told: it died; the service said: end"
+    )
     assert "\n" not in told
