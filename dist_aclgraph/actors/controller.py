@@ -93,13 +93,7 @@ class Controller:
 
     def check(self) -> str:
         """Return why the deployment serves no more, or "" while a group does, or may again."""
-        if self._serving is None or self._upkeep is None:
-            return self._failure
-        failure = self._serving.watch.failure()
-        if not failure or self._serving.serves:
-            return failure
-        end = self._upkeep.ends_recovery
-        return f"{failure}; {end}" if end else ""
+        return self._failure if self._upkeep is None else self._upkeep.failure
 
     def standing(self) -> Standing:
         """Say what another controller would begin with; and that this one lives."""

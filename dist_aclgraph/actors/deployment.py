@@ -9,6 +9,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
+from dist_aclgraph.actors import run_directory
 from dist_aclgraph.actors.addresses import Address
 from dist_aclgraph.actors.controller import Service
 from dist_aclgraph.actors.controller_life import (
@@ -231,5 +232,6 @@ def _wait_for(
 def _leave_ray(local_ray: LocalRay | None, owns_connection: bool) -> None:
     if local_ray is not None:
         local_ray.stop()
+        run_directory.sweep()  # engines that were killed have left theirs
     elif owns_connection:
         ray.shutdown()

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from dist_aclgraph.actors import placement
+from dist_aclgraph.actors import placement, run_directory
 from dist_aclgraph.actors.addresses import Address
 from dist_aclgraph.actors.engine import EngineSettings
 from dist_aclgraph.actors.group_watch import GroupWatch
@@ -316,6 +316,7 @@ class ServingGroups:
             self.groups.remove(group)
         self._publish()
         stop_groups(groups, self.config.timeouts.stop_s)
+        run_directory.sweep()  # of engines that died on this node
 
     def _publish(self) -> int:
         """Tell all engines which groups there are; return the version of the list."""
