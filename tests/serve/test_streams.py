@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 
-import openai
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_aclgraph.serve import sse
+from dist_aclgraph.serve.api import make_api
 from dist_aclgraph.serve.inbox import Inbox
 from dist_aclgraph.steps.delta import RequestDelta
-from tests.serve.conftest import until
 
 TURNS = st.lists(st.sampled_from(["put", "refuse", "turn", "slow"]), max_size=60)
 
@@ -87,23 +87,30 @@ def test_deltas_of_a_loop_that_has_closed_harm_nobody():
     thread.join()
 
 
-def test_frames_go_out_without_the_task_of_their_response(service, monkeypatch):
-    sent = []
-    whole = sse.Outlet.send_to
+def test_frames_go_out_without_the_task_of_their_response(service):
+    service.engine.reply = lambda submit: [70] * submit.max_tokens
+    body = {"model": "tiny-qwen3", "prompt": [70], "max_tokens": 50, "stream": True}
+    written, sent = [], []
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST",
+        "path": "/v1/completions", "query_string": b"", "headers": [],
+        "extensions": {sse.WRITE: lambda frames: written.append(frames) or True},
+    }  # fmt: skip
 
-    async def counting(self, scope, send):
-        async def count(message):
+    async def ask() -> None:
+        messages = iter([{"type": "http.request", "body": json.dumps(body).encode()}])
+
+        async def receive():
+            return next(messages, None) or await asyncio.sleep(3600)
+
+        async def send(message):
             sent.append(message)
-            await send(message)
 
-        await whole(self, scope, count)
+        await make_api(service.state)(scope, receive, send)
 
-    monkeypatch.setattr(sse.Outlet, "send_to", counting)
-    client: openai.OpenAI = service.openai
-    chunks = list(
-        client.completions.create(model="tiny-qwen3", prompt=[70], max_tokens=50, stream=True)
-    )
+    asyncio.run(ask())
 
-    until(lambda: service.engine.num_running == 0)
-    assert len(chunks) == 50
-    assert len(sent) < 10
+    first, *rest = sent
+    assert first["type"] == "http.response.start"
+    assert b"".join([*(message["body"] for message in rest), *written]).count(b"data: ") == 51
+    assert len(written) > 40
