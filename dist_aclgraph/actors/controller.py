@@ -107,7 +107,7 @@ class Controller:
         progress = str(self.progress())
         if self._upkeep is not None and self._upkeep.trouble:
             progress += f"; the last try failed: {self._upkeep.trouble}"
-        return Outlook(serving.listed, self.check(), progress)
+        return Outlook(serving.listed, self.check(), progress, self._term.token)
 
     def report(self) -> dict[str, Any]:
         """Return what is known of the plan, the ranks and every engine's counters.

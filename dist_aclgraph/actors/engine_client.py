@@ -26,6 +26,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgspec
 import zmq
 
 from dist_aclgraph.actors.addresses import Address
@@ -366,8 +367,9 @@ class EngineClient:
         next_beat_s = 0.0
         poller = self._make_poller()
         while not self._closing.is_set():
-            poller.poll(max(0, int((next_beat_s - time.monotonic()) * 1000) + 1))
-            self._wakeup.drain()
+            found = poller.poll(max(0, int((next_beat_s - time.monotonic()) * 1000) + 1))
+            if self._wakeup.fileno() in dict(found):
+                self._wakeup.drain()
             version = self._groups_version
             for engine in self._known():
                 self._receive(engine)
@@ -388,6 +390,8 @@ class EngineClient:
         if self._outage.questions is not None:
             outlook = self._outage.questions.take_answer()
         if outlook is not None:
+            if outlook.groups.groups:
+                self._follow(outlook.token)
             self._adopt(outlook.groups)
         now_s = time.monotonic()
         over: list[tuple[OpenRequest, DistAclGraphError]] = []
@@ -455,6 +459,14 @@ class EngineClient:
             future.cancel()
         return True
 
+    def _follow(self, token: str) -> None:
+        """Belong to another deployment, if that of this token is one: it counts for itself."""
+        if token and token != self._hello.token:
+            logger.warning("the deployment is another one now")
+            with self._lock:
+                self._hello = msgspec.structs.replace(self._hello, token=token)
+                self._groups_version = -1
+
     def _adopt(self, groups: Groups) -> None:
         """Take in which groups there are. None at all would be no news, but an end."""
         if groups.version <= self._groups_version or not groups.groups:
@@ -504,18 +516,23 @@ class EngineClient:
         Raises:
             EngineDeadError: the engine says that it is dead; what it had is still there.
         """
-        for delta in message.step.each(engine.names):
-            if delta.error_kind == EngineDeadError.__name__:
-                raise EngineDeadError(delta.error)
-            with self._lock:
-                request = engine.requests.get(delta.request_id)
+        told: list[tuple[OnDelta, RequestDelta]] = []
+        death = ""
+        with self._lock:  # once for all requests
+            for delta in message.step.each(engine.names):
+                if delta.error_kind == EngineDeadError.__name__:
+                    death = delta.error
+                    break
+                request = engine.requests[delta.request_id]
+                request.note(delta)
                 self._router.begun(delta.request_id)
-                if request is not None and delta.finish_reason is not None:
+                told.append((request.on_delta, delta))
+                if delta.finish_reason is not None:
                     self._forget(delta.request_id)
-            if request is None:
-                continue
-            request.note(delta)
-            self._tell(request.on_delta, delta)
+        for on_delta, delta in told:
+            self._tell(on_delta, delta)
+        if death:
+            raise EngineDeadError(death)
 
     def _resume(self, request: OpenRequest) -> bool:
         """Go on with a request whose engine is dead; say whether that can be. The lock is held."""

@@ -77,7 +77,7 @@ class GroupWatch:
                 (group, rank, _Heartbeat(ask, self._link_s))
                 for rank, ask in [
                     (None, group.engine.ping.remote),
-                    *((rank, _asks(worker)) for rank, _, worker in members),
+                    *((rank, worker.ping.remote) for rank, _, worker in members),
                 ]
             ]
             with self._lock:
@@ -181,7 +181,3 @@ class GroupWatch:
             self._forget(group)
         group.engine.fail.remote(reason)
         group.workers.kill()
-
-
-def _asks(worker: Any) -> Callable[[int], Any]:
-    return lambda _: worker.ping.remote()
