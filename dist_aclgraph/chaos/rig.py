@@ -18,7 +18,7 @@ from dist_aclgraph.chaos.answers import Answer
 from dist_aclgraph.chaos.clients import Clients, Hangup
 from dist_aclgraph.chaos.outcome import Outcome, Sight, judge
 from dist_aclgraph.chaos.plan import Kind, Strike
-from dist_aclgraph.chaos.service import ChaosError, Service, new_folder, wait_for
+from dist_aclgraph.chaos.service import LOOK_S, ChaosError, Service, new_folder, wait_for
 from dist_aclgraph.chaos.shapes import STALL_S, Shape
 
 ANSWERS_S = 300.0  # limit of all answers together, after a strike
@@ -62,7 +62,7 @@ class Watcher:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._ended.wait(0.05):
+        while not self._ended.wait(LOOK_S):
             self.sights.append(self.service.look())
 
     def knows_since(self, struck_s: float) -> bool:

@@ -186,13 +186,17 @@ class Service:
     def kill(self) -> None:
         """End all that is left of it now."""
         self._http.close()
-        while alive := self._all():
-            processes.kill_all(alive)
-            time.sleep(LOOK_S)
-        self._process.wait()
+        wait_for(self._kill_once, END_S)
+        self._process.wait(END_S)
         for name in self.dead_segments():
             (SHARED_MEMORY / name).unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _kill_once(self) -> bool:
+        """End what lives; return whether nothing did. One that was just being started shows later."""
+        alive = self._all()
+        processes.kill_all(alive)
+        return not alive
 
     def _left_behind(self) -> list[str]:
         """Return what is there although the service has ended, after a moment for it to go."""
