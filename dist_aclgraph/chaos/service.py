@@ -193,7 +193,7 @@ class Service:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _kill_once(self) -> bool:
-        """End what lives; return whether nothing did. One that was just being started shows later."""
+        """End what lives; return whether nothing did: what was just being started shows later."""
         alive = self._all()
         processes.kill_all(alive)
         return not alive
