@@ -212,16 +212,18 @@ class Rig:
         """Return the process that a fault is about, None where it is about none.
 
         Raises:
-            ChaosError: there is none left.
+            ChaosError: there is none, and none comes.
         """
-        if kind is Kind.KILL_INGRESS:
-            pids = service.ingress
-        elif kind in PROCESSES:
-            wait_for(lambda: bool(service.pids(PROCESSES[kind])), KNOWN_S)
-            pids = service.pids(PROCESSES[kind])
-        else:
+        if kind is not Kind.KILL_INGRESS and kind not in PROCESSES:
             return None
-        if not pids:
+        pids: list[int] = []
+
+        def are_there() -> bool:
+            is_ingress = kind is Kind.KILL_INGRESS
+            pids[:] = service.ingress if is_ingress else service.pids(PROCESSES[kind])
+            return bool(pids)
+
+        if not wait_for(are_there, KNOWN_S):
             raise ChaosError(f"there is no process left for the fault {kind.value!r}")
         return pids[target % len(pids)]
 
