@@ -195,9 +195,9 @@ class Controller:
             self._name, self._term, planner, self._spares, self._show_phase, self._show
         )
         serving.open(planner, scopes)
+        serving.watch.start()
         self._serving, self._upkeep = serving, Upkeep(serving, self._see_service)
         self._enter(State.SERVING)
-        serving.watch.start()
         self._upkeep.start()
         return self.service()
 

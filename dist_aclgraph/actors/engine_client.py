@@ -570,6 +570,9 @@ class EngineClient:
             for request in requests:
                 self._forget(request.request_id)
             self._router.forget_cache(engine.url)
+            for other in self._engines.values():
+                for request in other.requests.values():
+                    request.see_others_loss()
             # Under the same lock: an abort finds a request here or there.
             over = [request for request in requests if not self._resume(request)]
             self._outage.see(time.monotonic(), is_served=bool(self._taking()))
