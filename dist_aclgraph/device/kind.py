@@ -60,4 +60,6 @@ def emulator_settings(config: DeviceConfig, rank: int) -> dict[str, str | int | 
             "fault_kind": fault.kind,
             "stall_s": str(fault.stall_s),
         }
+    if fault.file:
+        settings["fault_file"] = fault.file
     return settings
