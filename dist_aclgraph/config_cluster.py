@@ -53,6 +53,13 @@ class RecoveryConfig(Section):
         "how often a lost controller; 0 replaces none. What dies more often has a cause that "
         "starting again does not mend: once none serves and none may be started, the service ends",
     )
+    spares: int = Field(
+        0,
+        ge=0,
+        description="places of so many lockstep groups more are held free, for groups that lose "
+        "theirs with a node: the cluster must have NPUs for them as well, and what is scaled does "
+        "not take them",
+    )
     wait_s: float = Field(
         300.0,
         gt=0,

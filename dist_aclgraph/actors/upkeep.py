@@ -144,7 +144,7 @@ class Upkeep:
     def _replace(self) -> None:
         """Start a group for one that is missing; if that fails, it is tried again later."""
         try:
-            self._serving.check_room(1)
+            self._serving.make_room()
             was_left = self._restarts.take(self._clock())
             assert was_left, "looked at before"
             self._serving.replace_one()

@@ -19,6 +19,7 @@ from dist_aclgraph.serve.generation import ChoicePiece, ClientGoneError, Generat
 from dist_aclgraph.serve.openai_types import StreamOptions
 from dist_aclgraph.serve.state import ApiState
 
+_json = msgspec.json.Encoder()
 CLIENT_GONE = 499  # only ever logged: nobody is there to read it
 
 
@@ -44,7 +45,7 @@ class Reply(ABC):
             "system_fingerprint": None,
         }
         # What all chunks share is encoded once: a token's frame is made of its choice alone.
-        head = msgspec.json.encode({**self._common, "object": chunk_kind})
+        head = _json.encode({**self._common, "object": chunk_kind})
         self._chunk_begin = b"data: " + head[:-1] + b',"choices":['
         self._chunk_end = b'],"usage":null}\n\n' if self._shows_usage else b"]}\n\n"
 
@@ -56,14 +57,14 @@ class Reply(ABC):
         """Return the frame of a chunk with one choice."""
         end = self._chunk_end
         if self._shows_usage_so_far:
-            end = b'],"usage":' + msgspec.json.encode(generation.usage.as_json()) + b"}\n\n"
-        return self._chunk_begin + msgspec.json.encode(choice) + end
+            end = b'],"usage":' + _json.encode(generation.usage.as_json()) + b"}\n\n"
+        return self._chunk_begin + _json.encode(choice) + end
 
     def last_frames(self, generation: Generation) -> bytes:
         """Return the frames behind those of the last piece."""
         if not self._shows_usage:
             return sse.DONE
-        usage = msgspec.json.encode(generation.usage.as_json())
+        usage = _json.encode(generation.usage.as_json())
         return self._chunk_begin + b'],"usage":' + usage + b"}\n\n" + sse.DONE
 
     @abstractmethod

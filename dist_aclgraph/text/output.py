@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+
+import msgspec
 
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.steps.step import RowLogprobs
@@ -12,7 +13,7 @@ from dist_aclgraph.text.stops import StopMatcher
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 
-class Piece(NamedTuple):
+class Piece(msgspec.Struct, frozen=True):
     """What one delta brought to one output.
 
     Attributes:

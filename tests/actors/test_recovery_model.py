@@ -78,7 +78,7 @@ class Groups:
     def num_missing(self) -> int:
         return self.num_wanted - len(self.taking)
 
-    def check_room(self, count: int) -> None:
+    def make_room(self) -> None:
         if not self.has_room:
             raise PlacementError("no NPU is free")
 
