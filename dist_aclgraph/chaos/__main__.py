@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -29,20 +30,22 @@ SHARE = 0.05  # of all deltas: a fault strikes before
 
 def run_plan(
     shape: Shape, plan: list[Strike], room: Path | None, console: Console
-) -> list[Outcome]:
-    """Carry out a plan, with one line for each strike as soon as it is over."""
-    outcomes: list[Outcome] = []
+) -> Iterator[Outcome]:
+    """Carry out a plan; print a line for each strike as soon as it is over, and yield what it did.
+
+    What was started is ended when the iterator is closed.
+    """
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.description}"), console=console) as bar:
         task = bar.add_task("", total=len(plan))
         with Rig(shape, room, lambda text: bar.update(task, description=text)) as rig:
             for strike in plan:
-                outcomes.append(rig.run(strike))
-                bar.console.print(sentence_of(outcomes[-1]), markup=False, highlight=False)
+                outcome = rig.run(strike)
+                bar.console.print(sentence_of(outcome), markup=False, highlight=False)
                 bar.advance(task)
+                yield outcome
             if left := rig.stop():
                 bar.console.print(f"left behind in the end: {', '.join(left)}", markup=False)
-    return outcomes
 
 
 def chosen_kinds(only: str) -> tuple[Kind, ...]:
@@ -81,17 +84,27 @@ def main(
         plan = make_plan(seed, faults, max_deltas=max_deltas, kinds=kinds)
         for strike in plan:
             console.print(str(strike), markup=False, highlight=False)
-        outcomes = run_plan(found, plan, room, console)
+        outcomes: list[Outcome] = []
+        try:
+            for outcome in run_plan(found, plan, room, console):
+                outcomes.append(outcome)
+        finally:  # what was tried is told, whatever ends it
+            minutes = (time.monotonic() - began_s) / 60
+            print_table(f"{shape}, seed {seed}", outcomes, minutes, console)
+    if not all(outcome.is_good for outcome in outcomes):
+        raise SystemExit(1)
+
+
+def print_table(what: str, outcomes: list[Outcome], minutes: float, console: Console) -> None:
+    """Print the table for people, then the same for a document."""
     lines = list(lines_of(outcomes))
     title = (
-        f"{shape}, seed {seed}, {len(outcomes)} faults, {os.cpu_count()} cores, load "
-        f"{os.getloadavg()[2]:.1f}, {(time.monotonic() - began_s) / 60:.0f} min"
+        f"{what}, {len(outcomes)} faults, {os.cpu_count()} cores, load {os.getloadavg()[2]:.1f}, "
+        f"{minutes:.0f} min"
     )
     console.print(filled_table(title, COLUMNS, lines))
     for line in (title, "", *markdown_table(COLUMNS, lines)):
         print(line)
-    if not all(outcome.is_good for outcome in outcomes):
-        raise SystemExit(1)
 
 
 if __name__ == "__main__":
