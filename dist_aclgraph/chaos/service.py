@@ -125,7 +125,7 @@ class Service:
 
     def error(self) -> str:
         """Return its last line that says why it has ended, or ""."""
-        lines = [line for line in self.last_words().splitlines() if "error" in line.lower()]
+        lines = [line for line in self.last_words().splitlines() if line.startswith("error:")]
         return lines[-1] if lines else ""
 
     # ---- its processes
