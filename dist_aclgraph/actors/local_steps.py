@@ -41,28 +41,30 @@ class Frames:
     def __init__(self) -> None:
         self._received = bytearray()
 
-    def feed(self, data: bytes) -> None:
-        self._received += data
-
-    def next(self) -> bytes | None:
-        """Return the next frame that is whole.
+    def feed(self, data: bytes) -> list[bytes]:
+        """Take bytes in; return the frames that are whole by them.
 
         Raises:
-            NotAMessageError: it is longer than a frame may be.
+            NotAMessageError: one is longer than a frame may be.
         """
-        if len(self._received) < LENGTH.size:
-            return None
-        (size,) = LENGTH.unpack_from(self._received)
+        if not self._received and 0 < self._end(data) == len(data):  # nearly always
+            return [data[LENGTH.size :]]
+        self._received += data
+        found = []
+        while 0 < (end := self._end(self._received)) <= len(self._received):
+            found.append(bytes(self._received[LENGTH.size : end]))
+            del self._received[:end]
+        return found
+
+    @staticmethod
+    def _end(data: bytes | bytearray) -> int:
+        """Return where the first frame ends, 0 while that is not known."""
+        if len(data) < LENGTH.size:
+            return 0
+        (size,) = LENGTH.unpack_from(data)
         if size > MAX_MESSAGE_BYTES:
-            raise NotAMessageError(
-                f"a frame has {size} bytes, at most {MAX_MESSAGE_BYTES} are taken"
-            )
-        end = LENGTH.size + size
-        if len(self._received) < end:
-            return None
-        frame = bytes(self._received[LENGTH.size : end])
-        del self._received[:end]
-        return frame
+            raise NotAMessageError(f"a frame has {size} bytes, {MAX_MESSAGE_BYTES} are taken")
+        return LENGTH.size + int(size)
 
 
 class _Peer:
@@ -73,7 +75,6 @@ class _Peer:
         self.frames = Frames()
         self.unsent = bytearray()
         self.is_worker = False
-        self.is_slow = False  # it did not take all at once
 
 
 class LocalPeers:
@@ -125,8 +126,7 @@ class LocalPeers:
         data = LENGTH.pack(len(frame)) + frame
         for peer in list(self._peers.values()):
             if peer.is_worker:
-                peer.unsent += data
-                self._flush(peer)
+                self._send(peer, data)
 
     def close(self) -> None:
         """Send what is left to those who read it soon, and end all connections."""
@@ -162,9 +162,8 @@ class LocalPeers:
             return
         except OSError:
             data = b""
-        peer.frames.feed(data)
         try:
-            while (frame := peer.frames.next()) is not None:
+            for frame in peer.frames.feed(data):
                 if peer.is_worker:
                     self._arrived.append(frame)
                 elif secrets.compare_digest(frame, self.address.token.encode()):
@@ -177,21 +176,30 @@ class LocalPeers:
         if not data:
             self._cut(peer)
 
-    def _flush(self, peer: _Peer) -> None:
+    def _send(self, peer: _Peer, data: bytes) -> None:
         """Send as much as the connection takes, and the rest when it takes more."""
+        sent = 0 if peer.unsent else self._sent(peer, data)
+        if sent < len(data):
+            if not peer.unsent:
+                self._epoll.modify(peer.connection, select.EPOLLIN | select.EPOLLOUT)
+            peer.unsent += data[sent:]
+            if len(peer.unsent) > MAX_UNREAD_BYTES:
+                self._cut(peer)
+
+    def _flush(self, peer: _Peer) -> None:
+        del peer.unsent[: self._sent(peer, peer.unsent)]
+        if not peer.unsent:
+            self._epoll.modify(peer.connection, select.EPOLLIN)
+
+    @staticmethod
+    def _sent(peer: _Peer, data: bytes | bytearray) -> int:
+        """Send; return how many bytes need not be sent any more."""
         try:
-            sent = peer.connection.send(peer.unsent)
+            return peer.connection.send(data)
         except BlockingIOError:
-            sent = 0
+            return 0
         except OSError:  # reading says so, behind what the worker has sent before
-            sent = len(peer.unsent)
-        del peer.unsent[:sent]
-        if len(peer.unsent) > MAX_UNREAD_BYTES:
-            self._cut(peer)
-        elif peer.is_slow != bool(peer.unsent):
-            peer.is_slow = not peer.is_slow
-            wanted = select.EPOLLIN | (select.EPOLLOUT if peer.is_slow else 0)
-            self._epoll.modify(peer.connection, wanted)
+            return len(data)
 
     def _cut(self, peer: _Peer) -> None:
         self.num_lost += peer.is_worker
@@ -210,7 +218,7 @@ class LocalEngine:
             EngineDeadError: nobody listens.
         """
         self._frames = Frames()
-        self._next: bytes | None = None
+        self._arrived: deque[bytes] = deque()
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._connection.connect(address.path)
@@ -223,9 +231,7 @@ class LocalEngine:
 
     def has_message(self) -> bool:
         """Say whether ``receive`` would return at once."""
-        if self._next is None:
-            self._next = self._frames.next()
-        return self._next is not None or bool(self._readable.poll(0))
+        return bool(self._arrived or self._readable.poll(0))
 
     def receive(self) -> bytes:
         """Return the next frame.
@@ -233,16 +239,15 @@ class LocalEngine:
         Raises:
             EngineDeadError: the engine's process is gone, or it sends what cannot be.
         """
-        frame, self._next = self._next, None
         try:
-            while frame is None and (frame := self._frames.next()) is None:
+            while not self._arrived:
                 data = self._connection.recv(READ_BYTES)
                 if not data:
                     raise EngineDeadError("the connection to the engine has ended")
-                self._frames.feed(data)
+                self._arrived += self._frames.feed(data)
         except (OSError, NotAMessageError) as e:
             raise EngineDeadError(f"the connection to the engine has failed: {e}") from None
-        return frame
+        return self._arrived.popleft()
 
     def send(self, frame: bytes) -> None:
         """Send a frame.

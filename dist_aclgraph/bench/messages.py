@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,12 +23,12 @@ import typer
 from rich.progress import Progress
 
 from dist_aclgraph.actors.addresses import Place
-from dist_aclgraph.actors.local_steps import LocalEngine, LocalPeers, SocketFile
-from dist_aclgraph.actors.remote_steps import Endpoints, RemoteEngine, RemotePeers
+from dist_aclgraph.actors.local_steps import LocalPeers, SocketFile
+from dist_aclgraph.actors.remote_steps import Endpoints, RemotePeers
+from dist_aclgraph.bench import messages_worker
 from dist_aclgraph.bench.command import numbers, run_command
 from dist_aclgraph.bench.messages_tables import draw, markdown, tables
 from dist_aclgraph.bench.serve import cpu_seconds
-from dist_aclgraph.bench.serve_servers import spawn
 from dist_aclgraph.bench.turns import report_bench
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.steps.step import (
@@ -36,13 +38,11 @@ from dist_aclgraph.steps.step import (
     StepResult,
     encoder,
     from_worker_decoder,
-    to_worker_decoder,
 )
 
 NODE = "node"
 WAIT_S = 1.0
 PAUSE_S = 0.002  # between two steps, in which all fall asleep
-BATCH = 32
 GOAL_MS, GOAL_WORKERS = 0.4, 8
 RECORD_BYTES = 16  # of a request in a plan
 
@@ -155,31 +155,27 @@ def remote(folder: Path, count: int) -> Iterator[Way]:
 
 @contextmanager
 def _workers(name: str, peers: Peers, addresses: Sequence[SocketFile | Endpoints]) -> Iterator[Way]:
+    command = [sys.executable, "-m", messages_worker.__name__]
     processes = [
-        spawn.Process(target=answer, args=(address, rank), daemon=True)
-        for rank, address in enumerate(addresses)
+        subprocess.Popen([*command, str(rank)], stdin=subprocess.PIPE, text=True)
+        for rank in range(len(addresses))
     ]
-    for process in processes:
-        process.start()
     try:
+        for process, address in zip(processes, addresses, strict=True):
+            assert process.stdin is not None
+            process.stdin.write(messages_worker.written(address) + "\n")
+            process.stdin.flush()
         while peers.num_workers < len(processes):
             peers.wait(WAIT_S)
-        yield Way(name, peers, tuple(process.pid or 0 for process in processes))
+        yield Way(name, peers, tuple(process.pid for process in processes))
         peers.send(encoder.encode(Shutdown(1)))
     finally:
         peers.close()
         for process in processes:
-            process.join(WAIT_S)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(WAIT_S)
             process.kill()
-
-
-def answer(address: SocketFile | Endpoints, rank: int) -> None:
-    """Be a worker that answers every plan at once."""
-    engine = LocalEngine(address) if isinstance(address, SocketFile) else RemoteEngine(address)
-    tokens = pack_ints([1] * BATCH) if rank == 0 else b""
-    while isinstance(plan := to_worker_decoder.decode(engine.receive()), StepPlan):
-        engine.send(encoder.encode(StepResult(plan.epoch, plan.step, rank, tokens)))
-    engine.close()
+            process.wait()
 
 
 def _row(

@@ -24,8 +24,8 @@ def tables(results: dict[str, Any]) -> Iterator[Table]:
 def markdown(results: dict[str, Any]) -> str:
     """Return the same for a document."""
     lines = [
-        f"{results['repeats']} rounds of {results['steps']} steps on {results['cores']} cores, load "
-        f"of the machine {results['load'][0]:.1f} before and {results['load'][1]:.1f} behind; "
+        f"{results['repeats']} rounds of {results['steps']} steps on {results['cores']} cores, "
+        f"load of the machine {results['load'][0]:.1f} before and {results['load'][1]:.1f} behind; "
         f"{results['note']}. {_goal(results)}",
         "",
         *markdown_table(COLUMNS, _lines(results)),
