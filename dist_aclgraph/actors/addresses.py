@@ -76,11 +76,16 @@ class Address:
         if node_id == self.node_id:
             return self.file
         if self.tcp is None:
-            raise PlacementError(
-                f"the engine on node {self.node_id[:8]} is reached on its node alone, and this is "
-                f"node {node_id[:8]}, which came later; start the deployment again"
-            )
+            raise reached_here_alone(self.node_id, node_id)
         return self.tcp
+
+
+def reached_here_alone(engines: str, other: str) -> PlacementError:
+    """Return the error for a peer on another node than the engine's, where none was expected."""
+    return PlacementError(
+        f"the engine on node {engines[:8]} is reached on its node alone, and this is "
+        f"node {other[:8]}, which came later; start the deployment again"
+    )
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The hot path between an engine and its workers: plans out to all, results back from all.
 
-ZeroMQ PUB/SUB for plans and PUSH/PULL for results, MessagePack inside; ``addresses.py`` says where.
-Every message carries epoch and step; stale ones are dropped.
+Unix sockets for workers on the engine's node (``local_steps.py``), ZeroMQ for those on others
+(``remote_steps.py``); MessagePack inside. Every message carries epoch and step; stale ones are
+dropped.
 """
 
 from __future__ import annotations
@@ -9,12 +10,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-import zmq
-
-from dist_aclgraph.actors.addresses import Endpoint, Listener, Place
-from dist_aclgraph.actors.sockets import MAX_MESSAGE_BYTES, has_message, read_frame
+from dist_aclgraph.actors.addresses import Place, reached_here_alone
+from dist_aclgraph.actors.local_steps import LocalEngine, LocalPeers, SocketFile
+from dist_aclgraph.actors.remote_steps import Endpoints, RemoteEngine, RemotePeers
+from dist_aclgraph.actors.sockets import read_frame
 from dist_aclgraph.actors.standing import Ask, Places, judge
 from dist_aclgraph.errors import NotAMessageError, WorkerLostError, WorkerStartTimeoutError
 from dist_aclgraph.planning.commands import GraphAnswer, GraphCommand
@@ -31,17 +31,14 @@ from dist_aclgraph.steps.step import (
 )
 from dist_aclgraph.topology import GroupRank, WorldRank
 
-POLL_MS = 100  # how often a wait looks whether it should end
+POLL_S = 0.1  # how often a wait looks whether it should end
+GONE_S = 1.0  # after a worker's connection has ended, for others to say what they know of it
+SOCKET_FILE = "steps"
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ChannelAddress:
-    """Where a worker finds its engine: one endpoint for each direction."""
-
-    plans: Endpoint
-    results: Endpoint
+ChannelAddress = SocketFile | Endpoints  # where a worker finds its engine
 
 
 class Deadline:
@@ -51,6 +48,10 @@ class Deadline:
         self.timeout_s = timeout_s
         self.at_s = time.monotonic() + timeout_s
 
+    def shorten(self, timeout_s: float) -> None:
+        """Let so much time be left at most."""
+        self.at_s = min(self.at_s, time.monotonic() + timeout_s)
+
 
 def nobody_says(ranks: Sequence[GroupRank]) -> Places:
     """The answers of ranks that cannot be asked."""
@@ -58,7 +59,7 @@ def nobody_says(ranks: Sequence[GroupRank]) -> Places:
 
 
 class StepSender:
-    """The engine's end. Owns both sockets."""
+    """The engine's end. Owns what it is reached by, on its node and from others."""
 
     def __init__(
         self,
@@ -79,22 +80,27 @@ class StepSender:
         self._world_ranks = tuple(world_ranks)
         self._num_workers = len(world_ranks)
         self._ask = ask
-        self._context = zmq.Context(io_threads=1)
-        self._plans = self._context.socket(zmq.XPUB)
-        # Verbose: equal subscriptions of several workers are several messages, so they count.
-        self._plans.setsockopt(zmq.XPUB_VERBOSE, 1)
-        self._results = self._context.socket(zmq.PULL)
-        self._plans.setsockopt(zmq.LINGER, 0)
-        self._results.setsockopt(zmq.LINGER, 0)
-        self._listener = Listener(self._context, place)
-        self._plans_at = self._listener.bind(self._plans, "plans")
-        self._results_at = self._listener.bind(self._results, "results")
+        self._place = place
+        self._local = LocalPeers(f"{place.directory}/{SOCKET_FILE}")
+        self._remote: RemotePeers | None = None
+        if place.host is not None:
+            try:
+                self._remote = RemotePeers(place)
+            except BaseException:
+                self._local.close()
+                raise
 
     def address_for(self, node_id: str) -> ChannelAddress:
-        """Return where a worker on a node finds this end."""
-        return ChannelAddress(
-            self._plans_at.seen_from(node_id), self._results_at.seen_from(node_id)
-        )
+        """Return where a worker on a node finds this end.
+
+        Raises:
+            PlacementError: the engine expects no worker on other nodes than its own.
+        """
+        if node_id == self._place.node_id:
+            return self._local.address
+        if self._remote is None:
+            raise reached_here_alone(self._place.node_id, node_id)
+        return self._remote.address_for(node_id)
 
     def wait_for_workers(self, timeout_s: float, check: Callable[[], None]) -> None:
         """Return when every worker listens; plans sent earlier would be lost.
@@ -103,19 +109,25 @@ class StepSender:
             WorkerStartTimeoutError: not all did in time.
         """
         deadline_s = time.monotonic() + timeout_s
-        for connected in range(self._num_workers):
-            while not self._plans.poll(POLL_MS):
-                check()
-                if time.monotonic() > deadline_s:
-                    raise WorkerStartTimeoutError(
-                        f"{connected} of {self._num_workers} workers listened for steps within "
-                        f"{timeout_s:g} s",
-                        phase="CAPTURING",
-                    )
-            self._plans.recv()
+        while (connected := self._num_connected()) < self._num_workers:
+            check()
+            if time.monotonic() > deadline_s:
+                raise WorkerStartTimeoutError(
+                    f"{connected} of {self._num_workers} workers listened for steps within "
+                    f"{timeout_s:g} s",
+                    phase="CAPTURING",
+                )
+            self._wait()
+
+    def _num_connected(self) -> int:
+        remote = 0 if self._remote is None else self._remote.num_workers
+        return self._local.num_workers + remote
 
     def send(self, message: ToWorker) -> None:
-        self._plans.send(encoder.encode(message))
+        frame = encoder.encode(message)
+        self._local.send(frame)
+        if self._remote is not None:
+            self._remote.send(frame)
 
     def receive(
         self, plan: StepPlan, timeout_s: float, check: Callable[[], None]
@@ -162,23 +174,45 @@ class StepSender:
         self, what: str, answered: set[GroupRank], deadline: Deadline, check: Callable[[], None]
     ) -> FromWorker:
         while True:
-            while not self._results.poll(POLL_MS):
+            while (frame := self._take()) is None:
+                if self._wait() and (frame := self._take()) is not None:
+                    break
                 check()
+                if self._local.num_lost:
+                    deadline.shorten(GONE_S)
                 if time.monotonic() > deadline.at_s:
                     raise self._silence(what, answered, deadline.timeout_s)
             try:
-                message = read_frame(from_worker_decoder, self._results.recv())
+                message = read_frame(from_worker_decoder, frame)
             except NotAMessageError as e:
                 logger.debug("dropped: %s", e)
                 continue
             if 0 <= message.rank < self._num_workers:
                 return message
 
+    def _wait(self) -> bool:
+        """Wait for something to come, for a while; say whether it did."""
+        if self._remote is None:
+            return self._local.wait(POLL_S)
+        found = self._remote.wait(POLL_S, beside=self._local.fileno())
+        self._local.wait(0)
+        return found
+
+    def _take(self) -> bytes | None:
+        """Return the next frame of any worker, None where nothing has come."""
+        frame = self._local.take()
+        if frame is None and self._remote is not None:
+            frame = self._remote.take()
+        return frame
+
     def _silence(self, what: str, answered: set[GroupRank], timeout_s: float) -> WorkerLostError:
         missing = [r for r in map(GroupRank, range(self._num_workers)) if r not in answered]
         verdict = judge(self._world_ranks, self._ask(missing))
+        when = f"within {timeout_s:g} s"
+        if self._local.num_lost:
+            when = "before a worker's connection ended"
         return WorkerLostError(
-            f"{what} was not answered by {verdict.silent} within {timeout_s:g} s: {verdict.where}",
+            f"{what} was not answered by {verdict.silent} {when}: {verdict.where}",
             verdict.rank,
             "SERVING",
         )
@@ -188,39 +222,41 @@ class StepSender:
         try:
             self.send(Shutdown(epoch))
         finally:
-            # The farewell gets a moment; a dead worker must not hold us.
-            self._plans.close(linger=200)
-            self._results.close(linger=0)
-            self._listener.close()
-            self._context.term()
+            self._local.close()
+            if self._remote is not None:
+                self._remote.close()
 
 
 class StepReceiver:
-    """A worker's end. Owns both sockets."""
+    """A worker's end. Owns its connection."""
 
     def __init__(self, address: ChannelAddress) -> None:
-        self._context = zmq.Context(io_threads=1)
-        self._plans = self._context.socket(zmq.SUB)
-        self._results = self._context.socket(zmq.PUSH)
-        for socket in (self._plans, self._results):
-            socket.setsockopt(zmq.LINGER, 200)
-            socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        address.results.connect(self._results)
-        self._plans.setsockopt(zmq.SUBSCRIBE, b"")
-        address.plans.connect(self._plans)
+        """Connect.
+
+        Raises:
+            EngineDeadError: on the engine's node, nobody listens.
+        """
+        self._engine: LocalEngine | RemoteEngine
+        if isinstance(address, SocketFile):
+            self._engine = LocalEngine(address)
+        else:
+            self._engine = RemoteEngine(address)
 
     def has_message(self) -> bool:
         """Say whether ``receive`` would find a message."""
-        return has_message(self._plans)
+        return self._engine.has_message()
 
     def receive(self, epoch: int) -> StepPlan | GraphCommand | Pause | None:
         """Return the next message of ``epoch``, or None when the engine shuts down.
 
         What is no message is dropped.
+
+        Raises:
+            EngineDeadError: on the engine's node, its process is gone.
         """
         while True:
             try:
-                message = read_frame(to_worker_decoder, self._plans.recv())
+                message = read_frame(to_worker_decoder, self._engine.receive())
             except NotAMessageError as e:
                 logger.debug("dropped: %s", e)
                 continue
@@ -228,9 +264,7 @@ class StepReceiver:
                 return None if isinstance(message, Shutdown) else message
 
     def send(self, result: FromWorker) -> None:
-        self._results.send(encoder.encode(result))
+        self._engine.send(encoder.encode(result))
 
     def close(self) -> None:
-        self._plans.close()
-        self._results.close()
-        self._context.term()
+        self._engine.close()

@@ -131,7 +131,8 @@ def test_nobody_comes_in_while_nobody_looks_at_keys(
 def test_keys_of_clients_open_no_step_channel(
     tmp_path: Path, group: Group, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
-    sender = StepSender((0,), Place(NODE, str(tmp_path / "."), HOST))
+    (tmp_path / "steps of").mkdir()
+    sender = StepSender((0,), Place(NODE, str(tmp_path / "steps of"), HOST))
     plans_at = sender.address_for(ELSEWHERE).plans
     plans = context.socket(zmq.SUB)
     plans.setsockopt(zmq.SUBSCRIBE, b"")

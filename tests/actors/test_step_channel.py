@@ -72,9 +72,9 @@ def acknowledge(receiver: StepReceiver, rank: int) -> None:
         receiver.send(StepResult(plan.epoch, plan.step, rank, pack_ints([plan.step])))
 
 
-@pytest.fixture(params=["ipc", "tcp"])
+@pytest.fixture(params=["local", "tcp"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    return Place(NODE, str(tmp_path), None if request.param == "ipc" else HOST)
+    return Place(NODE, str(tmp_path), None if request.param == "local" else HOST)
 
 
 @pytest.fixture
@@ -181,10 +181,10 @@ def test_of_silent_workers_the_one_is_named_that_says_nothing(tmp_path: Path) ->
 def test_junk_among_results_harms_nobody(
     open_channel: Callable[..., Channel], tmp_path: Path
 ) -> None:
-    sender = open_channel(Place(NODE, str(tmp_path)), 1, acknowledge).sender
+    sender = open_channel(Place(NODE, str(tmp_path), HOST), 1, acknowledge).sender
     context = zmq.Context()
     stranger = context.socket(zmq.PUSH)
-    stranger.connect(sender.address_for(NODE).results.url)
+    sender.address_for("other node").results.connect(stranger)
     junk = (b"", b"\x81\xa4type\xa4\xff\xfe", b"\x91" * 10_000, encoder.encode({"type": "result"}),
             encoder.encode(StepResult(EPOCH, 1, 99)))  # fmt: skip
     thread = threading.Thread(
@@ -207,7 +207,7 @@ def test_junk_among_plans_harms_nobody(tmp_path: Path) -> None:
     receiver = StepReceiver(sender.address_for(NODE))
     sender.wait_for_workers(WAIT_S, lambda: None)
     for junk in (b"", b"\x81\xa4type\xa4\xff\xfe", b"\x91" * 10_000):
-        sender._plans.send(junk)
+        sender._local.send(junk)
 
     sender.send(make_plan())
 
