@@ -53,6 +53,13 @@ class RecoveryConfig(Section):
         "replaces none. What dies more often has a cause that starting again does not mend: once "
         "none serves and none may be started, the service ends",
     )
+    resume_s: float = Field(
+        20.0,
+        ge=0,
+        description="how long the devices of a group may take to come back where one of them, or a "
+        "link, has failed and all processes live; then the group is replaced. 0 replaces it at "
+        "once",
+    )
     wait_s: float = Field(
         300.0,
         gt=0,

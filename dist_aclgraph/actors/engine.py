@@ -22,9 +22,10 @@ from dist_aclgraph.actors.graph_transaction import GraphTransaction
 from dist_aclgraph.actors.lease import Lease
 from dist_aclgraph.actors.messages import Groups
 from dist_aclgraph.actors.processes import leave_with_raylet
+from dist_aclgraph.actors.resumption import Resumption
 from dist_aclgraph.actors.run_directory import RunDirectory
 from dist_aclgraph.actors.step_channel import ChannelAddress, StepSender
-from dist_aclgraph.actors.worker_group import ask_workers
+from dist_aclgraph.actors.worker_group import ask_workers, stop_devices
 from dist_aclgraph.config import Config
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.kv.block_pool import BlockPool
@@ -93,6 +94,9 @@ class Engine:
         place = Place(node_id, self._directory.path, workers_host, config.cluster.port_range)
         self._clients_at = replace(place, host=clients_host)
         self._channel = StepSender(world_ranks, place, partial(ask_workers, workers))
+        self._resumption = Resumption(
+            self._channel, world_ranks, partial(stop_devices, workers), config.recovery.resume_s
+        )
         self._loop: EngineLoop | None = None
         self._thread: threading.Thread | None = None
         self._lease = Lease(config.timeouts.link_s)
@@ -151,7 +155,7 @@ class Engine:
         ranks = ChannelRanks(
             self._channel,
             self._world_ranks,
-            settings.epoch,
+            lambda: scheduler.epoch,
             self._check,
             pool_bytes=settings.report["pool_bytes"],
         )
@@ -170,6 +174,7 @@ class Engine:
                 GraphTransaction(ranks, timeouts.negotiate_s, timeouts.capture_s),
                 settings.costs,
             ),
+            resumption=self._resumption,
             report=lambda: {**settings.report, "pool_bytes": ranks.pool_bytes},
         )
         # What exists now lives as long as the engine: collections need not look at it again.

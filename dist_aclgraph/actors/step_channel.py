@@ -16,11 +16,18 @@ import zmq
 from dist_aclgraph.actors.addresses import Endpoint, Listener, Place
 from dist_aclgraph.actors.sockets import MAX_MESSAGE_BYTES, read_frame
 from dist_aclgraph.actors.standing import Ask, Places, judge
-from dist_aclgraph.errors import NotAMessageError, WorkerLostError, WorkerStartTimeoutError
+from dist_aclgraph.errors import (
+    DeviceFaultError,
+    NotAMessageError,
+    WorkerLostError,
+    WorkerStartTimeoutError,
+)
 from dist_aclgraph.planning.commands import GraphAnswer, GraphCommand
 from dist_aclgraph.steps.step import (
     FromWorker,
     Pause,
+    Resume,
+    Resumed,
     Shutdown,
     StepPlan,
     StepResult,
@@ -134,11 +141,33 @@ class StepSender:
             if result.epoch != plan.epoch:
                 continue
             if result.error:
-                rank = self._world_ranks[result.rank]
-                raise WorkerLostError(result.error, rank, "SERVING")
+                raise self._failure(result)
             if result.step == plan.step:
                 results[GroupRank(result.rank)] = result
         return list(results.values())
+
+    def _failure(self, result: StepResult) -> WorkerLostError:
+        """The error for what a rank has reported."""
+        rank = self._world_ranks[result.rank]
+        if result.fault is None:
+            return WorkerLostError(result.error, rank, "SERVING")
+        return DeviceFaultError(result.error, rank, "SERVING", result.fault)
+
+    def receive_resumed(
+        self, epoch: int, timeout_s: float, check: Callable[[], None]
+    ) -> dict[GroupRank, str]:
+        """Return why each rank did not come back into ``epoch``, "" where it did.
+
+        Raises:
+            WorkerLostError: a worker did not answer in time; names the rank.
+        """
+        errors: dict[GroupRank, str] = {}
+        deadline = Deadline(timeout_s)
+        while len(errors) < self._num_workers:
+            answer = self._next("resuming", set(errors), deadline, check)
+            if isinstance(answer, Resumed) and answer.epoch == epoch:
+                errors[GroupRank(answer.rank)] = answer.error
+        return errors
 
     def receive_votes(
         self, command: GraphCommand, timeout_s: float, check: Callable[[], None]
@@ -213,7 +242,7 @@ class StepReceiver:
         """Say whether ``receive`` would find a message."""
         return bool(int(self._plans.get(zmq.EVENTS)) & zmq.POLLIN)
 
-    def receive(self, epoch: int) -> StepPlan | GraphCommand | Pause | None:
+    def receive(self, epoch: int) -> StepPlan | GraphCommand | Pause | Resume | None:
         """Return the next message of ``epoch``, or None when the engine shuts down.
 
         What is no message is dropped.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from dist_aclgraph.errors import DeviceFault
 from dist_aclgraph.planning.commands import GraphAnswer, GraphCommand
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.topology import ExchangeKind
@@ -124,6 +125,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     overlapped_us: dict[str, float] = {}
     counted: dict[str, int] = {}
     error: str = ""  # the step failed on this rank; the epoch is over
+    fault: DeviceFault | None = None  # what stopped its device, where the error is a known one
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):
@@ -135,14 +137,32 @@ class Pause(msgspec.Struct, frozen=True, tag="pause"):
     epoch: int
 
 
+class Resume(msgspec.Struct, frozen=True, tag="resume"):
+    """Bring the device back, whose work was aborted on all ranks; forget rows and steps in flight.
+
+    What follows is of ``next_epoch``.
+    """
+
+    epoch: int
+    next_epoch: int
+
+
+class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
+    """The answer to ``Resume``: a rank is ready for steps of this epoch, or says why not."""
+
+    epoch: int
+    rank: int
+    error: str = ""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Leave the step loop."""
 
     epoch: int
 
 
-ToWorker = StepPlan | GraphCommand | Pause | Shutdown
-FromWorker = StepResult | GraphAnswer
+ToWorker = StepPlan | GraphCommand | Pause | Resume | Shutdown
+FromWorker = StepResult | GraphAnswer | Resumed
 
 encoder = msgspec.msgpack.Encoder()
 to_worker_decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

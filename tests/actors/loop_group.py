@@ -27,6 +27,7 @@ from dist_aclgraph.actors.messages import (
     encoder,
     from_engine_decoder,
 )
+from dist_aclgraph.actors.resumption import Resumption
 from dist_aclgraph.actors.step_channel import StepReceiver, StepSender
 from dist_aclgraph.config import SchedulerConfig
 from dist_aclgraph.ints import pack_ints
@@ -116,6 +117,7 @@ class Group:
             turn_timeout_s=turn_s,
             is_held=is_held,
             steps_in_flight=steps_in_flight,
+            resumption=Resumption(channel, self.ranks, lambda timeout_s, check: {}, WAIT_S),
             changes=GraphChanges(dispatcher, GraphTransaction(self, WAIT_S, WAIT_S), {}),
             report=dict,
         )
