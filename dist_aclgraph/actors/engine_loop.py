@@ -135,6 +135,10 @@ class EngineLoop:
             return f"the engine's loop has been stuck on its host for {stuck_s:.1f} s"
         return self._failure
 
+    def pause_now(self) -> str:
+        """Return why no step runs while the group comes back; "" where that takes a moment."""
+        return self._resumption.pause_now()
+
     def stop(self) -> None:
         self._stopping = True
 

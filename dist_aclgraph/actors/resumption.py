@@ -23,6 +23,8 @@ from dist_aclgraph.topology import GroupRank, WorldRank
 # meanwhile it calls the function now and then.
 StopDevices = Callable[[float, Callable[[], None]], Mapping[GroupRank, str]]
 
+MOMENT_S = 1.0  # what takes longer is told
+
 logger = logging.getLogger(__name__)
 
 
@@ -50,7 +52,15 @@ class Resumption:
         self._timeout_s = timeout_s
         self._in_a_row = 0
         self._num_sound = 0  # steps since the last failure
+        self._begun: tuple[float, str] | None = None  # when the group stopped, and why
         self.counts: Counter[DeviceFault] = Counter()
+
+    def pause_now(self) -> str:
+        """Return why the group runs no step, if that is so for longer than a moment. Any thread."""
+        begun = self._begun
+        if begun is None or time.monotonic() - begun[0] < MOMENT_S:
+            return ""
+        return f"the group comes back from a failure, and goes on where it was: {begun[1]}"
 
     def note_step(self) -> None:
         """A step has run."""
@@ -68,6 +78,13 @@ class Resumption:
         Raises:
             WorkerLostError: the group does not come back.
         """
+        self._begun = time.monotonic(), str(error)
+        try:
+            return self._come_back(error, epoch, check)
+        finally:
+            self._begun = None
+
+    def _come_back(self, error: DeviceFaultError, epoch: int, check: Callable[[], None]) -> int:
         begin_s = time.monotonic()
         faults = {GroupRank(self._world_ranks.index(WorldRank(error.rank))): error.fault}
         may_resume = self._timeout_s > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,3 +99,37 @@ def test_no_request_begins_again_and_no_graph_is_captured_again(
             name: sound.metrics[name] for name in UNCHANGED
         }
         assert tokens_of(submit_all(service, "later")) == sound.tokens
+
+
+LINK = {"op": "HcclAllReduce", "call": MIDDLE, "rank": 1, "kind": "link"}
+STOPS, RESUMES = "aclrtDeviceTaskAbort", "HcclCommResume"
+
+
+@pytest.mark.parametrize(
+    ("faults", "reason"),
+    [
+        ([{**LINK, "kind": "ecc"}], "rank 1 in SERVING: .*HBM MULTI BIT ECC ERROR"),
+        # The same operator once more, in the step that runs again.
+        (
+            [{**LINK, "kind": "fail"}, {**LINK, "call": MIDDLE + 1, "kind": "fail"}],
+            "rank 1 in SERVING: step .*507015",
+        ),
+        ([LINK, {"op": RESUMES, "rank": 0, "kind": "fail"}], "rank 0 in SERVING: it did not come"),
+        ([LINK, {"op": RESUMES, "rank": 0, "kind": "die"}], "rank 0 in SERVING: .*died"),
+        ([LINK, {"op": STOPS, "rank": 0, "kind": "fail"}], "rank 0 in SERVING: it did not come"),
+        ([LINK, {"op": STOPS, "rank": 0, "kind": "stall", "stall_s": 600.0}], "rank 0 in SERVING"),
+        ([LINK, {"op": STOPS, "rank": 1, "kind": "die"}], "rank 1 in SERVING"),
+    ],
+)
+def test_what_does_not_come_back_is_lost_in_bounded_time(
+    checkpoint: Path, tmp_path: Path, faults: list[dict[str, Any]], reason: str
+) -> None:
+    config = make_config(checkpoint, *faults, recovery={"resume_s": 5.0})
+
+    with serving_ranks(config, tmp_path) as service:
+        answers = submit_all(service)
+
+        for answer in answers:
+            assert answer.ended.wait(ANSWER_S)
+            assert re.search(reason, answer.error), answer.error
+        assert re.search(reason, service.loop.failure_now())
