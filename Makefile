@@ -14,7 +14,7 @@ export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help run test test-all test-cluster lint demo-model bench-decode bench-tp8 bench-moe bench-context bench-load \
-	bench-overlap bench-start setup setup-bench setup-dev emulator python
+	bench-overlap bench-start chaos setup setup-bench setup-dev emulator python
 
 help: ## Show the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -70,6 +70,12 @@ bench-overlap: setup-bench emulator ## What a modelled device waits for, with on
 
 bench-load: setup-bench emulator ## Loading 4 GiB of weights on four ranks, against reading them once
 	$(BIN)/python -m dist_aclgraph.bench.load
+
+SEED ?= 1
+FAULTS ?= 12
+SHAPE ?= replicas
+chaos: setup-dev emulator ## Faults against a service: SEED=1 FAULTS=12 SHAPE=replicas, or experts
+	$(BIN)/python -m dist_aclgraph.chaos --seed $(SEED) --faults $(FAULTS) --shape $(SHAPE)
 
 EMULATED := ! ls /dev/davinci[0-9]* >/dev/null 2>&1
 emulator: setup ## Build the emulated NPU where there is no real one

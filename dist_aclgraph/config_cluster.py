@@ -49,9 +49,9 @@ class RecoveryConfig(Section):
     restarts_per_hour: int = Field(
         6,
         ge=0,
-        description="how often within an hour it is tried to replace a lost lockstep group; 0 "
-        "replaces none. What dies more often has a cause that starting again does not mend: once "
-        "none serves and none may be started, the service ends",
+        description="how often within an hour it is tried to replace a lost lockstep group, and "
+        "how often a lost controller; 0 replaces none. What dies more often has a cause that "
+        "starting again does not mend: once none serves and none may be started, the service ends",
     )
     resume_s: float = Field(
         20.0,

@@ -32,6 +32,12 @@ class FaultConfig(Section):
     )
     rank: int | None = Field(None, ge=0, description="on which world rank; null means all")
     stall_s: float = Field(60.0, gt=0, description="how long a stall lasts")
+    file: str = Field(
+        "",
+        description="a file that arms a fault in workers that run, by words of "
+        "emulator/README.md such as fault_op=aclnnMm fault_kind=stall; whom it strikes takes it "
+        "away",
+    )
 
 
 class EmulatorConfig(Section):

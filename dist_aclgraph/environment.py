@@ -44,6 +44,11 @@ def python_environment(config: Config) -> dict[str, str]:
     return {**os.environ, **child_environment(config), "PYTHONPATH": paths}
 
 
+def environment_with(variables: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment, with other variables in it."""
+    return {**os.environ, **variables}
+
+
 def take_over_environment(variables: Mapping[str, str]) -> None:
     """Replace this process's environment."""
     os.environ.clear()

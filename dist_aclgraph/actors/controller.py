@@ -9,7 +9,6 @@ group it is RECOVERING, for as long as groups may be started again (``upkeep.py`
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,9 +21,10 @@ from dist_aclgraph.actors.lockstep_group import LockstepGroup, group_report
 from dist_aclgraph.actors.outage import Outlook
 from dist_aclgraph.actors.processes import leave_with_raylet
 from dist_aclgraph.actors.ray_errors import ours
-from dist_aclgraph.actors.serving_groups import ServingGroups, stop_groups
+from dist_aclgraph.actors.serving_groups import ServingGroups, ranks_of_groups, stop_groups
 from dist_aclgraph.actors.startup import Startup
 from dist_aclgraph.actors.state import State, advance
+from dist_aclgraph.actors.term import Standing, Term
 from dist_aclgraph.actors.upkeep import Upkeep
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import DistAclGraphError, EngineUnavailableError, WorkerError
@@ -66,17 +66,17 @@ class Controller:
         name: of the deployment; what it holds of the cluster bears it.
     """
 
-    def __init__(self, config: Config, name: str) -> None:
+    def __init__(self, config: Config, name: str, term: Term) -> None:
         leave_with_raylet()
         self._name = name
         self._config = config
+        self._term = term
         self._state = State.PLACING
         self._progress = Progress(self._state.value)
         self._failure = ""  # of the start
         self._groups: list[LockstepGroup] = []
         self._serving: ServingGroups | None = None
         self._upkeep: Upkeep | None = None
-        self._token = secrets.token_hex(16)
 
     # ---- answered while start() runs, or a change
 
@@ -93,13 +93,13 @@ class Controller:
 
     def check(self) -> str:
         """Return why the deployment serves no more, or "" while a group does, or may again."""
-        if self._serving is None or self._upkeep is None:
-            return self._failure
-        failure = self._serving.watch.failure()
-        if not failure or self._serving.serves:
-            return failure
-        end = self._upkeep.ends_recovery
-        return f"{failure}; {end}" if end else ""
+        return self._failure if self._upkeep is None else self._upkeep.failure
+
+    def standing(self) -> Standing:
+        """Say what another controller would begin with; and that this one lives."""
+        if self._serving is None:
+            return Standing(self._config, self._term.num_groups)
+        return Standing(self._serving.config, self._serving.num_wanted)
 
     def outlook(self) -> Outlook:
         """Say what becomes of the deployment, for clients that know no group that serves."""
@@ -107,7 +107,7 @@ class Controller:
         progress = str(self.progress())
         if self._upkeep is not None and self._upkeep.trouble:
             progress += f"; the last try failed: {self._upkeep.trouble}"
-        return Outlook(serving.listed, self.check(), progress)
+        return Outlook(serving.listed, self.check(), progress, self._term.token)
 
     def report(self) -> dict[str, Any]:
         """Return what is known of the plan, the ranks and every engine's counters.
@@ -158,7 +158,10 @@ class Controller:
             for reason in planner.mode_reasons:
                 logger.warning(reason)
             startup = Startup(planner, self._groups, self._enter, self._show)
-            startup.run(planner.layout.lockstep_groups, deployment=self._name)
+            ranks = list(planner.layout.lockstep_groups)
+            if count := self._term.num_groups:
+                ranks = ranks_of_groups(len(ranks[0]), 0, count)
+            startup.run(ranks, deployment=self._name)
             return self._serve(planner, startup.scopes)
         except Exception as e:
             self._failure = str(e)
@@ -183,7 +186,7 @@ class Controller:
         self._progress = Progress(self._progress.state, done, total, detail)
 
     def _serve(self, planner: Planner, scopes: list[list[LockstepGroup]]) -> Service:
-        serving = ServingGroups(self._name, self._token, planner, self._show_phase, self._show)
+        serving = ServingGroups(self._name, self._term, planner, self._show_phase, self._show)
         serving.open(planner, scopes)
         self._serving, self._upkeep = serving, Upkeep(serving, self._see_service)
         self._enter(State.SERVING)
@@ -207,7 +210,7 @@ class Controller:
     def service(self) -> Service:
         """Say where the deployment is reached now."""
         serving = self._open_groups(State.RECOVERING)
-        return Service(serving.addresses, self._token, serving.max_model_len)
+        return Service(serving.addresses, self._term.token, serving.max_model_len)
 
     def scale(self, count: int) -> None:
         """Have so many groups take requests; see ``ServingGroups.scale``."""

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
-from dist_aclgraph.actors import placement
+from dist_aclgraph.actors import run_directory
 from dist_aclgraph.actors.addresses import Address
-from dist_aclgraph.actors.controller import Controller, Progress, Service
-from dist_aclgraph.actors.local_ray import NAMESPACE, LocalRay, start_ray
+from dist_aclgraph.actors.controller import Service
+from dist_aclgraph.actors.controller_life import (
+    ControllerKeeper,
+    OnProgress,
+    end_by_force,
+    make_controller,
+    progress_of,
+)
+from dist_aclgraph.actors.local_ray import LocalRay, start_ray
 from dist_aclgraph.actors.outage import Outlook
 from dist_aclgraph.actors.ray_errors import ours
+from dist_aclgraph.actors.term import Term
 from dist_aclgraph.actors.worker_group import fetch
 from dist_aclgraph.config import Config
 from dist_aclgraph.device import emulator
@@ -29,16 +36,16 @@ from dist_aclgraph.shapes.weight_files import check_weight_files
 from dist_aclgraph.topology import NO_RANK
 
 CONTROLLER = "controller"  # first part of the names of controller actors
-POLL_S = 0.1
 ANSWER_S, STOP_S = 10.0, 60.0  # limits of the controller's answers
 
-OnProgress = Callable[[Progress], None]
+# What the controller has not answered: it may be dead, or busy, and its keeper will know.
+UNKNOWN = (ActorDiedError, GetTimeoutError)
 
 
 class Deployment:
     """A serving deployment.
 
-    Owns its controller, and the connection to Ray where it had to make one.
+    Owns what keeps its controller alive, and the connection to Ray where it had to make one.
 
     Args:
         local_ray: the Ray that was started for it.
@@ -47,20 +54,25 @@ class Deployment:
 
     def __init__(
         self,
-        controller: Any,
+        keeper: ControllerKeeper,
         name: str,
         service: Service,
         *,
         local_ray: LocalRay | None = None,
         owns_connection: bool = False,
     ) -> None:
-        self._controller = controller
+        self._keeper = keeper
+        self._is_shut_down = False
         self._name = name
         self._local_ray = local_ray
         self._owns_connection = owns_connection
         self.node_id: str = ray.get_runtime_context().get_node_id()
         self.token = service.token
         self.max_model_len = service.max_model_len
+
+    @property
+    def _controller(self) -> Any:
+        return self._keeper.controller
 
     @property
     def addresses(self) -> list[Address]:
@@ -83,15 +95,18 @@ class Deployment:
             raise ours(e, "asking for a report") from e
 
     def check(self) -> None:
-        """Return if the deployment serves.
+        """Return if the deployment serves, or may again.
 
         Raises:
             EngineDeadError: it does not; says why.
         """
-        if self._local_ray is not None and self._local_ray.death:
-            raise EngineDeadError(self._local_ray.death)
+        self._raise_end()
+        if self._keeper.progress:
+            return
         try:
             failure = ray.get(self._controller.check.remote(), timeout=ANSWER_S)
+        except UNKNOWN:
+            return
         except RayError as e:
             raise EngineDeadError(str(ours(e, "asking the controller"))) from e
         if failure:
@@ -103,16 +118,23 @@ class Deployment:
         Raises:
             EngineDeadError: nobody can say.
         """
-        controller = self._controller
-        if controller is None:
-            raise EngineDeadError("the deployment was shut down")
-        if self._local_ray is not None and self._local_ray.death:
-            raise EngineDeadError(self._local_ray.death)
+        self._raise_end()
+        if progress := self._keeper.progress:
+            return Outlook(progress=progress)
         try:
-            found: Outlook = ray.get(controller.outlook.remote(), timeout=ANSWER_S)
+            found: Outlook = ray.get(self._controller.outlook.remote(), timeout=ANSWER_S)
+        except UNKNOWN:
+            return Outlook(progress="the controller does not answer")
         except RayError as e:
             raise EngineDeadError(str(ours(e, "asking for the groups"))) from e
         return found
+
+    def _raise_end(self) -> None:
+        death = self._local_ray.death if self._local_ray is not None else ""
+        if self._is_shut_down:
+            raise EngineDeadError("the deployment was shut down")
+        if end := death or self._keeper.failure:
+            raise EngineDeadError(end)
 
     def scale(self, count: int) -> None:
         """Have so many groups take requests, while those that stay serve on.
@@ -133,13 +155,14 @@ class Deployment:
 
     def shut_down(self) -> None:
         """Stop all that was started. Safe to call twice."""
-        if self._controller is None:
+        if self._is_shut_down:
             return
-        controller, self._controller = self._controller, None
+        self._is_shut_down = True
+        controller = self._keeper.stop()
         if self._local_ray is None or not self._local_ray.death:
             with suppress(RayError):  # It may be gone already, and its actors with it.
                 ray.get(controller.shut_down.remote(), timeout=STOP_S)
-            _end_by_force(controller, self._name)
+            end_by_force(controller, self._name)
         _leave_ray(self._local_ray, self._owns_connection)
 
 
@@ -180,19 +203,17 @@ def start(config: Config, on_progress: OnProgress | None = None) -> Deployment:
         local_ray.watch(lambda _: started.kill())
     controller, name = None, f"{CONTROLLER}-{secrets.token_hex(4)}"
     try:
-        actor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=8)(Controller)
-        controller = actor.options(name=name, namespace=NAMESPACE).remote(config, name)
+        controller = make_controller(config, name, Term(0, secrets.token_hex(16)))
         service = _wait_for(controller, local_ray, on_progress)
     except BaseException as e:
         if controller is not None and (local_ray is None or not local_ray.death):
-            _end_by_force(controller, name)
+            end_by_force(controller, name)
         _leave_ray(local_ray, owns_connection)
         if isinstance(e, RayError):
             raise ours(e, "starting the deployment") from e
         raise
-    return Deployment(
-        controller, name, service, local_ray=local_ray, owns_connection=owns_connection
-    )
+    keeper = ControllerKeeper(controller, name, config, service)
+    return Deployment(keeper, name, service, local_ray=local_ray, owns_connection=owns_connection)
 
 
 def _wait_for(
@@ -208,32 +229,9 @@ def _wait_for(
     return service
 
 
-def progress_of(controller: Any, work: Any) -> Iterator[Progress | None]:
-    """Yield, until ``work`` of the controller is over, how far it is, or that is not known.
-
-    A late answer is no failure: work has limits of its own, and on a busy machine the controller's
-    process alone may take longer to come than an answer should. What has become of a controller
-    that is gone, ``work`` itself says.
-    """
-    asked = None
-    while not ray.wait([work], timeout=POLL_S)[0]:
-        progress, asked = None, asked or controller.progress.remote()
-        if ray.wait([asked], timeout=POLL_S)[0]:
-            with suppress(RayError):
-                progress = ray.get(asked)
-            asked = None
-        yield progress
-
-
-def _end_by_force(controller: Any, name: str) -> None:
-    """Take from a controller what it may not have given back, its life included."""
-    with suppress(RayError):
-        ray.kill(controller)
-        placement.release_all(name)
-
-
 def _leave_ray(local_ray: LocalRay | None, owns_connection: bool) -> None:
     if local_ray is not None:
         local_ray.stop()
+        run_directory.sweep()  # engines that were killed have left theirs
     elif owns_connection:
         ray.shutdown()

@@ -68,35 +68,19 @@ class SeenTraffic:
 
 
 class Engine:
-    """Owns the loop, its sockets and their directory."""
+    """Owns the loop, its sockets and their directory.
 
-    def __init__(
-        self,
-        config: Config,
-        world_ranks: Sequence[WorldRank],
-        workers: Sequence[Any],
-        *,
-        node_id: str,
-        workers_host: str | None,
-        clients_host: str | None,
-    ) -> None:
-        """Open the step channel; workers may connect from now on.
+    Its process starts beside those of the workers; ``open`` tells it of them.
+    """
 
-        Args:
-            node_id: where this actor runs, as Ray calls it.
-            workers_host, clients_host: this node's own address, where there may be workers, or
-                clients, on other nodes; else None.
-        """
+    def __init__(self, config: Config) -> None:
         leave_with_raylet()
         self._config = config
-        self._world_ranks = tuple(world_ranks)
         self._directory = RunDirectory()
-        place = Place(node_id, self._directory.path, workers_host, config.cluster.port_range)
-        self._clients_at = replace(place, host=clients_host)
-        self._channel = StepSender(world_ranks, place, partial(ask_workers, workers))
-        self._resumption = Resumption(
-            self._channel, world_ranks, partial(stop_devices, workers), config.recovery.resume_s
-        )
+        self._world_ranks: tuple[WorldRank, ...] = ()
+        self._channel: StepSender | None = None
+        self._clients_at: Place | None = None
+        self._resumption: Resumption | None = None
         self._loop: EngineLoop | None = None
         self._thread: threading.Thread | None = None
         self._lease = Lease(config.timeouts.link_s)
@@ -117,16 +101,42 @@ class Engine:
 
     # ---- from its start to its end
 
-    def rendezvous(self) -> str:
-        """Return where workers that are all on this node meet for HCCL: a file."""
+    def open(
+        self,
+        world_ranks: Sequence[WorldRank],
+        workers: Sequence[Any],
+        *,
+        node_id: str,
+        workers_host: str | None,
+        clients_host: str | None,
+    ) -> str:
+        """Open the step channel; workers may connect from now on.
+
+        Args:
+            node_id: where this actor runs, as Ray calls it.
+            workers_host, clients_host: this node's own address, where there may be workers, or
+                clients, on other nodes; else None.
+
+        Returns:
+            Where workers that are all on this node meet for HCCL: a file.
+        """
+        place = Place(node_id, self._directory.path, workers_host, self._config.cluster.port_range)
+        self._world_ranks = tuple(world_ranks)
+        self._clients_at = replace(place, host=clients_host)
+        self._channel = StepSender(world_ranks, place, partial(ask_workers, workers))
+        stop, resume_s = partial(stop_devices, workers), self._config.recovery.resume_s
+        self._resumption = Resumption(self._channel, world_ranks, stop, resume_s)
         return f"file://{self._directory.path}/rendezvous"
 
     def channel_addresses(self, node_ids: Sequence[str]) -> list[ChannelAddress]:
         """Return where workers find the step channel, by their nodes."""
+        assert self._channel is not None
         return [self._channel.address_for(node_id) for node_id in node_ids]
 
     def serve(self, settings: EngineSettings) -> Address:
         """Wait for all workers to listen, start the loop, and return the clients' address."""
+        assert self._channel is not None and self._clients_at is not None
+        assert self._resumption is not None
         config = self._config
         layout = ParallelLayout.from_config(config.parallel).within_group
         self._channel.wait_for_workers(config.timeouts.join_s, lambda: None)

@@ -26,6 +26,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgspec
 import zmq
 
 from dist_aclgraph.actors.addresses import Address
@@ -391,6 +392,8 @@ class EngineClient:
         if self._outage.questions is not None:
             outlook = self._outage.questions.take_answer()
         if outlook is not None:
+            if outlook.groups.groups:
+                self._follow(outlook.token)
             self._adopt(outlook.groups)
         now_s = time.monotonic()
         over: list[tuple[OpenRequest, DistAclGraphError]] = []
@@ -457,6 +460,14 @@ class EngineClient:
         for future in queries.values():
             future.cancel()
         return True
+
+    def _follow(self, token: str) -> None:
+        """Belong to another deployment, if that of this token is one: it counts for itself."""
+        if token and token != self._hello.token:
+            logger.warning("the deployment is another one now")
+            with self._lock:
+                self._hello = msgspec.structs.replace(self._hello, token=token)
+                self._groups_version = -1
 
     def _adopt(self, groups: Groups) -> None:
         """Take in which groups there are. None at all would be no news, but an end."""

@@ -29,11 +29,13 @@ class Outlook:
         groups: those that there are.
         failure: why none will take requests again, or "".
         progress: how far the next one is, e.g. ``LOADING 3 of 9``.
+        token: of the deployment that has the groups; "" for the one that is known.
     """
 
     groups: Groups = NO_GROUPS
     failure: str = ""
     progress: str = ""
+    token: str = ""
 
 
 Ask = Callable[[], Outlook]

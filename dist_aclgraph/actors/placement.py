@@ -212,6 +212,12 @@ def reserve(request: BundleRequest, timeout_s: float, name: str) -> PlacementGro
     return group
 
 
+def leading_node(group: PlacementGroup) -> str:
+    """Return the node of rank 0 of a group that is placed, as ``rank_order`` orders ranks."""
+    nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    return min(nodes.values())
+
+
 def release(group: PlacementGroup) -> None:
     """Give the bundles back; actors in them die."""
     remove_placement_group(group)

@@ -68,6 +68,17 @@ def children(parent: int) -> set[int]:
     return {pid for pid in _all() if _parent_of(pid) == parent}
 
 
+def living() -> set[int]:
+    """Return all processes that run here; none that has ended and waits for its parent."""
+    return {pid for pid in _all() if _stat_of(pid)[:1] not in ([], ["Z"])}
+
+
+def session_of(pid: int) -> int:
+    """Return the session of a process, 0 where there is none."""
+    fields = _stat_of(pid)
+    return int(fields[3]) if fields else 0
+
+
 def name_of(pid: int) -> str:
     """Return the file name of the program that runs, "" where there is none."""
     with contextlib.suppress(OSError):
@@ -115,8 +126,13 @@ def _all() -> Iterator[int]:
 
 
 def _parent_of(pid: int) -> int:
+    fields = _stat_of(pid)
+    return int(fields[1]) if fields else 0
+
+
+def _stat_of(pid: int) -> list[str]:
+    """Return what /proc says of a process from its state on; nothing where there is none."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return 0
-    return int(stat.rpartition(")")[2].split()[1])
+        return []

@@ -23,8 +23,7 @@ class RunDirectory:
     """
 
     def __init__(self) -> None:
-        for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-            _sweep(path)
+        sweep()
         self.path = tempfile.mkdtemp(prefix=PREFIX)
         # Held before it gets its name: who sweeps must never find it free.
         new = f"{self.path}/new"
@@ -40,7 +39,13 @@ class RunDirectory:
             self._lock = -1
 
 
-def _sweep(path: Path) -> None:
+def sweep() -> None:
+    """Remove the directories of owners that have ended without a chance to."""
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        _remove_if_free(path)
+
+
+def _remove_if_free(path: Path) -> None:
     """Remove a directory of ours whose lock nobody holds."""
     try:
         if path.stat().st_uid != os.getuid():

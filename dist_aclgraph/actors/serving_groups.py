@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from dist_aclgraph.actors import placement
+from dist_aclgraph.actors import placement, run_directory
 from dist_aclgraph.actors.addresses import Address
 from dist_aclgraph.actors.engine import EngineSettings
 from dist_aclgraph.actors.group_watch import GroupWatch
@@ -25,6 +25,7 @@ from dist_aclgraph.actors.messages import Groups
 from dist_aclgraph.actors.ray_errors import ours
 from dist_aclgraph.actors.startup import EPOCH, OnGraph, OnPhase, Startup, side_by_side
 from dist_aclgraph.actors.state import State
+from dist_aclgraph.actors.term import Term
 from dist_aclgraph.actors.traffic_watch import TrafficWatches
 from dist_aclgraph.actors.worker_group import fetch
 from dist_aclgraph.config import Config
@@ -39,6 +40,7 @@ from dist_aclgraph.errors import (
 from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.exchange import ExchangeRule
 from dist_aclgraph.planning.planner import Planner
+from dist_aclgraph.topology import Ranks, WorldRank
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +53,7 @@ class ServingGroups:
 
     Args:
         deployment: its name, with which those of placement groups begin.
-        token: what clients must know.
+        term: what there was of the deployment before.
         planner: of the first groups.
         on_phase, on_graph: told how far a change is; see ``Startup``.
 
@@ -63,23 +65,23 @@ class ServingGroups:
     """
 
     def __init__(
-        self, deployment: str, token: str, planner: Planner, on_phase: OnPhase, on_graph: OnGraph
+        self, deployment: str, term: Term, planner: Planner, on_phase: OnPhase, on_graph: OnGraph
     ) -> None:
         self._deployment = deployment
-        self._token = token
+        self._token = term.token
         self._planner = planner
         self._on_phase = on_phase
         self._on_graph = on_graph
         self._started_s = time.monotonic()
         self._changing = threading.Lock()
-        self._version = 0
-        self._num_groups = 0  # ever; their names
+        self._version = term.first_version
+        self._next_number = term.first_group
         self._num_ranks = 0
         self.groups: list[LockstepGroup] = []
         self.starting: list[LockstepGroup] = []
-        self.num_wanted = len(planner.layout.lockstep_groups)
+        self.num_wanted = term.num_groups or len(planner.layout.lockstep_groups)
         self.part = ""
-        self.max_model_len = 0
+        self.max_model_len = term.max_model_len
         self.traffic = TrafficWatches()
         self.watch = GroupWatch(planner.config.timeouts.link_s)
 
@@ -137,7 +139,7 @@ class ServingGroups:
         self.max_model_len = self.max_model_len or longest
         side_by_side(self._open, new)
         for group in new:
-            group.number, self._num_groups = self._num_groups, self._num_groups + 1
+            group.number, self._next_number = self._next_number, self._next_number + 1
             self._num_ranks = max(self._num_ranks, 1 + max(group.workers.ranks))
         self.groups += new
         self._planner = planner
@@ -267,8 +269,7 @@ class ServingGroups:
     def _add(self, planner: Planner, count: int) -> None:
         """Start groups beside those that serve: nothing is left of them if one fails."""
         size = len(planner.layout.lockstep_groups[0])
-        first = self._num_ranks
-        ranks = [tuple(range(first + i * size, first + (i + 1) * size)) for i in range(count)]
+        ranks = ranks_of_groups(size, self._num_ranks, count)
         new: list[LockstepGroup] = []
         self.starting = new
         self._on_phase(State.PLACING)
@@ -315,6 +316,7 @@ class ServingGroups:
             self.groups.remove(group)
         self._publish()
         stop_groups(groups, self.config.timeouts.stop_s)
+        run_directory.sweep()  # of engines that died on this node
 
     def _publish(self) -> int:
         """Tell all engines which groups there are; return the version of the list."""
@@ -362,6 +364,12 @@ class ServingGroups:
         if ready[0] != serving:
             fetch(ready[0], group.workers.ranks[group.loops.index(ready[0])], "CAPTURING")
         group.opened_at = ray.get(serving, timeout=timeout_s)
+
+
+def ranks_of_groups(size: int, first: int, count: int) -> list[Ranks]:
+    """Return the world ranks of groups of ``size``, one group behind the other."""
+    starts = range(first, first + count * size, size)
+    return [tuple(map(WorldRank, range(start, start + size))) for start in starts]
 
 
 def check_count(count: int) -> None:

@@ -140,6 +140,8 @@ class Startup:
         for found in placed:
             if isinstance(found, Exception):
                 raise found
+        for group in self._groups:
+            group.engine = self._engine_at(placement.leading_node(group.workers.bundles))
         timeouts = self._config.timeouts
         # Libraries that others load while they join are loaded before a forked worker exists.
         timeout_s = timeouts.place_s + (timeouts.join_s if self._python is not None else 0.0)
@@ -150,9 +152,7 @@ class Startup:
         timeout_s = timeouts.join_s
         leader = workers.infos[0]
         spans_nodes = len(set(workers.node_ids)) > 1
-        # Beside the first worker: its node is the one that ranks meet at.
-        group.engine = self._engine_at(leader.node_id).remote(
-            self._config,
+        opening = group.engine.open.remote(
             workers.ranks,
             workers.workers,
             node_id=leader.node_id,
@@ -161,8 +161,9 @@ class Startup:
         )
         neighbours = [self._neighbour(info) for info in workers.infos]
         workers.call("prepare", "JOINING", timeouts.load_s, lambda index: (neighbours[index],))
-        meets = workers.workers[0].open_meeting if spans_nodes else group.engine.rendezvous
-        rendezvous = ray.get(meets.remote(), timeout=2 * timeout_s)
+        rendezvous = ray.get(opening, timeout=2 * timeout_s)
+        if spans_nodes:
+            rendezvous = ray.get(workers.workers[0].open_meeting.remote(), timeout=timeout_s)
         devices = workers.call(
             "join",
             "JOINING",
@@ -172,7 +173,7 @@ class Startup:
         group.device = devices[0]
 
     def _engine_at(self, node_id: str) -> Any:
-        """Return the engine actor's class, pinned to a node."""
+        """Start an engine beside the first worker: its node is the one that ranks meet at."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         actor = ray.remote(
@@ -183,7 +184,7 @@ class Startup:
         }
         if self._python is not None:
             options["runtime_env"] = runtime_environment(self._config, self._python)
-        return actor.options(**options)
+        return actor.options(**options).remote(self._config)
 
     def _load(self, group: LockstepGroup) -> None:
         loaded = group.workers.call("load", "LOADING", self._config.timeouts.load_s)

@@ -10,14 +10,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import RayError
 
 from dist_aclgraph.actors.lockstep_group import LockstepGroup
 from dist_aclgraph.actors.serving_groups import ServingGroups
-from dist_aclgraph.errors import PlacementError
 from dist_aclgraph.planning.autoscale import Autoscaler, Demand
 from dist_aclgraph.planning.restarts import RestartBudget
 
@@ -27,17 +27,39 @@ LOOK_S = 0.2
 COUNT_S = 1.0  # between two counts of what runs and waits
 
 
+class Change(Protocol):
+    """A change of the groups that was begun."""
+
+    def is_alive(self) -> bool:
+        """Whether it is under way."""
+
+
+def begin_thread(change: Callable[[], None]) -> Change:
+    """Change the groups on a thread of its own: that takes long, and looks go on."""
+    thread = threading.Thread(target=change, daemon=True)
+    thread.start()
+    return thread
+
+
 class Upkeep:
     """Owns what was tried, and when.
 
     Args:
         on_service: told at every look whether a group serves.
+        clock: in seconds; does not go back.
+        begin: begins a change, and does not wait for it.
 
     Attributes:
         trouble: why groups are missing and the last try to replace one failed, or "".
     """
 
-    def __init__(self, serving: ServingGroups, on_service: Callable[[bool], None]) -> None:
+    def __init__(
+        self,
+        serving: ServingGroups,
+        on_service: Callable[[bool], None],
+        clock: Callable[[], float] = time.monotonic,
+        begin: Callable[[Callable[[], None]], Change] = begin_thread,
+    ) -> None:
         config = serving.config
         self.trouble = ""
         self._serving = serving
@@ -47,7 +69,9 @@ class Upkeep:
         self._autoscaler = Autoscaler(autoscale) if autoscale.max_groups else None
         self._demands = Demands()
         self._next_count_s = 0.0
-        self._change: threading.Thread | None = None
+        self._clock = clock
+        self._begin = begin
+        self._change: Change | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="upkeep", daemon=True)
 
@@ -59,17 +83,21 @@ class Upkeep:
 
     def _run(self) -> None:
         while not self._stopping.wait(LOOK_S):
-            now_s = time.monotonic()
-            for look in (
-                self._look_for_service,
-                self._serving.traffic.look,
-                self._look_for_missing,
-                self._autoscale,
-            ):
-                try:
-                    look(now_s)
-                except Exception:  # whatever it is: the next look may go well
-                    logger.exception("looking after the groups failed")
+            self.look()
+
+    def look(self) -> None:
+        """Do what is due now; for one thread."""
+        now_s = self._clock()
+        for look in (
+            self._look_for_service,
+            self._serving.traffic.look,
+            self._look_for_missing,
+            self._autoscale,
+        ):
+            try:
+                look(now_s)
+            except Exception:  # whatever it is: the next look may go well
+                logger.exception("looking after the groups failed")
 
     @property
     def _is_changing(self) -> bool:
@@ -79,41 +107,48 @@ class Upkeep:
     @property
     def ends_recovery(self) -> str:
         """Why no lost group is replaced any more, or "" while one is being started, or may be."""
-        if self._is_changing or self._restarts.is_left(time.monotonic()):
+        if self._is_changing or self._restarts.is_left(self._clock()):
             return ""
         return (
             f"it is not started again: recovery.restarts_per_hour allows {self._restarts.per_hour}"
             f"{f', and the last failed: {self.trouble}' if self.trouble else ''}"
         )
 
+    @property
+    def failure(self) -> str:
+        """Why the deployment serves no more, or "" while a group does, or may again."""
+        failure = self._serving.watch.failure()
+        if not failure or self._serving.serves:
+            return failure
+        end = self.ends_recovery
+        return f"{failure}; {end}" if end else ""
+
     def _look_for_service(self, now_s: float) -> None:
         self._on_service(self._serving.serves)
-
-    def _begin(self, change: Callable[..., None], *arguments: Any) -> None:
-        """Change the groups on a thread of its own: that takes long, and looks go on."""
-        self._change = threading.Thread(target=change, args=arguments, daemon=True)
-        self._change.start()
 
     # ---- groups that are missing
 
     def _look_for_missing(self, now_s: float) -> None:
         if not self._serving.num_missing:
             self.trouble = ""
-        elif not self._is_changing and self._restarts.is_due(now_s):
-            self._begin(self._replace)
+        elif self._is_changing or not self._restarts.is_due(now_s):
+            return
+        elif self._restarts.is_left(now_s):
+            self._change = self._begin(self._replace)
+        else:
+            self._complain(
+                f"recovery.restarts_per_hour allows {self._restarts.per_hour}, and they were taken"
+            )
 
     def _replace(self) -> None:
         """Start a group for one that is missing; if that fails, it is tried again later."""
         try:
             self._serving.check_room(1)
-            if not self._restarts.take(time.monotonic()):
-                raise PlacementError(
-                    f"recovery.restarts_per_hour allows {self._restarts.per_hour}, and they were "
-                    "taken"
-                )
+            was_left = self._restarts.take(self._clock())
+            assert was_left, "looked at before"
             self._serving.replace_one()
         except Exception as e:  # whatever it is: what serves goes on
-            self._restarts.failed(time.monotonic())
+            self._restarts.failed(self._clock())
             self._complain(str(e))
         else:
             self._restarts.succeeded()
@@ -144,7 +179,7 @@ class Upkeep:
         wanted = self._autoscaler.decide(now_s, demand)
         if wanted != len(taking):
             logger.info("%d groups, as %d requests run and %d wait", wanted, running, waiting)
-            self._begin(self._scale, wanted)
+            self._change = self._begin(partial(self._scale, wanted))
 
     def _scale(self, count: int) -> None:
         try:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from dist_aclgraph.actors import deployment
+from dist_aclgraph.actors.controller_life import OnProgress
 from dist_aclgraph.actors.engine_client import EngineClient
 from dist_aclgraph.config import make_config
 from dist_aclgraph.sampling import SamplingParams
@@ -60,7 +61,7 @@ class DecodeEngine:
         model: Path,
         max_batch: int,
         *,
-        on_progress: deployment.OnProgress | None = None,
+        on_progress: OnProgress | None = None,
         **sections: Any,
     ) -> None:
         self._on_progress = on_progress

@@ -3,18 +3,25 @@
 A checkpoint with random weights is loaded by the ranks of one tensor parallel group on one node,
 from the disk and from the page cache, each beside one process that only reads the files from
 beginning to end. What is measured is the state LOADING of a deployment, as its controller shows it.
+
+The memory of an emulated device is memory of this machine, which has to be given by its system
+before: so a second floor is the same reading beside as many processes as there are ranks, each of
+which fills its share of so many bytes that nobody has used.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import torch
 import typer
 from rich.console import Console
@@ -78,6 +85,24 @@ def read_once(files: list[Path]) -> float:
     return time.monotonic() - began_s
 
 
+def read_and_fill(files: list[Path], num_processes: int) -> float:
+    """Return the seconds of ``read_once`` beside processes that fill as many bytes in all."""
+    share = sum(file.stat().st_size for file in files) // num_processes
+    forks = multiprocessing.get_context("fork")
+    began_s = time.monotonic()
+    filling = [forks.Process(target=_fill, args=(share,)) for _ in range(num_processes)]
+    for process in filling:
+        process.start()
+    read_once(files)
+    for process in filling:
+        process.join()
+    return time.monotonic() - began_s
+
+
+def _fill(num_bytes: int) -> None:
+    np.empty(num_bytes, np.uint8).fill(0xFF)
+
+
 def load_once(config: Config) -> float:
     """Return the seconds that a deployment is LOADING."""
     loading = LoadingTime()
@@ -109,28 +134,33 @@ def main(
                 "device": {"emulator": {"strict": False}},
             }
         )
-        times: dict[str, list[tuple[float, float]]] = {"disk": [], "page cache": []}
+        works: tuple[Callable[[], float], ...] = (
+            lambda: read_once(files),
+            lambda: read_and_fill(files, tp),
+            lambda: load_once(config),
+        )
+        times: dict[str, list[list[float]]] = {"disk": [], "page cache": []}
         for index in range(repeats):
             for source, rounds in times.items():
                 status.update(f"Round {index + 1} of {repeats}: from the {source}")
-                if source == "disk":
-                    forget(files)
-                reading_s = read_once(files)
-                if source == "disk":
-                    forget(files)
-                rounds.append((reading_s, load_once(config)))
+                rounds.append([])
+                for work in works:
+                    if source == "disk":
+                        forget(files)
+                    rounds[-1].append(work())
         size = sum(file.stat().st_size for file in files) / GIB
     lines = [
         [
             source,
-            f"{statistics.median(read for read, _ in rounds):.2f}",
-            f"{statistics.median(load for _, load in rounds):.2f}",
-            f"{statistics.median(load / read for read, load in rounds):.2f}",
+            *(f"{statistics.median(column):.2f}" for column in zip(*rounds, strict=True)),
+            f"{statistics.median(load / read for read, _, load in rounds):.2f}",
+            f"{statistics.median(load / floor for _, floor, load in rounds):.2f}",
         ]
         for source, rounds in times.items()
     ]
     title = f"{size:.2f} GiB in bfloat16, TP {tp}, {os.cpu_count()} cores, medians of {repeats}"
-    columns = ("from the", "reading once, s", "LOADING, s", "loading / reading")
+    columns = ("from the", "reading once, s", "and filling, s", "LOADING, s", "loading / reading",
+               "loading / both")  # fmt: skip
     console.print(filled_table(f"{title}. Not an NPU figure.", columns, lines))
 
 

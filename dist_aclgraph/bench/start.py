@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dist_aclgraph.actors import deployment
+from dist_aclgraph.actors import controller_life, deployment
 from dist_aclgraph.actors.controller import Progress
 from dist_aclgraph.actors.local_ray import start_ray
 from dist_aclgraph.bench.command import run_command
@@ -90,7 +90,7 @@ def main(
     console = Console()
     console.print(table)
     console.print(f"Medians of {turns} starts on {os.cpu_count()} cores; progress is asked for "
-                  f"every {deployment.POLL_S:g} s.")  # fmt: skip
+                  f"every {controller_life.POLL_S:g} s.")  # fmt: skip
 
 
 def _medians(found: dict[int, list[dict[str, float]]], phase: str) -> tuple[float, float]:

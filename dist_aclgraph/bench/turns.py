@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from dist_aclgraph.actors.controller import Progress as StartProgress
-from dist_aclgraph.actors.deployment import OnProgress
+from dist_aclgraph.actors.controller_life import OnProgress
 from dist_aclgraph.actors.local_ray import start_ray
 from dist_aclgraph.bench.engine import DecodeEngine
 from dist_aclgraph.bench.workload import Arrival, Run, run_workload

@@ -60,4 +60,6 @@ def emulator_settings(config: DeviceConfig, rank: int) -> dict[str, str | int | 
                 f"{prefix}_kind": fault.kind,
                 f"{prefix}_stall_s": str(fault.stall_s),
             }
+    if file := emulated.fault.file or emulated.second_fault.file:
+        settings["fault_file"] = file
     return settings

@@ -7,6 +7,7 @@ Annotations are evaluated here, because Serve looks at the class of the builder'
 """
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import pydantic
 import ray
 import yaml
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from starlette.types import ASGIApp
 
@@ -33,6 +35,7 @@ from dist_aclgraph.text.tokenizer import Tokenizer
 DEFAULT_CONFIG = "configs/tiny-qwen3.yaml"  # of the working directory, or the package's own
 MAX_ONGOING_REQUESTS = 4096  # the scheduler's own queue is what limits
 OUTLOOK_S = 20.0  # longer than the deployment's own limit
+STAY_AGAIN_S = 1.0
 
 
 class RefusedError(click.ClickException, RayServeException):  # type: ignore[misc]  # untyped
@@ -106,13 +109,18 @@ class Ingress:
         self, config: Config, access: Access, groups: Any
     ) -> None:
         self._access = access
-        self._stay = groups.stay.remote()
+        self._stay = asyncio.create_task(_stay(groups))
         connection = await groups.connection.remote()
         tokenizer = await asyncio.to_thread(Tokenizer, config.model)
         node_id = ray.get_runtime_context().get_node_id()
 
         def ask() -> Outlook:
-            found: Outlook = groups.outlook.remote().result(timeout_s=OUTLOOK_S)
+            try:
+                found: Outlook = groups.outlook.remote().result(timeout_s=OUTLOOK_S)
+            except DistAclGraphError:  # said by the groups: nothing is to be waited for
+                raise
+            except (RayError, RayServeException, TimeoutError):
+                return Outlook(progress="Ray Serve starts the groups again")
             return found
 
         self._state = open_state(config, tokenizer, connection, node_id=node_id, ask=ask)
@@ -134,6 +142,14 @@ class Ingress:
     def _leave(self) -> None:
         self._state.drain()
         self._state.client.close()
+
+
+async def _stay(groups: Any) -> None:
+    """Have a call to the groups open, for ever: to those that Serve starts in their place, too."""
+    while True:
+        with suppress(RayError, RayServeException):
+            await groups.stay.remote()
+        await asyncio.sleep(STAY_AGAIN_S)
 
 
 def make_app(config: Config, start: StartDeployment = start_on_ray) -> serve.Application:

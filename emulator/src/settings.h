@@ -43,9 +43,16 @@ struct Settings {
   bool trace = false;         // print every launch and every error
 
   Fault faults[kFaults];      // each happens once, and counts for itself
+  std::string fault_file;     // arms a fault while it is there; its words are settings like these
   size_t memory_limit_bytes = 0;  // allocations beyond it fail although hbm_bytes is reported
 };
 
 __attribute__((visibility("default"))) const Settings &settings();
+
+// Sets one; throws std::invalid_argument if there is no such setting, or it cannot be so.
+void set_setting(Settings &s, const std::string &name, const std::string &value);
+
+// Sets all of a text: key=value, with spaces between them. Tells of those that cannot be set.
+void read_settings(Settings &s, const std::string &text, const char *where);
 
 }  // namespace emu

@@ -112,7 +112,7 @@ def test_who_was_stopped_and_is_not_asked_ends() -> None:
 def _keep_engine(asks: Any, goes_on: Any) -> None:
     """An engine that is asked for signs of life while ``asks`` is set."""
     config = make_config({"model": "unused", "timeouts": {"link_s": 1.0}})
-    engine = Engine(config, (0,), (), node_id="node", workers_host=None, clients_host=None)
+    engine = Engine(config)
     for number in itertools.count(1):
         if asks.is_set():
             engine.ping(number)

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +17,7 @@ import pytest
 import ray
 
 from dist_aclgraph.actors import local_ray, processes
+from dist_aclgraph.actors.run_directory import PREFIX
 from tests.actors.leftovers import assert_processes_are_gone
 from tests.actors.listening import listening
 
@@ -157,9 +159,17 @@ def own_addresses() -> set[str]:
         return {probe.getsockname()[0]} - {"127.0.0.1"}
 
 
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for temporary files of drivers; its name is short, as Ray's sockets lie in it."""
+    with tempfile.TemporaryDirectory(prefix="t-", ignore_cleanup_errors=True) as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
+
+
 @pytest.mark.parametrize("victim", ["raylet", "gcs_server"])
 def test_a_daemon_that_dies_ends_everything_with_one_sentence(
-    checkpoint: Path, victim: str
+    checkpoint: Path, victim: str, temporary: Path
 ) -> None:
     with running(GENERATE, checkpoint) as (driver, _):
         pids = descendants(driver.pid)
@@ -173,6 +183,7 @@ def test_a_daemon_that_dies_ends_everything_with_one_sentence(
         assert said, "the driver ended without a word"
         driver.wait(WAIT_S)
         assert_processes_are_gone(pids)
+        assert list(temporary.glob(f"{PREFIX}*")) == []
         print(f"{victim}: {time.monotonic() - began_s:.1f} s to the end of all; {said}")
 
 

@@ -1,4 +1,4 @@
-"""A service of one group whose workers are killed: that costs time, not requests."""
+"""A service of one group whose processes are killed: that costs time, not requests."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import httpx
@@ -80,11 +81,16 @@ class Service:
 
         wait_until(is_ready, "it is not ready", WAIT_S)
 
-    def kill_a_worker(self) -> None:
+    def strike(self, kind: str, number: signal.Signals = signal.SIGKILL) -> int:
+        """Send a signal to a process of a kind of actors; return its id."""
         # Those that were forked have other parents; what they inherit stays.
         own = processes.with_variable(MARK, self._mark)
-        [*_, pid] = [p for p in own if processes.name_of(p).startswith("ray::Worker")]
-        os.kill(pid, signal.SIGKILL)
+        [*_, pid] = [p for p in own if processes.name_of(p).startswith(f"ray::{kind}")]
+        os.kill(pid, number)
+        return pid
+
+    def kill_a_worker(self) -> None:
+        self.strike("Worker")
 
     def ask(self, which: int, stream: Stream, count: int) -> None:
         body = {
@@ -125,14 +131,20 @@ class Service:
             self.process.kill()
 
 
-@pytest.fixture
-def service() -> Iterator[Service]:
-    service = Service("scheduler.max_num_seqs=16", "recovery.restarts_per_hour=1")
+@contextmanager
+def serving(*overrides: str) -> Iterator[Service]:
+    service = Service("scheduler.max_num_seqs=16", *overrides)
     try:
         service.wait_until_ready()
         yield service
     finally:
         service.close()
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    with serving("recovery.restarts_per_hour=1") as service:
+        yield service
 
 
 @pytest.mark.timeout(900)
@@ -170,3 +182,31 @@ def test_the_death_of_the_only_group_costs_time_and_no_request_until_no_restart_
     assert service.process.wait(WAIT_S) == 1
     service._reading.join(WAIT_S)
     assert any("recovery.restarts_per_hour allows 1" in line for line in service.said), service.said
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.cluster
+def test_a_controller_that_dies_or_hangs_takes_its_groups_along_and_no_request(npu: object) -> None:
+    with serving("recovery.restarts_per_hour=2", "timeouts.link_s=5") as service:
+        wanted = [stream.text for stream in service.ask_all(600)]
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            struck = 0
+
+            def strike(number: signal.Signals = number) -> None:
+                nonlocal struck
+                struck = service.strike("Controller", number)
+                wait_until(lambda: service.status("/ready") == 503, "it is ready", WAIT_S)
+                service.wait_until_ready()
+
+            streams = service.ask_all(600, strike)
+
+            assert [stream.error for stream in streams if stream.error] == []
+            assert [stream.text for stream in streams] == wanted
+            assert not processes.name_of(struck), "it is still there"
+
+        metrics = service.http.get("/metrics").text
+        assert 'engine="2000"' in metrics  # the first of the third controller
+        service.strike("Controller")
+        assert service.process.wait(WAIT_S) == 1
+        service._reading.join(WAIT_S)
+        assert any("recovery.restarts_per_hour allows 2" in line for line in service.said)

@@ -165,3 +165,55 @@ attempt("SECOND", hoard)
     assert status == 0, output
     assert "WARM FINE" in output and "SECOND FINE" in output
     assert "FIRST FAILED" in output and "out of memory" in output
+
+
+def test_a_file_arms_a_fault_for_one_call(run_script, tmp_path):
+    armed = tmp_path / "armed"
+    status, output = run_script(
+        f"""
+        from pathlib import Path
+        armed = Path({str(armed)!r})
+        x, y = torch.ones(4).npu(), torch.zeros(4).npu()
+        graph = torch.npu.NPUGraph()
+        with torch.npu.graph(graph):
+            torch.add(x, x, out=y)
+        def arm(words):
+            new = armed.with_suffix(".new")
+            new.write_text(words)
+            new.rename(armed)
+        def step():
+            begin = time.monotonic()
+            graph.replay()
+            torch.npu.synchronize()
+            print("STEP", time.monotonic() - begin, armed.exists())
+        arm("fault_op=aclnnMul fault_kind=die")
+        step()
+        arm("fault_op=aclnnAdd fault_rank=3 fault_kind=die")
+        step()
+        arm("fault_op=aclnnAdd fault_kind=stall stall_s=1")
+        step()
+        step()
+        arm("fault_op=aclnnAdd fault_when=capture")
+        step()
+        other = torch.npu.NPUGraph()
+        try:
+            with torch.npu.graph(other):
+                torch.add(x, x, out=y)
+        except RuntimeError as e:
+            print("CAPTURE", str(e).replace(chr(10), " "))
+        arm("fault_op=aclnnAdd")
+        try:
+            step()
+        except RuntimeError as e:
+            print("REPLAY", armed.exists(), str(e).replace(chr(10), " "))
+        """,
+        fault_file=str(armed),
+    )
+    assert status == 0, output
+    left = re.findall(r"STEP [\d.e-]+ (True|False)", output)
+    assert left == ["True", "True", "False", "False", "True"], output
+    steps_s = seconds_of("STEP", output)
+    assert max(steps_s) == steps_s[2] >= 1
+    assert "CAPTURE" in output, output
+    assert "REPLAY False" in output
+    assert "injected fault in call that a file has armed of aclnnAdd" in output

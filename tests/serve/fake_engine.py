@@ -103,7 +103,13 @@ class FakeEngine:
         answers_queries: else it beats, and says no more.
     """
 
-    def __init__(self, reply: Callable[[Submit], list[int]] = echo, step_s: float = 0.002) -> None:
+    def __init__(
+        self,
+        reply: Callable[[Submit], list[int]] = echo,
+        step_s: float = 0.002,
+        token: str = TOKEN,
+    ) -> None:
+        self._token = token
         self.reply = reply
         self.step_s = step_s
         self.frames: list[bytes] = []
@@ -136,7 +142,14 @@ class FakeEngine:
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def is_closed(self) -> bool:
+        return self._stopping.is_set()
+
     def close(self) -> None:
+        """End, as a process that dies: its clients know at once."""
+        if self.is_closed:
+            return
         self._stopping.set()
         self._thread.join()
         self._router.close()
@@ -165,7 +178,7 @@ class FakeEngine:
 
     def _receive(self, client: bytes, message: object) -> None:
         if isinstance(message, Hello):
-            if message.token != TOKEN:
+            if message.token != self._token:
                 self._send(client, Refused("wrong token"))
             else:
                 for earlier in [c for c, name in self._names.items() if name == message.client]:

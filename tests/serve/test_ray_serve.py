@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -78,6 +79,49 @@ ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=100 <
 serve.start(http_options={"port": config.serve.port})
 timeouts = config.timeouts.model_copy(update={"link_s": 1.0})
 serve.run(make_app(config.model_copy(update={"timeouts": timeouts}), start_dying))
+print("running", flush=True)
+sys.stdin.readline()
+serve.shutdown()
+ray.shutdown()
+"""
+)
+REPLACED = (
+    FAKE
+    + """
+import os, secrets
+from ray import serve
+from dist_aclgraph.actors.messages import GroupEntry, Groups
+from dist_aclgraph.actors.outage import Outlook
+from dist_aclgraph.ints import INT_BYTES
+from dist_aclgraph.serve.app import make_app
+from tests.serve.fake_engine import FakeEngine
+
+def by_position(submit):
+    first = len(submit.prompt) // INT_BYTES
+    return [70 + (first + i) % 50 for i in range(submit.max_tokens)]
+
+def start_one(config, found=sys.argv[3]):
+    from tests.serve.test_llm import FakeDeployment
+
+    class Another(FakeDeployment):
+        def __init__(self):
+            super().__init__()
+            self.token = secrets.token_hex(8)
+            self.engine.close()
+            self.engine = FakeEngine(by_position, step_s=0.02, token=self.token)
+            self.addresses = [self.engine.address]
+
+        def outlook(self):
+            entry = GroupEntry("0", self.engine.address, 100, 16)
+            return Outlook(Groups(1, (entry,)), token=self.token)
+
+    with open(found, "a") as pids:
+        print(os.getpid(), file=pids)
+    return Another()
+
+ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
+serve.start(http_options={"port": config.serve.port})
+serve.run(make_app(config, start_one))
 print("running", flush=True)
 sys.stdin.readline()
 serve.shutdown()
@@ -186,3 +230,34 @@ def test_an_ingress_asks_the_groups_what_becomes_of_a_deployment_that_died():
         process.wait(WAIT_S)
     finally:
         process.kill()
+
+
+@pytest.mark.cluster
+def test_a_stream_goes_on_when_serve_replaces_the_groups(tmp_path):
+    pids, port = tmp_path / "pids", free_port()
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    process = launch(REPLACED, port, pids)
+    question = {**QUESTION, "max_tokens": 200, "ignore_eos": True}
+    try:
+        read_until(process, "running")
+        whole = httpx.post(url, json=question, timeout=WAIT_S).text
+        with httpx.stream("POST", url, json=question, timeout=WAIT_S) as reply:
+            lines = reply.iter_lines()
+            found = [next(lines) for _ in range(10)]
+            os.kill(int(pids.read_text().split()[-1]), signal.SIGKILL)
+            found += lines
+
+        assert text_of(found) == text_of(whole.splitlines())
+        assert len(pids.read_text().split()) == 2
+        process.stdin.write("\n")
+        process.stdin.flush()
+        process.wait(WAIT_S)
+    finally:
+        process.kill()
+
+
+def text_of(lines: list[str]) -> str:
+    bodies = [json.loads(line.removeprefix("data: ")) for line in lines if line[:7] == "data: {"]
+    assert not any("error" in body for body in bodies), lines[-3:]
+    assert lines[-2:] == ["data: [DONE]", ""] or lines[-1] == "data: [DONE]"
+    return "".join(choice["text"] for body in bodies for choice in body["choices"])

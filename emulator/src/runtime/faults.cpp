@@ -6,6 +6,9 @@
 #include <acl/error_codes/rt_error_codes.h>
 
 #include <chrono>
+#include <fstream>
+#include <iterator>
+#include <optional>
 #include <stdexcept>
 #include <thread>
 
@@ -24,23 +27,63 @@ void set_fault_identity(int rank) {
   g_identity.compare_exchange_strong(none, rank);
 }
 
-static const Fault &fault(int i) { return settings().faults[i]; }
+namespace {
 
-// Counts a call of a fault's operator; true if it is the one that the fault is for.
-static bool is_due(int i, int device) {
-  int identity = g_identity >= 0 ? g_identity.load() : device;
-  bool mine = fault(i).rank < 0 || fault(i).rank == identity;
-  return mine && ++g_calls[i] == fault(i).call;
+struct Call {
+  const char *name;
+  int device;
+  bool in_capture;
+};
+
+// A fault that happens now.
+struct Due {
+  Fault fault;
+  std::string which;
+};
+
+bool is_for(const Fault &f, const Call &call) {
+  int identity = g_identity >= 0 ? g_identity.load() : call.device;
+  bool counts = f.in_capture == call.in_capture || f.op == kAllocation;
+  return f.op == call.name && counts && (f.rank < 0 || f.rank == identity);
 }
 
-static void sleep_for(double seconds, const std::function<bool()> &is_over) {
+// A fault of the settings, at the call that it is for. Each counts for itself.
+std::optional<Due> counted_fault(const Call &call) {
+  std::optional<Due> due;
+  for (int i = 0; i < kFaults; i++) {
+    const Fault &f = settings().faults[i];
+    if (is_for(f, call) && ++g_calls[i] == f.call)
+      due = Due{f, std::to_string(f.call)};
+  }
+  return due;
+}
+
+// The fault that a file has armed, for the first call of all processes that it is for.
+std::optional<Due> armed_fault(const Call &call) {
+  const std::string &path = settings().fault_file;
+  if (path.empty() || access(path.c_str(), R_OK))
+    return {};
+  std::ifstream file(path);
+  Settings armed;
+  read_settings(armed, {std::istreambuf_iterator<char>(file), {}}, path.c_str());
+  if (!is_for(armed.faults[0], call) || unlink(path.c_str()))  // or another process was the first
+    return {};
+  return Due{armed.faults[0], "that a file has armed"};
+}
+
+std::optional<Due> fault_of(const Call &call) {
+  std::optional<Due> due = counted_fault(call);
+  return due ? due : armed_fault(call);
+}
+
+void sleep_for(double seconds, const std::function<bool()> &is_over) {
   auto end = Clock::now() + std::chrono::duration<double>(seconds);
   while (Clock::now() < end && !is_over())
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
 }
 
 // Carries out the fault; true if the call fails.
-static bool strike(const Fault &f, const std::function<bool()> &is_over) {
+bool strike(const Fault &f, const std::function<bool()> &is_over) {
   switch (f.kind) {
   case FaultKind::Stall:
     sleep_for(f.stall_s, is_over);
@@ -52,10 +95,10 @@ static bool strike(const Fault &f, const std::function<bool()> &is_over) {
   }
 }
 
-static bool never() { return false; }
+bool never() { return false; }
 
 // With what code the device stops, and what CANN's text has as the reason.
-static std::pair<aclError, const char *> code_of(FaultKind kind) {
+std::pair<aclError, const char *> code_of(FaultKind kind) {
   switch (kind) {
   case FaultKind::Link:
     return {ACL_ERROR_RT_LINK_ERROR, "link error"};
@@ -72,58 +115,55 @@ static std::pair<aclError, const char *> code_of(FaultKind kind) {
   }
 }
 
-static std::string describe(const Fault &f, const char *call, const char *name) {
-  const char *reason = code_of(f.kind).second;
-  return "injected fault in " + std::string(call) + " " + std::to_string(f.call) + " of " + name +
+std::string describe(const char *what, const Due &due, const char *name) {
+  const char *reason = code_of(due.fault.kind).second;
+  return "injected fault in " + std::string(what) + " " + due.which + " of " + name +
          (reason ? std::string(", reason=[") + reason + "]" : "");
 }
 
-static Task with_fault(int i, const char *name, int device, Task body) {
-  if (fault(i).op.empty() || fault(i).in_capture || fault(i).op != name)
+bool may_be_due(const char *name) {
+  for (const Fault &f : settings().faults)
+    if (!f.in_capture && f.op == name)
+      return true;
+  return !settings().fault_file.empty();
+}
+
+}  // namespace
+
+Task with_fault(const char *name, int device, Task body) {
+  if (!may_be_due(name))
     return body;
-  return [body = std::move(body), i, name, device] {
-    if (is_due(i, device) && strike(fault(i), device_failed))
-      throw TaskError(code_of(fault(i).kind).first, describe(fault(i), "call", name));
+  return [body = std::move(body), name, device] {
+    std::optional<Due> due = fault_of({name, device, false});
+    if (due && strike(due->fault, device_failed))
+      throw TaskError(code_of(due->fault.kind).first, describe("call", *due, name));
     body();
   };
 }
 
-Task with_fault(const char *name, int device, Task body) {
-  for (int i = 0; i < kFaults; i++)
-    body = with_fault(i, name, device, std::move(body));
-  return body;
-}
-
 aclError fault_in_capture(const char *name, int device) {
-  for (const Fault &f : settings().faults) {
-    if (f.op.empty() || !f.in_capture || f.op != name)
-      continue;
-    if (is_due(static_cast<int>(&f - settings().faults), device) && strike(f, device_failed))
-      return fail(ACL_ERROR_RT_INTERNAL_ERROR, "%s", describe(f, "recording", name).c_str());
-  }
+  std::optional<Due> due = fault_of({name, device, true});
+  if (due && strike(due->fault, device_failed))
+    return fail(ACL_ERROR_RT_INTERNAL_ERROR, "%s", describe("recording", *due, name).c_str());
   return 0;
 }
 
 // Counted while a stream captures. One failure is enough: torch_npu's allocator tries again only
 // outside captures.
 aclError fault_in_allocation(int device) {
-  for (const Fault &f : settings().faults) {
-    if (f.op != kAllocation || !is_capturing(device))
-      continue;
-    if (is_due(static_cast<int>(&f - settings().faults), device) && strike(f, device_failed))
-      return fail(ACL_ERROR_RT_MEMORY_ALLOCATION, "out of device memory: %s",
-                  describe(f, "allocation", "a capture").c_str());
-  }
-  return 0;
+  if (!is_capturing(device))
+    return 0;
+  std::optional<Due> due = fault_of({kAllocation, device, true});
+  if (!due || !strike(due->fault, device_failed))
+    return 0;
+  return fail(ACL_ERROR_RT_MEMORY_ALLOCATION, "out of device memory: %s",
+              describe("allocation", *due, "a capture").c_str());
 }
 
 aclError fault_in_call(const char *name, int device) {
-  for (const Fault &f : settings().faults) {
-    if (f.op != name)
-      continue;
-    if (is_due(static_cast<int>(&f - settings().faults), device) && strike(f, never))
-      return fail(ACL_ERROR_RT_INTERNAL_ERROR, "%s", describe(f, "call", name).c_str());
-  }
+  std::optional<Due> due = fault_of({name, device, false});
+  if (due && strike(due->fault, never))
+    return fail(ACL_ERROR_RT_INTERNAL_ERROR, "%s", describe("call", *due, name).c_str());
   return 0;
 }
 

@@ -150,6 +150,7 @@ const std::map<std::string, Setter> &setters() {
       {"hccl_s", [](S &s, Text &v) { s.hccl_s = number(v, 1, many); }},
       {"host", [](S &s, Text &v) { s.host = short_name(v); }},
       {"trace", [](S &s, Text &v) { s.trace = boolean(v); }},
+      {"fault_file", [](S &s, Text &v) { s.fault_file = v; }},
       {"memory_limit_mb",
        [](S &s, Text &v) { s.memory_limit_bytes = size_t(number(v, 0, many)) << 20; }},
   };
@@ -160,44 +161,54 @@ const std::map<std::string, Setter> &setters() {
 
 const Settings &settings() { return g_settings; }
 
+void set_setting(Settings &s, const std::string &name, const std::string &value) {
+  if (name.rfind(kRate, 0) == 0) {
+    std::string known = name.substr(kRate.size());
+    s.rates[known] = rate(known, value);
+    return;
+  }
+  auto found = setters().find(name);
+  try {
+    if (set_fault(s, name, value))
+      return;
+    if (found != setters().end())
+      return found->second(s, value);
+  } catch (const std::exception &e) {
+    throw std::invalid_argument(name + "=" + value + ": " + e.what());
+  }
+  throw std::invalid_argument("unknown setting " + name);
+}
+
+void read_settings(Settings &s, const std::string &text, const char *where) {
+  std::istringstream words(text);
+  for (std::string word; words >> word;) {
+    size_t equals = word.find('=');
+    std::string value = equals == std::string::npos ? "" : word.substr(equals + 1);
+    try {
+      set_setting(s, word.substr(0, equals), value);
+    } catch (const std::exception &e) {
+      fprintf(stderr, "[emulator] %s: %s\n", where, e.what());
+    }
+  }
+}
+
 }  // namespace emu
 
 // Returns null, or what is wrong. Call before the first use: later changes are seen in part only.
 EMU_API const char *emulator_configure(const char *key, const char *value) {
   static thread_local std::string problem;
-  const std::string name = key;
-  const bool is_rate = name.rfind(emu::kRate, 0) == 0;
-  auto found = emu::setters().find(name);
   try {
-    if (emu::set_fault(emu::g_settings, name, value))
-      return nullptr;
-    if (!is_rate && found == emu::setters().end()) {
-      problem = "unknown setting " + name;
-      return problem.c_str();
-    }
-    if (is_rate) {
-      std::string rate = name.substr(emu::kRate.size());
-      emu::g_settings.rates[rate] = emu::rate(rate, value);
-    } else {
-      found->second(emu::g_settings, value);
-    }
+    emu::set_setting(emu::g_settings, key, value);
     return nullptr;
   } catch (const std::exception &e) {
-    problem = std::string(key) + "=" + value + ": " + e.what();
+    problem = e.what();
     return problem.c_str();
   }
 }
 
-// What the command `run` gives to a process and its children: key=value, with spaces between them.
-// It has tried them before.
+// What the command `run` gives to a process and its children, and has tried before.
 static const bool is_configured_by_environment = [] {
   const char *text = getenv("EMULATED_NPU");
-  std::istringstream settings(text ? text : "");
-  for (std::string setting; settings >> setting;) {
-    size_t equals = setting.find('=');
-    std::string value = equals == std::string::npos ? "" : setting.substr(equals + 1);
-    if (const char *wrong = emulator_configure(setting.substr(0, equals).c_str(), value.c_str()))
-      fprintf(stderr, "[emulator] EMULATED_NPU: %s\n", wrong);
-  }
+  emu::read_settings(emu::g_settings, text ? text : "", "EMULATED_NPU");
   return true;
 }();

@@ -1,0 +1,44 @@
+"""A small disk for a service's temporary files, so that filling it harms nobody else."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+SIZE_MIB = 512
+CHUNK = bytes(1 << 20)
+FILLING = "filling"
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[Path | None]:
+    """Mount a file system in memory, and unmount it afterwards; None where that is not allowed."""
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={SIZE_MIB}m,mode=0700", "chaos", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        yield None
+        return
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(disk: Path) -> None:
+    """Leave no room on a disk."""
+    with (disk / FILLING).open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            try:
+                file.write(CHUNK)
+            except OSError as e:
+                if e.errno != errno.ENOSPC:
+                    raise
+                while file.write(CHUNK[:4096]):  # the last pages, until there is none
+                    pass
+
+
+def make_room(disk: Path) -> None:
+    (disk / FILLING).unlink(missing_ok=True)

@@ -1,0 +1,97 @@
+"""The deployments that faults are tried on, small enough for two cores."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+LIMIT_S, LINK_S = 20.0, 5.0
+LONG, NUM_LONG = 2, 2  # so many times the tokens, so that no buffer holds the answer
+STALL_S = 600.0  # longer than any limit: only a limit can end it
+COMMON = (
+    "dtype=float32",  # so that an answer does not depend on what runs beside it
+    "device.kind=emulated",
+    "device.emulator.strict=false",
+    "kv.num_blocks=64",
+    # What is captured later would make a capture of the replacement's something else.
+    "graph.lazy='off'",
+    "graph.rebucket_s=0",
+    "recovery.restarts_per_hour=10000",
+    f"timeouts.step_s={LIMIT_S:g}",
+    f"timeouts.link_s={LINK_S:g}",
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A deployment and the load that it gets.
+
+    Attributes:
+        config: a file of ``configs/``.
+        operator, collective: what is made to fail, or to stall.
+        num_streams: requests that are sent at once; each has a body of its own.
+    """
+
+    config: str
+    num_groups: int
+    overrides: tuple[str, ...]
+    operator: str
+    collective: str
+    num_streams: int
+    num_tokens: int
+    vocabulary: int = 800
+    prompt_tokens: int = 48
+
+    def bodies(self) -> list[dict[str, Any]]:
+        """Return the requests, then those of slow readers: half greedy, half seeded."""
+        chance = random.Random(self.config)
+        counts = [self.num_tokens] * self.num_streams + [LONG * self.num_tokens] * NUM_LONG
+        return [self._body(i, count, chance) for i, count in enumerate(counts)]
+
+    def _body(self, index: int, count: int, chance: random.Random) -> dict[str, Any]:
+        prompt = [chance.randrange(70, self.vocabulary) for _ in range(self.prompt_tokens)]
+        sampled = {"temperature": 1.0, "seed": index} if index % 2 else {"temperature": 0}
+        return {
+            "model": self.config,
+            "prompt": prompt,
+            "max_tokens": count,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **sampled,
+        }
+
+
+SHAPES = {
+    "replicas": Shape(
+        config="tiny-qwen3",
+        num_groups=2,
+        overrides=(
+            *COMMON,
+            "parallel.tp=1",
+            "parallel.dp=2",
+            "graph.sizes=[4,8]",
+            "scheduler.max_num_seqs=8",
+            "scheduler.max_waiting=8",
+        ),
+        operator="aclnnSwiGlu",
+        collective="aclnnSwiGlu",  # a group of one rank has none
+        num_streams=8,
+        num_tokens=500,
+    ),
+    "experts": Shape(
+        config="tiny-deepseek",
+        num_groups=1,
+        overrides=(
+            *COMMON,
+            "graph.sizes=[8,16]",
+            "scheduler.max_num_seqs=8",
+            "scheduler.max_waiting=8",
+        ),
+        operator="aclnnSwiGlu",
+        collective="HcclAllReduce",
+        num_streams=8,
+        num_tokens=400,
+    ),
+}

@@ -1,0 +1,83 @@
+"""The rig of ``make chaos``: a fault that it carries out, and an end that leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dist_aclgraph.actors import processes
+from tests.actors.leftovers import wait_until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[2]
+WAIT_S = 600.0
+COMMAND = [sys.executable, "-u", "-m", "dist_aclgraph.chaos", "--seed=1", "--only=kill_worker"]
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder for all temporary files; its name is short, as sockets lie in it."""
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:
+        yield Path(folder)
+
+
+def start(temporary: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*COMMAND, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(temporary)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def started_in(folder: Path) -> list[int]:
+    """Return processes whose temporary files are in a folder of this one."""
+    found = [processes.with_variable("TMPDIR", str(path)) for path in folder.glob("chaos-*/s-*")]
+    return sorted(set().union(*found))
+
+
+def test_a_fault_is_carried_out_and_told_in_a_table(temporary: Path, npu: object) -> None:
+    rig = start(temporary, "--faults=1")
+    said, _ = rig.communicate(timeout=WAIT_S)
+
+    assert rig.returncode == 0, said
+    assert "1: worker killed, after" in said
+    assert "| worker killed | 1 | 8 | 0 | 0 | 0 |" in said
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_rig_that_is_stopped_leaves_no_process_and_no_file(
+    temporary: Path, npu: object, number: signal.Signals
+) -> None:
+    rig = start(temporary, "--faults=3")
+    try:
+        wait_until(lambda: len(started_in(temporary)) > 5, "no service is started", WAIT_S)
+        pids = started_in(temporary)
+
+        rig.send_signal(number)
+
+        said, _ = rig.communicate(timeout=WAIT_S)
+        assert rig.returncode not in (0, -number), said
+        assert not set(pids) & processes.living()
+        assert list(temporary.iterdir()) == []
+    finally:
+        rig.kill()
+
+
+def test_a_fault_that_is_not_known_is_one_sentence(temporary: Path) -> None:
+    rig = start(temporary, "--only=kill_workers")
+    said, _ = rig.communicate(timeout=WAIT_S)
+
+    assert rig.returncode == 1
+    assert said.startswith("error: there is no fault 'kill_workers'; there are: kill_worker, ")
