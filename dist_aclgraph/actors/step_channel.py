@@ -24,10 +24,11 @@ from dist_aclgraph.errors import (
 )
 from dist_aclgraph.planning.commands import GraphAnswer, GraphCommand
 from dist_aclgraph.steps.step import (
+    Answered,
     FromWorker,
+    Halt,
     Pause,
     Resume,
-    Resumed,
     Shutdown,
     StepPlan,
     StepResult,
@@ -153,10 +154,10 @@ class StepSender:
             return WorkerLostError(result.error, rank, "SERVING")
         return DeviceFaultError(result.error, rank, "SERVING", result.fault)
 
-    def receive_resumed(
+    def receive_answers(
         self, epoch: int, timeout_s: float, check: Callable[[], None]
     ) -> dict[GroupRank, str]:
-        """Return why each rank did not come back into ``epoch``, "" where it did.
+        """Return why ranks have not halted, or not resumed; see ``Answered``.
 
         Raises:
             WorkerLostError: a worker did not answer in time; names the rank.
@@ -164,10 +165,10 @@ class StepSender:
         errors: dict[GroupRank, str] = {}
         deadline = Deadline(timeout_s)
         while len(errors) < self._num_workers:
-            answer = self._next("resuming", set(errors), deadline, check)
-            if isinstance(answer, Resumed) and answer.epoch == epoch:
+            answer = self._next("coming back", set(errors), deadline, check)
+            if isinstance(answer, Answered) and answer.epoch == epoch:
                 errors[GroupRank(answer.rank)] = answer.error
-        return errors
+        return {rank: error for rank, error in errors.items() if error}
 
     def receive_votes(
         self, command: GraphCommand, timeout_s: float, check: Callable[[], None]
@@ -242,7 +243,7 @@ class StepReceiver:
         """Say whether ``receive`` would find a message."""
         return bool(int(self._plans.get(zmq.EVENTS)) & zmq.POLLIN)
 
-    def receive(self, epoch: int) -> StepPlan | GraphCommand | Pause | Resume | None:
+    def receive(self, epoch: int) -> StepPlan | GraphCommand | Pause | Halt | Resume | None:
         """Return the next message of ``epoch``, or None when the engine shuts down.
 
         What is no message is dropped.

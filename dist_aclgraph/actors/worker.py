@@ -34,7 +34,7 @@ from dist_aclgraph.planning.commands import GraphAnswer, GraphCommand
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.plan import CaptureCost, GraphPlan
 from dist_aclgraph.shapes.weight_files import weight_files
-from dist_aclgraph.steps.step import Pause, Resume, Resumed, StepPlan, StepResult
+from dist_aclgraph.steps.step import Answered, Halt, Pause, Resume, StepPlan, StepResult
 from dist_aclgraph.topology import NO_RANK, GroupRank, WorldRank
 
 NO_PLAN = GraphPlan(version=0, mode="NONE", budget_model="legacy-last")
@@ -64,6 +64,7 @@ class Worker:
         self._neighbour = ALONE
         self._progress = (0, 0)  # bytes of weights loaded, and in all
         self._doing = ""
+        self._is_told_to_stop = False  # so that steps fail, in whatever way
         self._plan = NO_PLAN
         self._meeting: socket.socket | None = None
         self._stage: JoinedRank | LoadedRank | RunningRank | None = None
@@ -107,6 +108,7 @@ class Worker:
         """
         joined = self._joined
         assert joined is not None, "devices that serve are stopped"
+        self._is_told_to_stop = True
         joined.npu.stop(timeout_s)
 
     # ---- phases, in order
@@ -277,9 +279,9 @@ class Worker:
         is_stopped = False
         try:
             while (plan := channel.receive(self._epoch)) is not None:
-                if isinstance(plan, Resume):
-                    answer = self._resume(plan)
-                    is_stopped = bool(answer.error)
+                if isinstance(plan, Halt | Resume):
+                    answer = self._halt_or_resume(plan)
+                    is_stopped = isinstance(plan, Halt) or bool(answer.error)
                     channel.send(answer)
                 elif is_stopped:
                     continue
@@ -309,19 +311,26 @@ class Worker:
         from dist_aclgraph.device.failures import device_fault
 
         fault = device_fault(error) if isinstance(error, DeviceError) else None
+        if fault is None and self._is_told_to_stop:
+            fault = "stopped"
         rank = self._running.joined.group_rank
         channel.send(StepResult(self._epoch, self._last_step, rank, error=str(error), fault=fault))
         return fault
 
-    def _resume(self, order: Resume) -> Resumed:
-        """Bring the device back, and follow the group into its next epoch."""
+    def _halt_or_resume(self, order: Halt | Resume) -> Answered:
+        """Stop the device, behind all that this thread has launched; or bring it back, and follow
+        the group into its next epoch.
+        """
         rank = self._running
-        self._doing = "resuming"
+        self._doing, error = "coming back", ""
         try:
-            rank.resume()
+            if isinstance(order, Halt):
+                rank.joined.npu.stop(order.timeout_s)
+            else:
+                rank.resume()
+                self._epoch, self._is_told_to_stop = order.next_epoch, False
         except DistAclGraphError as e:
-            return Resumed(order.next_epoch, rank.joined.group_rank, error=str(e))
-        finally:
-            self._doing = ""
-        self._epoch = order.next_epoch
-        return Resumed(order.next_epoch, rank.joined.group_rank)
+            error = str(e)
+        self._doing = ""
+        epoch = order.epoch if isinstance(order, Halt) else order.next_epoch
+        return Answered(epoch, rank.joined.group_rank, error)

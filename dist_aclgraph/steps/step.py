@@ -137,8 +137,15 @@ class Pause(msgspec.Struct, frozen=True, tag="pause"):
     epoch: int
 
 
+class Halt(msgspec.Struct, frozen=True, tag="halt"):
+    """Run no step any more, and abort what the device still has of them."""
+
+    epoch: int
+    timeout_s: float
+
+
 class Resume(msgspec.Struct, frozen=True, tag="resume"):
-    """Bring the device back, whose work was aborted on all ranks; forget rows and steps in flight.
+    """Bring the device back, as all ranks have halted; forget rows and steps in flight.
 
     What follows is of ``next_epoch``.
     """
@@ -147,8 +154,11 @@ class Resume(msgspec.Struct, frozen=True, tag="resume"):
     next_epoch: int
 
 
-class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
-    """The answer to ``Resume``: a rank is ready for steps of this epoch, or says why not."""
+class Answered(msgspec.Struct, frozen=True, tag="answered"):
+    """A rank has halted, or resumed, or says why not.
+
+    ``epoch`` is the one to which an answer belongs: of ``Resume`` the next one.
+    """
 
     epoch: int
     rank: int
@@ -161,8 +171,8 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     epoch: int
 
 
-ToWorker = StepPlan | GraphCommand | Pause | Resume | Shutdown
-FromWorker = StepResult | GraphAnswer | Resumed
+ToWorker = StepPlan | GraphCommand | Pause | Halt | Resume | Shutdown
+FromWorker = StepResult | GraphAnswer | Answered
 
 encoder = msgspec.msgpack.Encoder()
 to_worker_decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

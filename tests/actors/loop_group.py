@@ -34,7 +34,15 @@ from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.scheduler.scheduler import Scheduler
-from dist_aclgraph.steps.step import Pause, Resume, Resumed, RowSampling, StepPlan, StepResult
+from dist_aclgraph.steps.step import (
+    Answered,
+    Halt,
+    Pause,
+    Resume,
+    RowSampling,
+    StepPlan,
+    StepResult,
+)
 from tests.deployments import Answer, greedy_params
 from tests.plans import make_plan
 from tests.unit.scheduler.fake_worker import FakeWorker
@@ -144,11 +152,15 @@ class Group:
         epoch, is_stopped = EPOCH, False
         try:
             while (plan := receiver.receive(epoch)) is not None:
+                if isinstance(plan, Halt):
+                    is_stopped = True
+                    receiver.send(Answered(epoch, rank))
+                    continue
                 if isinstance(plan, Resume):
                     worker.resume(len(in_flight))
                     in_flight.clear()
                     epoch, is_stopped = plan.next_epoch, False
-                    receiver.send(Resumed(epoch, rank))
+                    receiver.send(Answered(epoch, rank))
                     continue
                 if is_stopped:
                     continue
