@@ -60,6 +60,13 @@ class RecoveryConfig(Section):
         "link, has failed and all processes live; then the group is replaced. 0 replaces it at "
         "once",
     )
+    spares: int = Field(
+        0,
+        ge=0,
+        description="places of so many lockstep groups more are held free, for groups that lose "
+        "theirs with a node: the cluster must have NPUs for them as well, and what is scaled does "
+        "not take them",
+    )
     wait_s: float = Field(
         300.0,
         gt=0,

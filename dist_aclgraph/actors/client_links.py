@@ -35,7 +35,7 @@ from dist_aclgraph.actors.messages import (
     encoder,
     to_engine_decoder,
 )
-from dist_aclgraph.actors.sockets import Silence, Wakeup, read_frame
+from dist_aclgraph.actors.sockets import Silence, Wakeup, has_message, read_frame
 from dist_aclgraph.errors import NotAMessageError
 from dist_aclgraph.steps.delta import StepDeltas
 
@@ -219,7 +219,7 @@ class ClientLinks:
     def _receive(self, answers: Answers) -> bool:
         """Read what is there; return whether that was all."""
         for _ in range(FRAMES_A_TURN):
-            if not self._socket.poll(0):
+            if not has_message(self._socket):
                 return True
             routing_id, *frames = self._socket.recv_multipart()
             try:

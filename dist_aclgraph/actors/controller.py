@@ -22,10 +22,12 @@ from dist_aclgraph.actors.outage import Outlook
 from dist_aclgraph.actors.processes import leave_with_raylet
 from dist_aclgraph.actors.ray_errors import ours
 from dist_aclgraph.actors.serving_groups import ServingGroups, ranks_of_groups, stop_groups
+from dist_aclgraph.actors.spares import Spares
 from dist_aclgraph.actors.startup import Startup
 from dist_aclgraph.actors.state import State, advance
 from dist_aclgraph.actors.term import Standing, Term
 from dist_aclgraph.actors.upkeep import Upkeep
+from dist_aclgraph.actors.worker_group import bundles_of_a_group
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import DistAclGraphError, EngineUnavailableError, WorkerError
 from dist_aclgraph.planning.planner import Planner
@@ -71,6 +73,7 @@ class Controller:
         self._name = name
         self._config = config
         self._term = term
+        self._spares = Spares(name, config.recovery.spares)
         self._state = State.PLACING
         self._progress = Progress(self._state.value)
         self._failure = ""  # of the start
@@ -161,6 +164,8 @@ class Controller:
             ranks = list(planner.layout.lockstep_groups)
             if count := self._term.num_groups:
                 ranks = ranks_of_groups(len(ranks[0]), 0, count)
+            timeout_s = self._config.timeouts.place_s
+            self._spares.hold(bundles_of_a_group(self._config), len(ranks), timeout_s)
             startup.run(ranks, deployment=self._name)
             return self._serve(planner, startup.scopes)
         except Exception as e:
@@ -186,11 +191,13 @@ class Controller:
         self._progress = Progress(self._progress.state, done, total, detail)
 
     def _serve(self, planner: Planner, scopes: list[list[LockstepGroup]]) -> Service:
-        serving = ServingGroups(self._name, self._term, planner, self._show_phase, self._show)
+        serving = ServingGroups(
+            self._name, self._term, planner, self._spares, self._show_phase, self._show
+        )
         serving.open(planner, scopes)
+        serving.watch.start()
         self._serving, self._upkeep = serving, Upkeep(serving, self._see_service)
         self._enter(State.SERVING)
-        serving.watch.start()
         self._upkeep.start()
         return self.service()
 
@@ -241,4 +248,5 @@ class Controller:
             self._upkeep.stop()
             self._serving.watch.stop()
             groups = [*self._serving.groups, *self._serving.starting]
+        self._spares.release()
         stop_groups(groups, self._config.timeouts.stop_s)

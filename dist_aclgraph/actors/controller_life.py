@@ -39,14 +39,18 @@ OnProgress = Callable[[Progress], None]
 
 
 def make_controller(config: Config, name: str, term: Term) -> Any:
-    """Start a controller's process.
+    """Start a controller's process, on this node: no other node's death may end it.
 
     Raises:
         RayError: it cannot be started.
         ValueError: the name is taken.
     """
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
     actor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=8)(Controller)
-    return actor.options(name=name, namespace=NAMESPACE).remote(config, name, term)
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options = {"name": name, "namespace": NAMESPACE, "scheduling_strategy": here}
+    return actor.options(**options).remote(config, name, term)
 
 
 def end_by_force(controller: Any, name: str) -> None:

@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +18,7 @@ from dist_aclgraph.actors.client_links import ClientLinks
 from dist_aclgraph.actors.engine_loop import EngineLoop
 from dist_aclgraph.actors.graph_changes import ChannelRanks, GraphChanges
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
-from dist_aclgraph.actors.lease import Lease
+from dist_aclgraph.actors.lease import Lease, leave_with
 from dist_aclgraph.actors.messages import Groups
 from dist_aclgraph.actors.processes import leave_with_raylet
 from dist_aclgraph.actors.resumption import Resumption
@@ -84,7 +83,7 @@ class Engine:
         self._loop: EngineLoop | None = None
         self._thread: threading.Thread | None = None
         self._lease = Lease(config.timeouts.link_s)
-        threading.Thread(target=self._leave_with_lease, name="lease", daemon=True).start()
+        leave_with(self._lease, "this engine")
 
     # ---- answered at any time, on a thread of its own
 
@@ -92,12 +91,6 @@ class Engine:
     def ping(self, number: int) -> None:
         """Give the controller a sign of life, which renews the lease."""
         self._lease.renew(number)
-
-    def _leave_with_lease(self) -> None:
-        while not self._lease.look():
-            time.sleep(self._lease.look_s)
-        logger.error("the controller has not asked for this engine for too long: it ends itself")
-        os._exit(1)
 
     # ---- from its start to its end
 

@@ -370,8 +370,9 @@ class EngineClient:
         next_beat_s = 0.0
         poller = self._make_poller()
         while not self._closing.is_set():
-            poller.poll(max(0, int((next_beat_s - time.monotonic()) * 1000) + 1))
-            self._wakeup.drain()
+            found = poller.poll(max(0, int((next_beat_s - time.monotonic()) * 1000) + 1))
+            if self._wakeup.fileno() in dict(found):
+                self._wakeup.drain()
             version = self._groups_version
             for engine in self._known():
                 self._receive(engine)
@@ -518,18 +519,23 @@ class EngineClient:
         Raises:
             EngineDeadError: the engine says that it is dead; what it had is still there.
         """
-        for delta in message.step.each(engine.names):
-            if delta.error_kind == EngineDeadError.__name__:
-                raise EngineDeadError(delta.error)
-            with self._lock:
-                request = engine.requests.get(delta.request_id)
+        told: list[tuple[OnDelta, RequestDelta]] = []
+        death = ""
+        with self._lock:  # once for all requests
+            for delta in message.step.each(engine.names):
+                if delta.error_kind == EngineDeadError.__name__:
+                    death = delta.error
+                    break
+                request = engine.requests[delta.request_id]
+                request.note(delta)
                 self._router.begun(delta.request_id)
-                if request is not None and delta.finish_reason is not None:
+                told.append((request.on_delta, delta))
+                if delta.finish_reason is not None:
                     self._forget(delta.request_id)
-            if request is None:
-                continue
-            request.note(delta)
-            self._tell(request.on_delta, delta)
+        for on_delta, delta in told:
+            self._tell(on_delta, delta)
+        if death:
+            raise EngineDeadError(death)
 
     def _resume(self, request: OpenRequest) -> bool:
         """Go on with a request whose engine is dead; say whether that can be. The lock is held."""
@@ -567,6 +573,9 @@ class EngineClient:
             for request in requests:
                 self._forget(request.request_id)
             self._router.forget_cache(engine.url)
+            for other in self._engines.values():
+                for request in other.requests.values():
+                    request.see_others_loss()
             # Under the same lock: an abort finds a request here or there.
             over = [request for request in requests if not self._resume(request)]
             self._outage.see(time.monotonic(), is_served=bool(self._taking()))

@@ -22,7 +22,7 @@ from dist_aclgraph.actors.messages import (
     encoder,
     from_engine_decoder,
 )
-from dist_aclgraph.actors.sockets import MAX_MESSAGE_BYTES, Silence, read_frame
+from dist_aclgraph.actors.sockets import MAX_MESSAGE_BYTES, Silence, has_message, read_frame
 from dist_aclgraph.errors import EngineDeadError, NotAMessageError
 
 FRAMES_A_TURN = 256  # so that a flood of tokens delays no beat
@@ -91,7 +91,7 @@ class EngineLink:
             EngineDeadError: the link is lost; says why.
         """
         for _ in range(FRAMES_A_TURN):
-            if not self._socket.poll(0):
+            if not has_message(self._socket):
                 break
             try:
                 message = read_frame(from_engine_decoder, self._socket.recv())
@@ -119,7 +119,7 @@ class EngineLink:
             yield message
         else:
             return  # there may be more, which counts even if the connection has ended since
-        if self._monitor.poll(0):
+        if has_message(self._monitor):
             if recv_monitor_message(self._monitor)["event"] & REFUSALS:
                 raise self._lost(
                     "refused",
@@ -138,7 +138,7 @@ class EngineLink:
         elapsed_s, self._beaten_s = now_s - self._beaten_s, now_s
         if self.is_lost:
             return
-        if not self._socket.poll(0) and self._silence.listen(elapsed_s):
+        if not has_message(self._socket) and self._silence.listen(elapsed_s):
             silent_s = self._silence.silent_s
             raise self._lost("silent", f"the engine has been silent for {silent_s:.1f} s")
         if self.is_welcome:  # else our greeting still waits for an engine

@@ -77,7 +77,7 @@ class GroupWatch:
                 (group, rank, _Heartbeat(ask, self._link_s))
                 for rank, ask in [
                     (None, group.engine.ping.remote),
-                    *((rank, _asks(worker)) for rank, _, worker in members),
+                    *((rank, worker.ping.remote) for rank, _, worker in members),
                 ]
             ]
             with self._lock:
@@ -102,15 +102,18 @@ class GroupWatch:
         self._stopping.set()
 
     def failure(self) -> str:
-        """Return why nothing is served, or "" while at least one group does."""
+        """Return why no group that is watched serves, or "" while at least one does."""
         with self._lock:
             groups = list(self._groups)
         lost = [group.lost_because for group in groups if group.lost_because]
-        if len(lost) == len(groups):
-            return lost[0] if len(lost) == 1 else "; ".join(lost)
-        if not self._stopping.is_set() and not self._thread.is_alive():
-            return "the watch over the workers has ended; restart the deployment"
-        return ""
+        return "; ".join(lost) if len(lost) == len(groups) else ""
+
+    @property
+    def trouble(self) -> str:
+        """Why nobody would hear of a group's death, or ""."""
+        if self._stopping.is_set() or self._thread.is_alive():
+            return ""
+        return "the watch over the workers has ended; restart the deployment"
 
     def losses(self) -> list[str]:
         """Say which groups are lost, and why."""
@@ -178,7 +181,3 @@ class GroupWatch:
             self._forget(group)
         group.engine.fail.remote(reason)
         group.workers.kill()
-
-
-def _asks(worker: Any) -> Callable[[int], Any]:
-    return lambda _: worker.ping.remote()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -9,6 +11,8 @@ from collections.abc import Callable
 from dist_aclgraph.actors.sockets import Silence
 
 LOOKS_OF_A_LIMIT = 20
+
+logger = logging.getLogger(__name__)
 
 
 class Lease:
@@ -63,3 +67,15 @@ class Lease:
             self._counts_from = self._number + 2  # the next one may have waited here for us
         self._seen_s = now_s
         return now_s
+
+
+def leave_with(lease: Lease, who: str) -> None:
+    """End this process once the lease is over; from a thread of its own."""
+
+    def watch() -> None:
+        while not lease.look():
+            time.sleep(lease.look_s)
+        logger.error("the controller has not asked for %s for too long: it ends itself", who)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="lease", daemon=True).start()

@@ -194,13 +194,7 @@ def reserve(request: BundleRequest, timeout_s: float, name: str) -> PlacementGro
     Raises:
         PlacementError: it was not ready in time; says what is available.
     """
-    bundles = request.bundles
-    group = placement_group(
-        bundles,
-        strategy=request.strategy,
-        name=name,
-        bundle_label_selector=[request.labels for _ in bundles] if request.labels else None,
-    )
+    group, bundles = ask_for(request, name), request.bundles
     if not group.wait(timeout_seconds=timeout_s):
         available = {k: v for k, v in ray.available_resources().items() if k in ("NPU", "CPU")}
         remove_placement_group(group)
@@ -210,6 +204,26 @@ def reserve(request: BundleRequest, timeout_s: float, name: str) -> PlacementGro
             "holding the NPUs?"
         )
     return group
+
+
+def ask_for(request: BundleRequest, name: str) -> PlacementGroup:
+    """Return a placement group that gets its bundles as soon as there is room for them.
+
+    Args:
+        name: by which ``release_all`` finds it.
+    """
+    bundles = request.bundles
+    return placement_group(
+        bundles,
+        strategy=request.strategy,
+        name=name,
+        bundle_label_selector=[request.labels for _ in bundles] if request.labels else None,
+    )
+
+
+def is_placed(group: PlacementGroup) -> bool:
+    """Whether a placement group has its bundles now, all of them on nodes that live."""
+    return bool(placement_group_table(group)["state"] == "CREATED")
 
 
 def leading_node(group: PlacementGroup) -> str:

@@ -23,11 +23,12 @@ from dist_aclgraph.actors.group_watch import GroupWatch
 from dist_aclgraph.actors.lockstep_group import LockstepGroup, group_report
 from dist_aclgraph.actors.messages import Groups
 from dist_aclgraph.actors.ray_errors import ours
+from dist_aclgraph.actors.spares import Spares
 from dist_aclgraph.actors.startup import EPOCH, OnGraph, OnPhase, Startup, side_by_side
 from dist_aclgraph.actors.state import State
 from dist_aclgraph.actors.term import Term
 from dist_aclgraph.actors.traffic_watch import TrafficWatches
-from dist_aclgraph.actors.worker_group import fetch
+from dist_aclgraph.actors.worker_group import bundles_of_a_group, fetch
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import (
     ConfigError,
@@ -55,6 +56,7 @@ class ServingGroups:
         deployment: its name, with which those of placement groups begin.
         term: what there was of the deployment before.
         planner: of the first groups.
+        spares: places for lost ones.
         on_phase, on_graph: told how far a change is; see ``Startup``.
 
     Attributes:
@@ -65,11 +67,18 @@ class ServingGroups:
     """
 
     def __init__(
-        self, deployment: str, term: Term, planner: Planner, on_phase: OnPhase, on_graph: OnGraph
+        self,
+        deployment: str,
+        term: Term,
+        planner: Planner,
+        spares: Spares,
+        on_phase: OnPhase,
+        on_graph: OnGraph,
     ) -> None:
         self._deployment = deployment
         self._token = term.token
         self._planner = planner
+        self._spares = spares
         self._on_phase = on_phase
         self._on_graph = on_graph
         self._started_s = time.monotonic()
@@ -181,6 +190,7 @@ class ServingGroups:
             if self.num_missing:
                 self._add(self._planner, 1)
             self._give_back(lost)
+            self._ask_for_spares()
 
     def roll(self, config: Config) -> None:
         """Replace all groups by groups of another configuration, one after the other.
@@ -216,6 +226,8 @@ class ServingGroups:
                     if self.taking == before:
                         raise cause from e
                     raise RollError(self._early_end(planner, cause)) from e
+            self._spares.release()  # groups of this configuration may be of another size
+            self._ask_for_spares()
 
     def _replace(self, group: LockstepGroup, planner: Planner) -> None:
         size = len(planner.layout.lockstep_groups[0])
@@ -265,6 +277,23 @@ class ServingGroups:
                 f"{count} groups more need {needed} NPUs, and {placement.num_free():g} are free; "
                 "add nodes, or ask for fewer groups"
             )
+
+    def make_room(self) -> None:
+        """Have NPUs for a group in the place of a lost one: a spare's at once, where there is one.
+
+        What Ray counts as free may be on a node of whose death it does not know yet.
+
+        Raises:
+            PlacementError: there are none.
+        """
+        if not self._spares.give():
+            self.check_room(1)
+
+    def _ask_for_spares(self) -> None:
+        try:
+            self._spares.refill(bundles_of_a_group(self.config))
+        except PlacementError as e:  # when there are nodes again, so are spares
+            logger.warning("no spares are held: %s", e)
 
     def _add(self, planner: Planner, count: int) -> None:
         """Start groups beside those that serve: nothing is left of them if one fails."""

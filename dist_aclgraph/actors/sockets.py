@@ -7,6 +7,7 @@ import socket
 from typing import TypeVar
 
 import msgspec
+import zmq
 
 from dist_aclgraph.errors import NotAMessageError
 
@@ -27,6 +28,11 @@ def read_frame(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
     # Text that is not UTF-8, and fields nested too deep, are no errors of msgspec's own.
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise NotAMessageError(f"{len(frame)} bytes are not a message of ours: {e}") from None
+
+
+def has_message(owned: zmq.Socket[bytes]) -> bool:
+    """Say whether a socket has a message, at a fraction of what ``poll`` costs."""
+    return bool(int(owned.get(zmq.EVENTS)) & zmq.POLLIN)
 
 
 class Wakeup:

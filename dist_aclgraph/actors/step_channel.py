@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import zmq
 
 from dist_aclgraph.actors.addresses import Endpoint, Listener, Place
-from dist_aclgraph.actors.sockets import MAX_MESSAGE_BYTES, read_frame
+from dist_aclgraph.actors.sockets import MAX_MESSAGE_BYTES, has_message, read_frame
 from dist_aclgraph.actors.standing import Ask, Places, judge
 from dist_aclgraph.errors import (
     DeviceFaultError,
@@ -241,7 +241,7 @@ class StepReceiver:
 
     def has_message(self) -> bool:
         """Say whether ``receive`` would find a message."""
-        return bool(int(self._plans.get(zmq.EVENTS)) & zmq.POLLIN)
+        return has_message(self._plans)
 
     def receive(self, epoch: int) -> StepPlan | GraphCommand | Pause | Halt | Resume | None:
         """Return the next message of ``epoch``, or None when the engine shuts down.

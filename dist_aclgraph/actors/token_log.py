@@ -15,7 +15,7 @@ from dist_aclgraph.ints import INT_BYTES
 from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.step import RowSampling
 
-# A request that was running when so many engines died may be what killed them.
+# A request that was running when so many engines died in a row may be what killed them.
 MAX_LOSSES = 3
 
 OnDelta = Callable[[RequestDelta], None]
@@ -28,7 +28,7 @@ class OpenRequest:
     Attributes:
         tokens: int32, of prompt and output.
         max_tokens: of the output, as asked for.
-        losses: engines that died while they ran it.
+        losses: engines that died last, one after the other, while they ran it.
     """
 
     request_id: str
@@ -52,6 +52,10 @@ class OpenRequest:
     def may_kill(self) -> bool:
         """Whether it must not be given to one more engine."""
         return self.losses >= MAX_LOSSES
+
+    def see_others_loss(self) -> None:
+        """An engine died that did not run it: so engines die of something else."""
+        self.losses = 0
 
     def note(self, delta: RequestDelta) -> None:
         """Remember what was handed out."""

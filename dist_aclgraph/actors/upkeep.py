@@ -117,11 +117,12 @@ class Upkeep:
     @property
     def failure(self) -> str:
         """Why the deployment serves no more, or "" while a group does, or may again."""
-        failure = self._serving.watch.failure()
-        if not failure or self._serving.serves:
-            return failure
-        end = self.ends_recovery
-        return f"{failure}; {end}" if end else ""
+        watch = self._serving.watch
+        # In this order: a group serves a moment before it is watched.
+        if self._serving.serves or watch.trouble:
+            return watch.trouble
+        failure, end = watch.failure(), self.ends_recovery
+        return f"{failure}; {end}" if failure and end else ""
 
     def _look_for_service(self, now_s: float) -> None:
         self._on_service(self._serving.serves)
@@ -143,7 +144,7 @@ class Upkeep:
     def _replace(self) -> None:
         """Start a group for one that is missing; if that fails, it is tried again later."""
         try:
-            self._serving.check_room(1)
+            self._serving.make_room()
             was_left = self._restarts.take(self._clock())
             assert was_left, "looked at before"
             self._serving.replace_one()

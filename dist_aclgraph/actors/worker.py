@@ -15,6 +15,7 @@ from typing import Any
 import ray
 
 from dist_aclgraph.actors.addresses import open_meeting, url_host
+from dist_aclgraph.actors.lease import Lease, leave_with
 from dist_aclgraph.actors.processes import leave_with_raylet
 from dist_aclgraph.actors.rank_stages import JoinedRank, LoadedRank, RunningRank, join_rank
 from dist_aclgraph.actors.step_channel import ChannelAddress, StepReceiver
@@ -68,6 +69,7 @@ class Worker:
         self._plan = NO_PLAN
         self._meeting: socket.socket | None = None
         self._stage: JoinedRank | LoadedRank | RunningRank | None = None
+        self._lease = Lease(config.timeouts.link_s)
 
     @property
     def _joined(self) -> JoinedRank | None:
@@ -82,11 +84,16 @@ class Worker:
     # ---- answered at any time, on a thread of its own
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def ping(self) -> dict[str, Any]:
+    def ping(self, number: int | None = None) -> dict[str, Any]:
         """Say where this worker stands: rank, phase, last step, progress of loading.
 
         ``waits`` says whether its host waits for the device.
+
+        Args:
+            number: of the controller's questions while this serves; each renews the lease.
         """
+        if number is not None:
+            self._lease.renew(number)
         joined = self._joined
         return {
             "rank": self._rank,
@@ -272,6 +279,7 @@ class Worker:
         process's part: the group is then rebuilt or stopped.
         """
         self._phase = "SERVING"
+        leave_with(self._lease, f"rank {self._rank}")
         channel = StepReceiver(address)
         # What exists now lives as long as the worker: collections need not look at it again.
         gc.collect()

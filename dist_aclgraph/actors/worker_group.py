@@ -235,13 +235,7 @@ def place_group(
     Raises:
         PlacementError: no room.
     """
-    request = placement.plan_bundles(
-        ParallelLayout.from_config(config.parallel),
-        placement.cluster_nodes(),
-        config.cluster.labels,
-        tp_across_nodes=config.parallel.tp_across_nodes,
-        may_be_undeclared=config.device.kind != "npu",
-    )
+    request = bundles_of_a_group(config)
     bundles = placement.reserve(request, config.timeouts.place_s, f"{deployment}/{ranks[0]}")
     actor = ray.remote(concurrency_groups={"control": 1}, max_restarts=0)(Worker)
     workers = [
@@ -252,6 +246,21 @@ def place_group(
         for index in range(len(ranks))
     ]
     return WorkerGroup(tuple(map(WorldRank, ranks)), workers, bundles)
+
+
+def bundles_of_a_group(config: Config) -> placement.BundleRequest:
+    """Return what one group takes of the cluster as it is now.
+
+    Raises:
+        PlacementError: the cluster has no room for the deployment.
+    """
+    return placement.plan_bundles(
+        ParallelLayout.from_config(config.parallel),
+        placement.cluster_nodes(),
+        config.cluster.labels,
+        tp_across_nodes=config.parallel.tp_across_nodes,
+        may_be_undeclared=config.device.kind != "npu",
+    )
 
 
 def runtime_environment(config: Config, python: str | None) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -72,19 +72,15 @@ class Pause:
         return self.end_s - self.begin_s
 
 
-def longest_pause(times_s: Iterable[float], struck_s: float) -> Pause | None:
+def longest_pause(times_s: Sequence[float], struck_s: float) -> Pause | None:
     """Return the longest time without a delta that ended after ``struck_s``, None if none did."""
-    found = [pause for pause in _pauses(times_s) if pause.end_s > struck_s]
+    found = [Pause(a, b) for a, b in pairwise(sorted(times_s)) if b > struck_s]
     return max(found, key=lambda pause: pause.length_s, default=None)
 
 
-def pause_at(times_s: Iterable[float], at_s: float) -> Pause | None:
-    """Return the time without a delta in which ``at_s`` lies, None where no delta came after it."""
-    return next((p for p in _pauses(times_s) if p.begin_s <= at_s < p.end_s), None)
-
-
-def _pauses(times_s: Iterable[float]) -> list[Pause]:
-    return [Pause(a, b) for a, b in pairwise(sorted(times_s))]
+def first_after(times_s: Sequence[float], at_s: float) -> float | None:
+    """Return when the next delta came, None where none did."""
+    return min((t for t in times_s if t > at_s), default=None)
 
 
 def count_lost(answers: Sequence[Answer]) -> int:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dist_aclgraph.chaos.answers import Answer, count_different, count_lost, longest_pause, pause_at
+from dist_aclgraph.chaos.answers import (
+    Answer,
+    count_different,
+    count_lost,
+    first_after,
+    longest_pause,
+)
 from dist_aclgraph.chaos.plan import Strike
 
 
@@ -30,12 +36,13 @@ class Outcome:
         lost: of those that were accepted, the ones that did not get their answer.
         refused: with 429 or 503, and told when to come again.
         unready_s: until ``/ready`` knew of fewer groups.
-        new_tokens_s: until each stream that had begun had a delta again, after the fault was known.
+        new_tokens_s: until each stream had a delta after the fault was known.
         pause_s: the longest time that a stream stood still.
         recovered_s: until all groups served again.
         exit_code: of the service, if it ended.
         left: what was there afterwards and should not have been.
         error: what the first lost request was told.
+        said: the last line of a service that ended.
     """
 
     strike: Strike
@@ -50,6 +57,7 @@ class Outcome:
     exit_code: int | None
     left: tuple[str, ...]
     error: str
+    said: str
 
     @property
     def is_good(self) -> bool:
@@ -67,6 +75,7 @@ def judge(
     recovered_s: float | None,
     exit_code: int | None,
     left: Sequence[str],
+    said: str,
 ) -> Outcome:
     """Return what a strike did.
 
@@ -75,7 +84,7 @@ def judge(
         struck_s: when it struck; ``recovered_s`` is on the same clock.
     """
     known_s = first_without(sights, struck_s, num_groups)
-    stood = [] if known_s is None else [pause_at(a.times_s, known_s) for a in answers]
+    news = [] if known_s is None else [first_after(a.times_s, known_s) for a in answers]
     pauses = [longest_pause(answer.times_s, struck_s) for answer in answers]
     lost = [answer for answer in answers if answer.is_lost]
     return Outcome(
@@ -85,11 +94,12 @@ def judge(
         refused=sum(answer.is_refused for answer in answers),
         different=count_different(answers, wanted),
         unready_s=None if known_s is None else known_s - struck_s,
-        new_tokens_s=max((pause.end_s - struck_s for pause in stood if pause), default=None),
+        new_tokens_s=max((at_s - struck_s for at_s in news if at_s), default=None),
         pause_s=max((pause.length_s for pause in pauses if pause), default=None),
         recovered_s=None if recovered_s is None or known_s is None else recovered_s - struck_s,
         exit_code=exit_code,
         left=tuple(left),
+        said=said,
         error=next((a.error or f"HTTP {a.status}, not to the end" for a in lost), ""),
     )
 

@@ -74,5 +74,6 @@ def sentence_of(outcome: Outcome) -> str:
         *([f"the service ended with {outcome.exit_code}"] if outcome.exit_code is not None else []),
         *([f"left behind: {', '.join(outcome.left)}"] if outcome.left else []),
         *([f"told: {outcome.error}"] if outcome.error else []),
+        *([f"the service said: {outcome.said}"] if outcome.said else []),
     ]
     return f"{outcome.strike}: {'; '.join(parts)}"

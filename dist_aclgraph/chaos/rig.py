@@ -154,6 +154,7 @@ class Rig:
             answers = self._collect([normal, *([others] if others else [])])
             recovered_s = self._wait_for_groups(service)
         exit_code = service.exit_code
+        said = "" if exit_code is None else service.error()
         left: list[str] = []
         if recovered_s is not None:
             left += self._left(service, stopped)
@@ -171,6 +172,7 @@ class Rig:
             recovered_s=recovered_s,
             exit_code=exit_code,
             left=left,
+            said=said,
         )
 
     def _clients(self, service: Service, count: int, **options: Any) -> Clients:

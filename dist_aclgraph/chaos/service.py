@@ -123,6 +123,11 @@ class Service:
         text = self._log.read_text(errors="replace") if self._log.exists() else ""
         return "\n".join(text.splitlines()[-QUOTED_LINES:])
 
+    def error(self) -> str:
+        """Return its last line that says why it has ended, or ""."""
+        lines = [line for line in self.last_words().splitlines() if "error" in line.lower()]
+        return lines[-1] if lines else ""
+
     # ---- its processes
 
     def pids(self, name: str) -> list[int]:

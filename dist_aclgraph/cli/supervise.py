@@ -2,6 +2,7 @@
 
 Supervisors signal whole groups. Ray's daemons must then not be in the group
 (``own_process_group``), and a group's leader cannot leave it: the leader waits, its child serves.
+Where that is killed, the leader ends what it had started and can end no more.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import os
 import signal
 from collections.abc import Callable
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+from dist_aclgraph.actors import processes, run_directory
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 FORWARDED = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -25,6 +28,8 @@ def call_outside_of_lead(serve: Callable[[], None]) -> None:
         return
     # A signal that comes between the fork and the handlers waits for them.
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    # Whoever loses its parent becomes a child of ours, so that we know all that the service starts.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     child = os.fork()
     if child == 0:
         # If the leader is killed, the service drains and stops.
@@ -40,6 +45,23 @@ def call_outside_of_lead(serve: Callable[[], None]) -> None:
     for number in FORWARDED:
         signal.signal(number, lambda received, _: os.kill(child, received))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-    _, status = os.waitpid(child, 0)
-    code = os.waitstatus_to_exitcode(status)
+    code = _wait_for(child)
+    if code < 0:
+        _end_orphans()
     raise SystemExit(code if code >= 0 else 128 - code)
+
+
+def _wait_for(child: int) -> int:
+    """Return how a child has ended; orphans that end before it are not kept as zombies."""
+    while True:
+        pid, status = os.waitpid(-1, 0)
+        if pid == child:
+            return os.waitstatus_to_exitcode(status)
+
+
+def _end_orphans() -> None:
+    while orphans := processes.children(os.getpid()):
+        processes.kill_all(orphans)
+        for pid in orphans:
+            os.waitpid(pid, 0)
+    run_directory.sweep()

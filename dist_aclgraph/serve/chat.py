@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from dist_aclgraph.serve.body import read_body
-from dist_aclgraph.serve.generation import Generation, Pieces
+from dist_aclgraph.serve.generation import ChoicePiece, Generation
 from dist_aclgraph.serve.logprobs import chat_logprobs
 from dist_aclgraph.serve.openai_types import ChatRequest
-from dist_aclgraph.serve.reply import Reply, gather, reply
+from dist_aclgraph.serve.reply import Reply, reply
 from dist_aclgraph.serve.state import ApiState
 
 
@@ -36,47 +35,35 @@ class _ChatReply(Reply):
     """Shapes pieces into chat completion objects."""
 
     def __init__(self, state: ApiState, body: ChatRequest) -> None:
-        super().__init__(state, "chatcmpl")
+        kind = "chat.completion", "chat.completion.chunk"
+        super().__init__(state, "chatcmpl", kind, body.streaming())
         self._body = body
-        self._streaming = body.streaming()
+        self._begun: set[int] = set()
 
-    async def chunks(self, generation: Generation, pieces: Pieces) -> AsyncIterator[dict[str, Any]]:
-        begun: set[int] = set()
-        async for piece in pieces:
-            if piece.index not in begun:
-                begun.add(piece.index)
-                delta = {"role": "assistant", "content": ""}
-                yield self._chunk(generation, self._choice(piece.index, delta, None, None))
-            delta = {"content": piece.text} if piece.text else {}
-            logprobs = chat_logprobs(self.state.tokenizer, piece.logprobs)
-            choice = self._choice(
-                piece.index, delta, logprobs if piece.logprobs else None, piece.finish_reason
-            )
-            yield self._chunk(generation, choice)
-        if self._streaming.include_usage:
-            yield {**self._chunk(generation), "usage": generation.usage.as_json()}
+    def frames(self, generation: Generation, piece: ChoicePiece) -> bytes:
+        delta = {"content": piece.text} if piece.text else {}
+        logprobs = chat_logprobs(self.state.tokenizer, piece.logprobs) if piece.logprobs else None
+        choice = self._choice(piece.index, delta, logprobs, piece.finish_reason)
+        frame = self.chunk(generation, choice)
+        if piece.index in self._begun:
+            return frame
+        self._begun.add(piece.index)
+        first = {"role": "assistant", "content": ""}
+        return self.chunk(generation, self._choice(piece.index, first, None, None)) + frame
 
-    async def whole(self, generation: Generation, pieces: Pieces) -> dict[str, Any]:
+    def whole(self, generation: Generation, pieces: list[ChoicePiece]) -> dict[str, Any]:
         choices = []
-        for merged in await gather(pieces):
-            logprobs = chat_logprobs(self.state.tokenizer, merged.logprobs)
+        for piece in pieces:
+            logprobs = chat_logprobs(self.state.tokenizer, piece.logprobs)
             choices.append(
                 {
-                    "index": merged.index,
-                    "message": {"role": "assistant", "content": merged.text, "refusal": None},
+                    "index": piece.index,
+                    "message": {"role": "assistant", "content": piece.text, "refusal": None},
                     "logprobs": logprobs if self._body.logprobs else None,
-                    "finish_reason": merged.finish_reason,
+                    "finish_reason": piece.finish_reason,
                 }
             )
-        usage = generation.usage.as_json()
-        return {**self.head("chat.completion"), "choices": choices, "usage": usage}
-
-    def _chunk(self, generation: Generation, *choices: dict[str, Any]) -> dict[str, Any]:
-        chunk = {**self.head("chat.completion.chunk"), "choices": list(choices)}
-        if self._streaming.include_usage:
-            so_far = self._streaming.continuous_usage_stats
-            chunk["usage"] = generation.usage.as_json() if so_far else None
-        return chunk
+        return self.body(choices, generation.usage.as_json())
 
     @staticmethod
     def _choice(

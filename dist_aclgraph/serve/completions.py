@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -12,10 +12,10 @@ from starlette.responses import Response
 from dist_aclgraph.errors import InvalidParameterError, RequestTooLongError
 from dist_aclgraph.serve.body import read_body
 from dist_aclgraph.serve.errors import json_response
-from dist_aclgraph.serve.generation import ChoicePiece, Generation, Pieces, Usage
+from dist_aclgraph.serve.generation import ChoicePiece, Generation, Usage
 from dist_aclgraph.serve.logprobs import completion_logprobs
 from dist_aclgraph.serve.openai_types import CompletionRequest
-from dist_aclgraph.serve.reply import Reply, gather, reply
+from dist_aclgraph.serve.reply import Reply, reply
 from dist_aclgraph.serve.state import ApiState
 
 DEFAULT_MAX_TOKENS = 16
@@ -74,7 +74,7 @@ def _echo_alone(
         for i in range(count)
     ]
     usage = Usage(prompt_tokens=sum(len(ids) for ids in prompts)).as_json()
-    return json_response({**shape.head("text_completion"), "choices": choices, "usage": usage})
+    return json_response(shape.body(choices, usage))
 
 
 class _CompletionReply(Reply):
@@ -83,10 +83,11 @@ class _CompletionReply(Reply):
     def __init__(
         self, state: ApiState, body: CompletionRequest, prompts: Sequence[str | list[int]]
     ) -> None:
-        super().__init__(state, "cmpl")
+        kind = "text_completion", "text_completion"
+        super().__init__(state, "cmpl", kind, body.streaming())
         self._body = body
         self._prompts = prompts
-        self._streaming = body.streaming()
+        self._lengths: dict[int, int] = {}  # of the text so far, by choice
 
     def echo(self, index: int) -> str:
         if not self._body.echo:
@@ -94,25 +95,20 @@ class _CompletionReply(Reply):
         prompt = self._prompts[index // self._body.num_choices]
         return prompt if isinstance(prompt, str) else self.state.tokenizer.decode(prompt)
 
-    async def chunks(self, generation: Generation, pieces: Pieces) -> AsyncIterator[dict[str, Any]]:
-        lengths: dict[int, int] = {}
-        async for piece in pieces:
-            text = piece.text
-            if piece.index not in lengths:
-                text = self.echo(piece.index) + text
-            offset = lengths.get(piece.index, 0)
-            lengths[piece.index] = offset + len(text)
-            yield {**self._chunk(generation), "choices": [self._choice(piece, text, offset)]}
-        if self._streaming.include_usage:
-            yield {**self._chunk(generation), "choices": [], "usage": generation.usage.as_json()}
+    def frames(self, generation: Generation, piece: ChoicePiece) -> bytes:
+        text = piece.text
+        if piece.index not in self._lengths:
+            text = self.echo(piece.index) + text
+        offset = self._lengths.get(piece.index, 0)
+        self._lengths[piece.index] = offset + len(text)
+        return self.chunk(generation, self._choice(piece, text, offset))
 
-    async def whole(self, generation: Generation, pieces: Pieces) -> dict[str, Any]:
+    def whole(self, generation: Generation, pieces: list[ChoicePiece]) -> dict[str, Any]:
         choices = []
-        for merged in await gather(pieces):
-            echo = self.echo(merged.index)
-            choices.append(self._choice(merged, echo + merged.text, len(echo)))
-        usage = generation.usage.as_json()
-        return {**self.head("text_completion"), "choices": choices, "usage": usage}
+        for piece in pieces:
+            echo = self.echo(piece.index)
+            choices.append(self._choice(piece, echo + piece.text, len(echo)))
+        return self.body(choices, generation.usage.as_json())
 
     def _choice(self, piece: ChoicePiece, text: str, offset: int) -> dict[str, Any]:
         logprobs = None
@@ -124,10 +120,3 @@ class _CompletionReply(Reply):
             "logprobs": logprobs,
             "finish_reason": piece.finish_reason,
         }
-
-    def _chunk(self, generation: Generation) -> dict[str, Any]:
-        chunk = self.head("text_completion")
-        if self._streaming.include_usage:
-            so_far = self._streaming.continuous_usage_stats
-            chunk["usage"] = generation.usage.as_json() if so_far else None
-        return chunk

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from functools import partial
+from typing import Protocol, TypeVar
 
-from starlette.requests import Request
+import msgspec
+from starlette.types import Receive
 
 from dist_aclgraph.actors.messages import error_of
 from dist_aclgraph.errors import EngineUnavailableError
-from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.serve.inbox import Inbox
 from dist_aclgraph.serve.state import ApiState
 from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.step import RowLogprobs
@@ -27,8 +28,7 @@ class ClientGoneError(Exception):
     """The client closed its connection; nobody reads an answer."""
 
 
-@dataclass(frozen=True)
-class ChoicePiece:
+class ChoicePiece(msgspec.Struct, frozen=True):
     """What is new in one choice; ``logprobs`` leave out an end token."""
 
     index: int
@@ -37,11 +37,24 @@ class ChoicePiece:
     finish_reason: str | None
 
 
-Pieces = AsyncIterator[ChoicePiece]
+class Sink(Protocol):
+    """What takes the pieces of a generation, on the event loop's thread."""
+
+    def take(self, piece: ChoicePiece) -> None:
+        """Take what one delta brought to one choice; the last piece has a finish reason.
+
+        There is one also where the tokens have no text (yet): by it clients see that all is well.
+        """
+        ...
+
+    def end(self, error: Exception | None) -> None:
+        """Nothing comes any more: all choices have ended, or one has failed."""
+        ...
 
 
 @dataclass
 class _Choice:
+    index: int
     prompt_ids: list[int]
     output: OutputText
     request_id: str
@@ -72,7 +85,7 @@ class Generation:
     """Owns the outstanding engine requests of one HTTP request.
 
     Choices are numbered prompt by prompt, ``num_choices`` each; choice j of a prompt is seeded
-    with seed + j. Use as a context manager: leaving it aborts whatever still runs.
+    with seed + j. ``close`` aborts whatever still runs.
     """
 
     state: ApiState
@@ -82,28 +95,23 @@ class Generation:
     cache_salt: str = ""  # cached blocks are shared with requests of the same salt only
     _choices: list[_Choice] = field(default_factory=list)
     _num_places: int = 0  # taken beside the one that the HTTP request has
-    _arrived: asyncio.Queue[tuple[int, RequestDelta]] = field(default_factory=asyncio.Queue)
+    _num_open: int = 0  # choices that have not ended
 
-    def __enter__(self) -> Generation:
-        loop = asyncio.get_running_loop()
+    def start(self, sink: Sink) -> None:
+        """Submit all choices; from now on ``sink`` is given what they bring."""
+        inbox = self.state.inbox()
         num_others = len(self.prompts) * self.num_choices - 1
         self.state.places.take(num_others)
         self._num_places = num_others
-        try:
-            for prompt_ids, params in zip(self.prompts, self.params, strict=True):
-                seed = params.seed if params.seed is not None else self.state.draw_seed()
-                for j in range(self.num_choices):
-                    self._submit(loop, prompt_ids, replace(params, seed=_wrap(seed + j)))
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+        self._num_open = num_others + 1
+        for prompt_ids, params in zip(self.prompts, self.params, strict=True):
+            seed = params.seed if params.seed is not None else self.state.draw_seed()
+            for j in range(self.num_choices):
+                self._submit(inbox, sink, prompt_ids, replace(params, seed=_wrap(seed + j)))
 
     def close(self) -> None:
-        """End what still runs. Idempotent."""
+        """End what still runs; nothing is given to the sink any more. Idempotent."""
+        self._num_open = 0
         self.state.places.give_back(self._num_places)
         self._num_places = 0
         for choice in self._choices:
@@ -121,46 +129,43 @@ class Generation:
             sum(choice.num_cached_tokens for choice in firsts),
         )
 
-    async def pieces(self) -> Pieces:
-        """Yield pieces of all choices as they come, each choice's last with a finish reason.
-
-        There is one for every delta, also where its tokens have no text (yet): clients see by them
-        that the request goes on.
-
-        Raises:
-            DistAclGraphError: a choice failed; the others are aborted on close.
-        """
-        while any(not choice.is_done for choice in self._choices):
-            index, delta = await self._arrived.get()
-            choice = self._choices[index]
-            if choice.is_done:
-                continue
-            yield self._advance(index, choice, delta)
-
     def _submit(
-        self, loop: asyncio.AbstractEventLoop, prompt_ids: list[int], params: SamplingParams
+        self, inbox: Inbox, sink: Sink, prompt_ids: list[int], params: SamplingParams
     ) -> None:
-        index = len(self._choices)
         request_id = self.state.new_id("req")
-
-        def on_delta(delta: RequestDelta) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has closed: nobody listens
-                loop.call_soon_threadsafe(self._arrived.put_nowait, (index, delta))
-
         tokenizer = self.state.tokenizer
+        output = OutputText(tokenizer, params)
+        choice = _Choice(len(self._choices), prompt_ids, output, request_id, time.monotonic())
         self.state.client.submit(
             request_id,
             prompt_ids,
             params,
             end_ids(tokenizer, params),
-            on_delta,
+            partial(inbox.put, partial(self._take, sink, choice)),
             cache_salt=self.cache_salt,
         )
-        output = OutputText(tokenizer, params)
-        self._choices.append(_Choice(prompt_ids, output, request_id, time.monotonic()))
+        self._choices.append(choice)
 
-    def _advance(self, index: int, choice: _Choice, delta: RequestDelta) -> ChoicePiece:
-        now_s = time.monotonic()
+    def _take(self, sink: Sink, choice: _Choice, delta: RequestDelta, now_s: float) -> None:
+        if choice.is_done or not self._num_open:
+            return
+        try:
+            sink.take(self._advance(choice, delta, now_s))
+        except Exception as e:  # whatever it is: somebody waits for the end
+            self._num_open = 0
+            sink.end(e)
+            return
+        if choice.is_done:
+            self._num_open -= 1
+            if not self._num_open:
+                sink.end(None)
+
+    def _advance(self, choice: _Choice, delta: RequestDelta, now_s: float) -> ChoicePiece:
+        """Return what a delta brings.
+
+        Raises:
+            DistAclGraphError: the choice has failed.
+        """
         reason: str | None = delta.finish_reason
         if reason in ("error", "abort"):
             choice.is_done = True
@@ -168,8 +173,7 @@ class Generation:
             if reason == "abort":
                 raise EngineUnavailableError(delta.error or "the server ended the request")
             raise error_of(delta)
-        ids = unpack_ints(delta.token_ids).tolist()
-        piece = choice.output.take(ids, delta.logprobs, reason)
+        piece = choice.output.take(delta.tokens, delta.logprobs, reason)
         self._observe(choice, len(piece.token_ids), now_s)
         choice.num_tokens += len(piece.token_ids)
         choice.num_cached_tokens = max(choice.num_cached_tokens, delta.num_cached_tokens)
@@ -179,7 +183,7 @@ class Generation:
             choice.is_done = True
             self._finish(choice, piece.finish_reason, now_s)
         shown = piece.logprobs[:-1] if piece.has_end_token else piece.logprobs
-        return ChoicePiece(index, piece.text, shown, piece.finish_reason)
+        return ChoicePiece(choice.index, piece.text, shown, piece.finish_reason)
 
     def _finish(self, choice: _Choice, reason: str, now_s: float) -> None:
         self.state.metrics.finished(
@@ -202,7 +206,7 @@ def _wrap(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
     """Return what ``work`` gives, unless the client goes away first.
 
     The body must have been read: what comes next on the connection is then its end.
@@ -211,7 +215,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
         ClientGoneError: the client closed the connection; the work is cancelled.
     """
     task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_disconnected(request))
+    watch = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -223,6 +227,6 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass

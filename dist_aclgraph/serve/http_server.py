@@ -17,13 +17,14 @@ from collections.abc import Callable
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from dist_aclgraph.config import ServeConfig
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.serve.edge import REQUEST_ID, request_name
 from dist_aclgraph.serve.errors import RETRY_AFTER_S, plain_error
 from dist_aclgraph.serve.refusal import GatedApp, Refusal
+from dist_aclgraph.serve.sse import WRITE
 
 log = logging.getLogger(__name__)
 CLOSE = {"Connection": "close"}
@@ -108,6 +109,8 @@ class LimitedProtocol(HttpToolsProtocol):
         elif self._has_answered_all() and self._refuses():
             return
         super().on_headers_complete()
+        scope: dict[str, Any] = self.cycle.scope  # type: ignore[assignment]
+        scope["extensions"] = {WRITE: functools.partial(self._write, self.cycle)}
 
     def on_body(self, body: bytes) -> None:
         if not self._is_refused:
@@ -120,6 +123,17 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         super().on_message_complete()
         self._pay()
+
+    # -- streams ---------------------------------------------------------------------------------
+
+    def _write(self, cycle: RequestResponseCycle, body: bytes) -> bool:
+        """Write a part of a response's body at once; see ``sse.py``."""
+        if self.flow.write_paused or cycle.disconnected or self.transport.is_closing():
+            return False
+        if not cycle.chunked_encoding or cycle.response_complete:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return True
 
     # -- refusals --------------------------------------------------------------------------------
 

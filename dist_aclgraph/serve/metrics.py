@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from dist_aclgraph.actors.engine_client import EngineClient
 from dist_aclgraph.errors import EngineDeadError
+from dist_aclgraph.serve.frequent import FrequentHistogram
 from dist_aclgraph.serve.vllm_names import vllm_names
 
 PREFIX = "dist_aclgraph_"
@@ -109,11 +110,13 @@ class Metrics:
         self._ttft = histogram(
             "time_to_first_token_seconds", "From submission to the first token.", _LATENCY_BUCKETS
         )
-        self._itl = histogram(
-            "inter_token_latency_seconds",
+        self._itl = FrequentHistogram(
+            f"{PREFIX}inter_token_latency_seconds",
             "Between two deliveries of tokens to one request.",
+            dict(zip(LABELS, values, strict=True)),
             _LATENCY_BUCKETS,
         )
+        self._registry.register(self._itl)
         self._e2e = histogram(
             "e2e_request_latency_seconds", "From submission to the end of a request.", _E2E_BUCKETS
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import secrets
 import time
@@ -16,6 +17,7 @@ from dist_aclgraph.errors import (
     RequestTooLongError,
     UnknownModelError,
 )
+from dist_aclgraph.serve.inbox import Inbox
 from dist_aclgraph.serve.metrics import Metrics
 from dist_aclgraph.serve.places import Places
 from dist_aclgraph.serve.status import Status
@@ -43,6 +45,14 @@ class ApiState:
         self.metrics = Metrics(config.name, client, has_aliases=config.serve.vllm_metrics)
         self.status = Status(config.name, self.metrics, client)
         self._seeds = random.Random(config.seed)
+        self._inbox: Inbox | None = None
+
+    def inbox(self) -> Inbox:
+        """Return what brings deltas to the event loop that runs."""
+        loop = asyncio.get_running_loop()
+        if self._inbox is None or self._inbox.loop is not loop:
+            self._inbox = Inbox(loop)
+        return self._inbox
 
     def drain(self) -> None:
         """Take nothing new, and let what runs end, for ``serve.drain_s`` seconds at most."""

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from dist_aclgraph.errors import NotAMessageError
-from dist_aclgraph.ints import INT_BYTES, IntArray, pack_ints, unpack_ints
+from dist_aclgraph.ints import INT_BYTES, listed_ints, pack_ints, unpack_ints
 from dist_aclgraph.steps.step import RowLogprobs
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -36,8 +36,7 @@ class RequestDelta(msgspec.Struct, frozen=True):
     @property
     def tokens(self) -> list[int]:
         """The new tokens as numbers."""
-        tokens: list[int] = unpack_ints(self.token_ids).tolist()
-        return tokens
+        return listed_ints(self.token_ids)
 
 
 class Note(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -77,9 +76,7 @@ class StepDeltas(msgspec.Struct, frozen=True, omit_defaults=True):
         if any(len(column) % INT_BYTES for column in (self.numbers, self.token_ids, self.ends)):
             raise NotAMessageError("a column is no array of int32")
         num_reqs, num_new = len(self.numbers) // INT_BYTES, len(self.token_ids) // INT_BYTES
-        ends = self._each_end()
-        starts = np.append(np.zeros(1, np.int32), ends)
-        if len(ends) != num_reqs or starts[-1] != num_new or bool((np.diff(starts) < 0).any()):
+        if not self._parts(num_reqs, num_new):
             raise NotAMessageError(f"the ends of {num_reqs} requests do not part {num_new} tokens")
         if not all(0 <= note.index < num_reqs for note in self.notes):
             raise NotAMessageError(f"a note is about none of the {num_reqs} requests")
@@ -90,8 +87,9 @@ class StepDeltas(msgspec.Struct, frozen=True, omit_defaults=True):
         """Yield the delta of each request that still has a name."""
         notes = {note.index: note for note in self.notes}
         start = 0
-        numbers = unpack_ints(self.numbers).tolist()
-        for index, (number, end) in enumerate(zip(numbers, self._each_end().tolist(), strict=True)):
+        numbers = listed_ints(self.numbers)
+        ends = listed_ints(self.ends) if self.ends else range(1, len(numbers) + 1)
+        for index, (number, end) in enumerate(zip(numbers, ends, strict=True)):
             name = names.get(number)
             if name is not None:
                 note = notes.get(index, NO_NOTE)
@@ -106,10 +104,13 @@ class StepDeltas(msgspec.Struct, frozen=True, omit_defaults=True):
                 )
             start = end
 
-    def _each_end(self) -> IntArray:
-        if self.ends:
-            return unpack_ints(self.ends)
-        return np.arange(1, len(self.numbers) // INT_BYTES + 1, dtype=np.int32)
+    def _parts(self, num_reqs: int, num_new: int) -> bool:
+        """Whether the ends give each of the requests a part of the new tokens."""
+        if not self.ends:
+            return num_reqs == num_new
+        starts = np.append(np.zeros(1, np.int32), unpack_ints(self.ends))
+        is_rising = bool((np.diff(starts) >= 0).all())
+        return len(starts) == num_reqs + 1 and starts[-1] == num_new and is_rising
 
 
 def last_words(number: int, error: Exception) -> StepDeltas:

@@ -25,7 +25,7 @@ class Detokenizer:
 
     def feed(self, ids: Iterable[int]) -> str:
         """Take new ids and return the text that is now certain; it may be empty."""
-        return "".join(self._feed_one(token_id) for token_id in ids)
+        return "".join(self.feed_one(token_id) for token_id in ids)
 
     def finish(self) -> str:
         """Return what was held back; nothing may be fed afterwards."""
@@ -35,7 +35,8 @@ class Detokenizer:
         self._before, self._held = [], []
         return text
 
-    def _feed_one(self, token_id: int) -> str:
+    def feed_one(self, token_id: int) -> str:
+        """Take a new id and return the text that is now certain; it may be empty."""
         self._held.append(token_id)
         text = self._stream(token_id)
         if text is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.steps.step import RowLogprobs
@@ -12,8 +13,7 @@ from dist_aclgraph.text.stops import StopMatcher
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """What one delta brought to one output.
 
     Attributes:
@@ -58,7 +58,7 @@ class OutputText:
         num_spoken = len(token_ids) - has_end_token
         text = ""
         for count, token_id in enumerate(token_ids[:num_spoken], start=1):
-            text += self._matcher.feed(self._detokenizer.feed([token_id]))
+            text += self._matcher.feed(self._detokenizer.feed_one(token_id))
             if self._matcher.matched is not None:
                 return self._piece(text, token_ids[:count], logprobs, "stop")
         if finish_reason is not None:
@@ -74,7 +74,9 @@ class OutputText:
         finish_reason: str | None,
         has_end_token: bool = False,
     ) -> Piece:
-        rows = tuple(row for row in logprobs[: len(token_ids)] if row is not None)
+        rows: tuple[RowLogprobs, ...] = ()
+        if logprobs:
+            rows = tuple(row for row in logprobs[: len(token_ids)] if row is not None)
         return Piece(text, list(token_ids), rows, finish_reason, has_end_token)
 
 

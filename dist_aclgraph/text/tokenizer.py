@@ -151,7 +151,8 @@ class Tokenizer:
         stream = tokenizers.decoders.DecodeStream(skip_special_tokens=skip_special_tokens)
 
         def step(token_id: int) -> str | None:
-            self.check_ids((token_id,), "tokens")
+            if not 0 <= token_id < self.vocab_size:
+                self.check_ids((token_id,), "tokens")
             try:
                 text: str | None = stream.step(self._tokenizer, token_id)
             except BaseException as e:

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import Mock
 
+import pytest
+
+from dist_aclgraph.actors.addresses import Endpoint
 from dist_aclgraph.actors.engine import Engine
 from dist_aclgraph.actors.lease import Lease
+from dist_aclgraph.actors.rank_stages import RunningRank
+from dist_aclgraph.actors.step_channel import ChannelAddress
+from dist_aclgraph.actors.worker import Worker
 from dist_aclgraph.config import make_config
 
 LIMIT_S = 10.0
+CONFIG = make_config({"model": "unused", "timeouts": {"link_s": 1.0}})
 
 
 @dataclass
@@ -109,28 +118,43 @@ def test_who_was_stopped_and_is_not_asked_ends() -> None:
     assert holder.run(1.2 * LIMIT_S)
 
 
-def _keep_engine(asks: Any, goes_on: Any) -> None:
-    """An engine that is asked for signs of life while ``asks`` is set."""
-    config = make_config({"model": "unused", "timeouts": {"link_s": 1.0}})
-    engine = Engine(config)
+def _keep(leaseholder: Engine | Worker, asks: Any, goes_on: Any) -> None:
+    """Ask an actor for signs of life while ``asks`` is set."""
     for number in itertools.count(1):
         if asks.is_set():
-            engine.ping(number)
+            leaseholder.ping(number)
         if number == 50:
             goes_on.set()
         time.sleep(0.1)
 
 
-def test_an_engine_that_nobody_asks_ends_itself() -> None:
+def _keep_engine(asks: Any, goes_on: Any) -> None:
+    _keep(Engine(CONFIG), asks, goes_on)
+
+
+def _keep_worker(asks: Any, goes_on: Any) -> None:
+    """A worker that is in its loop, and waits for steps."""
+    worker = Worker(CONFIG, 1)
+    worker._stage = Mock(spec=RunningRank, joined=Mock())
+    silent = Endpoint("tcp://127.0.0.1:1")
+    loop = threading.Thread(
+        target=worker.run_loop, args=(ChannelAddress(silent, silent),), daemon=True
+    )
+    loop.start()
+    _keep(worker, asks, goes_on)
+
+
+@pytest.mark.parametrize("keep", [_keep_engine, _keep_worker])
+def test_an_actor_that_nobody_asks_ends_itself(keep: Any) -> None:
     spawn = multiprocessing.get_context("spawn")
     asks, goes_on = spawn.Event(), spawn.Event()
     asks.set()
-    engine = spawn.Process(target=_keep_engine, args=(asks, goes_on), daemon=True)
-    engine.start()
+    actor = spawn.Process(target=keep, args=(asks, goes_on), daemon=True)
+    actor.start()
     assert goes_on.wait(120)
-    assert engine.exitcode is None
+    assert actor.exitcode is None
 
     asks.clear()
 
-    engine.join(60)
-    assert engine.exitcode == 1
+    actor.join(60)
+    assert actor.exitcode == 1

@@ -44,7 +44,10 @@ class Groups:
 
     num_wanted: int
     config: Any
+    on_open: Callable[[], None] = lambda: None
     groups: list[Group] = field(default_factory=list)
+    watched: list[Group] = field(default_factory=list)
+    trouble: str = ""  # of the watch itself
     has_room: bool = True
     comes_up: bool = True
     started: int = 0
@@ -59,6 +62,8 @@ class Groups:
         group = Group(self.started)
         self.started += 1
         self.groups.append(group)
+        self.on_open()  # clients and the driver ask at any time
+        self.watched.append(group)
         return group
 
     @property
@@ -73,7 +78,7 @@ class Groups:
     def num_missing(self) -> int:
         return self.num_wanted - len(self.taking)
 
-    def check_room(self, count: int) -> None:
+    def make_room(self) -> None:
         if not self.has_room:
             raise PlacementError("no NPU is free")
 
@@ -84,10 +89,13 @@ class Groups:
                 raise WorkerLostError("the process died", rank=0, phase="CAPTURING")
             self.start()
         for group in lost:
+            self.watched.remove(group)
             self.groups.remove(group)
 
     def failure(self) -> str:
-        return "" if self.serves else "rank 0 in SERVING: the process died"
+        """As of GroupWatch: it knows those that it watches."""
+        is_served = any(not group.lost_because for group in self.watched)
+        return "" if is_served else "rank 0 in SERVING: the process died"
 
     def look(self, now_s: float) -> None:
         """No traffic is watched."""
@@ -132,6 +140,9 @@ class Client:
             self.ended.append((request.request_id, self.outage.outlook.failure or "dead"))
 
     def see_death(self, group: Group, now_s: float) -> None:
+        for number, requests in self.running.items():
+            for request in requests if number != group.number else ():
+                request.see_others_loss()
         for request in self.running.pop(group.number, []):
             request.losses += 1
             if request.may_kill:
@@ -178,6 +189,7 @@ class RecoveryModel(RuleBasedStateMachine):
         self.upkeep = Upkeep(
             cast(ServingGroups, self.groups), self.see_service, lambda: self.now_s, self.begin
         )
+        self.groups.on_open = self.what_serves_has_not_failed
         self.client = Client(self.groups, Outage(Recovery(Outlook, WAIT_S)))
 
     def begin(self, work: Callable[[], None]) -> BegunChange:
@@ -269,7 +281,7 @@ class RecoveryModel(RuleBasedStateMachine):
                 self.changes[-1].end()
             self.turn()
             self.client.step()
-            self.now_s += 30.0
+            self.now_s += 60.0
         self.upkeep.look()
         self.turn()
         self.client.outage.questions.close()  # type: ignore[union-attr]

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
+
+from dist_aclgraph.actors import processes
+from tests.actors.leftovers import wait_until
 
 SERVICE = """
 import signal, sys, time
@@ -61,4 +65,55 @@ def test_a_process_that_leads_nothing_serves_itself() -> None:
 
     process.terminate()
 
+    assert process.wait(timeout=20) == 7
+
+
+MARK = "TEST_OF_ORPHANS"
+
+ORPHAN = """
+import os, signal, subprocess, sys
+from dist_aclgraph.cli.supervise import call_outside_of_lead
+
+def serve():
+    # What it starts starts others, which lead sessions of their own, as Ray's daemons do.
+    start = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
+    subprocess.run([sys.executable, "-c", start])
+    subprocess.Popen(["sleep", "600"])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+call_outside_of_lead(serve)
+"""
+
+
+def test_nothing_outlives_a_service_that_is_killed() -> None:
+    mark = secrets.token_hex(8)
+    process = subprocess.Popen(
+        [sys.executable, "-c", ORPHAN], env={**os.environ, MARK: mark}, start_new_session=True
+    )
+    try:
+        assert process.wait(timeout=60) == 128 + signal.SIGKILL
+        assert processes.with_variable(MARK, mark) == set()
+    finally:
+        processes.kill_all(processes.with_variable(MARK, mark))
+
+
+def test_orphans_that_end_while_the_service_runs_do_not_stay_as_zombies() -> None:
+    code = SERVICE.replace(
+        "    while not stopping:",
+        "    import subprocess\n"
+        "    nested = \"import subprocess; subprocess.Popen(['sleep', '0.2'])\"\n"
+        "    subprocess.run([sys.executable, '-c', nested])\n"
+        "    while not stopping:",
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-c", code], stdout=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    process.stdout.readline()
+
+    wait_until(lambda: len(processes.children(process.pid)) == 2, "no orphan has come")
+    wait_until(lambda: len(processes.children(process.pid)) == 1, "a zombie stays")
+
+    process.terminate()
     assert process.wait(timeout=20) == 7

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -179,6 +180,15 @@ class Nodes:
         """Processes that its raylets have started."""
         found = [processes.with_variable("RAY_RAYLET_PID", str(pid)) for pid in self._raylets]
         return set().union(*found)
+
+    def kill(self, node_ip: str) -> None:
+        """Have a node die: its raylet, with which all that it has started leaves."""
+        [pid] = [
+            pid
+            for pid in self._raylets
+            if f"--node_ip_address={node_ip}" in Path(f"/proc/{pid}/cmdline").read_text()
+        ]
+        os.kill(pid, signal.SIGKILL)
 
     @contextmanager
     def run(self, code: str, *arguments: object) -> Iterator[Program]:

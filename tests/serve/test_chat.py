@@ -7,7 +7,6 @@ import openai
 import pytest
 
 from dist_aclgraph.ints import unpack_ints
-from dist_aclgraph.serve import sse
 from dist_aclgraph.serve.api import make_api
 from tests.serve.conftest import until
 
@@ -213,19 +212,31 @@ def test_a_client_that_leaves_frees_the_engine(service, stream):
     until(lambda: len(service.engine.aborted) == 1 and service.engine.num_running == 0)
 
 
-def test_a_bug_in_mid_stream_is_an_error_frame_that_gives_nothing_away():
-    async def chunks():
-        yield {"a": 1}
-        raise ZeroDivisionError("secret")
+def test_a_bug_in_mid_stream_is_an_error_frame_that_gives_nothing_away(own_service):
+    whole = own_service.state.tokenizer.decode_stream
 
-    async def read() -> list[bytes]:
-        return [frame async for frame in sse.events(chunks())]
+    def breaking(**options):
+        step, fed = whole(**options), []
 
-    first, last = asyncio.run(read())
+        def feed(token_id):
+            fed.append(token_id)
+            if len(fed) > 1:
+                raise ZeroDivisionError("secret")
+            return step(token_id)
 
-    assert first == b'data: {"a":1}\n\n'
-    assert b"internal server error" in last
-    assert b"secret" not in last
+        return feed
+
+    own_service.state.tokenizer.decode_stream = breaking
+    own_service.engine.reply = lambda submit: [70] * submit.max_tokens
+
+    body = {"model": MODEL, "messages": HI, "stream": True, "max_tokens": 1000}
+    reply = own_service.http.post("/v1/chat/completions", json=body)
+
+    *_, before, last = reply.text.strip().split("\n\n")
+    assert json.loads(before.removeprefix("data: "))["choices"][0]["finish_reason"] is None
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == "internal server error"
+    assert "secret" not in reply.text
+    until(lambda: own_service.engine.num_running == 0)
 
 
 def test_a_client_that_leaves_before_the_first_frame_frees_the_engine(service):

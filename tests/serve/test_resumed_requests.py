@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
@@ -51,6 +52,21 @@ class Engines:
         [found] = [engine for engine in self.engines if engine.num_running and not engine.is_closed]
         return found
 
+    def lose_running(self) -> None:
+        """Have the engine that runs the request say that it is dead, and serve again."""
+        resumed, engine = self.client.num_resumed, self.running
+        engine.fail_after = (0, "EngineDeadError")
+        until(lambda: self.client.num_resumed > resumed)
+        engine.fail_after = None
+        until(lambda: not self.is_lost(engine))
+
+    def is_lost(self, engine: FakeEngine) -> bool:
+        [known] = [k for k in self.client._known() if k.url == engine.address.file.url]
+        return bool(known.dead_because)
+
+    def wait_until_all_serve(self) -> None:
+        until(lambda: all(known.link.is_welcome for known in self.client._known()))
+
     def collect(self, count: int | None = None) -> tuple[list[int], RequestDelta]:
         """Take so many tokens, or all."""
         tokens: list[int] = []
@@ -61,17 +77,22 @@ class Engines:
                 return tokens, delta
 
 
-@pytest.fixture
-def three() -> Iterator[Engines]:
-    engines = [FakeEngine(by_position, step_s=0.005) for _ in range(3)]
-    client = EngineClient(
-        [engine.address for engine in engines], TOKEN, node_id=NODE, link_s=LINK_S
-    )
-    until(lambda: all(engine.link.is_welcome for engine in client._known()))
-    yield Engines(engines, client)
-    client.close()
+@contextmanager
+def serving(count: int, link_s: float) -> Iterator[Engines]:
+    engines = [FakeEngine(by_position, step_s=0.005) for _ in range(count)]
+    addresses = [engine.address for engine in engines]
+    found = Engines(engines, EngineClient(addresses, TOKEN, node_id=NODE, link_s=link_s))
+    found.wait_until_all_serve()
+    yield found
+    found.client.close()
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture
+def three() -> Iterator[Engines]:
+    with serving(3, LINK_S) as engines:
+        yield engines
 
 
 def test_a_request_goes_on_where_its_engine_died(three: Engines) -> None:
@@ -149,6 +170,25 @@ def test_a_request_that_three_engines_died_of_is_not_given_to_a_fourth(three: En
     assert isinstance(error_of(last), EngineDeadError)
     assert f"{MAX_LOSSES} engines died" in last.error
     assert three.client.num_resumed == MAX_LOSSES - 1
+
+
+def test_a_death_that_a_request_had_no_part_in_ends_the_row() -> None:
+    """Two engines die of something, a third one without this request: then it is not the cause."""
+    with serving(3, link_s=5.0) as engines:  # no other engine seems to be silent meanwhile
+        engines.submit(20_000)
+        for _ in range(MAX_LOSSES - 1):
+            engines.collect(5)
+            engines.lose_running()
+        engines.collect(5)
+        bystander = next(e for e in engines.engines if e is not engines.running)
+        bystander.silent = True
+        until(lambda: engines.client.num_losses()["silent"] == 1)
+
+        engines.lose_running()
+
+        _, last = engines.collect(40)
+        assert last.finish_reason is None, last.error
+        assert engines.client.num_resumed == MAX_LOSSES
 
 
 @given(

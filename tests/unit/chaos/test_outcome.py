@@ -26,6 +26,7 @@ def make_outcome(*answers: Answer, **changes: Any) -> Outcome:
         "recovered_s": 15.0,
         "exit_code": None,
         "left": [],
+        "said": "",
     }
     sights = changes.pop("sights", [Sight(9.0, 0), Sight(10.0, 2), Sight(10.5, 1), Sight(15.0, 2)])
     return judge(STRIKE, answers, [WANTED], sights, **{**facts, **changes})
@@ -89,12 +90,13 @@ def test_where_no_group_was_missed_nothing_is_said_of_a_recovery() -> None:
     assert outcome.unready_s is outcome.new_tokens_s is outcome.recovered_s is None
 
 
-def test_of_streams_that_stood_still_the_last_one_says_when_tokens_came_again() -> None:
+def test_the_last_stream_says_when_tokens_came_again() -> None:
     streams = [replace(WANTED, times_s=list(times)) for times in (
         (9.0, 10.4, 10.6, 14.0),  # went on elsewhere, and paused later for itself
         (9.0, 10.1, 12.5, 12.6),
         (9.0, 10.2, 12.0),
         (9.0, 9.5),  # over before
+        (11.0, 11.1),  # had not begun
     )]  # fmt: skip
 
     assert make_outcome(*streams).new_tokens_s == 2.5
@@ -140,8 +142,11 @@ def test_the_table_has_a_line_for_each_fault_and_one_for_all() -> None:
 
 
 def test_a_strike_is_told_in_one_line() -> None:
-    told = sentence_of(make_outcome(Answer(0, error="it died"), exit_code=1, left=["its port"]))
+    lost = Answer(0, error="it died")
+
+    told = sentence_of(make_outcome(lost, exit_code=1, left=["its port"], said="end"))
 
     assert told.startswith("1: worker killed, after 10 deltas: 1 of 1 requests lost; not ready 0.5")
-    assert told.endswith("the service ended with 1; left behind: its port; told: it died")
+    assert "the service ended with 1; left behind: its port" in told
+    assert told.endswith("told: it died; the service said: end")
     assert "\n" not in told

@@ -1,0 +1,39 @@
+"""A histogram for what happens with every token, at a fraction of what the library's own costs."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+
+class FrequentHistogram(Collector):
+    """Counts by bucket. One thread observes; any may collect.
+
+    Args:
+        labels: names and values.
+        bounds: upper ends of the buckets, rising; another bucket takes what is above.
+    """
+
+    def __init__(
+        self, name: str, text: str, labels: dict[str, str], bounds: Sequence[float]
+    ) -> None:
+        self._name, self._text, self._labels, self._bounds = name, text, labels, bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[Metric]:
+        totals = map(float, accumulate(self._counts))
+        ends = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
+        family = HistogramMetricFamily(self._name, self._text, labels=tuple(self._labels))
+        family.add_metric(
+            tuple(self._labels.values()), list(zip(ends, totals, strict=True)), self._sum
+        )
+        yield family

@@ -1,0 +1,41 @@
+"""Inbox: deltas on their way from the engine client's thread to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable
+
+from dist_aclgraph.steps.delta import RequestDelta
+
+Take = Callable[[RequestDelta, float], None]  # with the time, on the monotonic clock
+
+
+class Inbox:
+    """Wakes the loop once for all that a step brings, and no task for any of it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._arrived: deque[tuple[Take, RequestDelta]] = deque()
+        self._is_called = False
+
+    def put(self, take: Take, delta: RequestDelta) -> None:
+        """Have ``take`` called with ``delta`` on the loop, in the order of calls of ``put``.
+
+        For the client's thread. ``take`` must not raise.
+        """
+        self._arrived.append((take, delta))
+        if not self._is_called:
+            self._is_called = True
+            with contextlib.suppress(RuntimeError):  # the loop has closed: nobody listens
+                self.loop.call_soon_threadsafe(self._hand_out)
+
+    def _hand_out(self) -> None:
+        # First: what comes from here on may be too late for this call.
+        self._is_called = False
+        now_s = time.monotonic()
+        for _ in range(len(self._arrived)):
+            take, delta = self._arrived.popleft()
+            take(delta, now_s)

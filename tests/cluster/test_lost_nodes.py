@@ -1,0 +1,91 @@
+"""A node dies under load: its group goes to the place that was held free, and loses no request."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from dist_aclgraph.config import load_config
+from tests.cluster.several_nodes import APART, Nodes, Program, on_one_node
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+CONFIG = "configs/tiny-qwen3.yaml"
+ONE_NPU_EACH = {
+    **APART, "parallel.tp": 1, "graph.sizes": [4, 8], "scheduler.max_num_seqs": 8,
+    "cluster.ports": "23300-23340", "recovery.spares": 1,
+}  # fmt: skip
+PROMPTS = [[70 + i, 71, 72] for i in range(12)]
+NUM_TOKENS = 900
+WAIT_S = 300.0
+ANSWER = """
+import json, sys
+from dist_aclgraph.actors.llm import LLM
+from dist_aclgraph.errors import DistAclGraphError
+from tests.deployments import greedy_params
+
+def say(value):
+    print("ready", json.dumps(value), flush=True)
+
+def scale(llm, count):
+    try:
+        llm._deployment.scale(count)
+    except DistAclGraphError as e:
+        return str(e)
+
+def where(llm):
+    report = llm.report()
+    groups = [report, *report["groups"]]
+    nodes = [rank["node"] for group in groups for rank in group["ranks"]]
+    return [nodes, report["missing_groups"]["count"]]
+
+def generate(llm, prompts, count):
+    answers = llm.generate(prompts, greedy_params(count))
+    return [[answer.token_ids for answer in answers], llm._client.num_resumed]
+
+with LLM(sys.argv[1], json.loads(sys.argv[2])) as llm:
+    say("up")
+    for line in sys.stdin:
+        what, *arguments = json.loads(line)
+        say(globals()[what](llm, *arguments))
+"""
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    made = Nodes([{}, *({"resources": {"NPU": 1}} for _ in range(3))])
+    yield made
+    made.end()
+
+
+def ask(program: Program, *question: Any) -> Any:
+    program.write(question)
+    return program.read()
+
+
+def test_a_group_whose_node_dies_goes_to_a_spare_place(nodes: Nodes) -> None:
+    config = load_config(CONFIG, {**ONE_NPU_EACH, "parallel.dp": 1})
+    alone = on_one_node(config, PROMPTS, NUM_TOKENS)
+    with nodes.run(ANSWER, CONFIG, json.dumps(ONE_NPU_EACH)) as program:
+        assert program.read() == "up"
+        before, _ = ask(program, "where")
+        assert len(set(before)) == 2
+        assert "1 groups more need 1 NPUs" in ask(program, "scale", 3)
+        program.write(("generate", PROMPTS, NUM_TOKENS))
+        time.sleep(1.0)
+
+        nodes.kill(before[1])
+
+        tokens, num_resumed = program.read()
+        assert tokens == alone
+        assert num_resumed > 0
+        until_s = time.monotonic() + WAIT_S
+        while (now := ask(program, "where")) and (now[1] or len(now[0]) < 2):
+            assert time.monotonic() < until_s, now
+            time.sleep(0.5)
+        assert before[1] not in now[0] and len(set(now[0])) == 2
+        assert ask(program, "generate", PROMPTS, 20)[0] == [row[:20] for row in alone]
