@@ -20,7 +20,7 @@ from dist_aclgraph.actors.graph_transaction import GraphTransaction
 from dist_aclgraph.actors.resumption import Resumption
 from dist_aclgraph.actors.step_channel import StepSender
 from dist_aclgraph.config import Config
-from dist_aclgraph.topology import GroupRank
+from dist_aclgraph.topology import GroupRank, WorldRank
 from tests.actors.rank_processes import RankProcesses
 from tests.deployments import Answer
 from tests.lockstep import lockstep
@@ -42,6 +42,16 @@ class ServingRanks:
         answer = Answer()
         self.client.submit(name, prompt, params, [], answer.take)
         return answer
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """Ranks whose graphs are what they are."""
+
+    ranks: tuple[WorldRank, ...]
+
+    def carry_out(self, *_: Any) -> Any:
+        raise AssertionError("a graph is captured again, or released")
 
 
 @contextmanager
@@ -69,7 +79,9 @@ def serving_ranks(config: Config, directory: Path) -> Iterator[ServingRanks]:
             turn_timeout_s=WAIT_S,
             is_held=lambda: True,
             steps_in_flight=config.scheduler.steps_in_flight,
-            changes=GraphChanges(dispatcher, GraphTransaction(ranks, WAIT_S, WAIT_S), {}),
+            changes=GraphChanges(
+                dispatcher, GraphTransaction(_Captured(ranks.ranks), WAIT_S, WAIT_S), {}
+            ),
             resumption=Resumption(channel, ranks.ranks, stop, config.recovery.resume_s),
             report=dict,
         )

@@ -98,6 +98,7 @@ def test_no_request_begins_again_and_no_graph_is_captured_again(
         assert {name: metrics[name] for name in UNCHANGED} == {
             name: sound.metrics[name] for name in UNCHANGED
         }
+        assert metrics["graph"]["replays"], "graphs are not replayed any more"
         assert tokens_of(submit_all(service, "later")) == sound.tokens
 
 
