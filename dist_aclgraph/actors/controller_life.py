@@ -30,6 +30,7 @@ from dist_aclgraph.topology import NO_RANK, ParallelLayout
 
 POLL_S = 0.1
 LOOK_S = 1.0
+JOIN_S = 5.0  # longer than any wait for an answer
 NAME_S = 30.0  # until Ray has given a dead controller's name back
 LEASES = 2  # of its engines, in which a controller has to answer
 
@@ -106,9 +107,10 @@ class ControllerKeeper:
         self._thread.start()
 
     def stop(self) -> Any:
-        """Start no other controller; return the last one."""
+        """Start no other controller, and ask no more; return the last one."""
         with self._making:
             self._stopping.set()
+        self._thread.join(JOIN_S)  # a question to a Ray that was left would start another Ray
         return self.controller
 
     def _run(self) -> None:
@@ -160,10 +162,9 @@ class ControllerKeeper:
         end_by_force(self.controller, self._name)
         number = self._term.number + 1
         self._term = replace(self._term, number=number, num_groups=self._standing.num_groups)
-        with self._making:
-            if self._stopping.is_set():
-                return
-            self.controller = self._make()
+        self._make()
+        if self._stopping.is_set():
+            return
         starting = self.controller.start.remote()
         for progress in progress_of(self.controller, starting):
             if self._stopping.is_set():
@@ -171,13 +172,17 @@ class ControllerKeeper:
             self.progress = f"another controller: {progress or 'PLACING'}"
         fetch(starting, NO_RANK, "PLACING")
 
-    def _make(self) -> Any:
+    def _make(self) -> None:
         """Make a controller of the same name, once Ray has forgotten the last one's."""
         deadline_s = time.monotonic() + NAME_S
         while True:
-            try:
-                return make_controller(self._standing.config, self._name, self._term)
-            except ValueError:
-                if time.monotonic() > deadline_s:
-                    raise
-                time.sleep(POLL_S)
+            with self._making:
+                if self._stopping.is_set():
+                    return
+                try:
+                    self.controller = make_controller(self._standing.config, self._name, self._term)
+                    return
+                except ValueError:
+                    if time.monotonic() > deadline_s:
+                        raise
+            time.sleep(POLL_S)

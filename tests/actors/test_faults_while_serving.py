@@ -201,15 +201,15 @@ def test_a_killed_engine_ends_its_requests_and_leaves_nothing(checkpoint: Path) 
 
 
 def test_a_killed_controller_takes_everything_with_it(checkpoint: Path) -> None:
-    # Nobody waits for a group that nobody would start.
-    with busy(checkpoint, recovery={"restarts_per_hour": 6}) as run:
+    with busy(checkpoint, recovery={"restarts_per_hour": 0}) as run:
         engine, controller = run.sibling("ray::Engine"), run.sibling("ray::Controller")
 
         os.kill(controller, signal.SIGKILL)
 
         for answer in run.answers:
             assert answer.ended.wait(20)
-        with pytest.raises(EngineDeadError, match="the controller: the process"):
+        wait_until(lambda: not serves(run.service), "nobody knows of its death")
+        with pytest.raises(EngineDeadError, match="the controller has died; it is not started"):
             run.service.deployment.check()
         assert_processes_are_gone([engine, *run.pids])
 
