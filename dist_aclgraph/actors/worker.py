@@ -322,7 +322,10 @@ class Worker:
         if fault is None and self._is_told_to_stop:
             fault = "stopped"
         rank = self._running.joined.group_rank
-        channel.send(StepResult(self._epoch, self._last_step, rank, error=str(error), fault=fault))
+        # Of the step behind the last one, as that may have been answered: errors of earlier ones
+        # are not looked at.
+        step = self._last_step + 1
+        channel.send(StepResult(self._epoch, step, rank, error=str(error), fault=fault))
         return fault
 
     def _halt_or_resume(self, order: Halt | Resume) -> Answered:

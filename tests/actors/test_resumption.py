@@ -25,14 +25,14 @@ MIDDLE = 300
 def make_config(checkpoint: Path, *faults: dict[str, Any], **overrides: Any) -> Config:
     names = ("fault", "second_fault")
     emulated = {"strict": False, **dict(zip(names, faults, strict=False))}
-    return make_deployment_config(
-        checkpoint,
-        parallel={"tp": 2},
-        device={"emulator": emulated},
-        scheduler={"max_num_seqs": STREAMS},
-        kv={"num_blocks": 128},
+    sections = {
+        "parallel": {"tp": 2},
+        "device": {"emulator": emulated},
+        "scheduler": {"max_num_seqs": STREAMS},
+        "kv": {"num_blocks": 128},
         **overrides,
-    )
+    }
+    return make_deployment_config(checkpoint, **sections)
 
 
 def submit_all(service: ServingRanks, prefix: str = "r") -> list[Answer]:
@@ -100,6 +100,18 @@ def test_no_request_begins_again_and_no_graph_is_captured_again(
         }
         assert metrics["graph"]["replays"], "graphs are not replayed any more"
         assert tokens_of(submit_all(service, "later")) == sound.tokens
+
+
+def test_a_group_comes_back_with_one_step_in_flight(sound: Sound, tmp_path: Path) -> None:
+    one = {"max_num_seqs": STREAMS, "steps_in_flight": 1}
+    fault = {"op": "HcclAllReduce", "call": MIDDLE, "rank": 0, "kind": "link"}
+    config = make_config(
+        sound.checkpoint, fault, speculative={"num_tokens": sound.drafts}, scheduler=one
+    )
+
+    with serving_ranks(config, tmp_path) as service:
+        assert tokens_of(submit_all(service)) == sound.tokens
+        assert service.loop.metrics()["resumptions"] == {"link": 1}
 
 
 LINK = {"op": "HcclAllReduce", "call": MIDDLE, "rank": 1, "kind": "link"}
