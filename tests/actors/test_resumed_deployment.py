@@ -31,6 +31,7 @@ def make_config(checkpoint: Path, arms: Path, **second: Any) -> Any:
         kv={"num_blocks": 256, "block_size": 32},
         device={"emulator": {"strict": False, **faults}},
         timeouts={"step_s": 60.0, "stop_s": 2.0},
+        recovery={"resume_s": 20.0},
     )
 
 

@@ -30,6 +30,7 @@ def make_config(checkpoint: Path, *faults: dict[str, Any], **overrides: Any) -> 
         "device": {"emulator": emulated},
         "scheduler": {"max_num_seqs": STREAMS},
         "kv": {"num_blocks": 128},
+        "recovery": {"resume_s": 20.0},
         **overrides,
     }
     return make_deployment_config(checkpoint, **sections)
