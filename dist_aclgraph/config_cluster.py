@@ -53,6 +53,13 @@ class RecoveryConfig(Section):
         "how often a lost controller; 0 replaces none. What dies more often has a cause that "
         "starting again does not mend: once none serves and none may be started, the service ends",
     )
+    resume_s: float = Field(
+        0.0,
+        ge=0,
+        description="how long the devices of a group may take to come back where one of them, or a "
+        "link, has failed and all processes live; then the group is replaced. 0 replaces it at "
+        "once. An experiment: under load a stream has been seen to go on with other tokens",
+    )
     spares: int = Field(
         0,
         ge=0,

@@ -18,14 +18,17 @@ class FaultConfig(Section):
 
     op: str = Field(
         "",
-        description="operator, e.g. aclnnMm or HcclAllReduce; alloc: device memory in a capture",
+        description="operator, e.g. aclnnMm or HcclAllReduce; alloc: device memory in a capture; "
+        "or a call: aclrtDeviceTaskAbort, HcclCommResume",
     )
     when: Literal["execute", "capture"] = Field(
         "execute", description="which calls count: executions, replays too, or recordings"
     )
     call: int = Field(1, ge=1, description="at which of its calls")
-    kind: Literal["fail", "stall", "die"] = Field(
-        "fail", description="what happens at that call; die ends the process as kill -9 does"
+    kind: Literal["fail", "stall", "die", "link", "remote", "retry", "memory", "ecc"] = Field(
+        "fail",
+        description="what happens at that call; die ends the process as kill -9 does; from link "
+        "on, the device stops with that error",
     )
     rank: int | None = Field(None, ge=0, description="on which world rank; null means all")
     stall_s: float = Field(60.0, gt=0, description="how long a stall lasts")
@@ -71,6 +74,7 @@ class EmulatorConfig(Section):
     )
     wait_s: int = Field(60, ge=1, description="limit of a wait on the device")
     fault: FaultConfig = FaultConfig()
+    second_fault: FaultConfig = FaultConfig()
 
 
 class DeviceConfig(Section):

@@ -6,6 +6,7 @@ DistAclGraphError
   PlacementError          Ray cannot give the NPUs that are asked for, or a node no port
   WorkerError             a worker actor failed; names rank and phase
     WorkerStartTimeoutError, WorkerLostError, RankDisagreementError
+      DeviceFaultError    its device failed with an error that is known; the process lives
   DeviceError             the device or its runtime refused
     StreamExhaustedError, OutOfDeviceMemoryError, EmulatorBuildError
   GraphError              planning, capture or replay of graphs
@@ -29,6 +30,9 @@ from __future__ import annotations
 from typing import Literal
 
 FailureCause = Literal["streams", "memory", "operator", "timeout"]  # of a device's refusal
+# What stopped a device: its work was aborted; a link; a peer, perhaps; HCCL's own retries; memory
+# that is suspect, that is faulty, or lost several bits at once; a kernel.
+DeviceFault = Literal["stopped", "link", "remote", "retry", "suspect", "uce", "ecc", "operator"]
 
 
 class DistAclGraphError(Exception):
@@ -71,6 +75,21 @@ class WorkerStartTimeoutError(WorkerError):
 
 class WorkerLostError(WorkerError):
     """A worker process died or stopped answering."""
+
+
+class DeviceFaultError(WorkerLostError):
+    """A worker's device stopped with an error that is known, and its process lives.
+
+    Attributes:
+        fault: what stopped it.
+    """
+
+    def __init__(
+        self, message: str, rank: int = -1, phase: str = "", fault: DeviceFault = "operator"
+    ) -> None:
+        super().__init__(message, rank, phase)
+        self.args = (message, rank, phase, fault)
+        self.fault = fault
 
 
 class RankDisagreementError(WorkerError):

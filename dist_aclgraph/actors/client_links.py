@@ -54,6 +54,10 @@ class Answers(Protocol):
         """Return why nothing is served, or "" while all is well."""
         ...
 
+    def pause_now(self) -> str:
+        """Return why no step runs for now, though the group will go on; "" while steps run."""
+        ...
+
     def is_held(self) -> bool:
         """Whether clients may be answered, and learn that this engine lives."""
         ...
@@ -129,7 +133,7 @@ class ClientLinks:
         self._outgoing: deque[tuple[Link, StepDeltas]] = deque()
         self._wakeup = Wakeup()
         self._closing = threading.Event()
-        self._told = ""  # the failure that clients know of
+        self._told = "", ""  # the failure, and the pause, that clients know of
         self._setting = threading.Lock()
         self._groups = Groups(0, ())
         self._told_groups = self._groups
@@ -204,7 +208,7 @@ class ClientLinks:
                 continue
             is_drained = self._receive(answers)
             self._send_deltas()
-            self._tell(answers.failure_now())
+            self._tell(answers.failure_now(), answers.pause_now())
             self._tell_groups()
             now_s = time.monotonic()
             if is_drained:
@@ -241,7 +245,7 @@ class ClientLinks:
             link.confirm(message.received)
             link.waiting_tokens = message.waiting_tokens
             link.groups_version = message.groups_version
-            self._post(link, Pulse(self._told, self._others_tokens(link)))
+            self._post(link, self._pulse(link))
         elif isinstance(message, Query):
             ask = answers.report if message.what == "report" else answers.metrics
             self._post(link, answer(message, ask()))
@@ -260,7 +264,11 @@ class ClientLinks:
         # Before it counts as an answer: who drains gets nothing.
         if self._told_groups.version:
             self._post(link, self._told_groups)
-        self._post(link, Pulse(self._told, self._others_tokens(link)))
+        self._post(link, self._pulse(link))
+
+    def _pulse(self, link: Link) -> Pulse:
+        failure, pause = self._told
+        return Pulse(failure, self._others_tokens(link), pause)
 
     def _others_tokens(self, link: Link) -> int:
         return sum(other.waiting_tokens for other in self._links.values() if other is not link)
@@ -278,11 +286,11 @@ class ClientLinks:
             elif not self._write(link.routing_id, frame):
                 self._cut(link, f"the client has left {len(link.unread)} messages unread")
 
-    def _tell(self, failure: str) -> None:
-        if failure != self._told:
-            self._told = failure
+    def _tell(self, failure: str, pause: str) -> None:
+        if (failure, pause) != self._told:
+            self._told = failure, pause
             for link in list(self._links.values()):
-                self._post(link, Pulse(failure))
+                self._post(link, self._pulse(link))
 
     def _tell_groups(self) -> None:
         groups = self._groups

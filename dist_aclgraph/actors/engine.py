@@ -21,9 +21,10 @@ from dist_aclgraph.actors.graph_transaction import GraphTransaction
 from dist_aclgraph.actors.lease import Lease, leave_with
 from dist_aclgraph.actors.messages import Groups
 from dist_aclgraph.actors.processes import leave_with_raylet
+from dist_aclgraph.actors.resumption import Resumption
 from dist_aclgraph.actors.run_directory import RunDirectory
 from dist_aclgraph.actors.step_channel import ChannelAddress, StepSender
-from dist_aclgraph.actors.worker_group import ask_workers
+from dist_aclgraph.actors.worker_group import ask_workers, stop_devices
 from dist_aclgraph.config import Config
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.kv.block_pool import BlockPool
@@ -78,6 +79,7 @@ class Engine:
         self._world_ranks: tuple[WorldRank, ...] = ()
         self._channel: StepSender | None = None
         self._clients_at: Place | None = None
+        self._resumption: Resumption | None = None
         self._loop: EngineLoop | None = None
         self._thread: threading.Thread | None = None
         self._lease = Lease(config.timeouts.link_s)
@@ -115,6 +117,8 @@ class Engine:
         self._world_ranks = tuple(world_ranks)
         self._clients_at = replace(place, host=clients_host)
         self._channel = StepSender(world_ranks, place, partial(ask_workers, workers))
+        stop, resume_s = partial(stop_devices, workers), self._config.recovery.resume_s
+        self._resumption = Resumption(self._channel, world_ranks, stop, resume_s)
         return f"file://{self._directory.path}/rendezvous"
 
     def channel_addresses(self, node_ids: Sequence[str]) -> list[ChannelAddress]:
@@ -125,6 +129,7 @@ class Engine:
     def serve(self, settings: EngineSettings) -> Address:
         """Wait for all workers to listen, start the loop, and return the clients' address."""
         assert self._channel is not None and self._clients_at is not None
+        assert self._resumption is not None
         config = self._config
         layout = ParallelLayout.from_config(config.parallel).within_group
         self._channel.wait_for_workers(config.timeouts.join_s, lambda: None)
@@ -153,7 +158,7 @@ class Engine:
         ranks = ChannelRanks(
             self._channel,
             self._world_ranks,
-            settings.epoch,
+            lambda: scheduler.epoch,
             self._check,
             pool_bytes=settings.report["pool_bytes"],
         )
@@ -172,6 +177,7 @@ class Engine:
                 GraphTransaction(ranks, timeouts.negotiate_s, timeouts.capture_s),
                 settings.costs,
             ),
+            resumption=self._resumption,
             report=lambda: {**settings.report, "pool_bytes": ranks.pool_bytes},
         )
         # What exists now lives as long as the engine: collections need not look at it again.

@@ -263,10 +263,13 @@ class EngineClient:
                 raise EngineDeadError(self._why_dead())
 
     def outage(self) -> str:
-        """Say why no group takes requests, and how far the next one is; "" while one does."""
+        """Say why no group takes requests, or runs what it takes, and how far the next one is; ""
+        while one does.
+        """
         with self._lock:
-            if self._taking():
-                return ""
+            if taking := self._taking():
+                pauses = [self._engines[url].link.pause for url in taking]
+                return "" if "" in pauses else pauses[0]
             progress = self._outage.outlook.progress or "no other one has been started yet"
             return f"no group takes requests: {self._why_dead()}; recovering: {progress}"
 

@@ -50,6 +50,7 @@ class EngineLink:
         is_lost: whether this connection is over; set by whoever has caught its error.
         loss_kind: why, once an error has said so.
         others_tokens: what waits at the engine for other clients, as it said last.
+        pause: why it runs no step for now, likewise; "" while it does.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class EngineLink:
         self.is_lost = False
         self.loss_kind: LossKind = "failed"
         self.others_tokens = 0
+        self.pause = ""
         self._received = 0
         self._silence = Silence(link_s, 2 * link_s / BEATS_OF_A_SILENCE)
         self._beaten_s = time.monotonic()
@@ -103,6 +105,7 @@ class EngineLink:
                     raise self._lost("failed", message.failure)
                 self.is_welcome = True
                 self.others_tokens = message.others_tokens
+                self.pause = message.pause
                 continue
             if isinstance(message, Deltas):
                 if message.number != self._received + 1:

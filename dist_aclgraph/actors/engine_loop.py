@@ -19,8 +19,10 @@ from dist_aclgraph.actors.engine_report import LoopCounts, group_metrics, group_
 from dist_aclgraph.actors.graph_changes import GraphChanges
 from dist_aclgraph.actors.messages import Groups, Submit
 from dist_aclgraph.actors.recipients import Recipients
+from dist_aclgraph.actors.resumption import Resumption
 from dist_aclgraph.actors.step_channel import StepSender
 from dist_aclgraph.errors import (
+    DeviceFaultError,
     DistAclGraphError,
     EngineDeadError,
     InvalidParameterError,
@@ -70,6 +72,7 @@ class EngineLoop:
 
     Args:
         changes: what becomes of the group's graphs while it serves.
+        resumption: brings the group back where its device or a link fails.
         report: what is known of the ranks; part of every report.
         steps_in_flight: how many are sent before the first of them is answered.
         step_timeout_s: a step that takes longer ends the epoch.
@@ -90,6 +93,7 @@ class EngineLoop:
         is_held: Callable[[], bool],
         steps_in_flight: int,
         changes: GraphChanges,
+        resumption: Resumption,
         report: Callable[[], dict[str, Any]],
     ) -> None:
         self._scheduler = scheduler
@@ -102,6 +106,7 @@ class EngineLoop:
         self._flying: deque[_Sent] = deque()
         self._received_s = 0.0  # when the last result came
         self._changes = changes
+        self._resumption = resumption
         self._report = report
         self._recipients = Recipients()
         self._seen_s = time.monotonic()  # when the loop last showed that it goes on
@@ -129,6 +134,10 @@ class EngineLoop:
         if not self._failure and stuck_s > self._turn_timeout_s and self.is_held():
             return f"the engine's loop has been stuck on its host for {stuck_s:.1f} s"
         return self._failure
+
+    def pause_now(self) -> str:
+        """Return why no step runs while the group comes back; "" where that takes a moment."""
+        return self._resumption.pause_now()
 
     def stop(self) -> None:
         self._stopping = True
@@ -192,6 +201,8 @@ class EngineLoop:
                     outputs = self._turn(outputs)
                     if is_last and not len(outputs) and not self._scheduler.has_work:
                         self._drained.set()
+                except DeviceFaultError as e:
+                    outputs = self._resume(e)
                 except DistAclGraphError as e:
                     self.fail(str(e))
                 except Exception as e:  # Clients must hear of it, whatever it is.
@@ -237,6 +248,7 @@ class EngineLoop:
         took_s = received_s - max(sent.at_s, self._received_s)
         self._received_s = received_s
         self._num_steps += 1
+        self._resumption.note_step()
         if plan.graph is not None:
             self._step_times[plan.graph].add(took_s)
         self._num_tokens["generation"] += outputs.num_tokens
@@ -244,6 +256,17 @@ class EngineLoop:
         if first.timings_us:
             self._book(sent, first, took_s, done_s - received_s)
         return outputs
+
+    def _resume(self, error: DeviceFaultError) -> StepOutputs:
+        """Have the group come back, if it can; return what was not handed out yet: nothing."""
+        try:
+            epoch = self._resumption.run(error, self._scheduler.epoch, self.check)
+        except DistAclGraphError as e:
+            self.fail(str(e))
+        else:
+            self._flying.clear()
+            self._scheduler.rewind(epoch)
+        return StepOutputs()
 
     def check(self) -> None:
         """While a step runs: end the wait when a worker is known to be gone.
@@ -336,7 +359,8 @@ class EngineLoop:
     def metrics(self) -> dict[str, Any]:
         """Counters and gauges of this group, for /metrics."""
         tokens = self._num_tokens
-        counts = LoopCounts(tokens["prompt"], tokens["generation"], self._num_steps)
+        resumptions = dict(self._resumption.counts)
+        counts = LoopCounts(tokens["prompt"], tokens["generation"], self._num_steps, resumptions)
         return group_metrics(self._scheduler, counts, dict(self._changes.costs), self._report())
 
     def report(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dist_aclgraph.errors import DeviceFault
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.plan import CaptureCost, plan_report
 from dist_aclgraph.scheduler.scheduler import Scheduler
@@ -20,6 +21,7 @@ class LoopCounts:
     prompt_tokens: int
     generation_tokens: int
     steps: int
+    resumptions: Mapping[DeviceFault, int]  # by what had stopped a device
 
 
 def group_metrics(
@@ -56,6 +58,7 @@ def group_metrics(
         "expert_tokens": _by_rank(scheduler.expert_tokens, ranks_report),
         "steps": counts.steps,
         "step_reruns": stats["reruns"],
+        "resumptions": counts.resumptions,
         "graph": scheduler.dispatcher.report(),
         "capture_seconds": {str(graph): cost.seconds for graph, cost in costs.items()},
         "pool_bytes": ranks_report.get("pool_bytes", 0),

@@ -32,12 +32,13 @@ class ChannelRanks:
     """The ranks of a serving group, reached over its step channel.
 
     Attributes:
+        epoch: the group's, as it is now.
         pool_bytes: that all graphs of a rank hold together, the most of any rank.
     """
 
     channel: StepSender
     ranks: tuple[WorldRank, ...]
-    epoch: int
+    epoch: Callable[[], int]
     check: Callable[[], None]
     pool_bytes: int
     _num_commands: int = 0
@@ -55,7 +56,7 @@ class ChannelRanks:
             WorkerLostError: a rank did not answer in time.
         """
         self._num_commands += 1
-        command = GraphCommand(self.epoch, self._num_commands, action, graph, plan)
+        command = GraphCommand(self.epoch(), self._num_commands, action, graph, plan)
         self.channel.send(command)
         answers = self.channel.receive_votes(command, timeout_s, self.check)
         self.pool_bytes = max(answer.pool_bytes for answer in answers)

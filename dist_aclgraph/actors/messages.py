@@ -94,11 +94,13 @@ class Pulse(msgspec.Struct, frozen=True, tag="pulse"):
 
     Attributes:
         failure: why it serves no more, "" where it does.
+        pause: why no step runs for now, though its group will go on, "" where steps run.
         others_tokens: what waits here for requests of other clients, as they say.
     """
 
     failure: str = ""
     others_tokens: Tokens = 0
+    pause: str = ""
 
 
 class GroupEntry(msgspec.Struct, frozen=True):

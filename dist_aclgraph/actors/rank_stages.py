@@ -249,6 +249,15 @@ class RunningRank:
     joined: JoinedRank
     runner: ModelRunner
 
+    def resume(self) -> None:
+        """Bring the device back from an abort; KV and graphs stay.
+
+        Raises:
+            DeviceError: it does not come back.
+        """
+        self.joined.npu.restart()
+        self.runner.forget_steps()
+
     def make_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache, of as many blocks as every other rank's."""
         from dist_aclgraph.device.npu import translated

@@ -16,11 +16,19 @@ from dist_aclgraph.actors.local_steps import LocalEngine, LocalPeers, SocketFile
 from dist_aclgraph.actors.remote_steps import Endpoints, RemoteEngine, RemotePeers
 from dist_aclgraph.actors.sockets import read_frame
 from dist_aclgraph.actors.standing import Ask, Places, judge
-from dist_aclgraph.errors import NotAMessageError, WorkerLostError, WorkerStartTimeoutError
+from dist_aclgraph.errors import (
+    DeviceFaultError,
+    NotAMessageError,
+    WorkerLostError,
+    WorkerStartTimeoutError,
+)
 from dist_aclgraph.planning.commands import GraphAnswer, GraphCommand
 from dist_aclgraph.steps.step import (
+    Answered,
     FromWorker,
+    Halt,
     Pause,
+    Resume,
     Shutdown,
     StepPlan,
     StepResult,
@@ -146,11 +154,33 @@ class StepSender:
             if result.epoch != plan.epoch:
                 continue
             if result.error:
-                rank = self._world_ranks[result.rank]
-                raise WorkerLostError(result.error, rank, "SERVING")
+                raise self._failure(result)
             if result.step == plan.step:
                 results[GroupRank(result.rank)] = result
         return list(results.values())
+
+    def _failure(self, result: StepResult) -> WorkerLostError:
+        """The error for what a rank has reported."""
+        rank = self._world_ranks[result.rank]
+        if result.fault is None:
+            return WorkerLostError(result.error, rank, "SERVING")
+        return DeviceFaultError(result.error, rank, "SERVING", result.fault)
+
+    def receive_answers(
+        self, epoch: int, timeout_s: float, check: Callable[[], None]
+    ) -> dict[GroupRank, str]:
+        """Return why ranks have not halted, or not resumed; see ``Answered``.
+
+        Raises:
+            WorkerLostError: a worker did not answer in time; names the rank.
+        """
+        errors: dict[GroupRank, str] = {}
+        deadline = Deadline(timeout_s)
+        while len(errors) < self._num_workers:
+            answer = self._next("coming back", set(errors), deadline, check)
+            if isinstance(answer, Answered) and answer.epoch == epoch:
+                errors[GroupRank(answer.rank)] = answer.error
+        return {rank: error for rank, error in errors.items() if error}
 
     def receive_votes(
         self, command: GraphCommand, timeout_s: float, check: Callable[[], None]
@@ -246,7 +276,7 @@ class StepReceiver:
         """Say whether ``receive`` would find a message."""
         return self._engine.has_message()
 
-    def receive(self, epoch: int) -> StepPlan | GraphCommand | Pause | None:
+    def receive(self, epoch: int) -> StepPlan | GraphCommand | Pause | Halt | Resume | None:
         """Return the next message of ``epoch``, or None when the engine shuts down.
 
         What is no message is dropped.

@@ -23,14 +23,19 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.device import emulator
 from dist_aclgraph.device.kind import DeviceKind, resolve_kind
 from dist_aclgraph.environment import prepare_network, visible_devices
-from dist_aclgraph.errors import DistAclGraphError, RankDisagreementError
+from dist_aclgraph.errors import (
+    DeviceError,
+    DeviceFault,
+    DistAclGraphError,
+    RankDisagreementError,
+)
 from dist_aclgraph.models.read_ahead import ALONE, Neighbour, read_ahead
 from dist_aclgraph.planning.budget import StreamOffer
 from dist_aclgraph.planning.commands import GraphAnswer, GraphCommand
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.plan import CaptureCost, GraphPlan
 from dist_aclgraph.shapes.weight_files import weight_files
-from dist_aclgraph.steps.step import Pause, StepPlan, StepResult
+from dist_aclgraph.steps.step import Answered, Halt, Pause, Resume, StepPlan, StepResult
 from dist_aclgraph.topology import NO_RANK, GroupRank, WorldRank
 
 NO_PLAN = GraphPlan(version=0, mode="NONE", budget_model="legacy-last")
@@ -60,6 +65,7 @@ class Worker:
         self._neighbour = ALONE
         self._progress = (0, 0)  # bytes of weights loaded, and in all
         self._doing = ""
+        self._is_told_to_stop = False  # so that steps fail, in whatever way
         self._plan = NO_PLAN
         self._meeting: socket.socket | None = None
         self._stage: JoinedRank | LoadedRank | RunningRank | None = None
@@ -97,6 +103,20 @@ class Worker:
             "waits": joined is not None and joined.npu.is_waiting,
             "progress": self._progress,
         }
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def stop_device(self, timeout_s: float) -> None:
+        """Abort what the device runs; the step loop hears of it as of an error of its device.
+
+        A device that does not stop in time ends the process.
+
+        Raises:
+            DeviceError: it cannot be stopped.
+        """
+        joined = self._joined
+        assert joined is not None, "devices that serve are stopped"
+        self._is_told_to_stop = True
+        joined.npu.stop(timeout_s)
 
     # ---- phases, in order
 
@@ -254,31 +274,74 @@ class Worker:
         """Execute steps until the engine says goodbye.
 
         With two steps in flight, one is answered when the next is queued behind it. Any failure is
-        reported and ends this process's part: the group is then rebuilt or stopped.
+        reported. Where the device stopped with an error that is known, this rank waits for what
+        the engine makes of it, and runs nothing before it was resumed; any other failure ends this
+        process's part: the group is then rebuilt or stopped.
         """
         self._phase = "SERVING"
         leave_with(self._lease, f"rank {self._rank}")
-        rank = self._running
         channel = StepReceiver(address)
         # What exists now lives as long as the worker: collections need not look at it again.
         gc.collect()
         gc.freeze()
+        is_stopped = False
         try:
             while (plan := channel.receive(self._epoch)) is not None:
-                if isinstance(plan, GraphCommand):
-                    channel.send(self.carry_out(plan))
+                if isinstance(plan, Halt | Resume):
+                    answer = self._halt_or_resume(plan)
+                    is_stopped = isinstance(plan, Halt) or bool(answer.error)
+                    channel.send(answer)
+                elif is_stopped:
                     continue
-                try:
-                    if isinstance(plan, Pause):
-                        channel.send(rank.runner.finish())
-                        continue
-                    self.launch(plan, channel.send)
-                except Exception as e:
-                    failure = StepResult(
-                        self._epoch, self._last_step, rank.joined.group_rank, error=str(e)
-                    )
-                    channel.send(failure)
-                    raise
-                rank.runner.prepare_next(channel.has_message)
+                elif isinstance(plan, GraphCommand):
+                    channel.send(self.carry_out(plan))
+                else:
+                    try:
+                        self._run_step(plan, channel)
+                    except Exception as e:
+                        fault = self._report_failure(e, channel)
+                        if fault is None:
+                            raise
+                        is_stopped = True
         finally:
             channel.close()
+
+    def _run_step(self, plan: StepPlan | Pause, channel: StepReceiver) -> None:
+        runner = self._running.runner
+        if isinstance(plan, Pause):
+            channel.send(runner.finish())
+            return
+        self.launch(plan, channel.send)
+        runner.prepare_next(channel.has_message)
+
+    def _report_failure(self, error: Exception, channel: StepReceiver) -> DeviceFault | None:
+        """Tell the engine; return what stopped the device, where that is known."""
+        from dist_aclgraph.device.failures import device_fault
+
+        fault = device_fault(error) if isinstance(error, DeviceError) else None
+        if fault is None and self._is_told_to_stop:
+            fault = "stopped"
+        rank = self._running.joined.group_rank
+        # Of the step behind the last one, as that may have been answered: errors of earlier ones
+        # are not looked at.
+        step = self._last_step + 1
+        channel.send(StepResult(self._epoch, step, rank, error=str(error), fault=fault))
+        return fault
+
+    def _halt_or_resume(self, order: Halt | Resume) -> Answered:
+        """Stop the device, behind all that this thread has launched; or bring it back, and follow
+        the group into its next epoch.
+        """
+        rank = self._running
+        self._doing, error = "coming back", ""
+        try:
+            if isinstance(order, Halt):
+                rank.joined.npu.stop(order.timeout_s)
+            else:
+                rank.resume()
+                self._epoch, self._is_told_to_stop = order.next_epoch, False
+        except DistAclGraphError as e:
+            error = str(e)
+        self._doing = ""
+        epoch = order.epoch if isinstance(order, Halt) else order.next_epoch
+        return Answered(epoch, rank.joined.group_rank, error)

@@ -32,6 +32,7 @@ from dist_aclgraph.topology import GroupRank, ParallelLayout, WorldRank
 PEERS_OF_A_FAILURE_S = 5.0  # how long ranks are waited for once one of them has failed
 
 ASK_S = 2.0  # limit of asking ranks where they stand
+LOOK_S = 0.1  # between two looks whether a wait should end
 
 
 @dataclass
@@ -266,6 +267,33 @@ def runtime_environment(config: Config, python: str | None) -> dict[str, Any]:
     """Return what Ray starts a process of ours with; ``python`` as in ``place_group``."""
     environment: dict[str, Any] = {"env_vars": child_environment(config)}
     return environment if python is None else environment | {"py_executable": python}
+
+
+def stop_devices(
+    workers: Sequence[Any], timeout_s: float, check: Callable[[], None]
+) -> dict[GroupRank, str]:
+    """Have all workers stop their devices; return why some did not.
+
+    Args:
+        timeout_s: limit; a worker that takes longer ends itself.
+        check: called now and then; ends the wait where it raises.
+    """
+    refs = {worker.stop_device.remote(timeout_s): i for i, worker in enumerate(workers)}
+    deadline_s = time.monotonic() + timeout_s
+    waiting, silent = list(refs), dict[GroupRank, str]()
+    while waiting:
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=LOOK_S)
+        check()
+        for ref in ready:
+            index = refs[ref]
+            try:
+                fetch(ref, index, "")
+            except DistAclGraphError as e:
+                silent[GroupRank(index)] = str(e)
+        if waiting and time.monotonic() > deadline_s:
+            late = f"its device did not stop within {timeout_s:g} s"
+            return silent | {GroupRank(refs[ref]): late for ref in waiting}
+    return silent
 
 
 def ask_workers(workers: Sequence[Any], ranks: Sequence[GroupRank]) -> Places:

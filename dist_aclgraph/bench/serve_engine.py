@@ -69,6 +69,9 @@ class PacedEngine:
     def failure_now(self) -> str:
         return ""
 
+    def pause_now(self) -> str:
+        return ""
+
     def is_held(self) -> bool:
         return True
 

@@ -11,6 +11,7 @@ import re
 from dist_aclgraph.errors import (
     CaptureError,
     DeviceError,
+    DeviceFault,
     DistAclGraphError,
     FailureCause,
     OutOfDeviceMemoryError,
@@ -28,6 +29,49 @@ _STREAM_WORDS = re.compile(
 )
 _MEMORY_WORDS = re.compile(r"\b207001\b|out of (device )?memory", re.IGNORECASE)
 _TIMEOUT_WORDS = re.compile(r"\b(507046|107020)\b|time(d)? ?out", re.IGNORECASE)
+
+# What stopped a device: codes of ACL, and the reasons that CANN's texts name (torch_npu's
+# NPUException.h has both). torch_npu puts the code behind these words.
+_CODE = re.compile(r"error code is (\d+)")
+_REASON = re.compile(r"reason=\[?([\w -]+)")
+_FAULT_OF_CODE: dict[int, DeviceFault] = {
+    107022: "stopped",  # ACL_ERROR_RT_DEVICE_TASK_ABORT
+    507015: "operator",  # ACL_ERROR_RT_AICORE_EXCEPTION
+    507018: "operator",  # ACL_ERROR_RT_AICPU_EXCEPTION
+    507035: "operator",  # ACL_ERROR_RT_VECTOR_CORE_EXCEPTION
+    507053: "uce",  # ACL_ERROR_RT_DEVICE_MEM_ERROR
+    507054: "ecc",  # ACL_ERROR_RT_HBM_MULTI_BIT_ECC_ERROR
+    507055: "suspect",  # ACL_ERROR_RT_SUSPECT_DEVICE_MEM_ERROR
+    507056: "link",  # ACL_ERROR_RT_LINK_ERROR
+    507057: "remote",  # ACL_ERROR_RT_SUSPECT_REMOTE_ERROR
+    507904: "retry",  # ACL_ERROR_RT_COMM_OP_RETRY_FAIL
+}
+_FAULT_OF_REASON: dict[str, DeviceFault] = {
+    "device task abort": "stopped",
+    "device mem error": "uce",
+    "hbm multi-bit ecc error": "ecc",
+    "suspect device mem error": "suspect",
+    "link error": "link",
+    "device network link error": "link",
+    "suspect remote error": "remote",
+    "hccl op retry failed": "retry",
+}
+_STOPPED = "FORCE STOP"  # torch_npu's words, without a code where its queue raises them
+
+
+def device_fault(error: BaseException) -> DeviceFault | None:
+    """Return what stopped the device, or None where an error does not say, or is not its own.
+
+    CANN's reason goes before the code: a call that fails may have a code of its own.
+    """
+    text = str(error)
+    for reason in _REASON.findall(text):
+        if fault := _FAULT_OF_REASON.get(reason.strip().lower()):
+            return fault
+    for code in _CODE.findall(text):
+        if fault := _FAULT_OF_CODE.get(int(code)):
+            return fault
+    return "stopped" if _STOPPED in text else None
 
 
 def classify(error: BaseException) -> FailureCause:

@@ -51,15 +51,15 @@ def emulator_settings(config: DeviceConfig, rank: int) -> dict[str, str | int | 
     }
     if emulated.rates is not None:
         settings["rates"] = emulated.rates
-    fault = emulated.fault
-    if fault.op and fault.rank in (None, rank):
-        settings |= {
-            "fault_op": fault.op,
-            "fault_when": fault.when,
-            "fault_call": fault.call,
-            "fault_kind": fault.kind,
-            "stall_s": str(fault.stall_s),
-        }
-    if fault.file:
-        settings["fault_file"] = fault.file
+    for prefix, fault in (("fault", emulated.fault), ("fault2", emulated.second_fault)):
+        if fault.op and fault.rank in (None, rank):
+            settings |= {
+                f"{prefix}_op": fault.op,
+                f"{prefix}_when": fault.when,
+                f"{prefix}_call": fault.call,
+                f"{prefix}_kind": fault.kind,
+                f"{prefix}_stall_s": str(fault.stall_s),
+            }
+    if file := emulated.fault.file or emulated.second_fault.file:
+        settings["fault_file"] = file
     return settings

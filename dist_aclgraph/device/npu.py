@@ -6,7 +6,9 @@ The same code runs on hardware and on the emulator; only ``open_npu`` knows whic
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import json
+import sys
 import tempfile
 import warnings
 from collections import Counter
@@ -31,6 +33,7 @@ from dist_aclgraph.errors import DeviceError
 STREAMS_OF_A_FRESH_DEVICE = 1979
 PACKAGE_CANN, VERSION_BYTES = 0, 2048  # ACL_PKG_NAME_CANN; the struct begins with the text
 CAPTURE_THREAD_LOCAL = 1  # ACL_MODEL_RI_CAPTURE_MODE_THREAD_LOCAL
+STDERR = 2
 HCCL_KERNELS = "Hccl"  # how the names of its kernels on the AI CPU begin, e.g. HcclLaunch...
 
 
@@ -45,6 +48,11 @@ class Memory:
 def runtime() -> Any:
     """Return ``torch.npu``, which exists once torch_npu is loaded: streams, events, graphs."""
     return torch.npu  # type: ignore[attr-defined]
+
+
+def torch_npu() -> Any:
+    """Return the package, which is loaded."""
+    return sys.modules["torch_npu"]
 
 
 class Npu:
@@ -144,6 +152,39 @@ class Npu:
     def give_back(self) -> None:
         """Return to the device what the allocator keeps for tensors to come."""
         runtime().empty_cache()
+
+    def stop(self, timeout_s: float) -> None:
+        """Abort all that the device runs and holds queued; whoever waits for it gets an error.
+
+        Call it beside the thread that works with the device. torch_npu waits for ever, and has
+        Python wait: so a thread that needs no Python ends the process where that takes too long.
+
+        Raises:
+            DeviceError: the device cannot be stopped.
+        """
+        runtime().set_device(0)
+        faulthandler.dump_traceback_later(timeout_s, exit=True, file=STDERR)
+        try:
+            with translated("stopping the device"):
+                failed = runtime().stop_device(0)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+        if failed:
+            raise DeviceError("the device could not be stopped")
+
+    def restart(self) -> None:
+        """Have the device work again, once it has been stopped on all ranks of its groups.
+
+        Memory, handles of streams and events, and graphs are as they were. What a task that was
+        aborted has written is garbage; so is what events of graphs say.
+
+        Raises:
+            DeviceError: the device or a communicator does not come back.
+        """
+        with translated("restarting the device"):
+            runtime().restart_device(0)
+            # All communicators of the process, whatever the group.
+            torch_npu().distributed.reinit_process_group(None, False)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

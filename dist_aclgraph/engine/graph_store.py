@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -100,6 +101,12 @@ class GraphStore:
         if captured is not None:
             self._npu.synchronize()
             _release(captured)
+
+    def forget(self, main_stream: Any) -> None:
+        """The device's work was aborted; see ``CapturedGraph.forget``."""
+        for captured in (*self._graphs.values(), *self._uncommitted.values()):
+            for graph in () if isinstance(captured, CapturedPieces) else captured:
+                graph.forget(main_stream)
 
     @property
     def free_streams(self) -> int | None:

@@ -22,6 +22,7 @@ from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.device.npu import (
     Npu,
     PoolMemory,
+    runtime,
     translated,
 )
 from dist_aclgraph.device.step_measures import DeviceCounts, ReplaySpan, Stopwatch, UpdateWait
@@ -386,6 +387,24 @@ class ModelRunner:
             counts=b"" if self._drafts is None else pack_ints(read.counts),
             logprobs=read.logprobs,
         )
+
+    def forget_steps(self) -> None:
+        """The device has come back from an abort: as if no step had run, but for graphs and caches.
+
+        Rows are told anew by the next step. Waits for the device.
+
+        Raises:
+            DeviceError: it does not work again.
+        """
+        self._flights.clear()
+        self._num_passed[:] = 0
+        self._replays.forget()
+        self._buffers.forget()
+        with translated("bringing the device back"):
+            self._graphs.forget(runtime().current_stream())
+            # Those of aborted steps, too: what counts is what later ones add.
+            self._num_unplaced = int(self._decoder_tally[1])
+        self._npu.synchronize()
 
     def prepare_next(self, is_wanted_elsewhere: Callable[[], bool]) -> None:
         """Until ``is_wanted_elsewhere``, do what the next step will most likely need."""

@@ -102,6 +102,13 @@ class CapturedGraph:
         """
         self._updates.send_ahead(update_stream, lens, is_wanted_elsewhere)
 
+    def forget(self, main_stream: Any) -> None:
+        """The device's work was aborted, updates and replays among it: the next replay sends all.
+
+        ``main_stream`` prepares the graph for it.
+        """
+        self._updates.forget(main_stream)
+
     def release(self) -> None:
         """Give streams and memory back."""
         self._recorder.tasks.clear()

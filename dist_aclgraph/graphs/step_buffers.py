@@ -113,6 +113,12 @@ class StepBuffers:
         twins.copied.record(self._stream)
         twins.is_read = False
 
+    def forget(self) -> None:
+        """The device's work was aborted: what was written may not be there."""
+        self.mark_read(self.num_written)
+        self._table[:] = 0
+        self._written_rows = len(self._table)  # so that the next step writes all rows
+
     def write_padding(self, graph: BatchDescriptor) -> None:
         """Fill all of a graph's inputs with padding."""
         self.write(graph, NO_STEP)

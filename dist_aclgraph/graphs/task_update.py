@@ -61,8 +61,16 @@ class UpdatableTask:
         arguments[operator.query_ends] = query_ends
         arguments[operator.kv_lens] = kv_lens
         npu.begin_task_update(stream, self.handle)
-        operator.overload(**arguments)
-        npu.end_task_update(stream)
+        try:
+            operator.overload(**arguments)
+        finally:
+            npu.end_task_update(stream)
+
+    def forget(self, stream: Any) -> None:
+        """Nobody knows what lengths the task has, nor what its event says. ``stream`` resets it."""
+        for name in (self.operator.kv_lens, self.operator.query_ends):
+            self.arguments[name] = [-1] * len(self.arguments[name])  # what no step wants
+        self.event.reset(stream)
 
 
 class TaskRecorder:
@@ -164,6 +172,12 @@ class TaskUpdates:
         self._num_open = 0
         self._replayed.record(main_stream)
         return num_behind
+
+    def forget(self, main_stream: Any) -> None:
+        """The device's work was aborted: nothing is open, and what tasks hold is unknown."""
+        for task in self._tasks:
+            task.forget(main_stream)
+        self._num_open = 0
 
     def send_ahead(
         self, update_stream: Any, lens: Lens, is_wanted_elsewhere: Callable[[], bool]

@@ -25,7 +25,7 @@ from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.rows import EVERY, Indices, Places, RunningRows
 from dist_aclgraph.steps.delta import FinishReason
 from dist_aclgraph.steps.padding import padding_blocks
-from dist_aclgraph.steps.step import RankBatch
+from dist_aclgraph.steps.step import RankBatch, RowStart
 
 NO_PAIRS: IntArray = np.empty((0, 2), np.int32)
 NO_INDICES = np.empty(0, np.intp)
@@ -66,6 +66,7 @@ class RankScheduler:
         self._margin = 0  # tokens that every request of a steady step can grow by: ``_is_quiet``
         self._flights: deque[Flight] = deque()  # steps that have been decided, oldest first
         self._stop_ids: Counter[int] = Counter()  # of running requests: how many stop at an id
+        self._knows_nothing = False  # workers have lost their rows, and are told all of them anew
         self._refused: tuple[Request, int] | None = None  # needs more than so many free blocks
         self.num_preemptions = 0
         self.num_verified = 0  # times that a request's drafts were verified and might have passed
@@ -203,12 +204,41 @@ class RankScheduler:
         self._margin = self._margin - self._decode_len if is_quiet else 0
         self._flights.append(Flight(step, step.indices, is_quiet))
         self.rows.take_off(step.indices, step.records)
+        if self._knows_nothing:
+            self._knows_nothing = False
+            return step, RankBatch(step.records.tobytes(), started=self._every_row(builder))
         return step, RankBatch(
             step.records.tobytes(),
             self._take_appended(),
             pack_ints(builder.blocks),
             tuple(builder.started),
         )
+
+    def _every_row(self, builder: StepBuilder) -> tuple[RowStart, ...]:
+        """Return all rows as they are now, for workers that have lost theirs."""
+        started = {start.row for start in builder.started}
+        for index in range(len(self.rows)):
+            self.rows.settle(index)
+        running = (
+            request.start(self.index, request.row)
+            for request in self.rows.requests
+            if request.row not in started
+        )
+        return (*running, *builder.started)
+
+    def rewind(self) -> None:
+        """Undo the steps in flight, of which workers have lost all they knew.
+
+        Blocks stay with those who have them. What these steps have written to the KV cache is
+        written again before anybody reads it.
+        """
+        while self._flights:
+            flight = self._flights.pop()
+            is_there = flight.places >= 0
+            self.rows.put_back(flight.places[is_there], flight.step.records[is_there])
+        self._steady, self._margin = None, 0
+        self._appended = NO_PAIRS
+        self._knows_nothing = True
 
     def leave_out(self) -> RankStep:
         """Return what is left of the only step in flight: nobody who has left since.

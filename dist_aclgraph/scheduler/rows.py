@@ -141,6 +141,15 @@ class RunningRows:
         self.known[indices] += records[:, 3] > 0
         self.slack[indices] += drafts
 
+    def put_back(self, indices: Indices, records: IntArray) -> None:
+        """A step counts for nothing: as if it had not been decided. Arguments as ``take_off``."""
+        drafts = np.maximum(records[:, 3] - 1, 0)
+        grown = records[:, 2] - drafts
+        self.computed[indices] -= grown
+        self.flying[indices] -= grown
+        self.known[indices] -= records[:, 3] > 0
+        self.slack[indices] -= drafts
+
     def land(self, indices: Indices, records: IntArray, passed: IntArray | None) -> None:
         """A step has run.
 

@@ -229,6 +229,17 @@ class Scheduler:
                 del self._requests[request.request_id]
         return StepOutputs.joined(parts)
 
+    def rewind(self, epoch: int) -> None:
+        """Undo the steps in flight: the group has come back, with its KV, in another epoch.
+
+        ``schedule()`` decides them again, and tells workers all rows anew. No request begins again.
+        """
+        self.epoch = epoch
+        self._in_flight.clear()
+        self._is_void = False
+        for rank in self.ranks:
+            rank.rewind()
+
     def stats(self) -> dict[str, int]:
         """Return gauges and counters for metrics."""
         num_verified = sum(rank.num_verified for rank in self.ranks)

@@ -61,6 +61,11 @@ ENGINE_METRICS: dict[str, tuple[str, str, str]] = {
     ),
     "expert_tokens": ("counter", "rank", "Tokens that a rank's experts have computed."),
     "step_reruns": ("counter", "", "Steps run again, as tokens found no room at their experts."),
+    "resumptions": (
+        "counter",
+        "fault",
+        "Times that a group came back, with its KV and graphs, from a failed device or link.",
+    ),
     "graph_replays": ("counter", "graph", "Steps that replayed a captured graph."),
     "eager_steps": ("counter", "reason", "Steps that ran without a graph, by reason."),
     "padding_tokens": ("counter", "graph", "Padding tokens computed, by graph."),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from dist_aclgraph.errors import DeviceFault
 from dist_aclgraph.planning.commands import GraphAnswer, GraphCommand
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.topology import ExchangeKind
@@ -124,6 +125,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     overlapped_us: dict[str, float] = {}
     counted: dict[str, int] = {}
     error: str = ""  # the step failed on this rank; the epoch is over
+    fault: DeviceFault | None = None  # what stopped its device, where the error is a known one
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):
@@ -135,14 +137,42 @@ class Pause(msgspec.Struct, frozen=True, tag="pause"):
     epoch: int
 
 
+class Halt(msgspec.Struct, frozen=True, tag="halt"):
+    """Run no step any more, and abort what the device still has of them."""
+
+    epoch: int
+    timeout_s: float
+
+
+class Resume(msgspec.Struct, frozen=True, tag="resume"):
+    """Bring the device back, as all ranks have halted; forget rows and steps in flight.
+
+    What follows is of ``next_epoch``.
+    """
+
+    epoch: int
+    next_epoch: int
+
+
+class Answered(msgspec.Struct, frozen=True, tag="answered"):
+    """A rank has halted, or resumed, or says why not.
+
+    ``epoch`` is the one to which an answer belongs: of ``Resume`` the next one.
+    """
+
+    epoch: int
+    rank: int
+    error: str = ""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Leave the step loop."""
 
     epoch: int
 
 
-ToWorker = StepPlan | GraphCommand | Pause | Shutdown
-FromWorker = StepResult | GraphAnswer
+ToWorker = StepPlan | GraphCommand | Pause | Halt | Resume | Shutdown
+FromWorker = StepResult | GraphAnswer | Answered
 
 encoder = msgspec.msgpack.Encoder()
 to_worker_decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

@@ -7,7 +7,20 @@
 
 namespace emu {
 
-enum class FaultKind { Fail, Stall, Die };
+enum class FaultKind { Fail, Stall, Die, Link, Remote, Retry, Memory, Ecc };
+
+// The call-th execution of op, or its call-th recording into a graph. "alloc" is an allocation of
+// device memory during a capture; some calls of the host count, too.
+struct Fault {
+  std::string op;
+  long call = 1;
+  bool in_capture = false;
+  FaultKind kind = FaultKind::Fail;
+  int rank = -1;  // HCCL world rank, or the device id of a process without HCCL; -1 any
+  double stall_s = 5;
+};
+constexpr int kFaults = 2;
+
 enum class HcclExpansion { Aiv, Ffts, Aicpu };
 
 struct Settings {
@@ -29,14 +42,7 @@ struct Settings {
   std::string host;           // HCCL takes ranks with another name for ranks of another host
   bool trace = false;         // print every launch and every error
 
-  // Fault injection: the fault_call-th execution of fault_op, or its fault_call-th recording into a
-  // graph. "alloc" is an allocation of device memory during a capture.
-  std::string fault_op;
-  long fault_call = 1;
-  bool fault_in_capture = false;
-  FaultKind fault_kind = FaultKind::Fail;
-  int fault_rank = -1;        // HCCL world rank, or the device id of a process without HCCL; -1 any
-  double stall_s = 5;
+  Fault faults[kFaults];      // each happens once, and counts for itself
   std::string fault_file;     // arms a fault while it is there; its words are settings like these
   size_t memory_limit_bytes = 0;  // allocations beyond it fail although hbm_bytes is reported
 };

@@ -27,13 +27,22 @@ from dist_aclgraph.actors.messages import (
     encoder,
     from_engine_decoder,
 )
+from dist_aclgraph.actors.resumption import Resumption, StopDevices
 from dist_aclgraph.actors.step_channel import StepReceiver, StepSender
 from dist_aclgraph.config import SchedulerConfig
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.scheduler.scheduler import Scheduler
-from dist_aclgraph.steps.step import Pause, RowSampling, StepResult
+from dist_aclgraph.steps.step import (
+    Answered,
+    Halt,
+    Pause,
+    Resume,
+    RowSampling,
+    StepPlan,
+    StepResult,
+)
 from tests.deployments import Answer, greedy_params
 from tests.plans import make_plan
 from tests.unit.scheduler.fake_worker import FakeWorker
@@ -55,6 +64,8 @@ class Group:
         link_s, max_unread_bytes, turn_s: limits of clients, and of the loop's host work.
         clients_host: where clients of other nodes come in.
         is_held: whether the engine may serve.
+        fault_at: the step at which a device of rank 0 stops by a link; others wait for it.
+        stop: stops the devices of all ranks.
     """
 
     def __init__(
@@ -76,11 +87,14 @@ class Group:
         clients_host: str | None = None,
         is_held: Callable[[], bool] = lambda: True,
         steps_in_flight: int = 2,
+        fault_at: int | None = None,
+        stop: StopDevices = lambda timeout_s, check: {},
     ) -> None:
         self.ranks = tuple(range(dp * tp))
         self.later: list[RawClient] = []  # closed with the group
         place = Place(NODE, str(directory))
         channel = StepSender(self.ranks, place)
+        self._fault_at = fault_at
         self._fail_at, self._lose_at, self._tp = fail_at, lose_at, tp
         self._num_drafts, self._num_blocks = num_drafts, num_blocks
         self._steps_in_flight = steps_in_flight
@@ -116,6 +130,7 @@ class Group:
             turn_timeout_s=turn_s,
             is_held=is_held,
             steps_in_flight=steps_in_flight,
+            resumption=Resumption(channel, self.ranks, stop, WAIT_S),
             changes=GraphChanges(dispatcher, GraphTransaction(self, WAIT_S, WAIT_S), {}),
             report=dict,
         )
@@ -134,8 +149,27 @@ class Group:
         )
         receiver, dp_rank = StepReceiver(address), rank // self._tp
         in_flight: deque[StepResult] = deque()
+        epoch, is_stopped = EPOCH, False
         try:
-            while (plan := receiver.receive(EPOCH)) is not None:
+            while (plan := receiver.receive(epoch)) is not None:
+                if isinstance(plan, Halt):
+                    is_stopped = True
+                    receiver.send(Answered(epoch, rank))
+                    continue
+                if isinstance(plan, Resume):
+                    worker.resume(len(in_flight))
+                    in_flight.clear()
+                    epoch, is_stopped = plan.next_epoch, False
+                    receiver.send(Answered(epoch, rank))
+                    continue
+                if is_stopped:
+                    continue
+                if isinstance(plan, StepPlan) and plan.step == self._fault_at:
+                    is_stopped = True
+                    if rank == 0:
+                        words = "a link is gone"
+                        receiver.send(StepResult(epoch, plan.step, 0, error=words, fault="link"))
+                    continue
                 if isinstance(plan, Pause):
                     receiver.send(in_flight.popleft())
                     continue

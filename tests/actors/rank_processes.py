@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_aclgraph.actors.startup import EPOCH
+from dist_aclgraph.actors.step_channel import ChannelAddress
 from dist_aclgraph.actors.worker import Worker, WorkerInfo
 from dist_aclgraph.actors.worker_group import WorkerGroup
 from dist_aclgraph.config import Config
@@ -157,6 +160,19 @@ def rendezvous() -> Iterator[str]:
         yield f"file://{Path(directory) / 'rendezvous'}"
 
 
+def _answer(worker: Worker, pipe: Connection) -> None:
+    """Carry out calls, one after another, until nobody is there to call."""
+    while True:
+        try:
+            method, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(getattr(worker, method)(*arguments))
+        except Exception as e:
+            pipe.send(e)
+
+
 def _run_rank(config: Config, rank: int, pipe: Connection) -> None:
     begin({**child_environment(config), "ASCEND_RT_VISIBLE_DEVICES": str(rank)})
     from dist_aclgraph.device import emulator
@@ -193,7 +209,13 @@ def _run_rank(config: Config, rank: int, pipe: Connection) -> None:
         caches = [vars(cache).values() for cache in worker._running.runner._caches]
         return sum(tensor.nbytes for tensors in caches for tensor in tensors)
 
-    own = {"step": step, "launch": launch, "pause": pause, "kv_bytes": kv_bytes}
+    def serve(address: ChannelAddress) -> None:
+        """Run the step loop, and calls beside it; none comes back from here."""
+        threading.Thread(target=_answer, args=(worker, pipe), daemon=True).start()
+        worker.run_loop(address)
+        os._exit(0)
+
+    own = {"step": step, "launch": launch, "pause": pause, "kv_bytes": kv_bytes, "serve": serve}
     while True:
         try:
             method, arguments = pipe.recv()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from dist_aclgraph.actors.engine_client import EngineClient
 from dist_aclgraph.actors.messages import Deltas, encoder
 from dist_aclgraph.errors import EngineDeadError
+from dist_aclgraph.topology import GroupRank
 from tests.actors.leftovers import wait_until
 from tests.actors.loop_group import (
     NODE,
@@ -181,5 +184,67 @@ def test_data_parallel_ranks_serve_their_requests_in_the_same_steps(tmp_path: Pa
     last = metrics["expert_tokens"]["0"]
     assert metrics["expert_tokens"] == {str(rank): last + rank for rank in range(4)}
     assert metrics["generation_tokens"] == 12 * 20
+    client.close()
+    group.close()
+
+
+def test_a_group_that_comes_back_goes_on_with_every_token(tmp_path: Path) -> None:
+    group = Group(tmp_path, dp=2, tp=2, num_drafts=2, fault_at=8)
+    client = EngineClient([group.clients_at], TOKEN, node_id=NODE, link_s=WAIT_S)
+    answers = [Answer() for _ in range(12)]
+    prompts = [[i, i + 1, i + 2] for i in range(len(answers))]
+    for i, answer in enumerate(answers):
+        client.submit(f"r{i}", prompts[i], greedy_params(20), [], answer.take)
+
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.ended.wait(WAIT_S)
+        tokens = list(prompt)
+        for _ in range(20):
+            tokens.append(next_token(tokens, 50))
+        assert (answer.tokens, answer.finish_reason) == (tokens[3:], "length"), answer.error
+
+    [metrics] = client.query("metrics").values()
+    assert metrics["resumptions"] == {"link": 1}
+    assert metrics["prompt_tokens"] == metrics["prefix_cache_queries"] == 12 * 3
+    assert metrics["generation_tokens"] == 12 * 20
+    assert client.num_resumed == 0
+    client.close()
+    group.close()
+
+
+def test_clients_learn_of_a_group_that_takes_long_to_come_back(tmp_path: Path) -> None:
+    goes_on = threading.Event()
+
+    def stop(timeout_s: float, check: Callable[[], None]) -> dict[GroupRank, str]:
+        while not goes_on.wait(0.01):
+            check()
+        return {}
+
+    group = Group(tmp_path, fault_at=8, stop=stop)
+    client = EngineClient([group.clients_at], TOKEN, node_id=NODE, link_s=WAIT_S)
+    answer = Answer()
+    client.submit("r", [1, 2, 3], greedy_params(40), [], answer.take)
+
+    wait_until(lambda: "a link is gone" in client.outage(), "nobody says that the group stands")
+    assert not answer.ended.is_set()
+    goes_on.set()
+    assert answer.ended.wait(WAIT_S)
+    assert (answer.finish_reason, len(answer.tokens)) == ("length", 40), answer.error
+    wait_until(lambda: not client.outage(), "the group still stands")
+    client.close()
+    group.close()
+
+
+def test_a_rank_that_does_not_stop_ends_the_epoch_with_its_name(tmp_path: Path) -> None:
+    group = Group(tmp_path, tp=2, fault_at=8, stop=lambda *_: {GroupRank(1): "it hangs"})
+    client = EngineClient([group.clients_at], TOKEN, node_id=NODE, link_s=WAIT_S)
+    answer = Answer()
+    client.submit("r", [1, 2, 3], greedy_params(40), [], answer.take)
+
+    assert answer.ended.wait(WAIT_S)
+    words = (
+        r"rank 1 in SERVING: it did not come back \(it hangs\) after rank 0 in .*: a link is gone"
+    )
+    assert re.search(words, answer.error), answer.error
     client.close()
     group.close()

@@ -25,8 +25,8 @@ from tests.deployments import Answer, Serving, greedy_params, make_deployment_co
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
 LONG = 400
-# What is lost is not replaced: requests end where no group is left.
-NO_RECOVERY = {"restarts_per_hour": 0}
+# What fails does not come back, and is not replaced: requests end where no group is left.
+NO_RECOVERY = {"restarts_per_hour": 0, "resume_s": 0}
 
 
 @dataclass

@@ -53,6 +53,7 @@ METRICS: dict[str, Any] = {
     "expert_tokens": {"0": 1200, "1": 400},
     "steps": 12,
     "step_reruns": 1,
+    "resumptions": {"link": 2},
     "graph": {
         "plan_version": 3,
         "replays": {"full decode 4": 7, "full decode 8": 2},

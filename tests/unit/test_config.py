@@ -283,7 +283,7 @@ def test_a_fault_reaches_the_emulator_of_its_rank_alone() -> None:
 
     wanted = {"fault_op": "alloc", "fault_when": "capture", "fault_kind": "die", "fault_call": 3}
     assert wanted.items() <= emulator_settings(config.device, rank=1).items()
-    assert emulator_settings(config.device, rank=1)["stall_s"] == "0.5"
+    assert emulator_settings(config.device, rank=1)["fault_stall_s"] == "0.5"
     assert not wanted.keys() & emulator_settings(config.device, rank=0).keys()
 
 

@@ -251,6 +251,7 @@ std::optional<Domain> emu::hccl::find_domain(const std::string &name, uint32_t r
                       Domain::Consume consume) {
     Call call{};
     snprintf(call.text, sizeof call.text, "%s", what.c_str());
+    c->check_usable();
     all_to_each(*c, call, offer, bytes, consume);
     count_collective(c->device, 0);  // what of the offers would travel, the operator knows
   };

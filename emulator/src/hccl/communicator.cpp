@@ -102,8 +102,8 @@ void Communicator::wait(std::atomic<uint32_t> &word, std::atomic<uint32_t> &slee
 // sleeps at most once.
 void Communicator::barrier(const Call &call) {
   uint32_t target = ++barriers_;
-  Header &first = *headers_[here_[0]];
-  headers_[rank]->arrived = target;
+  Barriers &first = barriers_of(here_[0]);
+  barriers_of(rank).arrived = target;
   if (first.arrivals.fetch_add(1) + 1 == target * here_.size()) {
     first.completed = target;
     if (first.sleepers)
@@ -113,7 +113,7 @@ void Communicator::barrier(const Call &call) {
   wait(first.completed, first.sleepers, target, call.text, [&] {
     std::vector<uint32_t> absent;
     for (uint32_t r : here_)
-      if (static_cast<int32_t>(headers_[r]->arrived - target) < 0)
+      if (static_cast<int32_t>(barriers_of(r).arrived - target) < 0)
         absent.push_back(r);
     return absent;
   });
@@ -180,25 +180,72 @@ void Communicator::hear_dropped() {
   });
 }
 
+// ---- aborts
+
+static void clear(std::initializer_list<std::atomic<uint32_t> *> words) {
+  for (std::atomic<uint32_t> *word : words)
+    *word = 0;
+}
+
+void Communicator::end_life() {
+  uint32_t next = life_ + 1;
+  Header &mine = *headers_[rank];
+  if (mine.lives_over == next)
+    return;  // aborted again before it was resumed
+  Barriers &b = mine.barriers[next & 1];
+  clear({&b.arrived, &b.arrivals, &b.completed, &b.sleepers});
+  for (uint32_t r : here_) {
+    Mailbox::Progress &chunks = mailbox(r, rank)->progress[next & 1];
+    clear({&chunks.written, &chunks.read, &chunks.sleepers});
+  }
+  mine.lives_over = next;
+}
+
+// HCCL asks no peer; a rank that resumes too early loses what the others reset after it, which shows
+// much later. So here it is refused.
+void Communicator::resume() {
+  std::string what = "HcclCommResume of communicator " + name + " on rank " + std::to_string(rank);
+  if (headers_[rank]->lives_over != life_ + 1)
+    throw std::runtime_error(what + ": the device's tasks were not aborted");
+  if (!links_.empty())
+    throw std::runtime_error(what + ": with ranks of other hosts it is not emulated");
+  for (uint32_t r : here_)
+    if (headers_[r]->lives_over < life_ + 1)
+      throw std::runtime_error(what + ": rank " + std::to_string(r) +
+                               (alive(r) ? " has not aborted its tasks" : " is dead"));
+  barriers_ = calls_ = 0;
+  slot_index_ = 0;
+  life_++;
+  is_suspended_ = false;
+}
+
+void Communicator::check_usable() const {
+  if (is_destroyed)
+    throw std::runtime_error("communicator " + name + " was destroyed");
+  if (is_suspended_)
+    throw std::runtime_error("communicator " + name + " is suspended");
+}
+
 // ---- point to point: on one host a message travels in chunks through the receiver's mailbox
 
 void Communicator::send(const void *data, size_t bytes, uint32_t to) {
   if (!is_here(to))
     return links_.send(accessible(data), bytes, to);
   Mailbox &box = *mailbox(rank, to);
+  Mailbox::Progress &chunks = box.progress[life_ & 1];
   char *room = reinterpret_cast<char *>(&box) + kHeaderBytes;
   auto *from = static_cast<const char *>(accessible(data));
   size_t sent = 0;
   do {
-    wait(box.read, box.sleepers, box.written, "Send", [to] { return std::vector{to}; });
+    wait(chunks.read, chunks.sleepers, chunks.written, "Send", [to] { return std::vector{to}; });
     size_t part = std::min(bytes - sent, kMailboxBytes);
     memcpy(room, from + sent, part);
     box.message_bytes = bytes;
     box.sent_ns = arrival_ns();
     sent += part;
-    box.written++;
-    if (box.sleepers)
-      wake_word(box.written);
+    chunks.written++;
+    if (chunks.sleepers)
+      wake_word(chunks.written);
   } while (sent < bytes);
 }
 
@@ -208,19 +255,20 @@ void Communicator::receive(void *data, size_t bytes, uint32_t from) {
     return count_socket_bytes(device, bytes);
   }
   Mailbox &box = *mailbox(from, rank);
+  Mailbox::Progress &chunks = box.progress[life_ & 1];
   const char *room = reinterpret_cast<char *>(&box) + kHeaderBytes;
   auto *to = static_cast<char *>(accessible(data));
   size_t received = 0;
   do {
-    wait(box.written, box.sleepers, box.read + 1, "Recv", [from] { return std::vector{from}; });
+    wait(chunks.written, chunks.sleepers, chunks.read + 1, "Recv", [from] { return std::vector{from}; });
     check_message_bytes(rank, bytes, from, box.message_bytes);
     meet_ranks(box.sent_ns, 0);
     size_t part = std::min(bytes - received, kMailboxBytes);
     memcpy(to + received, room, part);
     received += part;
-    box.read++;
-    if (box.sleepers)
-      wake_word(box.read);
+    chunks.read++;
+    if (chunks.sleepers)
+      wake_word(chunks.read);
   } while (received < bytes);
 }
 

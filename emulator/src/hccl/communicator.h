@@ -24,11 +24,19 @@ namespace emu::hccl {
 constexpr size_t kSlotBytes = 64 << 10;
 constexpr size_t kAreaBytes = 4 << 20;  // one chunk of a large message
 
-struct Header {
+// Work that was aborted leaves these anywhere. So each life of a communicator, which an abort ends and
+// HcclCommResume begins, has one of two in turn: whoever aborts clears the next one, and nobody uses
+// it before all have.
+struct Barriers {
   std::atomic<uint32_t> arrived;  // barriers that this rank has reached, for messages
   // Of the host's first rank only: arrivals of all there, and the last barrier that is complete (a
   // futex word).
   std::atomic<uint32_t> arrivals, completed, sleepers;
+};
+
+struct Header {
+  Barriers barriers[2];
+  std::atomic<uint32_t> lives_over;  // lives of the communicator that this rank's aborts have ended
   std::atomic<int32_t> pid;
   std::atomic<uint64_t> start_time;  // of the process, against reuse of its id
   CaptureSessions::Dropped dropped_session;
@@ -37,8 +45,10 @@ struct Header {
 
 // One direction between two ranks, inside the receiver's segment.
 struct Mailbox {
-  std::atomic<uint32_t> written, read;  // chunks; futex words
-  std::atomic<uint32_t> sleepers;
+  struct Progress {
+    std::atomic<uint32_t> written, read;  // chunks; futex words
+    std::atomic<uint32_t> sleepers;
+  } progress[2];  // as Barriers
   uint64_t message_bytes;
   int64_t sent_ns;  // with modelled time: when the sender came
 };
@@ -78,6 +88,17 @@ public:
     return use_.compare_exchange_strong(owner, use) || owner == use;
   }
 
+  // An abort of the device comes: no call until `resume`.
+  void suspend() { is_suspended_ = true; }
+  // All tasks of this rank have ended.
+  void end_life();
+  // The next life begins. Throws why it cannot.
+  void resume();
+  bool is_suspended() const { return is_suspended_; }
+  // Throws where a task may not run: the communicator is suspended, or was destroyed.
+  void check_usable() const;
+  std::atomic<bool> is_destroyed{false};
+
   CaptureSessions &sessions() { return sessions_; }
   // What ranks of other hosts dropped, and to them what this one did.
   void hear_dropped();
@@ -103,6 +124,8 @@ private:
   std::vector<char *> areas_, slots_[2];  // of each rank
   uint32_t barriers_ = 0, calls_ = 0;
   int slot_index_ = 0;
+  uint32_t life_ = 0;  // changes only while no task runs
+  std::atomic<bool> is_suspended_{false};
 
   Communicator(const RootInfo &root, uint32_t ranks, uint32_t rank, int device, Company company);
   bool is_here(uint32_t r) const;
@@ -121,6 +144,7 @@ private:
   void wait(std::atomic<uint32_t> &word, std::atomic<uint32_t> &sleepers, uint32_t at_least,
             const char *operation, Peers peers);
   bool alive(uint32_t other) const;
+  Barriers &barriers_of(uint32_t r) const { return headers_[r]->barriers[life_ & 1]; }
 };
 
 }  // namespace emu::hccl

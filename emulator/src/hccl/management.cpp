@@ -1,10 +1,12 @@
 // Creation and destruction of communicators, and what torch_npu asks of one.
 #include "hccl/handles.h"
 #include "hccl/meeting.h"
+#include "runtime/faults.h"
 #include "runtime/services.h"
 
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <mutex>
 
@@ -24,6 +26,27 @@ std::shared_ptr<Communicator> find(const std::string &name, uint32_t rank) {
   return found == known.end() ? nullptr : found->second.lock();
 }
 
+static void for_all_of(int device, const std::function<void(Communicator &)> &what) {
+  std::vector<std::shared_ptr<Communicator>> found;
+  {
+    std::lock_guard<std::mutex> lock(known_mutex);
+    for (auto &[name, weak] : known)
+      if (auto comm = weak.lock(); comm && comm->device == device)
+        found.push_back(comm);
+  }
+  for (auto &comm : found)
+    what(*comm);
+}
+
+// The device's tasks are aborted: communicators follow.
+static int32_t follow_abort(int32_t device, aclrtDeviceTaskAbortStage stage, uint32_t, void *) {
+  if (stage == ACL_RT_DEVICE_TASK_ABORT_PRE)
+    for_all_of(device, [](Communicator &comm) { comm.suspend(); });
+  else
+    for_all_of(device, [](Communicator &comm) { comm.end_life(); });
+  return 0;
+}
+
 // Of the communicator's configuration, else HCCL_BUFFSIZE, else HCCL's default.
 static uint32_t buffer_mb(const HcclCommConfig *config) {
   if (config && config->hcclBufferSize != HCCL_COMM_BUFFSIZE_CONFIG_NOT_SET)
@@ -34,6 +57,9 @@ static uint32_t buffer_mb(const HcclCommConfig *config) {
 
 static HcclResult open(const HcclRootInfo &info, uint32_t ranks, uint32_t rank,
                        const HcclCommConfig *config, HcclComm *out) {
+  static const aclError listens = aclrtSetDeviceTaskAbortCallback("HCCL", follow_abort, nullptr);
+  if (listens)
+    return HCCL_E_RUNTIME;
   int device = 0;
   if (open_domain(ranks, &device))
     return HCCL_E_RUNTIME;
@@ -104,8 +130,25 @@ EMU_API HcclResult HcclCreateSubCommConfig(HcclComm *parent, uint32_t ranks, uin
 // The object lives on while captured graphs or queued tasks name it.
 EMU_API HcclResult HcclCommDestroy(HcclComm comm) {
   close_domain(communicator(comm)->ranks, communicator(comm)->device);
+  communicator(comm)->is_destroyed = true;
   delete static_cast<Handle *>(comm);
   return HCCL_SUCCESS;
+}
+EMU_API HcclResult HcclCommSuspend(HcclComm comm) {
+  communicator(comm)->suspend();
+  return HCCL_SUCCESS;
+}
+EMU_API HcclResult HcclCommResume(HcclComm comm) {
+  const auto &c = communicator(comm);
+  if (fault_in_call("HcclCommResume", c->device))
+    return HCCL_E_INTERNAL;
+  try {
+    c->resume();
+    return HCCL_SUCCESS;
+  } catch (const std::exception &e) {
+    fail(1, "%s", e.what());
+    return HCCL_E_INTERNAL;
+  }
 }
 EMU_API HcclResult HcclGetCommName(HcclComm comm, char *name) {
   strncpy(name, communicator(comm)->name.c_str(), 127);

@@ -21,9 +21,17 @@ HcclResult emu::hccl::launch_on(const Comm &c, const char *name, aclrtStream str
                ? HCCL_E_NOT_SUPPORT
                : HCCL_SUCCESS;
   }
+  if (c->is_suspended())
+    return fail(HCCL_E_SUSPENDING, "%s: communicator %s is suspended", name, c->name.c_str())
+               ? HCCL_E_SUSPENDING
+               : HCCL_SUCCESS;
   if (use_domain(stream, c.get(), c->ranks))
     return HCCL_E_RUNTIME;
-  auto counted = [c, bytes, body = std::move(body)] {
+  // What was queued before a communicator is destroyed still runs; a graph may not.
+  bool is_captured = graph_of_capture(stream) != 0;
+  auto counted = [c, bytes, is_captured, body = std::move(body)] {
+    if (is_captured)
+      c->check_usable();
     body();
     count_collective(c->device, bytes);
   };

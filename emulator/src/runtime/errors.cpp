@@ -2,6 +2,8 @@
 
 #include "runtime/services.h"
 
+#include <acl/error_codes/rt_error_codes.h>
+
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
@@ -23,7 +25,8 @@ aclError fail(aclError code, const char *format, ...) {
   t_error = std::string("[emulated CANN] ") + text;
   if (settings().trace)
     fprintf(stderr, "[emulator] error %d: %s\n", code, text);
-  if (!in_task_queue())
+  // The end of an abort is no failure of the call.
+  if (!in_task_queue() || code == ACL_ERROR_RT_DEVICE_TASK_ABORT)
     return code;
   stop_device(current_device(), code, text);
   return 0;
@@ -59,6 +62,26 @@ aclError DeviceFailure::report() {
     text = message;
   }
   return fail(code, "%s", text.c_str());
+}
+
+aclError DeviceFailure::report_since(uint32_t aborts_before) {
+  if (aborts == aborts_before)
+    return report();
+  return fail(ACL_ERROR_RT_DEVICE_TASK_ABORT, "reason=[device task abort]: what was waited for is gone");
+}
+
+void DeviceFailure::begin_abort() {
+  std::lock_guard<std::mutex> lock(mutex);
+  message = "reason=[device task abort]: the device is stopped";
+  aborts++;
+  code = ACL_ERROR_RT_DEVICE_TASK_ABORT;
+}
+
+void DeviceFailure::end_abort() { code = 0; }
+
+aclError code_of(const std::exception &e) {
+  auto *error = dynamic_cast<const TaskError *>(&e);
+  return error ? error->code : ACL_ERROR_RT_AICORE_EXCEPTION;
 }
 
 bool device_failed() { return t_device >= 0 && g_failures[t_device].code != 0; }

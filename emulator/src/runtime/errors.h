@@ -5,20 +5,36 @@
 
 #include <atomic>
 #include <mutex>
+#include <stdexcept>
 #include <string>
 
 namespace emu {
 
-// A kernel error stops the whole device: later launches, waits and synchronizes report it.
+// A kernel error stops the whole device: later launches, waits and synchronizes report it, until the
+// device's work is aborted.
 struct DeviceFailure {
   std::atomic<aclError> code{0};
+  std::atomic<uint32_t> aborts{0};  // how often work was aborted; what waits meanwhile is told so
   std::mutex mutex;
   std::string message;
 
   bool set(aclError new_code, std::string text);  // false: there is an earlier error, which stays
   aclError report();                              // 0, or the code with the message set
+  // The same for a wait that began after so many aborts.
+  aclError report_since(uint32_t aborts_before);
+
+  void begin_abort();  // in place of whatever error there is
+  void end_abort();    // the device works again
 };
 extern DeviceFailure g_failures[kMaxDevices];
+
+// What a task throws whose device stops with another code than that of a failed kernel.
+class TaskError : public std::runtime_error {
+public:
+  const aclError code;
+  TaskError(aclError code_, const std::string &text) : std::runtime_error(text), code(code_) {}
+};
+aclError code_of(const std::exception &e);
 
 void stop_device(int device, aclError code, const std::string &text);
 

@@ -70,6 +70,8 @@ static void post_record(const std::shared_ptr<Event> &e, Stream *s) {
     Lock lock(e->mutex);
     generation = ++e->submitted;
     e->moment = moment;
+    e->device = s->device;
+    e->aborts = g_failures[s->device].aborts;
   }
   e->recorded_on = s->id;
   e->graph.reset();
@@ -103,13 +105,13 @@ static void post_wait(const std::shared_ptr<Event> &e, Stream *s) {
     Lock lock(e->mutex);
     generation = e->submitted;
     moment = e->moment;
-    if (e->completed >= generation && !settings().timed)
+    if (e->is_over(generation) && !settings().timed)
       return;
   }
   s->post("event_wait", [e, generation, moment] {
     Lock lock(e->mutex);
     wait_or_throw(
-        lock, e->changed, [&] { return e->completed >= generation; }, [&] { return e->name(); });
+        lock, e->changed, [&] { return e->is_over(generation); }, [&] { return e->name(); });
     if (t_timeline)
       t_timeline->wait_until(*moment, Idle::Event);
   });
@@ -200,9 +202,12 @@ EMU_API aclError aclrtSynchronizeEvent(aclrtEvent event) {
   uint64_t generation = e->submitted;
   auto moment = e->moment;
   auto done = [&] { return e->completed >= generation; };
+  if (e->is_over(generation))
+    return 0;
+  uint32_t aborts = e->aborts;
   // A device that fails never completes it: the tasks after the failed one do not run.
   while (!e->changed.wait_for(lock, std::chrono::milliseconds(20), done))
-    if (aclError error = g_failures[current_device()].report())
+    if (aclError error = g_failures[e->device].report_since(aborts))
       return error;
   lock.unlock();
   if (settings().timed)
@@ -215,7 +220,7 @@ EMU_API aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatu
   if (aclError error = refuse_question(*e, "query"))
     return error;
   Lock lock(e->mutex);
-  bool is_complete = e->completed >= e->submitted && (!settings().timed || *e->moment <= now_ns());
+  bool is_complete = e->is_over(e->submitted) && (!settings().timed || *e->moment <= now_ns());
   *status = is_complete ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
   return 0;
 }

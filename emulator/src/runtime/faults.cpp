@@ -20,7 +20,7 @@ constexpr int kKilled = 137;  // exit status that a shell reports after kill -9
 constexpr const char *kAllocation = "alloc";
 
 static std::atomic<int> g_identity{-1};
-static std::atomic<long> g_calls{0};
+static std::atomic<long> g_calls[kFaults];
 
 void set_fault_identity(int rank) {
   int none = -1;
@@ -36,55 +36,57 @@ struct Call {
 };
 
 // A fault that happens now.
-struct Fault {
-  FaultKind kind;
-  double stall_s;
+struct Due {
+  Fault fault;
   std::string which;
 };
 
-bool is_for(const Settings &s, const Call &call) {
+bool is_for(const Fault &f, const Call &call) {
   int identity = g_identity >= 0 ? g_identity.load() : call.device;
-  bool counts = s.fault_in_capture == call.in_capture || s.fault_op == kAllocation;
-  return s.fault_op == call.name && counts && (s.fault_rank < 0 || s.fault_rank == identity);
+  bool counts = f.in_capture == call.in_capture || f.op == kAllocation;
+  return f.op == call.name && counts && (f.rank < 0 || f.rank == identity);
 }
 
-// The fault of the settings, at the call that it is for.
-std::optional<Fault> counted_fault(const Call &call) {
-  const Settings &s = settings();
-  if (!is_for(s, call) || ++g_calls != s.fault_call)
-    return {};
-  return Fault{s.fault_kind, s.stall_s, std::to_string(s.fault_call)};
+// A fault of the settings, at the call that it is for. Each counts for itself.
+std::optional<Due> counted_fault(const Call &call) {
+  std::optional<Due> due;
+  for (int i = 0; i < kFaults; i++) {
+    const Fault &f = settings().faults[i];
+    if (is_for(f, call) && ++g_calls[i] == f.call)
+      due = Due{f, std::to_string(f.call)};
+  }
+  return due;
 }
 
 // The fault that a file has armed, for the first call of all processes that it is for.
-std::optional<Fault> armed_fault(const Call &call) {
+std::optional<Due> armed_fault(const Call &call) {
   const std::string &path = settings().fault_file;
   if (path.empty() || access(path.c_str(), R_OK))
     return {};
   std::ifstream file(path);
   Settings armed;
   read_settings(armed, {std::istreambuf_iterator<char>(file), {}}, path.c_str());
-  if (!is_for(armed, call) || unlink(path.c_str()))  // or another process was the first
+  if (!is_for(armed.faults[0], call) || unlink(path.c_str()))  // or another process was the first
     return {};
-  return Fault{armed.fault_kind, armed.stall_s, "that a file has armed"};
+  return Due{armed.faults[0], "that a file has armed"};
 }
 
-std::optional<Fault> fault_of(const Call &call) {
-  std::optional<Fault> fault = counted_fault(call);
-  return fault ? fault : armed_fault(call);
+std::optional<Due> fault_of(const Call &call) {
+  std::optional<Due> due = counted_fault(call);
+  return due ? due : armed_fault(call);
 }
 
-void stall(double seconds) {
+void sleep_for(double seconds, const std::function<bool()> &is_over) {
   auto end = Clock::now() + std::chrono::duration<double>(seconds);
-  while (Clock::now() < end && !device_failed())
+  while (Clock::now() < end && !is_over())
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
 }
 
 // Carries out the fault; true if the call fails.
-bool strike(const Fault &fault) {
-  switch (fault.kind) {
+bool strike(const Fault &f, const std::function<bool()> &is_over) {
+  switch (f.kind) {
   case FaultKind::Stall:
-    stall(fault.stall_s);
+    sleep_for(f.stall_s, is_over);
     return false;
   case FaultKind::Die:
     _exit(kKilled);
@@ -93,29 +95,56 @@ bool strike(const Fault &fault) {
   }
 }
 
-std::string describe(const char *what, const Fault &fault, const char *name) {
-  return "injected fault in " + std::string(what) + " " + fault.which + " of " + name;
+bool never() { return false; }
+
+// With what code the device stops, and what CANN's text has as the reason.
+std::pair<aclError, const char *> code_of(FaultKind kind) {
+  switch (kind) {
+  case FaultKind::Link:
+    return {ACL_ERROR_RT_LINK_ERROR, "link error"};
+  case FaultKind::Remote:
+    return {ACL_ERROR_RT_SUSPECT_REMOTE_ERROR, "suspect remote error"};
+  case FaultKind::Retry:
+    return {ACL_ERROR_RT_COMM_OP_RETRY_FAIL, "hccl op retry failed"};
+  case FaultKind::Memory:
+    return {ACL_ERROR_RT_SUSPECT_DEVICE_MEM_ERROR, "suspect device mem error"};
+  case FaultKind::Ecc:
+    return {ACL_ERROR_RT_HBM_MULTI_BIT_ECC_ERROR, "hbm Multi-bit ECC error"};
+  default:
+    return {ACL_ERROR_RT_AICORE_EXCEPTION, nullptr};
+  }
+}
+
+std::string describe(const char *what, const Due &due, const char *name) {
+  const char *reason = code_of(due.fault.kind).second;
+  return "injected fault in " + std::string(what) + " " + due.which + " of " + name +
+         (reason ? std::string(", reason=[") + reason + "]" : "");
+}
+
+bool may_be_due(const char *name) {
+  for (const Fault &f : settings().faults)
+    if (!f.in_capture && f.op == name)
+      return true;
+  return !settings().fault_file.empty();
 }
 
 }  // namespace
 
 Task with_fault(const char *name, int device, Task body) {
-  const Settings &s = settings();
-  bool may_be_due = !s.fault_in_capture && s.fault_op == name;
-  if (!may_be_due && s.fault_file.empty())
+  if (!may_be_due(name))
     return body;
   return [body = std::move(body), name, device] {
-    std::optional<Fault> fault = fault_of({name, device, false});
-    if (fault && strike(*fault))
-      throw std::runtime_error(describe("call", *fault, name));
+    std::optional<Due> due = fault_of({name, device, false});
+    if (due && strike(due->fault, device_failed))
+      throw TaskError(code_of(due->fault.kind).first, describe("call", *due, name));
     body();
   };
 }
 
 aclError fault_in_capture(const char *name, int device) {
-  std::optional<Fault> fault = fault_of({name, device, true});
-  if (fault && strike(*fault))
-    return fail(ACL_ERROR_RT_INTERNAL_ERROR, "%s", describe("recording", *fault, name).c_str());
+  std::optional<Due> due = fault_of({name, device, true});
+  if (due && strike(due->fault, device_failed))
+    return fail(ACL_ERROR_RT_INTERNAL_ERROR, "%s", describe("recording", *due, name).c_str());
   return 0;
 }
 
@@ -124,11 +153,18 @@ aclError fault_in_capture(const char *name, int device) {
 aclError fault_in_allocation(int device) {
   if (!is_capturing(device))
     return 0;
-  std::optional<Fault> fault = fault_of({kAllocation, device, true});
-  if (!fault || !strike(*fault))
+  std::optional<Due> due = fault_of({kAllocation, device, true});
+  if (!due || !strike(due->fault, device_failed))
     return 0;
   return fail(ACL_ERROR_RT_MEMORY_ALLOCATION, "out of device memory: %s",
-              describe("allocation", *fault, "a capture").c_str());
+              describe("allocation", *due, "a capture").c_str());
+}
+
+aclError fault_in_call(const char *name, int device) {
+  std::optional<Due> due = fault_of({name, device, false});
+  if (due && strike(due->fault, never))
+    return fail(ACL_ERROR_RT_INTERNAL_ERROR, "%s", describe("call", *due, name).c_str());
+  return 0;
 }
 
 }  // namespace emu

@@ -161,13 +161,20 @@ static std::string failed_node(const Graph &g, size_t i, const std::exception &e
          g.nodes[i].name + ": " + e.what();
 }
 
+// A device that stops does not begin another task.
+static void run_node(const Node &node) {
+  if (device_failed())
+    throw std::runtime_error("given up, because the device failed");
+  node.run();
+}
+
 void Graph::replay_one_lane() const {
   size_t i = 0;
   try {
     for (; i < nodes.size(); i++)
-      nodes[i].run();
+      run_node(nodes[i]);
   } catch (const std::exception &e) {
-    throw std::runtime_error(failed_node(*this, i, e));
+    throw TaskError(code_of(e), failed_node(*this, i, e));
   }
 }
 
@@ -216,6 +223,7 @@ struct LaneRun {
   std::vector<std::unique_ptr<Timeline>> timelines;  // of all lanes but the first
   std::atomic<bool> failed{false};
   std::string error;
+  aclError code = 0;
   int running = 0;
 
   explicit LaneRun(size_t nodes) : recorded(nodes), recorded_ns(nodes) {}
@@ -249,13 +257,15 @@ void run_lane(LaneRun &run, const Graph &g, int lane) {
         if (t_timeline)
           t_timeline->wait_until(run.recorded_ns[node.waits_for], Idle::Event);
       } else {
-        node.run();
+        run_node(node);
       }
     }
   } catch (const std::exception &e) {
     Lock lock(run.mutex);
-    if (run.error.empty())
+    if (run.error.empty()) {
       run.error = failed_node(g, i, e);
+      run.code = code_of(e);
+    }
     run.failed = true;
   }
   Lock lock(run.mutex);
@@ -288,7 +298,7 @@ void Graph::replay_lanes() const {
   for (auto &lane : run->timelines)
     t_timeline->wait_until(lane->ns(), Idle::Event);
   if (!run->error.empty())
-    throw std::runtime_error(run->error);
+    throw TaskError(run->code, run->error);
 }
 
 }  // namespace emu

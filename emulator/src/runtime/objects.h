@@ -54,6 +54,10 @@ struct Event {
   // When each record ends: kept by those that wait for it, because the next record has its own.
   std::shared_ptr<int64_t> moment = std::make_shared<int64_t>(0);
   int64_t timestamp_ns = 0;  // of the last record that is complete
+  // Where the last record was queued, and after how many aborts there: the next one takes it away,
+  // and nobody waits for it any more.
+  int device = 0;
+  uint32_t aborts = 0;
   bool external_set = false;
   std::atomic<int> recorded_on{-1};  // stream id of the last record
   std::weak_ptr<Graph> graph;  // last recorded in this capture, at graph_node; g_capture_mutex
@@ -63,6 +67,9 @@ struct Event {
   explicit Event(uint32_t flags);
   ~Event();
   bool external() const { return flags & ACL_EVENT_EXTERNAL; }
+  bool is_over(uint64_t generation) const {
+    return completed >= generation || g_failures[device].aborts != aborts;
+  }
   std::shared_ptr<Graph> capture() const;  // the active capture that recorded it, or null; locked
   std::string name() const;
 };

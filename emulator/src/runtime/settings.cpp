@@ -84,6 +84,43 @@ double rate(const std::string &name, const std::string &value) {
 
 const std::string kRate = "rate.";
 
+using FaultSetter = std::function<void(Fault &, const std::string &)>;
+
+const std::map<std::string, FaultSetter> &fault_setters() {
+  using Text = const std::string;
+  constexpr long many = 1L << 30;
+  static const std::map<std::string, FaultSetter> table{
+      {"op", [](Fault &f, Text &v) { f.op = v; }},
+      {"call", [](Fault &f, Text &v) { f.call = number(v, 1, many); }},
+      {"kind",
+       [](Fault &f, Text &v) {
+         f.kind = FaultKind(
+             choice(v, {"fail", "stall", "die", "link", "remote", "retry", "memory", "ecc"}));
+       }},
+      {"when", [](Fault &f, Text &v) { f.in_capture = choice(v, {"execute", "capture"}); }},
+      {"rank", [](Fault &f, Text &v) { f.rank = v.empty() ? -1 : number(v, 0, many); }},
+      {"stall_s", [](Fault &f, Text &v) { f.stall_s = seconds(v); }},
+  };
+  return table;
+}
+
+// "fault_op" is of the first fault, "fault2_op" of the second; "stall_s" stands without a name.
+bool set_fault(Settings &settings, std::string name, const std::string &value) {
+  if (name == "stall_s")
+    name = "fault_stall_s";
+  for (int i = 0; i < kFaults; i++) {
+    std::string prefix = i ? "fault" + std::to_string(i + 1) + "_" : "fault_";
+    if (name.rfind(prefix, 0) != 0)
+      continue;
+    auto found = fault_setters().find(name.substr(prefix.size()));
+    if (found == fault_setters().end())
+      return false;
+    found->second(settings.faults[i], value);
+    return true;
+  }
+  return false;
+}
+
 using Setter = std::function<void(Settings &, const std::string &)>;
 
 const std::map<std::string, Setter> &setters() {
@@ -113,12 +150,6 @@ const std::map<std::string, Setter> &setters() {
       {"hccl_s", [](S &s, Text &v) { s.hccl_s = number(v, 1, many); }},
       {"host", [](S &s, Text &v) { s.host = short_name(v); }},
       {"trace", [](S &s, Text &v) { s.trace = boolean(v); }},
-      {"fault_op", [](S &s, Text &v) { s.fault_op = v; }},
-      {"fault_call", [](S &s, Text &v) { s.fault_call = number(v, 1, many); }},
-      {"fault_kind", [](S &s, Text &v) { s.fault_kind = FaultKind(choice(v, {"fail", "stall", "die"})); }},
-      {"fault_when", [](S &s, Text &v) { s.fault_in_capture = choice(v, {"execute", "capture"}); }},
-      {"fault_rank", [](S &s, Text &v) { s.fault_rank = v.empty() ? -1 : number(v, 0, many); }},
-      {"stall_s", [](S &s, Text &v) { s.stall_s = seconds(v); }},
       {"fault_file", [](S &s, Text &v) { s.fault_file = v; }},
       {"memory_limit_mb",
        [](S &s, Text &v) { s.memory_limit_bytes = size_t(number(v, 0, many)) << 20; }},
@@ -137,13 +168,15 @@ void set_setting(Settings &s, const std::string &name, const std::string &value)
     return;
   }
   auto found = setters().find(name);
-  if (found == setters().end())
-    throw std::invalid_argument("unknown setting " + name);
   try {
-    found->second(s, value);
+    if (set_fault(s, name, value))
+      return;
+    if (found != setters().end())
+      return found->second(s, value);
   } catch (const std::exception &e) {
     throw std::invalid_argument(name + "=" + value + ": " + e.what());
   }
+  throw std::invalid_argument("unknown setting " + name);
 }
 
 void read_settings(Settings &s, const std::string &text, const char *where) {

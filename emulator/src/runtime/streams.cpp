@@ -100,7 +100,7 @@ void Stream::run(const Item &item) {
       t_timeline->begin(item.queued_ns);
     item.task();
   } catch (const std::exception &e) {
-    stop_device(device, ACL_ERROR_RT_AICORE_EXCEPTION,
+    stop_device(device, code_of(e),
                 t_where + ", " + item.name + ": " + e.what());
   }
 }
@@ -129,6 +129,7 @@ aclError Stream::sleep(int64_t until_ns, int timeout_ms) const {
 }
 
 aclError Stream::wait(uint64_t target, int timeout_ms) {
+  uint32_t aborts = g_failures[device].aborts;
   auto reached = [&] { return completed_ >= target; };
   if (!reached() && !spin_until(reached)) {
     waiters_++;
@@ -146,7 +147,7 @@ aclError Stream::wait(uint64_t target, int timeout_ms) {
                   running ? running : "no task");
     }
   }
-  return g_failures[device].report();
+  return g_failures[device].report_since(aborts);
 }
 
 Stream *stream_of(aclrtStream handle) {

@@ -54,6 +54,8 @@ class FakeWorker:
         self.cache = np.full((num_blocks, block_size), -1, dtype=np.int64)
         self.rows: dict[int, Row] = {}
         self.last_plan: StepPlan | None = None
+        self._written: list[list[tuple[int, int]]] = []  # by each step: block, place in it
+        self._drafted: set[int] = set()  # rows that had drafts when the worker lost its rows
         self._num_drafts = num_drafts
         self._accept = accept
 
@@ -63,9 +65,10 @@ class FakeWorker:
         """Run one step; ``is_void`` loses tokens on the way to their experts."""
         plan = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
         self.last_plan = plan
+        self._written.append([])
         batch = plan.batches[dp_rank]
-        self._update_rows(batch)
         records = unpack_ints(batch.scheduled, 4)
+        self._update_rows(batch, records)
         assert len({int(row) for row in records[:, 0]}) == len(records), "a row runs twice"
         found = [self._run(*record, is_void=is_void) for record in records.tolist()]
         if not is_void:
@@ -84,11 +87,28 @@ class FakeWorker:
             num_unplaced=int(is_void),
         )
 
-    def _update_rows(self, batch: RankBatch) -> None:
+    def resume(self, num_in_flight: int) -> None:
+        """The last steps were aborted: what they wrote is garbage, and the host forgets its rows.
+        Drafts stay where the device has them.
+        """
+        for written in self._written[len(self._written) - num_in_flight :]:
+            for block_id, place in written:
+                self.cache[block_id, place] = WRONG
+        rows = self.rows.items()
+        self._drafted = {index for index, row in rows if row.has_drafts or row.latest}
+        self.rows.clear()
+
+    def _update_rows(self, batch: RankBatch, records: np.ndarray) -> None:
+        # Those told anew behind a resumption verify the drafts that the device has.
+        drafted = self._drafted - set(records[records[:, 3] <= 1, 0].tolist())
+        self._drafted = set()
         for start in batch.started:
             tokens = unpack_ints(start.token_ids).tolist()
             self.rows[start.row] = Row(
-                tokens, unpack_ints(start.block_ids).tolist(), start.sampling
+                tokens,
+                unpack_ints(start.block_ids).tolist(),
+                start.sampling,
+                has_drafts=start.row in drafted,
             )
         for row, token_id in unpack_ints(batch.appended, 2).tolist():
             tokens = self.rows[row].tokens
@@ -130,6 +150,7 @@ class FakeWorker:
     def _write(self, row: Row, tokens: list[int], position: int, is_right: bool) -> None:
         block_id = row.blocks[position // self.block_size]
         assert block_id != DUMMY_BLOCK
+        self._written[-1].append((block_id, position % self.block_size))
         value = WRONG
         if is_right:
             # KV depends on the whole prefix, not on the token alone.

@@ -1,5 +1,5 @@
 """Laws of the scheduler under random arrivals, lengths, aborts, preemptions, rejected drafts and
-lost tokens, over any number of data-parallel ranks.
+lost tokens and failing devices, over any number of data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -212,6 +212,13 @@ class World:
             self.take(self.scheduler.update(self.results.popleft()))
         return True
 
+    def resume(self) -> None:
+        """The devices failed under the steps in flight, and have come back."""
+        for worker in self.group.workers:
+            worker.resume(len(self.results))
+        self.results.clear()
+        self.scheduler.rewind(self.scheduler.epoch + 1)
+
     def abort(self, name: str) -> None:
         output = self.scheduler.abort(name)
         assert (output is None) == (name in self.reasons)
@@ -272,9 +279,9 @@ class World:
 
 
 @settings(max_examples=200, deadline=None)
-@given(arrivals, shapes, st.integers(0, 1000))
+@given(arrivals, shapes, st.integers(0, 1000), st.sets(st.integers(0, 40), max_size=6))
 def test_every_request_gets_its_tokens_and_every_block_comes_back(
-    plan_of_arrivals, shape, seed
+    plan_of_arrivals, shape, seed, resumes_at
 ) -> None:
     world = World(shape, seed)
 
@@ -290,6 +297,8 @@ def test_every_request_gets_its_tokens_and_every_block_comes_back(
             if arrival.at_step == step:
                 world.submit(index, arrival)
         abort(step, in_flight=False)
+        if step in resumes_at:
+            world.resume()
         if not world.turn(lambda step=step: abort(step, in_flight=True)) and step > 60:
             break
 
@@ -310,6 +319,8 @@ def test_four_data_parallel_ranks_serve_two_thousand_steps_of_random_traffic() -
             world.abort(chance.choice(alive))
 
     for step in range(2000):
+        if chance.random() < 0.02:
+            world.resume()
         for _ in range(chance.choice([0, 0, 1, 4]) if step % 400 < 300 else 0):
             arrived[len(arrived)] = arrival = Arrival(
                 step, chance.randint(0, 16), chance.randint(1, 14), chance.randint(1, 20),

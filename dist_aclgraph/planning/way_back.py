@@ -1,0 +1,58 @@
+"""How a lockstep group comes back from a failure: one pure function of what is known of it.
+
+RESUME keeps all processes: their devices' work is aborted, communicators are resumed, and the steps
+that were interrupted run again; weights, KV and graphs stay. REBUILD replaces the group, and its
+requests go on in another one. It is what all else ends in, and what every unknown error takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from dist_aclgraph.errors import DeviceFault
+from dist_aclgraph.topology import GroupRank
+
+Way = Literal["RESUME", "REBUILD"]
+
+# After so many steps without a failure, the next one is the first in a row again.
+SOUND_STEPS = 100
+
+# How often in a row a group resumes after each kind of failure; 0 never does. A second failure
+# right behind the first says that resuming has not mended it.
+TRIES: dict[DeviceFault, int] = {
+    "stopped": 2,  # the peers of a rank that failed, which says how often
+    "link": 2,  # links flap
+    "remote": 1,  # the peers say more
+    "retry": 1,
+    "suspect": 1,
+    "operator": 1,  # what fails again is its input or the chip
+    "uce": 0,  # what lay at the address is gone, and nobody knows here what that was
+    "ecc": 0,  # likewise
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What is known of a group that has failed.
+
+    Attributes:
+        faults: of ranks that have reported one; None is an error that is not known.
+        lost: ranks whose process is gone, or does not answer.
+        in_a_row: how often the group has resumed since it was last sound.
+        may_resume: whether the configuration wants it.
+    """
+
+    faults: Mapping[GroupRank, DeviceFault | None]
+    lost: frozenset[GroupRank] = frozenset()
+    in_a_row: int = 0
+    may_resume: bool = True
+
+
+def way_back(failure: Failure) -> Way:
+    """Return the cheapest way back that is safe."""
+    if failure.lost or not failure.faults or not failure.may_resume:
+        return "REBUILD"
+    tries = [0 if fault is None else TRIES[fault] for fault in failure.faults.values()]
+    return "RESUME" if failure.in_a_row < min(tries) else "REBUILD"

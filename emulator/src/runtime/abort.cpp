@@ -1,0 +1,110 @@
+// Aborting what a device runs, and what CANN tells of memory errors (13_exception_handling.md of the
+// runtime's documents; the order is that of ContextManage::DeviceTaskAbort).
+#include "runtime/faults.h"
+#include "runtime/objects.h"
+
+#include <acl/acl.h>
+#include <acl/error_codes/rt_error_codes.h>
+
+#include <cstring>
+
+using namespace emu;
+
+namespace {
+
+struct Listener {
+  aclrtDeviceTaskAbortCallback callback;
+  void *argument;
+};
+std::mutex g_listeners_mutex;
+std::map<std::string, Listener> g_listeners;
+
+std::mutex g_abort_mutex;  // one abort at a time
+
+aclError tell_listeners(int device, aclrtDeviceTaskAbortStage stage, uint32_t timeout_ms) {
+  Lock lock(g_listeners_mutex);
+  for (auto &[name, listener] : g_listeners)
+    if (listener.callback(device, stage, timeout_ms, listener.argument))
+      return fail(ACL_ERROR_RT_INTERNAL_ERROR, "%s did not follow the abort of device %d",
+                  name.c_str(), device);
+  return 0;
+}
+
+// Workers skip what is queued, and what runs gives up, because the device has failed.
+bool wait_until_drained(int device, uint32_t timeout_ms) {
+  auto end = Clock::now() + std::chrono::milliseconds(timeout_ms);
+  for (Stream *stream : streams_of(device))
+    while (!stream->drained()) {
+      if (timeout_ms && Clock::now() > end)
+        return false;
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
+  return true;
+}
+
+}  // namespace
+
+// Memory, handles and graphs stay; what was queued is gone, and events that waited for it are over.
+// A device whose abort fails stays stopped.
+EMU_API aclError aclrtDeviceTaskAbort(int32_t device, uint32_t timeout_ms) {
+  if (device < 0 || device >= kMaxDevices)
+    return fail(ACL_ERROR_RT_INVALID_DEVICEID, "invalid device %d", device);
+  Lock one(g_abort_mutex);
+  DeviceFailure &failure = g_failures[device];
+  failure.begin_abort();
+  if (aclError e = fault_in_call("aclrtDeviceTaskAbort", device))
+    return e;
+  if (aclError e = tell_listeners(device, ACL_RT_DEVICE_TASK_ABORT_PRE, timeout_ms))
+    return e;
+  if (!wait_until_drained(device, timeout_ms))
+    return fail(ACL_ERROR_RT_WAIT_TIMEOUT, "the tasks of device %d did not end within %u ms",
+                device, timeout_ms);
+  if (aclError e = tell_listeners(device, ACL_RT_DEVICE_TASK_ABORT_POST, timeout_ms))
+    return e;
+  failure.end_abort();
+  return 0;
+}
+
+EMU_API aclError aclrtSetDeviceTaskAbortCallback(const char *name,
+                                                 aclrtDeviceTaskAbortCallback callback,
+                                                 void *argument) {
+  Lock lock(g_listeners_mutex);
+  if (!callback)
+    g_listeners.erase(name);
+  else if (!g_listeners.try_emplace(name, Listener{callback, argument}).second)
+    return fail(ACL_ERROR_RT_PARAM_INVALID, "%s has a callback for aborts already", name);
+  return 0;
+}
+
+// No memory error is emulated: there is never anything to repair.
+EMU_API aclError aclrtGetMemUceInfo(int32_t, aclrtMemUceInfo *, size_t, size_t *count) {
+  *count = 0;
+  return 0;
+}
+EMU_API aclError aclrtMemUceRepair(int32_t, aclrtMemUceInfo *, size_t count) {
+  return count ? fail(ACL_ERROR_RT_PARAM_INVALID, "%zu addresses to repair, none is faulty", count)
+               : 0;
+}
+EMU_API aclError aclrtGetErrorVerbose(int32_t device, aclrtErrorInfo *info) {
+  memset(info, 0, sizeof *info);
+  switch (g_failures[device].code) {
+  case 0:
+  case ACL_ERROR_RT_DEVICE_TASK_ABORT:
+    info->errorType = ACL_RT_NO_ERROR;
+    break;
+  case ACL_ERROR_RT_LINK_ERROR:
+    info->errorType = ACL_RT_ERROR_LINK;
+    info->tryRepair = 1;
+    break;
+  case ACL_ERROR_RT_AICORE_EXCEPTION:
+    info->errorType = ACL_RT_ERROR_AICORE;
+    break;
+  default:
+    info->errorType = ACL_RT_ERROR_OTHERS;
+  }
+  return 0;
+}
+// What an abort does not mend, nothing here does.
+EMU_API aclError aclrtRepairError(int32_t device, const aclrtErrorInfo *) {
+  return g_failures[device].report();
+}

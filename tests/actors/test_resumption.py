@@ -1,0 +1,149 @@
+"""A device or a link fails, all processes live: the group comes back with its KV and graphs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_aclgraph.config import Config
+from dist_aclgraph.sampling import SamplingParams
+from tests.actors.serving_ranks import ServingRanks, serving_ranks
+from tests.checkpoints import add_next_token_module, copy_of, make_prompts
+from tests.deployments import Answer, greedy_params, make_deployment_config
+
+STREAMS, TOKENS, ANSWER_S = 16, 40, 120.0
+UNCHANGED = ("prompt_tokens", "prefix_cache_queries", "num_preemptions", "generation_tokens")
+# Calls of an operator behind a start, its probes and warm-ups, and in the middle of the requests.
+MIDDLE = 300
+
+
+def make_config(checkpoint: Path, *faults: dict[str, Any], **overrides: Any) -> Config:
+    names = ("fault", "second_fault")
+    emulated = {"strict": False, **dict(zip(names, faults, strict=False))}
+    sections = {
+        "parallel": {"tp": 2},
+        "device": {"emulator": emulated},
+        "scheduler": {"max_num_seqs": STREAMS},
+        "kv": {"num_blocks": 128},
+        "recovery": {"resume_s": 20.0},
+        **overrides,
+    }
+    return make_deployment_config(checkpoint, **sections)
+
+
+def submit_all(service: ServingRanks, prefix: str = "r") -> list[Answer]:
+    """Half of them greedy, some with penalties, the others by their seeds."""
+    params = [
+        greedy_params(TOKENS),
+        greedy_params(TOKENS, repetition_penalty=1.3),
+        SamplingParams(max_tokens=TOKENS, temperature=0.8, seed=7, ignore_eos=True),
+        greedy_params(TOKENS),
+    ]
+    prompts = make_prompts([20] * STREAMS)
+    return [
+        service.submit(f"{prefix}{i}", prompt, params[i % len(params)])
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def tokens_of(answers: list[Answer]) -> list[list[int]]:
+    for answer in answers:
+        assert answer.ended.wait(ANSWER_S), "no answer"
+        assert answer.finish_reason == "length", answer.error
+    return [answer.tokens for answer in answers]
+
+
+@dataclass(frozen=True)
+class Sound:
+    """A run without a fault."""
+
+    checkpoint: Path
+    drafts: int
+    tokens: list[list[int]]
+    metrics: dict[str, Any]
+
+
+@pytest.fixture(scope="module", params=[0, 1])
+def sound(
+    request: Any, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Sound]:
+    drafts = request.param
+    if drafts:
+        checkpoint = copy_of(checkpoint, tmp_path_factory.mktemp("drafts"))
+        add_next_token_module(checkpoint)
+    config = make_config(checkpoint, speculative={"num_tokens": drafts})
+    with serving_ranks(config, tmp_path_factory.mktemp("sound")) as service:
+        tokens = tokens_of(submit_all(service))
+        yield Sound(checkpoint, drafts, tokens, service.loop.metrics())
+
+
+@pytest.mark.parametrize(
+    ("op", "kind"), [("HcclAllReduce", "link"), ("HcclAllReduce", "fail"), ("aclnnSwiGlu", "fail")]
+)
+def test_no_request_begins_again_and_no_graph_is_captured_again(
+    sound: Sound, tmp_path: Path, op: str, kind: str
+) -> None:
+    call = MIDDLE if op == "HcclAllReduce" else MIDDLE // 3
+    fault = {"op": op, "call": call, "rank": 1, "kind": kind}
+    config = make_config(sound.checkpoint, fault, speculative={"num_tokens": sound.drafts})
+
+    with serving_ranks(config, tmp_path) as service:
+        assert tokens_of(submit_all(service)) == sound.tokens
+        metrics = service.loop.metrics()
+        assert list(metrics["resumptions"].values()) == [1], service.loop.failure_now()
+        assert {name: metrics[name] for name in UNCHANGED} == {
+            name: sound.metrics[name] for name in UNCHANGED
+        }
+        assert metrics["graph"]["replays"], "graphs are not replayed any more"
+        assert tokens_of(submit_all(service, "later")) == sound.tokens
+
+
+def test_a_group_comes_back_with_one_step_in_flight(sound: Sound, tmp_path: Path) -> None:
+    one = {"max_num_seqs": STREAMS, "steps_in_flight": 1}
+    fault = {"op": "HcclAllReduce", "call": MIDDLE, "rank": 0, "kind": "link"}
+    config = make_config(
+        sound.checkpoint, fault, speculative={"num_tokens": sound.drafts}, scheduler=one
+    )
+
+    with serving_ranks(config, tmp_path) as service:
+        assert tokens_of(submit_all(service)) == sound.tokens
+        assert service.loop.metrics()["resumptions"] == {"link": 1}
+
+
+LINK = {"op": "HcclAllReduce", "call": MIDDLE, "rank": 1, "kind": "link"}
+STOPS, RESUMES = "aclrtDeviceTaskAbort", "HcclCommResume"
+
+
+@pytest.mark.parametrize(
+    ("faults", "reason"),
+    [
+        ([{**LINK, "kind": "ecc"}], "rank 1 in SERVING: .*HBM MULTI BIT ECC ERROR"),
+        # The same operator once more, in the step that runs again.
+        (
+            [{**LINK, "kind": "fail"}, {**LINK, "call": MIDDLE + 1, "kind": "fail"}],
+            "rank 1 in SERVING: step .*507015",
+        ),
+        ([LINK, {"op": RESUMES, "rank": 0, "kind": "fail"}], "rank 0 in SERVING: it did not come"),
+        ([LINK, {"op": RESUMES, "rank": 0, "kind": "die"}], "rank 0 in SERVING: .*died"),
+        ([LINK, {"op": STOPS, "rank": 0, "kind": "fail"}], "rank 0 in SERVING: it did not come"),
+        ([LINK, {"op": STOPS, "rank": 0, "kind": "stall", "stall_s": 600.0}], "rank 0 in SERVING"),
+        ([LINK, {"op": STOPS, "rank": 1, "kind": "die"}], "rank 1 in SERVING"),
+    ],
+)
+def test_what_does_not_come_back_is_lost_in_bounded_time(
+    checkpoint: Path, tmp_path: Path, faults: list[dict[str, Any]], reason: str
+) -> None:
+    config = make_config(checkpoint, *faults, recovery={"resume_s": 5.0})
+
+    with serving_ranks(config, tmp_path) as service:
+        answers = submit_all(service)
+
+        for answer in answers:
+            assert answer.ended.wait(ANSWER_S)
+            assert re.search(reason, answer.error), answer.error
+        assert re.search(reason, service.loop.failure_now())

@@ -1,0 +1,219 @@
+"""Aborting what a device runs, by torch_npu's own calls: what is gone, what stays, and going on."""
+
+import re
+
+import pytest
+
+# A graph with a collective in it, run once; and the three calls of a way back.
+RANKS = """
+dist.init_process_group("hccl")
+x, out = torch.ones(64, device="npu"), torch.zeros(64, device="npu")
+def step():
+    y = x * 2
+    dist.all_reduce(y)
+    out.copy_(y)
+step()
+torch.npu.synchronize()
+graph = torch.npu.NPUGraph()
+with torch.npu.graph(graph):
+    step()
+kept = torch.arange(8.0).npu()
+
+def attempt(what, body):
+    try:
+        body()
+        print(what, "FINE", flush=True)
+    except RuntimeError as e:
+        print(what, "FAILED", str(e).replace(chr(10), " "), flush=True)
+def replay(value):
+    x.fill_(value)
+    graph.replay()
+    torch.npu.synchronize()
+def meet(name, waits=True):
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"{name}{rank}", b"1")
+    if waits:
+        store.wait([f"{name}{r}" for r in range(dist.get_world_size())])
+def stop():
+    assert torch.npu.stop_device(rank) == 0
+def restart():
+    torch.npu.restart_device(rank)
+    torch_npu.distributed.reinit_process_group(None, False)
+def leave():
+    meet("end", waits=rank == 0)  # which has the store
+    os._exit(0)
+"""
+
+
+def finished(results: list[tuple[int, str]]) -> list[str]:
+    for status, output in results:
+        assert status == 0, output
+    return [output for _, output in results]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("fail", "507015"),
+        ("link", "HCCS LINK ERROR"),
+        ("remote", "SUSPECT REMOTE ERROR"),
+        ("retry", "HCCL OP RETRY FAILED"),
+        ("memory", "SUSPECT MEM ERROR"),
+        ("ecc", "HBM MULTI BIT ECC ERROR"),
+    ],
+)
+def test_a_graph_with_a_collective_goes_on_after_all_ranks_have_aborted(run_ranks, kind, text):
+    results = run_ranks(
+        RANKS
+        + """
+replay(3.0)
+import threading
+if rank == 0:  # waits for a peer that never comes
+    waits = threading.Thread(target=attempt, args=("WAIT", lambda: replay(4.0)))
+    waits.start()
+    time.sleep(0.5)
+    assert waits.is_alive()
+else:
+    attempt("FAULT", lambda: replay(4.0))
+meet("failed")
+stop()
+if rank == 0:
+    waits.join(20)
+meet("stopped")
+restart()
+meet("restarted")
+before = emulator.counters()["graphs"]
+replay(5.0)
+print("GRAPHS", before, "KEPT", kept.tolist() == list(range(8)))
+print("SUM", out.cpu().unique().tolist(), flush=True)
+step()
+print("EAGER", out.cpu().unique().tolist(), flush=True)
+leave()
+""",
+        2,
+        fault_op="HcclAllReduce",
+        fault_call=3,
+        fault_rank=1,
+        fault_kind=kind,
+    )
+    first, second = finished(results)
+    assert re.search("WAIT FAILED .*FORCE STOP", first), first
+    assert re.search(f"FAULT FAILED .*{text}", second), second
+    for output in (first, second):
+        assert "GRAPHS 1 KEPT True" in output
+        assert "SUM [20.0]" in output and "EAGER [20.0]" in output
+
+
+def test_a_rank_that_resumes_before_a_peer_has_aborted_is_refused(run_ranks):
+    results = run_ranks(
+        RANKS
+        + """
+replay(3.0)
+if rank == 0:
+    stop()
+    attempt("EARLY", restart)
+    meet("tried")
+else:
+    meet("tried")
+    stop()
+meet("stopped")
+restart()
+meet("restarted")
+replay(7.0)
+print("SUM", out.cpu().unique().tolist(), flush=True)
+leave()
+""",
+        2,
+    )
+    first, second = finished(results)
+    assert re.search("EARLY FAILED .*rank 1 has not aborted its tasks", first), first
+    assert "SUM [28.0]" in first and "SUM [28.0]" in second
+
+
+def test_a_stopped_device_refuses_work_and_a_suspended_communicator_calls(run_ranks):
+    results = run_ranks(
+        RANKS
+        + """
+replay(3.0)
+stop()
+attempt("STOPPED", lambda: torch.npu.restart_device(rank))
+attempt("OPERATOR", lambda: (x + 1).cpu())
+attempt("SUSPENDED", lambda: dist.all_reduce(x))
+attempt("GRAPH", lambda: replay(1.0))
+leave()
+""",
+        2,
+    )
+    for output in finished(results):
+        assert "OPERATOR FINE" in output
+        assert re.search("SUSPENDED FAILED .*communicator .* is suspended", output), output
+        assert re.search("GRAPH FAILED .*communicator .* is suspended", output), output
+
+
+def test_queued_work_is_gone_and_events_that_waited_for_it_are_over(run_script):
+    status, output = run_script(
+        """
+        x = torch.zeros(4).npu()
+        other = torch.npu.Stream()
+        torch.npu.synchronize()
+        event = torch.npu.Event()
+        x.cumsum(0)  # stalls
+        for _ in range(5):
+            x.add_(1)
+        event.record()
+        other.wait_event(event)
+        print("QUEUED", event.query())
+        begin = time.monotonic()
+        assert torch.npu.stop_device(0) == 0
+        torch.npu.restart_device(0)
+        event.synchronize()
+        other.synchronize()
+        print("OVER", event.query(), time.monotonic() - begin < 30, x.tolist())
+        """,
+        fault_op="aclnnCumsum",
+        fault_kind="stall",
+        stall_s=60,
+    )
+    assert status == 0, output
+    assert "QUEUED False" in output and "OVER True True [0.0, 0.0, 0.0, 0.0]" in output
+
+
+def test_a_graph_over_a_destroyed_communicator_names_both(run_ranks):
+    results = run_ranks(
+        RANKS
+        + """
+replay(3.0)
+torch_npu.distributed.reinit_process_group(None, True)
+step()  # makes a new one
+torch.npu.synchronize()
+attempt("REPLAY", lambda: replay(4.0))
+leave()
+""",
+        2,
+    )
+    for output in finished(results):
+        assert re.search(
+            r"REPLAY FAILED .*of graph \d+, HcclAllReduce: communicator \S+ was destroyed", output
+        ), output
+
+
+def test_an_abort_that_fails_leaves_the_device_stopped(run_script):
+    status, output = run_script(
+        """
+        x = torch.zeros(4).npu()
+        torch.npu.synchronize()
+        print("ABORTS", torch.npu.stop_device(0))
+        torch.npu.restart_device(0)
+        try:
+            (x + 1).cpu()
+        except RuntimeError as e:
+            print("THEN", str(e).replace(chr(10), " "))
+        print("AGAIN", torch.npu.stop_device(0))
+        torch.npu.restart_device(0)
+        print("FINE", (x + 1).tolist())
+        """,
+        fault_op="aclrtDeviceTaskAbort",
+    )
+    assert status == 0, output
+    assert "ABORTS 1" in output and re.search("THEN .*FORCE STOP", output), output
+    assert "AGAIN 0" in output and "FINE [1.0, 1.0, 1.0, 1.0]" in output
