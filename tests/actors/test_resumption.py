@@ -82,8 +82,19 @@ def sound(
         yield Sound(checkpoint, drafts, tokens, service.loop.metrics())
 
 
+BETWEEN_COLLECTIVES = pytest.param(
+    "aclnnSwiGlu",
+    "fail",
+    marks=pytest.mark.xfail(
+        reason="on a busy machine streams may go on with other tokens: open in ADR 21, and why "
+        "recovery.resume_s is off",
+        strict=False,
+    ),
+)
+
+
 @pytest.mark.parametrize(
-    ("op", "kind"), [("HcclAllReduce", "link"), ("HcclAllReduce", "fail"), ("aclnnSwiGlu", "fail")]
+    ("op", "kind"), [("HcclAllReduce", "link"), ("HcclAllReduce", "fail"), BETWEEN_COLLECTIVES]
 )
 def test_no_request_begins_again_and_no_graph_is_captured_again(
     sound: Sound, tmp_path: Path, op: str, kind: str
