@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
@@ -12,13 +13,14 @@ from unittest.mock import Mock
 
 import pytest
 
-from dist_aclgraph.actors.addresses import Endpoint
+from dist_aclgraph.actors.addresses import Place
 from dist_aclgraph.actors.engine import Engine
 from dist_aclgraph.actors.lease import Lease
 from dist_aclgraph.actors.rank_stages import RunningRank
-from dist_aclgraph.actors.step_channel import ChannelAddress
+from dist_aclgraph.actors.step_channel import StepSender
 from dist_aclgraph.actors.worker import Worker
 from dist_aclgraph.config import make_config
+from dist_aclgraph.topology import WorldRank
 
 LIMIT_S = 10.0
 CONFIG = make_config({"model": "unused", "timeouts": {"link_s": 1.0}})
@@ -136,12 +138,11 @@ def _keep_worker(asks: Any, goes_on: Any) -> None:
     """A worker that is in its loop, and waits for steps."""
     worker = Worker(CONFIG, 1)
     worker._stage = Mock(spec=RunningRank, joined=Mock())
-    silent = Endpoint("tcp://127.0.0.1:1")
-    loop = threading.Thread(
-        target=worker.run_loop, args=(ChannelAddress(silent, silent),), daemon=True
-    )
-    loop.start()
-    _keep(worker, asks, goes_on)
+    with tempfile.TemporaryDirectory() as directory:
+        engine = StepSender((WorldRank(0),), Place("node", directory, None))
+        address = engine.address_for("node")
+        threading.Thread(target=worker.run_loop, args=(address,), daemon=True).start()
+        _keep(worker, asks, goes_on)
 
 
 @pytest.mark.parametrize("keep", [_keep_engine, _keep_worker])
