@@ -104,7 +104,9 @@ def test_independent_groups_give_the_tokens_of_transformers(references: Any) -> 
         report = service.report()
 
     assert [answer.tokens for answer in answers] == reference.tokens
-    assert sum(bucket["replays"] for bucket in report["buckets"]) > 0
+    # On a busy machine one group may have answered all, before a link to the other was there.
+    groups = [report, *report["groups"]]
+    assert sum(bucket["replays"] for group in groups for bucket in group["buckets"]) > 0
 
 
 @pytest.mark.parametrize("layout", MC2_LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
