@@ -164,7 +164,11 @@ const Settings &settings() { return g_settings; }
 void set_setting(Settings &s, const std::string &name, const std::string &value) {
   if (name.rfind(kRate, 0) == 0) {
     std::string known = name.substr(kRate.size());
-    s.rates[known] = rate(known, value);
+    try {
+      s.rates[known] = rate(known, value);
+    } catch (const std::exception &e) {
+      throw std::invalid_argument(name + "=" + value + ": " + e.what());
+    }
     return;
   }
   auto found = setters().find(name);
