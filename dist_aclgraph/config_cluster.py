@@ -50,15 +50,23 @@ class RecoveryConfig(Section):
         6,
         ge=0,
         description="how often within an hour it is tried to replace a lost lockstep group, and "
-        "how often a lost controller; 0 replaces none. What dies more often has a cause that "
+        "how often a lost controller, and how often the process that serves HTTP or the one that "
+        "owns the deployment; 0 replaces none. What dies more often has a cause that "
         "starting again does not mend: once none serves and none may be started, the service ends",
     )
+    exact: bool = Field(
+        False,
+        description="compute output that a request has already, when it goes on in another group, "
+        "token by token as it was computed before, so that it goes on with the same tokens in "
+        "bfloat16 and float16, too. For that all steps that decode replay one graph, of "
+        "max_num_seqs requests, each prompt runs in steps of its own, and no prefixes are shared",
+    )
     resume_s: float = Field(
-        0.0,
+        20.0,
         ge=0,
         description="how long the devices of a group may take to come back where one of them, or a "
         "link, has failed and all processes live; then the group is replaced. 0 replaces it at "
-        "once. An experiment: under load a stream has been seen to go on with other tokens",
+        "once. Never tried on hardware, where CANN calls the functions that it takes experimental",
     )
     spares: int = Field(
         0,

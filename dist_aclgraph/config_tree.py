@@ -420,6 +420,11 @@ class Config(Section):
     def name(self) -> str:
         return self.served_model_name or Path(self.model).name
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether a request may use blocks that another one has computed."""
+        return self.scheduler.prefix_cache and not self.recovery.exact
+
     @model_validator(mode="after")
     def _check_interleave(self) -> Config:
         interleave, block_size = self.parallel.cp_interleave, self.kv.block_size
@@ -459,6 +464,31 @@ class Config(Section):
                     f"graph.{key} has {size}; with drafts, decode batches have a multiple of "
                     f"{query_len} tokens"
                 )
+
+    @model_validator(mode="after")
+    def _check_exact(self) -> Config:
+        graph, rows, drafts = self.graph, self.scheduler.max_num_seqs, self.speculative.num_tokens
+        if not self.recovery.exact:
+            return self
+        if drafts:
+            raise ValueError(
+                f"recovery.exact cannot be had with speculative.num_tokens ({drafts}): which "
+                "tokens a step computes together depends on how many drafts pass; set one of them "
+                "to its default"
+            )
+        if graph.mode != "FULL_DECODE_ONLY":
+            raise ValueError(
+                f"recovery.exact cannot be had with graph.mode {graph.mode}: all steps that decode "
+                "must replay one graph, and prompts none; set FULL_DECODE_ONLY"
+            )
+        if graph.sizes not in (None, (rows,)) or rows > graph.max_tokens:
+            sizes = None if graph.sizes is None else list(graph.sizes)
+            raise ValueError(
+                f"recovery.exact needs one graph, of scheduler.max_num_seqs ({rows}) requests; "
+                f"graph.sizes is {sizes}, graph.max_tokens {graph.max_tokens}: leave out the "
+                "sizes, and let a graph hold as many tokens"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_tokens(self) -> Config:

@@ -20,6 +20,7 @@ DistAclGraphError
   NotAMessageError        bytes on a socket of ours that we did not send
   EngineUnavailableError  the engine cannot take requests now (a 503)
     EngineDeadError, QueueFullError
+      RayDiedError        the Ray that was started for a deployment
   RollError               groups could not all be replaced; says which runs what
 
 Every error survives pickling, because Ray carries it: fields are passed to ``Exception.__init__``.
@@ -191,6 +192,10 @@ class EngineUnavailableError(DistAclGraphError):
 
 class EngineDeadError(EngineUnavailableError):
     """The engine has failed; the message holds the first cause."""
+
+
+class RayDiedError(EngineDeadError):
+    """The Ray that was started for a deployment has died, and all of the deployment with it."""
 
 
 class QueueFullError(EngineUnavailableError):

@@ -90,7 +90,7 @@ class Lockstep:
                 BlockPool(
                     num_blocks or group.num_blocks,
                     Shards.from_config(config).tokens_per_block,
-                    prefix_cache=config.scheduler.prefix_cache,
+                    prefix_cache=config.shares_prefixes,
                     counts_shared=chip.counts_shared_blocks(config, planner.facts),
                 )
                 for _ in range(planner.layout.within_group.dp)
@@ -101,6 +101,7 @@ class Lockstep:
             tp=config.parallel.tp,
             pcp=config.parallel.pcp,
             choose_exchange=rule.choose,
+            exact=config.recovery.exact,
         )
 
     def submit(self, name: str, prompt: Sequence[int], params: SamplingParams) -> Answer:

@@ -84,6 +84,7 @@ class ControllerKeeper:
     Args:
         controller: the first, which serves.
         name: of the deployment, and so of all its controllers.
+        has_ray: whether there is still a Ray that another one could be started on.
 
     Attributes:
         controller: the one of now. It may be dead already.
@@ -91,8 +92,16 @@ class ControllerKeeper:
         failure: why there will be no other one; "" before that.
     """
 
-    def __init__(self, controller: Any, name: str, config: Config, service: Service) -> None:
+    def __init__(
+        self,
+        controller: Any,
+        name: str,
+        config: Config,
+        service: Service,
+        has_ray: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.controller = controller
+        self._has_ray = has_ray
         self.progress = ""
         self.failure = ""
         self._name = name
@@ -116,7 +125,8 @@ class ControllerKeeper:
     def _run(self) -> None:
         while not self._stopping.wait(LOOK_S) and not self.failure:
             try:
-                if death := self._look():
+                death = self._look()
+                if death and self._has_ray():  # else any question hangs
                     self._replace(death)
             except RayError as e:  # of Ray itself, which whoever started it watches
                 logger.debug("asking the controller failed: %s", e)

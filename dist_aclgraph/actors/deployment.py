@@ -29,7 +29,7 @@ from dist_aclgraph.device import emulator
 from dist_aclgraph.device.kind import resolve_kind
 from dist_aclgraph.device.torch_build import check_torch
 from dist_aclgraph.environment import ray_address
-from dist_aclgraph.errors import EngineDeadError
+from dist_aclgraph.errors import EngineDeadError, RayDiedError
 from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.shapes.model_spec import read_model_spec
 from dist_aclgraph.shapes.weight_files import check_weight_files
@@ -108,6 +108,7 @@ class Deployment:
         except UNKNOWN:
             return
         except RayError as e:
+            self._raise_end()
             raise EngineDeadError(str(ours(e, "asking the controller"))) from e
         if failure:
             raise EngineDeadError(failure)
@@ -126,15 +127,17 @@ class Deployment:
         except UNKNOWN:
             return Outlook(progress="the controller does not answer")
         except RayError as e:
+            self._raise_end()
             raise EngineDeadError(str(ours(e, "asking for the groups"))) from e
         return found
 
     def _raise_end(self) -> None:
-        death = self._local_ray.death if self._local_ray is not None else ""
+        if self._local_ray is not None and self._local_ray.death:
+            raise RayDiedError(self._local_ray.death)
         if self._is_shut_down:
             raise EngineDeadError("the deployment was shut down")
-        if end := death or self._keeper.failure:
-            raise EngineDeadError(end)
+        if self._keeper.failure:
+            raise EngineDeadError(self._keeper.failure)
 
     def scale(self, count: int) -> None:
         """Have so many groups take requests, while those that stay serve on.
@@ -188,6 +191,7 @@ def start(config: Config, on_progress: OnProgress | None = None) -> Deployment:
     Raises:
         ConfigError, ModelError: the model cannot be served, or not so.
         DeviceError: torch is built for CUDA, or there is no such device.
+        RayDiedError: the Ray that was started for it has died.
         DistAclGraphError: typed, naming rank and phase where a worker failed; nothing is left.
     """
     check(config)
@@ -209,10 +213,16 @@ def start(config: Config, on_progress: OnProgress | None = None) -> Deployment:
         if controller is not None and (local_ray is None or not local_ray.death):
             end_by_force(controller, name)
         _leave_ray(local_ray, owns_connection)
+        if local_ray is not None and local_ray.death:
+            raise RayDiedError(local_ray.death) from e
         if isinstance(e, RayError):
             raise ours(e, "starting the deployment") from e
         raise
-    keeper = ControllerKeeper(controller, name, config, service)
+
+    def has_ray() -> bool:
+        return local_ray is None or not local_ray.death
+
+    keeper = ControllerKeeper(controller, name, config, service, has_ray)
     return Deployment(keeper, name, service, local_ray=local_ray, owns_connection=owns_connection)
 
 
@@ -222,7 +232,7 @@ def _wait_for(
     starting = controller.start.remote()
     for progress in progress_of(controller, starting):
         if local_ray is not None and local_ray.death:
-            raise EngineDeadError(local_ray.death)
+            raise RayDiedError(local_ray.death)
         if on_progress is not None and progress is not None:
             on_progress(progress)
     service: Service = fetch(starting, NO_RANK, "PLACING")

@@ -142,7 +142,7 @@ class Engine:
                 BlockPool(
                     settings.num_blocks,
                     Shards.from_config(config).tokens_per_block,
-                    prefix_cache=config.scheduler.prefix_cache,
+                    prefix_cache=config.shares_prefixes,
                     counts_shared=settings.counts_shared_blocks,
                 )
                 for _ in range(layout.dp)
@@ -154,6 +154,7 @@ class Engine:
             tp=layout.tp,
             pcp=layout.pcp,
             choose_exchange=settings.exchange.choose,
+            exact=config.recovery.exact,
         )
         ranks = ChannelRanks(
             self._channel,

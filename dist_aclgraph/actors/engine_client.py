@@ -394,7 +394,7 @@ class EngineClient:
             outlook = self._outage.questions.take_answer()
         if outlook is not None:
             if outlook.groups.groups:
-                self._follow(outlook.token)
+                self._follow(outlook.token, outlook.node_id)
             self._adopt(outlook.groups)
         now_s = time.monotonic()
         over: list[tuple[OpenRequest, DistAclGraphError]] = []
@@ -462,13 +462,14 @@ class EngineClient:
             future.cancel()
         return True
 
-    def _follow(self, token: str) -> None:
+    def _follow(self, token: str, node_id: str) -> None:
         """Belong to another deployment, if that of this token is one: it counts for itself."""
         if token and token != self._hello.token:
             logger.warning("the deployment is another one now")
             with self._lock:
                 self._hello = msgspec.structs.replace(self._hello, token=token)
                 self._groups_version = -1
+                self._node_id = node_id or self._node_id
 
     def _adopt(self, groups: Groups) -> None:
         """Take in which groups there are. None at all would be no news, but an end."""

@@ -67,7 +67,7 @@ class LocalRay:
         names = {pid: DAEMONS[name] for pid, name in self._daemons.items() if name in DAEMONS}
 
         def tell(name: str) -> None:
-            self.death = f"{name} has died; start again, and see {LOGS}"
+            self.death = f"{name} has died; see {LOGS}"
             on_death(self.death)
 
         processes.watch_processes(names, tell, self._stopped)

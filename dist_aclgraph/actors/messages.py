@@ -59,7 +59,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
 
     request_id: str
     number: RequestNumber
-    prompt: bytes  # int32 [num_prompt_tokens]
+    prompt: bytes  # int32 [num_tokens], and behind it the output that the request has already
     sampling: RowSampling
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()

@@ -30,12 +30,14 @@ class Outlook:
         failure: why none will take requests again, or "".
         progress: how far the next one is, e.g. ``LOADING 3 of 9``.
         token: of the deployment that has the groups; "" for the one that is known.
+        node_id: where the client is, as that deployment's Ray calls it; "" for as before.
     """
 
     groups: Groups = NO_GROUPS
     failure: str = ""
     progress: str = ""
     token: str = ""
+    node_id: str = ""
 
 
 Ask = Callable[[], Outlook]

@@ -1,8 +1,8 @@
 """Bringing a group back whose device or link has failed while all of its processes live.
 
-All ranks abort what they run: once from beside, so that nobody waits for a device any more, and
-once where nothing is launched any more. When the last one has, which is where they meet, each
-brings its device and its communicators back and says so. Weights, KV and graphs stay, and no
+All ranks abort what they run, from beside, as whoever launches may wait for the device. When the
+last one has, which is where they meet, each brings its device and its communicators back and says
+so. Weights, KV and graphs stay, and no
 request begins again: the engine decides the interrupted steps anew. Whatever goes wrong on the way
 ends the epoch of the group as a dead worker does, and so does a rank that takes too long.
 """
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dist_aclgraph.actors.step_channel import StepSender
 from dist_aclgraph.errors import DeviceFault, DeviceFaultError, WorkerLostError
 from dist_aclgraph.planning.way_back import SOUND_STEPS, Failure, way_back
-from dist_aclgraph.steps.step import Halt, Resume
+from dist_aclgraph.steps.step import Resume
 from dist_aclgraph.topology import GroupRank, WorldRank
 
 # Stops the devices of all ranks within so many seconds, and says of each that did not stop why;
@@ -98,15 +98,11 @@ class Resumption:
             return max(0.0, deadline_s - time.monotonic())
 
         silent = self._stop(self._timeout_s, check)
-        if not silent:
-            # A rank may have launched more behind that, until its step's thread heard of it.
-            self._channel.send(Halt(epoch, self._timeout_s))
-            silent = self._channel.receive_answers(epoch, left_s(), check)
         known = Failure(faults, frozenset(silent), self._in_a_row, may_resume)
         if way_back(known) == "REBUILD":
             raise self._failed(error, silent)
         self._channel.send(Resume(epoch, epoch + 1))
-        if silent := self._channel.receive_answers(epoch + 1, left_s(), check):
+        if silent := self._channel.receive_resumed(epoch + 1, left_s(), check):
             raise self._failed(error, silent)
         self._in_a_row += 1
         self._num_sound = 0

@@ -31,6 +31,11 @@ class RunDirectory:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         os.rename(new, f"{self.path}/{LOCK}")
 
+    def disown(self) -> None:
+        """Leave it to the parent, in a process that was forked: its life is what counts."""
+        os.close(self._lock)
+        self._lock = -1
+
     def remove(self) -> None:
         """Give it up. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)

@@ -15,6 +15,7 @@ T = TypeVar("T")
 
 # ZeroMQ closes the connection of a peer that announces a longer frame.
 MAX_MESSAGE_BYTES = 64 << 20
+DRAINED_BYTES = 4096  # of wake-ups at once
 
 
 def read_frame(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
@@ -53,7 +54,7 @@ class Wakeup:
 
     def drain(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            while self._in.recv(4096):
+            while len(self._in.recv(DRAINED_BYTES)) == DRAINED_BYTES:
                 pass
 
     def close(self) -> None:

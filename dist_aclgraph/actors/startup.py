@@ -41,7 +41,7 @@ from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.topology import Ranks
 
-EPOCH = 1  # of a deployment that does not yet survive the death of a worker
+EPOCH = 1  # the first of a group; each time that it comes back in place, the next one begins
 MIB = 1 << 20
 TRIAL_BLOCKS = 2  # a cache for padding rows alone: they use the dummy block
 

@@ -24,11 +24,10 @@ from dist_aclgraph.errors import (
 )
 from dist_aclgraph.planning.commands import GraphAnswer, GraphCommand
 from dist_aclgraph.steps.step import (
-    Answered,
     FromWorker,
-    Halt,
     Pause,
     Resume,
+    Resumed,
     Shutdown,
     StepPlan,
     StepResult,
@@ -166,10 +165,10 @@ class StepSender:
             return WorkerLostError(result.error, rank, "SERVING")
         return DeviceFaultError(result.error, rank, "SERVING", result.fault)
 
-    def receive_answers(
+    def receive_resumed(
         self, epoch: int, timeout_s: float, check: Callable[[], None]
     ) -> dict[GroupRank, str]:
-        """Return why ranks have not halted, or not resumed; see ``Answered``.
+        """Return why ranks have not come back in this epoch; empty where all have.
 
         Raises:
             WorkerLostError: a worker did not answer in time; names the rank.
@@ -178,7 +177,7 @@ class StepSender:
         deadline = Deadline(timeout_s)
         while len(errors) < self._num_workers:
             answer = self._next("coming back", set(errors), deadline, check)
-            if isinstance(answer, Answered) and answer.epoch == epoch:
+            if isinstance(answer, Resumed) and answer.epoch == epoch:
                 errors[GroupRank(answer.rank)] = answer.error
         return {rank: error for rank, error in errors.items() if error}
 
@@ -276,7 +275,7 @@ class StepReceiver:
         """Say whether ``receive`` would find a message."""
         return self._engine.has_message()
 
-    def receive(self, epoch: int) -> StepPlan | GraphCommand | Pause | Halt | Resume | None:
+    def receive(self, epoch: int) -> StepPlan | GraphCommand | Pause | Resume | None:
         """Return the next message of ``epoch``, or None when the engine shuts down.
 
         What is no message is dropped.

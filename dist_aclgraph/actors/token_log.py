@@ -1,8 +1,9 @@
 """The token log: what a client must remember of a request to go on with it on another engine.
 
 Sampling is a function of seed, position and token, so a request that is submitted again with the
-tokens it has gets the tokens that it would have had (but for rounding: other requests run beside
-it). Prompt and output lie one behind the other; where the output begins, ``sampling`` says.
+tokens it has gets the tokens that it would have had (but for rounding, unless
+``recovery.exact``). Prompt and output lie one behind the other; where the output begins,
+``sampling`` says.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from dist_aclgraph.planning.commands import GraphAnswer, GraphCommand
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.plan import CaptureCost, GraphPlan
 from dist_aclgraph.shapes.weight_files import weight_files
-from dist_aclgraph.steps.step import Answered, Halt, Pause, Resume, StepPlan, StepResult
+from dist_aclgraph.steps.step import Pause, Resume, Resumed, StepPlan, StepResult
 from dist_aclgraph.topology import NO_RANK, GroupRank, WorldRank
 
 NO_PLAN = GraphPlan(version=0, mode="NONE", budget_model="legacy-last")
@@ -287,9 +287,9 @@ class Worker:
         is_stopped = False
         try:
             while (plan := channel.receive(self._epoch)) is not None:
-                if isinstance(plan, Halt | Resume):
-                    answer = self._halt_or_resume(plan)
-                    is_stopped = isinstance(plan, Halt) or bool(answer.error)
+                if isinstance(plan, Resume):
+                    answer = self._resume(plan)
+                    is_stopped = bool(answer.error)
                     channel.send(answer)
                 elif is_stopped:
                     continue
@@ -308,11 +308,12 @@ class Worker:
 
     def _run_step(self, plan: StepPlan | Pause, channel: StepReceiver) -> None:
         runner = self._running.runner
-        if isinstance(plan, Pause):
-            channel.send(runner.finish())
-            return
-        self.launch(plan, channel.send)
-        runner.prepare_next(channel.has_message)
+        with self._running.joined.npu.launching():
+            if isinstance(plan, Pause):
+                channel.send(runner.finish())
+                return
+            self.launch(plan, channel.send)
+            runner.prepare_next(channel.has_message)
 
     def _report_failure(self, error: Exception, channel: StepReceiver) -> DeviceFault | None:
         """Tell the engine; return what stopped the device, where that is known."""
@@ -328,20 +329,14 @@ class Worker:
         channel.send(StepResult(self._epoch, step, rank, error=str(error), fault=fault))
         return fault
 
-    def _halt_or_resume(self, order: Halt | Resume) -> Answered:
-        """Stop the device, behind all that this thread has launched; or bring it back, and follow
-        the group into its next epoch.
-        """
+    def _resume(self, order: Resume) -> Resumed:
+        """Bring the device back, and follow the group into its next epoch."""
         rank = self._running
         self._doing, error = "coming back", ""
         try:
-            if isinstance(order, Halt):
-                rank.joined.npu.stop(order.timeout_s)
-            else:
-                rank.resume()
-                self._epoch, self._is_told_to_stop = order.next_epoch, False
+            rank.resume()
+            self._epoch, self._is_told_to_stop = order.next_epoch, False
         except DistAclGraphError as e:
             error = str(e)
         self._doing = ""
-        epoch = order.epoch if isinstance(order, Halt) else order.next_epoch
-        return Answered(epoch, rank.joined.group_rank, error)
+        return Resumed(order.next_epoch, rank.joined.group_rank, error)

@@ -31,7 +31,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     num_lines = -(-len(found) // NUM_COLUMNS)
     figure = Figure(figsize=(13, 3.4 * num_lines + 1), layout="constrained")
     charts = figure.subplots(num_lines, NUM_COLUMNS, squeeze=False).flat
-    for axes, (model, mode) in zip(charts, found, strict=False):
+    for (model, mode), axes in zip(found, charts, strict=False):
         _draw_steps(axes, [row for row in rows if (row["model"], row["mode"]) == (model, mode)])
         axes.set_title(f"{model}, {mode}", loc="left", fontsize="small")
     for axes in charts:

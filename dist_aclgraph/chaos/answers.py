@@ -83,10 +83,6 @@ def first_after(times_s: Sequence[float], at_s: float) -> float | None:
     return min((t for t in times_s if t > at_s), default=None)
 
 
-def count_lost(answers: Sequence[Answer]) -> int:
-    return sum(answer.is_lost for answer in answers)
-
-
 def count_different(answers: Sequence[Answer], wanted: Sequence[Answer]) -> int:
     """Count answers with other tokens than ``wanted`` has for their bodies."""
     return sum(answer.differs(wanted[answer.body]) for answer in answers)

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from dist_aclgraph.chaos.answers import (
     Answer,
     count_different,
-    count_lost,
     first_after,
     longest_pause,
 )
-from dist_aclgraph.chaos.plan import Strike
+from dist_aclgraph.chaos.plan import INGRESS_ENDING, Strike
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,9 @@ class Outcome:
 
     @property
     def is_good(self) -> bool:
-        return not (self.lost or self.different or self.left) and self.exit_code is None
+        """Whether nothing was lost that need not be: what runs on an ingress ends with it."""
+        is_lost = self.lost and self.strike.fault.kind not in INGRESS_ENDING
+        return not (is_lost or self.different or self.left) and self.exit_code is None
 
 
 def judge(
@@ -90,7 +91,7 @@ def judge(
     return Outcome(
         strike,
         tried=len(answers),
-        lost=count_lost(answers),
+        lost=len(lost),
         refused=sum(answer.is_refused for answer in answers),
         different=count_different(answers, wanted),
         unready_s=None if known_s is None else known_s - struck_s,

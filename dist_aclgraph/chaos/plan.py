@@ -28,7 +28,9 @@ class Kind(Enum):
     FULL_DISK = "disk full, then a worker killed"
     KILL_CONTROLLER = "controller killed"
     KILL_INGRESS = "ingress killed"
+    STOP_INGRESS = "ingress stopped, until it is killed"
     KILL_RAYLET = "raylet killed"
+    KILL_OWNER = "owner of the deployment killed"
     # Inside the recovery of another fault only.
     CAPTURE_DEATH = "a rank of the replacement dies in its capture"
     CAPTURE_MEMORY = "memory of the replacement runs out in its capture"
@@ -41,9 +43,10 @@ GROUP_ENDING = (
     Kind.KILL_ENGINE,
     Kind.STOP_WORKER,
     Kind.STOP_ENGINE,
-    Kind.OPERATOR_FAILS,
     Kind.STALL,
 )
+# What runs on an ingress ends with it.
+INGRESS_ENDING = (Kind.KILL_INGRESS, Kind.STOP_INGRESS)
 IN_RECOVERY = (Kind.CAPTURE_DEATH, Kind.CAPTURE_MEMORY, Kind.KILL_WORKER, Kind.KILL_ENGINE)
 FIRSTS = tuple(kind for kind in Kind if kind not in IN_RECOVERY[:2])
 MAX_TARGET = 1 << 16

@@ -28,6 +28,7 @@ SETTLE_S = 30.0
 FULL_S = 20.0  # how long the disk stays full
 OVERLOAD, SLOW_COPIES = 12, 4
 WORKER, ENGINE, CONTROLLER, RAYLET = "ray::Worker", "ray::Engine", "ray::Controller", "raylet"
+OWNER, INGRESS = "serve:owner", "serve:ingress"
 BUSY = ("num_requests_running", "num_requests_waiting", "held_requests", "kv_cache_usage")
 PROCESSES = {
     Kind.KILL_WORKER: WORKER,
@@ -37,8 +38,11 @@ PROCESSES = {
     Kind.STOP_ENGINE: ENGINE,
     Kind.KILL_CONTROLLER: CONTROLLER,
     Kind.KILL_RAYLET: RAYLET,
+    Kind.KILL_OWNER: OWNER,
+    Kind.KILL_INGRESS: INGRESS,
+    Kind.STOP_INGRESS: INGRESS,
 }
-STOPS = (Kind.STOP_WORKER, Kind.STOP_ENGINE)
+STOPS = (Kind.STOP_WORKER, Kind.STOP_ENGINE, Kind.STOP_INGRESS)
 ARMED = (Kind.PREFILL_DEATH, Kind.OPERATOR_FAILS, Kind.STALL)
 
 Say = Callable[[str], None]
@@ -214,13 +218,12 @@ class Rig:
         Raises:
             ChaosError: there is none, and none comes.
         """
-        if kind is not Kind.KILL_INGRESS and kind not in PROCESSES:
+        if kind not in PROCESSES:
             return None
         pids: list[int] = []
 
         def are_there() -> bool:
-            is_ingress = kind is Kind.KILL_INGRESS
-            pids[:] = service.ingress if is_ingress else service.pids(PROCESSES[kind])
+            pids[:] = service.pids(PROCESSES[kind])
             return bool(pids)
 
         if not wait_for(are_there, KNOWN_S):
@@ -296,7 +299,7 @@ class Rig:
     def _things(self) -> dict[str, int]:
         """Return how many there are of what a strike may leave behind."""
         assert self._service is not None
-        names = (WORKER, ENGINE, CONTROLLER, RAYLET)
+        names = (WORKER, ENGINE, CONTROLLER, RAYLET, OWNER, INGRESS)
         counts = {name: len(self._service.pids(name)) for name in names}
         counts["run directories"] = len(self._service.run_directories())
         return counts | {"segments of shared memory": len(self._service.dead_segments())}

@@ -7,7 +7,6 @@ it can be told from what others run on this machine.
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import signal
 import socket
@@ -134,12 +133,6 @@ class Service:
         """Return its processes whose names begin so, the oldest first."""
         return sorted(p for p in self._all() if processes.name_of(p).startswith(name))
 
-    @property
-    def ingress(self) -> list[int]:
-        """The process that listens: a child where the first one leads its group."""
-        children = processes.children(self._process.pid)
-        return [pid for pid in sorted(children) if processes.name_of(pid) == _own_name()]
-
     def _all(self) -> set[int]:
         """Return all its processes that live: of its session, or with its temporary folder."""
         leader = self._process.pid
@@ -224,10 +217,6 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
 def new_folder(parent: Path | None) -> Path:
     """Return a folder for a service's temporary files, with a short name."""
     return Path(tempfile.mkdtemp(prefix="s-", dir=parent))
-
-
-def _own_name() -> str:
-    return processes.name_of(os.getpid())
 
 
 def _segments() -> set[str]:

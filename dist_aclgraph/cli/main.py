@@ -9,7 +9,6 @@ one sentence and exit code 1.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,13 +17,8 @@ from typing import Annotated
 
 import typer
 
-from dist_aclgraph.errors import (
-    ConfigError,
-    DistAclGraphError,
-    ModelError,
-    PlacementError,
-    RequestError,
-)
+from dist_aclgraph.cli.exit_codes import tell
+from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.extras import require
 from dist_aclgraph.version import VERSION
 
@@ -121,18 +115,13 @@ def serve(
     config: ConfigPath, overrides: Overrides = None, host: Host = None, port: Port = None
 ) -> None:
     """Serve the OpenAI API until Ctrl-C or SIGTERM; on 127.0.0.1:8000 unless told otherwise."""
-    from dist_aclgraph.cli.supervise import call_outside_of_lead
+    with _user_errors():
+        from dist_aclgraph.cli.serve import serve_in_processes
+        from dist_aclgraph.config import load_config, parse_overrides
 
-    def serve_here() -> None:
-        with _user_errors():
-            from dist_aclgraph.cli.serve import serve_until_signal
-            from dist_aclgraph.config import load_config, parse_overrides
-
-            given = {"serve.host": host, "serve.port": port}
-            options = {key: value for key, value in given.items() if value is not None}
-            serve_until_signal(load_config(config, parse_overrides(overrides or []) | options))
-
-    call_outside_of_lead(serve_here)
+        given = {"serve.host": host, "serve.port": port}
+        options = {key: value for key, value in given.items() if value is not None}
+        serve_in_processes(load_config(config, parse_overrides(overrides or []) | options))
 
 
 @cli.command()
@@ -306,12 +295,8 @@ def doctor(as_json: AsJson = False) -> None:
 def _user_errors() -> Iterator[None]:
     try:
         yield
-    except (ConfigError, ModelError, RequestError, PlacementError) as e:
-        print(f"error: {e}", file=sys.stderr)
-        raise typer.Exit(2) from None
     except DistAclGraphError as e:
-        print(f"error: {e}", file=sys.stderr)
-        raise typer.Exit(1) from None
+        raise typer.Exit(tell(e)) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 

@@ -1,67 +1,243 @@
-"""Running a service in a child process where this process leads its process group.
+"""The first process of a service: it starts the one that owns the deployment and the one that
+serves HTTP, and another one in the place of either where it is killed, or where the latter hangs.
 
-Supervisors signal whole groups. Ray's daemons must then not be in the group
-(``own_process_group``), and a group's leader cannot leave it: the leader waits, its child serves.
-Where that is killed, the leader ends what it had started and can end no more.
+Supervisors of ours signal whole process groups. Ray's daemons must then not be in the group
+(``own_process_group``), and a group's leader cannot leave it: so this process, which may lead one,
+starts no Ray. What a killed owner has started becomes a child of this process, and is ended.
 """
 
 from __future__ import annotations
 
-import ctypes
+import mmap
 import os
 import signal
-from collections.abc import Callable
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
 
 from dist_aclgraph.actors import processes, run_directory
+from dist_aclgraph.cli.exit_codes import tell
+from dist_aclgraph.cli.signals import SIGNALS, Signals
+from dist_aclgraph.errors import DistAclGraphError, RayDiedError
+from dist_aclgraph.planning.restarts import RestartBudget
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-FORWARDED = (signal.SIGINT, signal.SIGTERM)
+OWNER, INGRESS = "serve:owner", "serve:ingress"  # names of processes
+AGAIN = 75  # exit code of an owner in whose place another may serve; EX_TEMPFAIL of sysexits.h
+END_S = 30.0  # for an ingress, once the service is over
+WAITED = {signal.SIGCHLD, *SIGNALS}
+LOOK_S = 1.0  # between two looks whether the ingress lives; it beats about as often
+
+Own = Callable[[Signals, Callable[[], None]], None]
+ServeHttp = Callable[[int, Callable[[], None]], None]
 
 
-def call_outside_of_lead(serve: Callable[[], None]) -> None:
-    """Call ``serve``, in a child process where this one leads its group; exit as the child does.
+class Supervisor:
+    """Owns the two processes of a service.
 
-    To be called before threads exist.
+    Args:
+        own: the owner's whole life: until a signal, calling back once it serves.
+        serve_http: the ingress's whole life: until the pipe whose read end it gets is closed. What
+            it gets besides it calls all the time, from its event loop.
+        restarts: of both together.
+        silent_s: an ingress whose event loop stands still for longer is killed.
+        on_fork: called first in each process.
     """
-    if os.getpgrp() != os.getpid():
-        serve()
-        return
-    # A signal that comes between the fork and the handlers waits for them.
-    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
-    # Whoever loses its parent becomes a child of ours, so that we know all that the service starts.
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    child = os.fork()
-    if child == 0:
-        # If the leader is killed, the service drains and stops.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-        try:
-            serve()
-        finally:
-            # A group's signal comes twice, from its sender and from the leader: not after all.
-            for number in FORWARDED:
-                signal.signal(number, signal.SIG_IGN)
-        return
-    for number in FORWARDED:
-        signal.signal(number, lambda received, _: os.kill(child, received))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-    code = _wait_for(child)
-    if code < 0:
-        _end_orphans()
-    raise SystemExit(code if code >= 0 else 128 - code)
+
+    def __init__(
+        self,
+        own: Own,
+        serve_http: ServeHttp,
+        restarts: RestartBudget,
+        silent_s: float,
+        on_fork: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._silent_s = silent_s
+        self._own = own
+        self._serve_http = serve_http
+        self._restarts = restarts
+        self._on_fork = on_fork
+        self._has_served = mmap.mmap(-1, 1)  # shared with owners
+        self._pulse = mmap.mmap(-1, 1)  # shared with ingresses, which change it; 0 before they do
+        self._seen_pulse, self._silent_looks = 0, 0
+        # Owners keep the end for writing open as well: it closes when they and this one are gone.
+        self._life, self._life_end = os.pipe()
+        self._owner = self._ingress = 0  # process ids
+        self._signal = 0  # the first that came
+        self._failure = 0  # exit code of an ingress that has failed by itself
+
+    def run(self) -> int:
+        """Serve until a signal, an error, or no restart is left; return the exit code."""
+        # What comes between two looks waits. Who started us may have ignored the ends of children.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_BLOCK, WAITED)
+        processes.adopt_orphans()
+        self._owner = self._fork(OWNER, self._be_owner)
+        self._start_ingress()
+        code = None
+        while code is None:
+            code = self._wait()
+        os.close(self._life_end)
+        self._end_ingress()
+        return code
+
+    # ---- in this process
+
+    def _wait(self) -> int | None:
+        """Wait for a signal, or the end of a child; return the exit code once all is over."""
+        received = signal.sigtimedwait(WAITED, LOOK_S)
+        if received is None:
+            self._look_at_ingress()
+            return None
+        if received.si_signo != signal.SIGCHLD:
+            self._signal = self._signal or received.si_signo
+            os.kill(self._owner, received.si_signo)
+            return None
+        for pid, code in _ended():
+            if pid == self._ingress:
+                self._replace_ingress(code)
+            elif pid == self._owner and (final := self._replace_owner(code)) is not None:
+                return final
+        return None
+
+    def _replace_owner(self, code: int) -> int | None:
+        """Start another owner, or return the exit code of the service."""
+        is_killed = code < 0 and -code not in SIGNALS
+        self._end_orphans()
+        final = 128 - code if code < 0 else 1 if code == AGAIN else code
+        if self._signal or self._failure or not (is_killed or code == AGAIN):
+            return self._failure or final
+        why = "the service has lost its Ray"
+        if is_killed:
+            why = f"the process that owns the deployment was killed by {signal.Signals(-code).name}"
+        if not self._has_served[0] or not self._may_restart(why, "the deployment"):
+            return final
+        self._owner = self._fork(OWNER, self._be_owner)
+        return None
+
+    def _replace_ingress(self, code: int) -> None:
+        """Start another ingress, or have the owner stop."""
+        self._ingress = 0
+        if self._signal:
+            return
+        if code < 0:
+            why = f"the process that serves HTTP was killed by {signal.Signals(-code).name}"
+            if self._may_restart(why, "it"):
+                self._start_ingress()
+                return
+        self._failure = max(code, 1)
+        os.kill(self._owner, signal.SIGTERM)
+
+    def _start_ingress(self) -> None:
+        self._pulse[0] = self._seen_pulse = self._silent_looks = 0
+        self._ingress = self._fork(INGRESS, self._be_ingress)
+
+    def _look_at_ingress(self) -> None:
+        """Kill the ingress if its event loop stands still.
+
+        Looks are counted, and no time: what was stopped together with this process is not silent.
+        """
+        pulse = self._pulse[0]
+        is_silent = pulse > 0 and pulse == self._seen_pulse
+        self._silent_looks = self._silent_looks + 1 if is_silent else 0
+        self._seen_pulse = pulse
+        if self._ingress and self._silent_looks * LOOK_S > self._silent_s:
+            why = f"the process that serves HTTP has stood still for {self._silent_s:g} s"
+            print(f"warning: {why}; it is killed", file=sys.stderr, flush=True)
+            self._silent_looks = 0
+            os.kill(self._ingress, signal.SIGKILL)
+
+    def _may_restart(self, why: str, what: str) -> bool:
+        """Take a restart of the budget, and say so."""
+        if self._restarts.take(time.monotonic()):
+            print(f"warning: {why}; {what} is started again", file=sys.stderr, flush=True)
+            return True
+        allowed = f"recovery.restarts_per_hour allows {self._restarts.per_hour}"
+        print(f"error: {why}; {what} is not started again: {allowed}", file=sys.stderr, flush=True)
+        return False
+
+    def _end_ingress(self) -> None:
+        """Wait for the ingress, which knows that the service is over; not for ever."""
+        until_s = time.monotonic() + END_S
+        while self._ingress:
+            if any(pid == self._ingress for pid, _ in _ended()):
+                self._ingress = 0
+            elif time.monotonic() > until_s:
+                processes.kill_all({self._ingress})
+            else:
+                signal.sigtimedwait({signal.SIGCHLD}, 0.1)
+
+    def _end_orphans(self) -> None:
+        while orphans := processes.children(os.getpid()) - {self._ingress}:
+            processes.kill_all(orphans)
+            for pid in orphans:
+                os.waitpid(pid, 0)
+        run_directory.sweep()
+
+    # ---- in the others
+
+    def _fork(self, name: str, part: Callable[[], None]) -> int:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                processes.set_name(name)
+                self._on_fork()
+                part()
+                code = 0
+            except BaseException as e:
+                code = _code_of(e)
+            finally:
+                # A group's signal comes twice, from its sender and from the leader: not after all.
+                for number in SIGNALS:
+                    signal.signal(number, signal.SIG_IGN)
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        return pid
+
+    def _be_owner(self) -> None:
+        # If its supervisor is killed, the service drains and stops.
+        processes.signal_with_parent(signal.SIGTERM)
+        with Signals() as signals:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED)
+            self._own(signals, self._note_service)
+
+    def _note_service(self) -> None:
+        self._has_served[0] = 1
+
+    def _be_ingress(self) -> None:
+        for number in SIGNALS:  # the owner says when it is to drain
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED)
+        os.close(self._life_end)
+        self._serve_http(self._life, self._beat)
+
+    def _beat(self) -> None:
+        self._pulse[0] = self._pulse[0] % 255 + 1
 
 
-def _wait_for(child: int) -> int:
-    """Return how a child has ended; orphans that end before it are not kept as zombies."""
+def _ended() -> Iterator[tuple[int, int]]:
+    """Yield the children that have ended, orphans too, and how: none stays as a zombie."""
     while True:
-        pid, status = os.waitpid(-1, 0)
-        if pid == child:
-            return os.waitstatus_to_exitcode(status)
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        yield pid, os.waitstatus_to_exitcode(status)
 
 
-def _end_orphans() -> None:
-    while orphans := processes.children(os.getpid()):
-        processes.kill_all(orphans)
-        for pid in orphans:
-            os.waitpid(pid, 0)
-    run_directory.sweep()
+def _code_of(error: BaseException) -> int:
+    """Return the exit code of a process that an error ends, and say what it is."""
+    match error:
+        case RayDiedError():
+            tell(error)
+            return AGAIN
+        case DistAclGraphError():
+            return tell(error)
+        case SystemExit(code=int(code)):
+            return code
+    traceback.print_exception(error)
+    return 1

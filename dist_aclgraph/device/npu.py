@@ -13,7 +13,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from dist_aclgraph.config import DeviceConfig
 from dist_aclgraph.device import emulator
 from dist_aclgraph.device.failures import device_error
 from dist_aclgraph.device.kind import DeviceKind, emulator_settings, resolve_kind
+from dist_aclgraph.device.launch_gate import LaunchGate
+from dist_aclgraph.device.staging import PART_BYTES, Staging
 from dist_aclgraph.device.torch_build import check_torch
 from dist_aclgraph.environment import prepare_device
 from dist_aclgraph.errors import DeviceError
@@ -68,8 +70,10 @@ class Npu:
     def __init__(self, kind: DeviceKind) -> None:
         self.kind = kind
         self.is_waiting = False
+        self._gate = LaunchGate()
         self.device = torch.device("npu", 0)
         runtime().set_device(0)
+        self._staging = Staging(runtime().current_stream(), runtime().Event, self.waiting)
         self._acl = ctypes.CDLL("libascendcl.so")
 
     @property
@@ -156,16 +160,20 @@ class Npu:
     def stop(self, timeout_s: float) -> None:
         """Abort all that the device runs and holds queued; whoever waits for it gets an error.
 
-        Call it beside the thread that works with the device. torch_npu waits for ever, and has
-        Python wait: so a thread that needs no Python ends the process where that takes too long.
+        Call it beside the thread that works with the device, which launches nothing any more before
+        ``restart``. torch_npu waits for ever, and has Python wait: so a thread that needs no Python
+        ends the process where that takes too long.
 
         Raises:
             DeviceError: the device cannot be stopped.
         """
+        self._gate.close(timeout_s / 2)
         runtime().set_device(0)
         faulthandler.dump_traceback_later(timeout_s, exit=True, file=STDERR)
         try:
             with translated("stopping the device"):
+                # Asking for a stream's handle waits until torch_npu's task queue has launched all.
+                torch_npu()._C._npu_getCurrentRawStream(0)
                 failed = runtime().stop_device(0)
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -185,15 +193,25 @@ class Npu:
             runtime().restart_device(0)
             # All communicators of the process, whatever the group.
             torch_npu().distributed.reinit_process_group(None, False)
+        self._gate.open()
+
+    def launching(self) -> AbstractContextManager[None]:
+        """Launch work inside that may be stopped; see ``LaunchGate.launching``."""
+        return self._gate.launching()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Have other threads know, meanwhile, that the host waits for the device."""
-        self.is_waiting = True
-        try:
-            yield
-        finally:
-            self.is_waiting = False
+        """Have other threads know, meanwhile, that the host waits for the device.
+
+        Raises:
+            DeviceError: the device was stopped.
+        """
+        with self._gate.waiting():
+            self.is_waiting = True
+            try:
+                yield
+            finally:
+                self.is_waiting = False
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return host memory that the device copies from and to without a stop."""
@@ -202,9 +220,11 @@ class Npu:
     def upload(self, array: np.ndarray) -> torch.Tensor:
         """Return a small array on the device; the host does not wait for the copy.
 
-        torch's pinned allocator gives the staging memory out again only when the copy is done.
+        Sent on the stream that was current when this was made.
         """
-        return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
+        if array.nbytes > PART_BYTES:
+            return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
+        return self._staging.hold(array).to(self.device, non_blocking=True)
 
 
 def load_torch_npu(kind: DeviceKind) -> None:
@@ -317,6 +337,16 @@ def ai_cpu_operators(graph: Any) -> dict[str, int]:
     tasks = [json.loads(line.rstrip(",")) for line in lines if line.startswith("{")]
     names = [task["name"] for task in tasks if task["args"]["Task Type"] == "KERNEL_AICPU"]
     return dict(Counter(name for name in names if not name.startswith(HCCL_KERNELS)))
+
+
+@contextmanager
+def on_stream(stream: Any, back: Any) -> Iterator[None]:
+    """Make a stream current, for a while; ``back`` is the one that is: nobody looks for it."""
+    runtime().set_stream(stream)
+    try:
+        yield
+    finally:
+        runtime().set_stream(back)
 
 
 def external_event() -> Any:

@@ -11,6 +11,7 @@ from dist_aclgraph.engine.attention_steps import AttentionSteps
 from dist_aclgraph.engine.drafting import Collect, Drafter, DraftPass
 from dist_aclgraph.graphs.device_step import DeviceStep
 from dist_aclgraph.graphs.task_update import TaskRecorder
+from dist_aclgraph.graphs.token_table import TokenTable
 from dist_aclgraph.layers.attention import AttentionMetadata
 from dist_aclgraph.layers.experts import ExpertStep
 from dist_aclgraph.models.attention_kind import Cache
@@ -27,6 +28,7 @@ class DraftSteps:
     Args:
         k: drafts of each request.
         max_rows: of the batch; one more is spare.
+        vocab_size: of the decoder.
         attention: makes the metadata of the module's attention, which is the decoder's.
         tally: [2] int64, what the module's experts add to.
         choose_exchange: how the tokens of an iteration travel to their experts.
@@ -37,6 +39,7 @@ class DraftSteps:
         module: NextTokenModule,
         k: int,
         max_rows: int,
+        vocab_size: int,
         device: torch.device,
         *,
         block_size: int,
@@ -45,7 +48,7 @@ class DraftSteps:
         choose_exchange: Callable[[int], ExchangeKind | None],
     ) -> None:
         self._module = module
-        self._drafter = Drafter(k, max_rows, device)
+        self._drafter = Drafter(k, max_rows, vocab_size, device)
         self._block_size = block_size
         self._attention = attention
         self._tally = tally
@@ -62,9 +65,9 @@ class DraftSteps:
         self._cache = self._module.make_cache(num_blocks, self._block_size, dtype)
 
     @property
-    def latest(self) -> Tensor:
-        """[n] int32, drafts and last tokens of all rows, as references name them."""
-        return self._drafter.latest
+    def tokens(self) -> TokenTable:
+        """The latest of them are drafts and last tokens of all rows."""
+        return self._drafter.tokens
 
     def move(self, inputs: DeviceStep) -> None:
         """Move requests that begin behind drafts which have passed, in the static inputs of a graph
@@ -82,6 +85,25 @@ class DraftSteps:
         drafts.slots[:, :num_kept].copy_(slots)
         inputs.slots.view(num_reqs, num_places).copy_(slots[:, :num_places])
 
+    def count(self, sampled: Tensor, inputs: DeviceStep) -> Tensor:
+        """Return how many drafts of each request have passed, [num_reqs] int32, padding included.
+
+        Args:
+            sampled: [num_samples * (k + 1)] int32, of live requests at least.
+        """
+        assert inputs.drafts is not None
+        return self._drafter.count(self._by_request(sampled, inputs), inputs.drafts)
+
+    def _by_request(self, sampled: Tensor, inputs: DeviceStep) -> Tensor:
+        """Return what was sampled as [num_reqs, k + 1], padding included."""
+        assert inputs.drafts is not None
+        size = len(inputs.drafts.rows) * self.num_places
+        if len(sampled) < size:
+            padded = sampled.new_zeros(size)
+            padded[: len(sampled)].copy_(sampled)
+            sampled = padded
+        return sampled.view(-1, self.num_places)
+
     def propose_whole(
         self,
         graph: BatchDescriptor,
@@ -89,16 +111,14 @@ class DraftSteps:
         lens: Lens,
         hidden: Tensor,
         sampled: Tensor,
+        accepted: Tensor,
         tasks: TaskRecorder | None,
-    ) -> Tensor:
+    ) -> None:
         """Draft from the static inputs of a graph, drafts filled in.
 
         Args:
-            hidden: [num_tokens, hidden]; sampled: [num_tokens] int32.
+            hidden: [num_tokens, hidden]; sampled: [num_tokens] int32; accepted: as from ``count``.
             tasks: the graph under capture, None runs eagerly.
-
-        Returns:
-            [num_reqs] int32, how many drafts of each request passed.
         """
         assert inputs.drafts is not None
         experts = ExpertStep(self._choose_exchange(len(sampled)), self._tally)
@@ -115,7 +135,7 @@ class DraftSteps:
             )
             return self._forward(draft_pass, metadata, experts)
 
-        return self._drafter.propose(
+        self._drafter.propose(
             self._module.logits,
             run,
             None,
@@ -123,6 +143,7 @@ class DraftSteps:
             inputs.slots,
             hidden,
             sampled.view(-1, self.num_places),
+            accepted,
             inputs.drafts,
         )
 
@@ -133,20 +154,19 @@ class DraftSteps:
         metadata: AttentionMetadata,
         hidden: Tensor,
         sampled: Tensor,
+        accepted: Tensor,
         exchange: ExchangeKind | None,
         collect: Collect,
-    ) -> Tensor:
+    ) -> None:
         """Draft for the requests of a mixed step that were sampled.
 
         Args:
             metadata: of the decoder.
             hidden: [num_tokens, hidden].
             sampled: [num_samples * (k + 1)] int32, of live requests.
+            accepted: as from ``count``.
             exchange: of the decoder.
             collect: finds hidden states of places, whichever rank runs them.
-
-        Returns:
-            [num_samples] int32, how many drafts of each request passed; then padding.
         """
         assert step.drafts is not None and step.next_tokens is not None
         draft_table = step.draft_table
@@ -169,21 +189,17 @@ class DraftSteps:
             )
             return self._forward(draft_pass, later, spread)
 
-        # Before the tokens are padded: padding has no places.
         landings = step.places if step.shared is None else step.shared.landings
         next_tokens = step.next_tokens.index_copy(0, landings.long(), sampled)[:-1]
-        if len(sampled) < num_samples * num_places:
-            padded = sampled.new_zeros(num_samples * num_places)
-            padded[: len(sampled)].copy_(sampled)
-            sampled = padded
-        return self._drafter.propose(
+        self._drafter.propose(
             self._module.logits,
             run,
             next_tokens,
             step.positions,
             step.slots,
             hidden,
-            sampled.view(num_samples, num_places),
+            self._by_request(sampled, step),
+            accepted,
             step.drafts,
             collect,
         )

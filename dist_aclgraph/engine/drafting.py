@@ -24,6 +24,7 @@ from torch import Tensor
 
 from dist_aclgraph.context.shards import PADDING_SLOT
 from dist_aclgraph.graphs.device_step import DraftInputs
+from dist_aclgraph.graphs.token_table import TokenTable
 from dist_aclgraph.steps.references import first_last
 
 
@@ -61,24 +62,33 @@ class Drafter:
     No view of what it reads begins in the middle of a row: operators load blocks of 32 bytes.
 
     Attributes:
-        latest: [n] int32, what references name (``references.py``); drafts and last are parts of
-            it, of which the last row is spare.
+        tokens: whose latest ones drafts and last are, of which the last row is spare.
         drafts: [max_rows + 1, k] int32.
         last: [max_rows + 1] int32.
         passed: [max_rows + 1] int32, drafts that passed in the last step; none of the spare row.
     """
 
-    def __init__(self, k: int, max_rows: int, device: torch.device) -> None:
+    def __init__(self, k: int, max_rows: int, vocab_size: int, device: torch.device) -> None:
         num_rows = max_rows + 1
         first = first_last(k, num_rows)
-        self.latest = torch.zeros(first + num_rows, dtype=torch.int32, device=device)
-        self.drafts = self.latest[: num_rows * k].view(num_rows, k)
-        self.last = self.latest[first:]
+        self.tokens = TokenTable(vocab_size, first + num_rows, device)
+        self.drafts = self.tokens.latest[: num_rows * k].view(num_rows, k)
+        self.last = self.tokens.latest[first:]
         self.passed = torch.zeros(num_rows, dtype=torch.int32, device=device)
 
     @property
     def k(self) -> int:
         return self.drafts.shape[1]
+
+    def count(self, sampled: Tensor, inputs: DraftInputs) -> Tensor:
+        """Return how many drafts of each request have passed, [num_reqs] int32.
+
+        Args:
+            sampled: [num_reqs, k + 1] int32, at the places.
+        """
+        if not len(sampled):
+            return sampled.new_empty(0)
+        return count_accepted(sampled, self.drafts.index_select(0, inputs.rows), inputs.most)
 
     def propose(
         self,
@@ -89,10 +99,11 @@ class Drafter:
         slots: Tensor,
         hidden: Tensor,
         sampled: Tensor,
+        accepted: Tensor,
         inputs: DraftInputs,
         collect: Collect = rows_at,
-    ) -> Tensor:
-        """Count the drafts that passed, and draft what follows.
+    ) -> None:
+        """Draft what follows.
 
         Args:
             collect: where the step has other tokens than places, finds the hidden states of these.
@@ -102,17 +113,13 @@ class Drafter:
                 None where every token is a place, in order.
             hidden: [n, hidden], the target model's.
             sampled: [num_reqs, k + 1] int32, at the places.
-
-        Returns:
-            [num_reqs] int32, how many drafts of each request passed.
+            accepted: [num_reqs] int32, as from ``count``.
         """
         num_reqs, num_places = sampled.shape
         if num_reqs == 0:  # chunks of prompts only
             assert next_tokens is not None
             run(DraftPass(0, next_tokens, positions, slots, slots, hidden))
-            return sampled.new_empty(0)
-        drafted = self.drafts.index_select(0, inputs.rows)
-        accepted = count_accepted(sampled, drafted, inputs.most)
+            return
         chosen = sampled.reshape(-1) if next_tokens is None else next_tokens
         hidden = run(DraftPass(0, chosen, positions, slots, slots, hidden))
         if next_tokens is not None:
@@ -142,13 +149,6 @@ class Drafter:
         self.drafts.index_copy_(0, rows, torch.stack(proposed, 1))
         self.last.index_copy_(0, rows, sampled.reshape(-1).index_select(0, last_right))
         self.passed.index_copy_(0, rows, accepted)
-        return accepted
-
-
-def fill_in(latest: Tensor, token_ids: Tensor) -> Tensor:
-    """Return token ids, [n] int32, with references replaced by what they name."""
-    places = (-1 - token_ids).clamp(min=0)
-    return torch.where(token_ids < 0, latest.index_select(0, places), token_ids)
 
 
 def count_accepted(sampled: Tensor, drafted: Tensor, most: Tensor) -> Tensor:

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from dist_aclgraph.engine.attention_steps import AttentionSteps
 from dist_aclgraph.engine.draft_steps import DraftSteps
-from dist_aclgraph.engine.drafting import fill_in
 from dist_aclgraph.graphs.captured_graph import Forward
 from dist_aclgraph.graphs.step_buffers import StepBuffers
 from dist_aclgraph.graphs.task_update import TaskRecorder
+from dist_aclgraph.graphs.token_table import TokenTable
 from dist_aclgraph.layers.attention import AttentionMetadata
 from dist_aclgraph.layers.experts import ExpertStep
 from dist_aclgraph.layers.segments import RunSegment
@@ -47,9 +47,11 @@ class GraphWork:
     follows: bool
 
     @property
-    def latest(self) -> Tensor:
-        """[n] int32, what negative token ids name."""
-        return self.buffers.sampled if self.drafts is None else self.drafts.latest
+    def tokens(self) -> TokenTable:
+        """What token ids name."""
+        tokens = self.buffers.tokens if self.drafts is None else self.drafts.tokens
+        assert tokens is not None
+        return tokens
 
     def forwards(self, graph: BatchDescriptor) -> list[Forward]:
         """What the full graphs of a bucket record."""
@@ -65,10 +67,11 @@ class GraphWork:
         if self.drafts is not None and self.follows:
             self.drafts.move(inputs)
         metadata = self.attention.of_graph(graph, inputs, self._lens_of_padding(graph), tasks)
+        token_ids = inputs.token_ids
         if self.drafts is not None or self.follows:
-            inputs.token_ids.copy_(fill_in(self.latest, inputs.token_ids))
+            token_ids = self.tokens.fill_in(token_ids)
         hidden = self.model.forward(
-            inputs.token_ids,
+            token_ids,
             inputs.positions,
             inputs.slots,
             self.caches,
@@ -83,20 +86,28 @@ class GraphWork:
         buffers.sampled[:n].copy_(logits.argmax(-1))
         if self.drafts is not None:
             buffers.hidden[:n].copy_(hidden)
+            self.count_accepted(graph)
+
+    def count_accepted(self, graph: BatchDescriptor) -> None:
+        """Write how many drafts of each request have passed, by what was sampled."""
+        assert self.drafts is not None
+        buffers = self.buffers
+        accepted = self.drafts.count(buffers.sampled[: graph.num_tokens], buffers.inputs(graph))
+        buffers.accepted[: graph.num_reqs].copy_(accepted)
 
     def _draft_whole(self, graph: BatchDescriptor, tasks: TaskRecorder | None) -> None:
         """Go on from the outputs of ``_run_whole``."""
         assert self.drafts is not None
         buffers, n = self.buffers, graph.num_tokens
-        accepted = self.drafts.propose_whole(
+        self.drafts.propose_whole(
             graph,
             buffers.inputs(graph),
             self._lens_of_padding(graph),
             buffers.hidden[:n],
             buffers.sampled[:n],
+            buffers.accepted[: graph.num_reqs],
             tasks,
         )
-        buffers.accepted[: graph.num_reqs].copy_(accepted)
 
     def run_pieces(
         self, graph: BatchDescriptor, metadata: AttentionMetadata, run: RunSegment

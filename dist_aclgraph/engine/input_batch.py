@@ -19,7 +19,7 @@ from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.steps.draft_places import draft_places
 from dist_aclgraph.steps.host_step import NO_INTS, NO_RECORDS, NO_STEP, HostStep
 from dist_aclgraph.steps.prompt_share import share_prompts
-from dist_aclgraph.steps.references import draft_reference, last_reference, sample_reference
+from dist_aclgraph.steps.references import References, first_reference
 from dist_aclgraph.steps.step import RankBatch
 
 
@@ -31,10 +31,19 @@ class ComingTokens(NamedTuple):
 
 
 class InputBatch:
-    """Owns tokens, block tables and sampling parameters of all rows."""
+    """Owns tokens, block tables and sampling parameters of all rows.
+
+    Attributes:
+        references: how the rows' tokens are named that only the device has.
+    """
 
     def __init__(
-        self, max_rows: int, max_len: int, place: ContextPlace, num_drafts: int = 0
+        self,
+        max_rows: int,
+        max_len: int,
+        place: ContextPlace,
+        vocab_size: int,
+        num_drafts: int = 0,
     ) -> None:
         """Make room.
 
@@ -42,6 +51,8 @@ class InputBatch:
             place: of the rank among those that share its requests' context.
         """
         self._place = place
+        # One row is spare on the device.
+        self.references = References(first_reference(vocab_size), num_drafts, max_rows + 1)
         self._num_drafts = num_drafts
         # By row, which sample of the last step is its own.
         self._sample_of: IntArray = np.zeros(max_rows, dtype=np.int32)
@@ -76,6 +87,10 @@ class InputBatch:
 
     def _append(self, rows: IntArray, tokens: IntArray) -> None:
         """Add tokens; those of one row stand together."""
+        if (rows[1:] != rows[:-1]).all():  # one each
+            self.token_ids[rows, self.num_tokens[rows]] = tokens
+            self.num_tokens[rows] += 1
+            return
         starts = np.flatnonzero(np.concatenate([[True], rows[1:] != rows[:-1]]))
         counts = np.diff(starts, append=len(rows)).astype(np.int32)
         index = np.arange(len(rows), dtype=np.int32) - np.repeat(starts, counts)
@@ -157,9 +172,9 @@ class InputBatch:
         if not len(rows):
             return None
         if self._num_drafts:
-            references = last_reference(rows, self._num_drafts, len(self.token_ids) + 1)
+            references = self.references.last(rows)
         else:
-            references = sample_reference(self._sample_of[rows])
+            references = self.references.sample(self._sample_of[rows])
         return ComingTokens(rows, references)
 
     def _tokens(self, rows: IntArray, positions: IntArray) -> IntArray:
@@ -168,7 +183,7 @@ class InputBatch:
         is_here = positions < self.num_tokens[rows]
         if is_here.all():
             return token_ids
-        return np.where(is_here, token_ids, sample_reference(self._sample_of[rows]))
+        return np.where(is_here, token_ids, self.references.sample(self._sample_of[rows]))
 
     def _tokens_and_next(
         self, rows: IntArray, positions: IntArray, begins: IntArray
@@ -179,16 +194,13 @@ class InputBatch:
             begins: [num_tokens], where the row's tokens in this step begin: behind what the host
                 has, that is its last token, and drafts follow.
         """
-        known, max_rows = self.num_tokens[rows], len(self.token_ids)
+        known = self.num_tokens[rows]
         last = self.token_ids.shape[1] - 1
         token_ids = self.token_ids[rows, np.minimum(positions, last)]
         after = self.token_ids[rows, np.minimum(positions + 1, last)]
-        k, index = self._num_drafts, positions - begins
-        references = np.where(
-            index == 0,
-            last_reference(rows, k, max_rows + 1),
-            draft_reference(rows, index - 1, k),
-        )
+        index = positions - begins
+        names = self.references
+        references = np.where(index == 0, names.last(rows), names.draft(rows, index - 1))
         return (
             np.where(positions < known, token_ids, references).astype(np.int32),
             np.where(positions + 1 < known, after, 0).astype(np.int32),

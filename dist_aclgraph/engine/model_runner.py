@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import msgspec
@@ -28,7 +28,7 @@ from dist_aclgraph.device.npu import (
 from dist_aclgraph.device.step_measures import DeviceCounts, ReplaySpan, Stopwatch, UpdateWait
 from dist_aclgraph.engine.attention_steps import AttentionSteps
 from dist_aclgraph.engine.draft_steps import DraftSteps
-from dist_aclgraph.engine.drafting import Collect, fill_in
+from dist_aclgraph.engine.drafting import Collect
 from dist_aclgraph.engine.graph_store import GraphStore
 from dist_aclgraph.engine.graph_work import GraphWork
 from dist_aclgraph.engine.input_batch import InputBatch, table_width
@@ -42,7 +42,6 @@ from dist_aclgraph.engine.step_output import (
     StepOutput,
 )
 from dist_aclgraph.errors import ReplayMismatchError
-from dist_aclgraph.graphs.captured_graph import CapturedGraph
 from dist_aclgraph.graphs.device_step import SharedPlaces
 from dist_aclgraph.graphs.pieces import CapturedPieces
 from dist_aclgraph.graphs.step_buffers import StepBuffers
@@ -69,7 +68,7 @@ TORCH_DTYPES = {
 
 @dataclass(frozen=True)
 class Sampled:
-    """What a step has queued on the device.
+    """What a step has queued on the device, but for its drafts.
 
     Attributes:
         tokens: [num_samples * (k + 1)] int32; accepted: [num_samples] int32, None without drafts.
@@ -137,7 +136,7 @@ class ModelRunner:
             Shards.from_config(config), context.dcp.rank, context.pcp.size, context.pcp.rank
         )
         in_flight = self._steps_in_flight = config.scheduler.steps_in_flight
-        self._batch = InputBatch(max_rows, max_len, self._place, k)
+        self._batch = InputBatch(max_rows, max_len, self._place, model.spec.vocab_size, k)
         self._output = StepOutput(npu, self._batch, max_rows, k, model.spec.vocab_size, in_flight)
         self._flights: deque[_Flight] = deque()  # steps that are queued, oldest first
         self._num_passed: IntArray = np.zeros(max_rows, np.int32)  # by row, of the last step
@@ -166,6 +165,7 @@ class ModelRunner:
                 model.next_token,
                 k,
                 max_rows,
+                model.spec.vocab_size,
                 npu.device,
                 block_size=self._block_size,
                 attention=self._attention,
@@ -215,7 +215,7 @@ class ModelRunner:
 
     def _tokens_at(self, references: IntArray) -> Tensor:
         """Return the tokens of [n] references, [n] int32."""
-        return fill_in(self._work.latest, self._npu.upload(references))
+        return self._work.tokens.fill_in(self._npu.upload(references))
 
     # ---- graphs
 
@@ -293,12 +293,11 @@ class ModelRunner:
 
         ended: deque[tuple[_Flight, HostOutput]] = deque()  # to be reported
 
-        def land() -> None:
-            """Have the step before ended, so that it is known where this one begins."""
+        def land() -> IntArray:
+            """Read the step before; return how many drafts each request begins behind."""
             while self._flights:
                 ended.append(self._read_oldest())
-            behind = self._batch.in_flight(records)
-            records[behind, 1] += self._num_passed[records[behind, 0]]
+            return np.where(self._batch.in_flight(records), self._num_passed[records[:, 0]], 0)
 
         def answer(stage: str) -> None:
             """Answer the step before if it has ended: queueing this one may take longer.
@@ -314,11 +313,11 @@ class ModelRunner:
 
         with translated(f"step {plan.step}"), torch.inference_mode():
             if self._drafts is not None and (plan.graph is None or plan.graph.mode != "FULL"):
-                land()
+                records[:, 1] += land()
             inputs = self._batch.step_inputs(records, moves=bool(self._flights))
             if self._samples:
                 self._output.count_tokens(batch, inputs, self._tokens_at)
-            flight = self._run(plan, rank, inputs, records, land, answer)
+            flight = self._run(plan, rank, inputs, land, answer)
             self._batch.note_samples(inputs)
         watch.lap("sample")
         answer("sample")
@@ -334,7 +333,9 @@ class ModelRunner:
     def _queue_output(
         self, plan: StepPlan, rank: int, inputs: HostStep, sampled: Sampled
     ) -> _Flight:
-        """Send what a queued step brings to the host."""
+        """Send what a step brings to the host: before it drafts, which takes the device time in
+        which the host can go on.
+        """
         coming = self._output.queue(
             inputs.num_samples if self._owns_output or self._drafts is not None else 0,
             sampled.tokens,
@@ -348,7 +349,8 @@ class ModelRunner:
     def finish(self) -> StepResult:
         """Wait for the oldest step in flight; return its new tokens.
 
-        Acknowledges what has run, not what is queued: a fault here is then ours by name.
+        Acknowledges what has run, not what is queued: a fault here is then ours by name. One of its
+        drafts is the next step's.
         """
         return self._result(*self._read_oldest())
 
@@ -416,14 +418,12 @@ class ModelRunner:
         plan: StepPlan,
         rank: int,
         inputs: HostStep,
-        records: IntArray,
-        land: Callable[[], None],
+        land: Callable[[], IntArray],
         answer: Callable[[str], None],
     ) -> _Flight:
         """Queue the decoder, sampling and drafts."""
         if plan.graph is None:
-            sampled = self._run_mixed(plan, inputs, None, partial(answer, "forward"))
-            return self._queue_output(plan, rank, inputs, sampled)
+            return self._run_mixed(plan, rank, inputs, None, partial(answer, "forward"))
         captured = self._graphs.find(plan.graph)
         if plan.exchange != self._choose_exchange(plan.graph.num_tokens):
             raise ReplayMismatchError(
@@ -432,44 +432,47 @@ class ModelRunner:
             )
         self._buffers.write(plan.graph, inputs)
         if isinstance(captured, CapturedPieces):
-            sampled = self._run_mixed(plan, inputs, captured, partial(answer, "forward"))
-            return self._queue_output(plan, rank, inputs, sampled)
+            return self._run_mixed(plan, rank, inputs, captured, partial(answer, "forward"))
         decoder, *drafts = captured
-        self._replays.begin(captured, inputs)
+        span = self._replays.begin(captured, inputs)
         self._replays.replay(decoder)
         if drafts and self._flights:
             # The device goes on to the first attention, which waits for lengths.
-            land()
-            inputs = self._batch.step_inputs(records)
+            inputs = replace(inputs, kv_lens=inputs.kv_lens + land())
             self._replays.correct(inputs)
         between = partial(answer, "update")
         self._replays.update(decoder, between)
-        sampled = self._sample_whole(drafts, inputs, between)
-        return self._queue_output(plan, rank, inputs, sampled)
-
-    def _sample_whole(
-        self, drafts: Sequence[CapturedGraph], inputs: HostStep, between: Callable[[], None]
-    ) -> Sampled:
-        """Go on behind the decoder's replay; ``between`` is called now and then."""
-        n = len(inputs.places)
-        tokens = self._buffers.sampled[:n]
-        special = self._choose_special(inputs, self._buffers.logits[:n], tokens)
+        sampled = self._sample_whole(plan.graph, inputs, span)
+        flight = self._queue_output(plan, rank, inputs, sampled)
         for graph in drafts:
             self._replays.replay(graph)
             self._replays.update(graph, between)
-        span = self._replays.end()
-        if drafts:
-            return Sampled(tokens, self._buffers.accepted, special, span)
-        self._replays.guess_next(inputs, np.ones(inputs.num_samples, np.int32))
-        return Sampled(tokens, None, special, span)
+        self._replays.end()
+        if not drafts:
+            self._replays.guess_next(inputs, np.ones(len(inputs.rows), np.int32))
+        return flight
+
+    def _sample_whole(
+        self, graph: BatchDescriptor, inputs: HostStep, span: ReplaySpan | None
+    ) -> Sampled:
+        """Go on behind the decoder's replay."""
+        n = len(inputs.places)
+        tokens = self._buffers.sampled[:n]
+        special = self._choose_special(inputs, self._buffers.logits[:n], tokens)
+        if self._drafts is None:
+            return Sampled(tokens, None, special, span)
+        if special is not None:
+            self._work.count_accepted(graph)
+        return Sampled(tokens, self._buffers.accepted, special, span)
 
     def _run_mixed(
         self,
         plan: StepPlan,
+        rank: int,
         inputs: HostStep,
         pieces: CapturedPieces | None,
         answer: Callable[[], None],
-    ) -> Sampled:
+    ) -> _Flight:
         """Run any mixture of requests: the decoder in pieces or eagerly, the rest eagerly.
 
         Args:
@@ -479,8 +482,8 @@ class ModelRunner:
         static = None if graph is None else self._buffers.inputs(graph)
         size = StepSize.of(plan, inputs, self._place.num_prompt_ranks)
         step = upload_step(self._npu, inputs, size, self._spare_row, static)
-        if (inputs.token_ids < 0).any():
-            step.token_ids.copy_(fill_in(self._work.latest, step.token_ids))
+        if (inputs.token_ids >= self._batch.references.first).any():
+            step.token_ids.copy_(self._work.tokens.fill_in(step.token_ids))
         metadata = self._attention.of_step(inputs, step)
         self._watch.lap("inputs")
         if graph is not None and pieces is not None:
@@ -500,15 +503,16 @@ class ModelRunner:
         collect = partial(self._collect, step.shared)
         logits, tokens = self._choose(hidden, step.places, size, collect)
         special = self._choose_special(inputs, logits, tokens)
-        accepted = None
         if self._drafts is None:
             if self._steps_in_flight > 1:
-                self._work.latest[: len(tokens)].copy_(tokens)
-        else:
-            accepted = self._drafts.propose_mixed(
-                step, inputs, metadata, hidden, tokens, plan.exchange, collect
-            )
-        return Sampled(tokens, accepted, special)
+                self._work.tokens.latest[: len(tokens)].copy_(tokens)
+            return self._queue_output(plan, rank, inputs, Sampled(tokens, None, special))
+        accepted = self._drafts.count(tokens, step)
+        flight = self._queue_output(plan, rank, inputs, Sampled(tokens, accepted, special))
+        self._drafts.propose_mixed(
+            step, inputs, metadata, hidden, tokens, accepted, plan.exchange, collect
+        )
+        return flight
 
     def _collect(self, shared: SharedPlaces | None, hidden: Tensor, places: Tensor) -> Tensor:
         """Return the rows of [n, hidden] at places, whichever prefill rank has them."""

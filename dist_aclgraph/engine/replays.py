@@ -50,14 +50,15 @@ class Replays:
         self._step: tuple[WholeStep, Lens] | None = None
         self._ahead: tuple[WholeStep, Lens] | None = None
 
-    def begin(self, graphs: WholeStep, inputs: HostStep) -> None:
-        """A step of these graphs begins."""
+    def begin(self, graphs: WholeStep, inputs: HostStep) -> ReplaySpan | None:
+        """A step of these graphs begins; return what ``book_wait`` takes when it has run."""
         lens = self._graph_lens.pad(graphs[0].descriptor, inputs.query_ends, inputs.kv_lens)
         self._step = graphs, lens
         self._watch.lap("inputs")
         if self._update_wait is not None:
             self._span = self._update_wait.begin(self._main_stream)
             self._num_behind = 0
+        return self._span
 
     def replay(self, graph: CapturedGraph) -> None:
         """Queue one graph of the step, which stops at its first attention until ``update``.
@@ -88,11 +89,10 @@ class Replays:
         self._num_behind += graph.update(self._main_stream, self._update_stream, lens, between)
         self._watch.book("update_per_layer", self._watch.lap("update") / graph.num_tasks)
 
-    def end(self) -> ReplaySpan | None:
-        """All graphs of the step are queued; return what ``book_wait`` takes when it has run."""
+    def end(self) -> None:
+        """All graphs of the step are queued."""
         if self._update_wait is not None and self._span is not None:
             self._update_wait.end(self._span, self._update_stream, self._num_behind)
-        return self._span
 
     def book_wait(self, span: ReplaySpan | None) -> None:
         """Book how long the device waited for updates in a step that has run; None had none."""
@@ -126,7 +126,7 @@ class Replays:
         graphs, lens = self._ahead
         start_s = time.perf_counter()
         for graph in graphs:
-            graph.send_ahead(self._update_stream, lens, is_wanted_elsewhere)
+            graph.send_ahead(self._main_stream, self._update_stream, lens, is_wanted_elsewhere)
         duration_us = (time.perf_counter() - start_s) * 1e6
         self._watch.book("update_ahead", duration_us)
         num_tasks = sum(graph.num_tasks for graph in graphs)

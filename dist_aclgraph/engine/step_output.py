@@ -50,7 +50,8 @@ class HostOutput:
     Attributes:
         token_ids: [num_new], request by request.
         counts: [num_samples], how many each request got.
-        expert_tokens: what this rank's experts have computed since the start.
+        expert_tokens: what this rank's experts have computed since the start, but for the drafts of
+            this step.
         num_unplaced: tokens of the decoder that found no room since the start.
         logprobs: [num_new], or empty where nobody asked.
     """
@@ -68,6 +69,7 @@ class _Landing:
     Attributes:
         tokens: [max_samples * (k + 1)] int32; accepted: [max_samples] int32.
         tally: of TALLY_SHAPE, int64.
+        arrays: these three.
         ready: recorded behind the copies.
     """
 
@@ -75,6 +77,7 @@ class _Landing:
         self.tokens = npu.pinned((max_samples * num_places,), torch.int32)
         self.accepted = npu.pinned((max_samples,), torch.int32)
         self.tally = npu.pinned(TALLY_SHAPE, torch.int64)
+        self.arrays = self.tokens.numpy(), self.accepted.numpy(), self.tally.numpy()
         self.ready: Any = runtime().Event()
 
 
@@ -152,10 +155,10 @@ class StepOutput:
             tokens: [num_samples * (k + 1)] int32, the most probable ones.
         """
         batch, sampled_rows = self._batch, inputs.sampled_rows
-        is_special = ~batch.sampling.is_plain[sampled_rows]
-        if not is_special.any():
+        is_plain = batch.sampling.is_plain[sampled_rows]
+        if is_plain.all():
             return None
-        indices = np.flatnonzero(np.repeat(is_special, self._num_places))
+        indices = np.flatnonzero(np.repeat(~is_plain, self._num_places))
         samples, drafts = np.divmod(indices, self._num_places)
         rows = sampled_rows[samples]
         # What repeats a request's last place is sampled like it.
@@ -216,18 +219,18 @@ class StepOutput:
         while_waiting(landing.ready.query)
         with self._npu.waiting():
             landing.ready.synchronize()
-        chosen = landing.tokens[: num_samples * self._num_places].numpy()
+        tokens, accepted, tally = landing.arrays
+        chosen = tokens[: num_samples * self._num_places]
         counts = np.ones(num_samples, np.int32)
         if coming.has_accepted:
-            counts += landing.accepted[:num_samples].numpy()
+            counts += accepted[:num_samples]
             chosen = chosen.reshape(num_samples, self._num_places)
             chosen = chosen[np.arange(self._num_places) < counts[:, None]]
-        tally = landing.tally.numpy()[..., 0]
         return HostOutput(
             chosen.copy(),
             counts,
-            int(tally[:, 0].sum()),
-            int(tally[0, 1]),
+            int(tally[0, 0, 0] + tally[1, 0, 0]),
+            int(tally[0, 1, 0]),
             self._logprobs(coming, counts),
         )
 

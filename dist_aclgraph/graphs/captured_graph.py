@@ -93,14 +93,18 @@ class CapturedGraph:
         return self._updates.after_replay(main_stream, update_stream, lens, between)
 
     def send_ahead(
-        self, update_stream: Any, lens: Lens, is_wanted_elsewhere: Callable[[], bool]
+        self,
+        main_stream: Any,
+        update_stream: Any,
+        lens: Lens,
+        is_wanted_elsewhere: Callable[[], bool],
     ) -> None:
         """Send the lengths that the next replay will most likely want; it may want others.
 
         Call after ``update``, any number of times with the same lengths. Stops between two layers
         as soon as ``is_wanted_elsewhere`` says so.
         """
-        self._updates.send_ahead(update_stream, lens, is_wanted_elsewhere)
+        self._updates.send_ahead(main_stream, update_stream, lens, is_wanted_elsewhere)
 
     def forget(self, main_stream: Any) -> None:
         """The device's work was aborted, updates and replays among it: the next replay sends all.

@@ -9,14 +9,16 @@ no draft accepted, and block 0, the dummy block that no request owns.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dist_aclgraph.context.shards import PADDING_SLOT
 from dist_aclgraph.device.npu import Npu, runtime
 from dist_aclgraph.graphs.device_step import DeviceStep, DraftInputs
+from dist_aclgraph.graphs.token_table import TokenTable
 from dist_aclgraph.ints import IntArray
 from dist_aclgraph.packing import pack_parts
 from dist_aclgraph.planning.buckets import BufferSizes
@@ -31,9 +33,11 @@ class StepBuffers:
     Attributes:
         addresses: what a captured graph has baked in.
         logits: [max_samples, vocab].
+        tokens: whose latest ones are ``sampled``; None with drafts.
         sampled: [max_samples] int32, what was sampled; behind a replay, the most probable token.
         hidden: [max_samples, hidden], of the verified tokens; None without drafts.
-        accepted: [max_reqs] int32, how many drafts passed.
+        accepted: [max_reqs] int32, how many drafts passed; behind a replay, by the most probable
+            tokens.
         num_written: how many steps were written.
     """
 
@@ -68,7 +72,12 @@ class StepBuffers:
         self.logits = torch.zeros((max_samples, vocab_size), dtype=dtype, device=device)
         # Outside graphs, too: the next step has its tokens from here.
         num_sampled = max(max_samples, spare_row)
-        self.sampled = torch.zeros(num_sampled, dtype=torch.int32, device=device)
+        self.tokens: TokenTable | None = None
+        if num_drafts:
+            self.sampled = torch.zeros(num_sampled, dtype=torch.int32, device=device)
+        else:
+            self.tokens = TokenTable(vocab_size, num_sampled, device)
+            self.sampled = self.tokens.latest
         self.hidden = torch.zeros(
             (max_samples if num_drafts else 0, hidden_size), dtype=dtype, device=device
         )
@@ -77,6 +86,7 @@ class StepBuffers:
         tensors = (self._inputs, self._block_table, self.logits, self.sampled)
         self.addresses = tuple(tensor.data_ptr() for tensor in tensors)
         self._views: dict[BatchDescriptor, DeviceStep] = {}
+        self._ways: dict[BatchDescriptor, _Way] = {}
         self._twins = [_Twins(npu, size, (max_reqs, max_blocks)) for _ in range(steps_in_flight)]
         self.num_written = 0
         self._table: IntArray = np.zeros((max_reqs, max_blocks), np.int32)  # as the device has it
@@ -88,13 +98,15 @@ class StepBuffers:
 
         Its places are of no use where all tokens are sampled.
         """
-        twins = self._twins[self.num_written % len(self._twins)]
+        index = self.num_written % len(self._twins)
+        twins = self._twins[index]
         twins.wait()
         self.num_written += 1
         twins.number = self.num_written
-        inputs = twins.inputs.numpy()
-        parts, size = pack_parts(self._sizes(graph))
-        token_ids, positions, slots, *rest = (inputs[part] for part in parts)
+        if graph not in self._ways:
+            self._ways[graph] = self._make_way(graph)
+        way = self._ways[graph]
+        token_ids, positions, slots, *rest = way.arrays[index]
         _fill(token_ids, step.token_ids, 0)
         _fill(positions, step.positions, 0)
         _fill(slots, step.slots, PADDING_SLOT)
@@ -103,11 +115,11 @@ class StepBuffers:
         else:
             # With drafts there may be more, behind pieces: those places come with the eager rest.
             _fill(rest[0], step.places[: len(rest[0])], 0)
-        self._inputs[:size].copy_(twins.inputs[:size], non_blocking=True)
+        way.inputs.copy_(way.twins[index], non_blocking=True)
         num_rows = len(step.block_table)
         if self._update_block_table(num_rows, step.block_table):
             rows = max(num_rows, self._written_rows)
-            twins.block_table.numpy()[:rows] = self._table[:rows]
+            twins.table[:rows] = self._table[:rows]
             self._block_table[:rows].copy_(twins.block_table[:rows], non_blocking=True)
             self._written_rows = num_rows
         twins.copied.record(self._stream)
@@ -137,6 +149,12 @@ class StepBuffers:
         if graph not in self._views:
             self._views[graph] = self._make_views(graph)
         return self._views[graph]
+
+    def _make_way(self, graph: BatchDescriptor) -> _Way:
+        parts, size = pack_parts(self._sizes(graph))
+        twins = [twins.inputs[:size] for twins in self._twins]
+        arrays = [[twin.numpy()[part] for part in parts] for twin in twins]
+        return _Way(self._inputs[:size], twins, arrays)
 
     def _make_views(self, graph: BatchDescriptor) -> DeviceStep:
         parts, _ = pack_parts(self._sizes(graph))
@@ -185,10 +203,24 @@ class StepBuffers:
         return True
 
 
+class _Way(NamedTuple):
+    """How the integers of a graph come to the device.
+
+    Attributes:
+        inputs: on the device; twins: of each of the pinned memories.
+        arrays: of each twin, the arrays in it.
+    """
+
+    inputs: Tensor
+    twins: list[Tensor]
+    arrays: list[list[IntArray]]
+
+
 class _Twins:
     """Pinned memory that inputs are sent from. It is written when the device has read it.
 
     Attributes:
+        table: the block table as an array.
         copied: recorded behind the copies.
         is_read: whether they are known to be done.
         number: of the step that is in it.
@@ -197,13 +229,16 @@ class _Twins:
     def __init__(self, npu: Npu, size: int, table_shape: tuple[int, int]) -> None:
         self.inputs = npu.pinned((size,), torch.int32)
         self.block_table = npu.pinned(table_shape, torch.int32)
+        self.table: IntArray = self.block_table.numpy()
+        self._npu = npu
         self.copied: Any = runtime().Event()
         self.is_read = True
         self.number = 0
 
     def wait(self) -> None:
         if not self.is_read:
-            self.copied.synchronize()
+            with self._npu.waiting():
+                self.copied.synchronize()
 
 
 def _fill(array: IntArray, values: IntArray, padding: int) -> None:

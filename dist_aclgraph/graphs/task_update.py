@@ -70,6 +70,9 @@ class UpdatableTask:
         """Nobody knows what lengths the task has, nor what its event says. ``stream`` resets it."""
         for name in (self.operator.kv_lens, self.operator.query_ends):
             self.arguments[name] = [-1] * len(self.arguments[name])  # what no step wants
+        # torch_npu 2.13 resets an event in its wait, and its reset does nothing.
+        self.event.record(stream)
+        self.event.wait(stream)
         self.event.reset(stream)
 
 
@@ -168,7 +171,7 @@ class TaskUpdates:
             between()
             return False
 
-        self._open(update_stream, lens, go_on)
+        self._open(main_stream, update_stream, lens, go_on)
         self._num_open = 0
         self._replayed.record(main_stream)
         return num_behind
@@ -180,7 +183,11 @@ class TaskUpdates:
         self._num_open = 0
 
     def send_ahead(
-        self, update_stream: Any, lens: Lens, is_wanted_elsewhere: Callable[[], bool]
+        self,
+        main_stream: Any,
+        update_stream: Any,
+        lens: Lens,
+        is_wanted_elsewhere: Callable[[], bool],
     ) -> None:
         """Open tasks for the next replay until all are, or the host is needed for something else.
 
@@ -188,14 +195,16 @@ class TaskUpdates:
         """
         assert self._num_open == 0 or lens == self._open_lens
         self._open_lens = lens
-        self._open(update_stream, lens, is_wanted_elsewhere)
+        self._open(main_stream, update_stream, lens, is_wanted_elsewhere)
 
-    def _open(self, update_stream: Any, lens: Lens, is_stopped: Callable[[], bool]) -> None:
+    def _open(
+        self, main_stream: Any, update_stream: Any, lens: Lens, is_stopped: Callable[[], bool]
+    ) -> None:
         if self._num_open == len(self._tasks) or is_stopped():
             return
         if self._num_open == 0:
             update_stream.wait_event(self._replayed)
-        with npu.runtime().stream(update_stream):
+        with npu.on_stream(update_stream, back=main_stream):
             for task in self._tasks[self._num_open :]:
                 task.patch(update_stream, lens)
                 task.event.record(update_stream)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -38,7 +39,7 @@ class AttentionOperator:
     kv_lens: str
     sums: str
 
-    @property
+    @cached_property
     def overload(self) -> Any:
         """The form that writes to given tensors."""
         return getattr(torch.ops.npu, self.name).out

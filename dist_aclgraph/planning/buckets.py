@@ -103,6 +103,8 @@ def lazy_families(config: Config) -> tuple[GraphFamily, ...]:
     """Return the graphs that may be captured on demand, for shapes that the plan leaves out."""
     mode, lazy = config.graph.mode, config.graph.lazy
     found = []
+    if config.recovery.exact:
+        return ()
     if lazy != "off" and mode in (*DECODE_MODES, "FULL"):
         found.append(_decode_family(config, None))
     if lazy == "on" and mode != "NONE":
@@ -114,6 +116,8 @@ def _decode_family(config: Config, sizes: Sequence[int] | None) -> GraphFamily:
     query_len = config.speculative.num_tokens + 1
     largest = config.scheduler.max_num_seqs * query_len
     buckets = sizes or capture_sizes(largest, config.graph.max_tokens, query_len)
+    if config.recovery.exact:  # a token's rounding may depend on the size
+        buckets = buckets[-1:]
     return GraphFamily(run_mode="FULL", query_len=query_len, buckets=tuple(buckets))
 
 

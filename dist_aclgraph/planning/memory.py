@@ -225,6 +225,7 @@ def _step_buffers(
     tables = 2 * max_len * (spec.latent.rope_dim if spec.latent else spec.head_dim)
     by_request = 2 * aligned(largest.num_reqs) + aligned(2 * k * largest.num_reqs)
     inputs = largest.num_reqs * width + 3 * aligned(largest.num_tokens) + by_request
+    inputs += aligned(spec.vocab_size)  # what token ids name
     counts = config.scheduler.max_num_seqs * spec.vocab_size
     return (
         MemoryPart(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,13 @@ from dist_aclgraph.ints import IntArray, pack_ints
 from dist_aclgraph.kv.block_pool import BlockPool, hash_block
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.scheduler.outputs import StepOutputs
-from dist_aclgraph.scheduler.rank_step import Flight, NewTokens, RankStep, StepBuilder
+from dist_aclgraph.scheduler.rank_step import (
+    Flight,
+    NewTokens,
+    RankStep,
+    StepBuilder,
+    StepKind,
+)
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.rows import EVERY, Indices, Places, RunningRows
 from dist_aclgraph.steps.delta import FinishReason
@@ -31,11 +38,27 @@ NO_PAIRS: IntArray = np.empty((0, 2), np.int32)
 NO_INDICES = np.empty(0, np.intp)
 
 
+class Lack(NamedTuple):
+    """Requests that decode and lack blocks for their next tokens.
+
+    Attributes:
+        short: [n], their indices; missing: [n], how many each lacks.
+    """
+
+    short: Places
+    missing: IntArray
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self.missing.sum())
+
+
 class RankScheduler:
     """Owns the rows and the block pool of one data-parallel rank. Which requests it gets is the
     group's decision.
 
-    A step: ``begin``, ``start`` for each new request, ``build``, and ``advance`` with its result.
+    A step: ``lack``, ``begin``, ``start`` for each new request, ``build``, and ``advance`` with its
+    result.
     The next one may be built before: all that a step brings is known then but for the tokens
     themselves, and how many drafts pass.
 
@@ -43,6 +66,8 @@ class RankScheduler:
         index: which of the group's data-parallel ranks this is.
         num_drafts: draft tokens that workers have for each request that has sampled.
         num_prompt_ranks: ranks that split its prompts between them.
+        exact: whether output that a request comes with is computed as it was sampled: token by
+            token, in steps that decode.
     """
 
     def __init__(
@@ -52,7 +77,10 @@ class RankScheduler:
         pool: BlockPool,
         num_drafts: int = 0,
         num_prompt_ranks: int = 1,
+        *,
+        exact: bool = False,
     ) -> None:
+        self._exact = exact
         self.index = index
         self.pool = pool
         self.rows = RunningRows(config.max_num_seqs, pool.block_size + num_drafts + 1)
@@ -94,26 +122,51 @@ class RankScheduler:
 
     # ---- deciding a step
 
-    @property
-    def must_wait(self) -> bool:
-        """Whether somebody would have to be preempted, and steps in flight may change that."""
-        if not self._flights or self._is_quiet:
-            return False
-        _, missing = self._missing_blocks()
-        return int(missing.sum()) > self.pool.num_free
+    def lack(self) -> Lack | None:
+        """Return who lacks blocks for the next step; None where it is known that nobody does."""
+        return None if self._is_quiet else self._missing_blocks()
 
-    def begin(self) -> tuple[StepBuilder, list[Request]]:
-        """Begin a step with all requests that decode; return it, and who was preempted for it."""
-        if self._is_quiet:
-            return self._builder(EVERY, len(self.rows), [], [], is_open=True), []
-        blocks, victims = self._make_room()
-        rows = self.rows
+    def must_wait(self, lack: Lack | None) -> bool:
+        """Whether somebody would have to be preempted, and steps in flight may change that."""
+        if lack is None or not self._flights:
+            return False
+        return lack.num_blocks > self.pool.num_free
+
+    def begin(
+        self, lack: Lack | None, kind: StepKind = "mixed"
+    ) -> tuple[StepBuilder, list[Request]]:
+        """Begin a step with all requests that decode, unless it is of a prompt; return it, and who
+        was preempted for it.
+
+        Nothing has changed where nothing comes to run in the step.
+        """
+        is_open = kind != "decode"
+        if kind == "prompt":
+            unserved = [] if self._is_quiet else self._unserved(kind)
+            return self._builder(NO_INDICES, 0, unserved, [], is_open=is_open, kind=kind), []
+        if lack is None:
+            return self._builder(EVERY, len(self.rows), [], [], is_open=is_open, kind=kind), []
+        blocks, victims = self._make_room(lack)
         decodes = self._decodes
-        unserved: list[int] = np.flatnonzero(rows.known == rows.started).tolist()
-        unserved.sort(key=lambda index: rows.requests[index].order)
         decoding = EVERY if decodes.all() else np.flatnonzero(decodes)
-        num_decoding = int(decodes.sum())
-        return self._builder(decoding, num_decoding, unserved, blocks, is_open=not victims), victims
+        builder = self._builder(
+            decoding,
+            int(decodes.sum()),
+            self._unserved(kind),
+            blocks,
+            is_open=is_open and not victims,
+            kind=kind,
+        )
+        return builder, victims
+
+    def _unserved(self, kind: StepKind) -> list[int]:
+        """Return the indices of requests that have not sampled, and may run in a step; in order."""
+        rows = self.rows
+        is_unserved = rows.known == rows.started
+        if kind != "mixed":
+            is_unserved &= (rows.computed < rows.prompt_end) == (kind == "prompt")
+        unserved: list[int] = np.flatnonzero(is_unserved).tolist()
+        return sorted(unserved, key=lambda index: rows.requests[index].order)
 
     @property
     def _decodes(self) -> npt.NDArray[np.bool_]:
@@ -130,6 +183,7 @@ class RankScheduler:
         blocks: list[int],
         *,
         is_open: bool,
+        kind: StepKind,
     ) -> StepBuilder:
         return StepBuilder(
             self.rows,
@@ -137,10 +191,11 @@ class RankScheduler:
             num_decoding,
             self._decode_len,
             self._max_tokens - num_decoding * self._decode_len,
-            self._max_chunk,
+            self._max_tokens if kind == "prompt" else self._max_chunk,
             is_open,
             deque(unserved),
             self._num_prompt_ranks,
+            kind,
             blocks,
         )
 
@@ -186,9 +241,14 @@ class RankScheduler:
         builder.started.append(request.start(self.index, self._free_rows.pop()))
         self._stop_ids.update(request.stop_ids)
         covered = len(request.block_ids) * size
-        builder.add_chunk(
-            self.rows.add(request, computed=cached, covered=covered, next_full=cached + size)
+        index = self.rows.add(
+            request,
+            computed=cached,
+            covered=covered,
+            next_full=cached + size,
+            prompt_end=min(request.prompt_end, num_tokens) if self._exact else num_tokens,
         )
+        builder.add_chunk(index)
         return True
 
     def build(self, builder: StepBuilder) -> tuple[RankStep, RankBatch]:
@@ -401,7 +461,7 @@ class RankScheduler:
 
     # ---- blocks
 
-    def _make_room(self) -> tuple[list[int], list[Request]]:
+    def _make_room(self, lack: Lack) -> tuple[list[int], list[Request]]:
         """Give requests that decode blocks for their next tokens, at the cost of those served last.
 
         Drafts beyond the last token that a request can have get no block.
@@ -411,14 +471,13 @@ class RankScheduler:
         """
         rows, size = self.rows, self.pool.block_size
         victims: list[Request] = []
-        while True:
-            short, missing = self._missing_blocks()
-            if int(missing.sum()) <= self.pool.num_free:
-                break
+        while lack.num_blocks > self.pool.num_free:
             victim = max(rows.requests, key=lambda request: request.order)
             self._release([victim])
             victims.append(victim)
+            lack = self._missing_blocks()
         self.num_preemptions += len(victims)
+        short, missing = lack
         blocks: list[int] = []
         owners = map(rows.requests.__getitem__, np.repeat(short, missing).tolist())
         for request, block_id in zip(owners, self.pool.allocate(int(missing.sum())), strict=True):
@@ -427,14 +486,11 @@ class RankScheduler:
         rows.covered[short] += missing * size
         return blocks, victims
 
-    def _missing_blocks(self) -> tuple[Places, IntArray]:
-        """Return [n] indices of requests that decode and lack blocks for their next tokens, and
-        [n] how many each lacks.
-        """
+    def _missing_blocks(self) -> Lack:
         rows, size = self.rows, self.pool.block_size
         ends = np.minimum(rows.computed + rows.slack + self._decode_len, rows.limit - 1)
         short = np.flatnonzero((ends > rows.covered) & self._decodes)
-        return short, -(-(ends[short] - rows.covered[short]) // size)
+        return Lack(short, -(-(ends[short] - rows.covered[short]) // size))
 
     def _store_full_blocks(self, indices: Indices) -> None:
         """Hand blocks that the step has filled to the prefix cache."""

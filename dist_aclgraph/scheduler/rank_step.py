@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.rows import EVERY, Indices, Places, RunningRows
 from dist_aclgraph.steps.step import RowLogprobs, RowStart, StepResult
+
+StepKind = Literal["mixed", "decode", "prompt"]
 
 
 class NewTokens(NamedTuple):
@@ -52,7 +54,12 @@ class _Chunk:
 
     index: int  # among the running requests
     length: int
-    left: int  # known tokens behind the chunk
+    left: int  # tokens behind the chunk that may run with it
+    replayed: int  # known tokens behind those, each of which runs in a step of its own
+
+    @property
+    def samples(self) -> bool:
+        return self.left == self.replayed == 0
 
 
 @dataclass
@@ -67,6 +74,7 @@ class StepBuilder:
         is_open: whether requests may be started.
         unserved: indices of running requests that have not sampled, in order.
         num_prompt_ranks: ranks that split prompts between them.
+        kind: what the step may run: anything; requests behind their prompts; a chunk of one prompt.
     """
 
     rows: RunningRows
@@ -78,17 +86,20 @@ class StepBuilder:
     is_open: bool
     unserved: deque[int]
     num_prompt_ranks: int = 1
+    kind: StepKind = "mixed"
     blocks: list[int] = field(default_factory=list)  # flat: row, index in the table, block id
     started: list[RowStart] = field(default_factory=list)
     _chunks: list[_Chunk] = field(default_factory=list)
 
     def add_chunk(self, index: int) -> None:
         """Let a request run its next tokens, up to its share of the step."""
-        left = int(self.rows.known[index] - self.rows.computed[index])
-        length = min(left, self.max_chunk, self.budget)
+        rows, computed = self.rows, int(self.rows.computed[index])
+        end = max(int(rows.prompt_end[index]), computed + 1)
+        length = min(end - computed, self.max_chunk, self.budget)
         if length > 0:
-            self.budget -= length
-            self._chunks.append(_Chunk(index, length, left - length))
+            self.budget = 0 if self.kind == "prompt" else self.budget - length
+            left, replayed = end - computed - length, int(rows.known[index]) - end
+            self._chunks.append(_Chunk(index, length, left, replayed))
 
     def serve_chunks(self, before: Request | None = None) -> None:
         """Serve running requests that have not sampled, in order: those before a waiting request,
@@ -113,6 +124,8 @@ class StepBuilder:
 
     def build(self) -> RankStep:
         """Return the step. What nobody else wants goes to the prompts that are served first."""
+        if self.kind == "decode":  # a graph samples its first requests
+            self._chunks.sort(key=lambda chunk: not chunk.samples)
         for chunk in self._chunks:
             more = min(chunk.left, self.budget)
             chunk.length += more
@@ -129,8 +142,15 @@ class StepBuilder:
         records[:, 1] = rows.computed[indices]
         records[:, 2:] = self.decode_len
         records[num_decoding:, 2] = [chunk.length for chunk in self._chunks]
-        records[num_decoding:, 3] = [chunk.left == 0 for chunk in self._chunks]
-        return RankStep(indices, records, num_decoding, self.decode_len, self.num_prompt_ranks)
+        records[num_decoding:, 3] = [chunk.samples for chunk in self._chunks]
+        return RankStep(
+            indices,
+            records,
+            num_decoding,
+            self.decode_len,
+            self.num_prompt_ranks,
+            is_uniform=self.kind == "decode",
+        )
 
 
 @dataclass(frozen=True)
@@ -143,6 +163,7 @@ class RankStep:
         num_decoding: the first so many requests decode.
         decode_len: tokens of a request that decodes: its last one, and its drafts.
         num_prompt_ranks: ranks that split prompts between them.
+        is_uniform: whether those that do not decode replay what they have in the same shape.
     """
 
     indices: Indices
@@ -150,6 +171,7 @@ class RankStep:
     num_decoding: int
     decode_len: int
     num_prompt_ranks: int = 1
+    is_uniform: bool = False
 
     @property
     def num_reqs(self) -> int:
@@ -176,7 +198,8 @@ class RankStep:
         """
         lengths = self.records[:, 2]
         query_len = int(lengths[0])
-        if self.num_decoding < self.num_reqs and (
+        has_prompts = self.num_decoding < self.num_reqs and not self.is_uniform
+        if has_prompts and (
             query_len in (1, self.decode_len) or bool((lengths != query_len).any())
         ):
             query_len = 0

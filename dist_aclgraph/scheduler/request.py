@@ -29,6 +29,8 @@ class Request:
             waiting.
         block_ids: its block table.
         hashes: of its full blocks, as far as they were needed; they outlive a preemption.
+        prompt_end: where its output begins; of a request that was submitted again, a part of the
+            prompt is output that it has already.
         num_cached_tokens: of the prompt, found in the prefix cache; -1 until it is first admitted.
     """
 
@@ -46,6 +48,7 @@ class Request:
         "min_total_tokens",
         "num_cached_tokens",
         "num_prompt_tokens",
+        "prompt_end",
         "request_id",
         "row",
         "sampling",
@@ -90,9 +93,8 @@ class Request:
         self.hashes: list[bytes] = []
         self.is_over = False
         self.max_total_tokens = 0
-        # Of a request that was submitted again, a part of the prompt is output that it has already.
-        begin = sampling.num_prompt_tokens or self.num_prompt_tokens
-        self.min_total_tokens = begin + sampling.min_tokens
+        self.prompt_end = sampling.num_prompt_tokens or self.num_prompt_tokens
+        self.min_total_tokens = self.prompt_end + sampling.min_tokens
 
     @property
     def order(self) -> tuple[int, int]:

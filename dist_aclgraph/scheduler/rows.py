@@ -17,7 +17,7 @@ Places = npt.NDArray[np.intp]
 Indices = Places | slice
 EVERY = slice(None)
 
-NUM_COLUMNS = 13
+NUM_COLUMNS = 14
 
 
 class RunningRows:
@@ -35,6 +35,8 @@ class RunningRows:
         flying: of the computed tokens, those that steps in flight compute.
         received: of the known tokens, those that the host has.
         started: tokens that the row began with; later ones were sampled.
+        prompt_end: tokens up to here are computed in chunks; those behind it that the row began
+            with, one in a step, as they were when they were sampled.
         limit: prompt and output together end here.
         covered: tokens that the request's blocks have room for.
         next_full: with so many computed tokens, one more block is full.
@@ -64,6 +66,7 @@ class RunningRows:
             self.flying,
             self.received,
             self.started,
+            self.prompt_end,
             self.limit,
             self.covered,
             self.next_full,
@@ -76,7 +79,9 @@ class RunningRows:
 
     # ---- requests
 
-    def add(self, request: Request, *, computed: int, covered: int, next_full: int) -> int:
+    def add(
+        self, request: Request, *, computed: int, covered: int, next_full: int, prompt_end: int
+    ) -> int:
         """Append a request that has its row and its blocks; return its index."""
         index = len(self.requests)
         num_tokens = len(request.tokens)
@@ -90,6 +95,7 @@ class RunningRows:
             0,
             num_tokens,
             num_tokens,
+            prompt_end,
             request.max_total_tokens,
             covered,
             next_full,

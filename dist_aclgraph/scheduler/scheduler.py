@@ -26,8 +26,14 @@ from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.scheduler.outputs import StepOutputs
-from dist_aclgraph.scheduler.rank import RankScheduler
-from dist_aclgraph.scheduler.rank_step import NewTokens, RankStep, StepBuilder, largest_of
+from dist_aclgraph.scheduler.rank import Lack, RankScheduler
+from dist_aclgraph.scheduler.rank_step import (
+    NewTokens,
+    RankStep,
+    StepBuilder,
+    StepKind,
+    largest_of,
+)
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.steps.delta import FinishReason, RequestDelta
 from dist_aclgraph.steps.step import StepPlan, StepResult
@@ -58,6 +64,9 @@ class Scheduler:
         num_drafts: draft tokens that workers have for each request that has sampled.
         tp: ranks of a data-parallel rank; the first of them owns its output.
         choose_exchange: how the tokens of a step travel to their experts.
+        exact: whether the shape of a step depends on single requests alone: it runs a chunk of one
+            prompt on each rank, or requests behind their prompts. Output that a request comes with
+            is computed token by token, as it was before.
     """
 
     def __init__(
@@ -72,6 +81,7 @@ class Scheduler:
         tp: int = 1,
         pcp: int = 1,
         choose_exchange: ChooseExchange = no_exchange,
+        exact: bool = False,
     ) -> None:
         self.config = config
         self.dispatcher = dispatcher
@@ -80,8 +90,11 @@ class Scheduler:
         self.epoch = epoch
         self.step = 0
         self.ranks = [
-            RankScheduler(index, config, pool, num_drafts, pcp) for index, pool in enumerate(pools)
+            RankScheduler(index, config, pool, num_drafts, pcp, exact=exact)
+            for index, pool in enumerate(pools)
         ]
+        # What a step may run; of several kinds that find something, the first.
+        self._kinds: tuple[StepKind, ...] = ("prompt", "decode") if exact else ("mixed",)
         self.waiting: deque[Request] = deque()  # in order
         self._ranks_per_batch = tp * pcp
         self._choose_exchange = choose_exchange
@@ -165,11 +178,28 @@ class Scheduler:
         if self._is_void and (again := self._run_again()) is not None:
             return again
         assert len(self._in_flight) < MAX_IN_FLIGHT, "update() comes first"
-        if self._must_wait:
+        if self._in_flight and self._in_flight[-1].plan.exchange in MAY_LOSE_TOKENS:
+            return None  # it may have to run again
+        lacks = [rank.lack() for rank in self.ranks]
+        if any(rank.must_wait(lack) for rank, lack in zip(self.ranks, lacks, strict=True)):
             return None
+        for kind in self._kinds:
+            builders = self._build(kind, lacks)
+            if any(builder.has_work for builder in builders):
+                # Prompts and those that decode take turns.
+                self._kinds = (*(k for k in self._kinds if k != kind), kind)
+                return self._decide(builders)
+        return None
+
+    def _build(self, kind: StepKind, lacks: Sequence[Lack | None]) -> list[StepBuilder]:
+        """Begin a step of a kind on all ranks, with whoever may start.
+
+        Args:
+            lacks: of each rank, as they were before anything was begun.
+        """
         builders = []
-        for rank in self.ranks:
-            builder, victims = rank.begin()
+        for rank, lack in zip(self.ranks, lacks, strict=True):
+            builder, victims = rank.begin(lack, kind)
             builders.append(builder)
             for victim in victims:
                 insort(self.waiting, victim, key=_order)
@@ -182,15 +212,7 @@ class Scheduler:
             self.waiting.popleft()
         for builder in builders:
             builder.serve_chunks()
-        return self._decide(builders)
-
-    @property
-    def _must_wait(self) -> bool:
-        """Whether the next step depends on results of the one in flight."""
-        if not self._in_flight:
-            return False
-        may_be_void = self._in_flight[-1].plan.exchange in MAY_LOSE_TOKENS
-        return may_be_void or any(rank.must_wait for rank in self.ranks)
+        return builders
 
     def update(self, results: Sequence[StepResult]) -> StepOutputs:
         """Take in the results of all ranks for the oldest step in flight; return what is new.
@@ -282,10 +304,8 @@ class Scheduler:
                 return True
         return False
 
-    def _decide(self, builders: Sequence[StepBuilder]) -> StepPlan | None:
-        """Make the plan of what was built for the ranks; None where nothing runs."""
-        if not any(builder.has_work for builder in builders):
-            return None
+    def _decide(self, builders: Sequence[StepBuilder]) -> StepPlan:
+        """Make the plan of what was built for the ranks."""
         built = [rank.build(builder) for rank, builder in zip(self.ranks, builders, strict=True)]
         steps, batches = zip(*built, strict=True)
         busy = [step for step in steps if step.num_reqs]

@@ -140,7 +140,7 @@ class Ingress:
             self._stay.cancel()
 
     def _leave(self) -> None:
-        self._state.drain()
+        self._state.drain(self._state.config.serve.drain_s)
         self._state.client.close()
 
 

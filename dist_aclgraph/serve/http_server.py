@@ -32,6 +32,7 @@ CLOSE_HEADER = (b"connection", b"close")
 FILES_BESIDE_CONNECTIONS = 512  # descriptors for all else that this process opens
 SEND_BUFFER_BYTES = 64 << 10  # of each connection; by itself it grows to megabytes
 BACKLOG = 4096  # connections that wait to be accepted; beyond, clients try again after a second
+BEAT_S = 1  # between two signs of life
 STOP_S = 5.0  # for replies that are on their way when the server is stopped
 
 
@@ -198,16 +199,22 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 class HttpServer:
-    """Owns a listening socket from construction on, and a thread between start and stop."""
+    """Owns a thread between start and stop, and closes the socket that it serves.
 
-    def __init__(self, config: ServeConfig) -> None:
-        """Bind and listen; connections wait until ``start``.
+    Args:
+        listener: of ``listen``; connections wait there until ``start``.
+        beat: called every second or two, from the event loop.
+    """
 
-        Raises:
-            ConfigError: the address cannot be bound.
-        """
+    def __init__(
+        self,
+        config: ServeConfig,
+        listener: socket.socket,
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
         self._limits = config
-        self._socket = listen(config.host, config.port)
+        self._socket = listener
+        self._beat = beat
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
 
@@ -218,7 +225,7 @@ class HttpServer:
     def start(self, app: GatedApp) -> None:
         """Answer requests from now on."""
         _allow_files(self._limits.max_connections + FILES_BESIDE_CONNECTIONS)
-        self._server = make_server(app, self._limits)
+        self._server = make_server(app, self._limits, self._beat)
         self._thread = threading.Thread(
             target=self._server.run, args=([self._socket],), name="http", daemon=True
         )
@@ -235,8 +242,14 @@ class HttpServer:
             self._socket.close()
 
 
-def make_server(app: GatedApp, limits: ServeConfig) -> uvicorn.Server:
-    """Return a server for sockets of ``listen``."""
+def make_server(
+    app: GatedApp, limits: ServeConfig, beat: Callable[[], None] = lambda: None
+) -> uvicorn.Server:
+    """Return a server for sockets of ``listen``; ``beat`` as for ``HttpServer``."""
+
+    async def notify() -> None:
+        beat()
+
     crowded = plain_error(
         503,
         f"{limits.max_connections} connections are open; try again later",
@@ -258,6 +271,8 @@ def make_server(app: GatedApp, limits: ServeConfig) -> uvicorn.Server:
             proxy_headers=False,
             backlog=BACKLOG,
             timeout_graceful_shutdown=int(STOP_S),
+            callback_notify=notify,
+            timeout_notify=BEAT_S,
         )
     )
 

@@ -54,10 +54,10 @@ class ApiState:
             self._inbox = Inbox(loop)
         return self._inbox
 
-    def drain(self) -> None:
-        """Take nothing new, and let what runs end, for ``serve.drain_s`` seconds at most."""
+    def drain(self, seconds: float) -> None:
+        """Take nothing new, and let what runs end, for so many seconds at most."""
         self.is_draining = True
-        deadline_s = time.monotonic() + self.config.serve.drain_s
+        deadline_s = time.monotonic() + seconds
         while self.places.taken and time.monotonic() < deadline_s:
             time.sleep(0.02)
 

@@ -33,7 +33,7 @@ from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.simulate.deployment import AssumedDeployment, distinct
 from dist_aclgraph.simulate.load import Arrival, Batch
 from dist_aclgraph.simulate.streams import streams_held, tightest_offer
-from dist_aclgraph.simulate.tally import Tally, WatchedDispatcher
+from dist_aclgraph.simulate.tally import LastStep, Tally, WatchedDispatcher
 from dist_aclgraph.simulate.times import StepTimes
 from dist_aclgraph.steps.step import RowSampling, StepPlan, StepResult
 
@@ -135,7 +135,7 @@ class SimulatedGroup:
                 BlockPool(
                     num_blocks,
                     Shards.from_config(config).tokens_per_block,
-                    prefix_cache=config.scheduler.prefix_cache,
+                    prefix_cache=config.shares_prefixes,
                 )
                 for _ in range(deployment.layout.within_group.dp)
             ],
@@ -143,8 +143,10 @@ class SimulatedGroup:
             max_model_len=deployment.planner.max_model_len,
             tp=deployment.layout.tp,
             pcp=deployment.layout.pcp,
+            exact=config.recovery.exact,
         )
         self._ranks_per_batch = deployment.layout.tp * deployment.layout.pcp
+        self._flying: deque[tuple[StepPlan, LastStep]] = deque()  # steps in flight, oldest first
         self._no_tokens = bytes(4 * config.scheduler.max_num_seqs)
 
     # ---- loads
@@ -157,9 +159,10 @@ class SimulatedGroup:
             if self.clock_s >= max_seconds:
                 return
             self._look_again()
-            self._change_graphs(is_idle=False, is_quiet=True)
+            if self.changes.is_due(is_idle=False, is_quiet=True):
+                self._change_graphs()
             self.dispatcher.dispatch(*batch)
-            self._end_step(on_progress)
+            self._end_step(self.dispatcher.last, on_progress)
 
     def play_requests(self, arrivals: Iterator[Arrival], on_progress: OnProgress) -> None:
         """Serve requests until all are finished."""
@@ -173,13 +176,18 @@ class SimulatedGroup:
 
     def play_until(self, until_s: float, on_progress: OnProgress) -> Iterator[StepOutputs]:
         """Let time pass; yield what each step brings. Without an end, until nothing is left."""
-        scheduler = self.scheduler
+        scheduler, flying = self.scheduler, self._flying
         while self.clock_s < until_s:
             self._look_again()
-            is_changed = self._change_graphs(not scheduler.has_work, not scheduler.waiting)
-            plan = scheduler.schedule()
+            is_due = self.changes.is_due(not scheduler.has_work, not scheduler.waiting)
+            is_changed = is_due and not flying and self._change_graphs()
+            plan = None if is_due and flying else scheduler.schedule()
             if plan is not None:
-                yield self._run(plan, on_progress)
+                flying.append((plan, self.dispatcher.last))
+                if len(flying) < scheduler.config.steps_in_flight:
+                    continue
+            if flying:
+                yield self._run(*flying.popleft(), on_progress)
             elif until_s == math.inf:
                 assert not scheduler.has_work, "requests wait, and none can ever run"
                 return
@@ -202,7 +210,8 @@ class SimulatedGroup:
         self.counts.most_waiting = max(self.counts.most_waiting, len(self.scheduler.waiting))
         return True
 
-    def _run(self, plan: StepPlan, on_progress: OnProgress) -> StepOutputs:
+    def _run(self, plan: StepPlan, step: LastStep, on_progress: OnProgress) -> StepOutputs:
+        """Let a step run; ``step`` is what the dispatcher was asked for it."""
         results = []
         for dp_rank, batch in enumerate(plan.batches):
             records = np.frombuffer(batch.scheduled, dtype="<i4")
@@ -211,14 +220,13 @@ class SimulatedGroup:
             owner = dp_rank * self._ranks_per_batch
             results.append(StepResult(plan.epoch, plan.step, owner, tokens))
             self.counts.generated_tokens += num_samples
-        self._end_step(on_progress)
+        self._end_step(step, on_progress)
         outputs = self.scheduler.update(results)
         self.counts.finished += len(outputs.finish_reasons)
         return outputs
 
-    def _end_step(self, on_progress: OnProgress) -> None:
-        """Let the time of the step pass that was dispatched last."""
-        step = self.dispatcher.last
+    def _end_step(self, step: LastStep, on_progress: OnProgress) -> None:
+        """Let the time of a step pass."""
         self.tally.add(self.clock_s, step)
         graph = step.graph
         if graph is None:
@@ -239,10 +247,8 @@ class SimulatedGroup:
 
     # ---- graphs
 
-    def _change_graphs(self, is_idle: bool, is_quiet: bool) -> bool:
+    def _change_graphs(self) -> bool:
         """Do what is due to the graphs; return whether anything was changed."""
-        if not self.changes.is_due(is_idle, is_quiet):
-            return False
         ranks, counts = self.ranks, self.counts
         is_planned, version = self.changes.is_changing, self.dispatcher.plan.version
         captures, releases = ranks.captures, ranks.releases

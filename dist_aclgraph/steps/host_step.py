@@ -21,8 +21,8 @@ class HostStep:
 
     Attributes:
         rows: [num_reqs], row of each request.
-        token_ids, positions, slots: [num_tokens]; a draft, which only the device knows, is named by
-            -1 - (row * k + index), and one without a block of its row is written to the dummy.
+        token_ids, positions, slots: [num_tokens]; a token that only the device knows is a reference
+            (``references.py``), and one without a block of its row is written to the dummy.
         query_ends, kv_lens: [num_reqs], cumulative query lengths and KV lengths.
         block_table: [num_reqs, num_blocks], as wide as the longest request and its drafts need.
         sampled: [num_samples], indices into the batch of the requests that get tokens.

@@ -137,15 +137,8 @@ class Pause(msgspec.Struct, frozen=True, tag="pause"):
     epoch: int
 
 
-class Halt(msgspec.Struct, frozen=True, tag="halt"):
-    """Run no step any more, and abort what the device still has of them."""
-
-    epoch: int
-    timeout_s: float
-
-
 class Resume(msgspec.Struct, frozen=True, tag="resume"):
-    """Bring the device back, as all ranks have halted; forget rows and steps in flight.
+    """Bring the device back, as those of all ranks are stopped; forget rows and steps in flight.
 
     What follows is of ``next_epoch``.
     """
@@ -154,11 +147,8 @@ class Resume(msgspec.Struct, frozen=True, tag="resume"):
     next_epoch: int
 
 
-class Answered(msgspec.Struct, frozen=True, tag="answered"):
-    """A rank has halted, or resumed, or says why not.
-
-    ``epoch`` is the one to which an answer belongs: of ``Resume`` the next one.
-    """
+class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
+    """A rank's device works again, in the next epoch; or why not."""
 
     epoch: int
     rank: int
@@ -171,8 +161,8 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     epoch: int
 
 
-ToWorker = StepPlan | GraphCommand | Pause | Halt | Resume | Shutdown
-FromWorker = StepResult | GraphAnswer | Answered
+ToWorker = StepPlan | GraphCommand | Pause | Resume | Shutdown
+FromWorker = StepResult | GraphAnswer | Resumed
 
 encoder = msgspec.msgpack.Encoder()
 to_worker_decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

@@ -35,10 +35,9 @@ from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.steps.step import (
-    Answered,
-    Halt,
     Pause,
     Resume,
+    Resumed,
     RowSampling,
     StepPlan,
     StepResult,
@@ -152,15 +151,11 @@ class Group:
         epoch, is_stopped = EPOCH, False
         try:
             while (plan := receiver.receive(epoch)) is not None:
-                if isinstance(plan, Halt):
-                    is_stopped = True
-                    receiver.send(Answered(epoch, rank))
-                    continue
                 if isinstance(plan, Resume):
                     worker.resume(len(in_flight))
                     in_flight.clear()
                     epoch, is_stopped = plan.next_epoch, False
-                    receiver.send(Answered(epoch, rank))
+                    receiver.send(Resumed(epoch, rank))
                     continue
                 if is_stopped:
                     continue

@@ -159,20 +159,25 @@ def test_stopping_ends_the_loop_while_requests_run(tmp_path: Path) -> None:
     assert answer.ended.wait(WAIT_S)
 
 
-def test_data_parallel_ranks_serve_their_requests_in_the_same_steps(tmp_path: Path) -> None:
-    group = Group(tmp_path, dp=2, tp=2, num_drafts=2, lose_at=6)
-    client = EngineClient([group.clients_at], TOKEN, node_id=NODE, link_s=WAIT_S)
+def serve_twelve(client: EngineClient) -> None:
+    """Have requests of 3 tokens served side by side, each with 20 tokens of output."""
     answers = [Answer() for _ in range(12)]
     prompts = [[i, i + 1, i + 2] for i in range(len(answers))]
     for i, answer in enumerate(answers):
         client.submit(f"r{i}", prompts[i], greedy_params(20), [], answer.take)
-
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.ended.wait(WAIT_S)
         tokens = list(prompt)
         for _ in range(20):
             tokens.append(next_token(tokens, 50))
         assert (answer.tokens, answer.finish_reason) == (tokens[3:], "length"), answer.error
+
+
+def test_data_parallel_ranks_serve_their_requests_in_the_same_steps(tmp_path: Path) -> None:
+    group = Group(tmp_path, dp=2, tp=2, num_drafts=2, lose_at=6)
+    client = EngineClient([group.clients_at], TOKEN, node_id=NODE, link_s=WAIT_S)
+
+    serve_twelve(client)
 
     [metrics] = client.query("metrics").values()
     assert metrics["step_reruns"] == 1
@@ -191,17 +196,8 @@ def test_data_parallel_ranks_serve_their_requests_in_the_same_steps(tmp_path: Pa
 def test_a_group_that_comes_back_goes_on_with_every_token(tmp_path: Path) -> None:
     group = Group(tmp_path, dp=2, tp=2, num_drafts=2, fault_at=8)
     client = EngineClient([group.clients_at], TOKEN, node_id=NODE, link_s=WAIT_S)
-    answers = [Answer() for _ in range(12)]
-    prompts = [[i, i + 1, i + 2] for i in range(len(answers))]
-    for i, answer in enumerate(answers):
-        client.submit(f"r{i}", prompts[i], greedy_params(20), [], answer.take)
 
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer.ended.wait(WAIT_S)
-        tokens = list(prompt)
-        for _ in range(20):
-            tokens.append(next_token(tokens, 50))
-        assert (answer.tokens, answer.finish_reason) == (tokens[3:], "length"), answer.error
+    serve_twelve(client)
 
     [metrics] = client.query("metrics").values()
     assert metrics["resumptions"] == {"link": 1}

@@ -134,7 +134,7 @@ def test_a_simulation_is_shown_as_tables():
 
 
 def test_the_announcement_has_device_plan_and_a_curl_line(capsys):
-    from dist_aclgraph.cli.serve import announce
+    from dist_aclgraph.cli.announce import announce
 
     report = {
         "device": "emulated NPU on this CPU",

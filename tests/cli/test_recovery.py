@@ -81,11 +81,18 @@ class Service:
 
         wait_until(is_ready, "it is not ready", WAIT_S)
 
+    def all(self) -> set[int]:
+        """Return its processes that live, the one that came first included."""
+        # Those that were forked have other parents; what they inherit stays.
+        return processes.with_variable(MARK, self._mark) & processes.living()
+
+    def pids(self, name: str) -> list[int]:
+        """Return its processes whose names begin so."""
+        return sorted(pid for pid in self.all() if processes.name_of(pid).startswith(name))
+
     def strike(self, kind: str, number: signal.Signals = signal.SIGKILL) -> int:
         """Send a signal to a process of a kind of actors; return its id."""
-        # Those that were forked have other parents; what they inherit stays.
-        own = processes.with_variable(MARK, self._mark)
-        [*_, pid] = [p for p in own if processes.name_of(p).startswith(f"ray::{kind}")]
+        [*_, pid] = self.pids(f"ray::{kind}")
         os.kill(pid, number)
         return pid
 

@@ -1,4 +1,4 @@
-"""A leader of a process group serves from a child; signals to the group stop it in order."""
+"""The first process of a service, over an owner and an ingress that do nothing but wait."""
 
 from __future__ import annotations
 
@@ -7,113 +7,306 @@ import secrets
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
 
 from dist_aclgraph.actors import processes
-from tests.actors.leftovers import wait_until
+from tests.actors.leftovers import assert_processes_are_gone, wait_until
 
-SERVICE = """
-import signal, sys, time
-from dist_aclgraph.cli.supervise import call_outside_of_lead
+MARK = "TEST_OF_SUPERVISION"  # a variable of the environment of all processes of a service
+OWNER, INGRESS = "serve:owner", "serve:ingress"
+WAIT_S, BEATS_S = 60.0, 2.0
 
-def serve():
-    import os
-    stopping = []
-    signal.signal(signal.SIGTERM, lambda *_: stopping.append(1))
-    print("leads" if os.getpgrp() == os.getpid() else "follows", flush=True)
-    while not stopping:
-        time.sleep(0.05)
-    print("stopped in order", flush=True)
+PARTS = r"""
+SILENT_S = 60.0
+import os, select, signal, subprocess, sys, time
+from dist_aclgraph.cli.supervise import Supervisor
+from dist_aclgraph.errors import ConfigError, EngineDeadError, RayDiedError
+from dist_aclgraph.planning.restarts import RestartBudget
+
+def say(text):  # in one piece, as several processes speak
+    os.write(1, f"{text}\n".encode())
+
+def own(signals, on_serving):
+    say("owns")
+    on_serving()
+    signals.wait(600)
+    say("stopped in order")
     sys.exit(7)
 
-call_outside_of_lead(serve)
+def serve_http(life, beat):
+    say("listens")
+    while not select.select([life], [], [], 0.1)[0]:
+        beat()
+"""
+RUN = """
+sys.exit(Supervisor(own, serve_http, RestartBudget(2), silent_s=SILENT_S).run())
 """
 
 
-def start(**options: bool) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-u", "-c", SERVICE], stdout=subprocess.PIPE, text=True, **options
+class Service:
+    """A service that leads its process group, as under a shell or a container."""
+
+    def __init__(self, parts: str = "") -> None:
+        self._mark = secrets.token_hex(8)
+        self.process = subprocess.Popen(
+            [sys.executable, "-u", "-c", PARTS + parts + RUN],
+            env={**os.environ, MARK: self._mark},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def all(self) -> set[int]:
+        return processes.with_variable(MARK, self._mark) & processes.living()
+
+    def pid(self, name: str) -> int:
+        found: list[int] = []
+
+        def is_there() -> bool:
+            found[:] = [pid for pid in self.all() if processes.name_of(pid) == name]
+            return len(found) == 1
+
+        wait_until(is_there, f"there is no {name}", WAIT_S)
+        return found[0]
+
+    def kill(self, name: str) -> int:
+        """Kill a process once it has begun, and another is in its place; return its id."""
+        pid = self.pid(name)
+        os.kill(pid, signal.SIGKILL)
+        assert_processes_are_gone([pid])
+        return pid
+
+    def lines(self, count: int) -> list[str]:
+        assert self.process.stdout is not None
+        return sorted(self.process.stdout.readline().strip() for _ in range(count))
+
+    def end(self) -> tuple[int, str, str]:
+        """Return exit code and words of a service that ends; nothing of it is left then."""
+        said, wrong = self.process.communicate(timeout=WAIT_S)
+        wait_until(lambda: not self.all(), "a process is left", WAIT_S)
+        return self.process.returncode, said, wrong
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Service]]:
+    started: list[Service] = []
+
+    def begin(parts: str = "") -> Service:
+        started.append(Service(parts))
+        return started[-1]
+
+    yield begin
+    for service in started:
+        processes.kill_all(service.all())
+        service.process.communicate()
+
+
+Start = Callable[..., Service]
+
+
+def test_a_group_that_is_signalled_stops_in_order_with_the_exit_code_of_the_owner(
+    start: Start,
+) -> None:
+    service = start()
+    assert service.lines(2) == ["listens", "owns"]
+
+    os.killpg(service.process.pid, signal.SIGTERM)
+
+    assert service.end() == (7, "stopped in order\n", "")
+
+
+def test_a_first_process_that_is_killed_takes_the_service_with_it(start: Start) -> None:
+    service = start()
+    service.lines(2)
+
+    service.process.kill()
+
+    assert service.end() == (-signal.SIGKILL, "stopped in order\n", "")
+
+
+def test_an_ingress_that_is_killed_is_replaced_beside_the_same_owner(start: Start) -> None:
+    service = start()
+    service.lines(2)
+    owner = service.pid(OWNER)
+
+    struck = service.kill(INGRESS)
+
+    assert service.lines(1) == ["listens"]
+    assert service.pid(INGRESS) != struck
+    assert service.pid(OWNER) == owner
+    service.process.terminate()
+    code, _, wrong = service.end()
+    assert code == 7
+    assert wrong == (
+        "warning: the process that serves HTTP was killed by SIGKILL; it is started again\n"
     )
 
 
-def test_a_group_that_is_signalled_stops_in_order_with_the_service_exit_code() -> None:
-    process = start(start_new_session=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "follows\n"
+def test_an_ingress_that_stands_still_is_replaced(start: Start) -> None:
+    service = start("SILENT_S = 3.0")
+    service.lines(2)
+    struck = service.pid(INGRESS)
+    time.sleep(BEATS_S)
 
-    os.killpg(process.pid, signal.SIGTERM)
+    os.kill(struck, signal.SIGSTOP)
 
-    assert process.wait(timeout=20) == 7
-    assert process.stdout.read() == "stopped in order\n"
-
-
-def test_a_leader_that_is_killed_takes_the_service_with_it() -> None:
-    process = start(start_new_session=True)
-    assert process.stdout is not None
-    process.stdout.readline()
-
-    process.kill()
-
-    # The pipe closes when the child, too, has ended.
-    assert process.stdout.read() == "stopped in order\n"
-    process.wait(timeout=20)
+    assert service.lines(1) == ["listens"]
+    assert service.pid(INGRESS) != struck
+    service.process.terminate()
+    code, _, wrong = service.end()
+    assert code == 7
+    assert "the process that serves HTTP has stood still for 3 s; it is killed\n" in wrong
 
 
-def test_a_process_that_leads_nothing_serves_itself() -> None:
-    process = start()
-    assert process.stdout is not None
-    assert process.stdout.readline() == "follows\n"
+def test_a_service_that_was_stopped_as_a_whole_goes_on(start: Start) -> None:
+    service = start("SILENT_S = 2.0")
+    service.lines(2)
+    ingress = service.pid(INGRESS)
+    time.sleep(BEATS_S)
 
-    process.terminate()
+    os.killpg(service.process.pid, signal.SIGSTOP)
+    time.sleep(2 * BEATS_S)
+    os.killpg(service.process.pid, signal.SIGCONT)
+    time.sleep(2 * BEATS_S)
 
-    assert process.wait(timeout=20) == 7
+    assert service.pid(INGRESS) == ingress
+    service.process.terminate()
+    assert service.end()[0] == 7
 
 
-MARK = "TEST_OF_ORPHANS"
-
-ORPHAN = """
-import os, signal, subprocess, sys
-from dist_aclgraph.cli.supervise import call_outside_of_lead
-
-def serve():
+def test_an_owner_that_is_killed_is_replaced_and_what_it_had_started_is_ended(start: Start) -> None:
+    service = start(
+        """
+plainly = own
+def own(signals, on_serving):
     # What it starts starts others, which lead sessions of their own, as Ray's daemons do.
     start = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
     subprocess.run([sys.executable, "-c", start])
     subprocess.Popen(["sleep", "600"])
-    os.kill(os.getpid(), signal.SIGKILL)
+    plainly(signals, on_serving)
+"""
+    )
+    service.lines(2)
+    ingress = service.pid(INGRESS)
+    sleepers = [pid for pid in service.all() if processes.name_of(pid) == "sleep"]
+    assert len(sleepers) == 2
 
-call_outside_of_lead(serve)
+    struck = service.kill(OWNER)
+
+    assert service.lines(1) == ["owns"]
+    assert_processes_are_gone(sleepers)
+    assert service.pid(OWNER) != struck
+    assert service.pid(INGRESS) == ingress
+    processes.kill_all({pid for pid in service.all() if processes.name_of(pid) == "sleep"})
+    service.process.terminate()
+    assert service.end()[0] == 7
+
+
+@pytest.mark.parametrize(("name", "code"), [(OWNER, 128 + signal.SIGKILL), (INGRESS, 1)])
+def test_past_the_budget_a_death_ends_the_service_with_the_reason(
+    start: Start, name: str, code: int
+) -> None:
+    service = start()
+    service.lines(2)
+    for _ in range(2):
+        service.kill(name)
+        service.lines(1)
+
+    service.kill(name)
+
+    ended, _, wrong = service.end()
+    assert ended == code
+    assert "is not started again: recovery.restarts_per_hour allows 2\n" in wrong
+
+
+LOSES_RAY = """
+def own(signals, on_serving):
+    say("owns")
+    on_serving()
+    raise RayDiedError("the raylet has died")
 """
 
 
-def test_nothing_outlives_a_service_that_is_killed() -> None:
-    mark = secrets.token_hex(8)
-    process = subprocess.Popen(
-        [sys.executable, "-c", ORPHAN], env={**os.environ, MARK: mark}, start_new_session=True
+def test_an_owner_that_loses_its_ray_is_replaced_until_no_restart_is_left(start: Start) -> None:
+    ended, said, wrong = start(LOSES_RAY).end()
+
+    assert ended == 1
+    assert said.count("owns") == 3
+    assert wrong.count("error: the raylet has died") == 3
+    assert (
+        wrong.count("warning: the service has lost its Ray; the deployment is started again") == 2
     )
-    try:
-        assert process.wait(timeout=60) == 128 + signal.SIGKILL
-        assert processes.with_variable(MARK, mark) == set()
-    finally:
-        processes.kill_all(processes.with_variable(MARK, mark))
 
 
-def test_orphans_that_end_while_the_service_runs_do_not_stay_as_zombies() -> None:
-    code = SERVICE.replace(
-        "    while not stopping:",
-        "    import subprocess\n"
-        "    nested = \"import subprocess; subprocess.Popen(['sleep', '0.2'])\"\n"
-        "    subprocess.run([sys.executable, '-c', nested])\n"
-        "    while not stopping:",
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("raise ConfigError('no such key')", 2),
+        ("raise RayDiedError('the raylet has died')", 1),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 128 + signal.SIGKILL),
+    ],
+)
+def test_a_start_that_fails_is_not_tried_again(start: Start, ending: str, code: int) -> None:
+    service = start(f"\ndef own(signals, on_serving):\n    say('owns')\n    {ending}\n")
+
+    ended, said, wrong = service.end()
+
+    assert (ended, said.count("owns") <= 1) == (code, True)
+    assert "again" not in wrong
+
+
+def test_an_owner_that_ends_with_an_error_is_not_replaced(start: Start) -> None:
+    ended, said, wrong = start(LOSES_RAY.replace("RayDied", "EngineDead")).end()
+
+    assert (ended, said.count("owns")) == (1, 1)
+    assert wrong == "error: the raylet has died\n"
+
+
+def test_an_ingress_that_fails_by_itself_ends_the_service_in_order(start: Start) -> None:
+    service = start("\ndef serve_http(life, beat):\n    raise ConfigError('it cannot listen')\n")
+
+    ended, said, wrong = service.end()
+
+    assert ended == 2
+    assert "stopped in order" in said
+    assert wrong == "error: it cannot listen\n"
+
+
+@pytest.mark.parametrize("whole_group", [False, True])
+def test_a_signal_while_another_owner_starts_ends_everything(
+    start: Start, whole_group: bool
+) -> None:
+    service = start()
+    service.lines(2)
+    service.kill(OWNER)
+
+    if whole_group:
+        os.killpg(service.process.pid, signal.SIGTERM)
+    else:
+        service.process.terminate()
+
+    ended, _, _ = service.end()
+    # Of another owner, or of the killed one where the signal was the first to be heard of.
+    assert ended in (7, 128 + signal.SIGTERM, 128 + signal.SIGKILL)
+
+
+def test_orphans_that_end_while_the_service_runs_do_not_stay_as_zombies(start: Start) -> None:
+    service = start(
+        """
+plainly = own
+def own(signals, on_serving):
+    nested = "import subprocess; subprocess.Popen(['sleep', '0.2'])"
+    subprocess.run([sys.executable, "-c", nested])
+    plainly(signals, on_serving)
+"""
     )
-    process = subprocess.Popen(
-        [sys.executable, "-u", "-c", code], stdout=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    process.stdout.readline()
+    service.lines(2)
 
-    wait_until(lambda: len(processes.children(process.pid)) == 2, "no orphan has come")
-    wait_until(lambda: len(processes.children(process.pid)) == 1, "a zombie stays")
+    wait_until(lambda: len(processes.children(service.process.pid)) == 2, "a zombie stays")
 
-    process.terminate()
-    assert process.wait(timeout=20) == 7
+    service.process.terminate()
+    assert service.end()[0] == 7

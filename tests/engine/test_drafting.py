@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dist_aclgraph.device.npu import Npu
-from dist_aclgraph.engine.drafting import Drafter, DraftPass, count_accepted, fill_in
+from dist_aclgraph.engine.drafting import Drafter, DraftPass, count_accepted
 from dist_aclgraph.graphs.step_buffers import DraftInputs
+from dist_aclgraph.graphs.token_table import TokenTable
+from dist_aclgraph.steps.references import References, first_reference
 
 VOCAB = 50
 tokens = st.integers(0, 2)
@@ -76,7 +78,7 @@ class Recorder:
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_proposals_go_on_behind_the_last_right_draft(k: int) -> None:
     cpu = torch.device("cpu")
-    drafter = Drafter(k, 4, cpu)
+    drafter = Drafter(k, 4, VOCAB, cpu)
     q = k + 1
     # Row 2 verifies drafts at positions 10 on; row 0 ends its prompt of three at position 2.
     right, hidden_of = 1, 7.0
@@ -92,14 +94,17 @@ def test_proposals_go_on_behind_the_last_right_draft(k: int) -> None:
         slots=ints([range(110, 110 + 2 * k), range(202, 202 + 2 * k)], cpu),
         places=ints([*range(q), *[q + 2] * q], cpu),
     )
-    accepted = drafter.propose(
+    sampled = ints([sampled_row, [30] * q], cpu)
+    accepted = drafter.count(sampled, inputs)
+    drafter.propose(
         recorder.logits,
         recorder.run,
         ints([*sampled_row, 5, 6, 30], cpu),
         ints(positions, cpu),
         ints([*range(110, 110 + q), 200, 201, 202], cpu),
         torch.full((q + 3, 1), hidden_of),
-        ints([sampled_row, [30] * q], cpu),
+        sampled,
+        accepted,
         inputs,
     )
     assert accepted.tolist() == [right, 0]
@@ -110,15 +115,17 @@ def test_proposals_go_on_behind_the_last_right_draft(k: int) -> None:
             hidden += token + 1
             token = int(hidden) % VOCAB
             expected.append(token)
-        assert (
-            fill_in(drafter.latest, ints([-1 - (row * k + i) for i in range(k)], cpu)).tolist()
-            == expected
-        )
+        names = References(first_reference(VOCAB), k, 5).draft(np.full(k, row), np.arange(k))
+        assert drafter.tokens.fill_in(ints(names, cpu)).tolist() == expected
     # What lay in the cache before the last right place is the target's, not the drafts'.
     assert recorder.cache[110] == (10, sampled_row[0])
     assert recorder.cache[200] == (0, 5)
 
 
-def test_known_tokens_are_left_alone() -> None:
-    latest, tokens = torch.full((4,), 9, dtype=torch.int32), [0, 17, 3]
-    assert fill_in(latest, ints(tokens, torch.device("cpu"))).tolist() == tokens
+def test_one_gather_leaves_known_tokens_alone_and_fills_in_the_latest() -> None:
+    cpu = torch.device("cpu")
+    tokens = TokenTable(VOCAB, 4, cpu)
+    tokens.latest[:] = ints([7, 9, 11, 13], cpu)
+    latest = References(first_reference(VOCAB), 0, 5).sample(np.asarray([3, 0]))
+
+    assert tokens.fill_in(ints([0, *latest, VOCAB - 1, 3], cpu)).tolist() == [0, 13, 7, 49, 3]

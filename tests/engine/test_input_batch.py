@@ -10,9 +10,10 @@ from dist_aclgraph.context.place import ContextPlace
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.engine.input_batch import InputBatch
 from dist_aclgraph.ints import pack_ints, unpack_ints
+from dist_aclgraph.steps.references import first_reference
 from dist_aclgraph.steps.step import RankBatch, RowSampling, RowStart
 
-ROWS, MAX_LEN, BLOCK = 4, 64, 16
+ROWS, MAX_LEN, BLOCK, VOCAB = 4, 64, 16, 100
 PLACE = ContextPlace(Shards(BLOCK))
 
 
@@ -29,7 +30,7 @@ class NaiveRows:
 
 @given(st.data())
 def test_steps_gather_what_a_naive_model_gathers(data: st.DataObject) -> None:
-    batch, naive, computed = InputBatch(ROWS, MAX_LEN, PLACE), NaiveRows(), {}
+    batch, naive, computed = InputBatch(ROWS, MAX_LEN, PLACE, VOCAB), NaiveRows(), {}
     next_block = 1
     for _ in range(data.draw(st.integers(1, 8))):
         started, appended, blocks = [], [], []
@@ -78,7 +79,7 @@ def test_steps_gather_what_a_naive_model_gathers(data: st.DataObject) -> None:
 
 
 def test_several_tokens_of_one_row_are_appended_in_order() -> None:
-    batch = InputBatch(ROWS, MAX_LEN, PLACE)
+    batch = InputBatch(ROWS, MAX_LEN, PLACE, VOCAB)
     start = RowStart(1, pack_ints([7]), pack_ints([1]), RowSampling())
     appended = pack_ints([1, 8, 1, 9])
 
@@ -88,7 +89,7 @@ def test_several_tokens_of_one_row_are_appended_in_order() -> None:
 
 
 def test_a_row_taken_over_forgets_its_sampling() -> None:
-    batch = InputBatch(ROWS, MAX_LEN, PLACE)
+    batch = InputBatch(ROWS, MAX_LEN, PLACE, VOCAB)
     for sampling in (RowSampling(temperature=1.0), RowSampling()):
         batch.apply(RankBatch(b"", started=(RowStart(0, pack_ints([1]), b"", sampling),)))
 
@@ -97,7 +98,7 @@ def test_a_row_taken_over_forgets_its_sampling() -> None:
 
 
 def test_drafts_are_named_by_row_and_index_and_go_to_the_dummy_block_at_the_end() -> None:
-    batch = InputBatch(ROWS, MAX_LEN, PLACE, num_drafts=2)
+    batch = InputBatch(ROWS, MAX_LEN, PLACE, VOCAB, num_drafts=2)
     long = RowStart(3, pack_ints(list(range(BLOCK - 1))), pack_ints([5]), RowSampling())
     prompt = RowStart(1, pack_ints([7, 8, 9]), pack_ints([2]), RowSampling())
     records = [3, BLOCK - 2, 3, 3, 1, 0, 3, 1]
@@ -106,7 +107,9 @@ def test_drafts_are_named_by_row_and_index_and_go_to_the_dummy_block_at_the_end(
     batch.apply(step)
     inputs = batch.step_inputs(unpack_ints(step.scheduled, 4))
 
-    assert inputs.token_ids.tolist() == [BLOCK - 2, -1 - (3 * 2), -1 - (3 * 2 + 1), 7, 8, 9]
+    first = first_reference(VOCAB)
+    drafts = [first + 3 * 2, first + 3 * 2 + 1]
+    assert inputs.token_ids.tolist() == [BLOCK - 2, *drafts, 7, 8, 9]
     assert inputs.next_tokens.tolist() == [0, 0, 0, 8, 9, 0]
     first = 5 * BLOCK + BLOCK - 2
     assert inputs.slots.tolist() == [first, first + 1, 0, 2 * BLOCK, 2 * BLOCK + 1, 2 * BLOCK + 2]
@@ -114,7 +117,7 @@ def test_drafts_are_named_by_row_and_index_and_go_to_the_dummy_block_at_the_end(
 
 
 def test_a_row_taken_over_has_no_blocks_of_its_predecessor() -> None:
-    batch = InputBatch(ROWS, MAX_LEN, PLACE, num_drafts=2)
+    batch = InputBatch(ROWS, MAX_LEN, PLACE, VOCAB, num_drafts=2)
     for blocks in ([4, 5, 6], [7]):
         start = RowStart(0, pack_ints([1]), pack_ints(blocks), RowSampling())
         batch.apply(RankBatch(b"", started=(start,)))
@@ -123,7 +126,7 @@ def test_a_row_taken_over_has_no_blocks_of_its_predecessor() -> None:
 
 
 def test_an_empty_batch_runs_nothing() -> None:
-    batch = InputBatch(ROWS, MAX_LEN, PLACE)
+    batch = InputBatch(ROWS, MAX_LEN, PLACE, VOCAB)
     batch.apply(RankBatch(b""))
 
     inputs = batch.step_inputs(unpack_ints(b"", 4))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -328,6 +329,26 @@ def test_visible_devices_are_the_physical_ids(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_defaults_are_a_valid_deployment() -> None:
     assert Config(model="m").parallel.world_size == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("speculative.num_tokens", 2, "speculative.num_tokens (2)"),
+        ("graph.mode", "NONE", "graph.mode NONE"),
+        ("graph.mode", "FULL_AND_PIECEWISE", "graph.mode FULL_AND_PIECEWISE"),
+        ("graph.sizes", (4, 32), "graph.sizes is [4, 32]"),
+        ("graph.max_tokens", 31, "graph.max_tokens 31"),
+    ],
+)
+def test_what_exact_continuations_exclude_is_refused(key: str, value: object, reason: str) -> None:
+    section, name = key.split(".")
+    exact = {"model": "m", "recovery": {"exact": True}}
+
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        make_config({**exact, section: {name: value}})
+
+    assert not make_config(exact).shares_prefixes
 
 
 @pytest.mark.parametrize(("written", "meant"), [("on", "on"), ("off", "off"), ("decode", "decode")])

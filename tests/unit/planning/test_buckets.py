@@ -14,6 +14,7 @@ from dist_aclgraph.planning.buckets import (
     buffer_sizes,
     candidate_families,
     capture_sizes,
+    lazy_families,
     pad_to_bucket,
 )
 from dist_aclgraph.planning.descriptor import BatchDescriptor
@@ -56,6 +57,13 @@ def test_asked_sizes_are_the_ones_that_are_captured() -> None:
 
     assert [family.buckets for family in candidate_families(config)] == [(1, 6), (32, 256)]
     assert [family.buckets for family in candidate_families(large)] == [(1, 600, 1024)]
+
+
+def test_one_graph_is_captured_where_continuations_are_exact() -> None:
+    config = make(recovery={"exact": True}, scheduler={"max_num_seqs": 24})
+
+    assert [family.buckets for family in candidate_families(config)] == [(24,)]
+    assert lazy_families(config) == ()
 
 
 @pytest.mark.parametrize(

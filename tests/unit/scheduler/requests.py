@@ -11,16 +11,25 @@ EOS = 7
 
 
 def submit(
-    name: str, prompt: Sequence[int], params: SamplingParams, *, cache_salt: str = ""
+    name: str,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    *,
+    cache_salt: str = "",
+    output: Sequence[int] = (),
 ) -> Request:
-    """Return a request that ends at EOS, too, unless its parameters ignore it."""
+    """Return a request that ends at EOS, too, unless its parameters ignore it.
+
+    Args:
+        output: what it has already, from a group that died.
+    """
     ends = sorted({*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))})
     sampling = row_sampling(params, seed=0, num_prompt_tokens=len(prompt), end_ids=ends)
     return Request(
         name,
-        prompt,
+        [*prompt, *output],
         sampling,
-        max_tokens=params.max_tokens,
+        max_tokens=None if params.max_tokens is None else params.max_tokens - len(output),
         stop_token_ids=ends,
         cache_salt=cache_salt,
     )

@@ -24,7 +24,9 @@ SHARE = 16
 LONG = 2000
 
 
-def make_scheduler(*, dp: int = 1, max_num_seqs: int = 16, share: int | None = SHARE) -> Scheduler:
+def make_scheduler(
+    *, dp: int = 1, max_num_seqs: int = 16, share: int | None = SHARE, exact: bool = False
+) -> Scheduler:
     return Scheduler(
         SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -34,6 +36,7 @@ def make_scheduler(*, dp: int = 1, max_num_seqs: int = 16, share: int | None = S
         [BlockPool(5000, 16, prefix_cache=False) for _ in range(dp)],
         GraphDispatcher(make_plan(1, 8)),
         max_model_len=4096,
+        exact=exact,
     )
 
 
@@ -103,6 +106,41 @@ def test_requests_that_decode_come_before_an_older_prompt() -> None:
 
     assert len(sampled) == STEP_TOKENS - 1
     assert lengths(plan) == [1] * STEP_TOKENS, "the last token is the prompt's"
+
+
+def test_prompts_and_those_that_decode_take_turns_where_continuations_are_exact() -> None:
+    scheduler = make_scheduler(exact=True)
+    add(scheduler, "first", 10, max_tokens=50)
+    add(scheduler, "second", 10, max_tokens=50)
+    add(scheduler, "long", LONG)
+    add(scheduler, "short", 10)
+
+    steps = [run_step(scheduler) for _ in range(9)]
+
+    assert [lengths(plan) for plan, _ in steps] == [
+        [10], [1], [10], [1, 1], [10], [1, 1, 1], [STEP_TOKENS], [1, 1, 1], [STEP_TOKENS],
+    ]  # fmt: skip
+    assert [set(sampled) for _, sampled in steps[:6]] == [
+        {"first"}, {"first"}, {"second"}, {"first", "second"}, {"short"},
+        {"first", "second", "short"},
+    ]  # fmt: skip
+
+
+def test_output_that_a_request_comes_with_runs_beside_those_that_decode() -> None:
+    scheduler = make_scheduler(exact=True)
+    params = SamplingParams(max_tokens=50, ignore_eos=True)
+    add(scheduler, "other", 10, max_tokens=50)
+    run_step(scheduler)
+    run_step(scheduler)
+    scheduler.add(submit("resumed", [1] * 10, params, output=[9, 9, 9]))
+
+    steps = [run_step(scheduler) for _ in range(6)]
+
+    assert [lengths(plan) for plan, _ in steps] == [[10], *[[1, 1]] * 5]
+    assert [sampled for _, sampled in steps] == [
+        [], ["other"], ["other"], ["other", "resumed"], ["other", "resumed"], ["other", "resumed"],
+    ]  # fmt: skip
+    assert all(plan.graph is not None for plan, _ in steps[1:])
 
 
 @pytest.mark.parametrize("stream", [10, 200])

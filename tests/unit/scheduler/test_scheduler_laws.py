@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from hypothesis import given, settings
@@ -45,6 +45,7 @@ class Arrival:
     min_tokens: int
     abort_at: int | None  # step, counted from the arrival
     in_flight: bool  # abort while the step runs
+    emitted: int = 0  # tokens of its output that it comes with, if it has more
 
     def prompt(self, index: int) -> list[int]:
         return PREFIX[: self.shared] + [1000 + index] * self.own
@@ -84,6 +85,7 @@ arrivals = st.lists(
         min_tokens=st.integers(0, 5),
         abort_at=st.one_of(st.none(), st.none(), st.integers(0, 20)),
         in_flight=st.booleans(),
+        emitted=st.one_of(st.just(0), st.integers(1, 12)),
     ),
     min_size=1,
     max_size=12,
@@ -104,6 +106,7 @@ class Shape:
     loses_tokens: bool
     counts_shared: bool = False
     in_flight: int = 2
+    exact: bool = False
 
     @property
     def max_tokens(self) -> int:
@@ -123,6 +126,7 @@ shapes = st.builds(
     counts_shared=st.booleans(),
     in_flight=st.integers(1, 2),
 )
+exact_shapes = shapes.map(lambda s: replace(s, num_drafts=0, prefix_cache=False, exact=True))
 
 
 def exchange_of(num_tokens: int) -> ExchangeKind:
@@ -171,6 +175,7 @@ class World:
             num_drafts=shape.num_drafts,
             tp=shape.tp,
             choose_exchange=exchange_of,
+            exact=shape.exact,
         )
         self.group = FakeGroup(
             [
@@ -188,8 +193,11 @@ class World:
         )
 
     def submit(self, index: int, arrival: Arrival) -> None:
-        self.scheduler.add(submit(str(index), arrival.prompt(index), arrival.params()))
-        self.got[str(index)] = []
+        prompt, params = arrival.prompt(index), arrival.params()
+        output, _ = arrival.expected(index)
+        output = output[: min(arrival.emitted, len(output) - 1)]
+        self.scheduler.add(submit(str(index), prompt, params, output=output))
+        self.got[str(index)] = output
 
     def take(self, outputs: Iterable[RequestDelta]) -> None:
         for output in outputs:
@@ -230,12 +238,16 @@ class World:
         scheduler, decode_len = self.scheduler, self.shape.num_drafts + 1
         batches = [unpack_ints(batch.scheduled, 4) for batch in plan.batches]
         most = max(int(records[:, 2].sum()) for records in batches)
+        shape_is_exact = self.shape.exact
         assert 0 < most <= self.shape.max_tokens
         if plan.graph is not None:
             assert plan.graph.num_tokens >= most
             assert plan.graph.num_reqs >= max(map(len, batches))
             for records in batches:
-                assert (records[:, 2:] == decode_len).all(), "a graph for decoding runs a prompt"
+                sampled = records[:, 2 : 3 if shape_is_exact else 4]
+                assert (sampled == decode_len).all(), "a graph for decoding runs a prompt"
+        if shape_is_exact:
+            self.check_exact_plan(plan)
         assert plan.exchange in (exchange_of(plan.graph.num_tokens if plan.graph else most),
                                  "all_gather")  # fmt: skip
         for rank, worker, records in zip(scheduler.ranks, self.group.workers, batches, strict=True):
@@ -264,6 +276,29 @@ class World:
         orders = [request.order for request in scheduler.waiting]
         assert orders == sorted(orders)
 
+    def check_exact_plan(self, plan: StepPlan) -> None:
+        """Shapes depend on single requests alone: a step runs a chunk of one prompt, or one token
+        of each of many requests behind their prompts.
+        """
+        kinds = set()
+        for rank, batch in zip(self.scheduler.ranks, plan.batches, strict=True):
+            records = unpack_ints(batch.scheduled, 4)
+            prompt_of = {request.row: request.prompt_end for request in rank.running}
+            for row, computed, length in records[:, :3].tolist():
+                left = prompt_of[row] - computed
+                kinds.add(left > 0)
+                if left > 0:
+                    assert len(records) == 1 and computed % self.shape.max_tokens == 0
+                    assert length == min(left, self.shape.max_tokens)
+                else:
+                    assert length == 1
+            logits = records[:, 3].tolist()
+            assert logits == sorted(logits, reverse=True), "a graph samples its first rows"
+        assert len(kinds) == 1
+        is_small = max(len(batch.scheduled) for batch in plan.batches) <= 4 * 16
+        if plan.exchange != "all_gather":  # not a step that is run again
+            assert (plan.graph is not None) == (kinds == {False} and is_small)
+
     def check_end(self, arrived: dict[int, Arrival]) -> None:
         """Every request ended once, with the tokens that it must have; every block is back."""
         assert not self.scheduler.has_work and self.scheduler.num_requests == 0
@@ -283,6 +318,18 @@ class World:
 def test_every_request_gets_its_tokens_and_every_block_comes_back(
     plan_of_arrivals, shape, seed, resumes_at
 ) -> None:
+    play(plan_of_arrivals, shape, seed, resumes_at)
+
+
+@settings(max_examples=200, deadline=None)
+@given(arrivals, exact_shapes, st.integers(0, 1000), st.sets(st.integers(0, 40), max_size=6))
+def test_shapes_of_steps_depend_on_single_requests_where_tokens_are_replayed(
+    plan_of_arrivals, shape, seed, resumes_at
+) -> None:
+    play(plan_of_arrivals, shape, seed, resumes_at)
+
+
+def play(plan_of_arrivals: list[Arrival], shape: Shape, seed: int, resumes_at: set[int]) -> None:
     world = World(shape, seed)
 
     def abort(step: int, in_flight: bool) -> None:

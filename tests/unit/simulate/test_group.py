@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -118,13 +119,17 @@ arrivals = st.lists(
 
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(arrivals, st.integers(1, 8), st.integers(8, 64), st.integers(7, 40))
+@given(arrivals, st.integers(1, 8), st.integers(8, 64), st.integers(7, 40), st.integers(1, 2))
 def test_the_simulation_decides_as_the_scheduler_does_with_a_worker(
-    checkpoint: Path, load, max_num_seqs: int, max_tokens: int, num_blocks: int
+    checkpoint: Path, load, max_num_seqs: int, max_tokens: int, num_blocks: int, in_flight: int
 ) -> None:
     config = make(
         checkpoint,
-        scheduler={"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_tokens},
+        scheduler={
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_tokens,
+            "steps_in_flight": in_flight,
+        },
         kv={"block_size": 16, "num_blocks": num_blocks},
         graph={"mode": "FULL_AND_PIECEWISE"},
     )
@@ -136,7 +141,7 @@ def test_the_simulation_decides_as_the_scheduler_does_with_a_worker(
         config.scheduler, [BlockPool(num_blocks, 16)], dispatcher, max_model_len=2048
     )
     worker = FakeWorker(num_blocks, 16)
-    second, coming = 0, list(enumerate(load))
+    second, coming, flying = 0, list(enumerate(load)), deque()
     while coming or scheduler.has_work:
         while coming and coming[0][1].arrival_s <= second:
             index, arrival = coming.pop(0)
@@ -146,7 +151,11 @@ def test_the_simulation_decides_as_the_scheduler_does_with_a_worker(
             )
         step = scheduler.schedule()
         if step is not None:
-            scheduler.update([worker.execute(step)])
+            flying.append(worker.execute(step))
+            if len(flying) < in_flight:
+                continue
+        if flying:
+            scheduler.update([flying.popleft()])
         second += 1
 
     assert simulated.dispatcher.report() == dispatcher.report()
@@ -157,6 +166,25 @@ def test_the_simulation_decides_as_the_scheduler_does_with_a_worker(
     assert shares.eager_steps == sum(counters["misses"].values())
     assert shares.padded_tokens == counters["padded_tokens"]
     assert shares.live_tokens - shares.eager_tokens == counters["live_tokens"]
+
+
+@pytest.mark.parametrize(("in_flight", "first_s"), [(1, 2), (2, 3)])
+def test_who_comes_while_a_step_runs_waits_for_those_in_flight(
+    checkpoint: Path, in_flight: int, first_s: int
+) -> None:
+    simulated = group(make(checkpoint, scheduler={"steps_in_flight": in_flight}))
+    simulated.submit("0", Arrival(0, 5, 4))
+    first, begun = simulated.play_until(0.5, lambda: None), {}
+
+    next(first)
+    assert list(first) == []
+    simulated.submit("1", Arrival(0.5, 5, 1))
+    for outputs in simulated.play_until(math.inf, lambda: None):
+        for index in outputs.firsts.tolist():
+            begun[outputs.requests[index].request_id] = simulated.clock_s
+
+    assert begun == {"1": first_s}
+    assert simulated.clock_s == 4
 
 
 def test_prompts_take_the_time_of_the_largest_share_of_a_rank(checkpoint: Path) -> None:

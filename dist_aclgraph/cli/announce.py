@@ -1,0 +1,62 @@
+"""What people are told once a deployment serves."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dist_aclgraph.config import Config
+from dist_aclgraph.environment import ray_address
+
+TABLE_KEYS = ("graph", "streams", "bytes")
+
+
+def announce(config: Config, report: dict[str, Any], console: Console) -> None:
+    """Print the device, the plan's buckets, and how to ask a first question."""
+    count = config.parallel.world_size
+    device = report.get("device") or "NPU"
+    console.print(f"{config.name} is served on {count} x {device}", highlight=False)
+    for reason in report.get("mode_reasons", ()):
+        console.print(reason)
+    plan = report.get("plan")
+    if plan:
+        reasons = "; ".join(plan.get("reasons", ()))
+        console.print(f"Graph plan {plan['version']} ({plan['hash'][:12]}): {reasons}")
+        table = Table(*TABLE_KEYS)
+        for bucket in report.get("buckets", []):
+            table.add_row(*(f"{bucket[key]:,}" if key == "bytes" else str(bucket[key])
+                            for key in TABLE_KEYS))  # fmt: skip
+        console.print(table)
+        console.print(
+            f"Bytes are what a bucket added to the pool that all share: "
+            f"{report['pool_bytes']:,} in all."
+        )
+        for warning in report.get("graph_warnings", ()):
+            console.print(f"Warning: {warning}", highlight=False)
+    else:
+        console.print("No graphs: every step runs eagerly.")
+    if "controller" in report:
+        print(f"More groups, or fewer: {_scale_command(report)}")
+    url = _url(config)
+    message = {"role": "user", "content": "Count from 3 to 9."}
+    body = json.dumps({"model": config.name, "temperature": 0, "messages": [message]})
+    console.print(f"Ready at {url}/v1 -- try:")
+    # Not through rich, which would wrap a line that is there to be copied.
+    print(f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
+    sys.stdout.flush()
+
+
+def _scale_command(report: dict[str, Any]) -> str:
+    command = f"dist-aclgraph scale N --deployment {report['controller']}"
+    if ray_address() is None:
+        return f"{command} --ray {report['ray_address']}"
+    return f"RAY_ADDRESS={report['ray_address']} {command}"
+
+
+def _url(config: Config) -> str:
+    host = f"[{config.serve.host}]" if ":" in config.serve.host else config.serve.host
+    return f"http://{host}:{config.serve.port}"

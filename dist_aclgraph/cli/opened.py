@@ -1,0 +1,71 @@
+"""What ``dist-aclgraph serve`` has looked at and opened before it starts anything.
+
+The sockets stay open for as long as the service lives: whichever process serves HTTP, or owns the
+deployment, goes on with them.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from dist_aclgraph.actors.owner_link import listen_for_ingress
+from dist_aclgraph.actors.run_directory import RunDirectory
+from dist_aclgraph.cli.checks import check_deployment
+from dist_aclgraph.config import Config
+from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.serve.access import Access, read_access
+from dist_aclgraph.serve.http_server import listen
+from dist_aclgraph.text.tokenizer import Tokenizer
+
+OWNER = "owner"  # the name of the socket at which the owner of the deployment is asked
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A configuration that may be served, and what its processes share.
+
+    Attributes:
+        http: takes clients' connections.
+        link: takes those of the ingress, for whoever owns the deployment.
+        directory: of the socket file of the latter.
+    """
+
+    config: Config
+    access: Access
+    tokenizer: Tokenizer
+    http: socket.socket
+    link: socket.socket
+    directory: RunDirectory
+
+    @property
+    def owner_path(self) -> str:
+        return f"{self.directory.path}/{OWNER}"
+
+
+@contextmanager
+def open_service(config: Config) -> Iterator[Opened]:
+    """Look at a configuration, take its port, and give it back in the end.
+
+    Raises:
+        ConfigError: the port is taken, the service would be open to others without a key, or the
+            configuration does not fit the model.
+        ModelError: the model cannot be served.
+    """
+    if config.serve.replicas > 1:
+        raise ConfigError(
+            f"serve.replicas is {config.serve.replicas}; `dist-aclgraph serve` has one ingress: "
+            "leave it out, or use Ray Serve (`serve run dist_aclgraph:app`)"
+        )
+    access = read_access(config.serve, checks_host=True)
+    with listen(config.serve.host, config.serve.port) as http:
+        check_deployment(config)
+        tokenizer = Tokenizer(config.model)
+        directory = RunDirectory()
+        try:
+            with listen_for_ingress(f"{directory.path}/{OWNER}") as link:
+                yield Opened(config, access, tokenizer, http, link, directory)
+        finally:
+            directory.remove()

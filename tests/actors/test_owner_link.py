@@ -1,0 +1,69 @@
+"""How an ingress asks the owner of its deployment, and what it hears where nobody answers."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from dist_aclgraph.actors.outage import Outlook
+from dist_aclgraph.actors.owner_link import (
+    Owner,
+    OwnerLink,
+    Reach,
+    Standing,
+    listen_for_ingress,
+)
+
+WAIT_S = 20.0
+
+
+class Answers:
+    """What an owner says; of its outlook nothing before it is let."""
+
+    def __init__(self) -> None:
+        self.asked, self.may_answer = threading.Event(), threading.Event()
+        self.is_open = False
+
+    def standing(self, is_open: bool) -> Standing:
+        self.is_open = is_open
+        return Standing("the server is stopping", 2.5)
+
+    def reach(self) -> Reach | None:
+        return None
+
+    def outlook(self) -> Outlook:
+        self.asked.set()
+        self.may_answer.wait(WAIT_S)
+        return Outlook(progress="it comes")
+
+
+def test_questions_are_answered_by_whoever_owns_the_deployment_now(tmp_path: Path) -> None:
+    path = str(tmp_path / "owner")
+    asker = Owner(path)
+    assert asker.standing(is_open=False) is None
+    with listen_for_ingress(path) as listener:
+        for _ in range(2):
+            answers = Answers()
+            answers.may_answer.set()
+            with OwnerLink(listener, answers) as link:
+                assert asker.standing(is_open=True) == Standing("the server is stopping", 2.5)
+                assert answers.is_open
+                assert asker.reach() is None
+                assert asker.outlook() == Outlook(progress="it comes")
+                asker.close()
+                assert link.wait_until_left(WAIT_S)
+
+
+def test_a_question_that_is_left_has_no_answer(tmp_path: Path) -> None:
+    path, answers, heard = str(tmp_path / "owner"), Answers(), list[Outlook]()
+    with listen_for_ingress(path) as listener, OwnerLink(listener, answers):
+        asker = Owner(path)
+        asks = threading.Thread(target=lambda: heard.append(asker.outlook()), daemon=True)
+        asks.start()
+        assert answers.asked.wait(WAIT_S)
+
+        asker.close()
+        answers.may_answer.set()
+
+        asks.join(2 * WAIT_S)
+        assert heard == [Outlook(progress="the deployment is being started again")]

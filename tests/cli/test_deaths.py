@@ -1,0 +1,111 @@
+"""A service whose own processes are killed: it comes back, and only what cannot is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.actors.leftovers import assert_processes_are_gone, wait_until
+from tests.cli.test_changing_groups import WAIT_S
+from tests.cli.test_recovery import Service, Stream, serving
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+OWNER, INGRESS, RAYLET, GCS = "serve:owner", "serve:ingress", "raylet", "gcs_server"
+BUSY = ("num_requests_running", "num_requests_waiting", "kv_cache_usage")
+
+
+def kill(service: Service, name: str) -> int:
+    [pid] = service.pids(name)
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def is_busy(service: Service) -> bool:
+    lines = service.http.get("/metrics").text.splitlines()
+    return any(
+        float(line.rpartition(" ")[2])
+        for line in lines
+        if line.startswith(tuple(f"dist_aclgraph_{name}{{" for name in BUSY))
+    )
+
+
+def end(service: Service) -> int:
+    """Return the exit code of a service that ends; nothing of it is left then."""
+    code = service.process.wait(WAIT_S)
+    wait_until(lambda: not service.all(), "a process is left", WAIT_S)
+    service._reading.join(WAIT_S)
+    return code
+
+
+def test_an_ingress_that_is_killed_loses_its_streams_alone(npu: object) -> None:
+    with serving("recovery.restarts_per_hour=2") as service:
+        wanted = [stream.text for stream in service.ask_all(600)]
+        others = {name: service.pids(name) for name in (OWNER, RAYLET, "ray::Engine")}
+        meanwhile: list[int] = []
+
+        def strike() -> None:
+            kill(service, INGRESS)
+            # Who connects now waits, and is not refused.
+            meanwhile.append(service.http.get("/health").status_code)
+
+        streams = service.ask_all(600, strike)
+
+        assert meanwhile and meanwhile[0] in (200, 503)
+        assert all(stream.error for stream in streams), "a stream hangs, or ended as if whole"
+        assert all(text.startswith(s.text) for s, text in zip(streams, wanted, strict=True))
+        service.wait_until_ready()
+        assert {name: service.pids(name) for name in others} == others
+        wait_until(lambda: not is_busy(service), "the engine keeps what nobody waits for", 60)
+        assert [stream.text for stream in service.ask_all(600)] == wanted
+
+        kill(service, INGRESS)
+        service.wait_until_ready()
+        kill(service, INGRESS)
+
+        assert end(service) == 1
+        assert "recovery.restarts_per_hour allows 2" in "".join(service.said)
+
+
+@pytest.mark.parametrize("name", [RAYLET, GCS, OWNER])
+def test_a_deployment_that_is_lost_as_a_whole_costs_time_and_no_request(
+    name: str, npu: object
+) -> None:
+    with serving("recovery.restarts_per_hour=1") as service:
+        wanted = [stream.text for stream in service.ask_all(600)]
+        ingress = service.pids(INGRESS)
+        late = Stream()
+
+        def strike() -> None:
+            kill(service, name)
+            wait_until(lambda: service.status("/ready") == 503, "it is ready without Ray", WAIT_S)
+            assert service.http.get("/health").json()["status"] == "recovering"
+            service.ask(0, late, 600)
+
+        streams = service.ask_all(600, strike)
+
+        assert [stream.error for stream in streams if stream.error] == []
+        assert [stream.text for stream in streams] == wanted
+        assert (late.error, late.text) == ("", wanted[0])
+        assert service.pids(INGRESS) == ingress
+
+        kill(service, name)
+
+        assert end(service) == (128 + signal.SIGKILL if name == OWNER else 1)
+        assert "recovery.restarts_per_hour allows 1" in "".join(service.said)
+
+
+def test_a_signal_while_the_deployment_comes_back_ends_everything(npu: object) -> None:
+    with serving("serve.drain_s=1") as service:
+        struck = service.pids(OWNER) + service.pids("ray::")
+        kill(service, RAYLET)
+        # Another one has begun.
+        wait_until(lambda: "again" in "".join(service.said), "it does not come back", WAIT_S)
+        wait_until(lambda: bool(service.pids(RAYLET)), "no Ray is started", WAIT_S)
+
+        service.process.send_signal(signal.SIGTERM)
+
+        assert end(service) == 128 + signal.SIGTERM
+        assert_processes_are_gone(struck)

@@ -1,0 +1,122 @@
+"""In bfloat16 a request that goes on elsewhere gets its own tokens where its output is replayed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from dist_aclgraph.config import SchedulerConfig
+from dist_aclgraph.engine.model_runner import ModelRunner
+from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.planning.dispatcher import GraphDispatcher
+from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.scheduler.scheduler import Scheduler
+from tests.checkpoints import make_prompts
+from tests.engine.runners import BLOCK_SIZE, MAX_LEN, make_runner, turn
+from tests.plans import make_plan
+from tests.unit.scheduler.requests import submit
+
+STREAMS, ROWS, COUNT = 48, 16, 48
+PROMPTS = make_prompts([8, 12, 20, 31] * (STREAMS // 4))
+PLAN = make_plan(ROWS, max_num_seqs=ROWS)
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.8},
+    {"temperature": 0.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2, "logprobs": 2},
+    {"temperature": 1.0, "top_k": 20, "presence_penalty": 0.3, "logprobs": 1},
+]
+
+
+class Got(NamedTuple):
+    """Attributes:
+    logprobs: of the chosen tokens and of the best ones; which of two equally good ones is named
+        depends on how many others ask for.
+    """
+
+    tokens: list[int]
+    logprobs: list[tuple[float, ...]]
+
+
+def play(
+    runner: ModelRunner, outputs: Sequence[list[int]], *, exact: bool, num_blocks: int = 64
+) -> list[Got]:
+    """Run all requests, which have these outputs already; return the rest of them.
+
+    Args:
+        num_blocks: with fewer than 50 requests are preempted.
+    """
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=ROWS, max_num_batched_tokens=64),
+        [BlockPool(num_blocks, BLOCK_SIZE, prefix_cache=False)],
+        GraphDispatcher(PLAN),
+        max_model_len=MAX_LEN,
+        exact=exact,
+    )
+    order = list(range(STREAMS))
+    random.Random(len(outputs[0])).shuffle(order)  # others run beside each of them
+    for index in order:
+        more = SAMPLINGS[index % len(SAMPLINGS)]
+        params = SamplingParams(max_tokens=COUNT, seed=index, ignore_eos=True, **more)
+        scheduler.add(submit(str(index), PROMPTS[index], params, output=outputs[index]))
+    got = [Got([], []) for _ in outputs]
+    while scheduler.has_work:
+        for delta in turn(scheduler, runner):
+            one = got[int(delta.request_id)]
+            one.tokens.extend(delta.tokens)
+            reports = delta.logprobs or [None] * len(delta.tokens)
+            one.logprobs.extend(() if report is None else report.logprobs for report in reports)
+    assert (scheduler.num_preemptions > 0) == (num_blocks < 50)
+    return got
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("checkpoint", 1), ("checkpoint", 2), ("deepseek", 2)],
+    ids=["one-in-flight", "two-in-flight", "latent-with-experts"],
+)
+def runner(npu: Any, request: pytest.FixtureRequest) -> ModelRunner:
+    name, in_flight = request.param
+    checkpoint: Path = request.getfixturevalue(name)
+    scheduler = {"max_num_seqs": ROWS, "steps_in_flight": in_flight}
+    settings = {"dtype": "bfloat16", "scheduler": scheduler}
+    runner = make_runner(npu, checkpoint, ROWS, PLAN.capture_order, 0, settings)
+    for graph in PLAN.capture_order:
+        runner.warm_up(graph)
+        runner.capture(graph)
+        runner.commit(graph)
+    return runner
+
+
+def continued(runner: ModelRunner, whole: list[Got], cut: int, *, exact: bool) -> list[int]:
+    """Go on from so many tokens; return who gets something else than the rest of the whole."""
+    rest = play(runner, [one.tokens[:cut] for one in whole], exact=exact)
+    return [
+        index
+        for index, (one, more) in enumerate(zip(whole, rest, strict=True))
+        if (one.tokens[cut:], one.logprobs[cut:]) != more
+    ]
+
+
+def test_replayed_output_leads_to_the_same_tokens_and_log_probabilities(
+    runner: ModelRunner,
+) -> None:
+    whole = play(runner, [[] for _ in PROMPTS], exact=True)
+
+    assert [continued(runner, whole, cut, exact=True) for cut in (1, 30)] == [[], []]
+
+
+def test_who_is_preempted_gets_the_same_tokens(runner: ModelRunner) -> None:
+    nothing: list[list[int]] = [[] for _ in PROMPTS]
+
+    assert play(runner, nothing, exact=True, num_blocks=24) == play(runner, nothing, exact=True)
+
+
+def test_output_that_is_computed_like_a_prompt_leads_to_other_tokens(runner: ModelRunner) -> None:
+    """What the replay is for: without it some continuations differ by rounding."""
+    whole = play(runner, [[] for _ in PROMPTS], exact=False)
+
+    assert continued(runner, whole, 30, exact=False)
