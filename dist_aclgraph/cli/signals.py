@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import select
 import signal
-import threading
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -18,7 +19,9 @@ class Signals:
 
     def __init__(self) -> None:
         self.received = 0
-        self._came = threading.Event()
+        # A handler interrupts whoever waits, wherever that stands. It may write to a file; the lock
+        # of a threading.Event, which the interrupted wait may hold, would never be free again.
+        self._came = os.eventfd(0)
 
     def __enter__(self) -> Signals:
         self._before = {number: signal.getsignal(number) for number in SIGNALS}
@@ -28,6 +31,7 @@ class Signals:
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        os.close(self._came)
 
     def take_over(self) -> None:
         for number in SIGNALS:
@@ -35,13 +39,12 @@ class Signals:
 
     def wait(self, seconds: float) -> bool:
         """Return whether one has come, after so many seconds at the latest."""
-        return self._came.wait(seconds)
+        return bool(select.select([self._came], [], [], seconds)[0])
 
     def stop(self) -> None:
-        """Be as if one had come."""
-        self.received = self.received or signal.SIGTERM
-        self._came.set()
+        """Be as if one had come. Any thread."""
+        self._receive(signal.SIGTERM, None)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or number
-        self._came.set()
+        os.eventfd_write(self._came, 1)

@@ -1,0 +1,55 @@
+"""Signals that are remembered: they may come wherever the process that waits for them stands."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+from dist_aclgraph.cli.signals import Signals
+
+WAIT_S = 60.0
+
+# A timer's signal comes a little later each time: at any step of a wait.
+UNDER_FIRE = """
+import signal
+from dist_aclgraph.cli.signals import Signals
+
+for number in range(5000):
+    with Signals() as signals:
+        signal.signal(signal.SIGALRM, signals._receive)
+        signal.setitimer(signal.ITIMER_REAL, 1e-6 + number % 100 * 1e-6)
+        while not signals.wait(0.00001):
+            pass
+print("over", signals.received)
+"""
+
+
+def test_a_signal_may_come_at_any_moment_of_a_wait() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", UNDER_FIRE], capture_output=True, text=True, timeout=WAIT_S
+    )
+
+    assert (ended.stdout, ended.stderr) == ("over 14\n", "")
+
+
+def test_the_first_that_has_come_stays() -> None:
+    with Signals() as signals:
+        assert not signals.wait(0.0)
+
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.wait(WAIT_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+        signals.stop()
+
+        assert signals.wait(0.0)
+        assert signals.received == signal.SIGINT
+
+
+def test_to_stop_is_as_if_a_signal_had_come() -> None:
+    with Signals() as signals:
+        signals.stop()
+
+        assert signals.wait(0.0)
+        assert signals.received == signal.SIGTERM
