@@ -317,16 +317,16 @@ class Worker:
 
     def _report_failure(self, error: Exception, channel: StepReceiver) -> DeviceFault | None:
         """Tell the engine; return what stopped the device, where that is known."""
-        from dist_aclgraph.device.failures import device_fault
-
-        fault = device_fault(error) if isinstance(error, DeviceError) else None
+        joined = self._running.joined
+        fault = joined.npu.fault_of(error) if isinstance(error, DeviceError) else None
         if fault is None and self._is_told_to_stop:
             fault = "stopped"
-        rank = self._running.joined.group_rank
         # Of the step behind the last one, as that may have been answered: errors of earlier ones
         # are not looked at.
         step = self._last_step + 1
-        channel.send(StepResult(self._epoch, step, rank, error=str(error), fault=fault))
+        channel.send(
+            StepResult(self._epoch, step, joined.group_rank, error=str(error), fault=fault)
+        )
         return fault
 
     def _resume(self, order: Resume) -> Resumed:

@@ -69,9 +69,14 @@ def device_fault(error: BaseException) -> DeviceFault | None:
         if fault := _FAULT_OF_REASON.get(reason.strip().lower()):
             return fault
     for code in _CODE.findall(text):
-        if fault := _FAULT_OF_CODE.get(int(code)):
+        if fault := fault_of_code(int(code)):
             return fault
     return "stopped" if _STOPPED in text else None
+
+
+def fault_of_code(code: int) -> DeviceFault | None:
+    """Return what stopped the device, by a code of CANN's runtime."""
+    return _FAULT_OF_CODE.get(code)
 
 
 def classify(error: BaseException) -> FailureCause:

@@ -23,16 +23,17 @@ import torch
 
 from dist_aclgraph.config import DeviceConfig
 from dist_aclgraph.device import emulator
-from dist_aclgraph.device.failures import device_error
+from dist_aclgraph.device.failures import device_error, device_fault, fault_of_code
 from dist_aclgraph.device.kind import DeviceKind, emulator_settings, resolve_kind
 from dist_aclgraph.device.launch_gate import LaunchGate
 from dist_aclgraph.device.staging import PART_BYTES, Staging
 from dist_aclgraph.device.torch_build import check_torch
 from dist_aclgraph.environment import prepare_device
-from dist_aclgraph.errors import DeviceError
+from dist_aclgraph.errors import DeviceError, DeviceFault
 
 # Seen on 910C with CANN 9.0: so many creations succeed, then 207005.
 STREAMS_OF_A_FRESH_DEVICE = 1979
+THREAD_LEVEL = 0  # ACL_RT_THREAD_LEVEL
 PACKAGE_CANN, VERSION_BYTES = 0, 2048  # ACL_PKG_NAME_CANN; the struct begins with the text
 CAPTURE_THREAD_LOCAL = 1  # ACL_MODEL_RI_CAPTURE_MODE_THREAD_LOCAL
 STDERR = 2
@@ -157,6 +158,16 @@ class Npu:
         """Return to the device what the allocator keeps for tensors to come."""
         runtime().empty_cache()
 
+    def fault_of(self, error: BaseException) -> DeviceFault | None:
+        """Return what stopped the device, or None where nothing says so. Once for each error, on
+        the thread that met it.
+
+        A library above CANN's runtime may say no more than that the runtime has refused a launch:
+        HCCL has one code for all. The runtime remembers its own for each thread, until it is asked.
+        """
+        code = self._acl.aclrtGetLastError(THREAD_LEVEL)
+        return device_fault(error) or fault_of_code(code)
+
     def stop(self, timeout_s: float) -> None:
         """Abort all that the device runs and holds queued; whoever waits for it gets an error.
 
@@ -193,6 +204,7 @@ class Npu:
             runtime().restart_device(0)
             # All communicators of the process, whatever the group.
             torch_npu().distributed.reinit_process_group(None, False)
+        self._acl.aclrtGetLastError(THREAD_LEVEL)
         self._gate.open()
 
     def launching(self) -> AbstractContextManager[None]:

@@ -217,3 +217,36 @@ def test_an_abort_that_fails_leaves_the_device_stopped(run_script):
     assert status == 0, output
     assert "ABORTS 1" in output and re.search("THEN .*FORCE STOP", output), output
     assert "AGAIN 0" in output and "FINE [1.0, 1.0, 1.0, 1.0]" in output
+
+
+LAUNCHES_BEHIND = """
+import ctypes
+from dist_aclgraph.device.npu import Npu
+acl, THREAD_LEVEL = ctypes.CDLL("libascendcl.so"), 0
+npu, of_hccl = Npu("emulated"), RuntimeError("HcclAllreduce, error code is 15")
+print("BEFORE", acl.aclrtPeekAtLastError(THREAD_LEVEL), npu.fault_of(of_hccl))
+kept.cumsum(0)
+time.sleep(0.5)
+attempt("LAUNCH", lambda: kept.add_(1))
+codes = [acl.aclrtPeekAtLastError(THREAD_LEVEL) for _ in range(2)]
+print("CODES", codes, npu.fault_of(of_hccl), acl.aclrtGetLastError(THREAD_LEVEL), flush=True)
+leave()
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "code", "fault"),
+    [
+        ("fail", "error code is 507015", 507015, "operator"),
+        ("link", "HCCS LINK ERROR, error code is 507056", 507056, "link"),
+    ],
+)
+def test_where_a_library_cannot_launch_the_runtime_knows_why(run_ranks, kind, said, code, fault):
+    """HCCL has one code for all that the runtime refuses; torch_npu asks the runtime for its own,
+    and has words for some."""
+    faults = {"fault_op": "aclnnCumsum", "fault_call": 1, "fault_kind": kind}
+
+    for output in finished(run_ranks(RANKS + LAUNCHES_BEHIND, 2, **faults)):
+        assert "BEFORE 0 None" in output
+        assert re.search(f"LAUNCH FAILED .*{said}", output), output
+        assert f"CODES [{code}, {code}] {fault} 0" in output

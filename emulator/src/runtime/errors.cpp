@@ -7,6 +7,7 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
+#include <utility>
 
 #include <pthread.h>
 
@@ -15,6 +16,10 @@ namespace emu {
 DeviceFailure g_failures[kMaxDevices];
 
 static thread_local std::string t_error;
+static thread_local aclError t_last_error = 0;  // of the runtime, until it is taken
+
+// Codes of the runtime are 107xxx, 207xxx and 507xxx.
+static bool is_of_runtime(aclError code) { return code / 1000 % 100 == 7; }
 
 aclError fail(aclError code, const char *format, ...) {
   char text[1024];
@@ -23,6 +28,8 @@ aclError fail(aclError code, const char *format, ...) {
   vsnprintf(text, sizeof text, format, args);
   va_end(args);
   t_error = std::string("[emulated CANN] ") + text;
+  if (is_of_runtime(code))
+    t_last_error = code;
   if (settings().trace)
     fprintf(stderr, "[emulator] error %d: %s\n", code, text);
   // The end of an abort is no failure of the call.
@@ -94,5 +101,7 @@ EMU_API const char *aclGetRecentErrMsg() {
   emu::t_error.clear();
   return returned.empty() ? nullptr : returned.c_str();
 }
-EMU_API aclError aclrtPeekAtLastError(aclrtLastErrLevel) { return 0; }
-EMU_API aclError aclrtGetLastError(aclrtLastErrLevel) { return 0; }
+// torch_npu asks for it where a library above the runtime fails: HCCL says no more than "a call of
+// the runtime has failed".
+EMU_API aclError aclrtPeekAtLastError(aclrtLastErrLevel) { return emu::t_last_error; }
+EMU_API aclError aclrtGetLastError(aclrtLastErrLevel) { return std::exchange(emu::t_last_error, 0); }
