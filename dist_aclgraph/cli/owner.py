@@ -24,6 +24,7 @@ from dist_aclgraph.cli.announce import announce
 from dist_aclgraph.cli.last_start import keep_report
 from dist_aclgraph.cli.opened import Opened
 from dist_aclgraph.cli.progress import StartProgress
+from dist_aclgraph.cli.pulse import Pulse
 from dist_aclgraph.cli.signals import Signals
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import (
@@ -49,12 +50,12 @@ def own_deployment(
     opened: Opened,
     start: Start,
     signals: Signals,
-    on_serving: Callable[[], None] = lambda: None,
+    pulse: Pulse,
 ) -> None:
     """Start a deployment, and keep it until a signal; then drain and stop all that was started.
 
     Args:
-        on_serving: called once it has come up.
+        pulse: beats while it serves.
 
     Raises:
         RayDiedError: the Ray that was started for it has died; another deployment may take its
@@ -68,9 +69,8 @@ def own_deployment(
         try:
             console.print(f"Starting {config.name} on {config.parallel.world_size} NPUs ...")
             with _started(config, start, signals, console, answers) as running:
-                on_serving()
                 try:
-                    _watch(config, running, signals, answers)
+                    _watch(config, running, signals, answers, pulse)
                     console.print("Draining ...")
                     answers.end("the server is stopping", config.serve.drain_s)
                 except RayDiedError:
@@ -119,7 +119,9 @@ def _started(
             running.shut_down()
 
 
-def _watch(config: Config, running: Deployment, signals: Signals, answers: _Answers) -> None:
+def _watch(
+    config: Config, running: Deployment, signals: Signals, answers: _Answers, pulse: Pulse
+) -> None:
     """Return once a signal has come.
 
     Raises:
@@ -127,16 +129,26 @@ def _watch(config: Config, running: Deployment, signals: Signals, answers: _Answ
     """
     is_announced = False
     with _Checks(running) as checks:
-        is_over = False
-        while not is_over:
-            is_over = signals.wait(POLL_S)
-            if answers.is_open and not is_announced:
-                is_announced = True
-                report = running.report()
-                keep_report(config.name, report)
-                announce(config, report, Console())
-            if not is_over:
+        try:
+            pulse.beat()
+            while not signals.wait(POLL_S):
+                pulse.beat()
+                if answers.is_open and not is_announced:
+                    is_announced = _announced(config, running)
                 checks.raise_failure()
+        finally:
+            pulse.rest()
+
+
+def _announced(config: Config, running: Deployment) -> bool:
+    """Say where the service is; return whether its controller could be asked for it."""
+    try:
+        report = running.report()
+    except DistAclGraphError:
+        return False  # whether all is over, the checks say
+    keep_report(config.name, report)
+    announce(config, report, Console())
+    return True
 
 
 class _Answers:

@@ -14,6 +14,7 @@ from dist_aclgraph.actors import deployment
 from dist_aclgraph.cli.ingress import serve_http
 from dist_aclgraph.cli.opened import Opened, open_service
 from dist_aclgraph.cli.owner import Start, own_deployment
+from dist_aclgraph.cli.pulse import Pulse
 from dist_aclgraph.cli.signals import Signals
 from dist_aclgraph.cli.supervise import Supervisor
 from dist_aclgraph.config import Config
@@ -51,7 +52,7 @@ def serve_until_signal(config: Config, start: Start = deployment.start) -> None:
     with open_service(config) as opened, Signals() as signals:
         ingress = _IngressThread(opened, signals)
         try:
-            own_deployment(opened, start, signals)
+            own_deployment(opened, start, signals, Pulse())
         finally:
             ingress.end()
 

@@ -1,5 +1,5 @@
 """The first process of a service: it starts the one that owns the deployment and the one that
-serves HTTP, and another one in the place of either where it is killed, or where the latter hangs.
+serves HTTP, and another one in the place of either where it is killed or hangs.
 
 Supervisors of ours signal whole process groups. Ray's daemons must then not be in the group
 (``own_process_group``), and a group's leader cannot leave it: so this process, which may lead one,
@@ -8,7 +8,6 @@ starts no Ray. What a killed owner has started becomes a child of this process, 
 
 from __future__ import annotations
 
-import mmap
 import os
 import signal
 import sys
@@ -17,18 +16,20 @@ import traceback
 from collections.abc import Callable, Iterator
 
 from dist_aclgraph.actors import processes, run_directory
-from dist_aclgraph.cli.exit_codes import tell
+from dist_aclgraph.cli.exit_codes import FAILURE, tell
+from dist_aclgraph.cli.pulse import Pulse
 from dist_aclgraph.cli.signals import SIGNALS, Signals
 from dist_aclgraph.errors import DistAclGraphError, RayDiedError
 from dist_aclgraph.planning.restarts import RestartBudget
 
 OWNER, INGRESS = "serve:owner", "serve:ingress"  # names of processes
+OWNS, SERVES = "the process that owns the deployment", "the process that serves HTTP"
 AGAIN = 75  # exit code of an owner in whose place another may serve; EX_TEMPFAIL of sysexits.h
 END_S = 30.0  # for an ingress, once the service is over
 WAITED = {signal.SIGCHLD, *SIGNALS}
-LOOK_S = 1.0  # between two looks whether the ingress lives; it beats about as often
+LOOK_S = 1.0  # between two looks whether they live; they beat about as often
 
-Own = Callable[[Signals, Callable[[], None]], None]
+Own = Callable[[Signals, Pulse], None]
 ServeHttp = Callable[[int, Callable[[], None]], None]
 
 
@@ -36,11 +37,11 @@ class Supervisor:
     """Owns the two processes of a service.
 
     Args:
-        own: the owner's whole life: until a signal, calling back once it serves.
+        own: the owner's whole life: until a signal. It beats all the time while it serves.
         serve_http: the ingress's whole life: until the pipe whose read end it gets is closed. What
             it gets besides it calls all the time, from its event loop.
         restarts: of both together.
-        silent_s: an ingress whose event loop stands still for longer is killed.
+        silent_s: what stands still for longer is killed.
         on_fork: called first in each process.
     """
 
@@ -57,9 +58,8 @@ class Supervisor:
         self._serve_http = serve_http
         self._restarts = restarts
         self._on_fork = on_fork
-        self._has_served = mmap.mmap(-1, 1)  # shared with owners
-        self._pulse = mmap.mmap(-1, 1)  # shared with ingresses, which change it; 0 before they do
-        self._seen_pulse, self._silent_looks = 0, 0
+        self._owner_pulse, self._ingress_pulse = Pulse(), Pulse()
+        self._has_served = False  # any owner of those that have ended
         # Owners keep the end for writing open as well: it closes when they and this one are gone.
         self._life, self._life_end = os.pipe()
         self._owner = self._ingress = 0  # process ids
@@ -72,7 +72,7 @@ class Supervisor:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_BLOCK, WAITED)
         processes.adopt_orphans()
-        self._owner = self._fork(OWNER, self._be_owner)
+        self._start_owner()
         self._start_ingress()
         code = None
         while code is None:
@@ -86,8 +86,10 @@ class Supervisor:
     def _wait(self) -> int | None:
         """Wait for a signal, or the end of a child; return the exit code once all is over."""
         received = signal.sigtimedwait(WAITED, LOOK_S)
-        if received is None:
-            self._look_at_ingress()
+        # Where this process was stopped meanwhile, and continued, Python returns what was there by
+        # chance: any number, or the signal of an earlier wait, which does no harm a second time.
+        if received is None or received.si_signo not in WAITED:
+            self._look()
             return None
         if received.si_signo != signal.SIGCHLD:
             self._signal = self._signal or received.si_signo
@@ -102,17 +104,27 @@ class Supervisor:
 
     def _replace_owner(self, code: int) -> int | None:
         """Start another owner, or return the exit code of the service."""
-        is_killed = code < 0 and -code not in SIGNALS
+        served, before = self._owner_pulse.was_felt, self._has_served
+        self._has_served = served or before
         self._end_orphans()
-        final = 128 - code if code < 0 else 1 if code == AGAIN else code
-        if self._signal or self._failure or not (is_killed or code == AGAIN):
+        final = 128 - code if code < 0 else FAILURE if code == AGAIN else code
+        if self._signal or self._failure:
             return self._failure or final
-        why = "the service has lost its Ray"
-        if is_killed:
-            why = f"the process that owns the deployment was killed by {signal.Signals(-code).name}"
-        if not self._has_served[0] or not self._may_restart(why, "the deployment"):
+        if code < 0 and -code not in SIGNALS:
+            why = f"{OWNS} was killed by {signal.Signals(-code).name}"
+        elif code == AGAIN:
+            why = "the service has lost its Ray"
+        elif code == FAILURE and before and not served:
+            why = "another one did not come up"
+        else:
             return final
-        self._owner = self._fork(OWNER, self._be_owner)
+        if not self._has_served or not self._may_restart(why, "the deployment"):
+            return final
+        if served:
+            self._restarts.succeeded()
+        else:
+            self._restarts.failed(time.monotonic())
+        self._start_owner()
         return None
 
     def _replace_ingress(self, code: int) -> None:
@@ -121,31 +133,32 @@ class Supervisor:
         if self._signal:
             return
         if code < 0:
-            why = f"the process that serves HTTP was killed by {signal.Signals(-code).name}"
+            why = f"{SERVES} was killed by {signal.Signals(-code).name}"
             if self._may_restart(why, "it"):
                 self._start_ingress()
                 return
         self._failure = max(code, 1)
         os.kill(self._owner, signal.SIGTERM)
 
+    def _start_owner(self) -> None:
+        self._owner_pulse.begin()
+        self._owner = self._fork(OWNER, self._be_owner)
+
     def _start_ingress(self) -> None:
-        self._pulse[0] = self._seen_pulse = self._silent_looks = 0
+        self._ingress_pulse.begin()
         self._ingress = self._fork(INGRESS, self._be_ingress)
 
-    def _look_at_ingress(self) -> None:
-        """Kill the ingress if its event loop stands still.
-
-        Looks are counted, and no time: what was stopped together with this process is not silent.
-        """
-        pulse = self._pulse[0]
-        is_silent = pulse > 0 and pulse == self._seen_pulse
-        self._silent_looks = self._silent_looks + 1 if is_silent else 0
-        self._seen_pulse = pulse
-        if self._ingress and self._silent_looks * LOOK_S > self._silent_s:
-            why = f"the process that serves HTTP has stood still for {self._silent_s:g} s"
-            print(f"warning: {why}; it is killed", file=sys.stderr, flush=True)
-            self._silent_looks = 0
-            os.kill(self._ingress, signal.SIGKILL)
+    def _look(self) -> None:
+        """Kill what stands still."""
+        for pid, pulse, what in (
+            (self._owner, self._owner_pulse, OWNS),
+            (self._ingress, self._ingress_pulse, SERVES),
+        ):
+            if pid and pulse.look() * LOOK_S > self._silent_s:
+                why = f"{what} has stood still for {self._silent_s:g} s"
+                print(f"warning: {why}; it is killed", file=sys.stderr, flush=True)
+                pulse.rest()
+                os.kill(pid, signal.SIGKILL)
 
     def _may_restart(self, why: str, what: str) -> bool:
         """Take a restart of the budget, and say so."""
@@ -201,20 +214,16 @@ class Supervisor:
         processes.signal_with_parent(signal.SIGTERM)
         with Signals() as signals:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED)
-            self._own(signals, self._note_service)
-
-    def _note_service(self) -> None:
-        self._has_served[0] = 1
+            if signals.wait(self._restarts.pause_s(time.monotonic())):
+                raise SystemExit(128 + signals.received)
+            self._own(signals, self._owner_pulse)
 
     def _be_ingress(self) -> None:
         for number in SIGNALS:  # the owner says when it is to drain
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED)
         os.close(self._life_end)
-        self._serve_http(self._life, self._beat)
-
-    def _beat(self) -> None:
-        self._pulse[0] = self._pulse[0] % 255 + 1
+        self._serve_http(self._life, self._ingress_pulse.beat)
 
 
 def _ended() -> Iterator[tuple[int, int]]:

@@ -23,9 +23,13 @@ class RestartBudget:
         self._pause_s = FIRST_PAUSE_S
         self._next_s = 0.0
 
+    def pause_s(self, now_s: float) -> float:
+        """Return what is left of the pause after the last failure; for any thread."""
+        return max(0.0, self._next_s - now_s)
+
     def is_due(self, now_s: float) -> bool:
         """Whether the pause after the last failure is over."""
-        return now_s >= self._next_s
+        return self.pause_s(now_s) == 0.0
 
     def is_left(self, now_s: float) -> bool:
         """Whether one may be taken; for any thread."""

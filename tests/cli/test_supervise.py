@@ -29,10 +29,11 @@ from dist_aclgraph.planning.restarts import RestartBudget
 def say(text):  # in one piece, as several processes speak
     os.write(1, f"{text}\n".encode())
 
-def own(signals, on_serving):
+def own(signals, pulse):
+    pulse.beat()
     say("owns")
-    on_serving()
-    signals.wait(600)
+    while not signals.wait(0.1):
+        pulse.beat()
     say("stopped in order")
     sys.exit(7)
 
@@ -146,20 +147,59 @@ def test_an_ingress_that_is_killed_is_replaced_beside_the_same_owner(start: Star
     )
 
 
-def test_an_ingress_that_stands_still_is_replaced(start: Start) -> None:
+@pytest.mark.parametrize(
+    ("name", "begins", "what"),
+    [
+        (OWNER, "owns", "the process that owns the deployment"),
+        (INGRESS, "listens", "the process that serves HTTP"),
+    ],
+)
+def test_what_stands_still_is_replaced(start: Start, name: str, begins: str, what: str) -> None:
     service = start("SILENT_S = 3.0")
     service.lines(2)
-    struck = service.pid(INGRESS)
+    struck = service.pid(name)
     time.sleep(BEATS_S)
 
     os.kill(struck, signal.SIGSTOP)
 
-    assert service.lines(1) == ["listens"]
-    assert service.pid(INGRESS) != struck
+    assert service.lines(1) == [begins]
+    assert service.pid(name) != struck
     service.process.terminate()
     code, _, wrong = service.end()
     assert code == 7
-    assert "the process that serves HTTP has stood still for 3 s; it is killed\n" in wrong
+    assert f"{what} has stood still for 3 s; it is killed\n" in wrong
+
+
+def test_an_owner_that_stands_still_does_not_hold_up_the_end(start: Start) -> None:
+    service = start("SILENT_S = 3.0")
+    service.lines(2)
+    time.sleep(BEATS_S)
+
+    os.kill(service.pid(OWNER), signal.SIGSTOP)
+    service.process.terminate()
+
+    assert service.end()[0] == 128 + signal.SIGKILL
+
+
+def test_an_owner_that_drains_gives_no_sign_and_is_left_alone(start: Start) -> None:
+    service = start(
+        """
+SILENT_S = 2.0
+plainly = own
+def own(signals, pulse):
+    try:
+        plainly(signals, pulse)
+    finally:
+        pulse.rest()
+        time.sleep(5)
+"""
+    )
+    service.lines(2)
+    time.sleep(BEATS_S)
+
+    service.process.terminate()
+
+    assert service.end() == (7, "stopped in order\n", "")
 
 
 def test_a_service_that_was_stopped_as_a_whole_goes_on(start: Start) -> None:
@@ -178,16 +218,35 @@ def test_a_service_that_was_stopped_as_a_whole_goes_on(start: Start) -> None:
     assert service.end()[0] == 7
 
 
+def test_what_python_makes_up_after_a_stop_is_no_signal(start: Start) -> None:
+    service = start(
+        """
+import types
+plainly_wait, made_up = signal.sigtimedwait, [0, 4711, -5]
+def wait(numbers, seconds):
+    if made_up:
+        return types.SimpleNamespace(si_signo=made_up.pop())
+    return plainly_wait(numbers, seconds)
+signal.sigtimedwait = wait
+"""
+    )
+    service.lines(2)
+
+    service.process.terminate()
+
+    assert service.end() == (7, "stopped in order\n", "")
+
+
 def test_an_owner_that_is_killed_is_replaced_and_what_it_had_started_is_ended(start: Start) -> None:
     service = start(
         """
 plainly = own
-def own(signals, on_serving):
+def own(signals, pulse):
     # What it starts starts others, which lead sessions of their own, as Ray's daemons do.
     start = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
     subprocess.run([sys.executable, "-c", start])
     subprocess.Popen(["sleep", "600"])
-    plainly(signals, on_serving)
+    plainly(signals, pulse)
 """
     )
     service.lines(2)
@@ -224,9 +283,9 @@ def test_past_the_budget_a_death_ends_the_service_with_the_reason(
 
 
 LOSES_RAY = """
-def own(signals, on_serving):
+def own(signals, pulse):
+    pulse.beat()
     say("owns")
-    on_serving()
     raise RayDiedError("the raylet has died")
 """
 
@@ -251,12 +310,37 @@ def test_an_owner_that_loses_its_ray_is_replaced_until_no_restart_is_left(start:
     ],
 )
 def test_a_start_that_fails_is_not_tried_again(start: Start, ending: str, code: int) -> None:
-    service = start(f"\ndef own(signals, on_serving):\n    say('owns')\n    {ending}\n")
+    service = start(f"\ndef own(signals, pulse):\n    say('owns')\n    {ending}\n")
 
     ended, said, wrong = service.end()
 
     assert (ended, said.count("owns") <= 1) == (code, True)
     assert "again" not in wrong
+
+
+def test_a_deployment_that_does_not_come_up_again_is_tried_again(start: Start) -> None:
+    service = start(
+        """
+import mmap
+starts = mmap.mmap(-1, 1)
+plainly = own
+def own(signals, pulse):
+    starts[0] += 1
+    if starts[0] == 2:
+        raise EngineDeadError("there is no room yet")
+    plainly(signals, pulse)
+"""
+    )
+    service.lines(2)
+
+    service.kill(OWNER)
+
+    assert service.lines(1) == ["owns"]
+    service.process.terminate()
+    code, _, wrong = service.end()
+    assert code == 7
+    assert "error: there is no room yet\n" in wrong
+    assert "warning: another one did not come up; the deployment is started again\n" in wrong
 
 
 def test_an_owner_that_ends_with_an_error_is_not_replaced(start: Start) -> None:
@@ -298,10 +382,10 @@ def test_orphans_that_end_while_the_service_runs_do_not_stay_as_zombies(start: S
     service = start(
         """
 plainly = own
-def own(signals, on_serving):
+def own(signals, pulse):
     nested = "import subprocess; subprocess.Popen(['sleep', '0.2'])"
     subprocess.run([sys.executable, "-c", nested])
-    plainly(signals, on_serving)
+    plainly(signals, pulse)
 """
     )
     service.lines(2)
