@@ -74,7 +74,7 @@ bench-load: setup-bench emulator ## Loading 4 GiB of weights on four ranks, agai
 SEED ?= 1
 FAULTS ?= 12
 SHAPE ?= replicas
-chaos: setup-dev emulator ## Faults against a service: SEED=1 FAULTS=12 SHAPE=replicas, or experts
+chaos: setup-dev emulator ## Faults against a service: SEED=1 FAULTS=12 SHAPE=replicas, experts or streams
 	$(BIN)/python -m dist_aclgraph.chaos --seed $(SEED) --faults $(FAULTS) --shape $(SHAPE)
 
 bench-messages: setup-bench ## A plan to all workers of a node and their results back

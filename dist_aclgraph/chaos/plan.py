@@ -31,6 +31,7 @@ class Kind(Enum):
     STOP_INGRESS = "ingress stopped, until it is killed"
     KILL_RAYLET = "raylet killed"
     KILL_OWNER = "owner of the deployment killed"
+    STOP_OWNER = "owner of the deployment stopped, until it is killed"
     # Inside the recovery of another fault only.
     CAPTURE_DEATH = "a rank of the replacement dies in its capture"
     CAPTURE_MEMORY = "memory of the replacement runs out in its capture"

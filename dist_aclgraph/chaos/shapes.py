@@ -94,4 +94,20 @@ SHAPES = {
         num_streams=8,
         num_tokens=400,
     ),
+    "streams": Shape(
+        config="tiny-qwen3",
+        num_groups=1,
+        overrides=(
+            *COMMON,
+            "parallel.tp=2",
+            "graph.sizes=[16,64]",
+            "scheduler.max_num_seqs=64",
+            "scheduler.max_waiting=64",
+            "kv.num_blocks=130",  # two for each stream: the cache is full
+        ),
+        operator="aclnnSwiGlu",
+        collective="HcclAllReduce",
+        num_streams=64,
+        num_tokens=200,
+    ),
 }
