@@ -26,7 +26,7 @@ from dist_aclgraph.device import emulator
 from dist_aclgraph.device.failures import device_error, device_fault, fault_of_code
 from dist_aclgraph.device.kind import DeviceKind, emulator_settings, resolve_kind
 from dist_aclgraph.device.launch_gate import LaunchGate
-from dist_aclgraph.device.staging import PART_BYTES, Staging
+from dist_aclgraph.device.staging import Staging
 from dist_aclgraph.device.torch_build import check_torch
 from dist_aclgraph.environment import prepare_device
 from dist_aclgraph.errors import DeviceError, DeviceFault
@@ -230,13 +230,11 @@ class Npu:
         return torch.zeros(shape, dtype=dtype).pin_memory()
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
-        """Return a small array on the device; the host does not wait for the copy.
+        """Return an array on the device; the host does not wait for the copy.
 
         Sent on the stream that was current when this was made.
         """
-        if array.nbytes > PART_BYTES:
-            return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
-        return self._staging.hold(array).to(self.device, non_blocking=True)
+        return self._staging.send(array, self.device)
 
 
 def load_torch_npu(kind: DeviceKind) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-NUM_PARTS, PART_BYTES = 4, 1 << 20
+NUM_PARTS, MAX_PARTS, PART_BYTES = 4, 64, 1 << 20
 ALIGNED_BYTES = 64
 
 
@@ -30,10 +30,10 @@ class _Part:
 
 
 class Staging:
-    """Owns the memory, whose parts are used in turn. All is sent on one stream.
+    """Owns the memory, whose parts are used in turn; more of them where the device is far behind.
 
     Args:
-        stream: the one.
+        stream: on which all is sent.
         make_event: returns an event of the device.
         waiting: the host waits inside; see ``Npu.waiting``.
     """
@@ -45,28 +45,43 @@ class Staging:
         waiting: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._stream = stream
+        self._make_event = make_event
         self._waiting = waiting
         self._parts = [_Part(make_event()) for _ in range(NUM_PARTS)]
         self._index = self._used = 0
 
-    def hold(self, array: np.ndarray) -> torch.Tensor:
-        """Return a copy of the array, of at most ``PART_BYTES``, to be sent at once."""
-        num_bytes = array.nbytes
-        if self._used + num_bytes > PART_BYTES:
+    def send(self, array: np.ndarray, device: torch.device) -> torch.Tensor:
+        """Return an array's copy on the device, which is under way."""
+        source = torch.from_numpy(array)
+        if array.nbytes <= PART_BYTES:
+            return self._hold(source).to(device, non_blocking=True)
+        flat, at_once = source.reshape(-1), PART_BYTES // array.itemsize
+        sent = torch.empty(flat.shape, dtype=flat.dtype, device=device)
+        for begin in range(0, len(flat), at_once):
+            part = slice(begin, begin + at_once)
+            sent[part].copy_(self._hold(flat[part]), non_blocking=True)
+        return sent.view(source.shape)
+
+    def _hold(self, source: torch.Tensor) -> torch.Tensor:
+        """Return a copy in pinned memory, of at most ``PART_BYTES``, to be sent at once."""
+        if self._used + source.nbytes > PART_BYTES:
             self._go_on()
         begin = self._used
-        self._used += -(-num_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
-        source = torch.from_numpy(array)
-        room = self._parts[self._index].memory[begin : begin + num_bytes]
+        self._used += -(-source.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
+        room = self._parts[self._index].memory[begin : begin + source.nbytes]
         return room.view(source.dtype).view(source.shape).copy_(source)
 
     def _go_on(self) -> None:
-        """Take the next part, once the device has read what was in it."""
+        """Take the next part, if the device has read what was in it, or a new one."""
         left = self._parts[self._index]
         left.sent.record(self._stream)
         left.is_left = True
-        self._index, self._used = (self._index + 1) % NUM_PARTS, 0
+        self._index, self._used = (self._index + 1) % len(self._parts), 0
         part = self._parts[self._index]
-        if part.is_left:
-            with self._waiting():
-                part.sent.synchronize()
+        if not part.is_left or part.sent.query():
+            return
+        if len(self._parts) < MAX_PARTS:
+            self._parts.insert(self._index, _Part(self._make_event()))
+            return
+        with self._waiting():
+            part.sent.synchronize()

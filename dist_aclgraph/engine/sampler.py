@@ -20,9 +20,11 @@ from dist_aclgraph.engine.sampling_table import SamplingPlaces
 from dist_aclgraph.engine.token_counts import ToDevice, TokenCounts
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.packing import stack_rows
+from dist_aclgraph.sampling import MAX_LOGPROBS
 from dist_aclgraph.steps.step import RowLogprobs
 
 MAX_OPERATOR_K = 1024  # npu_top_k_top_p takes no larger k
+LOGPROBS_WIDTH = 2 * (MAX_LOGPROBS + 1) + 1  # of the widest row of ``ComingLogprobs.packed``
 
 
 def choose_tokens(
@@ -139,7 +141,7 @@ class ComingLogprobs:
 
 
 def queue_logprobs(
-    logits: Tensor, chosen: Tensor, places: SamplingPlaces, npu: Npu
+    logits: Tensor, chosen: Tensor, places: SamplingPlaces, npu: Npu, landing: Tensor
 ) -> ComingLogprobs | None:
     """Send the log-probabilities of the places that ask for some to the host, which does not wait.
 
@@ -148,6 +150,7 @@ def queue_logprobs(
     Args:
         logits: [n, vocab].
         chosen: [n] int32.
+        landing: [>= n * LOGPROBS_WIDTH] float32, pinned; taken until they are read.
     """
     asking = np.flatnonzero(places["logprobs"] >= 0)
     if not len(asking):
@@ -163,6 +166,6 @@ def queue_logprobs(
     # One copy: integers travel as the bits of floats.
     integers = torch.cat([chosen.unsqueeze(-1), best_ids.int(), rank.int().unsqueeze(-1)], -1)
     packed = torch.cat([integers.view(torch.float32), of_chosen, best], -1)
-    pinned = npu.pinned(tuple(packed.shape), torch.float32)
-    pinned.copy_(packed, non_blocking=True)
-    return ComingLogprobs(asking, wanted, pinned)
+    landed = landing[: packed.numel()].view(packed.shape)
+    landed.copy_(packed, non_blocking=True)
+    return ComingLogprobs(asking, wanted, landed)

@@ -14,7 +14,12 @@ from torch import Tensor
 from dist_aclgraph.device.npu import Npu, runtime
 from dist_aclgraph.engine.input_batch import InputBatch
 from dist_aclgraph.engine.race_noise import RaceNoise
-from dist_aclgraph.engine.sampler import ComingLogprobs, choose_tokens, queue_logprobs
+from dist_aclgraph.engine.sampler import (
+    LOGPROBS_WIDTH,
+    ComingLogprobs,
+    choose_tokens,
+    queue_logprobs,
+)
 from dist_aclgraph.engine.sampling_table import SamplingPlaces
 from dist_aclgraph.engine.token_counts import TokenCounts
 from dist_aclgraph.ints import IntArray, unpack_ints
@@ -70,6 +75,7 @@ class _Landing:
         tokens: [max_samples * (k + 1)] int32; accepted: [max_samples] int32.
         tally: of TALLY_SHAPE, int64.
         arrays: these three.
+        logprobs: [max_samples * (k + 1) * LOGPROBS_WIDTH] float32.
         ready: recorded behind the copies.
     """
 
@@ -77,6 +83,8 @@ class _Landing:
         self.tokens = npu.pinned((max_samples * num_places,), torch.int32)
         self.accepted = npu.pinned((max_samples,), torch.int32)
         self.tally = npu.pinned(TALLY_SHAPE, torch.int64)
+        num_logprobs = max_samples * num_places * LOGPROBS_WIDTH
+        self.logprobs = npu.pinned((num_logprobs,), torch.float32)
         self.arrays = self.tokens.numpy(), self.accepted.numpy(), self.tally.numpy()
         self.ready: Any = runtime().Event()
 
@@ -199,7 +207,9 @@ class StepOutput:
             landing.tally.copy_(tally, non_blocking=True)
         logprobs = None
         if special is not None:
-            logprobs = queue_logprobs(special.logits, special.chosen, special.places, self._npu)
+            logprobs = queue_logprobs(
+                special.logits, special.chosen, special.places, self._npu, landing.logprobs
+            )
         landing.ready.record(self._stream)
         return ComingOutput(landing, num_samples, accepted is not None, special, logprobs)
 

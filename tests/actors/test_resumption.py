@@ -40,11 +40,11 @@ def make_config(
 
 
 def submit_all(service: ServingRanks, prefix: str = "r") -> list[Answer]:
-    """Half of them greedy, some with penalties, the others by their seeds."""
+    """Half of them greedy, some with penalties, others by their seeds, with log-probabilities."""
     params = [
         greedy_params(TOKENS),
         greedy_params(TOKENS, repetition_penalty=1.3),
-        SamplingParams(max_tokens=TOKENS, temperature=0.8, seed=7, ignore_eos=True),
+        SamplingParams(max_tokens=TOKENS, temperature=0.8, seed=7, logprobs=2, ignore_eos=True),
         greedy_params(TOKENS),
     ]
     prompts = make_prompts([20] * STREAMS)

@@ -17,7 +17,7 @@ def test_arrays_arrive_that_are_sent_while_the_device_is_busy(npu: Any, num_byte
     gate, opener = external_event(), runtime().Stream()
     gate.wait(runtime().current_stream())
     gate.reset(runtime().current_stream())
-    arrays = [np.full(num_bytes // 4, value, np.int32) for value in range(NUM_PARTS - 1)]
+    arrays = [np.full(num_bytes // 4, value, np.int32) for value in range(4 * NUM_PARTS)]
 
     sent = [npu.upload(array) for array in arrays]
     gate.record(opener)
