@@ -224,7 +224,7 @@ def _host_table(layers: int, rows: list[dict[str, Any]]) -> Table:
             str(row["batch"]),
             f"{row['step_ms']:.2f}",
             f"{row['goal_ms']:.1f}",
-            *(f"{row['stages_us'][stage]:.0f}" for stage in (*stages, "update_ahead")),
+            *(f"{row['stages_us'].get(stage, 0.0):.0f}" for stage in (*stages, "update_ahead")),
             f"{row['update_us_per_layer']:.0f}",
         )
     return table
