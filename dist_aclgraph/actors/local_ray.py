@@ -15,7 +15,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -38,6 +39,7 @@ NPUS_OF_A_NODE = 8
 OBJECT_STORE_BYTES = 100 << 20  # the control plane needs none; this is what Ray accepts gladly
 RAYLET = "raylet"
 START_ATTEMPTS, TOO_SLOW = 3, "timed out during startup"  # a part of Ray's own sentence
+WORKER_SETUP = Path(__file__).with_name("worker_setup.py")
 KILL_ROUNDS, KILL_PAUSE_S = 5, 0.2
 CONNECT_S = 10.0
 DAEMONS = {"gcs_server": "Ray's control store (GCS)", RAYLET: "Ray's node manager (raylet)"}
@@ -119,7 +121,8 @@ def start_ray(config: Config) -> LocalRay | None:
         is_emulated = resolve_kind(config.device.kind) == "emulated"
         # As many as a node has, so that a second deployment of this process finds some.
         num_npus = max(NPUS_OF_A_NODE, config.parallel.world_size)
-        with own_process_group(), _emulated_acl() if is_emulated else nullcontext():
+        acl = _emulated_acl() if is_emulated else nullcontext()
+        with own_process_group(), _own_worker_setup(), acl:
             return _start(
                 num_cpus=max(4, os.cpu_count() or 1),
                 resources={"NPU": num_npus} if is_emulated else None,
@@ -213,7 +216,8 @@ def own_process_group() -> Iterator[None]:
     """Start children in a process group of their own, then go back to ours.
 
     ``timeout``, a shell or a supervisor signals whole groups: Ray's daemons would die before the
-    driver has stopped in order. Where this process leads its group, children stay in it.
+    driver has stopped in order. Where this process leads its group, children stay in it. Where it
+    was the only one left of its group, as behind a script that has ended, it leads one from now on.
     """
     group = os.getpgrp()
     if group == os.getpid():
@@ -223,7 +227,19 @@ def own_process_group() -> Iterator[None]:
     try:
         yield
     finally:
-        os.setpgid(0, group)
+        with suppress(PermissionError):
+            os.setpgid(0, group)
+
+
+@contextmanager
+def _own_worker_setup() -> Iterator[None]:
+    """Have Ray start workers by our program, where it would look for its own."""
+    name = ray_constants.SETUP_WORKER_FILENAME
+    ray_constants.SETUP_WORKER_FILENAME = str(WORKER_SETUP)  # joined to a folder: this one stays
+    try:
+        yield
+    finally:
+        ray_constants.SETUP_WORKER_FILENAME = name
 
 
 @contextmanager

@@ -221,3 +221,32 @@ def test_a_ray_that_was_too_slow_is_started_again(monkeypatch: pytest.MonkeyPatc
     found.append("is out of memory")
     with pytest.raises(RuntimeError, match="out of memory"):
         local_ray._start(num_cpus=1)
+
+
+LAST_OF_ITS_GROUP = """
+import os, time
+from dist_aclgraph.actors.local_ray import own_process_group
+
+leader = os.fork()
+if leader == 0:
+    os.setpgid(0, 0)
+    member = os.fork()
+    if member:
+        os._exit(0)
+    while os.getppid() == os.getpgrp():
+        time.sleep(0.01)
+    with own_process_group():
+        assert os.getpgrp() == os.getpid()
+    print("goes on", flush=True)
+    os._exit(0)
+os.waitpid(leader, 0)
+"""
+
+
+def test_the_last_process_of_a_group_may_start_ray() -> None:
+    """As one that a script has left in the background: nobody keeps its group meanwhile."""
+    ended = subprocess.run(
+        [sys.executable, "-c", LAST_OF_ITS_GROUP], capture_output=True, text=True, timeout=WAIT_S
+    )
+
+    assert (ended.stdout, ended.stderr) == ("goes on\n", "")

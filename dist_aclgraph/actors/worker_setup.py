@@ -1,0 +1,61 @@
+"""What a Ray that we start runs first in each worker's process, in place of its own program.
+
+Ray's sets a runtime environment up by a few lines for which it imports all of Ray, in every process
+and before that becomes the worker, which imports Ray again. Run by its path; standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+THEIRS = "_private/workers/setup_worker.py"
+UNKNOWN_VARIABLE = re.compile(r"\$\{[A-Z0-9_]+\}")
+
+
+def command_of(context: dict[str, Any], arguments: Sequence[str]) -> str | None:
+    """Return what the shell runs for a Python worker; None for what only Ray's program can do.
+
+    Args:
+        context: Ray's ``RuntimeEnvContext``.
+    """
+    special = ("command_prefix", "override_worker_entrypoint", "java_jars")
+    if any(context.get(name) for name in special):
+        return None
+    executable = context.get("py_executable") or shlex.quote(sys.executable)
+    return f"exec {executable} {shlex.join(arguments)}"
+
+
+def take_over(variables: dict[str, str]) -> None:
+    """Set variables; in their values, others may be named as ``${OTHER}``."""
+    for name, value in variables.items():
+        os.environ[name] = UNKNOWN_VARIABLE.sub("", os.path.expandvars(value))
+
+
+def main() -> None:
+    """Become the worker."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--serialized-runtime-env-context", dest="context", default="{}")
+    parser.add_argument("--language")
+    found, arguments = parser.parse_known_args()
+    context = json.loads(found.context or "{}")
+    command = command_of(context, arguments) if found.language == "PYTHON" else None
+    if command is None:
+        package = importlib.util.find_spec("ray")
+        assert package is not None and package.origin is not None
+        theirs = Path(package.origin).parent / THEIRS
+        os.execv(sys.executable, [sys.executable, str(theirs), *sys.argv[1:]])
+    take_over(context.get("env_vars") or {})
+    os.execvp("bash", ["bash", "-c", command])
+
+
+if __name__ == "__main__":
+    main()
