@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from dist_aclgraph.actors import engine_report
+from dist_aclgraph.actors.fork_server import Forks
 from dist_aclgraph.actors.lockstep_group import LockstepGroup, group_report
 from dist_aclgraph.actors.startup import Startup
 from dist_aclgraph.config import Config
@@ -35,12 +36,11 @@ class ForkedStartup(Startup):
     """The phases of a deployment, whose ranks exist already."""
 
     def __init__(self, planner: Planner, group: LockstepGroup, meeting: str) -> None:
-        super().__init__(planner, [group], lambda phase: None, lambda *progress: None)
+        super().__init__(planner, [group], Forks(), lambda phase: None, lambda *progress: None)
         self._meeting = meeting
 
-    @contextmanager
-    def _forks(self, ranks: Sequence[Ranks]) -> Iterator[None]:
-        yield  # there is no Ray
+    def _fork_command(self, ranks: Sequence[Ranks]) -> str | None:
+        return None  # there is no Ray
 
     def _place(self, ranks: Sequence[Ranks], deployment: str) -> None:
         pass

@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import RayError
 
 from dist_aclgraph.actors.addresses import Address
+from dist_aclgraph.actors.fork_server import Forks
 from dist_aclgraph.actors.lockstep_group import LockstepGroup, group_report
 from dist_aclgraph.actors.outage import Outlook
 from dist_aclgraph.actors.processes import leave_with_raylet
@@ -74,6 +75,7 @@ class Controller:
         self._config = config
         self._term = term
         self._spares = Spares(name, config.recovery.spares)
+        self._forks = Forks()
         self._state = State.PLACING
         self._progress = Progress(self._state.value)
         self._failure = ""  # of the start
@@ -160,7 +162,7 @@ class Controller:
             planner = Planner.from_config(self._config)
             for reason in planner.mode_reasons:
                 logger.warning(reason)
-            startup = Startup(planner, self._groups, self._enter, self._show)
+            startup = Startup(planner, self._groups, self._forks, self._enter, self._show)
             ranks = list(planner.layout.lockstep_groups)
             if count := self._term.num_groups:
                 ranks = ranks_of_groups(len(ranks[0]), 0, count)
@@ -192,7 +194,13 @@ class Controller:
 
     def _serve(self, planner: Planner, scopes: list[list[LockstepGroup]]) -> Service:
         serving = ServingGroups(
-            self._name, self._term, planner, self._spares, self._show_phase, self._show
+            self._name,
+            self._term,
+            planner,
+            self._spares,
+            self._forks,
+            self._show_phase,
+            self._show,
         )
         serving.open(planner, scopes)
         serving.watch.start()
@@ -249,4 +257,5 @@ class Controller:
             self._serving.watch.stop()
             groups = [*self._serving.groups, *self._serving.starting]
         self._spares.release()
+        self._forks.close()
         stop_groups(groups, self._config.timeouts.stop_s)

@@ -2,9 +2,10 @@
 
 Importing Ray, torch and torch_npu keeps a core busy for seconds in every worker. Where a machine
 has fewer cores than processes that are about to start, those wait for each other: there, one
-process imports once, and the others are forked from it. It opens no device and has no thread, so
-what it forks is as good as new. Ray starts workers by ``fork_client.py`` then (``py_executable`` of
-their runtime environment), which hands over arguments, environment and output; the rest is Ray's.
+process imports once, and the others are forked from it, then and whenever a group is replaced. It
+opens no device and has no thread, so what it forks is as good as new. Ray starts workers by
+``fork_client.py`` then (``py_executable`` of their runtime environment), which hands over
+arguments, environment and output; the rest is Ray's.
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -28,7 +27,11 @@ import msgspec
 from dist_aclgraph.actors.run_directory import RunDirectory
 from dist_aclgraph.config import Config
 from dist_aclgraph.device.kind import DeviceKind, resolve_kind
-from dist_aclgraph.environment import python_environment, take_over_environment
+from dist_aclgraph.environment import (
+    child_environment,
+    python_environment,
+    take_over_environment,
+)
 
 CLIENT = Path(__file__).with_name("fork_client.py")
 REQUEST_S, REQUEST_BYTES = 10.0, 4 << 20  # limits of what a client sends
@@ -51,32 +54,65 @@ def is_crowded(num_processes: int) -> bool:
     return num_processes > len(os.sched_getaffinity(0))
 
 
-@contextmanager
-def fork_server(config: Config) -> Iterator[str]:
-    """Have a server while workers of this machine start; they outlive it.
+class ForkServer:
+    """A server for workers of this machine; they outlive it."""
 
-    Yields:
-        The command that Ray starts such a worker with, in place of Python.
-    """
-    directory, kind = RunDirectory(), resolve_kind(config.device.kind)
-    path = f"{directory.path}/forks"
-    try:
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(path)
-            listener.listen(socket.SOMAXCONN)
-            server = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(listener.fileno()), kind],
-                pass_fds=[listener.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=python_environment(config),
-            )
+    def __init__(self, config: Config) -> None:
+        self._loaded = _loaded_by(config)
+        self._directory = RunDirectory()
+        path = f"{self._directory.path}/forks"
+        self.command = shlex.join([sys.executable, "-I", "-S", str(CLIENT), path])
         try:
-            yield shlex.join([sys.executable, "-I", "-S", str(CLIENT), path])
-        finally:
-            server.kill()
-            server.wait(STOP_S)
-    finally:
-        directory.remove()
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(path)
+                listener.listen(socket.SOMAXCONN)
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", __name__, str(listener.fileno()), self._loaded[0]],
+                    pass_fds=[listener.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    env=python_environment(config),
+                )
+        except BaseException:
+            self._directory.remove()
+            raise
+
+    def serves(self, config: Config) -> bool:
+        """Whether it is there, and has loaded what workers of this configuration load."""
+        return self._process.poll() is None and self._loaded == _loaded_by(config)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait(STOP_S)
+        self._directory.remove()
+
+
+def _loaded_by(config: Config) -> tuple[DeviceKind, dict[str, str]]:
+    """Return what decides which libraries processes of a configuration load, and how."""
+    return resolve_kind(config.device.kind), child_environment(config)
+
+
+class Forks:
+    """Owns the server of this machine, from its first crowded start until the end."""
+
+    def __init__(self) -> None:
+        self._server: ForkServer | None = None
+
+    def command(self, config: Config, num_processes: int) -> str | None:
+        """Return what Ray starts a worker or an engine with in place of Python; None for Python.
+
+        Args:
+            num_processes: that start at once.
+        """
+        if self._server is not None and not self._server.serves(config):
+            self.close()
+        if self._server is None and is_crowded(num_processes):
+            self._server = ForkServer(config)
+        return None if self._server is None else self._server.command
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
 
 
 class Request(msgspec.Struct):

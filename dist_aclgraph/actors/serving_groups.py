@@ -19,6 +19,7 @@ from ray.exceptions import RayError
 from dist_aclgraph.actors import placement, run_directory
 from dist_aclgraph.actors.addresses import Address
 from dist_aclgraph.actors.engine import EngineSettings
+from dist_aclgraph.actors.fork_server import Forks
 from dist_aclgraph.actors.group_watch import GroupWatch
 from dist_aclgraph.actors.lockstep_group import LockstepGroup, group_report
 from dist_aclgraph.actors.messages import Groups
@@ -57,6 +58,7 @@ class ServingGroups:
         term: what there was of the deployment before.
         planner: of the first groups.
         spares: places for lost ones.
+        forks: what starts processes of this machine.
         on_phase, on_graph: told how far a change is; see ``Startup``.
 
     Attributes:
@@ -72,6 +74,7 @@ class ServingGroups:
         term: Term,
         planner: Planner,
         spares: Spares,
+        forks: Forks,
         on_phase: OnPhase,
         on_graph: OnGraph,
     ) -> None:
@@ -79,6 +82,7 @@ class ServingGroups:
         self._token = term.token
         self._planner = planner
         self._spares = spares
+        self._forks = forks
         self._on_phase = on_phase
         self._on_graph = on_graph
         self._started_s = time.monotonic()
@@ -302,7 +306,7 @@ class ServingGroups:
         new: list[LockstepGroup] = []
         self.starting = new
         self._on_phase(State.PLACING)
-        startup = Startup(planner, new, self._on_phase, self._on_graph)
+        startup = Startup(planner, new, self._forks, self._on_phase, self._on_graph)
         try:
             startup.run(ranks, deployment=self._deployment)
             self.open(planner, startup.scopes)

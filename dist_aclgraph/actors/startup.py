@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import ray
 
 from dist_aclgraph.actors import placement
 from dist_aclgraph.actors.engine import Engine
-from dist_aclgraph.actors.fork_server import fork_server, is_crowded
+from dist_aclgraph.actors.fork_server import Forks
 from dist_aclgraph.actors.graph_transaction import GraphTransaction
 from dist_aclgraph.actors.lockstep_capture import (
     CaptureRecord,
@@ -55,11 +54,17 @@ class Startup:
     """The phases. Owns nothing: what it starts is in ``groups``, which belong to the controller."""
 
     def __init__(
-        self, planner: Planner, groups: list[LockstepGroup], on_phase: OnPhase, on_graph: OnGraph
+        self,
+        planner: Planner,
+        groups: list[LockstepGroup],
+        forks: Forks,
+        on_phase: OnPhase,
+        on_graph: OnGraph,
     ) -> None:
         self._planner = planner
         self._config = planner.config
         self._groups = groups
+        self._forks = forks
         self._enter = on_phase
         self._show = on_graph
         self._phase = State.PLACING
@@ -75,10 +80,10 @@ class Startup:
         Raises:
             DistAclGraphError: the first error of any group.
         """
-        with self._forks(ranks):
-            self._place(ranks, deployment)
-            self._go(State.JOINING)
-            self._each(self._join)
+        self._python = self._fork_command(ranks)
+        self._place(ranks, deployment)
+        self._go(State.JOINING)
+        self._each(self._join)
         self._go(State.LOADING)
         self._each(self._load)
         self._go(State.NEGOTIATING)
@@ -86,19 +91,14 @@ class Startup:
         self._each(self._ask_offers)
         side_by_side(self._plan_groups, self.scopes)
 
-    @contextmanager
-    def _forks(self, ranks: Sequence[Ranks]) -> Iterator[None]:
-        """Meanwhile, ranks and engines are forked where they would wait for each other's cores.
+    def _fork_command(self, ranks: Sequence[Ranks]) -> str | None:
+        """Return what ranks and engines are forked by, where they would wait for cores.
 
         On a cluster of one node alone: of others, nobody here knows where their Python is.
         """
-        num_processes = len(ranks) + sum(map(len, ranks))
-        if len(placement.cluster_nodes()) > 1 or not is_crowded(num_processes):
-            yield
-            return
-        with fork_server(self._config) as self._python:
-            yield
-        self._python = None
+        if len(placement.cluster_nodes()) > 1:
+            return None
+        return self._forks.command(self._config, len(ranks) + sum(map(len, ranks)))
 
     @property
     def scopes(self) -> list[list[LockstepGroup]]:

@@ -9,13 +9,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dist_aclgraph.actors import processes
-from dist_aclgraph.actors.fork_server import fork_server, is_crowded
+from dist_aclgraph.actors.fork_server import Forks, ForkServer, is_crowded
 from dist_aclgraph.config import load_config
 from tests.actors.leftovers import assert_processes_are_gone, wait_until
 
@@ -81,8 +82,8 @@ class Starter:
 
 @pytest.fixture(scope="module")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
-    with fork_server(CONFIG) as command:
-        yield Starter(command, tmp_path_factory.mktemp("forks"))
+    with closing(ForkServer(CONFIG)) as server:
+        yield Starter(server.command, tmp_path_factory.mktemp("forks"))
 
 
 def test_a_forked_program_is_what_its_client_was_started_for(forks: Starter) -> None:
@@ -128,8 +129,8 @@ def test_what_is_no_request_costs_nothing(forks: Starter, junk: bytes) -> None:
 
 
 def test_without_a_server_a_program_loads_for_itself(tmp_path: Path) -> None:
-    with fork_server(CONFIG) as command:
-        starter = Starter(command, tmp_path)
+    with closing(ForkServer(CONFIG)) as server:
+        starter = Starter(server.command, tmp_path)
 
     found = starter.run("--a", environment={"A_VALUE": "mine"})
 
@@ -146,8 +147,8 @@ def test_nothing_is_forked_from_a_process_with_threads(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    with fork_server(CONFIG) as command:
-        assert not Starter(command, tmp_path).run()["has_loaded"]
+    with closing(ForkServer(CONFIG)) as server:
+        assert not Starter(server.command, tmp_path).run()["has_loaded"]
 
 
 def test_the_server_leaves_with_who_started_it(tmp_path: Path) -> None:
@@ -155,9 +156,8 @@ def test_the_server_leaves_with_who_started_it(tmp_path: Path) -> None:
         "from dist_aclgraph.actors import fork_server as f\n"
         "from dist_aclgraph.config import load_config\n"
         "import signal\n"
-        "with f.fork_server(load_config('configs/tiny-qwen3.yaml')) as command:\n"
-        "    print(command, flush=True)\n"
-        "    signal.pause()\n"
+        "print(f.ForkServer(load_config('configs/tiny-qwen3.yaml')).command, flush=True)\n"
+        "signal.pause()\n"
     )
     owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
@@ -179,3 +179,36 @@ def test_a_start_is_crowded_where_it_has_more_processes_than_cores() -> None:
 
     assert not is_crowded(cores)
     assert is_crowded(cores + 1)
+
+
+def test_a_server_stays_for_later_starts_and_is_replaced_when_it_is_gone(tmp_path: Path) -> None:
+    crowd = len(os.sched_getaffinity(0)) + 1
+    others = processes.children(os.getpid())
+    with closing(Forks()) as forks:
+        assert forks.command(CONFIG, 1) is None
+
+        command = forks.command(CONFIG, crowd)
+        assert command is not None
+        assert Starter(command, tmp_path).run()["has_loaded"]
+        assert forks.command(CONFIG, 1) == command
+
+        servers = processes.children(os.getpid()) - others
+        processes.kill_all(servers)
+        assert_processes_are_gone(servers)
+        again = forks.command(CONFIG, crowd)
+        assert again not in (None, command)
+        assert not Path(shlex.split(command)[-1]).exists()
+
+
+def test_what_loads_something_else_has_a_server_of_its_own() -> None:
+    crowd = len(os.sched_getaffinity(0)) + 1
+    others = processes.children(os.getpid())
+    device = CONFIG.device.model_copy(update={"hccl_buffer_mb": 300})
+    with closing(Forks()) as forks:
+        command = forks.command(CONFIG, crowd)
+
+        other = forks.command(CONFIG.model_copy(update={"device": device}), crowd)
+
+        assert None not in (command, other)
+        assert command != other
+        assert len(processes.children(os.getpid()) - others) == 1
