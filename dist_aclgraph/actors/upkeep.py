@@ -1,7 +1,8 @@
 """What a deployment does of itself while it serves, on a thread of its own.
 
-It replaces lost groups, has more or fewer of them where requests want it (``serve.autoscale``), and
-chooses graphs again for the traffic. No engine is waited for: one that hangs would hold up all.
+It replaces lost groups, has more or fewer of them where requests want it (``serve.autoscale``),
+chooses graphs again for the traffic, and removes what engines of this node have left that were
+stopped for long before they ended. No engine is waited for: one that hangs would hold up all.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 import ray
 from ray.exceptions import RayError
 
+from dist_aclgraph.actors import run_directory
 from dist_aclgraph.actors.lockstep_group import LockstepGroup
 from dist_aclgraph.actors.serving_groups import ServingGroups
 from dist_aclgraph.planning.autoscale import Autoscaler, Demand
@@ -25,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 0.2
 COUNT_S = 1.0  # between two counts of what runs and waits
+SWEEP_S = 10.0
 
 
 class Change(Protocol):
@@ -68,7 +71,7 @@ class Upkeep:
         autoscale = config.serve.autoscale
         self._autoscaler = Autoscaler(autoscale) if autoscale.max_groups else None
         self._demands = Demands()
-        self._next_count_s = 0.0
+        self._next_count_s = self._next_sweep_s = 0.0
         self._clock = clock
         self._begin = begin
         self._change: Change | None = None
@@ -93,6 +96,7 @@ class Upkeep:
             self._serving.traffic.look,
             self._look_for_missing,
             self._autoscale,
+            self._sweep,
         ):
             try:
                 look(now_s)
@@ -126,6 +130,11 @@ class Upkeep:
 
     def _look_for_service(self, now_s: float) -> None:
         self._on_service(self._serving.serves)
+
+    def _sweep(self, now_s: float) -> None:
+        if now_s >= self._next_sweep_s:
+            self._next_sweep_s = now_s + SWEEP_S
+            run_directory.sweep()
 
     # ---- groups that are missing
 

@@ -1,0 +1,46 @@
+"""What processes leave that end when nobody looks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from dist_aclgraph.actors.serving_groups import ServingGroups
+from dist_aclgraph.actors.upkeep import SWEEP_S, Upkeep
+from dist_aclgraph.config import load_config
+from tests.actors.test_recovery_model import Groups
+from tests.serve.conftest import CONFIG
+
+LEAVE_A_DIRECTORY = """
+import os
+from dist_aclgraph.actors.run_directory import RunDirectory
+RunDirectory()
+os._exit(0)
+"""
+
+
+def leave_a_directory(folder: Path) -> None:
+    environment = {"TMPDIR": str(folder), "PYTHONPATH": str(Path.cwd())}
+    subprocess.run([sys.executable, "-c", LEAVE_A_DIRECTORY], env=environment, check=True)
+
+
+def test_a_deployment_removes_what_a_process_leaves_while_nothing_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    times_s = iter([0.0, SWEEP_S / 2, SWEEP_S])
+    groups = cast(ServingGroups, Groups(1, load_config(CONFIG)))
+    upkeep = Upkeep(groups, lambda serves: None, lambda: next(times_s))
+    upkeep.look()
+    leave_a_directory(tmp_path)
+
+    upkeep.look()
+    assert len(list(tmp_path.iterdir())) == 1
+
+    upkeep.look()
+    assert not list(tmp_path.iterdir())
