@@ -20,6 +20,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -67,7 +69,14 @@ class ForkServer:
                 listener.bind(path)
                 listener.listen(socket.SOMAXCONN)
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", __name__, str(listener.fileno()), self._loaded[0]],
+                    [
+                        sys.executable,
+                        "-m",
+                        __name__,
+                        str(listener.fileno()),
+                        str(os.getpid()),
+                        self._loaded[0],
+                    ],
                     pass_fds=[listener.fileno()],
                     stdin=subprocess.DEVNULL,
                     env=python_environment(config),
@@ -92,10 +101,12 @@ def _loaded_by(config: Config) -> tuple[DeviceKind, dict[str, str]]:
 
 
 class Forks:
-    """Owns the server of this machine, from its first crowded start until the end."""
+    """Owns the server of this machine, from its first crowded start until the end. Any thread."""
 
     def __init__(self) -> None:
         self._server: ForkServer | None = None
+        self._is_closed = False
+        self._lock = threading.Lock()
 
     def command(self, config: Config, num_processes: int) -> str | None:
         """Return what Ray starts a worker or an engine with in place of Python; None for Python.
@@ -103,13 +114,24 @@ class Forks:
         Args:
             num_processes: that start at once.
         """
-        if self._server is not None and not self._server.serves(config):
-            self.close()
-        if self._server is None and is_crowded(num_processes):
-            self._server = ForkServer(config)
-        return None if self._server is None else self._server.command
+        with self._lock:
+            if self._server is not None and not self._server.serves(config):
+                self._drop()
+            if self._server is None and is_crowded(num_processes) and not self._is_closed:
+                self._server = ForkServer(config)
+            return None if self._server is None else self._server.command
+
+    def renew(self) -> None:
+        """Have the next start find another server: this one may hang, or have loaded nonsense."""
+        with self._lock:
+            self._drop()
 
     def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            self._drop()
+
+    def _drop(self) -> None:
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -132,15 +154,17 @@ def load(kind: DeviceKind) -> None:
         importlib.import_module(name)
 
 
-def serve(listener: socket.socket) -> tuple[Request, list[int]] | None:
+def serve(listener: socket.socket, parent: int) -> tuple[Request, list[int]] | None:
     """Fork a process for each client.
+
+    Args:
+        parent: a handle of the process that started this one, with which it ends.
 
     Returns:
         In each of them, what it was started with, and its standard streams; in the server None,
         when the process that started it has ended.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
-    parent = os.pidfd_open(os.getppid())
     poll = select.poll()
     poll.register(listener, select.POLLIN)
     poll.register(parent, select.POLLIN)
@@ -152,14 +176,26 @@ def serve(listener: socket.socket) -> tuple[Request, list[int]] | None:
                 request, streams = _receive(connection)
             except (OSError, ValueError):
                 continue  # the client sees it, and helps itself
-            if os.fork() == 0:
+            pid = _fork()
+            if pid == 0:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 os.close(parent)
                 return request, streams
-            connection.send(b"\n")
+            if pid > 0:
+                with suppress(OSError):  # the client has been killed meanwhile
+                    connection.send(b"\n")
             for fd in streams:
                 os.close(fd)
     return None
+
+
+def _fork() -> int:
+    """As ``os.fork``, or -1 where the system has no room: the client helps itself then."""
+    try:
+        return os.fork()
+    except OSError as e:
+        print(f"no worker can be forked: {e}", file=sys.stderr)
+        return -1
 
 
 def _receive(connection: socket.socket) -> tuple[Request, list[int]]:
@@ -190,13 +226,17 @@ def become(request: Request, streams: list[int]) -> None:
 
 def main() -> None:
     """Load, then fork for whoever asks at the socket that was inherited."""
+    started_by, kind = int(sys.argv[2]), sys.argv[3]
+    parent = os.pidfd_open(os.getppid())
+    if os.getppid() != started_by:
+        return  # it is gone already, and whoever adopted this process may live for ever
     with socket.socket(fileno=int(sys.argv[1])) as listener:
-        load("npu" if sys.argv[2] == "npu" else "emulated")
+        load("npu" if kind == "npu" else "emulated")
         if len(list(Path("/proc/self/task").iterdir())) > 1:
             return  # a library has started a thread, which a forked process would lack
         gc.collect()
         gc.freeze()  # collections in forked processes leave shared memory alone
-        forked = serve(listener)
+        forked = serve(listener, parent)
     if forked is not None:
         become(*forked)
 

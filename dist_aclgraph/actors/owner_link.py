@@ -27,6 +27,7 @@ T = TypeVar("T")
 MAX_BYTES = 16 << 20  # of one message
 WAITING = 64  # connections, most of them of questions that were given up
 LOOK_S, LOOK_MS = 0.05, 500
+CONNECT_S = 1.0
 STANDING_S = 1.0  # limits of answers: what is known already,
 SEARCH_S = 30.0  # and what Ray has to be asked for; longer than the deployment's own limits
 
@@ -193,7 +194,9 @@ class Owner:
     def _connect(self) -> Connection:
         opened = socket.socket(socket.AF_UNIX)
         try:
+            opened.settimeout(CONNECT_S)  # while there is no owner, nobody takes who queues
             opened.connect(self._path)
+            opened.settimeout(None)
         except OSError:
             opened.close()
             raise

@@ -70,9 +70,11 @@ def set_name(name: str) -> None:
     _prctl(PR_SET_NAME, ctypes.c_char_p(name.encode()))
 
 
-def signal_with_parent(number: signal.Signals) -> None:
-    """Have this process signalled when its parent ends."""
+def signal_with_parent(number: signal.Signals, parent: int) -> None:
+    """Have this process signalled when its parent ends, or now where it has ended."""
     _prctl(PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)
 
 
 def adopt_orphans() -> None:

@@ -313,6 +313,7 @@ class ServingGroups:
         except BaseException:
             for group in new:
                 group.kill()
+            self._forks.renew()
             raise
         finally:
             self.starting = []

@@ -8,7 +8,6 @@ stopped.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -207,7 +206,7 @@ class _Checks:
     def __init__(self, running: Deployment) -> None:
         self._running = running
         self._failure: EngineUnavailableError | None = None
-        self._asked_s = time.monotonic()
+        self._num_turns = 0  # of whoever waits, since the last answer
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="checks", daemon=True)
 
@@ -221,13 +220,18 @@ class _Checks:
         self._thread.join(JOIN_S)
 
     def raise_failure(self) -> None:
+        """Raise what ends the service; to be called every ``POLL_S``.
+
+        Calls are counted, and no time: a service that was stopped as a whole goes on.
+        """
         if isinstance(self._failure, RayDiedError):
             raise self._failure
         if self._failure is not None:
             raise EngineUnavailableError(f"the service has ended: {self._failure}")
-        if (silent_s := time.monotonic() - self._asked_s) > SILENT_S:
+        self._num_turns += 1
+        if self._num_turns * POLL_S > SILENT_S:
             raise EngineDeadError(
-                f"the service has ended: Ray has not answered for {silent_s:.0f} s"
+                f"the service has ended: Ray has not answered for {SILENT_S:.0f} s"
             )
 
     def _run(self) -> None:
@@ -236,4 +240,4 @@ class _Checks:
                 self._running.check()
             except EngineUnavailableError as e:
                 self._failure = e
-            self._asked_s = time.monotonic()
+            self._num_turns = 0

@@ -20,6 +20,10 @@ from dist_aclgraph.cli.supervise import Supervisor
 from dist_aclgraph.config import Config
 from dist_aclgraph.planning.restarts import RestartBudget
 
+# Longer than what may hold an owner up: an answer of its controller.
+SILENT_S = 30.0
+END_S = 180.0  # more than an ingress drains: for what stops a deployment, which has limits itself
+
 
 def serve_in_processes(config: Config) -> None:
     """Serve until a signal, from two processes of which either may die and is replaced.
@@ -35,7 +39,8 @@ def serve_in_processes(config: Config) -> None:
             partial(own_deployment, opened, deployment.start),
             partial(serve_http, opened),
             RestartBudget(config.recovery.restarts_per_hour),
-            silent_s=2 * config.timeouts.link_s,
+            silent_s=max(SILENT_S, 2 * config.timeouts.link_s),
+            end_s=config.serve.drain_s + END_S,
             on_fork=opened.directory.disown,
         )
         raise SystemExit(supervisor.run())

@@ -8,6 +8,7 @@ starts no Ray. What a killed owner has started becomes a child of this process, 
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -25,6 +26,7 @@ from dist_aclgraph.planning.restarts import RestartBudget
 OWNER, INGRESS = "serve:owner", "serve:ingress"  # names of processes
 OWNS, SERVES = "the process that owns the deployment", "the process that serves HTTP"
 AGAIN = 75  # exit code of an owner in whose place another may serve; EX_TEMPFAIL of sysexits.h
+OF_SIGNALS = 128  # from here on, exit codes are of signals
 END_S = 30.0  # for an ingress, once the service is over
 WAITED = {signal.SIGCHLD, *SIGNALS}
 LOOK_S = 1.0  # between two looks whether they live; they beat about as often
@@ -38,10 +40,11 @@ class Supervisor:
 
     Args:
         own: the owner's whole life: until a signal. It beats all the time while it serves.
-        serve_http: the ingress's whole life: until the pipe whose read end it gets is closed. What
-            it gets besides it calls all the time, from its event loop.
+        serve_http: the ingress's whole life: until the pipe whose read end it gets is closed. Its
+            event loop calls the second argument every second or two.
         restarts: of both together.
         silent_s: what stands still for longer is killed.
+        end_s: so is an owner that was signalled and has not ended within so long.
         on_fork: called first in each process.
     """
 
@@ -51,19 +54,24 @@ class Supervisor:
         serve_http: ServeHttp,
         restarts: RestartBudget,
         silent_s: float,
+        end_s: float,
         on_fork: Callable[[], None] = lambda: None,
     ) -> None:
         self._silent_s = silent_s
+        self._end_s = end_s
         self._own = own
         self._serve_http = serve_http
         self._restarts = restarts
         self._on_fork = on_fork
         self._owner_pulse, self._ingress_pulse = Pulse(), Pulse()
-        self._has_served = False  # any owner of those that have ended
+        self._has_served = False  # an owner that has ended since
         # Owners keep the end for writing open as well: it closes when they and this one are gone.
         self._life, self._life_end = os.pipe()
-        self._owner = self._ingress = 0  # process ids
+        self._pid = self._owner = self._ingress = 0  # process ids
+        self._strangers: set[int] = set()  # children from before: whoever became this process's
+        self._next_look_s = 0.0
         self._signal = 0  # the first that came
+        self._end_by_s = math.inf  # for an owner that was signalled
         self._failure = 0  # exit code of an ingress that has failed by itself
 
     def run(self) -> int:
@@ -71,6 +79,8 @@ class Supervisor:
         # What comes between two looks waits. Who started us may have ignored the ends of children.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_BLOCK, WAITED)
+        self._pid = os.getpid()
+        self._strangers = processes.children(os.getpid())
         processes.adopt_orphans()
         self._start_owner()
         self._start_ingress()
@@ -86,14 +96,15 @@ class Supervisor:
     def _wait(self) -> int | None:
         """Wait for a signal, or the end of a child; return the exit code once all is over."""
         received = signal.sigtimedwait(WAITED, LOOK_S)
-        # Where this process was stopped meanwhile, and continued, Python returns what was there by
-        # chance: any number, or the signal of an earlier wait, which does no harm a second time.
-        if received is None or received.si_signo not in WAITED:
+        if time.monotonic() >= self._next_look_s:
+            self._next_look_s = time.monotonic() + LOOK_S
             self._look()
+        # Where this process was stopped meanwhile, and continued, Python returns memory that was
+        # never set: any number, or the signal of an earlier wait, which does no harm again.
+        if received is None or received.si_signo not in WAITED:
             return None
         if received.si_signo != signal.SIGCHLD:
-            self._signal = self._signal or received.si_signo
-            os.kill(self._owner, received.si_signo)
+            self._stop_owner(received.si_signo)
             return None
         for pid, code in _ended():
             if pid == self._ingress:
@@ -102,19 +113,24 @@ class Supervisor:
                 return final
         return None
 
+    def _stop_owner(self, number: int) -> None:
+        self._signal = self._signal or number
+        self._end_by_s = min(self._end_by_s, time.monotonic() + self._end_s)
+        os.kill(self._owner, number)
+
     def _replace_owner(self, code: int) -> int | None:
         """Start another owner, or return the exit code of the service."""
         served, before = self._owner_pulse.was_felt, self._has_served
         self._has_served = served or before
         self._end_orphans()
-        final = 128 - code if code < 0 else FAILURE if code == AGAIN else code
+        final = OF_SIGNALS - code if code < 0 else FAILURE if code == AGAIN else code
         if self._signal or self._failure:
             return self._failure or final
         if code < 0 and -code not in SIGNALS:
-            why = f"{OWNS} was killed by {signal.Signals(-code).name}"
+            why = f"{OWNS} was killed by {_name_of(-code)}"
         elif code == AGAIN:
             why = "the service has lost its Ray"
-        elif code == FAILURE and before and not served:
+        elif 0 < code < OF_SIGNALS and before and not served:
             why = "another one did not come up"
         else:
             return final
@@ -133,12 +149,12 @@ class Supervisor:
         if self._signal:
             return
         if code < 0:
-            why = f"{SERVES} was killed by {signal.Signals(-code).name}"
+            why = f"{SERVES} was killed by {_name_of(-code)}"
             if self._may_restart(why, "it"):
                 self._start_ingress()
                 return
-        self._failure = max(code, 1)
-        os.kill(self._owner, signal.SIGTERM)
+        self._failure = max(code, FAILURE)
+        self._stop_owner(signal.SIGTERM)
 
     def _start_owner(self) -> None:
         self._owner_pulse.begin()
@@ -149,7 +165,13 @@ class Supervisor:
         self._ingress = self._fork(INGRESS, self._be_ingress)
 
     def _look(self) -> None:
-        """Kill what stands still."""
+        """Kill what stands still, and an owner that does not end."""
+        if time.monotonic() > self._end_by_s:
+            self._end_by_s = math.inf
+            print(
+                f"error: {OWNS} has not ended for {self._end_s:g} s; it is killed", file=sys.stderr
+            )
+            os.kill(self._owner, signal.SIGKILL)
         for pid, pulse, what in (
             (self._owner, self._owner_pulse, OWNS),
             (self._ingress, self._ingress_pulse, SERVES),
@@ -181,7 +203,7 @@ class Supervisor:
                 signal.sigtimedwait({signal.SIGCHLD}, 0.1)
 
     def _end_orphans(self) -> None:
-        while orphans := processes.children(os.getpid()) - {self._ingress}:
+        while orphans := processes.children(os.getpid()) - {self._ingress} - self._strangers:
             processes.kill_all(orphans)
             for pid in orphans:
                 os.waitpid(pid, 0)
@@ -192,31 +214,34 @@ class Supervisor:
     def _fork(self, name: str, part: Callable[[], None]) -> int:
         pid = os.fork()
         if pid == 0:
-            code = 1
+            code = FAILURE
             try:
-                processes.set_name(name)
-                self._on_fork()
-                part()
-                code = 0
-            except BaseException as e:
-                code = _code_of(e)
-            finally:
-                # A group's signal comes twice, from its sender and from the leader: not after all.
-                for number in SIGNALS:
-                    signal.signal(number, signal.SIG_IGN)
+                try:
+                    processes.set_name(name)
+                    self._on_fork()
+                    part()
+                    code = 0
+                except BaseException as e:
+                    code = _code_of(e)
+                # A group's signal comes twice, from its sender and from the leader: not any more.
+                signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
                 sys.stdout.flush()
                 sys.stderr.flush()
+            finally:  # whatever happens: what the supervisor owns is not this process's to end
                 os._exit(code)
         return pid
 
     def _be_owner(self) -> None:
-        # If its supervisor is killed, the service drains and stops.
-        processes.signal_with_parent(signal.SIGTERM)
         with Signals() as signals:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED)
-            if signals.wait(self._restarts.pause_s(time.monotonic())):
-                raise SystemExit(128 + signals.received)
-            self._own(signals, self._owner_pulse)
+            try:
+                # If its supervisor is killed, the service drains and stops.
+                processes.signal_with_parent(signal.SIGTERM, self._pid)
+                if signals.wait(self._restarts.pause_s(time.monotonic())):
+                    raise SystemExit(OF_SIGNALS + signals.received)
+                self._own(signals, self._owner_pulse)
+            finally:
+                signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
     def _be_ingress(self) -> None:
         for number in SIGNALS:  # the owner says when it is to drain
@@ -236,6 +261,13 @@ def _ended() -> Iterator[tuple[int, int]]:
         if pid == 0:
             return
         yield pid, os.waitstatus_to_exitcode(status)
+
+
+def _name_of(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _code_of(error: BaseException) -> int:

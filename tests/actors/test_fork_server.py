@@ -212,3 +212,18 @@ def test_what_loads_something_else_has_a_server_of_its_own() -> None:
         assert None not in (command, other)
         assert command != other
         assert len(processes.children(os.getpid()) - others) == 1
+
+
+def test_a_server_whose_starter_died_while_it_loaded_leaves(tmp_path: Path) -> None:
+    code = (
+        "from dist_aclgraph.actors import fork_server as f\n"
+        "from dist_aclgraph.config import load_config\n"
+        "import os\n"
+        "f.ForkServer(load_config('configs/tiny-qwen3.yaml'))\n"
+        "[server] = f.Path(f'/proc/self/task/{os.getpid()}/children').read_text().split()\n"
+        "print(server, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    said = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True).stdout
+
+    assert_processes_are_gone([int(said)])

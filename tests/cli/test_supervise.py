@@ -20,10 +20,10 @@ OWNER, INGRESS = "serve:owner", "serve:ingress"
 WAIT_S, BEATS_S = 60.0, 2.0
 
 PARTS = r"""
-SILENT_S = 60.0
+SILENT_S = END_S = 60.0
 import os, select, signal, subprocess, sys, time
 from dist_aclgraph.cli.supervise import Supervisor
-from dist_aclgraph.errors import ConfigError, EngineDeadError, RayDiedError
+from dist_aclgraph.errors import ConfigError, EngineDeadError, PlacementError, RayDiedError
 from dist_aclgraph.planning.restarts import RestartBudget
 
 def say(text):  # in one piece, as several processes speak
@@ -43,7 +43,7 @@ def serve_http(life, beat):
         beat()
 """
 RUN = """
-sys.exit(Supervisor(own, serve_http, RestartBudget(2), silent_s=SILENT_S).run())
+sys.exit(Supervisor(own, serve_http, RestartBudget(2), SILENT_S, END_S).run())
 """
 
 
@@ -318,16 +318,17 @@ def test_a_start_that_fails_is_not_tried_again(start: Start, ending: str, code: 
     assert "again" not in wrong
 
 
-def test_a_deployment_that_does_not_come_up_again_is_tried_again(start: Start) -> None:
+@pytest.mark.parametrize("error", ["EngineDeadError", "PlacementError"])
+def test_a_deployment_that_does_not_come_up_again_is_tried_again(start: Start, error: str) -> None:
     service = start(
-        """
+        f"""
 import mmap
 starts = mmap.mmap(-1, 1)
 plainly = own
 def own(signals, pulse):
     starts[0] += 1
     if starts[0] == 2:
-        raise EngineDeadError("there is no room yet")
+        raise {error}("there is no room yet")
     plainly(signals, pulse)
 """
     )
@@ -341,6 +342,49 @@ def own(signals, pulse):
     assert code == 7
     assert "error: there is no room yet\n" in wrong
     assert "warning: another one did not come up; the deployment is started again\n" in wrong
+
+
+def test_an_owner_that_does_not_end_is_killed(start: Start) -> None:
+    service = start(
+        """
+END_S = 2.0
+plainly = own
+def own(signals, pulse):
+    try:
+        plainly(signals, pulse)
+    finally:
+        pulse.rest()
+        time.sleep(600)
+"""
+    )
+    service.lines(2)
+
+    service.process.terminate()
+
+    code, _, wrong = service.end()
+    assert code == 128 + signal.SIGKILL
+    assert (
+        "error: the process that owns the deployment has not ended for 2 s; it is killed" in wrong
+    )
+
+
+def test_children_from_before_are_left_alone(start: Start) -> None:
+    """As of a shell that has become the service."""
+    service = start(
+        """
+helper = subprocess.Popen(["sleep", "600"])
+say(str(helper.pid))
+"""
+    )
+    (helper, *_) = service.lines(3)
+
+    service.kill(OWNER)
+    assert service.lines(1) == ["owns"]
+
+    assert int(helper) in processes.living()
+    service.process.terminate()
+    service.process.wait(WAIT_S)
+    processes.kill_all({int(helper)})
 
 
 def test_an_owner_that_ends_with_an_error_is_not_replaced(start: Start) -> None:
