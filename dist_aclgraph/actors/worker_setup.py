@@ -1,7 +1,7 @@
 """What a Ray that we start runs first in each worker's process, in place of its own program.
 
-Ray's sets a runtime environment up by a few lines for which it imports all of Ray, in every process
-and before that becomes the worker, which imports Ray again. Run by its path; standard library only.
+Ray's own program imports all of Ray to set a few variables; then the process becomes the worker and
+imports all of Ray again. This one is run by its path, and needs the standard library alone.
 """
 
 from __future__ import annotations

@@ -351,7 +351,7 @@ def ai_cpu_operators(graph: Any) -> dict[str, int]:
 
 @contextmanager
 def on_stream(stream: Any, back: Any) -> Iterator[None]:
-    """Make a stream current, for a while; ``back`` is the one that is: nobody looks for it."""
+    """Make a stream current for a while, then ``back``, which is current now."""
     runtime().set_stream(stream)
     try:
         yield
