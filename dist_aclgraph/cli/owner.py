@@ -129,12 +129,14 @@ def _watch(
     is_announced = False
     with _Checks(running) as checks:
         try:
-            pulse.beat()
-            while not signals.wait(POLL_S):
+            is_over = False
+            while not is_over:
                 pulse.beat()
+                is_over = signals.wait(POLL_S)
                 if answers.is_open and not is_announced:
                     is_announced = _announced(config, running)
-                checks.raise_failure()
+                if not is_over:
+                    checks.raise_failure()
         finally:
             pulse.rest()
 

@@ -237,7 +237,8 @@ class Supervisor:
             try:
                 # If its supervisor is killed, the service drains and stops.
                 processes.signal_with_parent(signal.SIGTERM, self._pid)
-                if signals.wait(self._restarts.pause_s(time.monotonic())):
+                pause_s = self._restarts.pause_s(time.monotonic())
+                if pause_s > 0 and signals.wait(pause_s):
                     raise SystemExit(OF_SIGNALS + signals.received)
                 self._own(signals, self._owner_pulse)
             finally:

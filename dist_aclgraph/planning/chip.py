@@ -113,9 +113,15 @@ class Chip:
                     f"{MAX_LATENT_BLOCK}: set 128"
                 )
             return
-        if config.parallel.dcp * config.parallel.pcp > 1 and self.counts_shared_blocks(
-            config, facts
-        ):
+        counts_shared = self.counts_shared_blocks(config, facts)
+        if config.recovery.exact and counts_shared:
+            # A full cache is decoded without a graph there, in other shapes.
+            yield (
+                "recovery.exact is true; attention of this model refuses padding that needs more "
+                "blocks than the cache has: set it to false"
+                + (", or install CANN 9" if self.is_cann_8 else "")
+            )
+        if config.parallel.dcp * config.parallel.pcp > 1 and counts_shared:
             # Tokens of a prompt, or pieces of it, are rows that name the same blocks.
             yield (
                 f"parallel.dcp is {config.parallel.dcp} and parallel.pcp {config.parallel.pcp}; "

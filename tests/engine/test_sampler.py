@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dist_aclgraph.engine.race_noise import RaceNoise
-from dist_aclgraph.engine.sampler import choose_tokens, queue_logprobs
+from dist_aclgraph.engine.sampler import LOGPROBS_WIDTH, choose_tokens, queue_logprobs
 from dist_aclgraph.engine.sampling_table import SamplingTable
 from dist_aclgraph.engine.token_counts import TokenCounts
 from dist_aclgraph.ints import unpack_ints
@@ -54,7 +54,8 @@ def run(npu: Any, logits: torch.Tensor, rows: list[Place]) -> tuple[list[int], l
     on_device = logits.to(npu.device)
     noise = RaceNoise(logits.shape[1], to_device)
     chosen = choose_tokens(on_device, places, counts, noise, to_device)
-    coming = queue_logprobs(on_device, chosen, places, npu)
+    landing = npu.pinned((len(rows) * LOGPROBS_WIDTH,), torch.float32)
+    coming = queue_logprobs(on_device, chosen, places, npu, landing)
     npu.synchronize()
     reports = {} if coming is None else coming.read()
     return chosen.cpu().tolist(), [reports.get(index) for index in range(len(rows))]

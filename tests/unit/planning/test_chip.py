@@ -26,6 +26,7 @@ def facts(**other: Any) -> ModelFacts:
 
 LATENT = {"latent_size": 576, "num_kv_heads": 8}
 ALONE = {"num_kv_heads": 8}  # every query head has its own keys
+EXACT = {"recovery": {"exact": True}}
 SHARDED = {"parallel": {"tp": 4, "dcp": 2}}
 
 
@@ -51,6 +52,7 @@ def check(cann: str, model: dict[str, Any], **keys: Any) -> None:
         ("9.1.0", {"head_dim": 512}, {}, "head size is 512"),
         ("9.1.0", {**ALONE, "head_dim": 96}, {}, "head size is 96"),
         ("8.5.0", {}, SHARDED, "parallel.dcp is 2 and .*: set both to 1, or install CANN 9"),
+        ("8.5.0", {}, EXACT, "recovery.exact is true; .*: set it to false, or install CANN 9"),
         ("8.5.0", {}, {"parallel": {"pcp": 2}}, "parallel.pcp 2; .*: set both to 1, or install"),
         ("9.1.0", ALONE, {"parallel": {"pcp": 2}}, "parallel.pcp 2; .* set both to 1"),
         ("8.5.0", LATENT, SHARDED, "parallel.dcp is 2; latent attention gives no sums"),
