@@ -155,7 +155,7 @@ class Rig:
                 others.start()
             stopped += self._strike(service, kind, victim)
             if kind is Kind.STOP_OWNER:  # no request feels it before
-                wait_for(lambda: victim not in processes.living(), KNOWN_S)
+                wait_for(lambda: watcher.knows_since(began_s), KNOWN_S)
             self._second(service, strike, watcher, began_s)
             self._say("waiting for answers")
             answers = self._collect([normal, *([others] if others else [])])
