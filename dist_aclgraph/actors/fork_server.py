@@ -122,7 +122,7 @@ class Forks:
             return None if self._server is None else self._server.command
 
     def renew(self) -> None:
-        """Have the next start find another server: this one may hang, or have loaded nonsense."""
+        """Have the next start find another server, as this one may hang."""
         with self._lock:
             self._drop()
 

@@ -208,7 +208,7 @@ class _Checks:
     def __init__(self, running: Deployment) -> None:
         self._running = running
         self._failure: EngineUnavailableError | None = None
-        self._num_turns = 0  # of whoever waits, since the last answer
+        self._num_turns = 0  # calls of ``raise_failure`` since the last answer
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="checks", daemon=True)
 

@@ -64,13 +64,14 @@ class Supervisor:
         self._restarts = restarts
         self._on_fork = on_fork
         self._owner_pulse, self._ingress_pulse = Pulse(), Pulse()
-        self._has_served = False  # an owner that has ended since
+        self._has_served = False  # whether an owner that has ended had served
         # Owners keep the end for writing open as well: it closes when they and this one are gone.
         self._life, self._life_end = os.pipe()
         self._pid = self._owner = self._ingress = 0  # process ids
-        self._strangers: set[int] = set()  # children from before: whoever became this process's
+        # Children of before: of a shell, say, that has become this process.
+        self._strangers: set[int] = set()
         self._next_look_s = 0.0
-        self._signal = 0  # the first that came
+        self._is_stopping = False
         self._end_by_s = math.inf  # for an owner that was signalled
         self._failure = 0  # exit code of an ingress that has failed by itself
 
@@ -80,7 +81,7 @@ class Supervisor:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_BLOCK, WAITED)
         self._pid = os.getpid()
-        self._strangers = processes.children(os.getpid())
+        self._strangers = processes.children(self._pid)
         processes.adopt_orphans()
         self._start_owner()
         self._start_ingress()
@@ -114,7 +115,7 @@ class Supervisor:
         return None
 
     def _stop_owner(self, number: int) -> None:
-        self._signal = self._signal or number
+        self._is_stopping = True
         self._end_by_s = min(self._end_by_s, time.monotonic() + self._end_s)
         os.kill(self._owner, number)
 
@@ -124,7 +125,7 @@ class Supervisor:
         self._has_served = served or before
         self._end_orphans()
         final = OF_SIGNALS - code if code < 0 else FAILURE if code == AGAIN else code
-        if self._signal or self._failure:
+        if self._is_stopping:
             return self._failure or final
         if code < 0 and -code not in SIGNALS:
             why = f"{OWNS} was killed by {_name_of(-code)}"
@@ -146,7 +147,7 @@ class Supervisor:
     def _replace_ingress(self, code: int) -> None:
         """Start another ingress, or have the owner stop."""
         self._ingress = 0
-        if self._signal:
+        if self._is_stopping:
             return
         if code < 0:
             why = f"{SERVES} was killed by {_name_of(-code)}"
@@ -168,27 +169,24 @@ class Supervisor:
         """Kill what stands still, and an owner that does not end."""
         if time.monotonic() > self._end_by_s:
             self._end_by_s = math.inf
-            print(
-                f"error: {OWNS} has not ended for {self._end_s:g} s; it is killed", file=sys.stderr
-            )
+            _say(f"error: {OWNS} has not ended for {self._end_s:g} s; it is killed")
             os.kill(self._owner, signal.SIGKILL)
         for pid, pulse, what in (
             (self._owner, self._owner_pulse, OWNS),
             (self._ingress, self._ingress_pulse, SERVES),
         ):
             if pid and pulse.look() * LOOK_S > self._silent_s:
-                why = f"{what} has stood still for {self._silent_s:g} s"
-                print(f"warning: {why}; it is killed", file=sys.stderr, flush=True)
+                _say(f"warning: {what} has stood still for {self._silent_s:g} s; it is killed")
                 pulse.rest()
                 os.kill(pid, signal.SIGKILL)
 
     def _may_restart(self, why: str, what: str) -> bool:
         """Take a restart of the budget, and say so."""
         if self._restarts.take(time.monotonic()):
-            print(f"warning: {why}; {what} is started again", file=sys.stderr, flush=True)
+            _say(f"warning: {why}; {what} is started again")
             return True
         allowed = f"recovery.restarts_per_hour allows {self._restarts.per_hour}"
-        print(f"error: {why}; {what} is not started again: {allowed}", file=sys.stderr, flush=True)
+        _say(f"error: {why}; {what} is not started again: {allowed}")
         return False
 
     def _end_ingress(self) -> None:
@@ -203,7 +201,7 @@ class Supervisor:
                 signal.sigtimedwait({signal.SIGCHLD}, 0.1)
 
     def _end_orphans(self) -> None:
-        while orphans := processes.children(os.getpid()) - {self._ingress} - self._strangers:
+        while orphans := processes.children(self._pid) - {self._ingress} - self._strangers:
             processes.kill_all(orphans)
             for pid in orphans:
                 os.waitpid(pid, 0)
@@ -264,6 +262,10 @@ def _ended() -> Iterator[tuple[int, int]]:
         yield pid, os.waitstatus_to_exitcode(status)
 
 
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def _name_of(number: int) -> str:
     try:
         return signal.Signals(number).name
@@ -282,4 +284,4 @@ def _code_of(error: BaseException) -> int:
         case SystemExit(code=int(code)):
             return code
     traceback.print_exception(error)
-    return 1
+    return FAILURE

@@ -47,6 +47,18 @@ sys.exit(Supervisor(own, serve_http, RestartBudget(2), SILENT_S, END_S).run())
 """
 
 
+# The owner's end takes LATE_S, in which it gives no sign.
+ENDS_LATE = """
+plainly = own
+def own(signals, pulse):
+    try:
+        plainly(signals, pulse)
+    finally:
+        pulse.rest()
+        time.sleep(LATE_S)
+"""
+
+
 class Service:
     """A service that leads its process group, as under a shell or a container."""
 
@@ -182,18 +194,7 @@ def test_an_owner_that_stands_still_does_not_hold_up_the_end(start: Start) -> No
 
 
 def test_an_owner_that_drains_gives_no_sign_and_is_left_alone(start: Start) -> None:
-    service = start(
-        """
-SILENT_S = 2.0
-plainly = own
-def own(signals, pulse):
-    try:
-        plainly(signals, pulse)
-    finally:
-        pulse.rest()
-        time.sleep(5)
-"""
-    )
+    service = start(f"SILENT_S, LATE_S = 2.0, 5.0\n{ENDS_LATE}")
     service.lines(2)
     time.sleep(BEATS_S)
 
@@ -345,18 +346,7 @@ def own(signals, pulse):
 
 
 def test_an_owner_that_does_not_end_is_killed(start: Start) -> None:
-    service = start(
-        """
-END_S = 2.0
-plainly = own
-def own(signals, pulse):
-    try:
-        plainly(signals, pulse)
-    finally:
-        pulse.rest()
-        time.sleep(600)
-"""
-    )
+    service = start(f"END_S, LATE_S = 2.0, 600.0\n{ENDS_LATE}")
     service.lines(2)
 
     service.process.terminate()
