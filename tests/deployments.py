@@ -44,6 +44,14 @@ class Answer:
             self.ended.set()
 
 
+def tokens_of(timeout_s: float, answers: list[Answer]) -> list[list[int]]:
+    """Wait for answers, each for so long at most; they must be as long as was asked for."""
+    for answer in answers:
+        assert answer.ended.wait(timeout_s), "no answer"
+        assert answer.finish_reason == "length", answer.error
+    return [answer.tokens for answer in answers]
+
+
 def make_deployment_config(model: Path | str, **overrides: Any) -> Config:
     """Return a small float32 deployment; sections given as mappings are merged, key by key."""
     raw: dict[str, Any] = {

@@ -2,9 +2,9 @@
 
 All ranks abort what they run, from beside, as whoever launches may wait for the device. When the
 last one has, which is where they meet, each brings its device and its communicators back and says
-so. Weights, KV and graphs stay, and no
-request begins again: the engine decides the interrupted steps anew. Whatever goes wrong on the way
-ends the epoch of the group as a dead worker does, and so does a rank that takes too long.
+so. Weights, KV and graphs stay, and no request begins again: the engine decides the interrupted
+steps anew. Whatever goes wrong on the way ends the epoch of the group as a dead worker does, and so
+does a rank that takes too long.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from dist_aclgraph.sampling import SamplingParams
 from tests.actors.leftovers import assert_all_npus_are_free, wait_until
 from tests.actors.test_faults_while_serving import worker_pids
 from tests.checkpoints import make_prompts
-from tests.deployments import Answer, Serving, make_deployment_config, serving
+from tests.deployments import Answer, Serving, make_deployment_config, serving, tokens_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
@@ -38,13 +38,6 @@ def submit_all(service: Serving, prefix: str) -> list[Answer]:
     ]
 
 
-def tokens_of(answers: list[Answer]) -> list[list[int]]:
-    for answer in answers:
-        assert answer.ended.wait(ANSWER_S), "no answer"
-        assert answer.finish_reason == "length", answer.error
-    return [answer.tokens for answer in answers]
-
-
 @pytest.mark.timeout(900)
 def test_all_streams_go_on_with_the_tokens_that_they_would_have_had(checkpoint: Path) -> None:
     config = make_deployment_config(
@@ -56,7 +49,7 @@ def test_all_streams_go_on_with_the_tokens_that_they_would_have_had(checkpoint: 
         recovery={"exact": True, "restarts_per_hour": 1},
     )
     with serving(config) as service:
-        wanted = tokens_of(submit_all(service, "sound"))
+        wanted = tokens_of(ANSWER_S, submit_all(service, "sound"))
         report = service.report()
         assert list(report["plan"]["families"].values()) == [[ROWS]]
         assert report["eager_steps"] == {"prefill": STREAMS}  # a prompt a step, and nothing else
@@ -65,7 +58,7 @@ def test_all_streams_go_on_with_the_tokens_that_they_would_have_had(checkpoint: 
         wait_until(lambda: sum(len(answer.tokens) > 40 for answer in answers) >= ROWS, "none runs")
         os.kill(worker_pids(service)[1], signal.SIGKILL)
 
-        found = tokens_of(answers)
+        found = tokens_of(ANSWER_S, answers)
         assert service.client.num_resumed >= ROWS
         assert [index for index in range(STREAMS) if found[index] != wanted[index]] == []
     assert_all_npus_are_free()

@@ -15,7 +15,14 @@ from tests.actors.leftovers import (
 )
 from tests.actors.test_faults_while_serving import worker_pids
 from tests.checkpoints import make_prompts
-from tests.deployments import Answer, Serving, greedy_params, make_deployment_config, serving
+from tests.deployments import (
+    Answer,
+    Serving,
+    greedy_params,
+    make_deployment_config,
+    serving,
+    tokens_of,
+)
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
@@ -43,13 +50,6 @@ def submit_all(service: Serving, prefix: str) -> list[Answer]:
     ]
 
 
-def tokens_of(answers: list[Answer]) -> list[list[int]]:
-    for answer in answers:
-        assert answer.ended.wait(ANSWER_S), "no answer"
-        assert answer.finish_reason == "length", answer.error
-    return [answer.tokens for answer in answers]
-
-
 def strike(arms: Path, answers: list[Answer]) -> None:
     """Let a link fail under all streams; return when it has."""
     assert all(answer.began.wait(ANSWER_S) for answer in answers)
@@ -68,7 +68,7 @@ def test_many_streams_go_on_where_they_were(checkpoint: Path, tmp_path: Path) ->
     arms = tmp_path / "arms"
     with serving(make_config(checkpoint, arms)) as service:
         pids = worker_pids(service)
-        expected = tokens_of(submit_all(service, "sound"))
+        expected = tokens_of(ANSWER_S, submit_all(service, "sound"))
         sound = metrics_of(service)
 
         answers = submit_all(service, "struck")
@@ -83,7 +83,7 @@ def test_many_streams_go_on_where_they_were(checkpoint: Path, tmp_path: Path) ->
         )
         print(f"every stream had a token {time.monotonic() - struck_s:.2f} s after the fault")
 
-        assert tokens_of(answers) == expected
+        assert tokens_of(ANSWER_S, answers) == expected
         metrics = metrics_of(service)
         assert metrics["resumptions"] == {"link": 1}
         assert service.client.num_resumed == 0
@@ -100,10 +100,10 @@ def test_a_rank_that_dies_while_the_group_comes_back_costs_the_group_and_no_requ
     arms = tmp_path / "arms"
     config = make_config(checkpoint, arms, op="HcclCommResume", rank=0, kind="die")
     with serving(config) as service:
-        expected = tokens_of(submit_all(service, "sound"))
+        expected = tokens_of(ANSWER_S, submit_all(service, "sound"))
 
         answers = submit_all(service, "struck")
         strike(arms, answers)
 
-        assert tokens_of(answers) == expected
+        assert tokens_of(ANSWER_S, answers) == expected
         assert service.client.num_resumed > 0

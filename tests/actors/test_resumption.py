@@ -14,7 +14,7 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.sampling import SamplingParams
 from tests.actors.serving_ranks import ServingRanks, serving_ranks
 from tests.checkpoints import add_next_token_module, copy_of, make_prompts
-from tests.deployments import Answer, greedy_params, make_deployment_config
+from tests.deployments import Answer, greedy_params, make_deployment_config, tokens_of
 
 STREAMS, TOKENS, ANSWER_S = 16, 40, 120.0
 UNCHANGED = ("prompt_tokens", "prefix_cache_queries", "num_preemptions", "generation_tokens")
@@ -54,13 +54,6 @@ def submit_all(service: ServingRanks, prefix: str = "r") -> list[Answer]:
     ]
 
 
-def tokens_of(answers: list[Answer]) -> list[list[int]]:
-    for answer in answers:
-        assert answer.ended.wait(ANSWER_S), "no answer"
-        assert answer.finish_reason == "length", answer.error
-    return [answer.tokens for answer in answers]
-
-
 @dataclass(frozen=True)
 class Sound:
     """A run without a fault."""
@@ -81,7 +74,7 @@ def sound(
         add_next_token_module(checkpoint)
     config = make_config(checkpoint, speculative={"num_tokens": drafts})
     with serving_ranks(config, tmp_path_factory.mktemp("sound")) as service:
-        tokens = tokens_of(submit_all(service))
+        tokens = tokens_of(ANSWER_S, submit_all(service))
         yield Sound(checkpoint, drafts, tokens, service.loop.metrics())
 
 
@@ -96,14 +89,14 @@ def test_no_request_begins_again_and_no_graph_is_captured_again(
     config = make_config(sound.checkpoint, fault, speculative={"num_tokens": sound.drafts})
 
     with serving_ranks(config, tmp_path) as service:
-        assert tokens_of(submit_all(service)) == sound.tokens
+        assert tokens_of(ANSWER_S, submit_all(service)) == sound.tokens
         metrics = service.loop.metrics()
         assert list(metrics["resumptions"].values()) == [1], service.loop.failure_now()
         assert {name: metrics[name] for name in UNCHANGED} == {
             name: sound.metrics[name] for name in UNCHANGED
         }
         assert metrics["graph"]["replays"], "graphs are not replayed any more"
-        assert tokens_of(submit_all(service, "later")) == sound.tokens
+        assert tokens_of(ANSWER_S, submit_all(service, "later")) == sound.tokens
 
 
 def test_a_group_comes_back_with_one_step_in_flight(sound: Sound, tmp_path: Path) -> None:
@@ -114,7 +107,7 @@ def test_a_group_comes_back_with_one_step_in_flight(sound: Sound, tmp_path: Path
     )
 
     with serving_ranks(config, tmp_path) as service:
-        assert tokens_of(submit_all(service)) == sound.tokens
+        assert tokens_of(ANSWER_S, submit_all(service)) == sound.tokens
         assert service.loop.metrics()["resumptions"] == {"link": 1}
 
 
@@ -126,7 +119,7 @@ def test_a_group_without_graphs_comes_back(sound: Sound, tmp_path: Path, call: i
     config = make_config(sound.checkpoint, fault, speculative=speculative, graph={"mode": "NONE"})
 
     with serving_ranks(config, tmp_path) as service:
-        assert tokens_of(submit_all(service)) == sound.tokens
+        assert tokens_of(ANSWER_S, submit_all(service)) == sound.tokens
         assert service.loop.metrics()["resumptions"] == {"operator": 1}
 
 
@@ -139,7 +132,7 @@ def test_a_group_comes_back_whose_operators_pass_through_a_queue(
     )
 
     with serving_ranks(config, tmp_path) as service:
-        assert tokens_of(submit_all(service)) == sound.tokens
+        assert tokens_of(ANSWER_S, submit_all(service)) == sound.tokens
         assert service.loop.metrics()["resumptions"] == {"operator": 1}
 
 
