@@ -183,7 +183,9 @@ def test_a_graph_over_a_destroyed_communicator_names_both(run_ranks):
         RANKS
         + """
 replay(3.0)
+time.sleep(rank)  # which must not matter
 torch_npu.distributed.reinit_process_group(None, True)
+meet("left")  # a rank that leaves deletes the key by which a new communicator is found
 step()  # makes a new one
 torch.npu.synchronize()
 attempt("REPLAY", lambda: replay(4.0))
