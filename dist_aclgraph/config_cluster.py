@@ -65,8 +65,9 @@ class RecoveryConfig(Section):
         20.0,
         ge=0,
         description="how long the devices of a group may take to come back where one of them, or a "
-        "link, has failed and all processes live; then the group is replaced. 0 replaces it at "
-        "once. Never tried on hardware, where CANN calls the functions that it takes experimental",
+        "link, has failed and all processes live; then the group is replaced. Where processes have "
+        "died, the others keep their weights and join another group. 0 replaces all of it at once. "
+        "Never tried on hardware, where CANN calls the functions that it takes experimental",
     )
     spares: int = Field(
         0,

@@ -45,6 +45,9 @@ class ForkedStartup(Startup):
     def _place(self, ranks: Sequence[Ranks], deployment: str) -> None:
         pass
 
+    def _describe(self) -> None:
+        pass
+
     def _join(self, group: LockstepGroup) -> None:
         assert isinstance(group.workers, RankProcesses)
         group.device = group.workers.join(self._meeting, self._config.timeouts.join_s)[0]

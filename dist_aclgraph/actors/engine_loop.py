@@ -111,6 +111,7 @@ class EngineLoop:
         self._recipients = Recipients()
         self._seen_s = time.monotonic()  # when the loop last showed that it goes on
         self._failure = ""
+        self._has_dismissed = False
         self._stopping = False
         self._drains_from = 0  # version of the clients' groups in which this one drains
         self._drained = threading.Event()
@@ -195,6 +196,7 @@ class EngineLoop:
                     continue
                 if self._failure:
                     self._serve_failure()
+                    self._dismiss_workers()
                     continue
                 is_last = self._drains_from and self._links.have_confirmed(self._drains_from)
                 try:
@@ -208,7 +210,7 @@ class EngineLoop:
                 except Exception as e:  # Clients must hear of it, whatever it is.
                     self.fail(f"{type(e).__name__}: {e}")
         finally:
-            self._channel.close(self._scheduler.epoch)
+            self._dismiss_workers()
             self._end_requests(STOPPING)
             self._links.close()
 
@@ -341,6 +343,12 @@ class EngineLoop:
         """Send each client one message with the tokens of all its requests."""
         for link, deltas in self._recipients.hand_out(outputs):
             self._links.send(link, deltas)
+
+    def _dismiss_workers(self) -> None:
+        """Have workers leave their loops, once: no step follows."""
+        if not self._has_dismissed:
+            self._has_dismissed = True
+            self._channel.close(self._scheduler.epoch)
 
     def _serve_failure(self) -> None:
         """End what runs, and answer whoever still asks."""

@@ -14,8 +14,8 @@ from dist_aclgraph.actors.lockstep_group import LockstepGroup
 from dist_aclgraph.actors.ray_errors import death_of
 from dist_aclgraph.actors.sockets import Silence
 from dist_aclgraph.actors.worker_group import fetch
-from dist_aclgraph.errors import DistAclGraphError
-from dist_aclgraph.topology import WorldRank
+from dist_aclgraph.errors import DistAclGraphError, EngineDeadError
+from dist_aclgraph.topology import GroupRank, WorldRank
 
 WATCH_S = 0.2
 BEATS_OF_A_SILENCE = 20
@@ -151,13 +151,18 @@ class GroupWatch:
                 reason = ray.get(ended)
             except RayError as e:
                 reason = f"the engine is gone: {death_of(e)}"
-        else:
-            try:
-                fetch(ended, rank, "SERVING")
-                reason = f"rank {rank} left its step loop"
-            except DistAclGraphError as e:
-                reason = str(e)
-        self._lose(group, reason)
+            self._lose(group, reason)
+            return
+        try:
+            fetch(ended, rank, "SERVING")
+        except EngineDeadError:
+            pass
+        except DistAclGraphError as e:
+            self._lose(group, str(e), rank)
+            return
+        # The engine has ended its loop, and itself says why.
+        with self._lock:
+            self._owner.pop(ended, None)
 
     def _listen(self, elapsed_s: float) -> None:
         with self._lock:
@@ -167,17 +172,29 @@ class GroupWatch:
             if not reason or group.lost_because:
                 continue
             if rank is not None:
-                self._lose(group, f"rank {rank} in SERVING: {reason}")
+                self._lose(group, f"rank {rank} in SERVING: {reason}", rank)
             else:
                 self._lose(group, f"the engine in SERVING: {reason}")
-                group.kill()  # it cannot tell its clients, and must not begin again
+                ray.kill(group.engine)  # it cannot tell its clients, and must not begin again
 
-    def _lose(self, group: LockstepGroup, reason: str) -> None:
-        """End the epoch of a group: its requests get the reason, its workers are killed."""
+    def _lose(self, group: LockstepGroup, reason: str, rank: WorldRank | None = None) -> None:
+        """End the epoch of a group: its requests get the reason.
+
+        Its workers are killed; where some may join another group, they are left to whoever has them
+        do that.
+
+        Args:
+            rank: whose process is lost, if it is known.
+        """
         with self._lock:
             if group not in self._groups:
                 return
-            group.lost_because = reason
+            if rank is not None:
+                group.lost_ranks.add(GroupRank(group.workers.ranks.index(rank)))
+            group.lost_s = time.monotonic()
+            is_hopeless = group.way_back() == "REBUILD"
+            group.lost_because = reason  # from now on others may see to it
             self._forget(group)
         group.engine.fail.remote(reason)
-        group.workers.kill()
+        if is_hopeless:
+            group.give_up()

@@ -36,6 +36,7 @@ class Lease:
         self._renewed_s: float | None = None
         self._number = 0  # of the last question
         self._counts_from = 0  # the first question that renews
+        self.is_given_back = False
         # Its holder's own stops do not end it: who gave the place decides.
         self._silence = Silence(2 * limit_s, 2 * self.look_s)
 
@@ -53,12 +54,18 @@ class Lease:
             now_s = self._see()
             return self._renewed_s is None or now_s - self._renewed_s <= self._limit_s
 
+    def give_back(self) -> None:
+        """Its holder acts no more by it: from now on it is never over."""
+        self.is_given_back = True
+
     def look(self) -> bool:
         """Return whether the lease is over; for one thread, every ``look_s``."""
         with self._lock:
             now_s = self._see()
             elapsed_s, self._looked_s = now_s - self._looked_s, now_s
-            return self._renewed_s is not None and self._silence.listen(elapsed_s)
+            if self._renewed_s is None or self.is_given_back:
+                return False
+            return self._silence.listen(elapsed_s)
 
     def _see(self) -> float:
         """Return the time, and find out whether this process was stopped until now."""
@@ -74,6 +81,8 @@ def leave_with(lease: Lease, who: str) -> None:
 
     def watch() -> None:
         while not lease.look():
+            if lease.is_given_back:
+                return
             time.sleep(lease.look_s)
         logger.error("the controller has not asked for %s for too long: it ends itself", who)
         os._exit(1)

@@ -260,5 +260,10 @@ class LocalEngine:
         except OSError as e:
             raise EngineDeadError(f"the connection to the engine has failed: {e}") from None
 
+    def end(self) -> None:
+        """Have ``receive`` and ``send`` raise from now on. Any thread."""
+        with contextlib.suppress(OSError):  # closed already
+            self._connection.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         self._connection.close()

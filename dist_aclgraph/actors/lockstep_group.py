@@ -16,6 +16,8 @@ from dist_aclgraph.planning.budget import StreamOffer
 from dist_aclgraph.planning.ledger import Ledger
 from dist_aclgraph.planning.plan import plan_report
 from dist_aclgraph.planning.planner import Planner
+from dist_aclgraph.planning.way_back import Failure, Way, way_back
+from dist_aclgraph.topology import GroupRank
 
 
 @dataclass
@@ -41,7 +43,13 @@ class LockstepGroup:
     number: int = 0  # its name for clients, which no other group ever has
     opened_at: Address | None = None  # its engine, for clients
     is_draining: bool = False  # it takes no new requests
+    opened_s: float = 0.0  # when it began to serve
+    is_rejoined: bool = False  # survivors of another group are part of it
     lost_because: str = ""  # its epoch is over; other groups serve on
+    lost_s: float = 0.0  # when it was known to be lost
+    lost_ranks: set[GroupRank] = field(default_factory=set)  # as far as is known
+    is_left: bool = False  # by its survivors, which wait for another group
+    is_given_up: bool = False  # nothing of it waits for another group
 
     @property
     def address(self) -> Address:
@@ -75,6 +83,28 @@ class LockstepGroup:
     def name(self) -> str:
         """For messages, e.g. ``the group of ranks 2, 3``."""
         return f"the group of ranks {', '.join(map(str, self.workers.ranks))}"
+
+    def way_back(self) -> Way:
+        """Return how the lost group comes back, as far as is known by now."""
+        if self.is_given_up:
+            return "REBUILD"
+        recovery = self.planner.config.recovery
+        return way_back(
+            Failure(
+                {},
+                frozenset(self.lost_ranks),
+                may_resume=recovery.resume_s > 0 and recovery.restarts_per_hour > 0,
+                is_over=True,
+                size=len(self.workers.ranks),
+                served_s=self.lost_s - self.opened_s if self.is_rejoined else None,
+            )
+        )
+
+    def give_up(self) -> None:
+        """End what is left of its workers, and free its places: it does not come back."""
+        if not self.is_given_up:
+            self.is_given_up, self.is_left = True, False
+            self.workers.kill()
 
     def kill(self) -> None:
         """End what is left of its actors now."""

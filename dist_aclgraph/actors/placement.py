@@ -247,14 +247,14 @@ def release_all(prefix: str) -> None:
             remove_placement_group(get_placement_group(entry["name"]))
 
 
-def actor_options(group: PlacementGroup, request: BundleRequest, index: int) -> dict[str, Any]:
-    """Return Ray options that put a worker into its bundle, with a rank's share of it."""
+def actor_options(group: PlacementGroup, request: BundleRequest, bundle: int) -> dict[str, Any]:
+    """Return Ray options that put a worker into a bundle, with a rank's share of it."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     return {
         "num_cpus": request.rank.get("CPU", 0),
         "resources": {name: n for name, n in request.rank.items() if name != "CPU"},
         "scheduling_strategy": PlacementGroupSchedulingStrategy(
-            group, placement_group_bundle_index=index // request.ranks_of_bundle
+            group, placement_group_bundle_index=bundle
         ),
     }

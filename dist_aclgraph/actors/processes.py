@@ -138,6 +138,15 @@ def kill_handles(handles: list[int]) -> None:
         os.close(handle)
 
 
+def end_process(handle: int, timeout_s: float) -> bool:
+    """End a process now, a stopped one too; return whether it has ended, in that time."""
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(handle, signal.SIGKILL)
+    poll = select.poll()
+    poll.register(handle, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1e3))
+
+
 def kill_all(pids: set[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):

@@ -1,8 +1,9 @@
 """What a rank is at each stage of its start: one value each, which the next is made from.
 
 ``join_rank`` gives a ``JoinedRank``, its ``load`` a ``LoadedRank``, its ``make_runner`` a
-``RunningRank``. Heavy imports happen inside, after Ray has set the process's environment: torch_npu
-reads it once, at import.
+``RunningRank``; ``leave`` leads from there back to a ``LoadedRank``, which may join again. Heavy
+imports happen inside, after Ray has set the process's environment: torch_npu reads it once, at
+import.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dist_aclgraph.actors.stream_ledger import StreamLedger
@@ -45,11 +46,10 @@ def join_rank(
     config: Config,
     rank: WorldRank,
     group_rank: GroupRank,
-    group_size: int,
     rendezvous: str,
     meeting: socket.socket | None = None,
 ) -> JoinedRank:
-    """Open the device and join the lockstep group of ``group_size`` ranks at ``rendezvous``.
+    """Open the device and join the lockstep group that meets at ``rendezvous``.
 
     Args:
         meeting: what listens there, at the rank that leads a group over several nodes.
@@ -58,7 +58,6 @@ def join_rank(
         ConfigError: the chip is not one of those that plans assume, or does not take what the
             configuration wants.
     """
-    from dist_aclgraph.comm.groups import join_lockstep_group, make_groups
     from dist_aclgraph.device.npu import open_npu
 
     # In this process's environment, that of its node: nobody else can see it.
@@ -69,14 +68,27 @@ def join_rank(
     _check_chip(config, facts, chip, npu.kind, rank)
     exchange = ExchangeRule.from_config(config, facts, chip)
     streams = StreamLedger(npu)
-    if group_size > 1:
-        join_lockstep_group(rendezvous, group_rank, group_size, config.timeouts.join_s, meeting)
-    buffer_mb = exchange.mc2_buffer_mb
-    layout = ParallelLayout.from_config(config.parallel, mc2=buffer_mb is not None).within_group
-    groups = make_groups(layout, group_rank, buffer_mb, watchdog_s=config.timeouts.watchdog_s)
+    has_mc2 = exchange.mc2_buffer_mb is not None
+    layout = ParallelLayout.from_config(config.parallel, mc2=has_mc2).within_group
+    groups = _join_groups(config, layout, group_rank, exchange, rendezvous, meeting)
     streams.book("joining HCCL groups")
-    domains = layout.domains_of(group_rank)
-    return JoinedRank(config, rank, group_rank, npu, groups, domains, exchange, streams)
+    return JoinedRank(config, rank, group_rank, npu, groups, layout, exchange, streams)
+
+
+def _join_groups(
+    config: Config,
+    layout: ParallelLayout,
+    group_rank: GroupRank,
+    exchange: ExchangeRule,
+    rendezvous: str,
+    meeting: socket.socket | None,
+) -> RankGroups:
+    from dist_aclgraph.comm.groups import join_lockstep_group, make_groups
+
+    timeouts, size = config.timeouts, layout.world_size
+    if size > 1:
+        join_lockstep_group(rendezvous, group_rank, size, timeouts.join_s, meeting)
+    return make_groups(layout, group_rank, exchange.mc2_buffer_mb, watchdog_s=timeouts.watchdog_s)
 
 
 def _check_chip(
@@ -125,9 +137,28 @@ class JoinedRank:
     group_rank: GroupRank
     npu: Npu
     groups: RankGroups
-    domains: tuple[Ranks, ...]
+    layout: ParallelLayout  # of the lockstep group
     exchange: ExchangeRule
     streams: StreamLedger
+
+    @property
+    def domains(self) -> tuple[Ranks, ...]:
+        """The communication domains that this rank is part of."""
+        return self.layout.domains_of(self.group_rank)
+
+    def join_again(self, rendezvous: str, meeting: socket.socket | None) -> JoinedRank:
+        """Join a group of the same layout that meets anew, once the last one has been left.
+
+        Weights and layers notice nothing: they communicate through it from now on.
+        """
+        streams = StreamLedger(self.npu)
+        self.groups.become(
+            _join_groups(
+                self.config, self.layout, self.group_rank, self.exchange, rendezvous, meeting
+            )
+        )
+        streams.book("joining HCCL groups")
+        return replace(self, streams=streams)
 
     def load(self, note_progress: NoteProgress, num_neighbours: int) -> LoadedRank:
         """Load this rank's weights.
@@ -217,6 +248,10 @@ class LoadedRank:
     model: Decoder
     weight_bytes: int
 
+    def join_again(self, rendezvous: str, meeting: socket.socket | None) -> LoadedRank:
+        """See ``JoinedRank.join_again``."""
+        return replace(self, joined=self.joined.join_again(rendezvous, meeting))
+
     def make_runner(
         self, num_blocks: int, max_len: int, graphs: list[BatchDescriptor]
     ) -> RunningRank:
@@ -239,15 +274,34 @@ class LoadedRank:
                 context=ContextParallel.of(joined.groups),
             )
         joined.streams.book("main, update and capture streams")
-        return RunningRank(joined, runner)
+        return RunningRank(self, runner)
 
 
 @dataclass(frozen=True)
 class RunningRank:
     """A rank that runs steps and captures graphs."""
 
-    joined: JoinedRank
+    loaded: LoadedRank
     runner: ModelRunner
+
+    @property
+    def joined(self) -> JoinedRank:
+        return self.loaded.joined
+
+    def leave(self) -> LoadedRank:
+        """Leave the group, some of whose ranks may be gone; the device has been stopped.
+
+        Graphs, caches and communicators go, weights stay.
+
+        Raises:
+            DeviceError: the device does not come back.
+        """
+        from dist_aclgraph.comm.groups import leave_lockstep_group
+
+        self.joined.npu.restart(resumes_groups=False)
+        self.runner.close()  # graphs hold addresses of communicators
+        leave_lockstep_group()
+        return self.loaded
 
     def resume(self) -> None:
         """Bring the device back from an abort; KV and graphs stay.

@@ -5,13 +5,16 @@ ZeroMQ with CURVE keys: PUB/SUB for plans, PUSH/PULL for results; ``addresses.py
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 import zmq
 
 from dist_aclgraph.actors.addresses import Endpoint, Listener, Place
 from dist_aclgraph.actors.sockets import MAX_MESSAGE_BYTES, has_message
+from dist_aclgraph.errors import EngineDeadError
 
+LOOK_MS = 500  # between two looks whether a wait should end
 FAREWELL_MS = 200  # for the last frame; a dead worker must not hold us
 
 
@@ -81,6 +84,7 @@ class RemoteEngine:
     """A worker's end. Owns both sockets; for one thread."""
 
     def __init__(self, address: Endpoints) -> None:
+        self._is_over = threading.Event()
         self._context = zmq.Context(io_threads=1)
         self._plans = self._context.socket(zmq.SUB)
         self._results = self._context.socket(zmq.PUSH)
@@ -96,8 +100,19 @@ class RemoteEngine:
         return has_message(self._plans)
 
     def receive(self) -> bytes:
-        """Return the next frame."""
+        """Return the next frame.
+
+        Raises:
+            EngineDeadError: see ``end``; whether the engine lives is not known here.
+        """
+        while not self._plans.poll(LOOK_MS):
+            if self._is_over.is_set():
+                raise EngineDeadError("the engine on another node is given up")
         return self._plans.recv()
+
+    def end(self) -> None:
+        """Have ``receive`` raise where it waits. Any thread."""
+        self._is_over.set()
 
     def send(self, frame: bytes) -> None:
         self._results.send(frame)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from dist_aclgraph.actors.ray_errors import ours
 from dist_aclgraph.actors.spares import Spares
 from dist_aclgraph.actors.startup import EPOCH, OnGraph, OnPhase, Startup, side_by_side
 from dist_aclgraph.actors.state import State
+from dist_aclgraph.actors.survivors import gather_survivors
 from dist_aclgraph.actors.term import Term
 from dist_aclgraph.actors.traffic_watch import TrafficWatches
 from dist_aclgraph.actors.worker_group import bundles_of_a_group, fetch
@@ -152,6 +153,7 @@ class ServingGroups:
         self.max_model_len = self.max_model_len or longest
         side_by_side(self._open, new)
         for group in new:
+            group.opened_s = time.monotonic()
             group.number, self._next_number = self._next_number, self._next_number + 1
             self._num_ranks = max(self._num_ranks, 1 + max(group.workers.ranks))
         self.groups += new
@@ -172,6 +174,7 @@ class ServingGroups:
         """
         check_count(count)
         with self._change():
+            self.give_up_lost(are_replaced=False)
             missing = count - len(self.taking)
             if missing > 0:
                 self.check_room(missing)
@@ -183,18 +186,38 @@ class ServingGroups:
     def replace_one(self) -> None:
         """Start a group where one is missing. A lost one, of which clients know, then goes.
 
+        What is left of the lost one is part of the new one, where that is possible.
+
         Raises:
+            PlacementError: there is no room for a group.
             EngineUnavailableError: another change is under way.
             DistAclGraphError: the new group did not come up; the others serve on.
         """
         with self._change():
-            lost = [group for group in self.groups if group.lost_because][:1]
+            lost = sorted(self._lost, key=lambda group: not group.is_left)[:1]
             for group in lost:
                 logger.warning("group %d is replaced: %s", group.number, group.lost_because)
-            if self.num_missing:
+            if self.num_missing and not any(map(self._rejoin, lost)):
                 self._add(self._planner, 1)
             self._give_back(lost)
             self._ask_for_spares()
+
+    def _rejoin(self, group: LockstepGroup) -> bool:
+        """Make another group of the survivors that have left this one; return whether it serves."""
+        if not group.is_left:
+            return False
+        lost = group.lost_ranks
+        try:
+            self._start(group.planner, lambda startup: startup.rejoin(group.workers, lost))
+        except (DistAclGraphError, RayError) as e:
+            logger.warning("survivors of group %d make no other group: %s", group.number, e)
+            group.give_up()
+            self._make_room()
+            return False
+        except BaseException:
+            group.give_up()
+            raise
+        return True
 
     def roll(self, config: Config) -> None:
         """Replace all groups by groups of another configuration, one after the other.
@@ -217,6 +240,7 @@ class ServingGroups:
                     f"{key} changes, which ingresses have read; start a new service for it"
                 )
         with self._change():
+            self.give_up_lost(are_replaced=False)
             before = left = self.taking
             if planner.config == self.config:
                 unfinished = [g for g in before if g.planner is not self._planner]
@@ -282,7 +306,40 @@ class ServingGroups:
                 "add nodes, or ask for fewer groups"
             )
 
-    def make_room(self) -> None:
+    @property
+    def _lost(self) -> list[LockstepGroup]:
+        """Groups whose epoch is over, and that clients know of; the oldest first."""
+        return [group for group in self.groups if group.lost_because]
+
+    def find_place(self) -> None:
+        """Have a place for a missing group: of a lost one that its survivors leave, or any other.
+
+        Raises:
+            PlacementError: there is none.
+            EngineUnavailableError: another change is under way.
+        """
+        with self._change():
+            for group in self._lost:
+                if self._may_rejoin(group) and gather_survivors(group):
+                    return
+                group.give_up()
+            self._make_room()
+
+    def give_up_lost(self, *, are_replaced: bool) -> None:
+        """Free the places of lost groups that nobody will join again.
+
+        Args:
+            are_replaced: whether any is replaced at all.
+        """
+        for group in self._lost:
+            if not (are_replaced and self._may_rejoin(group)):
+                group.give_up()
+
+    def _may_rejoin(self, group: LockstepGroup) -> bool:
+        # It has weights of its own configuration, and what is missing is of the newest.
+        return group.planner is self._planner and group.way_back() == "REJOIN"
+
+    def _make_room(self) -> None:
         """Have NPUs for a group in the place of a lost one: a spare's at once, where there is one.
 
         What Ray counts as free may be on a node of whose death it does not know yet.
@@ -300,15 +357,19 @@ class ServingGroups:
             logger.warning("no spares are held: %s", e)
 
     def _add(self, planner: Planner, count: int) -> None:
-        """Start groups beside those that serve: nothing is left of them if one fails."""
+        """Start groups beside those that serve."""
         size = len(planner.layout.lockstep_groups[0])
         ranks = ranks_of_groups(size, self._num_ranks, count)
+        self._start(planner, lambda startup: startup.run(ranks, deployment=self._deployment))
+
+    def _start(self, planner: Planner, run: Callable[[Startup], None]) -> None:
+        """Have groups come up beside those that serve: nothing is left of them if one fails."""
         new: list[LockstepGroup] = []
         self.starting = new
         self._on_phase(State.PLACING)
         startup = Startup(planner, new, self._forks, self._on_phase, self._on_graph)
         try:
-            startup.run(ranks, deployment=self._deployment)
+            run(startup)
             self.open(planner, startup.scopes)
         except BaseException:
             for group in new:

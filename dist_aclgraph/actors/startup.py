@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import ray
@@ -30,15 +30,16 @@ from dist_aclgraph.actors.worker_group import (
     WorkerGroup,
     for_each_rank,
     place_group,
+    refill_group,
     runtime_environment,
 )
 from dist_aclgraph.errors import WorkerError
-from dist_aclgraph.models.read_ahead import Neighbour
+from dist_aclgraph.models.read_ahead import ALONE, Neighbour
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.ledger import Ledger
 from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.planning.planner import Planner
-from dist_aclgraph.topology import Ranks
+from dist_aclgraph.topology import GroupRank, Ranks
 
 EPOCH = 1  # the first of a group; each time that it comes back in place, the next one begins
 MIB = 1 << 20
@@ -82,6 +83,25 @@ class Startup:
         """
         self._python = self._fork_command(ranks)
         self._place(ranks, deployment)
+        self._come_up()
+
+    def rejoin(self, left: WorkerGroup, lost: Collection[GroupRank]) -> None:
+        """Run all phases for one group of survivors and of workers in the places of lost ones.
+
+        Args:
+            left: the workers of the lost group, as its ranks; those not ``lost`` have left it.
+
+        Raises:
+            DistAclGraphError: the first error.
+        """
+        self._python = self._fork_command([left.ranks])
+        workers = refill_group(self._config, left, lost, EPOCH, python=self._python)
+        self._groups.append(LockstepGroup(workers, self._planner, is_rejoined=True))
+        self._come_up()
+
+    def _come_up(self) -> None:
+        """From places that are given to captured graphs."""
+        self._describe()
         self._go(State.JOINING)
         self._each(self._join)
         self._go(State.LOADING)
@@ -140,7 +160,11 @@ class Startup:
         for found in placed:
             if isinstance(found, Exception):
                 raise found
+
+    def _describe(self) -> None:
+        """Start engines beside the workers, and learn where those are."""
         for group in self._groups:
+            assert group.workers.bundles is not None
             group.engine = self._engine_at(placement.leading_node(group.workers.bundles))
         timeouts = self._config.timeouts
         # Libraries that others load while they join are loaded before a forked worker exists.
@@ -159,8 +183,8 @@ class Startup:
             workers_host=leader.node_ip if spans_nodes else None,
             clients_host=leader.node_ip if placement.may_have_others(leader.node_ip) else None,
         )
-        neighbours = [self._neighbour(info) for info in workers.infos]
-        workers.call("prepare", "JOINING", timeouts.load_s, lambda index: (neighbours[index],))
+        prepared = [(self._neighbour(info), workers.beside(info)) for info in workers.infos]
+        workers.call("prepare", "JOINING", timeouts.load_s, prepared.__getitem__)
         rendezvous = ray.get(opening, timeout=2 * timeout_s)
         if spans_nodes:
             rendezvous = ray.get(workers.workers[0].open_meeting.remote(), timeout=timeout_s)
@@ -191,9 +215,12 @@ class Startup:
         group.weight_bytes = max(loaded)
 
     def _neighbour(self, worker: WorkerInfo) -> Neighbour:
-        """Return a worker's place among those of its node, of all groups."""
+        """Return a worker's place among those of its node that load, of all groups."""
+        if worker.has_weights:
+            return ALONE
         infos = [info for group in self._groups for info in group.workers.infos]
-        there = [info.pid for info in infos if info.node_id == worker.node_id]
+        loading = [info for info in infos if not info.has_weights]
+        there = [info.pid for info in loading if info.node_id == worker.node_id]
         return Neighbour(there.index(worker.pid), len(there))
 
     # ---- the plan
@@ -314,5 +341,4 @@ def _progress_of(record: CaptureRecord, graph: BatchDescriptor | None, available
 
 def _places(workers: WorkerGroup, rendezvous: str) -> Callable[[int], tuple[Any, ...]]:
     """Arguments of ``Worker.join``: world rank, place in the group, and where the group meets."""
-    size = len(workers.ranks)
-    return lambda index: (workers.ranks[index], index, size, rendezvous)
+    return lambda index: (workers.ranks[index], index, rendezvous)

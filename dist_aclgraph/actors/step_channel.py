@@ -281,7 +281,7 @@ class StepReceiver:
         What is no message is dropped.
 
         Raises:
-            EngineDeadError: on the engine's node, its process is gone.
+            EngineDeadError: on the engine's node, its process is gone; or see ``end``.
         """
         while True:
             try:
@@ -294,6 +294,10 @@ class StepReceiver:
 
     def send(self, result: FromWorker) -> None:
         self._engine.send(encoder.encode(result))
+
+    def end(self) -> None:
+        """Have ``receive`` raise as if the engine's process were gone. Any thread."""
+        self._engine.end()
 
     def close(self) -> None:
         self._engine.close()

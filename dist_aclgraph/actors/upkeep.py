@@ -139,6 +139,9 @@ class Upkeep:
     # ---- groups that are missing
 
     def _look_for_missing(self, now_s: float) -> None:
+        if not self._is_changing:
+            is_left = bool(self._serving.num_missing) and self._restarts.is_left(now_s)
+            self._serving.give_up_lost(are_replaced=is_left)
         if not self._serving.num_missing:
             self.trouble = ""
         elif self._is_changing or not self._restarts.is_due(now_s):
@@ -153,7 +156,7 @@ class Upkeep:
     def _replace(self) -> None:
         """Start a group for one that is missing; if that fails, it is tried again later."""
         try:
-            self._serving.make_room()
+            self._serving.find_place()
             was_left = self._restarts.take(self._clock())
             assert was_left, "looked at before"
             self._serving.replace_one()

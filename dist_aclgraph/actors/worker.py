@@ -5,10 +5,12 @@ Ray knows the phases by name; what they do to the rank is in ``rank_stages``.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,7 @@ import ray
 
 from dist_aclgraph.actors.addresses import open_meeting, url_host
 from dist_aclgraph.actors.lease import Lease, leave_with
-from dist_aclgraph.actors.processes import leave_with_raylet
+from dist_aclgraph.actors.processes import end_process, leave_with_raylet
 from dist_aclgraph.actors.rank_stages import JoinedRank, LoadedRank, RunningRank, join_rank
 from dist_aclgraph.actors.step_channel import ChannelAddress, StepReceiver
 from dist_aclgraph.config import Config
@@ -27,6 +29,7 @@ from dist_aclgraph.errors import (
     DeviceError,
     DeviceFault,
     DistAclGraphError,
+    EngineDeadError,
     RankDisagreementError,
 )
 from dist_aclgraph.models.read_ahead import ALONE, Neighbour, read_ahead
@@ -34,6 +37,7 @@ from dist_aclgraph.planning.budget import StreamOffer
 from dist_aclgraph.planning.commands import GraphAnswer, GraphCommand
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.plan import CaptureCost, GraphPlan
+from dist_aclgraph.planning.way_back import KEEPS_WEIGHTS
 from dist_aclgraph.shapes.weight_files import weight_files
 from dist_aclgraph.steps.step import Pause, Resume, Resumed, StepPlan, StepResult
 from dist_aclgraph.topology import NO_RANK, GroupRank, WorldRank
@@ -51,10 +55,14 @@ class WorkerInfo:
     pid: int
     npu_ids: tuple[int, ...]
     kind: DeviceKind = "emulated"
+    has_weights: bool = False  # of the group that it was in
 
 
 class Worker:
-    """State of one rank, from placement to death. A worker is never restarted: its group is."""
+    """State of one rank, from placement to death. A worker is never restarted.
+
+    It may outlive its group: it leaves that, and joins the next one with the weights it has.
+    """
 
     def __init__(self, config: Config, epoch: int) -> None:
         self._config = config
@@ -63,13 +71,17 @@ class Worker:
         self._phase = "PLACING"
         self._last_step = -1
         self._neighbour = ALONE
+        self._neighbours: dict[int, int] = {}  # handles of other ranks' processes, by their ids
         self._progress = (0, 0)  # bytes of weights loaded, and in all
         self._doing = ""
         self._is_told_to_stop = False  # so that steps fail, in whatever way
+        self._leaving = threading.Lock()
+        self._is_sound = True  # what its device's memory holds, but for KV
         self._plan = NO_PLAN
         self._meeting: socket.socket | None = None
         self._stage: JoinedRank | LoadedRank | RunningRank | None = None
         self._lease = Lease(config.timeouts.link_s)
+        self._channel: StepReceiver | None = None  # while the step loop runs
 
     @property
     def _joined(self) -> JoinedRank | None:
@@ -113,16 +125,30 @@ class Worker:
         Raises:
             DeviceError: it cannot be stopped.
         """
-        joined = self._joined
-        assert joined is not None, "devices that serve are stopped"
-        self._is_told_to_stop = True
-        joined.npu.stop(timeout_s)
+        with self._leaving:
+            if not isinstance(self._stage, RunningRank):
+                return  # it has left the group that this was said of
+            self._is_told_to_stop = True
+            self._stage.joined.npu.stop(timeout_s)
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def dismiss(self) -> None:
+        """End the step loop, as if the engine's process were gone."""
+        if self._channel is not None:
+            self._channel.end()
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def end_neighbour(self, pid: int, timeout_s: float) -> bool:
+        """End another rank's process, if it has not ended; return whether it is gone in time."""
+        handle = self._neighbours.get(pid)
+        return handle is not None and end_process(handle, timeout_s)
 
     # ---- phases, in order
 
     def describe(self) -> WorkerInfo:
         """Say where this worker landed. From now on it leaves with the raylet that started it."""
-        leave_with_raylet()
+        if self._stage is None:
+            leave_with_raylet()
         context = ray.get_runtime_context()
         return WorkerInfo(
             node_id=context.get_node_id(),
@@ -131,15 +157,31 @@ class Worker:
             pid=os.getpid(),
             npu_ids=visible_devices() or (),
             kind=resolve_kind(self._config.device.kind),
+            has_weights=isinstance(self._stage, LoadedRank),
         )
 
-    def prepare(self, neighbour: Neighbour) -> None:
-        """Begin to read weights ahead; build the emulated NPU where this node lacks it."""
+    def prepare(self, neighbour: Neighbour, pids: Sequence[int]) -> None:
+        """Begin to read weights ahead; build the emulated NPU where this node lacks it.
+
+        Args:
+            pids: processes of the other ranks of the group that are on this node.
+        """
+        self._meet_neighbours(pids)
+        if self._stage is not None:
+            return  # it has been in a group
         self._neighbour = neighbour
         if self._config.weights != "dummy":
             read_ahead(weight_files(self._config.model), neighbour)
         if resolve_kind(self._config.device.kind) == "emulated":
             emulator.build()
+
+    def _meet_neighbours(self, pids: Sequence[int]) -> None:
+        for handle in self._neighbours.values():
+            os.close(handle)
+        self._neighbours.clear()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):  # calls will say so
+                self._neighbours[pid] = os.pidfd_open(pid)
 
     def open_meeting(self) -> str:
         """Return where a group that spans nodes meets, at this rank, which leads it.
@@ -152,29 +194,62 @@ class Worker:
         self._meeting = open_meeting(host, ports, timeout_s)
         return f"tcp://{url_host(host)}:{self._meeting.getsockname()[1]}"
 
-    def join(self, rank: WorldRank, group_rank: GroupRank, group_size: int, rendezvous: str) -> str:
+    def join(self, rank: WorldRank, group_rank: GroupRank, rendezvous: str) -> str:
         """Open the device and join the lockstep group; return the device in plain words.
 
+        A worker that has weights already keeps them, and the device; it has its old ranks again.
+
         Args:
-            group_rank, group_size: place in the lockstep group; answers carry it.
+            group_rank: place in the lockstep group; answers carry it.
         """
         self._rank, self._phase = rank, "JOINING"
         if rendezvous.startswith("tcp://"):
             prepare_network(self._config.device, ray.util.get_node_ip_address())
         else:
             prepare_network(self._config.device)
-        self._stage = join_rank(
-            self._config, rank, group_rank, group_size, rendezvous, self._meeting
-        )
-        self._meeting = None
+        meeting, self._meeting = self._meeting, None
+        if isinstance(self._stage, LoadedRank):
+            joined = self._stage.joined
+            assert (joined.rank, joined.group_rank) == (rank, group_rank), "weights are a rank's"
+            self._stage = self._stage.join_again(rendezvous, meeting)
+            return joined.npu.description
+        self._stage = join_rank(self._config, rank, group_rank, rendezvous, meeting)
         return self._stage.npu.description
 
     def load(self) -> int:
-        """Load this rank's weights; return their bytes. As ``JoinedRank.load``."""
-        assert isinstance(self._stage, JoinedRank)
+        """Load this rank's weights, where it has none; return their bytes.
+
+        As ``JoinedRank.load``.
+        """
         self._phase = "LOADING"
+        if isinstance(self._stage, LoadedRank):
+            return self._stage.weight_bytes
+        assert isinstance(self._stage, JoinedRank)
         self._stage = self._stage.load(self._note_progress, self._neighbour.count)
         return self._stage.weight_bytes
+
+    def leave(self, epoch: int) -> None:
+        """Leave the lockstep group, which is lost; device and weights stay, for the next one.
+
+        Called when the device has been stopped; waits until the step loop is over.
+
+        Args:
+            epoch: of the next group.
+
+        Raises:
+            DeviceError: the device does not come back, or nobody knows what its memory holds.
+        """
+        if not self._is_sound:
+            raise DeviceError(f"rank {self._rank} cannot trust its memory any more")
+        self._lease.give_back()
+        self._lease = Lease(self._config.timeouts.link_s)
+        with self._leaving:  # whoever wants the device stopped, too, wants it before or never
+            self._stage = self._running.leave()
+        gc.unfreeze()
+        gc.collect()
+        self._stage.joined.npu.give_back()
+        self._epoch, self._plan, self._last_step = epoch, NO_PLAN, -1
+        self._is_told_to_stop = False
 
     def _note_progress(self, done: int, total: int) -> None:
         self._progress = (done, total)
@@ -211,6 +286,8 @@ class Worker:
                     rank.book_domains()
         except DistAclGraphError as e:
             failure, message = classify(e), str(e)
+            if failure == "operator" and (fault := self._fault_of(e)) is not None:
+                self._is_sound = self._is_sound and fault in KEEPS_WEIGHTS
         self._doing = ""
         return GraphAnswer(
             command.epoch,
@@ -280,7 +357,7 @@ class Worker:
         """
         self._phase = "SERVING"
         leave_with(self._lease, f"rank {self._rank}")
-        channel = StepReceiver(address)
+        self._channel = channel = StepReceiver(address)
         # What exists now lives as long as the worker: collections need not look at it again.
         gc.collect()
         gc.freeze()
@@ -298,12 +375,15 @@ class Worker:
                 else:
                     try:
                         self._run_step(plan, channel)
+                    except EngineDeadError:
+                        raise
                     except Exception as e:
                         fault = self._report_failure(e, channel)
                         if fault is None:
                             raise
                         is_stopped = True
         finally:
+            self._channel = None
             channel.close()
 
     def _run_step(self, plan: StepPlan | Pause, channel: StepReceiver) -> None:
@@ -317,10 +397,8 @@ class Worker:
 
     def _report_failure(self, error: Exception, channel: StepReceiver) -> DeviceFault | None:
         """Tell the engine; return what stopped the device, where that is known."""
-        joined = self._running.joined
-        fault = joined.npu.fault_of(error) if isinstance(error, DeviceError) else None
-        if fault is None and self._is_told_to_stop:
-            fault = "stopped"
+        joined, fault = self._running.joined, self._fault_of(error)
+        self._is_sound = self._is_sound and fault in KEEPS_WEIGHTS
         # Of the step behind the last one, as that may have been answered: errors of earlier ones
         # are not looked at.
         step = self._last_step + 1
@@ -328,6 +406,12 @@ class Worker:
             StepResult(self._epoch, step, joined.group_rank, error=str(error), fault=fault)
         )
         return fault
+
+    def _fault_of(self, error: Exception) -> DeviceFault | None:
+        """Return what stopped the device, where that is known."""
+        npu = self._running.joined.npu
+        fault = npu.fault_of(error) if isinstance(error, DeviceError) else None
+        return "stopped" if fault is None and self._is_told_to_stop else fault
 
     def _resume(self, order: Resume) -> Resumed:
         """Bring the device back, and follow the group into its next epoch."""
@@ -338,5 +422,6 @@ class Worker:
             self._epoch, self._is_told_to_stop = order.next_epoch, False
         except DistAclGraphError as e:
             error = str(e)
+            self._is_sound = self._is_sound and rank.joined.npu.fault_of(e) in KEEPS_WEIGHTS
         self._doing = ""
         return Resumed(order.next_epoch, rank.joined.group_rank, error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,12 +44,15 @@ class WorkerGroup:
     Attributes:
         ranks: world rank of each worker.
         infos: where each landed.
+        bundles: None once another group has them, and the workers that were left.
+        slots: which of them, as they were asked for, each worker has.
     """
 
     ranks: tuple[WorldRank, ...]
     workers: list[Any]
-    bundles: PlacementGroup
+    bundles: PlacementGroup | None
     infos: list[WorkerInfo] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
     phase: str = "NEGOTIATING"  # what a failing graph transaction is part of
     _num_commands: int = 0
 
@@ -122,13 +125,23 @@ class WorkerGroup:
     def find_out(self, timeout_s: float) -> None:
         """Learn where the workers landed, and give neighbouring ranks to neighbouring NPUs.
 
+        Where some have been in a group before, all keep their ranks.
+
         Raises:
             WorkerStartTimeoutError, WorkerLostError: a worker did not come up.
-            PlacementError: ranks have devices of different kinds, or none of their own.
+            PlacementError: ranks have devices of different kinds, or none of their own; or one came
+                up on another node than its predecessor.
         """
-        infos = self.call("describe", "PLACING", timeout_s)
-        order = placement.rank_order([(info.node_id, info.npu_ids) for info in infos])
+        infos: list[WorkerInfo] = self.call("describe", "PLACING", timeout_s)
+        if self.infos:
+            for rank, before, now in zip(self.ranks, self.infos, infos, strict=True):
+                if before.node_id != now.node_id:
+                    raise PlacementError(f"rank {rank} was on {before.host}, and is on {now.host}")
+            order = list(range(len(infos)))
+        else:
+            order = placement.rank_order([(info.node_id, info.npu_ids) for info in infos])
         self.workers = [self.workers[i] for i in order]
+        self.slots = [self.slots[i] for i in order]
         self.infos = [infos[i] for i in order]
         check_devices(self.infos)
 
@@ -136,6 +149,14 @@ class WorkerGroup:
     def node_ids(self) -> list[str]:
         """The nodes of the ranks, as Ray calls them."""
         return [info.node_id for info in self.infos]
+
+    def beside(self, worker: WorkerInfo) -> list[int]:
+        """Return the processes of the other ranks on a worker's node."""
+        return [
+            info.pid
+            for info in self.infos
+            if info.node_id == worker.node_id and info.pid != worker.pid
+        ]
 
     @property
     def is_emulated(self) -> bool:
@@ -177,7 +198,8 @@ class WorkerGroup:
         """End all workers now; a hung one too."""
         for worker in self.workers:
             ray.kill(worker)
-        placement.release(self.bundles)
+        if self.bundles is not None:
+            placement.release(self.bundles)
 
 
 def for_each_rank(*arguments: Any) -> Callable[[int], tuple[Any, ...]]:
@@ -237,15 +259,50 @@ def place_group(
     """
     request = bundles_of_a_group(config)
     bundles = placement.reserve(request, config.timeouts.place_s, f"{deployment}/{ranks[0]}")
+    slots = [index // request.ranks_of_bundle for index in range(len(ranks))]
+    workers = [_start_worker(config, epoch, bundles, request, slot, python) for slot in slots]
+    return WorkerGroup(tuple(map(WorldRank, ranks)), workers, bundles, slots=slots)
+
+
+def refill_group(
+    config: Config,
+    left: WorkerGroup,
+    lost: Collection[GroupRank],
+    epoch: int,
+    *,
+    python: str | None = None,
+) -> WorkerGroup:
+    """Start workers in the places of those that a group has lost; ``find_out`` waits for them.
+
+    The new group has the bundles of ``left``, and its other workers with them.
+
+    Args:
+        python: as in ``place_group``.
+
+    Raises:
+        PlacementError: the cluster has no room for the deployment any more.
+    """
+    request, bundles = bundles_of_a_group(config), left.bundles
+    assert bundles is not None, "given to one other group only"
+    workers = list(left.workers)
+    for rank in lost:
+        workers[rank] = _start_worker(config, epoch, bundles, request, left.slots[rank], python)
+    left.workers, left.bundles = [], None
+    return WorkerGroup(left.ranks, workers, bundles, left.infos, left.slots)
+
+
+def _start_worker(
+    config: Config,
+    epoch: int,
+    bundles: PlacementGroup,
+    request: placement.BundleRequest,
+    slot: int,
+    python: str | None,
+) -> Any:
     actor = ray.remote(concurrency_groups={"control": 1}, max_restarts=0)(Worker)
-    workers = [
-        actor.options(
-            runtime_env=runtime_environment(config, python),
-            **placement.actor_options(bundles, request, index),
-        ).remote(config, epoch)
-        for index in range(len(ranks))
-    ]
-    return WorkerGroup(tuple(map(WorldRank, ranks)), workers, bundles)
+    options = placement.actor_options(bundles, request, slot)
+    environment = runtime_environment(config, python)
+    return actor.options(runtime_env=environment, **options).remote(config, epoch)
 
 
 def bundles_of_a_group(config: Config) -> placement.BundleRequest:

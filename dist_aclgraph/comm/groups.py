@@ -21,9 +21,9 @@ from dist_aclgraph.device.npu import hccl_options, translated
 from dist_aclgraph.topology import GroupKind, ParallelLayout
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class CommGroup:
-    """Ranks that communicate.
+    """Ranks that communicate. Layers hold it for as long as they live.
 
     Attributes:
         ranks: members, in group order, as ranks of the lockstep group.
@@ -88,6 +88,12 @@ class CommGroup:
         """
         return str(self.backend.get_hccl_comm_name(self.rank))
 
+    def become(self, other: CommGroup) -> None:
+        """Communicate as ``other`` does from now on: of the same ranks, but for their processes."""
+        assert (self.ranks, self.rank) == (other.ranks, other.rank)
+        self.handle = other.handle
+        self.__dict__.pop("hccl_name", None)
+
 
 ALONE = CommGroup((0,), 0)
 
@@ -112,6 +118,18 @@ class RankGroups:
     mc2: CommGroup | None = None
     pcp: CommGroup = ALONE
     dcp: CommGroup = ALONE
+
+    def become(self, other: RankGroups) -> None:
+        """Communicate as ``other`` does from now on, whoever holds a group of these."""
+        for mine, its in (
+            (self.tp, other.tp),
+            (self.ep, other.ep),
+            (self.pcp, other.pcp),
+            (self.dcp, other.dcp),
+            (self.mc2, other.mc2),
+        ):
+            if mine is not None and its is not None:
+                mine.become(its)
 
 
 ONE_RANK = RankGroups(ALONE, ALONE)
@@ -142,6 +160,20 @@ def join_lockstep_group(
     with translated(f"joining the HCCL world as rank {rank} of {size}"):
         store = _open_store(rendezvous, size, timeout, meeting)
         dist.init_process_group("hccl", store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def leave_lockstep_group() -> None:
+    """End this process's membership of its HCCL world, whoever of it still lives.
+
+    Waits for no other rank. Graphs with collectives of the world must be gone; what communicates
+    through its groups needs others then, see ``RankGroups.become``.
+
+    Raises:
+        DeviceError: HCCL refused.
+    """
+    if dist.is_initialized():
+        with translated("leaving the HCCL world"):
+            dist.destroy_process_group()
 
 
 def _open_store(

@@ -191,19 +191,23 @@ class Npu:
         if failed:
             raise DeviceError("the device could not be stopped")
 
-    def restart(self) -> None:
-        """Have the device work again, once it has been stopped on all ranks of its groups.
+    def restart(self, *, resumes_groups: bool = True) -> None:
+        """Have the device work again that has been stopped.
 
         Memory, handles of streams and events, and graphs are as they were. What a task that was
         aborted has written is garbage; so is what events of graphs say.
+
+        Args:
+            resumes_groups: whether communicators work again, for which all their ranks must have
+                been stopped; else they can be left, and no more.
 
         Raises:
             DeviceError: the device or a communicator does not come back.
         """
         with translated("restarting the device"):
             runtime().restart_device(0)
-            # All communicators of the process, whatever the group.
-            torch_npu().distributed.reinit_process_group(None, False)
+            if resumes_groups:  # all communicators of the process, whatever the group
+                torch_npu().distributed.reinit_process_group(None, False)
         self._acl.aclrtGetLastError(THREAD_LEVEL)
         self._gate.open()
 

@@ -102,6 +102,11 @@ class GraphStore:
             self._npu.synchronize()
             _release(captured)
 
+    def release_all(self) -> None:
+        """Undo all captures."""
+        for graph in [*self._uncommitted, *self._graphs]:
+            self.release(graph)
+
     def forget(self, main_stream: Any) -> None:
         """The device's work was aborted; see ``CapturedGraph.forget``."""
         for captured in (*self._graphs.values(), *self._uncommitted.values()):

@@ -408,6 +408,18 @@ class ModelRunner:
             self._num_unplaced = int(self._decoder_tally[1])
         self._npu.synchronize()
 
+    def close(self) -> None:
+        """Give graphs and cache back; nothing runs any more. The device was aborted, and is back.
+
+        Raises:
+            DeviceError: it does not work again.
+        """
+        self._flights.clear()
+        self._replays.forget()
+        with translated("giving graphs and cache back"):
+            self._graphs.release_all()
+            self._caches.clear()
+
     def prepare_next(self, is_wanted_elsewhere: Callable[[], bool]) -> None:
         """Until ``is_wanted_elsewhere``, do what the next step will most likely need."""
         with translated("sending lengths ahead"):

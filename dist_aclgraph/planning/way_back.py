@@ -1,8 +1,9 @@
 """How a lockstep group comes back from a failure: one pure function of what is known of it.
 
 RESUME keeps all processes: their devices' work is aborted, communicators are resumed, and the steps
-that were interrupted run again; weights, KV and graphs stay. REBUILD replaces the group, and its
-requests go on in another one. It is what all else ends in, and what every unknown error takes.
+that were interrupted run again; weights, KV and graphs stay. REJOIN keeps the processes that live,
+with their weights: what is lost is started in its place, and all join a group anew; KV and graphs
+are gone. REBUILD replaces the group by another one, somewhere. It is what all else ends in.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Literal
 from dist_aclgraph.errors import DeviceFault
 from dist_aclgraph.topology import GroupRank
 
-Way = Literal["RESUME", "REBUILD"]
+Way = Literal["RESUME", "REJOIN", "REBUILD"]
 
 # After so many steps without a failure, the next one is the first in a row again.
 SOUND_STEPS = 100
@@ -32,6 +33,15 @@ TRIES: dict[DeviceFault, int] = {
     "ecc": 0,  # likewise
 }
 
+# Faults behind which a device's memory still holds what was loaded. An error that is not known is
+# none of them.
+KEEPS_WEIGHTS: frozenset[DeviceFault | None] = frozenset(
+    {"stopped", "link", "remote", "retry", "operator"}
+)
+
+# A group that is lost sooner than this after survivors have joined it is not given to them again.
+SOUND_S = 60.0
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -41,18 +51,31 @@ class Failure:
         faults: of ranks that have reported one; None is an error that is not known.
         lost: ranks whose process is gone, or does not answer.
         in_a_row: how often the group has resumed since it was last sound.
-        may_resume: whether the configuration wants it.
+        may_resume: whether the configuration wants devices to be stopped and to go on.
+        is_over: whether the group's epoch has ended: its requests go on elsewhere already.
+        size: ranks of the group.
+        served_s: since survivors of another group have joined this one; None if none have.
     """
 
     faults: Mapping[GroupRank, DeviceFault | None]
     lost: frozenset[GroupRank] = frozenset()
     in_a_row: int = 0
     may_resume: bool = True
+    is_over: bool = False
+    size: int = 1
+    served_s: float | None = None
 
 
 def way_back(failure: Failure) -> Way:
     """Return the cheapest way back that is safe."""
-    if failure.lost or not failure.faults or not failure.may_resume:
+    if not failure.may_resume:
+        return "REBUILD"
+    if failure.is_over:
+        spoiled = {r for r, fault in failure.faults.items() if fault not in KEEPS_WEIGHTS}
+        is_hopeless = failure.served_s is not None and failure.served_s < SOUND_S
+        has_survivors = len(failure.lost | spoiled) < failure.size
+        return "REJOIN" if has_survivors and not is_hopeless else "REBUILD"
+    if failure.lost or not failure.faults:
         return "REBUILD"
     tries = [0 if fault is None else TRIES[fault] for fault in failure.faults.values()]
     return "RESUME" if failure.in_a_row < min(tries) else "REBUILD"

@@ -96,7 +96,7 @@ class RankProcesses(WorkerGroup):
             "join",
             "JOINING",
             timeout_s,
-            lambda i: (self.ranks[i], GroupRank(i), len(self.ranks), rendezvous),
+            lambda i: (self.ranks[i], GroupRank(i), rendezvous),
         )
 
     def step(self, plan: StepPlan) -> list[RankStep]:

@@ -89,6 +89,14 @@ def test_a_question_that_comes_late_renews_a_lease() -> None:
     assert not holder.run(0.9 * LIMIT_S)
 
 
+def test_a_lease_that_was_given_back_is_never_over() -> None:
+    holder = Holder()
+    holder.ask()
+    holder.lease.give_back()
+
+    assert not holder.run(10 * LIMIT_S)
+
+
 def test_who_was_stopped_holds_nothing_until_it_is_asked_anew() -> None:
     holder = Holder()
     holder.ask()

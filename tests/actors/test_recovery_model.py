@@ -78,7 +78,10 @@ class Groups:
     def num_missing(self) -> int:
         return self.num_wanted - len(self.taking)
 
-    def make_room(self) -> None:
+    def give_up_lost(self, *, are_replaced: bool) -> None:
+        """Nothing is left of a lost group here."""
+
+    def find_place(self) -> None:
         if not self.has_room:
             raise PlacementError("no NPU is free")
 

@@ -150,7 +150,7 @@ STOPS, RESUMES = "aclrtDeviceTaskAbort", "HcclCommResume"
             "rank 1 in SERVING: step .*507015",
         ),
         ([LINK, {"op": RESUMES, "rank": 0, "kind": "fail"}], "rank 0 in SERVING: it did not come"),
-        ([LINK, {"op": RESUMES, "rank": 0, "kind": "die"}], "rank 0 in SERVING: .*died"),
+        ([LINK, {"op": RESUMES, "rank": 0, "kind": "die"}], "rank 0 in SERVING: .*(died|ended)"),
         ([LINK, {"op": STOPS, "rank": 0, "kind": "fail"}], "rank 0 in SERVING: it did not come"),
         ([LINK, {"op": STOPS, "rank": 0, "kind": "stall", "stall_s": 600.0}], "rank 0 in SERVING"),
         ([LINK, {"op": STOPS, "rank": 1, "kind": "die"}], "rank 1 in SERVING"),

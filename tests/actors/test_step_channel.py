@@ -13,7 +13,7 @@ import zmq
 
 from dist_aclgraph.actors.addresses import Place
 from dist_aclgraph.actors.step_channel import StepReceiver, StepSender
-from dist_aclgraph.errors import WorkerLostError, WorkerStartTimeoutError
+from dist_aclgraph.errors import EngineDeadError, WorkerLostError, WorkerStartTimeoutError
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.steps.step import (
     RankBatch,
@@ -284,3 +284,24 @@ def test_a_worker_can_look_whether_a_plan_waits(tmp_path: Path) -> None:
     finally:
         receiver.close()
         sender.close(EPOCH)
+
+
+def test_a_worker_that_waits_is_told_that_no_step_comes(place: Place) -> None:
+    ends: list[str] = []
+    receivers: list[StepReceiver] = []
+
+    def wait(receiver: StepReceiver, rank: int) -> None:
+        receivers.append(receiver)
+        try:
+            receiver.receive(EPOCH)
+        except EngineDeadError as e:
+            ends.append(str(e))
+
+    channel = Channel(place, 1, wait)
+    channel.sender.wait_for_workers(WAIT_S, lambda: None)
+
+    receivers[0].end()
+
+    channel.threads[0].join(WAIT_S)
+    assert len(ends) == 1
+    channel.close()

@@ -36,4 +36,4 @@ def test_blocking_launches_are_refused_where_graphs_are_wanted(
     monkeypatch.setenv("ASCEND_LAUNCH_BLOCKING", "1")
 
     with pytest.raises(ConfigError, match="ASCEND_LAUNCH_BLOCKING is 1"):
-        make_worker(1).join(0, 0, 1, "unused")
+        make_worker(1).join(0, 0, "unused")

@@ -1,0 +1,172 @@
+"""Who of a lost group is trusted to join another one, and who is ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import RayError
+
+from dist_aclgraph.actors.lockstep_group import LockstepGroup
+from dist_aclgraph.actors.processes import end_process
+from dist_aclgraph.actors.survivors import gather_survivors
+from dist_aclgraph.actors.worker import WorkerInfo
+from dist_aclgraph.actors.worker_group import WorkerGroup
+from dist_aclgraph.errors import DeviceError, EngineDeadError
+from dist_aclgraph.planning.planner import Planner
+from dist_aclgraph.planning.way_back import SOUND_S
+from tests.actors.leftovers import is_alive
+from tests.deployments import make_deployment_config
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
+
+
+class LoopWorker:
+    """What ``Worker`` answers once its group is lost.
+
+    Args:
+        fails: which of its methods does, with what.
+    """
+
+    def __init__(self, fails: dict[str, Exception]) -> None:
+        self._fails = fails
+
+    def _answer(self, method: str) -> None:
+        if method in self._fails:
+            raise self._fails[method]
+
+    @ray.method(concurrency_group="control")
+    def ping(self) -> int:
+        return os.getpid()
+
+    @ray.method(concurrency_group="control")
+    def stop_device(self, timeout_s: float) -> None:
+        self._answer("stop_device")
+
+    @ray.method(concurrency_group="control")
+    def end_neighbour(self, pid: int, timeout_s: float) -> bool:
+        return end_process(os.pidfd_open(pid), timeout_s)
+
+    @ray.method(concurrency_group="control")
+    def dismiss(self) -> None:
+        """The loop is over."""
+
+    def run_loop(self) -> None:
+        self._answer("run_loop")
+
+    def leave(self, epoch: int) -> None:
+        self._answer("leave")
+
+
+MakeGroup = Callable[..., LockstepGroup]
+
+
+@pytest.fixture
+def make_group(checkpoint: Path) -> Iterator[MakeGroup]:
+    actor = ray.remote(concurrency_groups={"control": 1}, num_cpus=0)(LoopWorker)
+    started: list[Any] = []
+
+    def make(*fails: dict[str, Exception]) -> LockstepGroup:
+        tp = len(fails)
+        config = make_deployment_config(checkpoint, parallel={"tp": tp}, timeouts={"link_s": 5.0})
+        workers = [actor.remote(each) for each in fails]
+        started.extend(workers)
+        pids = ray.get([worker.ping.remote() for worker in workers], timeout=60)
+        loops = [worker.run_loop.remote() for worker in workers]
+        ray.wait(loops, num_returns=tp, timeout=60)
+        bundles: Any = None
+        infos = [WorkerInfo("here", "", "", pid, ()) for pid in pids]
+        group = WorkerGroup(tuple(range(tp)), workers, bundles, infos, [0] * tp)
+        return LockstepGroup(group, Planner.from_config(config), loops=loops)
+
+    yield make
+    for worker in started:
+        ray.kill(worker)
+
+
+def lives(worker: Any) -> bool:
+    try:
+        ray.get(worker.ping.remote(), timeout=20)
+    except RayError:
+        return False
+    return True
+
+
+DEAD_ENGINE = {"run_loop": EngineDeadError("the connection to the engine has ended")}
+
+
+@pytest.mark.parametrize(
+    "fails",
+    [
+        {"run_loop": ValueError("a bug")},
+        {"stop_device": DeviceError("it does not stop")},
+        {"leave": DeviceError("rank 1 cannot trust its memory any more")},
+    ],
+    ids=lambda fails: next(iter(fails)),
+)
+def test_who_fails_on_the_way_is_ended(make_group: MakeGroup, fails: dict[str, Exception]) -> None:
+    group = make_group({}, fails)
+
+    assert gather_survivors(group)
+
+    assert group.lost_ranks == {1}
+    assert [lives(worker) for worker in group.workers.workers] == [True, False]
+
+
+def test_all_survive_the_death_of_their_engine(make_group: MakeGroup) -> None:
+    group = make_group(DEAD_ENGINE, DEAD_ENGINE)
+
+    assert gather_survivors(group)
+
+    assert not group.lost_ranks
+
+
+def test_a_dead_process_is_found_where_nobody_has_told_of_it(make_group: MakeGroup) -> None:
+    group = make_group({}, {})
+    ray.kill(group.workers.workers[0])
+
+    assert gather_survivors(group)
+
+    assert group.lost_ranks == {0}
+
+
+def test_survivors_end_a_process_that_hangs(make_group: MakeGroup) -> None:
+    group = make_group({}, {})
+    stopped = group.workers.infos[1].pid
+    group.lost_ranks.add(1)  # as it does not answer
+    os.kill(stopped, signal.SIGSTOP)
+
+    assert gather_survivors(group)
+
+    assert not is_alive(stopped)
+
+
+def test_nobody_goes_on_where_nobody_can_see_that_a_process_has_ended(
+    make_group: MakeGroup,
+) -> None:
+    group = make_group({}, {})
+    group.workers.infos[1] = replace(group.workers.infos[1], node_id="there")
+    ray.kill(group.workers.workers[1])
+
+    assert not gather_survivors(group)
+
+
+def test_without_survivors_or_soon_behind_the_last_time_the_group_is_built_anew(
+    make_group: MakeGroup,
+) -> None:
+    leaves = {"leave": DeviceError("no")}
+    assert not gather_survivors(make_group(leaves, leaves))
+
+    group = make_group({}, {})
+    group.is_rejoined, group.lost_s = True, SOUND_S / 2
+    assert not gather_survivors(group)
+
+    group = make_group({}, {})
+    group.is_rejoined, group.lost_s = True, 2 * SOUND_S
+    assert gather_survivors(group)

@@ -1,0 +1,96 @@
+"""Behind which failures of its step loop a worker's weights are trusted."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from dist_aclgraph.actors import worker as module
+from dist_aclgraph.actors.rank_stages import RunningRank
+from dist_aclgraph.actors.worker import Worker
+from dist_aclgraph.config import make_config
+from dist_aclgraph.errors import DeviceError, DeviceFault, EngineDeadError
+from dist_aclgraph.steps.step import Pause
+
+
+class Channel:
+    """Brings one pause, and then the engine's goodbye."""
+
+    def __init__(self, is_engine_dead: bool) -> None:
+        self._messages: list[Any] = [Pause(1)]
+        self._is_engine_dead = is_engine_dead
+
+    def receive(self, epoch: int) -> Any:
+        return self._messages.pop() if self._messages else None
+
+    def send(self, result: Any) -> None:
+        if self._is_engine_dead:
+            raise EngineDeadError("the connection to the engine has failed")
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@pytest.fixture
+def make_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr(module.gc, "freeze", lambda: None)
+
+    def make(error: Exception | None, fault: DeviceFault | None, *, is_engine_dead: bool) -> Worker:
+        worker = Worker(make_config({"model": "unused"}), epoch=1)
+        rank = Mock(spec=RunningRank, joined=Mock(group_rank=0), runner=Mock())
+        rank.joined.npu.fault_of.return_value = fault
+        rank.joined.npu.launching = Mock(return_value=Mock(__enter__=Mock(), __exit__=Mock()))
+        rank.joined.npu.launching.return_value.__exit__ = Mock(return_value=False)
+        rank.runner.finish.side_effect = error
+        worker._stage = rank
+        monkeypatch.setattr(module, "StepReceiver", lambda address: Channel(is_engine_dead))
+        return worker
+
+    yield make
+
+
+def run(worker: Worker) -> None:
+    with contextlib.suppress(DeviceError, EngineDeadError):
+        worker.run_loop(Mock())
+
+
+def leaves(worker: Worker) -> bool:
+    try:
+        worker.leave(1)
+    except DeviceError as e:
+        assert "cannot trust its memory" in str(e)
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("fault", "is_trusted"),
+    [("stopped", True), ("operator", True), ("link", True), ("ecc", False), ("suspect", False)],
+)
+def test_a_known_fault_says_whether_weights_are_as_they_were(
+    make_worker: Any, fault: DeviceFault, is_trusted: bool
+) -> None:
+    worker = make_worker(DeviceError("it failed"), fault, is_engine_dead=False)
+    run(worker)
+
+    assert leaves(worker) is is_trusted
+
+
+def test_an_error_that_nobody_knows_is_not_trusted(make_worker: Any) -> None:
+    worker = make_worker(DeviceError("it failed"), None, is_engine_dead=False)
+    run(worker)
+
+    assert not leaves(worker)
+
+
+def test_an_engine_that_is_gone_when_it_is_answered_says_nothing_of_the_device(
+    make_worker: Any,
+) -> None:
+    worker = make_worker(None, None, is_engine_dead=True)
+    run(worker)
+
+    assert leaves(worker)
