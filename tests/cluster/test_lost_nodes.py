@@ -41,7 +41,9 @@ def where(llm):
     report = llm.report()
     groups = [report, *report["groups"]]
     nodes = [rank["node"] for group in groups for rank in group["ranks"]]
-    return [nodes, report["missing_groups"]["count"]]
+    pids = [rank["pid"] for group in groups for rank in group["ranks"]]
+    engines = [group.get("engine_pid") for group in groups]
+    return [nodes, report["missing_groups"]["count"], pids, engines]
 
 def generate(llm, prompts, count):
     answers = llm.generate(prompts, greedy_params(count))
@@ -72,7 +74,7 @@ def test_a_group_whose_node_dies_goes_to_a_spare_place(nodes: Nodes) -> None:
     alone = on_one_node(config, PROMPTS, NUM_TOKENS)
     with nodes.run(ANSWER, CONFIG, json.dumps(ONE_NPU_EACH)) as program:
         assert program.read() == "up"
-        before, _ = ask(program, "where")
+        before, *_ = ask(program, "where")
         assert len(set(before)) == 2
         assert "1 groups more need 1 NPUs" in ask(program, "scale", 3)
         program.write(("generate", PROMPTS, NUM_TOKENS))

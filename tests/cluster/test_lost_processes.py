@@ -1,0 +1,61 @@
+"""Processes of a group over two nodes die, while it holds all NPUs that there are."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from dist_aclgraph.config import load_config
+from tests.cluster.several_nodes import OVER_NODES, Nodes, Program, on_one_node
+from tests.cluster.test_lost_nodes import ANSWER, ask
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+CONFIG = "configs/tiny-deepseek.yaml"
+PROMPTS = [[70 + i, 71, 72] for i in range(8)]
+NUM_TOKENS = 300
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    made = Nodes([{}, *({"resources": {"NPU": 2}} for _ in range(2))])
+    yield made
+    made.end()
+
+
+def strike(program: Program, pid: int) -> Any:
+    """Kill a process under load; return the tokens."""
+    program.write(("generate", PROMPTS, NUM_TOKENS))
+    time.sleep(1.0)
+    os.kill(pid, signal.SIGKILL)
+    tokens, num_resumed = program.read()
+    assert num_resumed > 0
+    return tokens
+
+
+@pytest.mark.parametrize("first", ["worker", "engine"])
+def test_survivors_of_all_nodes_go_on_and_right_behind_that_all_is_built_anew(
+    nodes: Nodes, first: str
+) -> None:
+    config = load_config(CONFIG, OVER_NODES)
+    alone = on_one_node(config, PROMPTS, NUM_TOKENS)
+    with nodes.run(ANSWER, CONFIG, json.dumps(OVER_NODES)) as program:
+        assert program.read() == "up"
+        where, _, workers, [engine] = ask(program, "where")
+
+        assert strike(program, engine if first == "engine" else workers[3]) == alone
+
+        now, _, survivors, [another] = ask(program, "where")
+        assert (now, another != engine) == (where, True)
+        assert survivors[:3] == workers[:3]
+        assert (survivors[3] == workers[3]) == (first == "engine")
+
+        assert strike(program, another if first == "worker" else survivors[0]) == alone
+
+        assert not set(ask(program, "where")[2]) & set(survivors)
