@@ -374,7 +374,8 @@ class ServingGroups:
         except BaseException:
             for group in new:
                 group.kill()
-            self._forks.renew()
+            if not startup.has_placed:
+                self._forks.renew()  # what starts processes may hang
             raise
         finally:
             self.starting = []

@@ -72,6 +72,11 @@ class Startup:
         self._moving = threading.Lock()
         self._python: str | None = None  # what starts processes in place of Ray's own command
 
+    @property
+    def has_placed(self) -> bool:
+        """Whether all processes have come up."""
+        return self._phase is not State.PLACING
+
     def run(self, ranks: Sequence[Ranks], *, deployment: str) -> None:
         """Run all phases up to captured graphs.
 

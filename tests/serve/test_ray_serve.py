@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import httpx
@@ -124,6 +125,24 @@ serve.start(http_options={"port": config.serve.port})
 serve.run(make_app(config, start_one))
 print("running", flush=True)
 sys.stdin.readline()
+serve.shutdown()
+ray.shutdown()
+"""
+)
+AGAIN = (
+    FAKE
+    + """
+from ray import serve
+from dist_aclgraph.serve.app import make_app
+
+ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
+serve.start(http_options={"port": config.serve.port})
+serve.run(make_app(config, start))
+print("running", flush=True)
+for line in sys.stdin:
+    changed = config.scheduler.model_copy(update={"max_num_seqs": int(line)})
+    serve.run(make_app(config.model_copy(update={"scheduler": changed}), start))
+    print("deployed", flush=True)
 serve.shutdown()
 ray.shutdown()
 """
@@ -254,6 +273,41 @@ def test_a_stream_goes_on_when_serve_replaces_the_groups(tmp_path):
         process.wait(WAIT_S)
     finally:
         process.kill()
+
+
+@pytest.mark.cluster
+def test_an_application_that_is_deployed_again_fails_no_request():
+    """As by ``serve deploy`` with a changed file, while requests come."""
+    port = free_port()
+    process = launch(AGAIN, port)
+    over, replies = threading.Event(), []
+
+    def keep_asking() -> None:
+        while not over.is_set():
+            replies.append(ask(f"http://127.0.0.1:{port}"))
+
+    asking = [threading.Thread(target=keep_asking, daemon=True) for _ in range(4)]
+    try:
+        read_until(process, "running")
+        first = replica_of(f"http://127.0.0.1:{port}")
+        for thread in asking:
+            thread.start()
+        process.stdin.write("5\n")
+        process.stdin.flush()
+        read_until(process, "deployed")
+        until(lambda: replica_of(f"http://127.0.0.1:{port}") != first, WAIT_S)
+        count = len(replies)
+        until(lambda: len(replies) > count + 8, WAIT_S)
+        over.set()
+        for thread in asking:
+            thread.join(WAIT_S)
+        process.stdin.close()
+        assert process.wait(WAIT_S) == 0
+    finally:
+        over.set()
+        process.kill()
+    assert {reply.status_code for reply in replies} == {200}
+    assert all(reply.text.endswith("data: [DONE]\n\n") for reply in replies)
 
 
 def text_of(lines: list[str]) -> str:
