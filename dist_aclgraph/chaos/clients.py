@@ -48,11 +48,12 @@ class Clients:
         self._seen = threading.Condition()
         self._num_deltas = 0
         self._num_running = len(self.answers)
-        options = SMALL_BUFFER if has_small_buffer else []
-        self._http = httpx.Client(
-            base_url=url, transport=httpx.HTTPTransport(socket_options=options,
-            limits=httpx.Limits(max_connections=None)), timeout=TIMEOUT_S,
-        )  # fmt: skip
+        # A connection for each request: threads may close what another one is about to use again.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        transport = httpx.HTTPTransport(
+            socket_options=SMALL_BUFFER if has_small_buffer else [], limits=limits
+        )
+        self._http = httpx.Client(base_url=url, transport=transport, timeout=TIMEOUT_S)
         self._threads = [
             threading.Thread(target=self._ask, args=[answer], daemon=True)
             for answer in self.answers

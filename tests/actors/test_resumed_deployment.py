@@ -35,7 +35,7 @@ def make_config(checkpoint: Path, arms: Path, **second: Any) -> Any:
         checkpoint,
         parallel={"tp": 2},
         scheduler={"max_num_seqs": STREAMS},
-        kv={"num_blocks": 256, "block_size": 32},
+        kv={"num_blocks": 1 + STREAMS, "block_size": 128},  # one for each stream: it is full
         device={"emulator": {"strict": False, **faults}},
         timeouts={"step_s": 60.0, "stop_s": 2.0},
         recovery={"resume_s": 20.0},
