@@ -56,7 +56,7 @@ def make_local_config(checkpoint: Path, **emulator: Any) -> Config:
 def start_rank(config: Config, rank: int, graphs: Sequence[BatchDescriptor]) -> Worker:
     """Return a worker that can capture ``graphs``."""
     worker = Worker(config, epoch=1)
-    worker.join(rank, 0, 1, "")
+    worker.join(rank, 0, "")
     worker.load()
     worker.make_runner(2, MAX_LEN, list(graphs))
     return worker
