@@ -17,7 +17,7 @@ from tests.deployments import Answer, Serving, make_deployment_config, serving, 
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
-STREAMS, TOKENS, ANSWER_S = 16, 120, 240.0
+STREAMS, TOKENS, ANSWER_S = 12, 400, 240.0
 SOFTWARE_QUEUES = {"strict": False, "accounting": "software_sq"}
 PROMPTS = make_prompts([20, 7, 33, 12] * (STREAMS // 4))
 
@@ -39,11 +39,7 @@ def submit_all(service: Serving, prefix: str) -> list[Answer]:
 
 
 def strike(service: Serving, prefix: str, pid: int, number: int) -> list[list[int]]:
-    """Run all streams and end a process while they run; return the tokens.
-
-    Args:
-        number: of the group that serves then.
-    """
+    """Run all streams and signal a process while they run; return the tokens."""
     answers = submit_all(service, prefix)
     wait_until(lambda: all(len(answer.tokens) > 5 for answer in answers), "none runs")
     os.kill(pid, number)
@@ -73,6 +69,7 @@ def test_survivors_of_a_killed_worker_go_on_with_all_streams(
 
         found = strike(service, "struck", before[1], signal.SIGKILL)
 
+        wait_until(lambda: worker_pids(service) != before, "no other group", ANSWER_S)
         after = worker_pids(service)
         assert found == wanted
         assert before[:1] + before[2:] == after[:1] + after[2:]

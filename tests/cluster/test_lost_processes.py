@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 CONFIG = "configs/tiny-deepseek.yaml"
 PROMPTS = [[70 + i, 71, 72] for i in range(8)]
-NUM_TOKENS = 300
+NUM_TOKENS = 600
 
 
 @pytest.fixture
