@@ -43,7 +43,7 @@ class Meeting:
         return found
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ThreadGroup(CommGroup):
     meeting: Meeting = field(default_factory=lambda: Meeting(1))
 
