@@ -45,7 +45,7 @@ class ForkedStartup(Startup):
     def _place(self, ranks: Sequence[Ranks], deployment: str) -> None:
         pass
 
-    def _describe(self) -> None:
+    def _find_out(self) -> None:
         pass
 
     def _join(self, group: LockstepGroup) -> None:

@@ -23,6 +23,9 @@ class Lease:
     is over. Who was stopped cannot know what has become of the place meanwhile: a question that may
     have been asked before renews nothing, the next one does.
 
+    Attributes:
+        is_given_back: see ``give_back``.
+
     Args:
         clock: in seconds; does not go back.
     """

@@ -180,7 +180,7 @@ class ServingGroups:
                 self.check_room(missing)
                 self._add(self._planner, missing)
             self.num_wanted = count
-            self._give_back([group for group in self.groups if group.lost_because])
+            self._give_back(self._lost)
             self._drain(self.taking[count:])
 
     def replace_one(self) -> None:

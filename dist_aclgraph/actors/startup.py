@@ -106,7 +106,7 @@ class Startup:
 
     def _come_up(self) -> None:
         """From places that are given to captured graphs."""
-        self._describe()
+        self._find_out()
         self._go(State.JOINING)
         self._each(self._join)
         self._go(State.LOADING)
@@ -166,7 +166,7 @@ class Startup:
             if isinstance(found, Exception):
                 raise found
 
-    def _describe(self) -> None:
+    def _find_out(self) -> None:
         """Start engines beside the workers, and learn where those are."""
         for group in self._groups:
             assert group.workers.bundles is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -52,16 +53,20 @@ def _failed(group: LockstepGroup, ranks: Sequence[GroupRank]) -> list[GroupRank]
     """Return those whose step loop is over, but not in order."""
     loops = {group.loops[rank]: rank for rank in ranks}
     over = ray.wait(list(loops), num_returns=len(loops), timeout=0)[0] if loops else []
-    failed = []
-    for loop in over:
-        try:
-            fetch(loop, group.workers.ranks[loops[loop]], "SERVING")
-        except EngineDeadError:
-            pass
-        except DistAclGraphError as e:
-            logger.info("rank %d does not survive: %s", group.workers.ranks[loops[loop]], e)
-            failed.append(loops[loop])
-    return failed
+    return [loops[loop] for loop in over if _has_failed(group, loops[loop], loop)]
+
+
+def _has_failed(group: LockstepGroup, rank: GroupRank, done: Any) -> bool:
+    """Return whether a finished call of a worker has raised, but for its engine's death."""
+    world_rank = group.workers.ranks[rank]
+    try:
+        fetch(done, world_rank, "SERVING")
+    except EngineDeadError:
+        return False
+    except DistAclGraphError as e:
+        logger.info("rank %d does not survive: %s", world_rank, e)
+        return True
+    return False
 
 
 def _leave(group: LockstepGroup, ranks: Sequence[GroupRank], timeout_s: float) -> list[GroupRank]:
@@ -73,14 +78,9 @@ def _leave(group: LockstepGroup, ranks: Sequence[GroupRank], timeout_s: float) -
         group.workers.workers[rank].dismiss.remote()
     leaving = {group.workers.workers[rank].leave.remote(EPOCH): rank for rank in ranks}
     done = ray.wait(list(leaving), num_returns=len(leaving), timeout=timeout_s)[0] if ranks else []
-    lost = [rank for ref, rank in leaving.items() if ref not in done]
-    for ref in done:
-        try:
-            fetch(ref, group.workers.ranks[leaving[ref]], "SERVING")
-        except DistAclGraphError as e:
-            logger.info("rank %d does not survive: %s", group.workers.ranks[leaving[ref]], e)
-            lost.append(leaving[ref])
-    return lost
+    return [
+        rank for ref, rank in leaving.items() if ref not in done or _has_failed(group, rank, ref)
+    ]
 
 
 def _end(group: LockstepGroup, ranks: Sequence[GroupRank]) -> bool:

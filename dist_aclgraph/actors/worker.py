@@ -287,7 +287,7 @@ class Worker:
         except DistAclGraphError as e:
             failure, message = classify(e), str(e)
             if failure == "operator" and (fault := self._fault_of(e)) is not None:
-                self._is_sound = self._is_sound and fault in KEEPS_WEIGHTS
+                self._note_fault(fault)
         self._doing = ""
         return GraphAnswer(
             command.epoch,
@@ -398,7 +398,7 @@ class Worker:
     def _report_failure(self, error: Exception, channel: StepReceiver) -> DeviceFault | None:
         """Tell the engine; return what stopped the device, where that is known."""
         joined, fault = self._running.joined, self._fault_of(error)
-        self._is_sound = self._is_sound and fault in KEEPS_WEIGHTS
+        self._note_fault(fault)
         # Of the step behind the last one, as that may have been answered: errors of earlier ones
         # are not looked at.
         step = self._last_step + 1
@@ -406,6 +406,10 @@ class Worker:
             StepResult(self._epoch, step, joined.group_rank, error=str(error), fault=fault)
         )
         return fault
+
+    def _note_fault(self, fault: DeviceFault | None) -> None:
+        """Remember whether weights are still what was loaded."""
+        self._is_sound = self._is_sound and fault in KEEPS_WEIGHTS
 
     def _fault_of(self, error: Exception) -> DeviceFault | None:
         """Return what stopped the device, where that is known."""
@@ -422,6 +426,7 @@ class Worker:
             self._epoch, self._is_told_to_stop = order.next_epoch, False
         except DistAclGraphError as e:
             error = str(e)
-            self._is_sound = self._is_sound and rank.joined.npu.fault_of(e) in KEEPS_WEIGHTS
+            # What is not known is not "stopped" here: the device was to come back.
+            self._note_fault(rank.joined.npu.fault_of(e))
         self._doing = ""
         return Resumed(order.next_epoch, rank.joined.group_rank, error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
@@ -36,21 +36,20 @@ class Channel:
 
 
 @pytest.fixture
-def make_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def make_worker(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Worker]:
     monkeypatch.setattr(module.gc, "freeze", lambda: None)
 
     def make(error: Exception | None, fault: DeviceFault | None, *, is_engine_dead: bool) -> Worker:
         worker = Worker(make_config({"model": "unused"}), epoch=1)
         rank = Mock(spec=RunningRank, joined=Mock(group_rank=0), runner=Mock())
         rank.joined.npu.fault_of.return_value = fault
-        rank.joined.npu.launching = Mock(return_value=Mock(__enter__=Mock(), __exit__=Mock()))
-        rank.joined.npu.launching.return_value.__exit__ = Mock(return_value=False)
+        rank.joined.npu.launching = contextlib.nullcontext
         rank.runner.finish.side_effect = error
         worker._stage = rank
         monkeypatch.setattr(module, "StepReceiver", lambda address: Channel(is_engine_dead))
         return worker
 
-    yield make
+    return make
 
 
 def run(worker: Worker) -> None:

@@ -97,7 +97,7 @@ def test_two_of_three_go_on_with_another_third(start_ranks, tmp_path):
     for rank, script in enumerate([*first[:2], second]):
         status, output = script.finish(90)
         assert status == 0, output
-        # Of 3 ranks, then of 2 of the 3 once more, and for rank 1 of rank 1 and 2.
+        # Each rank has 2 * 3: all three sum that, then ranks 0 and 1, then ranks 1 and 2.
         assert f"SUM [{[36.0, 54.0, 54.0][rank]}]" in output, output
         if rank < 2:
             assert re.search("FAILED .*(rank 2 of 3 is dead|FORCE STOP)", output), output

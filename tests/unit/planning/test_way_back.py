@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_aclgraph.errors import DeviceFault
-from dist_aclgraph.planning.way_back import TRIES, Failure, Way, way_back
+from dist_aclgraph.planning.way_back import (
+    KEEPS_WEIGHTS,
+    SOUND_S,
+    TRIES,
+    Failure,
+    Way,
+    way_back,
+)
 from dist_aclgraph.topology import GroupRank
 
 FAULTS = get_args(DeviceFault)
@@ -71,3 +78,34 @@ def test_what_else_is_known_never_turns_a_rebuild_into_a_resume(
 def test_no_group_resumes_for_ever() -> None:
     for fault in FAULTS:
         assert way_back(Failure({GroupRank(0): fault}, in_a_row=max(TRIES.values()))) == "REBUILD"
+
+
+@given(
+    faults_of_ranks,
+    st.frozensets(st.integers(0, 7).map(GroupRank)),
+    st.one_of(st.none(), st.floats(0.0, 2 * SOUND_S)),
+    st.booleans(),
+)
+def test_an_epoch_that_is_over_is_rejoined_by_whoever_has_sound_weights(
+    faults: dict[GroupRank, DeviceFault | None],
+    lost: frozenset[GroupRank],
+    served_s: float | None,
+    may_resume: bool,
+) -> None:
+    sound = {
+        rank
+        for rank in map(GroupRank, range(8))
+        if rank not in lost and faults.get(rank, "stopped") in KEEPS_WEIGHTS
+    }
+    is_trusted = served_s is None or served_s >= SOUND_S
+
+    way = way_back(
+        Failure(faults, lost, may_resume=may_resume, is_over=True, size=8, served_s=served_s)
+    )
+
+    assert way == ("REJOIN" if sound and is_trusted and may_resume else "REBUILD")
+
+
+def test_no_fault_of_memory_keeps_weights() -> None:
+    assert set(FAULTS) - KEEPS_WEIGHTS == {"suspect", "uce", "ecc"}
+    assert None not in KEEPS_WEIGHTS
