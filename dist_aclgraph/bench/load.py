@@ -6,11 +6,12 @@ beginning to end. What is measured is the state LOADING of a deployment, as its 
 
 The memory of an emulated device is memory of this machine, which has to be given by its system
 before: so a second floor is the same reading beside as many processes as there are ranks, each of
-which fills its share of so many bytes that nobody has used.
+which fills its share of so many bytes that nobody has used, in the small pages that devices have.
 """
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing
 import os
 import statistics
@@ -100,7 +101,8 @@ def read_and_fill(files: list[Path], num_processes: int) -> float:
 
 
 def _fill(num_bytes: int) -> None:
-    np.empty(num_bytes, np.uint8).fill(0xFF)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    np.frombuffer(memory, np.uint8).fill(0xFF)
 
 
 def load_once(config: Config) -> float:

@@ -33,7 +33,8 @@ SCALED = ("F8_E4M3", "I8")  # as safetensors names them
 class Checkpoint:
     """The tensors of a directory of safetensors files.
 
-    Owns the open files. Knows names and shapes; nothing about layers or ranks.
+    Owns the open files, and room for one piece: new room for each would be new pages for each.
+    Knows names and shapes; nothing about layers or ranks.
 
     Attributes:
         dtype: of all floats that are read, whatever they are stored in.
@@ -55,6 +56,7 @@ class Checkpoint:
         self._quantises = quantises
         self._file_of = tensor_files(self._directory)
         self._open: dict[str, Any] = {}
+        self._room = torch.empty(0, dtype=torch.uint8)
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
@@ -107,11 +109,20 @@ class Checkpoint:
         there = out.narrow(dim, 0, max(0, min(stop, shape[dim]) - start))
         step = max(1, PIECE_BYTES // max(1, there[:1].nbytes))
         for row in range(first, last, step):
-            piece = source[row : min(row + step, last), columns].contiguous()
+            piece = self._gathered(source[row : min(row + step, last), columns])
             rows = there[row - first : row - first + step]
             rows.copy_(piece.to(out.device).to(out.dtype))
         if missing := out.shape[dim] - there.shape[dim]:
             out.narrow(dim, there.shape[dim], missing).zero_()
+
+    def _gathered(self, piece: Tensor) -> Tensor:
+        """Return a piece with its elements side by side: valid until the next is gathered."""
+        if piece.is_contiguous():
+            return piece
+        if self._room.numel() < piece.nbytes:
+            self._room = torch.empty(max(PIECE_BYTES, piece.nbytes), dtype=torch.uint8)
+        gathered = self._room[: piece.nbytes].view(piece.dtype).view(piece.shape)
+        return gathered.copy_(piece)
 
     def gives_int8(self, name: str, shape: tuple[int, int]) -> bool:
         """Return whether ``read_matrix`` gives int8.
