@@ -18,6 +18,7 @@ HCCL_EXPANSION_NAMES: dict[HcclExpansion, str] = {"AIV": "AIV", "AICPU": "AI_CPU
 
 EMULATED_VARIABLE = "EMULATED_NPU"  # read by the emulated libraries too
 RAYLET_VARIABLE = "RAY_RAYLET_PID"  # which Ray gives to all that a raylet starts
+JOB_VARIABLE, FIRST_JOB = "RAY_JOB_ID", "01000000"  # likewise; and that of a Ray's first driver
 API_KEY_VARIABLE = "DIST_ACLGRAPH_API_KEY"
 
 
@@ -42,6 +43,22 @@ def python_environment(config: Config) -> dict[str, str]:
     """
     paths = os.pathsep.join(filter(None, sys.path))
     return {**os.environ, **child_environment(config), "PYTHONPATH": paths}
+
+
+def fork_environment(config: Config) -> dict[str, str]:
+    """Environment of a Python that is to fork processes of a Ray, which may not be there yet.
+
+    Two variables Ray's native part reads once, when it is loaded. Only processes of the job may be
+    forked then. The raylet it only watches: processes of ours do that themselves, so it is given
+    this process, which outlives all raylets that it starts.
+    """
+    early = {JOB_VARIABLE: FIRST_JOB, RAYLET_VARIABLE: str(os.getpid())}
+    return early | python_environment(config)
+
+
+def ray_job() -> str | None:
+    """Return the job of Ray's that this process is part of, if it is."""
+    return os.environ.get(JOB_VARIABLE)
 
 
 def environment_with(variables: Mapping[str, str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ group it is RECOVERING, for as long as groups may be started again (``upkeep.py`
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,7 @@ import ray
 from ray.exceptions import RayError
 
 from dist_aclgraph.actors.addresses import Address
-from dist_aclgraph.actors.fork_server import Forks
+from dist_aclgraph.actors.fork_server import ForkAddress, Forks
 from dist_aclgraph.actors.lockstep_group import LockstepGroup, group_report
 from dist_aclgraph.actors.outage import Outlook
 from dist_aclgraph.actors.processes import leave_with_raylet
@@ -55,11 +56,16 @@ class Progress:
 
 @dataclass(frozen=True)
 class Service:
-    """Where a serving deployment is reached, and what its clients must know."""
+    """Where a serving deployment is reached, and what its clients must know.
+
+    Attributes:
+        pid: of its controller, on its node.
+    """
 
     addresses: list[Address]
     token: str
     max_model_len: int
+    pid: int
 
 
 class Controller:
@@ -67,15 +73,18 @@ class Controller:
 
     Args:
         name: of the deployment; what it holds of the cluster bears it.
+        forks: what workers may be forked by, of the process that owns the deployment.
     """
 
-    def __init__(self, config: Config, name: str, term: Term) -> None:
+    def __init__(
+        self, config: Config, name: str, term: Term, forks: ForkAddress | None = None
+    ) -> None:
         leave_with_raylet()
         self._name = name
         self._config = config
         self._term = term
         self._spares = Spares(name, config.recovery.spares)
-        self._forks = Forks()
+        self._forks = Forks(forks)
         self._state = State.PLACING
         self._progress = Progress(self._state.value)
         self._failure = ""  # of the start
@@ -225,7 +234,7 @@ class Controller:
     def service(self) -> Service:
         """Say where the deployment is reached now."""
         serving = self._open_groups(State.RECOVERING)
-        return Service(serving.addresses, self._term.token, serving.max_model_len)
+        return Service(serving.addresses, self._term.token, serving.max_model_len, os.getpid())
 
     def scale(self, count: int) -> None:
         """Have so many groups take requests; see ``ServingGroups.scale``."""

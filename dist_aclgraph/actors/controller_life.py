@@ -18,8 +18,9 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
-from dist_aclgraph.actors import placement
+from dist_aclgraph.actors import placement, processes
 from dist_aclgraph.actors.controller import Controller, Progress, Service
+from dist_aclgraph.actors.fork_server import ForkAddress
 from dist_aclgraph.actors.local_ray import NAMESPACE
 from dist_aclgraph.actors.term import Standing, Term
 from dist_aclgraph.actors.worker_group import fetch
@@ -32,15 +33,24 @@ POLL_S = 0.1
 LOOK_S = 1.0
 JOIN_S = 5.0  # longer than any wait for an answer
 NAME_S = 30.0  # until Ray has given a dead controller's name back
+ACTOR_PREFIX = "ray::"  # of the names of processes that are actors
 LEASES = 2  # of its engines, in which a controller has to answer
 
 logger = logging.getLogger(__name__)
 
 OnProgress = Callable[[Progress], None]
+FindForks = Callable[[Config], ForkAddress | None]
 
 
-def make_controller(config: Config, name: str, term: Term) -> Any:
+def forked_nowhere(config: Config) -> None:
+    """Each loads for itself: where Python is on a cluster of others, nobody here knows."""
+
+
+def make_controller(config: Config, name: str, term: Term, forks: ForkAddress | None = None) -> Any:
     """Start a controller's process, on this node: no other node's death may end it.
+
+    Args:
+        forks: what it, and its workers, are forked by.
 
     Raises:
         RayError: it cannot be started.
@@ -51,7 +61,9 @@ def make_controller(config: Config, name: str, term: Term) -> Any:
     actor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=8)(Controller)
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {"name": name, "namespace": NAMESPACE, "scheduling_strategy": here}
-    return actor.options(**options).remote(config, name, term)
+    if forks is not None:
+        options["runtime_env"] = {"py_executable": forks.command}
+    return actor.options(**options).remote(config, name, term, forks)
 
 
 def end_by_force(controller: Any, name: str) -> None:
@@ -85,6 +97,7 @@ class ControllerKeeper:
         controller: the first, which serves.
         name: of the deployment, and so of all its controllers.
         has_ray: whether there is still a Ray that another one could be started on.
+        find_forks: returns what one of a configuration, and its workers, are forked by.
 
     Attributes:
         controller: the one of now. It may be dead already.
@@ -99,12 +112,15 @@ class ControllerKeeper:
         config: Config,
         service: Service,
         has_ray: Callable[[], bool] = lambda: True,
+        find_forks: FindForks = forked_nowhere,
     ) -> None:
         self.controller = controller
         self._has_ray = has_ray
+        self._find_forks = find_forks
         self.progress = ""
         self.failure = ""
         self._name = name
+        self._process = _handle_of(service)
         num_groups = len(ParallelLayout.from_config(config.parallel).lockstep_groups)
         self._standing = Standing(config, num_groups)
         self._term = Term(0, service.token, service.max_model_len)
@@ -121,6 +137,12 @@ class ControllerKeeper:
             self._stopping.set()
         self._thread.join(JOIN_S)  # a question to a Ray that was left would start another Ray
         return self.controller
+
+    def end_by_force(self) -> None:
+        """Take from the last controller what it may not have given back, its life included."""
+        end_by_force(self.controller, self._name)
+        # Ray asks it to end, which a stopped one does not hear; and has not started a forked one.
+        processes.kill_handles(self._process)
 
     def _run(self) -> None:
         while not self._stopping.wait(LOOK_S) and not self.failure:
@@ -169,7 +191,7 @@ class ControllerKeeper:
                 return
 
     def _start_another(self) -> None:
-        end_by_force(self.controller, self._name)
+        self.end_by_force()
         number = self._term.number + 1
         self._term = replace(self._term, number=number, num_groups=self._standing.num_groups)
         self._make()
@@ -180,7 +202,7 @@ class ControllerKeeper:
             if self._stopping.is_set():
                 return
             self.progress = f"another controller: {progress or 'PLACING'}"
-        fetch(starting, NO_RANK, "PLACING")
+        self._process = _handle_of(fetch(starting, NO_RANK, "PLACING"))
 
     def _make(self) -> None:
         """Make a controller of the same name, once Ray has forgotten the last one's."""
@@ -190,9 +212,20 @@ class ControllerKeeper:
                 if self._stopping.is_set():
                     return
                 try:
-                    self.controller = make_controller(self._standing.config, self._name, self._term)
+                    config = self._standing.config
+                    self.controller = make_controller(
+                        config, self._name, self._term, self._find_forks(config)
+                    )
                     return
                 except ValueError:
                     if time.monotonic() > deadline_s:
                         raise
             time.sleep(POLL_S)
+
+
+def _handle_of(service: Service) -> list[int]:
+    """Return the handle of its controller's process; none where this process does not see it, as
+    where Ray runs in another container.
+    """
+    is_it = processes.name_of(service.pid).startswith(ACTOR_PREFIX)
+    return processes.open_handles({service.pid} if is_it else set())

@@ -16,9 +16,11 @@ from dist_aclgraph.actors.controller_life import (
     ControllerKeeper,
     OnProgress,
     end_by_force,
+    forked_nowhere,
     make_controller,
     progress_of,
 )
+from dist_aclgraph.actors.fork_server import ForkAddress
 from dist_aclgraph.actors.local_ray import LocalRay, start_ray
 from dist_aclgraph.actors.outage import Outlook
 from dist_aclgraph.actors.ray_errors import ours
@@ -55,7 +57,6 @@ class Deployment:
     def __init__(
         self,
         keeper: ControllerKeeper,
-        name: str,
         service: Service,
         *,
         local_ray: LocalRay | None = None,
@@ -63,7 +64,6 @@ class Deployment:
     ) -> None:
         self._keeper = keeper
         self._is_shut_down = False
-        self._name = name
         self._local_ray = local_ray
         self._owns_connection = owns_connection
         self.node_id: str = ray.get_runtime_context().get_node_id()
@@ -165,7 +165,7 @@ class Deployment:
         if self._local_ray is None or not self._local_ray.death:
             with suppress(RayError):  # It may be gone already, and its actors with it.
                 ray.get(controller.shut_down.remote(), timeout=STOP_S)
-            end_by_force(controller, self._name)
+            self._keeper.end_by_force()
         _leave_ray(self._local_ray, self._owns_connection)
 
 
@@ -183,10 +183,15 @@ def check(config: Config) -> None:
     check_torch()
 
 
-def start(config: Config, on_progress: OnProgress | None = None) -> Deployment:
+def start(
+    config: Config, on_progress: OnProgress | None = None, lent: ForkAddress | None = None
+) -> Deployment:
     """Bring a deployment up, on this process's Ray cluster, or as ``start_ray`` finds one.
 
     What the files of the model refuse is refused here, before anything is built or started.
+
+    Args:
+        lent: forks the processes of a Ray that is started here, where it can; see ``Forks``.
 
     Raises:
         ConfigError, ModelError: the model cannot be served, or not so.
@@ -200,14 +205,16 @@ def start(config: Config, on_progress: OnProgress | None = None) -> Deployment:
     is_local = owns_connection and ray_address() is None
     if is_local and resolve_kind(config.device.kind) == "emulated":
         emulator.build()
-    local_ray = start_ray(config) if owns_connection else None
+    local_ray = start_ray(config, lent) if owns_connection else None
+    find_forks = forked_nowhere if local_ray is None else local_ray.find_forks
     if local_ray is not None:
         # What is left of Ray would keep the engine; without it, clients learn of the end at once.
         started = local_ray
         local_ray.watch(lambda _: started.kill())
     controller, name = None, f"{CONTROLLER}-{secrets.token_hex(4)}"
     try:
-        controller = make_controller(config, name, Term(0, secrets.token_hex(16)))
+        term = Term(0, secrets.token_hex(16))
+        controller = make_controller(config, name, term, find_forks(config))
         service = _wait_for(controller, local_ray, on_progress)
     except BaseException as e:
         if controller is not None and (local_ray is None or not local_ray.death):
@@ -222,8 +229,8 @@ def start(config: Config, on_progress: OnProgress | None = None) -> Deployment:
     def has_ray() -> bool:
         return local_ray is None or not local_ray.death
 
-    keeper = ControllerKeeper(controller, name, config, service, has_ray)
-    return Deployment(keeper, name, service, local_ray=local_ray, owns_connection=owns_connection)
+    keeper = ControllerKeeper(controller, name, config, service, has_ray, find_forks)
+    return Deployment(keeper, service, local_ray=local_ray, owns_connection=owns_connection)
 
 
 def _wait_for(

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 STREAMS = (0, 1, 2)
+WAIT_S = 120.0  # longer than a server loads on a busy machine
 
 
 def hand_over(path: str, arguments: list[str]) -> bool:
@@ -29,6 +30,7 @@ def hand_over(path: str, arguments: list[str]) -> bool:
     }
     try:
         with socket.socket(socket.AF_UNIX) as server:
+            server.settimeout(WAIT_S)
             server.connect(path)
             socket.send_fds(server, [b"\n"], STREAMS)
             server.sendall(json.dumps(request).encode())

@@ -2,7 +2,7 @@
 
 Importing Ray, torch and torch_npu keeps a core busy for seconds in every worker. Where a machine
 has fewer cores than processes that are about to start, those wait for each other: there, one
-process imports once, and the others are forked from it, then and whenever a group is replaced. It
+process imports once, and the others are forked from it, then and whenever one is replaced. It
 opens no device and has no thread, so what it forks is as good as new. Ray starts workers by
 ``fork_client.py`` then (``py_executable`` of their runtime environment), which hands over
 arguments, environment and output; the rest is Ray's.
@@ -21,25 +21,30 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from dist_aclgraph.actors import processes
 from dist_aclgraph.actors.run_directory import RunDirectory
 from dist_aclgraph.config import Config
 from dist_aclgraph.device.kind import DeviceKind, resolve_kind
 from dist_aclgraph.environment import (
+    JOB_VARIABLE,
     child_environment,
-    python_environment,
+    fork_environment,
+    ray_job,
     take_over_environment,
 )
 
 CLIENT = Path(__file__).with_name("fork_client.py")
 REQUEST_S, REQUEST_BYTES = 10.0, 4 << 20  # limits of what a client sends
-STOP_S = 5.0
+STOP_S, LOOK_S = 5.0, 0.02
 MODULES = (
     "ray._private.workers.default_worker",
+    "dist_aclgraph.actors.controller",
     "dist_aclgraph.actors.engine",
     "dist_aclgraph.actors.worker",
     "dist_aclgraph.comm.groups",
@@ -56,14 +61,48 @@ def is_crowded(num_processes: int) -> bool:
     return num_processes > len(os.sched_getaffinity(0))
 
 
+@dataclass(frozen=True)
+class ForkAddress:
+    """A server as any process of this machine knows it, whoever owns it.
+
+    Attributes:
+        path: of its socket.
+        start: of its process, see ``processes.start_of``.
+        loaded: see ``_loaded_by``.
+    """
+
+    path: str
+    pid: int
+    start: int
+    loaded: tuple[DeviceKind, dict[str, str]]
+
+    @property
+    def command(self) -> str:
+        """What Ray starts a process with in place of Python."""
+        return shlex.join([sys.executable, "-I", "-S", str(CLIENT), self.path])
+
+    def serves(self, config: Config) -> bool:
+        """Whether it runs, and has loaded what processes of this configuration load."""
+        return self._lives and self.loaded == _loaded_by(config) and processes.is_running(self.pid)
+
+    def end_forked(self) -> None:
+        """Kill all that it has forked, and wait for their ends. Of a dead one, nobody knows."""
+        while self._lives and (forked := processes.children(self.pid)):
+            processes.kill_all(forked)
+            time.sleep(LOOK_S)
+
+    @property
+    def _lives(self) -> bool:
+        return processes.start_of(self.pid) == self.start
+
+
 class ForkServer:
-    """A server for workers of this machine; they outlive it."""
+    """Owns a server for processes of this machine; they outlive it."""
 
     def __init__(self, config: Config) -> None:
-        self._loaded = _loaded_by(config)
+        loaded = _loaded_by(config)
         self._directory = RunDirectory()
         path = f"{self._directory.path}/forks"
-        self.command = shlex.join([sys.executable, "-I", "-S", str(CLIENT), path])
         try:
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(path)
@@ -75,19 +114,23 @@ class ForkServer:
                         __name__,
                         str(listener.fileno()),
                         str(os.getpid()),
-                        self._loaded[0],
+                        loaded[0],
                     ],
                     pass_fds=[listener.fileno()],
                     stdin=subprocess.DEVNULL,
-                    env=python_environment(config),
+                    stdout=subprocess.DEVNULL,  # libraries say things when they are loaded
+                    env=fork_environment(config),
+                    process_group=0,  # signals for the service are not for it
                 )
         except BaseException:
             self._directory.remove()
             raise
+        pid = self._process.pid
+        self.address = ForkAddress(path, pid, processes.start_of(pid), loaded)
 
-    def serves(self, config: Config) -> bool:
-        """Whether it is there, and has loaded what workers of this configuration load."""
-        return self._process.poll() is None and self._loaded == _loaded_by(config)
+    def disown(self) -> None:
+        """Leave it to the parent, in a process that was forked."""
+        self._directory.disown()
 
     def close(self) -> None:
         self._process.kill()
@@ -101,30 +144,52 @@ def _loaded_by(config: Config) -> tuple[DeviceKind, dict[str, str]]:
 
 
 class Forks:
-    """Owns the server of this machine, from its first crowded start until the end. Any thread."""
+    """The server of this machine, from the first crowded start until the end. Any thread.
 
-    def __init__(self) -> None:
+    Args:
+        lent: of a process that outlives this one. It comes first for as long as it serves; behind
+            it, there is one that belongs to this object.
+    """
+
+    def __init__(self, lent: ForkAddress | None = None) -> None:
+        self._lent = lent
         self._server: ForkServer | None = None
         self._is_closed = False
         self._lock = threading.Lock()
 
-    def command(self, config: Config, num_processes: int) -> str | None:
-        """Return what Ray starts a worker or an engine with in place of Python; None for Python.
+    def address(self, config: Config, num_processes: int) -> ForkAddress | None:
+        """Return what forks processes of a configuration; None where each loads for itself.
 
         Args:
             num_processes: that start at once.
         """
         with self._lock:
-            if self._server is not None and not self._server.serves(config):
+            if self._lent is not None and self._lent.serves(config):
+                return self._lent
+            if self._server is not None and not self._server.address.serves(config):
                 self._drop()
             if self._server is None and is_crowded(num_processes) and not self._is_closed:
                 self._server = ForkServer(config)
-            return None if self._server is None else self._server.command
+            return None if self._server is None else self._server.address
 
     def renew(self) -> None:
         """Have the next start find another server, as this one may hang."""
         with self._lock:
+            self._lent = None
             self._drop()
+
+    def end_forked(self) -> None:
+        """Kill all that was forked."""
+        with self._lock:
+            if self._lent is not None:
+                self._lent.end_forked()
+            if self._server is not None:
+                self._server.address.end_forked()
+
+    def disown(self) -> None:
+        """Leave it to the parent, in a process that was forked."""
+        if self._server is not None:
+            self._server.disown()
 
     def close(self) -> None:
         with self._lock:
@@ -176,17 +241,27 @@ def serve(listener: socket.socket, parent: int) -> tuple[Request, list[int]] | N
                 request, streams = _receive(connection)
             except (OSError, ValueError):
                 continue  # the client sees it, and helps itself
-            pid = _fork()
+            is_ours = request.environment.get(JOB_VARIABLE, ray_job()) == ray_job()
+            # One that has waited for too long has helped itself.
+            pid = _fork() if is_ours and not _has_left(connection) else -1
             if pid == 0:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 os.close(parent)
                 return request, streams
             if pid > 0:
-                with suppress(OSError):  # the client has been killed meanwhile
+                try:
                     connection.send(b"\n")
+                except OSError:  # it has left meanwhile
+                    os.kill(pid, signal.SIGKILL)
             for fd in streams:
                 os.close(fd)
     return None
+
+
+def _has_left(client: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(client, 0)  # a hang-up is told unasked
+    return bool(poll.poll(0))
 
 
 def _fork() -> int:
@@ -219,9 +294,17 @@ def become(request: Request, streams: list[int]) -> None:
         os.dup2(fd, target)
         os.close(fd)
     take_over_environment(request.environment)
+    _read_again()
     os.chdir(request.folder)
     sys.argv[:] = request.arguments
     runpy.run_path(request.arguments[0], run_name="__main__")
+
+
+def _read_again() -> None:
+    """Have Ray's native part read its variables: it has read those of the server."""
+    from ray._raylet import Config  # type: ignore[attr-defined]  # it is compiled
+
+    Config.initialize("")
 
 
 def main() -> None:

@@ -20,19 +20,21 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import ray_constants
+from ray._private import parameter, ray_constants
 from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
 from ray._private.services import find_gcs_addresses
 
 from dist_aclgraph.actors import processes
+from dist_aclgraph.actors.fork_server import ForkAddress, Forks
 from dist_aclgraph.actors.ray_errors import LOGS, ours
 from dist_aclgraph.config import Config
 from dist_aclgraph.device import emulator
 from dist_aclgraph.device.kind import resolve_kind
 from dist_aclgraph.environment import RAYLET_VARIABLE, prepare_ray_environment, ray_address
 from dist_aclgraph.errors import PlacementError
+from dist_aclgraph.topology import ParallelLayout
 
 NAMESPACE = "dist_aclgraph"
 NPUS_OF_A_NODE = 8
@@ -48,14 +50,15 @@ logger = logging.getLogger(__name__)
 
 
 class LocalRay:
-    """A Ray that this process has started. Owns its processes.
+    """A Ray that this process has started. Owns its processes, and what forks its workers.
 
     Args:
         daemons: names of its processes, by process id.
     """
 
-    def __init__(self, daemons: dict[int, str]) -> None:
+    def __init__(self, daemons: dict[int, str], forks: Forks) -> None:
         self._daemons = daemons
+        self._forks = forks
         raylets = [pid for pid, name in daemons.items() if name == RAYLET]
         self._raylets = raylets
         # Its agents outlive it for up to a minute, and hide what they were started with.
@@ -85,6 +88,7 @@ class LocalRay:
         for _ in range(KILL_ROUNDS):  # one that was just being started shows a moment later
             processes.kill_all(self._workers())
             time.sleep(KILL_PAUSE_S)
+        self._forks.end_forked()
 
     def stop(self) -> None:
         """End it in order, or by force where it cannot be any more."""
@@ -92,16 +96,25 @@ class LocalRay:
         if self.death:
             self.kill()
         ray.shutdown()
+        self._forks.end_forked()
+        self._forks.close()
+
+    def find_forks(self, config: Config) -> ForkAddress | None:
+        """Return what forks a deployment's controller, and its workers; see ``Forks``."""
+        return find_forks(self._forks, config)
 
     def _workers(self) -> set[int]:
         found = [processes.with_variable(RAYLET_VARIABLE, str(pid)) for pid in self._raylets]
         return set().union(*found)
 
 
-def start_ray(config: Config) -> LocalRay | None:
+def start_ray(config: Config, lent: ForkAddress | None = None) -> LocalRay | None:
     """Join the Ray cluster that RAY_ADDRESS names, else start Ray on this machine alone.
 
     A local Ray declares a node's NPUs, or as many as are needed, where they are emulated.
+
+    Args:
+        lent: for ``Forks``, where Ray is started.
 
     Returns:
         The Ray that was started; None where one was joined.
@@ -122,18 +135,30 @@ def start_ray(config: Config) -> LocalRay | None:
         # As many as a node has, so that a second deployment of this process finds some.
         num_npus = max(NPUS_OF_A_NODE, config.parallel.world_size)
         acl = _emulated_acl() if is_emulated else nullcontext()
-        with own_process_group(), _own_worker_setup(), acl:
+        forks = Forks(lent)
+        # One that has to be started loads while Ray starts. Workers that Ray starts ahead, which
+        # are not forked, would only take the cores.
+        is_forked = find_forks(forks, config) is not None
+        with own_process_group(), _own_worker_setup(), _few_daemons(), acl:
             return _start(
+                forks,
                 num_cpus=max(4, os.cpu_count() or 1),
                 resources={"NPU": num_npus} if is_emulated else None,
                 object_store_memory=OBJECT_STORE_BYTES,
                 include_dashboard=False,
+                _system_config={"prestart_worker_first_driver": not is_forked},
             )
     except Exception as e:
         raise ours(e, "starting Ray" if address is None else f"joining Ray at {address}") from e
 
 
-def _start(**options: Any) -> LocalRay:
+def find_forks(forks: Forks, config: Config) -> ForkAddress | None:
+    """Return what forks all processes of a deployment, where they would wait for cores."""
+    layout = ParallelLayout.from_config(config.parallel)
+    return forks.address(config, layout.world_size + len(layout.lockstep_groups))
+
+
+def _start(forks: Forks, **options: Any) -> LocalRay:
     """Start Ray, again where a busy machine takes longer than the half minute that Ray gives it."""
     before = processes.children(os.getpid())
     for attempt in range(1, START_ATTEMPTS + 1):
@@ -144,10 +169,11 @@ def _start(**options: Any) -> LocalRay:
             ray.shutdown()
             processes.kill_all(processes.children(os.getpid()) - before)
             if TOO_SLOW not in str(e) or attempt == START_ATTEMPTS:
+                forks.close()
                 raise
             logger.warning("Ray took too long to start, and is started again")
     started = processes.children(os.getpid()) - before
-    return LocalRay({pid: processes.name_of(pid) for pid in started})
+    return LocalRay({pid: processes.name_of(pid) for pid in started}, forks)
 
 
 def join_ray(local_address: str | None) -> None:
@@ -240,6 +266,25 @@ def _own_worker_setup() -> Iterator[None]:
         yield
     finally:
         ray_constants.SETUP_WORKER_FILENAME = name
+
+
+@contextmanager
+def _few_daemons() -> Iterator[None]:
+    """Have Ray start neither its autoscaler nor what brings workers' output to the driver: a second
+    of a start, and nothing here looks at either.
+    """
+    theirs = parameter.RayParams
+
+    def with_few(*args: Any, **options: Any) -> parameter.RayParams:
+        found = theirs(*args, **options)
+        found.no_monitor, found.include_log_monitor = True, False
+        return found
+
+    parameter.RayParams = with_few
+    try:
+        yield
+    finally:
+        parameter.RayParams = theirs
 
 
 @contextmanager

@@ -96,6 +96,20 @@ def living() -> set[int]:
     return {pid for pid in _all() if _stat_of(pid)[:1] not in ([], ["Z"])}
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process is there, and neither stopped nor over."""
+    return _stat_of(pid)[:1] not in ([], ["T"], ["t"], ["Z"], ["X"])
+
+
+def start_of(pid: int) -> int:
+    """Return when a process was started, in ticks of the system's clock; 0 where there is none.
+
+    With its id it means one process: ids are given again.
+    """
+    fields = _stat_of(pid)
+    return int(fields[19]) if fields else 0
+
+
 def session_of(pid: int) -> int:
     """Return the session of a process, 0 where there is none."""
     fields = _stat_of(pid)

@@ -123,7 +123,8 @@ class Startup:
         """
         if len(placement.cluster_nodes()) > 1:
             return None
-        return self._forks.command(self._config, len(ranks) + sum(map(len, ranks)))
+        found = self._forks.address(self._config, len(ranks) + sum(map(len, ranks)))
+        return None if found is None else found.command
 
     @property
     def scopes(self) -> list[list[LockstepGroup]]:

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 
 from dist_aclgraph.actors import deployment
+from dist_aclgraph.actors.fork_server import Forks
+from dist_aclgraph.actors.local_ray import find_forks
 from dist_aclgraph.cli.ingress import serve_http
 from dist_aclgraph.cli.opened import Opened, open_service
 from dist_aclgraph.cli.owner import Start, own_deployment
@@ -18,6 +22,9 @@ from dist_aclgraph.cli.pulse import Pulse
 from dist_aclgraph.cli.signals import Signals
 from dist_aclgraph.cli.supervise import Supervisor
 from dist_aclgraph.config import Config
+from dist_aclgraph.device import emulator
+from dist_aclgraph.device.kind import resolve_kind
+from dist_aclgraph.environment import prepare_ray_environment, ray_address
 from dist_aclgraph.planning.restarts import RestartBudget
 
 # Longer than what may hold an owner up: an answer of its controller.
@@ -34,16 +41,39 @@ def serve_in_processes(config: Config) -> None:
         ConfigError, ModelError: see ``open_service``.
         SystemExit: in the end; what was wrong later is told on stderr.
     """
-    with open_service(config) as opened:
+    with open_service(config) as opened, _standing_forks(config) as forks:
+        lent = find_forks(forks, config) if forks is not None else None
+
+        def disown() -> None:
+            opened.directory.disown()
+            if forks is not None:
+                forks.disown()
+
         supervisor = Supervisor(
-            partial(own_deployment, opened, deployment.start),
+            partial(own_deployment, opened, partial(deployment.start, lent=lent)),
             partial(serve_http, opened),
             RestartBudget(config.recovery.restarts_per_hour),
             silent_s=max(SILENT_S, 2 * config.timeouts.link_s),
             end_s=config.serve.drain_s + END_S,
-            on_fork=opened.directory.disown,
+            forks=lent,
+            on_fork=disown,
         )
         raise SystemExit(supervisor.run())
+
+
+@contextmanager
+def _standing_forks(config: Config) -> Iterator[Forks | None]:
+    """Have what forks the processes of the service's Ray load before Ray is there, and stay when
+    the owner of the deployment dies. None where Ray is not the service's, or where the emulated NPU
+    is still to be built.
+    """
+    is_ready = resolve_kind(config.device.kind) == "npu" or emulator.is_built()
+    if ray_address() is not None or not is_ready:
+        yield None
+        return
+    prepare_ray_environment(is_local=True)
+    with closing(Forks()) as forks:
+        yield forks
 
 
 def serve_until_signal(config: Config, start: Start = deployment.start) -> None:

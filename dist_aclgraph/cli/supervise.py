@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator
 
 from dist_aclgraph.actors import processes, run_directory
+from dist_aclgraph.actors.fork_server import ForkAddress
 from dist_aclgraph.cli.exit_codes import FAILURE, tell
 from dist_aclgraph.cli.pulse import Pulse
 from dist_aclgraph.cli.signals import SIGNALS, Signals
@@ -45,6 +46,7 @@ class Supervisor:
         restarts: of both together.
         silent_s: what stands still for longer is killed.
         end_s: so is an owner that was signalled and has not ended within so long.
+        forks: a child of this process that stays when an owner dies, and forks what owners start.
         on_fork: called first in each process.
     """
 
@@ -55,6 +57,7 @@ class Supervisor:
         restarts: RestartBudget,
         silent_s: float,
         end_s: float,
+        forks: ForkAddress | None = None,
         on_fork: Callable[[], None] = lambda: None,
     ) -> None:
         self._silent_s = silent_s
@@ -62,6 +65,7 @@ class Supervisor:
         self._own = own
         self._serve_http = serve_http
         self._restarts = restarts
+        self._forks = forks
         self._on_fork = on_fork
         self._owner_pulse, self._ingress_pulse = Pulse(), Pulse()
         self._has_served = False  # whether an owner that has ended had served
@@ -81,7 +85,7 @@ class Supervisor:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_BLOCK, WAITED)
         self._pid = os.getpid()
-        self._strangers = processes.children(self._pid)
+        self._strangers = processes.children(self._pid)  # ``forks`` is one of them
         processes.adopt_orphans()
         self._start_owner()
         self._start_ingress()
@@ -205,6 +209,8 @@ class Supervisor:
             processes.kill_all(orphans)
             for pid in orphans:
                 os.waitpid(pid, 0)
+        if self._forks is not None:  # behind the raylet, so that nothing more is forked
+            self._forks.end_forked()
         run_directory.sweep()
 
     # ---- in the others

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -16,11 +17,12 @@ from typing import Any
 import pytest
 
 from dist_aclgraph.actors import processes
-from dist_aclgraph.actors.fork_server import Forks, ForkServer, is_crowded
+from dist_aclgraph.actors.fork_server import ForkAddress, Forks, ForkServer, is_crowded
 from dist_aclgraph.config import load_config
 from tests.actors.leftovers import assert_processes_are_gone, wait_until
 
 CONFIG = load_config("configs/tiny-qwen3.yaml")
+NOTHING: Any = ("emulated", {})
 
 # What stands in for Ray's own program: says what it was started with.
 PROGRAM = """
@@ -36,12 +38,18 @@ found = {
     "is_main": __name__ == "__main__",
     "pid": os.getpid(),
 }
+if found["has_loaded"]:
+    from ray._raylet import Config
+    found["timeout_ms"] = Config.object_timeout_milliseconds()
 if "sum" in sys.argv:
     from dist_aclgraph.device import emulator
     emulator.load({})
     import torch
     found["sum"] = (torch.arange(4.0, device="npu") + 1).sum().item()
-print(json.dumps(found))
+print(json.dumps(found), flush=True)
+if "sleep" in sys.argv:
+    import time
+    time.sleep(600)
 sys.exit(0)
 """
 
@@ -83,7 +91,7 @@ class Starter:
 @pytest.fixture(scope="module")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
     with closing(ForkServer(CONFIG)) as server:
-        yield Starter(server.command, tmp_path_factory.mktemp("forks"))
+        yield Starter(server.address.command, tmp_path_factory.mktemp("forks"))
 
 
 def test_a_forked_program_is_what_its_client_was_started_for(forks: Starter) -> None:
@@ -130,7 +138,7 @@ def test_what_is_no_request_costs_nothing(forks: Starter, junk: bytes) -> None:
 
 def test_without_a_server_a_program_loads_for_itself(tmp_path: Path) -> None:
     with closing(ForkServer(CONFIG)) as server:
-        starter = Starter(server.command, tmp_path)
+        starter = Starter(server.address.command, tmp_path)
 
     found = starter.run("--a", environment={"A_VALUE": "mine"})
 
@@ -148,7 +156,7 @@ def test_nothing_is_forked_from_a_process_with_threads(
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     with closing(ForkServer(CONFIG)) as server:
-        assert not Starter(server.command, tmp_path).run()["has_loaded"]
+        assert not Starter(server.address.command, tmp_path).run()["has_loaded"]
 
 
 def test_the_server_leaves_with_who_started_it(tmp_path: Path) -> None:
@@ -156,7 +164,7 @@ def test_the_server_leaves_with_who_started_it(tmp_path: Path) -> None:
         "from dist_aclgraph.actors import fork_server as f\n"
         "from dist_aclgraph.config import load_config\n"
         "import signal\n"
-        "print(f.ForkServer(load_config('configs/tiny-qwen3.yaml')).command, flush=True)\n"
+        "print(f.ForkServer(load_config('configs/tiny-qwen3.yaml')).address.command, flush=True)\n"
         "signal.pause()\n"
     )
     owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -185,19 +193,19 @@ def test_a_server_stays_for_later_starts_and_is_replaced_when_it_is_gone(tmp_pat
     crowd = len(os.sched_getaffinity(0)) + 1
     others = processes.children(os.getpid())
     with closing(Forks()) as forks:
-        assert forks.command(CONFIG, 1) is None
+        assert forks.address(CONFIG, 1) is None
 
-        command = forks.command(CONFIG, crowd)
-        assert command is not None
-        assert Starter(command, tmp_path).run()["has_loaded"]
-        assert forks.command(CONFIG, 1) == command
+        address = forks.address(CONFIG, crowd)
+        assert address is not None
+        assert Starter(address.command, tmp_path).run()["has_loaded"]
+        assert forks.address(CONFIG, 1) == address
 
         servers = processes.children(os.getpid()) - others
         processes.kill_all(servers)
         assert_processes_are_gone(servers)
-        again = forks.command(CONFIG, crowd)
-        assert again not in (None, command)
-        assert not Path(shlex.split(command)[-1]).exists()
+        again = forks.address(CONFIG, crowd)
+        assert again not in (None, address)
+        assert not Path(address.path).exists()
 
 
 def test_what_loads_something_else_has_a_server_of_its_own() -> None:
@@ -205,13 +213,85 @@ def test_what_loads_something_else_has_a_server_of_its_own() -> None:
     others = processes.children(os.getpid())
     device = CONFIG.device.model_copy(update={"hccl_buffer_mb": 300})
     with closing(Forks()) as forks:
-        command = forks.command(CONFIG, crowd)
+        address = forks.address(CONFIG, crowd)
 
-        other = forks.command(CONFIG.model_copy(update={"device": device}), crowd)
+        other = forks.address(CONFIG.model_copy(update={"device": device}), crowd)
 
-        assert None not in (command, other)
-        assert command != other
+        assert None not in (address, other)
+        assert address != other
         assert len(processes.children(os.getpid()) - others) == 1
+
+
+def test_one_that_is_lent_comes_first_and_is_left_where_it_is(tmp_path: Path) -> None:
+    crowd = len(os.sched_getaffinity(0)) + 1
+    with closing(Forks()) as owner:
+        lent = owner.address(CONFIG, crowd)
+        assert lent is not None
+        with closing(Forks(lent)) as borrower:
+            assert borrower.address(CONFIG, 1) == lent
+            os.kill(lent.pid, signal.SIGSTOP)
+            wait_until(lambda: not processes.is_running(lent.pid), "it does not stop")
+            own = borrower.address(CONFIG, crowd)
+            assert own not in (None, lent)
+            os.kill(lent.pid, signal.SIGCONT)
+            wait_until(lambda: borrower.address(CONFIG, crowd) == lent, "it is not used again")
+            borrower.renew()
+            assert borrower.address(CONFIG, crowd) not in (None, lent)
+
+        assert Starter(lent.command, tmp_path).run()["has_loaded"]
+
+
+def test_what_it_has_forked_ends_and_the_server_stays(forks: Starter, tmp_path: Path) -> None:
+    with closing(ForkServer(CONFIG)) as server:
+        starter = Starter(server.address.command, tmp_path)
+        sleeping = starter.start("sleep")
+        wait_until(lambda: sleeping.read_text() != "", "it does not sleep", 120)
+        pid = json.loads(sleeping.read_text())["pid"]
+        os.kill(pid, signal.SIGSTOP)
+
+        server.address.end_forked()
+
+        assert_processes_are_gone([pid])
+        assert starter.run()["has_loaded"]
+
+
+def test_of_a_process_id_that_means_another_nothing_is_ended() -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        stale = ForkAddress("gone", os.getpid(), processes.start_of(os.getpid()) - 1, NOTHING)
+
+        stale.end_forked()
+
+        assert child.poll() is None
+        child.kill()
+
+
+def test_a_process_of_another_job_of_ray_loads_for_itself(forks: Starter) -> None:
+    """Ray's native part reads its job once, when it is loaded."""
+    assert forks.run(environment={"RAY_JOB_ID": "01000000"})["has_loaded"]
+    assert not forks.run(environment={"RAY_JOB_ID": "02000000"})["has_loaded"]
+
+
+def test_ray_reads_the_variables_of_the_process(forks: Starter) -> None:
+    name = "RAY_object_timeout_milliseconds"
+    assert forks.run(environment={name: "77"})["timeout_ms"] == 77
+
+
+def test_who_has_waited_too_long_is_not_forked_as_well(tmp_path: Path) -> None:
+    with closing(ForkServer(CONFIG)) as server, (tmp_path / "late").open("wb") as late:
+        starter = Starter(server.address.command, tmp_path)
+        starter.run()
+        os.kill(server.address.pid, signal.SIGSTOP)
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(starter.path)
+            socket.send_fds(client, [b"\n"], (late.fileno(),) * 3)
+            program = [str(tmp_path / "program.py")]
+            request = {"arguments": program, "folder": "/", "environment": {}}
+            client.sendall(json.dumps(request).encode())
+        os.kill(server.address.pid, signal.SIGCONT)
+
+        starter.run()  # forked behind the other one, had that been forked
+
+        assert (tmp_path / "late").read_bytes() == b""
 
 
 def test_a_server_whose_starter_died_while_it_loaded_leaves(tmp_path: Path) -> None:

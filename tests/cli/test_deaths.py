@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
+from dist_aclgraph.actors import processes
 from tests.actors.leftovers import assert_processes_are_gone, wait_until
 from tests.cli.test_changing_groups import WAIT_S
 from tests.cli.test_recovery import Service, Stream, serving
@@ -30,6 +32,15 @@ def is_busy(service: Service) -> bool:
         for line in lines
         if line.startswith(tuple(f"dist_aclgraph_{name}{{" for name in BUSY))
     )
+
+
+def fork_servers(service: Service) -> set[int]:
+    """Return what forks the service's processes; nothing where each has a core."""
+    return {
+        pid
+        for pid in processes.children(service.process.pid)
+        if b"fork_server" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    }
 
 
 def end(service: Service) -> int:
@@ -75,7 +86,7 @@ def test_a_deployment_that_is_lost_as_a_whole_costs_time_and_no_request(
 ) -> None:
     with serving("recovery.restarts_per_hour=1") as service:
         wanted = [stream.text for stream in service.ask_all(600)]
-        ingress = service.pids(INGRESS)
+        ingress, forking = service.pids(INGRESS), fork_servers(service)
         late = Stream()
 
         def strike() -> None:
@@ -90,6 +101,7 @@ def test_a_deployment_that_is_lost_as_a_whole_costs_time_and_no_request(
         assert [stream.text for stream in streams] == wanted
         assert (late.error, late.text) == ("", wanted[0])
         assert service.pids(INGRESS) == ingress
+        assert fork_servers(service) == forking
 
         kill(service, name)
 

@@ -21,6 +21,7 @@ WAIT_S, BEATS_S = 60.0, 2.0
 
 PARTS = r"""
 SILENT_S = END_S = 60.0
+FORKS = None
 import os, select, signal, subprocess, sys, time
 from dist_aclgraph.cli.supervise import Supervisor
 from dist_aclgraph.errors import ConfigError, EngineDeadError, PlacementError, RayDiedError
@@ -43,7 +44,7 @@ def serve_http(life, beat):
         beat()
 """
 RUN = """
-sys.exit(Supervisor(own, serve_http, RestartBudget(2), SILENT_S, END_S).run())
+sys.exit(Supervisor(own, serve_http, RestartBudget(2), SILENT_S, END_S, FORKS).run())
 """
 
 
@@ -410,6 +411,36 @@ def test_a_signal_while_another_owner_starts_ends_everything(
     ended, _, _ = service.end()
     # Of another owner, or of the killed one where the signal was the first to be heard of.
     assert ended in (7, 128 + signal.SIGTERM, 128 + signal.SIGKILL)
+
+
+def test_what_forks_for_owners_stays_and_what_it_has_forked_goes_with_them(start: Start) -> None:
+    service = start(
+        """
+from dist_aclgraph.actors import processes
+from dist_aclgraph.actors.fork_server import ForkAddress
+FORKING = '''
+import signal, subprocess, time
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "600"])
+child.send_signal(signal.SIGSTOP)
+print(child.pid, flush=True)
+time.sleep(600)
+'''
+server = subprocess.Popen([sys.executable, "-c", FORKING], stdout=subprocess.PIPE, text=True)
+say(f"{server.pid} {server.stdout.readline().strip()}")
+FORKS = ForkAddress("", server.pid, processes.start_of(server.pid), ("emulated", {}))
+"""
+    )
+    server, forked = map(int, service.lines(3)[0].split())
+
+    service.kill(OWNER)
+
+    assert service.lines(1) == ["owns"]
+    assert_processes_are_gone([forked])
+    assert server in processes.living()
+    service.process.terminate()
+    service.process.wait(WAIT_S)
+    processes.kill_all({server})
 
 
 def test_orphans_that_end_while_the_service_runs_do_not_stay_as_zombies(start: Start) -> None:
