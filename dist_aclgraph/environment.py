@@ -49,10 +49,10 @@ def fork_environment(config: Config) -> dict[str, str]:
     """Environment of a Python that is to fork processes of a Ray, which may not be there yet.
 
     Two variables Ray's native part reads once, when it is loaded. Only processes of the job may be
-    forked then. The raylet it only watches: processes of ours do that themselves, so it is given
-    this process, which outlives all raylets that it starts.
+    forked then. The raylet it only watches, which processes of ours do themselves: so it is given
+    one that never ends.
     """
-    early = {JOB_VARIABLE: FIRST_JOB, RAYLET_VARIABLE: str(os.getpid())}
+    early = {JOB_VARIABLE: FIRST_JOB, RAYLET_VARIABLE: "1"}
     return early | python_environment(config)
 
 

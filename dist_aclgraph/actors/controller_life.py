@@ -20,8 +20,8 @@ from ray.exceptions import ActorDiedError, RayError
 
 from dist_aclgraph.actors import placement, processes
 from dist_aclgraph.actors.controller import Controller, Progress, Service
-from dist_aclgraph.actors.fork_server import ForkAddress
-from dist_aclgraph.actors.local_ray import NAMESPACE
+from dist_aclgraph.actors.fork_server import ForkAddress, Forks
+from dist_aclgraph.actors.local_ray import NAMESPACE, find_forks
 from dist_aclgraph.actors.term import Standing, Term
 from dist_aclgraph.actors.worker_group import fetch
 from dist_aclgraph.config import Config
@@ -33,17 +33,11 @@ POLL_S = 0.1
 LOOK_S = 1.0
 JOIN_S = 5.0  # longer than any wait for an answer
 NAME_S = 30.0  # until Ray has given a dead controller's name back
-ACTOR_PREFIX = "ray::"  # of the names of processes that are actors
 LEASES = 2  # of its engines, in which a controller has to answer
 
 logger = logging.getLogger(__name__)
 
 OnProgress = Callable[[Progress], None]
-FindForks = Callable[[Config], ForkAddress | None]
-
-
-def forked_nowhere(config: Config) -> None:
-    """Each loads for itself: where Python is on a cluster of others, nobody here knows."""
 
 
 def make_controller(config: Config, name: str, term: Term, forks: ForkAddress | None = None) -> Any:
@@ -97,7 +91,7 @@ class ControllerKeeper:
         controller: the first, which serves.
         name: of the deployment, and so of all its controllers.
         has_ray: whether there is still a Ray that another one could be started on.
-        find_forks: returns what one of a configuration, and its workers, are forked by.
+        forks: what controllers, and their workers, are forked by, on a Ray of this process's own.
 
     Attributes:
         controller: the one of now. It may be dead already.
@@ -112,15 +106,15 @@ class ControllerKeeper:
         config: Config,
         service: Service,
         has_ray: Callable[[], bool] = lambda: True,
-        find_forks: FindForks = forked_nowhere,
+        forks: Forks | None = None,
     ) -> None:
         self.controller = controller
         self._has_ray = has_ray
-        self._find_forks = find_forks
+        self._forks = forks
         self.progress = ""
         self.failure = ""
         self._name = name
-        self._process = _handle_of(service)
+        self._process = self._handle_of(service)
         num_groups = len(ParallelLayout.from_config(config.parallel).lockstep_groups)
         self._standing = Standing(config, num_groups)
         self._term = Term(0, service.token, service.max_model_len)
@@ -202,7 +196,7 @@ class ControllerKeeper:
             if self._stopping.is_set():
                 return
             self.progress = f"another controller: {progress or 'PLACING'}"
-        self._process = _handle_of(fetch(starting, NO_RANK, "PLACING"))
+        self._process = self._handle_of(fetch(starting, NO_RANK, "PLACING"))
 
     def _make(self) -> None:
         """Make a controller of the same name, once Ray has forgotten the last one's."""
@@ -213,19 +207,14 @@ class ControllerKeeper:
                     return
                 try:
                     config = self._standing.config
-                    self.controller = make_controller(
-                        config, self._name, self._term, self._find_forks(config)
-                    )
+                    forked = None if self._forks is None else find_forks(self._forks, config)
+                    self.controller = make_controller(config, self._name, self._term, forked)
                     return
                 except ValueError:
                     if time.monotonic() > deadline_s:
                         raise
             time.sleep(POLL_S)
 
-
-def _handle_of(service: Service) -> list[int]:
-    """Return the handle of its controller's process; none where this process does not see it, as
-    where Ray runs in another container.
-    """
-    is_it = processes.name_of(service.pid).startswith(ACTOR_PREFIX)
-    return processes.open_handles({service.pid} if is_it else set())
+    def _handle_of(self, service: Service) -> list[int]:
+        """Return the handle of its controller's process, where it may be a forked one."""
+        return [] if self._forks is None else processes.open_handles({service.pid})

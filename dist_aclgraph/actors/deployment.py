@@ -16,12 +16,11 @@ from dist_aclgraph.actors.controller_life import (
     ControllerKeeper,
     OnProgress,
     end_by_force,
-    forked_nowhere,
     make_controller,
     progress_of,
 )
-from dist_aclgraph.actors.fork_server import ForkAddress
-from dist_aclgraph.actors.local_ray import LocalRay, start_ray
+from dist_aclgraph.actors.fork_server import ForkAddress, Forks
+from dist_aclgraph.actors.local_ray import LocalRay, find_forks, start_ray
 from dist_aclgraph.actors.outage import Outlook
 from dist_aclgraph.actors.ray_errors import ours
 from dist_aclgraph.actors.term import Term
@@ -205,8 +204,13 @@ def start(
     is_local = owns_connection and ray_address() is None
     if is_local and resolve_kind(config.device.kind) == "emulated":
         emulator.build()
-    local_ray = start_ray(config, lent) if owns_connection else None
-    find_forks = forked_nowhere if local_ray is None else local_ray.find_forks
+    forks = Forks(lent) if is_local else None
+    try:
+        local_ray = start_ray(config, forks) if owns_connection else None
+    except BaseException:
+        if forks is not None:
+            forks.close()
+        raise
     if local_ray is not None:
         # What is left of Ray would keep the engine; without it, clients learn of the end at once.
         started = local_ray
@@ -214,7 +218,8 @@ def start(
     controller, name = None, f"{CONTROLLER}-{secrets.token_hex(4)}"
     try:
         term = Term(0, secrets.token_hex(16))
-        controller = make_controller(config, name, term, find_forks(config))
+        forked = None if forks is None else find_forks(forks, config)
+        controller = make_controller(config, name, term, forked)
         service = _wait_for(controller, local_ray, on_progress)
     except BaseException as e:
         if controller is not None and (local_ray is None or not local_ray.death):
@@ -229,7 +234,7 @@ def start(
     def has_ray() -> bool:
         return local_ray is None or not local_ray.death
 
-    keeper = ControllerKeeper(controller, name, config, service, has_ray, find_forks)
+    keeper = ControllerKeeper(controller, name, config, service, has_ray, forks)
     return Deployment(keeper, service, local_ray=local_ray, owns_connection=owns_connection)
 
 

@@ -36,6 +36,7 @@ from dist_aclgraph.environment import (
     child_environment,
     fork_environment,
     ray_job,
+    raylet_pid,
     take_over_environment,
 )
 
@@ -86,9 +87,14 @@ class ForkAddress:
         return self._lives and self.loaded == _loaded_by(config) and processes.is_running(self.pid)
 
     def end_forked(self) -> None:
-        """Kill all that it has forked, and wait for their ends. Of a dead one, nobody knows."""
+        """Kill all that it has forked, and wait a while for their ends. Of a dead server, nobody
+        knows.
+        """
+        until_s = time.monotonic() + STOP_S
         while self._lives and (forked := processes.children(self.pid)):
             processes.kill_all(forked)
+            if time.monotonic() > until_s:
+                return
             time.sleep(LOOK_S)
 
     @property
@@ -147,12 +153,13 @@ class Forks:
     """The server of this machine, from the first crowded start until the end. Any thread.
 
     Args:
-        lent: of a process that outlives this one. It comes first for as long as it serves; behind
-            it, there is one that belongs to this object.
+        lent: of a process that outlives this one, which may be forked by it. It comes first for as
+            long as it serves; behind it, there is one that belongs to this object.
     """
 
     def __init__(self, lent: ForkAddress | None = None) -> None:
         self._lent = lent
+        self._is_forked = lent is not None
         self._server: ForkServer | None = None
         self._is_closed = False
         self._lock = threading.Lock()
@@ -172,6 +179,16 @@ class Forks:
                 self._server = ForkServer(config)
             return None if self._server is None else self._server.address
 
+    def command(self, config: Config, num_processes: int) -> str | None:
+        """Return what Ray starts a process with in place of Python; None for what it takes itself.
+
+        To what a forked process starts Ray would hand on its own command: there Python is named.
+        """
+        found = self.address(config, num_processes)
+        if found is not None:
+            return found.command
+        return shlex.quote(sys.executable) if self._is_forked else None
+
     def renew(self) -> None:
         """Have the next start find another server, as this one may hang."""
         with self._lock:
@@ -181,10 +198,10 @@ class Forks:
     def end_forked(self) -> None:
         """Kill all that was forked."""
         with self._lock:
-            if self._lent is not None:
-                self._lent.end_forked()
-            if self._server is not None:
-                self._server.address.end_forked()
+            lent, server = self._lent, self._server
+        for address in (lent, None if server is None else server.address):
+            if address is not None:
+                address.end_forked()
 
     def disown(self) -> None:
         """Leave it to the parent, in a process that was forked."""
@@ -294,6 +311,8 @@ def become(request: Request, streams: list[int]) -> None:
         os.dup2(fd, target)
         os.close(fd)
     take_over_environment(request.environment)
+    if raylet_pid() is not None:
+        processes.leave_with_raylet()
     _read_again()
     os.chdir(request.folder)
     sys.argv[:] = request.arguments

@@ -56,7 +56,7 @@ class LocalRay:
         daemons: names of its processes, by process id.
     """
 
-    def __init__(self, daemons: dict[int, str], forks: Forks) -> None:
+    def __init__(self, daemons: dict[int, str], forks: Forks | None = None) -> None:
         self._daemons = daemons
         self._forks = forks
         raylets = [pid for pid, name in daemons.items() if name == RAYLET]
@@ -88,7 +88,8 @@ class LocalRay:
         for _ in range(KILL_ROUNDS):  # one that was just being started shows a moment later
             processes.kill_all(self._workers())
             time.sleep(KILL_PAUSE_S)
-        self._forks.end_forked()
+        if self._forks is not None:
+            self._forks.end_forked()
 
     def stop(self) -> None:
         """End it in order, or by force where it cannot be any more."""
@@ -96,25 +97,22 @@ class LocalRay:
         if self.death:
             self.kill()
         ray.shutdown()
-        self._forks.end_forked()
-        self._forks.close()
-
-    def find_forks(self, config: Config) -> ForkAddress | None:
-        """Return what forks a deployment's controller, and its workers; see ``Forks``."""
-        return find_forks(self._forks, config)
+        if self._forks is not None:
+            self._forks.end_forked()
+            self._forks.close()
 
     def _workers(self) -> set[int]:
         found = [processes.with_variable(RAYLET_VARIABLE, str(pid)) for pid in self._raylets]
         return set().union(*found)
 
 
-def start_ray(config: Config, lent: ForkAddress | None = None) -> LocalRay | None:
+def start_ray(config: Config, forks: Forks | None = None) -> LocalRay | None:
     """Join the Ray cluster that RAY_ADDRESS names, else start Ray on this machine alone.
 
     A local Ray declares a node's NPUs, or as many as are needed, where they are emulated.
 
     Args:
-        lent: for ``Forks``, where Ray is started.
+        forks: of whoever starts processes on a Ray that is started; belongs to that Ray then.
 
     Returns:
         The Ray that was started; None where one was joined.
@@ -135,13 +133,12 @@ def start_ray(config: Config, lent: ForkAddress | None = None) -> LocalRay | Non
         # As many as a node has, so that a second deployment of this process finds some.
         num_npus = max(NPUS_OF_A_NODE, config.parallel.world_size)
         acl = _emulated_acl() if is_emulated else nullcontext()
-        forks = Forks(lent)
         # One that has to be started loads while Ray starts. Workers that Ray starts ahead, which
         # are not forked, would only take the cores.
-        is_forked = find_forks(forks, config) is not None
+        is_forked = forks is not None and find_forks(forks, config) is not None
         with own_process_group(), _own_worker_setup(), _few_daemons(), acl:
             return _start(
-                forks,
+                forks=forks,
                 num_cpus=max(4, os.cpu_count() or 1),
                 resources={"NPU": num_npus} if is_emulated else None,
                 object_store_memory=OBJECT_STORE_BYTES,
@@ -158,7 +155,7 @@ def find_forks(forks: Forks, config: Config) -> ForkAddress | None:
     return forks.address(config, layout.world_size + len(layout.lockstep_groups))
 
 
-def _start(forks: Forks, **options: Any) -> LocalRay:
+def _start(forks: Forks | None = None, **options: Any) -> LocalRay:
     """Start Ray, again where a busy machine takes longer than the half minute that Ray gives it."""
     before = processes.children(os.getpid())
     for attempt in range(1, START_ATTEMPTS + 1):
@@ -169,7 +166,6 @@ def _start(forks: Forks, **options: Any) -> LocalRay:
             ray.shutdown()
             processes.kill_all(processes.children(os.getpid()) - before)
             if TOO_SLOW not in str(e) or attempt == START_ATTEMPTS:
-                forks.close()
                 raise
             logger.warning("Ray took too long to start, and is started again")
     started = processes.children(os.getpid()) - before

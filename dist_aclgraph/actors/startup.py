@@ -123,8 +123,7 @@ class Startup:
         """
         if len(placement.cluster_nodes()) > 1:
             return None
-        found = self._forks.address(self._config, len(ranks) + sum(map(len, ranks)))
-        return None if found is None else found.command
+        return self._forks.command(self._config, len(ranks) + sum(map(len, ranks)))
 
     @property
     def scopes(self) -> list[list[LockstepGroup]]:

@@ -67,8 +67,8 @@ def _standing_forks(config: Config) -> Iterator[Forks | None]:
     the owner of the deployment dies. None where Ray is not the service's, or where the emulated NPU
     is still to be built.
     """
-    is_ready = resolve_kind(config.device.kind) == "npu" or emulator.is_built()
-    if ray_address() is not None or not is_ready:
+    is_ours = ray_address() is None  # a node of somebody else's cluster may have no device
+    if not is_ours or (resolve_kind(config.device.kind) != "npu" and not emulator.is_built()):
         yield None
         return
     prepare_ray_environment(is_local=True)

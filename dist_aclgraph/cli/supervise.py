@@ -205,12 +205,15 @@ class Supervisor:
                 signal.sigtimedwait({signal.SIGCHLD}, 0.1)
 
     def _end_orphans(self) -> None:
-        while orphans := processes.children(self._pid) - {self._ingress} - self._strangers:
+        while True:
+            if self._forks is not None:
+                self._forks.end_forked()
+            orphans = processes.children(self._pid) - {self._ingress} - self._strangers
+            if not orphans:  # nobody is left who could have something forked
+                break
             processes.kill_all(orphans)
             for pid in orphans:
                 os.waitpid(pid, 0)
-        if self._forks is not None:  # behind the raylet, so that nothing more is forked
-            self._forks.end_forked()
         run_directory.sweep()
 
     # ---- in the others

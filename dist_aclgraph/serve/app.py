@@ -35,7 +35,7 @@ from dist_aclgraph.text.tokenizer import Tokenizer
 DEFAULT_CONFIG = "configs/tiny-qwen3.yaml"  # of the working directory, or the package's own
 MAX_ONGOING_REQUESTS = 4096  # the scheduler's own queue is what limits
 OUTLOOK_S = 20.0  # longer than the deployment's own limit
-STAY_AGAIN_S = 1.0
+STAY_AGAIN_S, HEARD_S = 1.0, 2.0
 
 
 class RefusedError(click.ClickException, RayServeException):  # type: ignore[misc]  # untyped
@@ -72,7 +72,10 @@ class Groups:
     """Owns the deployment that all ingress replicas use."""
 
     def __init__(self, config: Config, start: StartDeployment = start_on_ray) -> None:
-        self._deployment = start(config)
+        # Another version starts while the one before drains, and waits for its NPUs.
+        place_s = config.timeouts.place_s + _leave_s(config)
+        timeouts = config.timeouts.model_copy(update={"place_s": place_s})
+        self._deployment = start(config.model_copy(update={"timeouts": timeouts}))
 
     async def connection(self) -> Connection:
         """Return where the deployment is reached now."""
@@ -138,18 +141,38 @@ class Ingress:
         if hasattr(self, "_state"):
             await asyncio.to_thread(self._leave)
             self._stay.cancel()
+            await asyncio.wait([self._stay])  # this process ends now: the groups must have heard
 
     def _leave(self) -> None:
         self._state.drain(self._state.config.serve.drain_s)
         self._state.client.close()
 
 
+def _leave_s(config: Config) -> float:
+    """Return how long a version may take to end: its ingresses first, then its groups."""
+    return 2 * (config.serve.drain_s + config.timeouts.stop_s)
+
+
 async def _stay(groups: Any) -> None:
     """Have a call to the groups open, for ever: to those that Serve starts in their place, too."""
     while True:
-        with suppress(RayError, RayServeException):
-            await groups.stay.remote()
+        call = groups.stay.remote()
+        try:
+            with suppress(RayError, RayServeException):
+                await call
+        finally:
+            await _take_back(call)
         await asyncio.sleep(STAY_AGAIN_S)
+
+
+async def _take_back(call: Any) -> None:
+    """Cancel a call, and wait until that has been heard: nobody else tells a replica that who
+    waits for its answer is gone.
+    """
+    call.cancel()
+    with suppress(asyncio.CancelledError, RayError, RayServeException, TimeoutError):
+        async with asyncio.timeout(HEARD_S):
+            await call
 
 
 def make_app(config: Config, start: StartDeployment = start_on_ray) -> serve.Application:
@@ -174,7 +197,7 @@ def make_app(config: Config, start: StartDeployment = start_on_ray) -> serve.App
     # The groups outlive the ingresses, which end what they have let in.
     owner = groups.options(
         num_replicas=1,
-        graceful_shutdown_timeout_s=2 * (drain_s + config.timeouts.stop_s),
+        graceful_shutdown_timeout_s=_leave_s(config),
         **options,
     ).bind(config, start)
     return ingress.options(
