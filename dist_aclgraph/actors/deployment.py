@@ -20,7 +20,7 @@ from dist_aclgraph.actors.controller_life import (
     progress_of,
 )
 from dist_aclgraph.actors.fork_server import ForkAddress, Forks
-from dist_aclgraph.actors.local_ray import LocalRay, find_forks, start_ray
+from dist_aclgraph.actors.local_ray import CONTROLLER, LocalRay, find_forks, start_ray
 from dist_aclgraph.actors.outage import Outlook
 from dist_aclgraph.actors.ray_errors import ours
 from dist_aclgraph.actors.term import Term
@@ -36,7 +36,6 @@ from dist_aclgraph.shapes.model_spec import read_model_spec
 from dist_aclgraph.shapes.weight_files import check_weight_files
 from dist_aclgraph.topology import NO_RANK
 
-CONTROLLER = "controller"  # first part of the names of controller actors
 ANSWER_S, STOP_S = 10.0, 60.0  # limits of the controller's answers
 
 # What the controller has not answered: it may be dead, or busy, and its keeper will know.

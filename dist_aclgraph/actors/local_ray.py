@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import parameter, ray_constants
+from ray._private import ray_constants
 from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
@@ -37,6 +37,7 @@ from dist_aclgraph.errors import PlacementError
 from dist_aclgraph.topology import ParallelLayout
 
 NAMESPACE = "dist_aclgraph"
+CONTROLLER = "controller"  # names of controllers: this, and eight random digits
 NPUS_OF_A_NODE = 8
 OBJECT_STORE_BYTES = 100 << 20  # the control plane needs none; this is what Ray accepts gladly
 RAYLET = "raylet"
@@ -136,7 +137,7 @@ def start_ray(config: Config, forks: Forks | None = None) -> LocalRay | None:
         # One that has to be started loads while Ray starts. Workers that Ray starts ahead, which
         # are not forked, would only take the cores.
         is_forked = forks is not None and find_forks(forks, config) is not None
-        with own_process_group(), _own_worker_setup(), _few_daemons(), acl:
+        with own_process_group(), _own_worker_setup(), acl:
             return _start(
                 forks=forks,
                 num_cpus=max(4, os.cpu_count() or 1),
@@ -262,25 +263,6 @@ def _own_worker_setup() -> Iterator[None]:
         yield
     finally:
         ray_constants.SETUP_WORKER_FILENAME = name
-
-
-@contextmanager
-def _few_daemons() -> Iterator[None]:
-    """Have Ray start neither its autoscaler nor what brings workers' output to the driver: a second
-    of a start, and nothing here looks at either.
-    """
-    theirs = parameter.RayParams
-
-    def with_few(*args: Any, **options: Any) -> parameter.RayParams:
-        found = theirs(*args, **options)
-        found.no_monitor, found.include_log_monitor = True, False
-        return found
-
-    parameter.RayParams = with_few
-    try:
-        yield
-    finally:
-        parameter.RayParams = theirs
 
 
 @contextmanager

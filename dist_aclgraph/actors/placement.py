@@ -7,8 +7,10 @@ with a bounded wait.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import Any, Literal
@@ -22,6 +24,7 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
+from dist_aclgraph.actors.local_ray import CONTROLLER, NAMESPACE
 from dist_aclgraph.errors import PlacementError
 from dist_aclgraph.topology import ParallelLayout
 
@@ -29,6 +32,8 @@ from dist_aclgraph.topology import ParallelLayout
 EMULATED_RANK = {"CPU": 0.001}
 START = "start nodes with --resources='{\"NPU\": 8}'"
 ROOM_S, POLL_S = 5.0, 0.1
+SWEEP_S = 2.0  # of waiting for places
+OF_A_CONTROLLER = re.compile(rf"({CONTROLLER}-[0-9a-f]{{8}})/")
 
 
 @dataclass(frozen=True)
@@ -195,7 +200,11 @@ def reserve(request: BundleRequest, timeout_s: float, name: str) -> PlacementGro
         PlacementError: it was not ready in time; says what is available.
     """
     group, bundles = ask_for(request, name), request.bundles
-    if not group.wait(timeout_seconds=timeout_s):
+    deadline_s = time.monotonic() + timeout_s
+    while not group.wait(timeout_seconds=min(SWEEP_S, timeout_s)):
+        release_dead()
+        if time.monotonic() < deadline_s:
+            continue
         available = {k: v for k, v in ray.available_resources().items() if k in ("NPU", "CPU")}
         remove_placement_group(group)
         raise PlacementError(
@@ -245,6 +254,27 @@ def release_all(prefix: str) -> None:
     for entry in placement_group_table().values():
         if entry["name"].startswith(prefix) and entry["state"] != "REMOVED":
             remove_placement_group(get_placement_group(entry["name"]))
+
+
+def release_dead() -> None:
+    """Give back the bundles of deployments whose controllers are gone, and who started them too.
+
+    As when ``release_all`` should have been called by a replica of Ray Serve that was killed: its
+    job lives for ever.
+    """
+    for entry in placement_group_table().values():
+        found = OF_A_CONTROLLER.match(entry["name"])
+        if found and entry["state"] != "REMOVED" and not _is_actor(found[1]):
+            with suppress(ValueError):  # somebody else was faster
+                remove_placement_group(get_placement_group(entry["name"]))
+
+
+def _is_actor(name: str) -> bool:
+    try:
+        ray.get_actor(name, NAMESPACE)
+    except ValueError:
+        return False
+    return True
 
 
 def actor_options(group: PlacementGroup, request: BundleRequest, bundle: int) -> dict[str, Any]:

@@ -11,8 +11,7 @@ from ray.exceptions import RayError
 from ray.util import list_named_actors
 
 from dist_aclgraph.actors.controller_life import OnProgress, progress_of
-from dist_aclgraph.actors.deployment import CONTROLLER
-from dist_aclgraph.actors.local_ray import join_ray
+from dist_aclgraph.actors.local_ray import CONTROLLER, join_ray
 from dist_aclgraph.actors.ray_errors import ours
 from dist_aclgraph.actors.worker_group import fetch
 from dist_aclgraph.config import Config
