@@ -129,19 +129,37 @@ serve.shutdown()
 ray.shutdown()
 """
 )
+# Of a deployment there is one at a time, as where it takes all NPUs: the lock stands for them.
 AGAIN = (
     FAKE
     + """
+import fcntl
 from ray import serve
 from dist_aclgraph.serve.app import make_app
 
+def start_one(config, npus=sys.argv[3]):
+    from tests.serve.test_llm import FakeDeployment
+
+    class Exclusive(FakeDeployment):
+        def __init__(self):
+            self.npus = open(npus, "a")
+            fcntl.flock(self.npus, fcntl.LOCK_EX)
+            super().__init__()
+
+        def shut_down(self):
+            super().shut_down()
+            print("ended in order", file=self.npus, flush=True)
+            self.npus.close()
+
+    return Exclusive()
+
 ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
 serve.start(http_options={"port": config.serve.port})
-serve.run(make_app(config, start))
+serve.run(make_app(config, start_one))
 print("running", flush=True)
 for line in sys.stdin:
     changed = config.scheduler.model_copy(update={"max_num_seqs": int(line)})
-    serve.run(make_app(config.model_copy(update={"scheduler": changed}), start))
+    serve.run(make_app(config.model_copy(update={"scheduler": changed}), start_one))
     print("deployed", flush=True)
 serve.shutdown()
 ray.shutdown()
@@ -276,10 +294,10 @@ def test_a_stream_goes_on_when_serve_replaces_the_groups(tmp_path):
 
 
 @pytest.mark.cluster
-def test_an_application_that_is_deployed_again_fails_no_request():
+def test_an_application_that_is_deployed_again_fails_no_request(tmp_path):
     """As by ``serve deploy`` with a changed file, while requests come."""
-    port = free_port()
-    process = launch(AGAIN, port)
+    port, npus = free_port(), tmp_path / "npus"
+    process = launch(AGAIN, port, npus)
     over, replies = threading.Event(), []
 
     def keep_asking() -> None:
@@ -298,6 +316,7 @@ def test_an_application_that_is_deployed_again_fails_no_request():
         until(lambda: replica_of(f"http://127.0.0.1:{port}") != first, WAIT_S)
         count = len(replies)
         until(lambda: len(replies) > count + 8, WAIT_S)
+        assert npus.read_text() == "ended in order\n"
         over.set()
         for thread in asking:
             thread.join(WAIT_S)

@@ -1,0 +1,53 @@
+"""What a deployment holds of the cluster when nobody is left to give it back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
+
+from dist_aclgraph.actors import placement
+from dist_aclgraph.actors.local_ray import NAMESPACE
+from dist_aclgraph.errors import PlacementError
+
+ALL = placement.BundleRequest({"NPU": 1.0}, 1, 8, "STRICT_PACK")
+DEAD, LIVING = "controller-0000dead", "controller-0000beef"
+
+
+class Idle:
+    pass
+
+
+@pytest.fixture
+def made(ray_cluster: None) -> Iterator[list[PlacementGroup]]:
+    """Placement groups, to be given back behind a test, beside a controller that lives."""
+    controller = ray.remote(num_cpus=0)(Idle).options(name=LIVING, namespace=NAMESPACE).remote()
+    found: list[PlacementGroup] = []
+    yield found
+    for group in found:
+        remove_placement_group(group)
+    ray.kill(controller)
+
+
+def state_of(group: PlacementGroup) -> str:
+    return str(placement_group_table(group)["state"])
+
+
+def test_places_of_a_dead_controller_go_to_who_waits_for_them(made: list[PlacementGroup]) -> None:
+    made.append(placement.reserve(ALL, 60.0, f"{DEAD}/0"))
+
+    made.append(placement.reserve(ALL, 60.0, f"{LIVING}/0"))
+
+    assert [state_of(group) for group in made] == ["REMOVED", "CREATED"]
+
+
+@pytest.mark.parametrize("name", [f"{LIVING}/0", "mine/0", "controller-of-mine/0"])
+def test_places_of_the_living_and_of_strangers_stay(name: str, made: list[PlacementGroup]) -> None:
+    made.append(placement.reserve(ALL, 60.0, name))
+
+    with pytest.raises(PlacementError, match="are other deployments holding the NPUs"):
+        placement.reserve(ALL, 3.0, f"{LIVING}/1")
+
+    assert state_of(made[0]) == "CREATED"
