@@ -207,8 +207,8 @@ class ControllerKeeper:
                     return
                 try:
                     config = self._standing.config
-                    forked = None if self._forks is None else find_forks(self._forks, config)
-                    self.controller = make_controller(config, self._name, self._term, forked)
+                    forked_by = find_forks(self._forks, config)
+                    self.controller = make_controller(config, self._name, self._term, forked_by)
                     return
                 except ValueError:
                     if time.monotonic() > deadline_s:

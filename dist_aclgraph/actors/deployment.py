@@ -217,8 +217,7 @@ def start(
     controller, name = None, f"{CONTROLLER}-{secrets.token_hex(4)}"
     try:
         term = Term(0, secrets.token_hex(16))
-        forked = None if forks is None else find_forks(forks, config)
-        controller = make_controller(config, name, term, forked)
+        controller = make_controller(config, name, term, find_forks(forks, config))
         service = _wait_for(controller, local_ray, on_progress)
     except BaseException as e:
         if controller is not None and (local_ray is None or not local_ray.death):

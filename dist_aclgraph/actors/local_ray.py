@@ -136,7 +136,7 @@ def start_ray(config: Config, forks: Forks | None = None) -> LocalRay | None:
         acl = _emulated_acl() if is_emulated else nullcontext()
         # One that has to be started loads while Ray starts. Workers that Ray starts ahead, which
         # are not forked, would only take the cores.
-        is_forked = forks is not None and find_forks(forks, config) is not None
+        is_forked = find_forks(forks, config) is not None
         with own_process_group(), _own_worker_setup(), acl:
             return _start(
                 forks=forks,
@@ -150,8 +150,10 @@ def start_ray(config: Config, forks: Forks | None = None) -> LocalRay | None:
         raise ours(e, "starting Ray" if address is None else f"joining Ray at {address}") from e
 
 
-def find_forks(forks: Forks, config: Config) -> ForkAddress | None:
+def find_forks(forks: Forks | None, config: Config) -> ForkAddress | None:
     """Return what forks all processes of a deployment, where they would wait for cores."""
+    if forks is None:
+        return None
     layout = ParallelLayout.from_config(config.parallel)
     return forks.address(config, layout.world_size + len(layout.lockstep_groups))
 

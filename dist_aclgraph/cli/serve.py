@@ -42,7 +42,7 @@ def serve_in_processes(config: Config) -> None:
         SystemExit: in the end; what was wrong later is told on stderr.
     """
     with open_service(config) as opened, _standing_forks(config) as forks:
-        lent = find_forks(forks, config) if forks is not None else None
+        lent = find_forks(forks, config)
 
         def disown() -> None:
             opened.directory.disown()
