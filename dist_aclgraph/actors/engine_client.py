@@ -132,6 +132,7 @@ class EngineClient:
         *,
         seed: int = 0,
         cache_salt: str = "",
+        output: bytes = b"",
     ) -> None:
         """Give a request to an engine, chosen by ``choose_group``.
 
@@ -141,6 +142,7 @@ class EngineClient:
             on_delta: called on the I/O thread, in order, until a delta has a finish reason.
             seed: used where ``params`` brings none.
             cache_salt: cached blocks are shared with requests of the same salt only.
+            output: tokens that it has already, int32: it goes on behind them.
 
         Raises:
             EngineDeadError: no engine is alive, and none will be.
@@ -160,6 +162,7 @@ class EngineClient:
             cache_salt,
             on_delta,
         )
+        request.append(output)
         with self._lock:
             if request_id in self._owner or request_id in self._outage:
                 raise InvalidParameterError(f"request id {request_id!r} is in use", "request_id")

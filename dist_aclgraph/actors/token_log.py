@@ -60,7 +60,11 @@ class OpenRequest:
 
     def note(self, delta: RequestDelta) -> None:
         """Remember what was handed out."""
-        self.tokens += delta.token_ids
+        self.append(delta.token_ids)
+
+    def append(self, output: bytes) -> None:
+        """Have more output, int32."""
+        self.tokens += output
 
     def submit(self, number: int) -> Submit:
         """Return what asks an engine for the rest of its tokens."""

@@ -17,6 +17,7 @@ from dist_aclgraph.errors import EngineUnavailableError
 from dist_aclgraph.serve.api import make_api
 from dist_aclgraph.serve.front import Front
 from dist_aclgraph.serve.http_server import HttpServer
+from dist_aclgraph.serve.kept import Keeper
 from dist_aclgraph.serve.state import ApiState, open_state
 
 POLL_S = 0.1
@@ -24,23 +25,26 @@ END_S = 30.0  # until an owner that was left ends the service
 OVER = Standing("the service has ended")
 
 
-def serve_http(opened: Opened, life: int, beat: Callable[[], None]) -> None:
+def serve_http(
+    opened: Opened, life: int, beat: Callable[[], None], keeper: Keeper | None = None
+) -> None:
     """Serve until the service is over.
 
     Args:
         life: read end of a pipe that nobody writes to: it ends once the service is over.
         beat: called every second or two, from the event loop.
+        keeper: keeps what is being answered beyond this process, and has what the one before left.
 
     Raises:
         EngineUnavailableError: no request can be served any more, and the service goes on.
     """
-    server = HttpServer(opened.config.serve, opened.http, beat)
+    server = HttpServer(opened.config.serve, opened.http, beat, keeper)
     front = Front("the service is starting")
     server.start(front)
     owner = Owner(opened.owner_path)
     try:
         if reach := _wait_for_deployment(owner, life):
-            _serve(opened, life, front, owner, reach)
+            _serve(opened, life, server, front, owner, reach)
         else:
             owner.close()
             _is_over(life, None)
@@ -60,7 +64,9 @@ def _wait_for_deployment(owner: Owner, life: int) -> Reach | None:
     return None
 
 
-def _serve(opened: Opened, life: int, front: Front, owner: Owner, reach: Reach) -> None:
+def _serve(
+    opened: Opened, life: int, server: HttpServer, front: Front, owner: Owner, reach: Reach
+) -> None:
     asker = Owner(opened.owner_path)  # asked on a thread of its own
     config, node_id = opened.config, reach.node_id
     state = open_state(config, opened.tokenizer, reach, node_id=node_id, ask=asker.outlook)
@@ -70,7 +76,8 @@ def _serve(opened: Opened, life: int, front: Front, owner: Owner, reach: Reach) 
         gc.collect()
         gc.freeze()
         owner.standing(is_open=True)  # said before: who is served finds the service announced
-        front.open(make_api(state, opened.access))
+        api = make_api(state, opened.access)
+        server.let_in(lambda: front.open(api))
         standing = _wait_for_end(state, owner, life)
         state.drain(standing.drain_s)
         front.close(standing.end)

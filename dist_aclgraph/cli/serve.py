@@ -26,6 +26,8 @@ from dist_aclgraph.device import emulator
 from dist_aclgraph.device.kind import resolve_kind
 from dist_aclgraph.environment import prepare_ray_environment, ray_address
 from dist_aclgraph.planning.restarts import RestartBudget
+from dist_aclgraph.serve.kept import MAX_DESCRIPTORS
+from dist_aclgraph.serve.open_files import OTHER_FILES, allow_open_files
 
 # Longer than what may hold an owner up: an answer of its controller.
 SILENT_S = 30.0
@@ -49,6 +51,7 @@ def serve_in_processes(config: Config) -> None:
             if forks is not None:
                 forks.disown()
 
+        allow_open_files(MAX_DESCRIPTORS * config.serve.max_connections + OTHER_FILES)
         supervisor = Supervisor(
             partial(own_deployment, opened, partial(deployment.start, lent=lent)),
             partial(serve_http, opened),

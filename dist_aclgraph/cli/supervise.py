@@ -11,10 +11,12 @@ from __future__ import annotations
 import math
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from dist_aclgraph.actors import processes, run_directory
 from dist_aclgraph.actors.fork_server import ForkAddress
@@ -23,17 +25,18 @@ from dist_aclgraph.cli.pulse import Pulse
 from dist_aclgraph.cli.signals import SIGNALS, Signals
 from dist_aclgraph.errors import DistAclGraphError, RayDiedError
 from dist_aclgraph.planning.restarts import RestartBudget
+from dist_aclgraph.serve.kept import Keep, Keeper
 
 OWNER, INGRESS = "serve:owner", "serve:ingress"  # names of processes
 OWNS, SERVES = "the process that owns the deployment", "the process that serves HTTP"
 AGAIN = 75  # exit code of an owner in whose place another may serve; EX_TEMPFAIL of sysexits.h
 OF_SIGNALS = 128  # from here on, exit codes are of signals
 END_S = 30.0  # for an ingress, once the service is over
-WAITED = {signal.SIGCHLD, *SIGNALS}
+WAITED = {signal.SIGCHLD, signal.SIGIO, *SIGNALS}
 LOOK_S = 1.0  # between two looks whether they live; they beat about as often
 
 Own = Callable[[Signals, Pulse], None]
-ServeHttp = Callable[[int, Callable[[], None]], None]
+ServeHttp = Callable[[int, Callable[[], None], Keeper], None]
 
 
 class Supervisor:
@@ -42,7 +45,8 @@ class Supervisor:
     Args:
         own: the owner's whole life: until a signal. It beats all the time while it serves.
         serve_http: the ingress's whole life: until the pipe whose read end it gets is closed. Its
-            event loop calls the second argument every second or two.
+            event loop calls the second argument every second or two. The third keeps what it is
+            answering, for the ingress that comes behind it.
         restarts: of both together.
         silent_s: what stands still for longer is killed.
         end_s: so is an owner that was signalled and has not ended within so long.
@@ -68,6 +72,7 @@ class Supervisor:
         self._forks = forks
         self._on_fork = on_fork
         self._owner_pulse, self._ingress_pulse = Pulse(), Pulse()
+        self._keep = Keep()
         self._has_served = False  # whether an owner that has ended had served
         # Owners keep the end for writing open as well: it closes when they and this one are gone.
         self._life, self._life_end = os.pipe()
@@ -94,6 +99,7 @@ class Supervisor:
             code = self._wait()
         os.close(self._life_end)
         self._end_ingress()
+        self._keep.close()
         return code
 
     # ---- in this process
@@ -107,6 +113,9 @@ class Supervisor:
         # Where this process was stopped meanwhile, and continued, Python returns memory that was
         # never set: any number, or the signal of an earlier wait, which does no harm again.
         if received is None or received.si_signo not in WAITED:
+            return None
+        if received.si_signo == signal.SIGIO:
+            self._keep.take_in()
             return None
         if received.si_signo != signal.SIGCHLD:
             self._stop_owner(received.si_signo)
@@ -151,13 +160,14 @@ class Supervisor:
     def _replace_ingress(self, code: int) -> None:
         """Start another ingress, or have the owner stop."""
         self._ingress = 0
-        if self._is_stopping:
-            return
-        if code < 0:
+        if code < 0 and not self._is_stopping:
             why = f"{SERVES} was killed by {_name_of(-code)}"
             if self._may_restart(why, "it"):
                 self._start_ingress()
                 return
+        self._keep.close()
+        if self._is_stopping:
+            return
         self._failure = max(code, FAILURE)
         self._stop_owner(signal.SIGTERM)
 
@@ -167,7 +177,8 @@ class Supervisor:
 
     def _start_ingress(self) -> None:
         self._ingress_pulse.begin()
-        self._ingress = self._fork(INGRESS, self._be_ingress)
+        with self._keep.open() as link:
+            self._ingress = self._fork(INGRESS, partial(self._be_ingress, link))
 
     def _look(self) -> None:
         """Kill what stands still, and an owner that does not end."""
@@ -203,6 +214,7 @@ class Supervisor:
                 processes.kill_all({self._ingress})
             else:
                 signal.sigtimedwait({signal.SIGCHLD}, 0.1)
+                self._keep.take_in()  # what was closed there ends only when it is closed here
 
     def _end_orphans(self) -> None:
         while True:
@@ -239,6 +251,7 @@ class Supervisor:
         return pid
 
     def _be_owner(self) -> None:
+        self._keep.close()
         with Signals() as signals:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED)
             try:
@@ -251,12 +264,12 @@ class Supervisor:
             finally:
                 signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
-    def _be_ingress(self) -> None:
+    def _be_ingress(self, link: socket.socket) -> None:
         for number in SIGNALS:  # the owner says when it is to drain
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED)
         os.close(self._life_end)
-        self._serve_http(self._life, self._ingress_pulse.beat)
+        self._serve_http(self._life, self._ingress_pulse.beat, self._keep.become_keeper(link))
 
 
 def _ended() -> Iterator[tuple[int, int]]:

@@ -61,8 +61,27 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
 
 
+async def receive_body(request: Request, config: ServeConfig) -> bytes:
+    """Return the body as it came.
+
+    Raises:
+        BodyTooLargeError: it is longer than ``serve.max_body_bytes``.
+        BodyTimeoutError: it did not arrive in time.
+        InvalidParameterError: the client left before its end.
+    """
+    try:
+        async with asyncio.timeout(config.body_s):
+            return await _receive(request, config.max_body_bytes)
+    except TimeoutError:
+        raise BodyTimeoutError(
+            f"the request body did not arrive within {config.body_s:g} s"
+        ) from None
+    except ClientDisconnect:
+        raise InvalidParameterError("the request body is incomplete") from None
+
+
 async def read_body(
-    request: Request,
+    data: bytes,
     kind: type[B],
     convert: Callable[[B], R],
     config: ServeConfig,
@@ -73,19 +92,8 @@ async def read_body(
         convert: called beside the event loop where the body is large.
 
     Raises:
-        BodyTooLargeError: it is longer than ``serve.max_body_bytes``.
-        BodyTimeoutError: it did not arrive in time.
         InvalidParameterError: it is not JSON, or not what ``kind`` describes.
     """
-    try:
-        async with asyncio.timeout(config.body_s):
-            data = await _receive(request, config.max_body_bytes)
-    except TimeoutError:
-        raise BodyTimeoutError(
-            f"the request body did not arrive within {config.body_s:g} s"
-        ) from None
-    except ClientDisconnect:
-        raise InvalidParameterError("the request body is incomplete") from None
     wanted = kind if config.lenient else strict(kind)
 
     def read() -> R:

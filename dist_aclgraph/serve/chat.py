@@ -8,8 +8,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dist_aclgraph.serve.body import read_body
+from dist_aclgraph.serve.body import read_body, receive_body
 from dist_aclgraph.serve.generation import ChoicePiece, Generation
+from dist_aclgraph.serve.journal import Chance
 from dist_aclgraph.serve.logprobs import chat_logprobs
 from dist_aclgraph.serve.openai_types import ChatRequest
 from dist_aclgraph.serve.reply import Reply, reply
@@ -21,22 +22,27 @@ async def chat_completions(state: ApiState, request: Request) -> Response:
         state.admit(body.model)
         return body, body.for_template()
 
-    body, messages = await read_body(request, ChatRequest, convert, state.config.serve)
+    data = await receive_body(request, state.config.serve)
+    body, messages = await read_body(data, ChatRequest, convert, state.config.serve)
     # Off the event loop: a long prompt must not stall the streams of others.
     prompt_ids = await asyncio.to_thread(
         state.tokenizer.encode_chat, messages, max_tokens=state.context_len
     )
     params = body.sampling(state.fit(len(prompt_ids), body.asked_max_tokens, None, "messages"))
-    generation = Generation(state, [prompt_ids], [params], body.num_choices, body.cache_salt or "")
-    return await reply(request, generation, _ChatReply(state, body), stream=bool(body.stream))
+    journal = state.open_journal(request.scope, data)
+    generation = Generation(
+        state, [prompt_ids], [params], body.num_choices, body.cache_salt or "", journal
+    )
+    shape = _ChatReply(state, body, journal.chance)
+    return await reply(request, generation, shape, stream=bool(body.stream))
 
 
 class _ChatReply(Reply):
     """Shapes pieces into chat completion objects."""
 
-    def __init__(self, state: ApiState, body: ChatRequest) -> None:
+    def __init__(self, state: ApiState, body: ChatRequest, chance: Chance) -> None:
         kind = "chat.completion", "chat.completion.chunk"
-        super().__init__(state, "chatcmpl", kind, body.streaming())
+        super().__init__(state, "chatcmpl", kind, body.streaming(), chance)
         self._body = body
         self._begun: set[int] = set()
 

@@ -10,9 +10,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dist_aclgraph.errors import InvalidParameterError, RequestTooLongError
-from dist_aclgraph.serve.body import read_body
+from dist_aclgraph.serve.body import read_body, receive_body
 from dist_aclgraph.serve.errors import json_response
 from dist_aclgraph.serve.generation import ChoicePiece, Generation, Usage
+from dist_aclgraph.serve.journal import Chance
 from dist_aclgraph.serve.logprobs import completion_logprobs
 from dist_aclgraph.serve.openai_types import CompletionRequest
 from dist_aclgraph.serve.reply import Reply, reply
@@ -26,18 +27,23 @@ async def completions(state: ApiState, request: Request) -> Response:
         state.admit(body.model)
         return body, body.prompts(state.context_len)
 
-    body, given = await read_body(request, CompletionRequest, convert, state.config.serve)
+    data = await receive_body(request, state.config.serve)
+    body, given = await read_body(data, CompletionRequest, convert, state.config.serve)
     # Off the event loop: a long text must not stall the streams of others.
     is_text = isinstance(given[0], str)
     prompts = await asyncio.to_thread(_encode, state, given) if is_text else _encode(state, given)
-    shape = _CompletionReply(state, body, given)
     if body.max_tokens == 0 and body.echo:
+        shape = _CompletionReply(state, body, given, Chance.draw(seed=0))
         return _echo_alone(state, body, shape, prompts)
     params = [
         body.sampling(state.fit(len(ids), body.max_tokens, DEFAULT_MAX_TOKENS, "prompt"))
         for ids in prompts
     ]
-    generation = Generation(state, prompts, params, body.num_choices, body.cache_salt or "")
+    journal = state.open_journal(request.scope, data)
+    generation = Generation(
+        state, prompts, params, body.num_choices, body.cache_salt or "", journal
+    )
+    shape = _CompletionReply(state, body, given, journal.chance)
     return await reply(request, generation, shape, stream=bool(body.stream))
 
 
@@ -81,10 +87,14 @@ class _CompletionReply(Reply):
     """Shapes pieces into text completion objects."""
 
     def __init__(
-        self, state: ApiState, body: CompletionRequest, prompts: Sequence[str | list[int]]
+        self,
+        state: ApiState,
+        body: CompletionRequest,
+        prompts: Sequence[str | list[int]],
+        chance: Chance,
     ) -> None:
         kind = "text_completion", "text_completion"
-        super().__init__(state, "cmpl", kind, body.streaming())
+        super().__init__(state, "cmpl", kind, body.streaming(), chance)
         self._body = body
         self._prompts = prompts
         self._lengths: dict[int, int] = {}  # of the text so far, by choice

@@ -16,6 +16,7 @@ from dist_aclgraph.actors.messages import error_of
 from dist_aclgraph.errors import EngineUnavailableError
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.serve.inbox import Inbox
+from dist_aclgraph.serve.journal import Journal
 from dist_aclgraph.serve.state import ApiState
 from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.step import RowLogprobs
@@ -56,6 +57,7 @@ class Sink(Protocol):
 class _Choice:
     index: int
     prompt_ids: list[int]
+    params: SamplingParams
     output: OutputText
     request_id: str
     started_s: float
@@ -63,6 +65,7 @@ class _Choice:
     num_tokens: int = 0
     num_cached_tokens: int = 0
     is_done: bool = False
+    tokens_before: bytearray = field(default_factory=bytearray)  # from another process; int32
 
 
 @dataclass
@@ -82,7 +85,7 @@ class Usage:
 
 @dataclass
 class Generation:
-    """Owns the outstanding engine requests of one HTTP request.
+    """Owns the outstanding engine requests of one HTTP request, and its journal.
 
     Choices are numbered prompt by prompt, ``num_choices`` each; choice j of a prompt is seeded
     with seed + j. ``close`` aborts whatever still runs.
@@ -91,27 +94,39 @@ class Generation:
     state: ApiState
     prompts: Sequence[list[int]]
     params: Sequence[SamplingParams]  # one per prompt
-    num_choices: int = 1
-    cache_salt: str = ""  # cached blocks are shared with requests of the same salt only
+    num_choices: int
+    cache_salt: str  # cached blocks are shared with requests of the same salt only
+    journal: Journal
     _choices: list[_Choice] = field(default_factory=list)
     _num_places: int = 0  # taken beside the one that the HTTP request has
     _num_open: int = 0  # choices that have not ended
 
     def start(self, sink: Sink) -> None:
-        """Submit all choices; from now on ``sink`` is given what they bring."""
+        """Submit all choices; from now on ``sink`` is given what they bring, and first what the
+        journal says that they brought before.
+        """
         inbox = self.state.inbox()
         num_others = len(self.prompts) * self.num_choices - 1
         self.state.places.take(num_others)
         self._num_places = num_others
         self._num_open = num_others + 1
+        chance = self.journal.chance.seed
         for prompt_ids, params in zip(self.prompts, self.params, strict=True):
-            seed = params.seed if params.seed is not None else self.state.draw_seed()
+            seed = params.seed if params.seed is not None else chance + len(self._choices)
             for j in range(self.num_choices):
-                self._submit(inbox, sink, prompt_ids, replace(params, seed=_wrap(seed + j)))
+                self._add(prompt_ids, replace(params, seed=_wrap(seed + j)))
+        for entry in self.journal.entries:
+            choice = self._choices[entry.index]
+            choice.tokens_before += entry.token_ids
+            self._hand_on(sink, choice, entry.delta(choice.request_id), time.monotonic())
+        for choice in self._choices:
+            if self._num_open and not choice.is_done:
+                self._submit(inbox, sink, choice)
 
     def close(self) -> None:
         """End what still runs; nothing is given to the sink any more. Idempotent."""
         self._num_open = 0
+        self.journal.end()
         self.state.places.give_back(self._num_places)
         self._num_places = 0
         for choice in self._choices:
@@ -129,26 +144,30 @@ class Generation:
             sum(choice.num_cached_tokens for choice in firsts),
         )
 
-    def _submit(
-        self, inbox: Inbox, sink: Sink, prompt_ids: list[int], params: SamplingParams
-    ) -> None:
+    def _add(self, prompt_ids: list[int], params: SamplingParams) -> None:
+        output = OutputText(self.state.tokenizer, params)
         request_id = self.state.new_id("req")
-        tokenizer = self.state.tokenizer
-        output = OutputText(tokenizer, params)
-        choice = _Choice(len(self._choices), prompt_ids, output, request_id, time.monotonic())
+        self._choices.append(
+            _Choice(len(self._choices), prompt_ids, params, output, request_id, time.monotonic())
+        )
+
+    def _submit(self, inbox: Inbox, sink: Sink, choice: _Choice) -> None:
         self.state.client.submit(
-            request_id,
-            prompt_ids,
-            params,
-            end_ids(tokenizer, params),
+            choice.request_id,
+            choice.prompt_ids,
+            choice.params,
+            end_ids(self.state.tokenizer, choice.params),
             partial(inbox.put, partial(self._take, sink, choice)),
             cache_salt=self.cache_salt,
+            output=bytes(choice.tokens_before),
         )
-        self._choices.append(choice)
 
     def _take(self, sink: Sink, choice: _Choice, delta: RequestDelta, now_s: float) -> None:
-        if choice.is_done or not self._num_open:
-            return
+        if self._num_open and not choice.is_done:
+            self.journal.note(choice.index, delta)
+            self._hand_on(sink, choice, delta, now_s)
+
+    def _hand_on(self, sink: Sink, choice: _Choice, delta: RequestDelta, now_s: float) -> None:
         try:
             sink.take(self._advance(choice, delta, now_s))
         except Exception as e:  # whatever it is: somebody waits for the end

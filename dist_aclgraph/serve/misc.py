@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dist_aclgraph.errors import EngineUnavailableError
-from dist_aclgraph.serve.body import read_body
+from dist_aclgraph.serve.body import read_body, receive_body
 from dist_aclgraph.serve.counted import decode_ids
 from dist_aclgraph.serve.errors import json_response
 from dist_aclgraph.serve.openai_types import DetokenizeRequest, TokenizeRequest
@@ -81,7 +81,8 @@ async def tokenize(state: ApiState, request: Request) -> Response:
         state.admit(body.model)
         return body, body.for_template()
 
-    body, messages = await read_body(request, TokenizeRequest, convert, state.config.serve)
+    data = await receive_body(request, state.config.serve)
+    body, messages = await read_body(data, TokenizeRequest, convert, state.config.serve)
     return json_response(await asyncio.to_thread(_tokenize, state, body, messages))
 
 
@@ -92,7 +93,8 @@ async def detokenize(state: ApiState, request: Request) -> Response:
         state.admit(body.model)
         return decode_ids(body.tokens, MAX_TOKENS, "tokens")
 
-    ids = await read_body(request, DetokenizeRequest, convert, state.config.serve)
+    data = await receive_body(request, state.config.serve)
+    ids = await read_body(data, DetokenizeRequest, convert, state.config.serve)
     text = await asyncio.to_thread(state.tokenizer.decode, ids, skip_special_tokens=False)
     return json_response({"prompt": text})
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -16,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from dist_aclgraph.serve import sse
 from dist_aclgraph.serve.errors import json_response
 from dist_aclgraph.serve.generation import ChoicePiece, ClientGoneError, Generation, unless_gone
+from dist_aclgraph.serve.journal import Chance
 from dist_aclgraph.serve.openai_types import StreamOptions
 from dist_aclgraph.serve.state import ApiState
 
@@ -32,15 +32,20 @@ class Reply(ABC):
     """
 
     def __init__(
-        self, state: ApiState, prefix: str, kind: tuple[str, str], streaming: StreamOptions
+        self,
+        state: ApiState,
+        prefix: str,
+        kind: tuple[str, str],
+        streaming: StreamOptions,
+        chance: Chance,
     ) -> None:
         self.state = state
         self._kind, chunk_kind = kind
         self._shows_usage = streaming.include_usage
         self._shows_usage_so_far = streaming.include_usage and streaming.continuous_usage_stats
         self._common = {
-            "id": state.new_id(prefix),
-            "created": int(time.time()),
+            "id": f"{prefix}-{chance.name}",
+            "created": chance.created_s,
             "model": state.config.name,
             "system_fingerprint": None,
         }
@@ -91,7 +96,7 @@ async def reply(
                 gathered = _Gathered()
                 generation.start(gathered)
                 pieces = await unless_gone(request.receive, gathered.pieces())
-                return json_response(shape.whole(generation, pieces))
+                return _Held(json_response(shape.whole(generation, pieces)), stack.pop_all())
             frames = _Frames(shape, generation)
             generation.start(frames)
             await unless_gone(request.receive, frames.begun())
@@ -171,6 +176,20 @@ class _Frames:
         self._is_begun = True
         if not self._first.done():
             self._first.set_result(error)
+
+
+class _Held(Response):
+    """A response that holds its generation until it has been sent."""
+
+    def __init__(self, response: Response, held: contextlib.ExitStack) -> None:
+        self.status_code = response.status_code
+        self.background = None
+        self._response = response
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._held:
+            await self._response(scope, receive, send)
 
 
 class _Stream(Response):

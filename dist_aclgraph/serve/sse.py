@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -39,10 +40,14 @@ def error_frame(error: Exception) -> bytes:
 
 
 class Outlet:
-    """The frames of one response, in order. For the event loop's thread alone."""
+    """The frames of one response, in order. For the event loop's thread alone.
+
+    What is put at once is one part of the body, whichever way it goes: so the bytes on the wire do
+    not depend on what waited, and another process can go on behind them (``journal.py``).
+    """
 
     def __init__(self) -> None:
-        self._waiting = bytearray()
+        self._waiting: deque[bytes] = deque()
         self._write: Write | None = None  # while nothing is before what is put
         self._is_over = False
         self._wakes: asyncio.Future[None] | None = None
@@ -50,7 +55,7 @@ class Outlet:
     def put(self, frames: bytes) -> None:
         if self._write is None or not self._write(frames):
             self._write = None
-            self._waiting += frames
+            self._waiting.append(frames)
             self._wake()
 
     def end(self) -> None:
@@ -63,8 +68,7 @@ class Outlet:
         write: Write | None = scope.get("extensions", {}).get(WRITE)
         while True:
             if self._waiting:
-                frames = bytes(self._waiting)
-                self._waiting.clear()
+                frames = self._waiting.popleft()
                 await send({"type": "http.response.body", "body": frames, "more_body": True})
             elif self._is_over:
                 break

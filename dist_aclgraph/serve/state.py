@@ -8,6 +8,8 @@ import secrets
 import time
 from typing import Protocol
 
+from starlette.types import Scope
+
 from dist_aclgraph.actors.addresses import Address
 from dist_aclgraph.actors.engine_client import EngineClient
 from dist_aclgraph.actors.outage import Ask, Recovery
@@ -18,6 +20,7 @@ from dist_aclgraph.errors import (
     UnknownModelError,
 )
 from dist_aclgraph.serve.inbox import Inbox
+from dist_aclgraph.serve.journal import JOURNAL, Chance, Journal
 from dist_aclgraph.serve.metrics import Metrics
 from dist_aclgraph.serve.places import Places
 from dist_aclgraph.serve.status import Status
@@ -95,8 +98,13 @@ class ApiState:
             )
         return wanted
 
-    def draw_seed(self) -> int:
-        return self._seeds.randrange(2**31)
+    def open_journal(self, scope: Scope, body: bytes) -> Journal:
+        """Return the journal of a request that is to be answered; what is in it already, where
+        another process has begun to.
+        """
+        chance = Chance.draw(self._seeds.randrange(2**31))
+        open_it = scope.get("extensions", {}).get(JOURNAL)
+        return open_it(body, chance) if open_it is not None else Journal(chance)
 
     @staticmethod
     def new_id(prefix: str) -> str:

@@ -1,0 +1,183 @@
+"""Connections that outlive the process which answers on them, with the journals of their requests.
+
+Whoever starts that process (``Keep``) holds a descriptor of each connection on which an answer is
+under way, and of its journal: the process hands them over with a message (``Keeper``), and says
+when they are needed no more. What is killed closes only its own descriptors. The next process is
+forked with those that are left, and goes on.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import itertools
+import os
+import socket
+from dataclasses import dataclass, field
+
+import msgspec
+
+MAX_LOSSES = 3  # processes that died in a row while they answered a request: it may be why
+MAX_DESCRIPTORS = 2
+MESSAGE_BYTES = 64 << 10
+MAX_ENDED = 4096  # in one message
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What a process says of its requests, by their numbers."""
+
+    ended: tuple[int, ...] = ()
+    begun: int = 0  # with the descriptors of its connection and its journal; 0 for none
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Told).decode
+
+
+@dataclass
+class Kept:
+    """A request that is being answered: two descriptors."""
+
+    connection: int
+    journal: int
+    losses: int = 0
+
+    def close(self) -> None:
+        os.close(self.connection)
+        os.close(self.journal)
+
+
+@dataclass
+class Keeper:
+    """The end of the process that answers: for one thread.
+
+    Attributes:
+        left: requests of the process before, by their numbers.
+    """
+
+    link: socket.socket | None = None
+    left: dict[int, Kept] = field(default_factory=dict)
+    _ended: list[int] = field(default_factory=list)  # not said yet
+
+    def __post_init__(self) -> None:
+        self._numbers = itertools.count(max(self.left, default=0) + 1)
+
+    def begin(self, connection: int, journal: int) -> int | None:
+        """Have a request kept; return its number, None where that cannot be."""
+        number = next(self._numbers)
+        return number if self._tell(number, [connection, journal]) else None
+
+    def end(self, number: int) -> None:
+        """Have a request kept no more."""
+        self._ended.append(number)
+        self.flush()
+
+    def flush(self) -> None:
+        """Say what could not be said before."""
+        while self._ended and self._tell(0, []):
+            pass
+
+    def _tell(self, begun: int, descriptors: list[int]) -> bool:
+        if self.link is None:
+            return False
+        ended = tuple(self._ended[:MAX_ENDED])
+        rights = array.array("i", descriptors)
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if descriptors else []
+        try:
+            self.link.sendmsg([_encode(Told(ended, begun))], ancillary)
+        except OSError:  # it is full, or so many descriptors are under way, or nobody listens
+            return False
+        del self._ended[: len(ended)]
+        return True
+
+
+class Keep:
+    """The end of the process that starts the others. Owns what it keeps."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Kept] = {}
+        self._link: socket.socket | None = None
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def open(self) -> socket.socket:
+        """Return the other end of a new link. This process gets SIGIO when something comes.
+
+        To be called before each fork of a process that answers.
+        """
+        self.lose()
+        mine, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        mine.setblocking(False)
+        others.setblocking(False)
+        fcntl.fcntl(mine, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(mine, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+        self._link = mine
+        return others
+
+    def become_keeper(self, others: socket.socket) -> Keeper:
+        """In a process that was forked: return its end. Nothing is kept here any more."""
+        self._close_link()
+        left, self._kept = self._kept, {}
+        return Keeper(others, left)
+
+    def take_in(self) -> None:
+        """Read what has been said."""
+        while self._link is not None:
+            try:
+                text, ancillary, flags, _ = self._link.recvmsg(
+                    MESSAGE_BYTES,
+                    socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize),
+                    socket.MSG_CMSG_CLOEXEC,
+                )
+            except BlockingIOError:
+                return
+            except OSError:
+                text, ancillary, flags = b"", [], 0
+            descriptors = _descriptors(ancillary)
+            if not text:
+                self._close_link()
+                return
+            told = _decode(text)
+            for number in told.ended:
+                if (kept := self._kept.pop(number, None)) is not None:
+                    kept.close()
+            if told.begun and len(descriptors) == MAX_DESCRIPTORS and not flags & socket.MSG_CTRUNC:
+                self._kept[told.begun] = Kept(*descriptors)
+            else:  # this process may not open as many: the request ends with its process
+                for descriptor in descriptors:
+                    os.close(descriptor)
+
+    def lose(self) -> None:
+        """Keep what a process that has ended had, but for what may have killed it."""
+        if self._link is None:
+            return
+        self.take_in()
+        self._close_link()
+        for number, kept in list(self._kept.items()):
+            kept.losses += 1
+            if kept.losses >= MAX_LOSSES:
+                del self._kept[number]
+                kept.close()
+
+    def close(self) -> None:
+        """Keep nothing. Idempotent."""
+        self._close_link()
+        for kept in self._kept.values():
+            kept.close()
+        self._kept.clear()
+
+    def _close_link(self) -> None:
+        if self._link is not None:
+            with contextlib.suppress(OSError):
+                self._link.close()
+            self._link = None
+
+
+def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    found = array.array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    return list(found)

@@ -1,0 +1,253 @@
+"""LimitedProtocol: one connection of uvicorn's, with limits on what its client may do, and kept
+while an answer is under way on it.
+
+uvicorn leaves it to a proxy in front to bound headers, slow senders and slow readers. Here nothing
+stands in front.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from dist_aclgraph.config import ServeConfig
+from dist_aclgraph.serve.edge import REQUEST_ID, request_name
+from dist_aclgraph.serve.errors import plain_error
+from dist_aclgraph.serve.journal import JOURNAL, Chance, Journal, Opening, begin
+from dist_aclgraph.serve.kept import Keeper
+from dist_aclgraph.serve.refusal import GatedApp, Refusal
+from dist_aclgraph.serve.sent_bytes import num_sent_bytes
+from dist_aclgraph.serve.sse import WRITE
+
+log = logging.getLogger(__name__)
+CLOSE = {"Connection": "close"}
+CLOSE_HEADER = (b"connection", b"close")
+# Who reads a request again has the whole body, and nobody who waits for leave to send one.
+OF_THE_BODY = frozenset({b"content-length", b"transfer-encoding", b"expect"})
+UNSENT_S = 0.05  # between two looks whether all has been sent
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """One connection. Owns the timer of what its client owes: headers, a body, or reading.
+
+    Args:
+        crowded: what every connection beyond ``serve.max_connections`` is told.
+        keeper: keeps the connection while an answer is under way.
+    """
+
+    def __init__(
+        self,
+        *,
+        app: GatedApp,
+        limits: ServeConfig,
+        crowded: Refusal,
+        keeper: Keeper,
+        **uvicorns: Any,
+    ) -> None:
+        super().__init__(**uvicorns)
+        self._gate = app
+        self._limits = limits
+        self._crowded = crowded
+        self._keeper = keeper
+        self._journal: Journal | None = None  # of the request that is being answered
+        self._is_crowded = False
+        self._is_refused = False  # the request whose body is being read has its answer
+        self._due_s: float | None = None  # when the client must have sent what it owes
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = 0.0  # when it rings, which may be earlier
+        self._unread: asyncio.TimerHandle | None = None
+        self._in_headers = False
+        self._num_header_bytes = 0
+
+    # -- transport -------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._is_crowded = len(self.connections) > self._limits.max_connections
+        self._owe(self._limits.header_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._journal is not None:
+            self._journal.end()
+        self._pay()
+        if self._timer is not None:
+            self._timer.cancel()
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._journal is not None:
+            self._journal.end()  # whoever took the connection over would not know of this
+        began_before = self._in_headers
+        super().data_received(data)
+        if self._in_headers and began_before:
+            self._num_header_bytes += len(data)
+            if self._num_header_bytes > self._limits.max_header_bytes:
+                self.transport.close()  # there is no request yet that could be answered
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(self._limits.stall_s, self._abort, "does not read")
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    # -- parser ----------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_headers, self._num_header_bytes = True, 0
+        self._owe(self._limits.header_s)
+
+    def on_headers_complete(self) -> None:
+        self._in_headers = False
+        # Reading a body ends with a 408 a little earlier, where somebody reads it.
+        self._owe(self._limits.body_s + self._limits.header_s)
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if size > self._limits.max_header_bytes:
+            self.app = plain_error(
+                431, f"the headers exceed {self._limits.max_header_bytes} bytes", CLOSE
+            )
+        elif self._has_answered_all() and self._refuses():
+            return
+        super().on_headers_complete()
+        scope: dict[str, Any] = self.cycle.scope  # type: ignore[assignment]
+        scope["extensions"] = {
+            WRITE: functools.partial(self._write, self.cycle),
+            JOURNAL: functools.partial(self._open_journal, self.cycle),
+        }
+
+    def on_body(self, body: bytes) -> None:
+        if not self._is_refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._is_refused:
+            self._is_refused = False
+            self._owe(self._limits.header_s)  # another request may follow
+            return
+        super().on_message_complete()
+        self._pay()
+
+    # -- streams ---------------------------------------------------------------------------------
+
+    def _write(self, cycle: RequestResponseCycle, body: bytes) -> bool:
+        """Write a part of a response's body at once; see ``sse.py``."""
+        if self.flow.write_paused or cycle.disconnected or self.transport.is_closing():
+            return False
+        if not cycle.chunked_encoding or cycle.response_complete:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return True
+
+    # -- journals --------------------------------------------------------------------------------
+
+    def _open_journal(self, cycle: RequestResponseCycle, body: bytes, chance: Chance) -> Journal:
+        """Have this connection kept until the answer is out; see ``journal.py``."""
+        alone = cycle is self.cycle and not self.pipeline and not cycle.disconnected
+        if not alone or self.transport.is_closing():
+            return Journal(chance)
+        connection = self.transport.get_extra_info("socket").fileno()
+        num_sent = num_sent_bytes(connection) + self.transport.get_write_buffer_size()
+        file = begin(Opening(self._request(body), num_sent, chance))
+        if file is None:
+            return Journal(chance)
+        number = self._keeper.begin(connection, file)
+        if number is None:
+            os.close(file)
+            return Journal(chance)
+        self._journal = Journal(chance, (), file, functools.partial(self._let_go, number))
+        return self._journal
+
+    def _request(self, body: bytes) -> bytes:
+        """Return the request that was read last, as it can be read again."""
+        version = self.parser.get_http_version().encode()
+        headers = [header for header in self.headers if header[0] not in OF_THE_BODY]
+        return b"".join(
+            [
+                b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, version),
+                *(b"%b: %b\r\n" % header for header in headers),
+                b"content-length: %d\r\n\r\n" % len(body),
+                body,
+            ]
+        )
+
+    def _let_go(self, number: int) -> None:
+        """Have the connection kept no more, once all that was written has left this process."""
+        self._journal = None
+        self._let_go_when_sent(number)
+
+    def _let_go_when_sent(self, number: int) -> None:
+        if self.parser is not None and self.transport.get_write_buffer_size():
+            self.loop.call_later(UNSENT_S, self._let_go_when_sent, number)
+        else:
+            self._keeper.end(number)
+
+    # -- refusals --------------------------------------------------------------------------------
+
+    def _has_answered_all(self) -> bool:
+        """Whether an answer would be the next on this connection, and somebody reads it."""
+        is_idle = self.cycle is None or self.cycle.response_complete
+        return is_idle and not self.flow.write_paused and not self.transport.is_closing()
+
+    def _refuses(self) -> bool:
+        """Answer at once if the gate refuses the request; say whether it does."""
+        refusal = self._crowded
+        if not self._is_crowded:
+            found = self._gate.refusal(self.parser.get_method(), self.url)
+            if found is None:
+                return False
+            refusal = found
+        given = next((value for name, value in self.headers if name == REQUEST_ID), b"")
+        headers = [*self.server_state.default_headers, (REQUEST_ID, request_name(given))]
+        # Who waits for our leave to send a body gets none, and then does not send it.
+        keeps_alive = (
+            not self._is_crowded
+            and not self.expect_100_continue
+            and self.parser.get_http_version() == "1.1"
+            and self.parser.should_keep_alive()
+        )
+        if not keeps_alive:
+            headers.append(CLOSE_HEADER)
+        self.transport.write(refusal.with_headers(headers))
+        if not keeps_alive:
+            self.transport.close()
+        self._is_refused = True
+        return True
+
+    # -- timers ----------------------------------------------------------------------------------
+
+    def _owe(self, seconds: float) -> None:
+        """Give the client so much time. A timer that rings too early is wound up again then."""
+        self._due_s = self.loop.time() + seconds
+        if self._timer is None or self._due_s < self._timer_s:
+            self._wind_up(self._due_s)
+
+    def _pay(self) -> None:
+        self._due_s = None
+
+    def _wind_up(self, at_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._timer_s = self.loop.call_at(at_s, self._ring), at_s
+
+    def _ring(self) -> None:
+        self._timer = None
+        if self._due_s is None:
+            return
+        if self._due_s > self._timer_s:
+            self._wind_up(self._due_s)
+        else:
+            self._abort("sends too slowly")
+
+    def _abort(self, why: str) -> None:
+        log.info("a connection of %s was closed: it %s", self.client, why)
+        self.transport.abort()
