@@ -103,9 +103,9 @@ class Keep:
         return len(self._kept)
 
     def open(self) -> socket.socket:
-        """Return the other end of a new link. This process gets SIGIO when something comes.
+        """Return the other end of a new link, for a process that is forked next.
 
-        To be called before each fork of a process that answers.
+        This process gets SIGIO when something comes, by which it must not end.
         """
         self.lose()
         mine, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

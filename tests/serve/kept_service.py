@@ -1,0 +1,54 @@
+"""A supervisor with an ingress over an engine that lives elsewhere; prints its port."""
+
+from __future__ import annotations
+
+import select
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from dist_aclgraph.actors.addresses import Address, Endpoint
+from dist_aclgraph.actors.engine_client import EngineClient
+from dist_aclgraph.cli.pulse import Pulse
+from dist_aclgraph.cli.signals import Signals
+from dist_aclgraph.cli.supervise import Supervisor
+from dist_aclgraph.config import load_config
+from dist_aclgraph.planning.restarts import RestartBudget
+from dist_aclgraph.serve.api import make_api
+from dist_aclgraph.serve.front import Front
+from dist_aclgraph.serve.http_server import HttpServer, listen
+from dist_aclgraph.serve.kept import Keeper
+from dist_aclgraph.serve.state import ApiState
+from dist_aclgraph.text.tokenizer import Tokenizer
+from tests.serve.fake_engine import NODE, TOKEN
+
+CONFIG = Path(__file__).parents[2] / "configs" / "tiny-qwen3.yaml"
+
+
+def main(engine_url: str, restarts: int) -> int:
+    config = load_config(CONFIG, {})
+    tokenizer = Tokenizer(config.model)
+    listener = listen("127.0.0.1", 0)
+
+    def own(signals: Signals, pulse: Pulse) -> None:
+        while not signals.wait(0.1):
+            pulse.beat()
+
+    def serve_http(life: int, beat: Callable[[], None], keeper: Keeper) -> None:
+        address = Address(NODE, Endpoint(engine_url), Endpoint(engine_url))
+        client = EngineClient([address], TOKEN, node_id=NODE, link_s=5.0)
+        front = Front("the test is starting")
+        server = HttpServer(config.serve, listener, beat, keeper)
+        server.start(front)
+        api = make_api(ApiState(config, tokenizer, client))
+        server.let_in(lambda: front.open(api))
+        select.select([life], [], [])
+        server.stop()
+        client.close()
+
+    print(listener.getsockname()[1], flush=True)
+    return Supervisor(own, serve_http, RestartBudget(restarts), 60.0, 60.0).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

@@ -1,0 +1,291 @@
+"""Answers go on over the same connections when the process that sends them is killed, again and
+again: every byte of a body is the one that would have come.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_aclgraph.actors import processes
+from dist_aclgraph.actors.messages import Submit
+from dist_aclgraph.ints import INT_BYTES
+from dist_aclgraph.serve.kept import MAX_LOSSES
+from tests.serve.conftest import until
+from tests.serve.fake_engine import FakeEngine
+
+INGRESS = "serve:ingress"
+WAIT_S = 60.0
+BY_CHANCE = re.compile(rb'"(id|created)":("[^"]*"|[0-9]+),')
+HEADERS = "Host: x\r\nContent-Type: application/json\r\n"
+
+
+def by_position(submit: Submit) -> list[int]:
+    """A model whose tokens depend on their positions, whatever it was given of them before."""
+    first = len(submit.prompt) // INT_BYTES
+    return [60 + (first + i) * 7919 % 97 for i in range(submit.max_tokens)]
+
+
+@dataclass
+class Answer:
+    """What came over one connection."""
+
+    data: bytes = b""
+    error: str = ""
+    bodies: list[bytes] = field(default_factory=list)
+
+    def read(self, stream: socket.SocketIO) -> None:
+        """Read one response, as its own framing says where it ends."""
+        status = stream.readline()
+        assert status.startswith(b"HTTP/1.1 200"), status
+        headers = {}
+        while (line := stream.readline()) != b"\r\n":
+            assert line, "the connection ended"
+            name, _, value = line.partition(b":")
+            headers[name.lower()] = value.strip()
+        body = b""
+        if b"content-length" in headers:
+            body = stream.read(int(headers[b"content-length"]))
+        else:
+            while size := int(stream.readline(), 16):
+                body += stream.read(size)
+                assert stream.read(2) == b"\r\n"
+            assert stream.read(2) == b"\r\n"
+        # Between choices there is no order.
+        frames = BY_CHANCE.sub(b"", body).split(b"\n\n")
+        self.bodies.append(b"\n".join(sorted(frames, key=_choice_of)))
+
+
+def _choice_of(frame: bytes) -> bytes:
+    found = re.search(rb'"choices":\[\{"index":([0-9]+)', frame)
+    return found[1] if found else b"~"  # what belongs to none comes last
+
+
+@dataclass
+class Service:
+    process: subprocess.Popen[str]
+    port: int
+    engine: FakeEngine
+
+    def connect(self) -> socket.socket:
+        client = socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)
+        return client
+
+    def ask(self, request: bytes, count: int = 1) -> Answer:
+        """Ask the same so many times, one after the other over one connection."""
+        answer = Answer()
+        try:
+            with self.connect() as client, client.makefile("rb") as stream:
+                for _ in range(count):
+                    client.sendall(request)
+                    answer.read(stream)
+        except (OSError, AssertionError, ValueError) as e:
+            answer.error = repr(e)
+        return answer
+
+    def ask_all(self, requests: list[bytes], count: int = 1) -> list[Answer]:
+        answers: list[Answer] = [Answer()] * len(requests)
+
+        def ask(index: int) -> None:
+            answers[index] = self.ask(requests[index], count)
+
+        threads = [threading.Thread(target=ask, args=[i]) for i in range(len(requests))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return answers
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Kill the ingress, and wait for another."""
+        found: list[int] = []
+
+        def is_there(other_than: int = 0) -> bool:
+            children = processes.children(self.process.pid)
+            found[:] = [p for p in children if processes.name_of(p) == INGRESS and p != other_than]
+            return bool(found)
+
+        until(is_there, WAIT_S)
+        pid = found[0]
+        os.kill(pid, number)
+        until(lambda: is_there(other_than=pid), WAIT_S)
+
+    @property
+    def num_descriptors(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+
+@contextmanager
+def serving(step_s: float = 0.01, restarts: int = 1000) -> Iterator[Service]:
+    engine = FakeEngine(by_position, step_s)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.serve.kept_service", engine.address.file.url, str(restarts)],
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        service = Service(process, int(process.stdout.readline()), engine)
+        until(lambda: _status(service) == 200, WAIT_S)
+        yield service
+    finally:
+        process.terminate()
+        try:
+            process.wait(WAIT_S)
+        finally:
+            process.kill()
+            engine.close()
+
+
+def _status(service: Service) -> int:
+    with service.connect() as client:
+        client.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        return int(client.recv(1 << 16).split()[1])
+
+
+def post(path: str, headers: str = HEADERS, version: str = "1.1", **body: Any) -> bytes:
+    data = json.dumps({"model": "tiny-qwen3", **body}).encode()
+    head = f"POST /v1/{path} HTTP/{version}\r\n{headers}Content-Length: {len(data)}\r\n\r\n"
+    return head.encode() + data
+
+
+MESSAGES = [{"role": "user", "content": "how are you"}]
+USAGE = {"include_usage": True, "continuous_usage_stats": True}
+KINDS = {
+    "chat": post("chat/completions", messages=MESSAGES, stream=True, max_tokens=150),
+    "whole": post("chat/completions", messages=MESSAGES, max_tokens=150),
+    "choices": post(
+        "chat/completions", messages=MESSAGES, stream=True, max_tokens=120, n=3, seed=5
+    ),
+    "reports": post(
+        "chat/completions", messages=MESSAGES, stream=True, max_tokens=150, logprobs=True,
+        top_logprobs=3,
+    ),
+    "usage": post(
+        "completions", prompt="a b c", stream=True, max_tokens=150, stream_options=USAGE, echo=True
+    ),
+    "prompts": post("completions", prompt=["a b", "c d e"], stream=True, max_tokens=150),
+    "stop": post("completions", prompt="a", stream=True, max_tokens=200, stop=["}~"]),
+    "old": post("completions", version="1.0", prompt="a b c", stream=True, max_tokens=150),
+    "closes": post(
+        "completions", HEADERS + "Connection: close\r\n", prompt="a", stream=True, max_tokens=150
+    ),
+}  # fmt: skip
+
+
+LONG = post("completions", prompt="a", stream=True, max_tokens=1500)
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    with serving() as service:
+        yield service
+
+
+def test_every_answer_goes_on_byte_by_byte_however_often_the_ingress_is_killed(
+    service: Service,
+) -> None:
+    requests = list(KINDS.values())
+    wanted = service.ask_all(requests)
+    assert [answer.error for answer in wanted] == [""] * len(requests)
+    rng = random.Random(7)
+
+    def strike() -> None:
+        for _ in range(MAX_LOSSES - 1):
+            time.sleep(0.1 + rng.random())
+            service.kill()
+
+    for _ in range(3):
+        striking = threading.Thread(target=strike)
+        striking.start()
+        answers = service.ask_all(requests)
+        striking.join()
+        for kind, answer, plain in zip(KINDS, answers, wanted, strict=True):
+            assert (kind, answer.error) == (kind, "")
+            assert (kind, answer.bodies) == (kind, plain.bodies)
+
+
+def test_nothing_is_kept_of_what_has_ended(service: Service) -> None:
+    until(lambda: service.engine.num_running == 0, WAIT_S)
+    before = service.num_descriptors
+
+    service.ask_all(list(KINDS.values()), count=1)
+    with service.connect() as client:  # and of who leaves
+        client.sendall(KINDS["chat"])
+        until(lambda: service.num_descriptors > before, WAIT_S)
+
+    until(lambda: service.num_descriptors <= before, WAIT_S)
+
+
+def test_a_connection_is_used_again_behind_an_answer_that_went_on(service: Service) -> None:
+    [plain] = service.ask_all([KINDS["chat"]], count=2)
+
+    striking = threading.Thread(target=lambda: (time.sleep(0.5), service.kill()))
+    striking.start()
+    [answer] = service.ask_all([KINDS["chat"]], count=2)
+    striking.join()
+
+    assert (answer.error, answer.bodies) == ("", plain.bodies)
+
+
+def test_a_reader_that_stops_gets_all_of_it_later(service: Service) -> None:
+    service.engine.step_s = 0.001
+    plain = service.ask(LONG)
+    answer = Answer()
+    with service.connect() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.sendall(LONG)
+        time.sleep(1.0)
+
+        service.kill()
+        with client.makefile("rb") as stream:
+            answer.read(stream)
+
+    service.engine.step_s = 0.01
+    assert answer.bodies == plain.bodies
+
+
+def test_two_requests_at_once_on_one_connection_end_with_their_process(service: Service) -> None:
+    """Of the second one nobody else knows: better no answer than a wait for ever."""
+    with service.connect() as client, client.makefile("rb") as stream:
+        client.sendall(KINDS["chat"])
+        assert stream.readline().startswith(b"HTTP/1.1 200")
+        client.sendall(KINDS["chat"])
+        time.sleep(0.2)
+
+        service.kill()
+
+        with pytest.raises((AssertionError, OSError, ValueError)):
+            Answer().read(stream)
+
+
+def test_a_request_at_which_processes_die_in_a_row_is_given_up() -> None:
+    with serving() as service:
+        service.engine.step_s = 0.1
+        answers: list[Answer] = []
+        asking = threading.Thread(target=lambda: answers.append(service.ask(KINDS["chat"])))
+        asking.start()
+        until(lambda: service.engine.num_running > 0, WAIT_S)
+
+        for _ in range(MAX_LOSSES):
+            service.kill()
+            time.sleep(0.5)
+
+        asking.join()
+        assert answers[0].error
