@@ -11,7 +11,7 @@ from dist_aclgraph.chaos.answers import (
     first_after,
     longest_pause,
 )
-from dist_aclgraph.chaos.plan import INGRESS_ENDING, Strike
+from dist_aclgraph.chaos.plan import Strike
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,8 @@ class Outcome:
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing was lost that need not be: what runs on an ingress ends with it."""
-        is_lost = self.lost and self.strike.fault.kind not in INGRESS_ENDING
-        return not (is_lost or self.different or self.left) and self.exit_code is None
+        """Whether nothing was lost, differs or was left behind, and the service goes on."""
+        return not (self.lost or self.different or self.left) and self.exit_code is None
 
 
 def judge(

@@ -46,8 +46,6 @@ GROUP_ENDING = (
     Kind.STOP_ENGINE,
     Kind.STALL,
 )
-# What runs on an ingress ends with it.
-INGRESS_ENDING = (Kind.KILL_INGRESS, Kind.STOP_INGRESS)
 IN_RECOVERY = (Kind.CAPTURE_DEATH, Kind.CAPTURE_MEMORY, Kind.KILL_WORKER, Kind.KILL_ENGINE)
 FIRSTS = tuple(kind for kind in Kind if kind not in IN_RECOVERY[:2])
 MAX_TARGET = 1 << 16

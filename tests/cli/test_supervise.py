@@ -38,7 +38,7 @@ def own(signals, pulse):
     say("stopped in order")
     sys.exit(7)
 
-def serve_http(life, beat):
+def serve_http(life, beat, keeper):
     say("listens")
     while not select.select([life], [], [], 0.1)[0]:
         beat()
@@ -386,7 +386,7 @@ def test_an_owner_that_ends_with_an_error_is_not_replaced(start: Start) -> None:
 
 
 def test_an_ingress_that_fails_by_itself_ends_the_service_in_order(start: Start) -> None:
-    service = start("\ndef serve_http(life, beat):\n    raise ConfigError('it cannot listen')\n")
+    service = start("\ndef serve_http(life, beat, keeper):\n    raise ConfigError('it cannot listen')\n")
 
     ended, said, wrong = service.end()
 

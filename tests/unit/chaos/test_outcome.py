@@ -6,13 +6,12 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_aclgraph.chaos.answers import Answer, longest_pause
 from dist_aclgraph.chaos.outcome import Outcome, Sight, judge
-from dist_aclgraph.chaos.plan import INGRESS_ENDING, Fault, Kind, Strike
+from dist_aclgraph.chaos.plan import Fault, Kind, Strike
 from dist_aclgraph.chaos.report import COLUMNS, TOTAL, lines_of, sentence_of
 
 STRIKE = Strike(1, Fault(Kind.KILL_WORKER), 10, 0)
@@ -56,14 +55,12 @@ def test_an_answer_that_ends_early_or_with_an_error_is_lost() -> None:
     assert not outcome.is_good
 
 
-@pytest.mark.parametrize("kind", INGRESS_ENDING)
-def test_what_runs_on_an_ingress_may_end_with_it(kind: Kind) -> None:
-    cut = make_outcome(Answer(0, "ab", 200), WANTED)
-    killed = replace(STRIKE, fault=Fault(kind))
+def test_a_service_that_ends_is_not_good() -> None:
+    whole = make_outcome(WANTED)
 
-    assert replace(cut, strike=killed).is_good
-    assert not replace(cut, strike=killed, different=1).is_good
-    assert not replace(cut, strike=killed, exit_code=1).is_good
+    assert whole.is_good
+    assert not replace(whole, different=1).is_good
+    assert not replace(whole, exit_code=1).is_good
 
 
 def test_who_is_told_to_come_again_or_goes_away_has_lost_nothing() -> None:
