@@ -24,6 +24,7 @@ from dist_aclgraph.steps.step import (
     StepResult,
     encoder,
 )
+from tests.actors.leftovers import wait_until
 
 WAIT_S = 5.0
 NUM_JUNK = int(os.environ.get("DIST_ACLGRAPH_JUNK", "2000"))
@@ -299,6 +300,7 @@ def test_a_worker_that_waits_is_told_that_no_step_comes(place: Place) -> None:
 
     channel = Channel(place, 1, wait)
     channel.sender.wait_for_workers(WAIT_S, lambda: None)
+    wait_until(lambda: bool(receivers), "nobody waits")
 
     receivers[0].end()
 

@@ -386,7 +386,9 @@ def test_an_owner_that_ends_with_an_error_is_not_replaced(start: Start) -> None:
 
 
 def test_an_ingress_that_fails_by_itself_ends_the_service_in_order(start: Start) -> None:
-    service = start("\ndef serve_http(life, beat, keeper):\n    raise ConfigError('it cannot listen')\n")
+    service = start(
+        "\ndef serve_http(life, beat, keeper):\n    raise ConfigError('it cannot listen')\n"
+    )
 
     ended, said, wrong = service.end()
 
