@@ -51,7 +51,7 @@ class Edge:
         headers = dict(scope["headers"])
         if self._names_requests:
             send = _naming(send, request_name(headers.get(REQUEST_ID, b"")))
-        method, path = scope["method"], scope["path"]
+        method, path = scope["method"], _own_path(scope)
         try:
             self._access.check(method, path, headers)
             if method == "POST" and path in GENERATING:
@@ -65,6 +65,20 @@ class Edge:
         finally:
             if method == "POST" and path in GENERATING:
                 self._state.places.give_back(1)
+
+
+def _own_path(scope: Scope) -> str:
+    """Return the path as the routes know it, by the rule of Starlette's router.
+
+    Under a route prefix Ray Serve's proxy leaves ``path`` whole, and puts the prefix into
+    ``root_path``. The prefix alone leads to ``/``: the router sends there whoever asks for it.
+    """
+    path: str = scope["path"]
+    prefix: str = scope.get("root_path", "")
+    rest = path.removeprefix(prefix)
+    if rest == path or rest.startswith("/"):
+        return rest
+    return path if rest else "/"
 
 
 def request_name(given: bytes) -> bytes:
