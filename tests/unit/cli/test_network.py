@@ -55,3 +55,20 @@ def test_ports_that_the_kernel_gives_away_are_warned_of() -> None:
 
     assert "HCCL_NPU_SOCKET_PORT_RANGE" in warning
     assert "(32768-60999), such as 50011" in warning
+
+
+@pytest.mark.parametrize(
+    "ports",
+    ["60000-x", "x", "60010-60000", "60000-70000", "0-10", "60000-", "60000-60001-2", "1 2"],
+)
+def test_ports_that_are_none_are_found_with_what_they_may_be(ports: str) -> None:
+    problem = network_problem({"HCCL_HOST_SOCKET_PORT_RANGE": ports}, INTERFACES)
+
+    assert problem.startswith(f"HCCL_HOST_SOCKET_PORT_RANGE is {ports}, ")
+    assert "FIRST-LAST" in problem and "1 to 65535" in problem
+    assert port_warning({"HCCL_HOST_SOCKET_PORT_RANGE": ports}) == ""
+
+
+@pytest.mark.parametrize("ports", ["auto", "60000-60050", "60000-60010, 60020", "60000"])
+def test_ports_as_hccl_takes_them_are_fine(ports: str) -> None:
+    assert network_problem({"HCCL_NPU_SOCKET_PORT_RANGE": ports}, INTERFACES) == ""
