@@ -21,7 +21,7 @@ from dist_aclgraph.cli.ascend_versions import (
     read_driver_version,
 )
 from dist_aclgraph.cli.last_start import last_start
-from dist_aclgraph.cli.network import network_problem, port_warning
+from dist_aclgraph.cli.network import network_problem, overridden_warning, port_warning
 from dist_aclgraph.device import torch_build
 from dist_aclgraph.environment import ascend_toolkit, network_variables
 
@@ -115,7 +115,9 @@ def _driver() -> Finding:
 
 
 def _network() -> Finding:
-    """How HCCL is told to reach other nodes; each node's `ray start` hands this to its workers."""
+    """How HCCL is told to reach other nodes; each node's `ray start` hands this to its workers, but
+    for what the configuration says for all nodes.
+    """
     variables = network_variables()
     told = ", ".join(f"{name}={value}" for name, value in sorted(variables.items()))
     if problem := network_problem(variables, [name for _, name in socket.if_nameindex()]):
@@ -123,6 +125,9 @@ def _network() -> Finding:
         return Finding("network", False, problem, remedy)
     if warning := port_warning(variables):
         remedy = "reserve them: sysctl -w net.ipv4.ip_local_reserved_ports=FIRST-LAST"
+        return Finding("network", True, warning, remedy, is_warning=True)
+    if warning := overridden_warning(variables):
+        remedy = "unset them here, and set the keys that stand behind them in the configuration"
         return Finding("network", True, warning, remedy, is_warning=True)
     nothing = "no HCCL_* or GLOO_* is set; groups over several nodes use Ray's address of each node"
     return Finding("network", True, told or nothing)

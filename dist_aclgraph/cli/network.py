@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 from dist_aclgraph.config_cluster import MAX_PORT
+from dist_aclgraph.environment import CONFIGURED_HCCL
 
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 RESERVED = Path("/proc/sys/net/ipv4/ip_local_reserved_ports")
@@ -58,6 +59,21 @@ def port_warning(variables: dict[str, str]) -> str:
                     "which other programs may be given first"
                 )
     return ""
+
+
+def overridden_warning(variables: dict[str, str]) -> str:
+    """Return which of this environment's variables no worker is given, or ""."""
+    overridden = [
+        f"{name}={variables[name]} ({key})"
+        for name, key in sorted(CONFIGURED_HCCL.items())
+        if name in variables
+    ]
+    if not overridden:
+        return ""
+    return (
+        f"{', '.join(overridden)} of this environment reach no worker: the configuration goes "
+        "first, as plans count with it"
+    )
 
 
 def _is_ours(address: str) -> bool:
