@@ -19,6 +19,12 @@ HCCL_EXPANSION_NAMES: dict[HcclExpansion, str] = {"AIV": "AIV", "AICPU": "AI_CPU
 EMULATED_VARIABLE = "EMULATED_NPU"  # read by the emulated libraries too
 RAYLET_VARIABLE = "RAY_RAYLET_PID"  # which Ray gives to all that a raylet starts
 JOB_VARIABLE, FIRST_JOB = "RAY_JOB_ID", "01000000"  # likewise; and that of a Ray's first driver
+# Plans and limits count with these: on all nodes they are what the configuration says.
+CONFIGURED_HCCL = {
+    "HCCL_EXEC_TIMEOUT": "timeouts.step_s",
+    "HCCL_BUFFSIZE": "device.hccl_buffer_mb",
+    "HCCL_CONNECT_TIMEOUT": "timeouts.join_s",
+}
 API_KEY_VARIABLE = "DIST_ACLGRAPH_API_KEY"
 
 

@@ -111,6 +111,8 @@ class EngineClient:
         self._engines: dict[str, KnownEngine] = {}  # by URL, as for the router
         for index, address in enumerate(addresses):
             self._add(str(index), address, CACHE_BLOCKS, TOKENS_PER_BLOCK)
+        # Groups that run requests. Only the I/O thread writes it, so that reading needs no lock.
+        self.num_groups = len(self._engines)
         self._beat_s = link_s / BEATS_OF_A_SILENCE
         self._owner: dict[str, tuple[KnownEngine, int]] = {}  # and the request's number there
         self.num_resumed = 0  # requests that another engine went on with
@@ -402,6 +404,7 @@ class EngineClient:
         now_s = time.monotonic()
         over: list[tuple[OpenRequest, DistAclGraphError]] = []
         with self._lock:
+            self.num_groups = sum(not engine.dead_because for engine in self._engines.values())
             is_served = bool(self._taking())
             self._outage.see(now_s, is_served=is_served)
             if is_served:

@@ -21,7 +21,7 @@ from dist_aclgraph.cli.ascend_versions import (
     read_driver_version,
 )
 from dist_aclgraph.cli.last_start import last_start
-from dist_aclgraph.cli.network import network_problem, port_warning
+from dist_aclgraph.cli.network import network_problem, overridden_warning, port_warning
 from dist_aclgraph.device import torch_build
 from dist_aclgraph.environment import ascend_toolkit, network_variables
 
@@ -36,7 +36,7 @@ class Finding:
 
     Attributes:
         remedy: what to do where it is not ok, or only a warning.
-        is_warning: everything works, but not as well as it could.
+        is_warning: this machine is of use, but not for everything, or not as fast as it could be.
     """
 
     name: str
@@ -53,10 +53,16 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Return all findings; imports neither torch nor Ray, and starts nothing."""
+    from dist_aclgraph.device import emulator
+
+    npus = _npus()
+    is_built = not npus and emulator.is_built()
+    device = device_finding(npus, is_emulator_built=is_built)
+    compiler = compiler_finding(npus, emulator.missing_tools(), is_emulator_built=is_built)
     versions = [_package(name, wanted) for name, wanted in PINNED.items()]
     packages = [_python(), *versions, _torch_build()]
-    ascend = [_cann(), _driver()] if _npus() else []
-    machine = [_device(), *ascend, _compiler(), _shared_memory(), _network(), _port(8000)]
+    ascend = [_cann(), _driver()] if npus else []
+    machine = [device, *ascend, compiler, _shared_memory(), _network(), _port(8000)]
     return [*packages, *machine, *_graphs()]
 
 
@@ -109,7 +115,9 @@ def _driver() -> Finding:
 
 
 def _network() -> Finding:
-    """How HCCL is told to reach other nodes; each node's `ray start` hands this to its workers."""
+    """How HCCL is told to reach other nodes; each node's `ray start` hands this to its workers, but
+    for what the configuration says for all nodes.
+    """
     variables = network_variables()
     told = ", ".join(f"{name}={value}" for name, value in sorted(variables.items()))
     if problem := network_problem(variables, [name for _, name in socket.if_nameindex()]):
@@ -117,6 +125,9 @@ def _network() -> Finding:
         return Finding("network", False, problem, remedy)
     if warning := port_warning(variables):
         remedy = "reserve them: sysctl -w net.ipv4.ip_local_reserved_ports=FIRST-LAST"
+        return Finding("network", True, warning, remedy, is_warning=True)
+    if warning := overridden_warning(variables):
+        remedy = "unset them here, and set the keys that stand behind them in the configuration"
         return Finding("network", True, warning, remedy, is_warning=True)
     nothing = "no HCCL_* or GLOO_* is set; groups over several nodes use Ray's address of each node"
     return Finding("network", True, told or nothing)
@@ -128,26 +139,45 @@ def _torch_build() -> Finding:
     return Finding("torch build", not cuda, found, f"{sys.executable} -m {torch_build.REMEDY}")
 
 
-def _device() -> Finding:
-    if devices := _npus():
-        return Finding("device", True, f"{len(devices)} NPUs: {', '.join(devices)}")
-    from dist_aclgraph.device import emulator
+def device_finding(npus: list[str], *, is_emulator_built: bool) -> Finding:
+    """What ranks may run on here. A head of a cluster needs no device: it is only warned of that.
 
-    if emulator.is_built():
+    Args:
+        npus: names of this machine's NPUs.
+    """
+    if npus:
+        return Finding("device", True, f"{len(npus)} NPUs: {', '.join(npus)}")
+    if is_emulator_built:
         return Finding("device", True, "no NPU here; the emulated NPU is built and will be used")
-    remedy = f"build it with: {sys.executable} -m dist_aclgraph.device.emulator"
-    return Finding("device", False, "no NPU here, and the emulated NPU is not built", remedy)
+    found = "no NPU here, and the emulated NPU is not built: enough for the head of a cluster"
+    remedy = (
+        "on a host that has NPUs, give the container /dev/davinci*, as cluster/cluster-docker.yaml "
+        "does; to serve without, nothing: the emulated NPU is built at its first use, or with "
+        f"{sys.executable} -m dist_aclgraph.device.emulator"
+    )
+    return Finding("device", True, found, remedy, is_warning=True)
 
 
-def _compiler() -> Finding:
-    from dist_aclgraph.device.emulator import missing_tools
+def compiler_finding(npus: list[str], missing: list[str], *, is_emulator_built: bool) -> Finding:
+    """Whether an emulated NPU can be built here, where one may have to be.
 
-    missing = " and no ".join(missing_tools())
-    if missing and _npus():
-        return Finding("compiler", True, f"no {missing}; with NPUs none is needed")
-    remedy = "install g++ and make (Debian, Ubuntu: apt-get install g++ make)"
-    found = f"no {missing}" if missing else str(shutil.which("g++"))
-    return Finding("compiler", not missing, found, remedy)
+    Args:
+        npus: names of this machine's NPUs.
+        missing: programs that a build needs and this machine has not.
+    """
+    if not missing:
+        return Finding("compiler", True, str(shutil.which("g++")))
+    found = f"no {' and no '.join(missing)}"
+    if npus:
+        return Finding("compiler", True, f"{found}; with NPUs none is needed")
+    if is_emulator_built:
+        return Finding("compiler", True, f"{found}; the emulated NPU is built, none is needed")
+    remedy = (
+        "only to serve here with emulated NPUs: install g++ and make (Debian, Ubuntu: apt-get "
+        "install g++ make)"
+    )
+    found = f"{found}: enough for the head of a cluster"
+    return Finding("compiler", True, found, remedy, is_warning=True)
 
 
 def _shared_memory() -> Finding:

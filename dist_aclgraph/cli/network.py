@@ -6,6 +6,9 @@ import ipaddress
 import socket
 from pathlib import Path
 
+from dist_aclgraph.config_cluster import MAX_PORT
+from dist_aclgraph.environment import CONFIGURED_HCCL
+
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 RESERVED = Path("/proc/sys/net/ipv4/ip_local_reserved_ports")
 PORT_VARIABLES = ("HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE")
@@ -25,6 +28,15 @@ def network_problem(variables: dict[str, str], interfaces: list[str]) -> str:
         asked = variables.get(name, "")
         if asked and not _match(asked, interfaces):
             return f"{name} is {asked}, which none of {', '.join(interfaces)} matches"
+    for name in PORT_VARIABLES:
+        asked = variables.get(name, "")
+        try:
+            _port_ranges(asked)
+        except ValueError:
+            return (
+                f"{name} is {asked}, but must be auto or ports from 1 to {MAX_PORT}: FIRST-LAST, "
+                "several of them with commas between, e.g. 60000-60050"
+            )
     return ""
 
 
@@ -32,18 +44,36 @@ def port_warning(variables: dict[str, str]) -> str:
     """Return why ports that HCCL is told to take may be taken already, or ""."""
     try:
         first, last = map(int, EPHEMERAL.read_text().split())
-        reserved = _numbers(RESERVED.read_text().strip())
+        reserved = _port_ranges(RESERVED.read_text().strip())
     except (OSError, ValueError):
         return ""
     for name in PORT_VARIABLES:
-        asked = _numbers(variables.get(name, ""))
-        loose = [port for port in sorted(asked) if first <= port <= last and port not in reserved]
-        if loose:
-            return (
-                f"{name} has ports of the kernel's own range ({first}-{last}), such as {loose[0]}, "
-                "which other programs may be given first"
-            )
+        try:
+            asked = _port_ranges(variables.get(name, ""))
+        except ValueError:  # a problem, and not a warning
+            continue
+        for port in sorted(port for ports in asked for port in ports):
+            if first <= port <= last and not any(port in ports for ports in reserved):
+                return (
+                    f"{name} has ports of the kernel's own range ({first}-{last}), such as {port}, "
+                    "which other programs may be given first"
+                )
     return ""
+
+
+def overridden_warning(variables: dict[str, str]) -> str:
+    """Return which of this environment's variables no worker is given, or ""."""
+    overridden = [
+        f"{name}={variables[name]} ({key})"
+        for name, key in sorted(CONFIGURED_HCCL.items())
+        if name in variables
+    ]
+    if not overridden:
+        return ""
+    return (
+        f"{', '.join(overridden)} of this environment reach no worker: the configuration goes "
+        "first, as plans count with it"
+    )
 
 
 def _is_ours(address: str) -> bool:
@@ -68,11 +98,19 @@ def _match(asked: str, interfaces: list[str]) -> bool:
     return any(each.startswith(tuple(names)) for each in interfaces)
 
 
-def _numbers(ranges: str) -> set[int]:
-    """Return the ports of ``60000-60010,60020``; none for ``auto`` and ""."""
-    found: set[int] = set()
-    for part in ranges.split(","):
-        first, _, last = part.partition("-")
-        if first.strip().isdecimal():
-            found.update(range(int(first), int(last or first) + 1))
+def _port_ranges(ports: str) -> list[range]:
+    """Return the ports of ``60000-60010,60020``; none for ``auto`` and "".
+
+    Raises:
+        ValueError: it is written otherwise, a range is empty, or a number is no port.
+    """
+    if ports in ("", "auto"):
+        return []
+    found = []
+    for part in ports.split(","):
+        first, dash, last = part.partition("-")
+        ends = int(first), int(last if dash else first)
+        if not 1 <= ends[0] <= ends[1] <= MAX_PORT:
+            raise ValueError(f"{part} is no range of ports")
+        found.append(range(ends[0], ends[1] + 1))
     return found

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import re
 import secrets
+from functools import lru_cache
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.serve.access import Access
 from dist_aclgraph.serve.errors import error_response
+from dist_aclgraph.serve.places import full_error
 from dist_aclgraph.serve.refusal import Refusal
 from dist_aclgraph.serve.state import ApiState
 
@@ -36,12 +38,12 @@ class Edge:
         self._access = access
         self._state = state
         self._names_requests = names_requests
-        self._full = Refusal(error_response(state.places.full_error()))
 
     def refusal(self, method: bytes, path: bytes) -> Refusal | None:
         """See ``GatedApp``. Who has no key learns that the service is full, and nothing else."""
-        if self._state.places.is_full and method == b"POST" and path in _GENERATING_BYTES:
-            return self._full
+        places = self._state.places
+        if method == b"POST" and path in _GENERATING_BYTES and places.is_full:
+            return _full(places.total)
         return None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -51,7 +53,7 @@ class Edge:
         headers = dict(scope["headers"])
         if self._names_requests:
             send = _naming(send, request_name(headers.get(REQUEST_ID, b"")))
-        method, path = scope["method"], scope["path"]
+        method, path = scope["method"], _own_path(scope)
         try:
             self._access.check(method, path, headers)
             if method == "POST" and path in GENERATING:
@@ -65,6 +67,25 @@ class Edge:
         finally:
             if method == "POST" and path in GENERATING:
                 self._state.places.give_back(1)
+
+
+@lru_cache
+def _full(total: int) -> Refusal:
+    return Refusal(error_response(full_error(total, total)))
+
+
+def _own_path(scope: Scope) -> str:
+    """Return the path as the routes know it, by the rule of Starlette's router.
+
+    Under a route prefix Ray Serve's proxy leaves ``path`` whole, and puts the prefix into
+    ``root_path``. The prefix alone leads to ``/``: the router sends there whoever asks for it.
+    """
+    path: str = scope["path"]
+    prefix: str = scope.get("root_path", "")
+    rest = path.removeprefix(prefix)
+    if rest == path or rest.startswith("/"):
+        return rest
+    return path if rest else "/"
 
 
 def request_name(given: bytes) -> bytes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import QueueFullError
 from dist_aclgraph.topology import ParallelLayout
@@ -11,18 +13,30 @@ class Places:
     """Counts completions from their request's first byte on; used on one event loop only.
 
     The engines' own queues are the second bound: they count only what has reached them.
+
+    Args:
+        of_a_group: completions that may run or wait in one group.
+        configured: groups that are to be there: they count while they are not, as requests wait.
+        num_groups: says how many there are now, which may be more; asked for each request.
     """
 
-    def __init__(self, total: int) -> None:
-        self._total = total
+    def __init__(self, of_a_group: int, configured: int, num_groups: Callable[[], int]) -> None:
+        self._of_a_group = of_a_group
+        self._configured = configured
+        self._num_groups = num_groups
         self._taken = 0
 
     @classmethod
-    def from_config(cls, config: Config) -> Places:
-        """Return as many as may run or wait on all engines."""
-        groups = len(ParallelLayout.from_config(config.parallel).lockstep_groups)
+    def from_config(cls, config: Config, num_groups: Callable[[], int]) -> Places:
+        """Return as many as may run or wait on the engines that there are."""
+        configured = len(ParallelLayout.from_config(config.parallel).lockstep_groups)
         limits = config.scheduler
-        return cls(groups * limits.max_waiting + config.parallel.dp * limits.max_num_seqs)
+        of_a_group = limits.max_waiting + config.parallel.dp // configured * limits.max_num_seqs
+        return cls(of_a_group, configured, num_groups)
+
+    @property
+    def total(self) -> int:
+        return self._of_a_group * max(self._num_groups(), self._configured)
 
     @property
     def taken(self) -> int:
@@ -31,11 +45,7 @@ class Places:
     @property
     def is_full(self) -> bool:
         """Whether none is free."""
-        return self._taken >= self._total
-
-    def full_error(self) -> QueueFullError:
-        """Return what is said while none is free."""
-        return _full(self._total, self._total)
+        return self._taken >= self.total
 
     def take(self, count: int) -> None:
         """Take places.
@@ -43,13 +53,14 @@ class Places:
         Raises:
             QueueFullError: so many are not free.
         """
-        if self._taken + count > self._total:
-            raise _full(self._taken, self._total)
+        if self._taken + count > (total := self.total):
+            raise full_error(self._taken, total)
         self._taken += count
 
     def give_back(self, count: int) -> None:
         self._taken -= count
 
 
-def _full(taken: int, total: int) -> QueueFullError:
+def full_error(taken: int, total: int) -> QueueFullError:
+    """Return what is said where too few are free."""
     return QueueFullError(f"{taken} completions run or wait, of {total} that may; try again later")

@@ -44,7 +44,7 @@ class ApiState:
         self.created_s = int(time.time())
         self.context_len = config.max_model_len or tokenizer.context_len
         self.is_draining = False
-        self.places = Places.from_config(config)
+        self.places = Places.from_config(config, lambda: client.num_groups)
         self.metrics = Metrics(config.name, client, has_aliases=config.serve.vllm_metrics)
         self.status = Status(config.name, self.metrics, client)
         self._seeds = random.Random(config.seed)

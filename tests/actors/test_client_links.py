@@ -39,10 +39,10 @@ from tests.actors.loop_group import (
     assert_serves,
     make_submit,
 )
+from tests.actors.strangers import NUM_JUNK
 from tests.deployments import Answer, greedy_params
 
 NEVER_S = 600.0  # a silence that no test waits for
-NUM_JUNK = int(os.environ.get("DIST_ACLGRAPH_JUNK", "2000"))
 
 MakeGroup = Callable[..., Group]
 MakeClient = Callable[..., EngineClient]

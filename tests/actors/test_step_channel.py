@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,9 +24,9 @@ from dist_aclgraph.steps.step import (
     encoder,
 )
 from tests.actors.leftovers import wait_until
+from tests.actors.strangers import NUM_JUNK
 
 WAIT_S = 5.0
-NUM_JUNK = int(os.environ.get("DIST_ACLGRAPH_JUNK", "2000"))
 EPOCH = 3
 NODE, HOST = "node", "127.0.0.1"
 

@@ -23,6 +23,7 @@ CLUSTER = ROOT / "cluster"
 SCHEMAS = ROOT / "tests" / "data" / "kuberay"
 RAY_UP = ("cluster.yaml", "cluster-docker.yaml", "local.yaml")
 MANIFESTS = ("raycluster.yaml", "rayservice.yaml")
+IMAGES = ("Dockerfile.emulated", "Dockerfile.ascend")
 SERVE = ("serve.yaml", "serve-several.yaml")
 PROVIDER_KEYS = {"type", "head_ip", "worker_ips"}
 
@@ -77,6 +78,17 @@ def test_commands_are_scripts_that_are_there(name: str) -> None:
     for command in config["head_start_ray_commands"] + config["worker_start_ray_commands"]:
         (script,) = re.findall(r"dist_aclgraph/(cluster/[\w-]+\.sh)", command)
         assert os.access(ROOT / script, os.X_OK)
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_an_image_has_what_a_head_starts_its_workers_with(name: str) -> None:
+    """Ray's monitor runs in the head's container, and reaches the other hosts from there."""
+    text = (CLUSTER / name).read_text().replace("\\\n", "")
+
+    (line,) = re.findall(r"apt-get install -y --no-install-recommends ([\w+ -]+)", text)
+
+    assert {"openssh-client", "rsync"} <= set(line.split())
+    assert "rm -rf /var/lib/apt/lists/*" in text
 
 
 def strict(schema: Any) -> Any:

@@ -70,6 +70,49 @@ def test_a_draining_group_is_counted_and_gets_nothing(service, other):
     assert other.submitted == []
 
 
+def test_places_follow_the_groups_that_there_are(service, other):
+    """One group is configured; the other one came by scaling."""
+    places, of_a_group = service.state.places, 1024 + 16  # scheduler.max_waiting, max_num_seqs
+    places.take(2 * of_a_group - 1)
+    assert ask(service) == 200
+    until(lambda: places.taken == 2 * of_a_group - 1)
+    places.take(1)
+    assert ask(service) == 503
+
+    places.give_back(of_a_group)
+    assert ask(service) == 200
+    other.silent = True
+    until(lambda: service.state.client.losses())
+    until(lambda: places.is_full)
+    body = {"model": "tiny-qwen3", "prompt": [70, 71], "max_tokens": 3}
+    refusal = service.http.post("/v1/completions", json=body)
+    assert refusal.status_code == 503
+    assert f"of {of_a_group} that may" in refusal.json()["error"]["message"]
+
+    service.engine.silent = True
+    until(lambda: len(service.state.client.losses()) == 2)
+    assert places.is_full  # as many as are configured, while requests wait for a group
+    places.give_back(1)
+    assert not places.is_full
+
+
+def test_a_group_that_drains_keeps_its_places(service, other):
+    """Its requests still have them: without, the others would get less than they can take."""
+    entries = (
+        GroupEntry("0", service.engine.address, 100, 16),
+        GroupEntry("1", other.address, 100, 16, is_draining=True),
+    )
+    deltas: queue.Queue = queue.Queue()
+    until(lambda: service.state.client.query("metrics").keys() == {"0", "1"})
+    for i in range(2):
+        service.state.client.submit(str(i), [i], SamplingParams(max_tokens=100000), (), deltas.put)
+    service.state.places.take(1024 + 16)
+    service.engine.groups = Groups(1, entries)
+    until(lambda: groups(service)["draining"] == 1)
+
+    assert ask(service) == 200
+
+
 def test_metrics_count_what_each_group_was_sent(service, other):
     for _ in range(4):
         assert ask(service) == 200

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from dist_aclgraph.cli import network
-from dist_aclgraph.cli.network import network_problem, port_warning
+from dist_aclgraph.cli.network import network_problem, overridden_warning, port_warning
+from dist_aclgraph.config import make_config
+from dist_aclgraph.environment import CONFIGURED_HCCL, child_environment
 
 INTERFACES = ["lo", "eth0", "docker0"]
 
@@ -55,3 +57,38 @@ def test_ports_that_the_kernel_gives_away_are_warned_of() -> None:
 
     assert "HCCL_NPU_SOCKET_PORT_RANGE" in warning
     assert "(32768-60999), such as 50011" in warning
+
+
+@pytest.mark.parametrize(
+    "ports",
+    ["60000-x", "x", "60010-60000", "60000-70000", "0-10", "60000-", "60000-60001-2", "1 2"],
+)
+def test_ports_that_are_none_are_found_with_what_they_may_be(ports: str) -> None:
+    problem = network_problem({"HCCL_HOST_SOCKET_PORT_RANGE": ports}, INTERFACES)
+
+    assert problem.startswith(f"HCCL_HOST_SOCKET_PORT_RANGE is {ports}, ")
+    assert "FIRST-LAST" in problem and "1 to 65535" in problem
+    assert port_warning({"HCCL_HOST_SOCKET_PORT_RANGE": ports}) == ""
+
+
+@pytest.mark.parametrize("ports", ["auto", "60000-60050", "60000-60010, 60020", "60000"])
+def test_ports_as_hccl_takes_them_are_fine(ports: str) -> None:
+    assert network_problem({"HCCL_NPU_SOCKET_PORT_RANGE": ports}, INTERFACES) == ""
+
+
+def test_variables_that_the_configuration_goes_before_are_warned_of() -> None:
+    own = {"HCCL_IF_IP": "10.0.0.9", "HCCL_BUFFSIZE": "64", "HCCL_EXEC_TIMEOUT": "9"}
+
+    warning = overridden_warning(own)
+
+    assert warning == (
+        "HCCL_BUFFSIZE=64 (device.hccl_buffer_mb), HCCL_EXEC_TIMEOUT=9 (timeouts.step_s) of this "
+        "environment reach no worker: the configuration goes first, as plans count with it"
+    )
+    assert overridden_warning({"HCCL_IF_IP": "10.0.0.9"}) == ""
+
+
+def test_they_are_those_that_workers_are_always_given() -> None:
+    given = child_environment(make_config({"model": "m"}))
+
+    assert set(CONFIGURED_HCCL) == {name for name in given if name.startswith("HCCL_")}

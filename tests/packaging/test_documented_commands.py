@@ -1,0 +1,57 @@
+"""Commands that comments and documents show are not refused: of keys, and of what they serve."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from pathlib import Path
+
+import pytest
+
+from dist_aclgraph.config import ServeConfig, load_config, parse_overrides
+from dist_aclgraph.environment import API_KEY_VARIABLE
+from dist_aclgraph.serve.access import read_access
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("cluster", "configs", "docs", "examples")
+KINDS = (".md", ".yaml", ".yml", ".sh", ".py")
+MADE = "$(openssl rand -hex 16)"
+KEY = re.compile(rf"{API_KEY_VARIABLE}=(\$\([^)]*\)|[^\s`\\]+)")
+SERVE = re.compile(r"dist-aclgraph serve (configs/\S+\.yaml)((?: +[\w.]+=[^\s`]+)*)")
+NO_WEIGHTS = ROOT / "configs" / "shapes"
+
+
+def texts() -> list[str]:
+    """The texts that show commands, with lines that a backslash breaks joined."""
+    below = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
+    paths = [path for path in below if path.suffix in KINDS or path.name.startswith("Dockerfile")]
+    return [re.sub(r" *\\\n#? *", " ", path.read_text()) for path in [ROOT / "README.md", *paths]]
+
+
+def found(pattern: re.Pattern[str]) -> list[tuple[str, ...]]:
+    return sorted({match.groups() for text in texts() for match in pattern.finditer(text)})
+
+
+@pytest.mark.parametrize("key", [key for (key,) in found(KEY)])
+def test_keys_are_long_enough(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setenv(API_KEY_VARIABLE, secrets.token_hex(16) if key == MADE else key)
+
+    assert read_access(ServeConfig(), checks_host=True).digests
+
+
+@pytest.mark.parametrize(("path", "arguments"), found(SERVE))
+def test_what_is_served_has_weights_and_a_key(tmp_path: Path, path: str, arguments: str) -> None:
+    overrides = parse_overrides(arguments.split())
+    if "serve.api_keys_file" in overrides:
+        overrides["serve.api_keys_file"] = str(tmp_path / "keys")
+        (tmp_path / "keys").write_text(secrets.token_hex(16))
+
+    config = load_config(ROOT / path, overrides)
+
+    read_access(config.serve, checks_host=True)
+    assert NO_WEIGHTS not in Path(config.model).resolve().parents
+    assert config.weights == "checkpoint"
+
+
+def test_commands_are_found() -> None:
+    assert found(KEY) and len(found(SERVE)) > 2

@@ -1,0 +1,23 @@
+"""What the targets that run tests say and set."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+MAKEFILE = (Path(__file__).resolve().parents[2] / "Makefile").read_text()
+
+
+def recipe(target: str) -> str:
+    (found,) = re.findall(rf"^{target}:.*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)
+    return str(found)
+
+
+def test_the_rehearsal_of_a_cluster_sends_as_much_junk_as_it_says() -> None:
+    assert "DIST_ACLGRAPH_JUNK=$(JUNK)" in recipe("test-cluster")
+    assert "\nJUNK ?= 100000\n" in MAKEFILE
+
+
+def test_who_tests_is_told_what_was_left_out() -> None:
+    assert '-m "not bench and not namespaces"' in recipe("test")
+    assert "make test-cluster" in recipe("test").splitlines()[-1]
