@@ -78,6 +78,7 @@ class BundleRequest:
 
 def plan_bundles(
     layout: ParallelLayout,
+    num_groups: int,
     nodes: Sequence[Node],
     labels: Mapping[str, str] | None = None,
     *,
@@ -88,6 +89,7 @@ def plan_bundles(
 
     Args:
         layout: of the whole deployment.
+        num_groups: that are to be placed now; NPUs are demanded for no others.
         nodes: of the cluster, which live.
         labels: that a node must have.
         tp_across_nodes: whether a tensor parallel group that no node holds may span several.
@@ -107,13 +109,13 @@ def plan_bundles(
         )
     if may_be_undeclared and not any(node.npus for node in nodes):
         return BundleRequest(EMULATED_RANK, 1, size, "STRICT_PACK", labels)
-    total, needed = sum(node.npus for node in fitting), layout.world_size
+    total, needed = sum(node.npus for node in fitting), num_groups * size
     has = f"the Ray cluster has {total} ({_by_node(fitting)})"
     if total < needed:
         which = f" on nodes with the labels {_words(labels)}" if labels else ""
         raise PlacementError(
-            f"the deployment needs {needed} NPUs{which}, {has}; {START}, or lower parallel.tp, "
-            "parallel.dp, parallel.pcp or parallel.ep"
+            f"the deployment needs {needed} NPUs{which} for {num_groups} groups, {has}; {START}, "
+            "or lower parallel.tp, parallel.dp, parallel.pcp or parallel.ep"
         )
     unit = layout.tp
     rooms = [node.npus // unit for node in fitting]

@@ -30,7 +30,7 @@ from dist_aclgraph.actors.state import State
 from dist_aclgraph.actors.survivors import gather_survivors
 from dist_aclgraph.actors.term import Term
 from dist_aclgraph.actors.traffic_watch import TrafficWatches
-from dist_aclgraph.actors.worker_group import bundles_of_a_group, fetch
+from dist_aclgraph.actors.worker_group import bundles_of_groups, fetch
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import (
     ConfigError,
@@ -352,7 +352,7 @@ class ServingGroups:
 
     def _ask_for_spares(self) -> None:
         try:
-            self._spares.refill(bundles_of_a_group(self.config))
+            self._spares.refill(bundles_of_groups(self.config, 1))
         except PlacementError as e:  # when there are nodes again, so are spares
             logger.warning("no spares are held: %s", e)
 

@@ -63,7 +63,7 @@ def test_every_rank_has_an_npu_and_no_tensor_parallel_group_spans_nodes(
     layout: ParallelLayout, nodes: list[Node], data: st.DataObject
 ) -> None:
     try:
-        request = plan_bundles(layout, nodes)
+        request = plan_bundles(layout, len(layout.lockstep_groups), nodes)
     except PlacementError:
         room = sum(node.npus // layout.tp for node in nodes) * layout.tp
         assert room < layout.world_size
@@ -91,7 +91,8 @@ def test_a_group_is_asked_for_on_one_node_where_one_has_the_npus(
     layout: ParallelLayout, nodes: list[Node]
 ) -> None:
     try:
-        request = plan_bundles(layout, nodes, tp_across_nodes=True)
+        groups = len(layout.lockstep_groups)
+        request = plan_bundles(layout, groups, nodes, tp_across_nodes=True)
     except PlacementError:
         assert sum(node.npus for node in nodes) < layout.world_size
         return
@@ -104,14 +105,14 @@ def test_a_group_is_asked_for_on_one_node_where_one_has_the_npus(
 def test_a_group_over_two_nodes_has_a_bundle_for_each_tensor_parallel_group() -> None:
     layout = ParallelLayout(tp=2, dp=2, ep=4)
 
-    request = plan_bundles(layout, make_nodes(0, 2, 2))
+    request = plan_bundles(layout, 1, make_nodes(0, 2, 2))
 
     assert request.bundles == [{"NPU": 2}] * 2
     assert request.strategy == "PACK"
 
 
 def test_ranks_that_share_contexts_are_placed_together() -> None:
-    request = plan_bundles(ParallelLayout(tp=4, pcp=2, dcp=8, dp=3), make_nodes(8, 8, 8))
+    request = plan_bundles(ParallelLayout(tp=4, pcp=2, dcp=8, dp=3), 3, make_nodes(8, 8, 8))
 
     assert request.bundles == [{"NPU": 4}] * 2
     assert request.strategy == "STRICT_PACK"
@@ -122,7 +123,15 @@ def test_too_few_npus_name_what_there_is() -> None:
         PlacementError,
         match=r"needs 10 NPUs.*has 9 \(10.0.0.1/00000001: 8, 10.0.0.2/00000002: 1\).*lower",
     ):
-        plan_bundles(ParallelLayout(dp=10), make_nodes(8, 1))
+        plan_bundles(ParallelLayout(dp=10), 10, make_nodes(8, 1))
+
+
+def test_one_group_of_several_needs_npus_for_itself_alone() -> None:
+    left = make_nodes(0, 1, 1, 1)
+
+    assert plan_bundles(ParallelLayout(dp=4), 1, left).bundles == [{"NPU": 1}]
+    with pytest.raises(PlacementError, match="needs 4 NPUs for 4 groups"):
+        plan_bundles(ParallelLayout(dp=4), 4, left)
 
 
 def test_a_tensor_parallel_group_that_no_node_holds_is_refused_with_the_way_out() -> None:
@@ -132,24 +141,24 @@ def test_a_tensor_parallel_group_that_no_node_holds_is_refused_with_the_way_out(
         PlacementError,
         match=r"2 times 4 NPUs \(parallel.tp\).*room for 1;.*parallel.tp_across_nodes=true",
     ):
-        plan_bundles(layout, make_nodes(5, 3))
+        plan_bundles(layout, 2, make_nodes(5, 3))
 
-    request = plan_bundles(layout, make_nodes(5, 3), tp_across_nodes=True)
+    request = plan_bundles(layout, 2, make_nodes(5, 3), tp_across_nodes=True)
     assert request.bundles == [{"NPU": 1}] * 4
 
 
 def test_nodes_are_chosen_by_their_labels() -> None:
     nodes = [Node("a", "10.0.0.1", 4, {"rack": "r1"}), Node("b", "10.0.0.2", 8, {"rack": "r2"})]
 
-    assert plan_bundles(ParallelLayout(tp=4), nodes, {"rack": "r1"}).labels == {"rack": "r1"}
+    assert plan_bundles(ParallelLayout(tp=4), 1, nodes, {"rack": "r1"}).labels == {"rack": "r1"}
     with pytest.raises(PlacementError, match=r"needs 8 NPUs on nodes with the labels rack=r1"):
-        plan_bundles(ParallelLayout(tp=8), nodes, {"rack": "r1"})
+        plan_bundles(ParallelLayout(tp=8), 1, nodes, {"rack": "r1"})
     with pytest.raises(PlacementError, match=r"no living node has the labels rack=r3.*10.0.0.2/b"):
-        plan_bundles(ParallelLayout(tp=4), nodes, {"rack": "r3"})
+        plan_bundles(ParallelLayout(tp=4), 1, nodes, {"rack": "r3"})
 
 
 def test_emulated_npus_need_no_declaration() -> None:
-    request = plan_bundles(ParallelLayout(tp=2), make_nodes(0), may_be_undeclared=True)
+    request = plan_bundles(ParallelLayout(tp=2), 1, make_nodes(0), may_be_undeclared=True)
 
     assert request.strategy == "STRICT_PACK"
     assert request.ranks_of_bundle == 2
@@ -158,7 +167,7 @@ def test_emulated_npus_need_no_declaration() -> None:
 
 def test_a_cluster_without_npus_is_refused_on_hardware() -> None:
     with pytest.raises(PlacementError, match="needs 1 NPUs"):
-        plan_bundles(ParallelLayout(), make_nodes(0))
+        plan_bundles(ParallelLayout(), 1, make_nodes(0))
 
 
 def make_info(kind: str, host: str, *npu_ids: int) -> WorkerInfo:
