@@ -258,8 +258,8 @@ class ServingGroups:
             self._ask_for_spares()
 
     def _replace(self, group: LockstepGroup, planner: Planner) -> None:
-        size = len(planner.layout.lockstep_groups[0])
-        if placement.has_room(size):
+        request = bundles_of_groups(planner.config, 1)
+        if placement.has_room(request, 1):
             self._add(planner, 1)
             self._drain([group])
         elif len(self.taking) > 1:
@@ -267,8 +267,9 @@ class ServingGroups:
             self._add(planner, 1)
         else:
             raise PlacementError(
-                f"the only group is to be replaced, and no {size} NPUs are free for another one; "
-                "add some, or stop the service and start it anew"
+                f"the only group is to be replaced, and another one needs {request.size} NPUs: "
+                f"{placement.what_is_free(request)}; add some, or stop the service and start it "
+                "anew"
             )
 
     def _early_end(self, planner: Planner, cause: DistAclGraphError) -> str:
@@ -299,11 +300,11 @@ class ServingGroups:
         Raises:
             PlacementError: there are not.
         """
-        needed = count * len(self._planner.layout.lockstep_groups[0])
-        if not placement.has_room(needed):
+        request = bundles_of_groups(self.config, count)
+        if not placement.has_room(request, count):
             raise PlacementError(
-                f"{count} groups more need {needed} NPUs, and {placement.num_free():g} are free; "
-                "add nodes, or ask for fewer groups"
+                f"{count} groups more need {count * request.size} NPUs, and "
+                f"{placement.what_is_free(request)}; add nodes, or ask for fewer groups"
             )
 
     @property
