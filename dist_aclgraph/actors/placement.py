@@ -224,12 +224,12 @@ def has_room(request: BundleRequest, num_groups: int) -> bool:
     return fits
 
 
-def what_is_free(request: BundleRequest) -> str:
-    """Say which NPUs are free where a group may be, and how it takes them."""
-    nodes, unit = _with_labels(free_nodes(), request.labels), request.ranks_of_node
+def count_npus(request: BundleRequest, nodes: Sequence[Node]) -> str:
+    """Say which NPUs these nodes have where a group may be, and how it takes them."""
+    nodes, unit = _with_labels(nodes, request.labels), request.ranks_of_node
     return (
-        f"{sum(node.npus for node in nodes)} are free ({_by_node(nodes)}), of which a group takes "
-        f"{request.size // unit} times {unit} on one node"
+        f"{sum(node.npus for node in nodes)} ({_by_node(nodes) or 'on no node'}), of which a group "
+        f"takes {request.size // unit} times {unit} on one node"
     )
 
 

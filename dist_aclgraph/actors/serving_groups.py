@@ -266,10 +266,10 @@ class ServingGroups:
             self._drain([group])
             self._add(planner, 1)
         else:
+            free = placement.count_npus(request, placement.free_nodes())
             raise PlacementError(
-                f"the only group is to be replaced, and another one needs {request.size} NPUs: "
-                f"{placement.what_is_free(request)}; add some, or stop the service and start it "
-                "anew"
+                f"the only group is to be replaced, and another one needs {request.size} NPUs; "
+                f"free are {free}; add some, or stop the service and start it anew"
             )
 
     def _early_end(self, planner: Planner, cause: DistAclGraphError) -> str:
@@ -302,9 +302,10 @@ class ServingGroups:
         """
         request = bundles_of_groups(self.config, count)
         if not placement.has_room(request, count):
+            free = placement.count_npus(request, placement.free_nodes())
             raise PlacementError(
-                f"{count} groups more need {count * request.size} NPUs, and "
-                f"{placement.what_is_free(request)}; add nodes, or ask for fewer groups"
+                f"{count} groups more need {count * request.size} NPUs; free are {free}; "
+                "add nodes, or ask for fewer groups"
             )
 
     @property

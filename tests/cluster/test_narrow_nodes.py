@@ -50,7 +50,7 @@ def test_what_no_group_can_take_is_no_room(nodes: Nodes) -> None:
 
         refused = ask(program, "scale", 3)
 
-        assert "1 groups more need 2 NPUs, and 2 are free" in refused
+        assert "1 groups more need 2 NPUs; free are 2" in refused
         assert "a group takes 1 times 2 on one node" in refused
         assert time.monotonic() - begun_s < 60
 
