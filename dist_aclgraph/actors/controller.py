@@ -29,7 +29,7 @@ from dist_aclgraph.actors.startup import Startup
 from dist_aclgraph.actors.state import State, advance
 from dist_aclgraph.actors.term import Standing, Term
 from dist_aclgraph.actors.upkeep import Upkeep
-from dist_aclgraph.actors.worker_group import bundles_of_a_group
+from dist_aclgraph.actors.worker_group import bundles_of_groups
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import DistAclGraphError, EngineUnavailableError, WorkerError
 from dist_aclgraph.planning.planner import Planner
@@ -176,7 +176,8 @@ class Controller:
             if count := self._term.num_groups:
                 ranks = ranks_of_groups(len(ranks[0]), 0, count)
             timeout_s = self._config.timeouts.place_s
-            self._spares.hold(bundles_of_a_group(self._config), len(ranks), timeout_s)
+            request = bundles_of_groups(self._config, len(ranks))
+            self._spares.hold(request, len(ranks), timeout_s)
             startup.run(ranks, deployment=self._name)
             return self._serve(planner, startup.scopes)
         except Exception as e:

@@ -11,11 +11,12 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 from typing import Any, Literal
 
 import ray
+from ray._private.state import available_resources_per_node
 from ray.util.placement_group import (
     PlacementGroup,
     get_placement_group,
@@ -41,7 +42,7 @@ class Node:
     """A living node of the Ray cluster.
 
     Attributes:
-        npus: those that it has declared, used or not.
+        npus: those that it has declared, used or not; of ``free_nodes``, those not used.
     """
 
     node_id: str
@@ -70,6 +71,16 @@ class BundleRequest:
     labels: dict[str, str] = field(default_factory=dict)
 
     @property
+    def size(self) -> int:
+        """How many ranks a group has."""
+        return self.num_bundles * self.ranks_of_bundle
+
+    @property
+    def ranks_of_node(self) -> int:
+        """How many ranks of a group have to share a node, at least."""
+        return self.size if self.strategy == "STRICT_PACK" else self.ranks_of_bundle
+
+    @property
     def bundles(self) -> list[dict[str, float]]:
         count = self.ranks_of_bundle
         bundle = {name: count * amount for name, amount in self.rank.items()}
@@ -78,16 +89,18 @@ class BundleRequest:
 
 def plan_bundles(
     layout: ParallelLayout,
+    num_groups: int,
     nodes: Sequence[Node],
     labels: Mapping[str, str] | None = None,
     *,
     tp_across_nodes: bool = False,
     may_be_undeclared: bool = False,
 ) -> BundleRequest:
-    """Choose bundles and strategy, which are the same for every lockstep group of a deployment.
+    """Choose bundles and strategy: a group lies on one node, if all groups find one that holds it.
 
     Args:
         layout: of the whole deployment.
+        num_groups: that are to be placed now; NPUs are demanded for no others.
         nodes: of the cluster, which live.
         labels: that a node must have.
         tp_across_nodes: whether a tensor parallel group that no node holds may span several.
@@ -98,7 +111,7 @@ def plan_bundles(
     """
     labels = dict(labels or {})
     size = layout.world_size // len(layout.lockstep_groups)
-    fitting = [node for node in nodes if labels.items() <= dict(node.labels).items()]
+    fitting = _with_labels(nodes, labels)
     if not fitting:
         raise PlacementError(
             f"no living node has the labels {_words(labels)} of cluster.labels; the Ray cluster "
@@ -107,28 +120,41 @@ def plan_bundles(
         )
     if may_be_undeclared and not any(node.npus for node in nodes):
         return BundleRequest(EMULATED_RANK, 1, size, "STRICT_PACK", labels)
-    total, needed = sum(node.npus for node in fitting), layout.world_size
+    total, needed = sum(node.npus for node in fitting), num_groups * size
     has = f"the Ray cluster has {total} ({_by_node(fitting)})"
     if total < needed:
         which = f" on nodes with the labels {_words(labels)}" if labels else ""
         raise PlacementError(
-            f"the deployment needs {needed} NPUs{which}, {has}; {START}, or lower parallel.tp, "
-            "parallel.dp, parallel.pcp or parallel.ep"
+            f"the deployment needs {needed} NPUs{which} to place {num_groups} groups, {has}; "
+            f"{START}, or lower parallel.tp, parallel.dp, parallel.pcp or parallel.ep"
         )
     unit = layout.tp
-    rooms = [node.npus // unit for node in fitting]
-    if sum(rooms) < needed // unit:
-        if not tp_across_nodes:
-            raise PlacementError(
-                f"the deployment needs {needed // unit} times {unit} NPUs (parallel.tp) that share "
-                f"a node, {has}, which is room for {sum(rooms)}; lower parallel.tp, or set "
-                "parallel.tp_across_nodes=true where nodes are linked as NPUs of one node are"
-            )
-        unit = 1
-    fits_one_node = any(node.npus >= size for node in fitting)
-    return BundleRequest(
-        {"NPU": 1}, size // unit, unit, "STRICT_PACK" if fits_one_node else "PACK", labels
+    ways = [
+        BundleRequest({"NPU": 1}, size // unit, unit, "STRICT_PACK", labels),
+        BundleRequest({"NPU": 1}, size // unit, unit, "PACK", labels),
+    ]
+    if tp_across_nodes:
+        ways.append(BundleRequest({"NPU": 1}, size, 1, "PACK", labels))
+    # As for the whole deployment, while its nodes live: what is replaced was placed in that way.
+    for count in (max(num_groups, len(layout.lockstep_groups)), num_groups):
+        for request in ways:
+            if has_places(request, fitting, count):
+                return request
+    raise PlacementError(
+        f"the deployment needs {needed // unit} times {unit} NPUs (parallel.tp) that share "
+        f"a node, {has}, which is room for {sum(node.npus // unit for node in fitting)}; lower "
+        "parallel.tp, or set parallel.tp_across_nodes=true where nodes are linked as NPUs of one "
+        "node are"
     )
+
+
+def has_places(request: BundleRequest, nodes: Sequence[Node], num_groups: int) -> bool:
+    """Whether so many groups find their places on these nodes, whichever Ray takes first."""
+    if "NPU" not in request.rank:
+        return True  # they are emulated, and any node will do
+    unit = request.ranks_of_node
+    found = sum(node.npus // unit for node in _with_labels(nodes, request.labels))
+    return found * unit >= num_groups * request.size
 
 
 def rank_order(landed: Sequence[tuple[str, tuple[int, ...]]]) -> list[int]:
@@ -144,6 +170,10 @@ def rank_order(landed: Sequence[tuple[str, tuple[int, ...]]]) -> list[int]:
 
 def _by_node(nodes: Sequence[Node]) -> str:
     return ", ".join(sorted(f"{node}: {node.npus}" for node in nodes))
+
+
+def _with_labels(nodes: Sequence[Node], labels: Mapping[str, str]) -> list[Node]:
+    return [node for node in nodes if labels.items() <= dict(node.labels).items()]
 
 
 def _words(labels: Mapping[str, str]) -> str:
@@ -164,6 +194,15 @@ def cluster_nodes() -> list[Node]:
     ]
 
 
+def free_nodes() -> list[Node]:
+    """Return the living nodes with the NPUs that nobody holds, as far as Ray has counted."""
+    available = available_resources_per_node()
+    return [
+        replace(node, npus=int(available.get(node.node_id, {}).get("NPU", 0)))
+        for node in cluster_nodes()
+    ]
+
+
 def may_have_others(address: str) -> bool:
     """Whether peers of a node at ``address`` may be on other nodes, now or later.
 
@@ -172,22 +211,26 @@ def may_have_others(address: str) -> bool:
     return not ip_address(address).is_loopback or len(cluster_nodes()) > 1
 
 
-def has_room(num_workers: int) -> bool:
-    """Whether so many NPUs are free, as far as counts say.
+def has_room(request: BundleRequest, num_groups: int) -> bool:
+    """Whether so many groups would be placed now, as far as Ray has counted.
 
-    Ray counts what was given back with a delay: it is waited for, some seconds at most.
+    It counts what was given back with a delay: it is waited for, some seconds at most.
     """
-    if not any(node.npus for node in cluster_nodes()):
-        return True  # they are emulated, and any node will do
     deadline_s = time.monotonic() + ROOM_S
-    while (is_full := num_free() < num_workers) and time.monotonic() < deadline_s:
+    while not (fits := has_places(request, free_nodes(), num_groups)):
+        if time.monotonic() > deadline_s:
+            break
         time.sleep(POLL_S)
-    return not is_full
+    return fits
 
 
-def num_free() -> float:
-    """Return how many NPUs nobody holds."""
-    return float(ray.available_resources().get("NPU", 0.0))
+def count_npus(request: BundleRequest, nodes: Sequence[Node]) -> str:
+    """Say which NPUs these nodes have where a group may be, and how it takes them."""
+    nodes, unit = _with_labels(nodes, request.labels), request.ranks_of_node
+    return (
+        f"{sum(node.npus for node in nodes)} ({_by_node(nodes) or 'on no node'}), of which a group "
+        f"takes {request.size // unit} times {unit} on one node"
+    )
 
 
 def reserve(request: BundleRequest, timeout_s: float, name: str) -> PlacementGroup:

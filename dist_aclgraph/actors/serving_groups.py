@@ -30,7 +30,7 @@ from dist_aclgraph.actors.state import State
 from dist_aclgraph.actors.survivors import gather_survivors
 from dist_aclgraph.actors.term import Term
 from dist_aclgraph.actors.traffic_watch import TrafficWatches
-from dist_aclgraph.actors.worker_group import bundles_of_a_group, fetch
+from dist_aclgraph.actors.worker_group import bundles_of_groups, fetch
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import (
     ConfigError,
@@ -258,17 +258,18 @@ class ServingGroups:
             self._ask_for_spares()
 
     def _replace(self, group: LockstepGroup, planner: Planner) -> None:
-        size = len(planner.layout.lockstep_groups[0])
-        if placement.has_room(size):
+        request = bundles_of_groups(planner.config, 1)
+        if placement.has_room(request, 1):
             self._add(planner, 1)
             self._drain([group])
         elif len(self.taking) > 1:
             self._drain([group])
             self._add(planner, 1)
         else:
+            free = placement.count_npus(request, placement.free_nodes())
             raise PlacementError(
-                f"the only group is to be replaced, and no {size} NPUs are free for another one; "
-                "add some, or stop the service and start it anew"
+                f"the only group is to be replaced, and another one needs {request.size} NPUs; "
+                f"free are {free}; add some, or stop the service and start it anew"
             )
 
     def _early_end(self, planner: Planner, cause: DistAclGraphError) -> str:
@@ -299,10 +300,11 @@ class ServingGroups:
         Raises:
             PlacementError: there are not.
         """
-        needed = count * len(self._planner.layout.lockstep_groups[0])
-        if not placement.has_room(needed):
+        request = bundles_of_groups(self.config, count)
+        if not placement.has_room(request, count):
+            free = placement.count_npus(request, placement.free_nodes())
             raise PlacementError(
-                f"{count} groups more need {needed} NPUs, and {placement.num_free():g} are free; "
+                f"{count} groups more need {count * request.size} NPUs; free are {free}; "
                 "add nodes, or ask for fewer groups"
             )
 
@@ -352,7 +354,7 @@ class ServingGroups:
 
     def _ask_for_spares(self) -> None:
         try:
-            self._spares.refill(bundles_of_a_group(self.config))
+            self._spares.refill(bundles_of_groups(self.config, 1))
         except PlacementError as e:  # when there are nodes again, so are spares
             logger.warning("no spares are held: %s", e)
 

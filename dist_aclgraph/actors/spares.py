@@ -26,18 +26,21 @@ class Spares:
     def hold(self, request: BundleRequest, num_groups: int, timeout_s: float) -> None:
         """Wait until all places are held, before the deployment's groups take theirs.
 
+        Args:
+            request: of each of the groups.
+            num_groups: that the deployment starts with.
+
         Raises:
             PlacementError: the cluster has not so many.
         """
         if not self._count:
             return
-        size = request.num_bundles * request.ranks_of_bundle
-        total = sum(node.npus for node in placement.cluster_nodes())
-        needed = (num_groups + self._count) * size
-        if total < needed and "NPU" in request.rank:
+        nodes, count = placement.cluster_nodes(), num_groups + self._count
+        if not placement.has_places(request, nodes, count):
             raise PlacementError(
-                f"recovery.spares is {self._count}: {num_groups} groups of {size} NPUs and the "
-                f"spare ones need {needed}, the Ray cluster has {total}; add nodes, or lower it"
+                f"recovery.spares is {self._count}: {num_groups} groups and the spare ones need "
+                f"{count * request.size} NPUs; the Ray cluster has "
+                f"{placement.count_npus(request, nodes)}; add nodes, or lower it"
             )
         for _ in range(self._count):
             self._held.append(placement.reserve(request, timeout_s, self._name))

@@ -28,6 +28,7 @@ from dist_aclgraph.actors.state import State
 from dist_aclgraph.actors.worker import WorkerInfo
 from dist_aclgraph.actors.worker_group import (
     WorkerGroup,
+    bundles_of_groups,
     for_each_rank,
     place_group,
     refill_group,
@@ -148,10 +149,17 @@ class Startup:
         return side_by_side(work, self._groups)
 
     def _place(self, ranks: Sequence[Ranks], deployment: str) -> None:
+        request = bundles_of_groups(self._config, len(ranks))
+
         def place(members: Ranks) -> WorkerGroup | Exception:
             try:
                 return place_group(
-                    self._config, members, EPOCH, deployment=deployment, python=self._python
+                    self._config,
+                    members,
+                    EPOCH,
+                    request,
+                    deployment=deployment,
+                    python=self._python,
                 )
             except Exception as e:  # raised once all have an answer: who was placed is given back
                 return e

@@ -12,6 +12,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 
 from dist_aclgraph.actors import placement
+from dist_aclgraph.actors.placement import BundleRequest
 from dist_aclgraph.actors.ray_errors import of_worker
 from dist_aclgraph.actors.standing import Places, judge
 from dist_aclgraph.actors.step_channel import ChannelAddress
@@ -43,13 +44,15 @@ class WorkerGroup:
 
     Attributes:
         ranks: world rank of each worker.
-        infos: where each landed.
+        request: by which its bundles were got.
         bundles: None once another group has them, and the workers that were left.
+        infos: where each landed.
         slots: which of them, as they were asked for, each worker has.
     """
 
     ranks: tuple[WorldRank, ...]
     workers: list[Any]
+    request: BundleRequest
     bundles: PlacementGroup | None
     infos: list[WorkerInfo] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
@@ -246,22 +249,28 @@ def check_devices(infos: Sequence[WorkerInfo]) -> None:
 
 
 def place_group(
-    config: Config, ranks: Sequence[int], epoch: int, *, deployment: str, python: str | None = None
+    config: Config,
+    ranks: Sequence[int],
+    epoch: int,
+    request: BundleRequest,
+    *,
+    deployment: str,
+    python: str | None = None,
 ) -> WorkerGroup:
     """Place and start the workers of one group; ``find_out`` waits for them.
 
     Args:
+        request: what one group takes; see ``bundles_of_groups``.
         deployment: its name, with which that of the placement group begins.
         python: the command that starts them in place of Ray's own.
 
     Raises:
         PlacementError: no room.
     """
-    request = bundles_of_a_group(config)
     bundles = placement.reserve(request, config.timeouts.place_s, f"{deployment}/{ranks[0]}")
     slots = [index // request.ranks_of_bundle for index in range(len(ranks))]
     workers = [_start_worker(config, epoch, bundles, request, slot, python) for slot in slots]
-    return WorkerGroup(tuple(map(WorldRank, ranks)), workers, bundles, slots=slots)
+    return WorkerGroup(tuple(map(WorldRank, ranks)), workers, request, bundles, slots=slots)
 
 
 def refill_group(
@@ -278,24 +287,21 @@ def refill_group(
 
     Args:
         python: as in ``place_group``.
-
-    Raises:
-        PlacementError: the cluster has no room for the deployment any more.
     """
-    request, bundles = bundles_of_a_group(config), left.bundles
+    request, bundles = left.request, left.bundles
     assert bundles is not None, "given to one other group only"
     workers = list(left.workers)
     for rank in lost:
         workers[rank] = _start_worker(config, epoch, bundles, request, left.slots[rank], python)
     left.workers, left.bundles = [], None
-    return WorkerGroup(left.ranks, workers, bundles, left.infos, left.slots)
+    return WorkerGroup(left.ranks, workers, request, bundles, left.infos, left.slots)
 
 
 def _start_worker(
     config: Config,
     epoch: int,
     bundles: PlacementGroup,
-    request: placement.BundleRequest,
+    request: BundleRequest,
     slot: int,
     python: str | None,
 ) -> Any:
@@ -305,14 +311,15 @@ def _start_worker(
     return actor.options(runtime_env=environment, **options).remote(config, epoch)
 
 
-def bundles_of_a_group(config: Config) -> placement.BundleRequest:
-    """Return what one group takes of the cluster as it is now.
+def bundles_of_groups(config: Config, num_groups: int) -> BundleRequest:
+    """Return what each of the groups that are to be placed takes of the cluster as it is now.
 
     Raises:
-        PlacementError: the cluster has no room for the deployment.
+        PlacementError: the cluster has not the NPUs for so many groups, used or not.
     """
     return placement.plan_bundles(
         ParallelLayout.from_config(config.parallel),
+        num_groups,
         placement.cluster_nodes(),
         config.cluster.labels,
         tp_across_nodes=config.parallel.tp_across_nodes,

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from functools import partial
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_aclgraph.actors.placement import BundleRequest, Node, plan_bundles, rank_order
+from dist_aclgraph.actors.placement import (
+    BundleRequest,
+    Node,
+    has_places,
+    plan_bundles,
+    rank_order,
+)
 from dist_aclgraph.actors.worker import WorkerInfo
 from dist_aclgraph.actors.worker_group import check_devices
 from dist_aclgraph.config import make_config
@@ -37,17 +45,22 @@ def place(
 ) -> list[list[Landed]] | None:
     """What Ray may do: any nodes with room, one for STRICT_PACK, and any of their NPUs.
 
-    None where its choice leaves no room for a later bundle, as other deployments may.
+    None where there is no room for a bundle.
     """
-    free = {node.node_id: list(range(node.npus)) for node in nodes}
+    free = {
+        node.node_id: list(range(node.npus))
+        for node in nodes
+        if request.labels.items() <= dict(node.labels).items()
+    }
     placed = []
     for _ in range(groups):
         landed: list[Landed] = []
         chosen = ""
         for _ in range(request.num_bundles):
             fits = [n for n, ids in free.items() if len(ids) >= request.ranks_of_bundle]
-            if request.strategy == "STRICT_PACK" and chosen:
-                fits = [n for n in fits if n == chosen]
+            if request.strategy == "STRICT_PACK":
+                whole = [n for n, ids in free.items() if len(ids) >= request.size]
+                fits = [chosen] if chosen else whole
             if not fits:
                 return None
             chosen = draw(st.sampled_from(fits))
@@ -63,14 +76,13 @@ def test_every_rank_has_an_npu_and_no_tensor_parallel_group_spans_nodes(
     layout: ParallelLayout, nodes: list[Node], data: st.DataObject
 ) -> None:
     try:
-        request = plan_bundles(layout, nodes)
+        request = plan_bundles(layout, len(layout.lockstep_groups), nodes)
     except PlacementError:
         room = sum(node.npus // layout.tp for node in nodes) * layout.tp
         assert room < layout.world_size
         return
     groups = layout.lockstep_groups
     placed = place(request, nodes, len(groups), data.draw)
-    assume(placed is not None)
     assert placed is not None
 
     taken: Counter[str] = Counter()
@@ -87,31 +99,103 @@ def test_every_rank_has_an_npu_and_no_tensor_parallel_group_spans_nodes(
 
 
 @given(layouts(), clusters)
-def test_a_group_is_asked_for_on_one_node_where_one_has_the_npus(
+def test_a_group_is_asked_for_on_one_node_where_all_groups_find_one(
     layout: ParallelLayout, nodes: list[Node]
 ) -> None:
     try:
-        request = plan_bundles(layout, nodes, tp_across_nodes=True)
+        groups = len(layout.lockstep_groups)
+        request = plan_bundles(layout, groups, nodes, tp_across_nodes=True)
     except PlacementError:
         assert sum(node.npus for node in nodes) < layout.world_size
         return
 
     size = len(layout.lockstep_groups[0])
     assert request.num_bundles * request.ranks_of_bundle == size
-    assert (request.strategy == "STRICT_PACK") == any(node.npus >= size for node in nodes)
+    one_each = sum(node.npus // size for node in nodes) >= groups
+    assert (request.strategy == "STRICT_PACK") == one_each
+
+
+@st.composite
+def used_clusters(draw: st.DrawFn) -> tuple[list[Node], list[Node]]:
+    """Nodes of two racks, and the same ones with the NPUs that nobody holds."""
+    racks = [{"rack": draw(st.sampled_from(["r1", "r2"]))} for _ in range(draw(st.integers(1, 5)))]
+    nodes = [Node(f"{i:08}", "", draw(st.integers(0, 9)), rack) for i, rack in enumerate(racks)]
+    return nodes, [replace(node, npus=draw(st.integers(0, node.npus))) for node in nodes]
+
+
+@given(
+    layouts(),
+    st.integers(1, 4),
+    used_clusters(),
+    st.sampled_from([{}, {"rack": "r1"}]),
+    st.booleans(),
+    st.data(),
+)
+def test_there_is_room_exactly_where_ray_finds_places_and_then_bundles_can_be_planned(
+    layout: ParallelLayout,
+    count: int,
+    cluster: tuple[list[Node], list[Node]],
+    labels: dict[str, str],
+    tp_across_nodes: bool,
+    data: st.DataObject,
+) -> None:
+    plan = partial(plan_bundles, layout, count, labels=labels, tp_across_nodes=tp_across_nodes)
+    nodes, free = cluster
+    try:
+        request = plan(nodes)
+    except PlacementError:
+        with pytest.raises(PlacementError):
+            plan(free)
+        return
+
+    has_room = has_places(request, free, count)
+
+    assert has_room == (place(request, free, count, data.draw) is not None)
+    assert has_places(request, nodes, count)
+    if has_room:
+        plan(free)
+
+
+def test_what_is_left_on_several_nodes_is_no_room_for_ranks_that_share_one() -> None:
+    request = plan_bundles(ParallelLayout(tp=4, dp=3), 1, make_nodes(6, 6, 6))
+
+    assert not has_places(request, make_nodes(2, 2, 2), 1)
+    assert has_places(request, make_nodes(2, 6, 2), 1)
+
+
+def test_another_group_is_placed_as_the_whole_deployment_was() -> None:
+    layout = ParallelLayout(tp=2, dp=8, ep=8)
+
+    assert plan_bundles(layout, 2, make_nodes(10, 6)).strategy == "PACK"
+    assert plan_bundles(layout, 1, make_nodes(10, 6)).strategy == "PACK"
+    assert plan_bundles(layout, 1, make_nodes(10)).strategy == "STRICT_PACK"
+
+
+def test_npus_of_nodes_without_the_labels_are_no_room() -> None:
+    nodes = [Node("a", "", 4, {"rack": "r1"}), Node("b", "", 4, {"rack": "r2"})]
+    request = plan_bundles(ParallelLayout(tp=4), 1, nodes, {"rack": "r1"})
+
+    assert has_places(request, nodes, 1)
+    assert not has_places(request, nodes[1:], 1)
+
+
+def test_any_node_has_room_where_nobody_declares_npus() -> None:
+    request = plan_bundles(ParallelLayout(tp=2), 1, make_nodes(0), may_be_undeclared=True)
+
+    assert has_places(request, make_nodes(0), 9)
 
 
 def test_a_group_over_two_nodes_has_a_bundle_for_each_tensor_parallel_group() -> None:
     layout = ParallelLayout(tp=2, dp=2, ep=4)
 
-    request = plan_bundles(layout, make_nodes(0, 2, 2))
+    request = plan_bundles(layout, 1, make_nodes(0, 2, 2))
 
     assert request.bundles == [{"NPU": 2}] * 2
     assert request.strategy == "PACK"
 
 
 def test_ranks_that_share_contexts_are_placed_together() -> None:
-    request = plan_bundles(ParallelLayout(tp=4, pcp=2, dcp=8, dp=3), make_nodes(8, 8, 8))
+    request = plan_bundles(ParallelLayout(tp=4, pcp=2, dcp=8, dp=3), 3, make_nodes(8, 8, 8))
 
     assert request.bundles == [{"NPU": 4}] * 2
     assert request.strategy == "STRICT_PACK"
@@ -122,7 +206,15 @@ def test_too_few_npus_name_what_there_is() -> None:
         PlacementError,
         match=r"needs 10 NPUs.*has 9 \(10.0.0.1/00000001: 8, 10.0.0.2/00000002: 1\).*lower",
     ):
-        plan_bundles(ParallelLayout(dp=10), make_nodes(8, 1))
+        plan_bundles(ParallelLayout(dp=10), 10, make_nodes(8, 1))
+
+
+def test_one_group_of_several_needs_npus_for_itself_alone() -> None:
+    left = make_nodes(0, 1, 1, 1)
+
+    assert plan_bundles(ParallelLayout(dp=4), 1, left).bundles == [{"NPU": 1}]
+    with pytest.raises(PlacementError, match="needs 4 NPUs to place 4 groups"):
+        plan_bundles(ParallelLayout(dp=4), 4, left)
 
 
 def test_a_tensor_parallel_group_that_no_node_holds_is_refused_with_the_way_out() -> None:
@@ -132,24 +224,24 @@ def test_a_tensor_parallel_group_that_no_node_holds_is_refused_with_the_way_out(
         PlacementError,
         match=r"2 times 4 NPUs \(parallel.tp\).*room for 1;.*parallel.tp_across_nodes=true",
     ):
-        plan_bundles(layout, make_nodes(5, 3))
+        plan_bundles(layout, 2, make_nodes(5, 3))
 
-    request = plan_bundles(layout, make_nodes(5, 3), tp_across_nodes=True)
+    request = plan_bundles(layout, 2, make_nodes(5, 3), tp_across_nodes=True)
     assert request.bundles == [{"NPU": 1}] * 4
 
 
 def test_nodes_are_chosen_by_their_labels() -> None:
     nodes = [Node("a", "10.0.0.1", 4, {"rack": "r1"}), Node("b", "10.0.0.2", 8, {"rack": "r2"})]
 
-    assert plan_bundles(ParallelLayout(tp=4), nodes, {"rack": "r1"}).labels == {"rack": "r1"}
+    assert plan_bundles(ParallelLayout(tp=4), 1, nodes, {"rack": "r1"}).labels == {"rack": "r1"}
     with pytest.raises(PlacementError, match=r"needs 8 NPUs on nodes with the labels rack=r1"):
-        plan_bundles(ParallelLayout(tp=8), nodes, {"rack": "r1"})
+        plan_bundles(ParallelLayout(tp=8), 1, nodes, {"rack": "r1"})
     with pytest.raises(PlacementError, match=r"no living node has the labels rack=r3.*10.0.0.2/b"):
-        plan_bundles(ParallelLayout(tp=4), nodes, {"rack": "r3"})
+        plan_bundles(ParallelLayout(tp=4), 1, nodes, {"rack": "r3"})
 
 
 def test_emulated_npus_need_no_declaration() -> None:
-    request = plan_bundles(ParallelLayout(tp=2), make_nodes(0), may_be_undeclared=True)
+    request = plan_bundles(ParallelLayout(tp=2), 1, make_nodes(0), may_be_undeclared=True)
 
     assert request.strategy == "STRICT_PACK"
     assert request.ranks_of_bundle == 2
@@ -158,7 +250,7 @@ def test_emulated_npus_need_no_declaration() -> None:
 
 def test_a_cluster_without_npus_is_refused_on_hardware() -> None:
     with pytest.raises(PlacementError, match="needs 1 NPUs"):
-        plan_bundles(ParallelLayout(), make_nodes(0))
+        plan_bundles(ParallelLayout(), 1, make_nodes(0))
 
 
 def make_info(kind: str, host: str, *npu_ids: int) -> WorkerInfo:

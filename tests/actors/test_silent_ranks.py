@@ -41,8 +41,8 @@ def make_group() -> Iterator[Callable[..., WorkerGroup]]:
 
     def make(*waits: bool | None) -> WorkerGroup:
         started.extend(actor.remote(each) for each in waits)
-        bundles: Any = None
-        group = WorkerGroup(tuple(range(4, 4 + len(waits))), list(started), bundles)
+        nothing: Any = None
+        group = WorkerGroup(tuple(range(4, 4 + len(waits))), list(started), nothing, nothing)
         talking = [
             w.ping.remote() for w, each in zip(started, waits, strict=True) if each is not None
         ]

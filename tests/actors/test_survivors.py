@@ -80,9 +80,9 @@ def make_group(checkpoint: Path) -> Iterator[MakeGroup]:
         pids = ray.get([worker.ping.remote() for worker in workers], timeout=60)
         loops = [worker.run_loop.remote() for worker in workers]
         ray.wait(loops, num_returns=tp, timeout=60)
-        bundles: Any = None
+        nothing: Any = None
         infos = [WorkerInfo("here", "", "", pid, ()) for pid in pids]
-        group = WorkerGroup(tuple(range(tp)), workers, bundles, infos, [0] * tp)
+        group = WorkerGroup(tuple(range(tp)), workers, nothing, nothing, infos, [0] * tp)
         return LockstepGroup(group, Planner.from_config(config), loops=loops)
 
     yield make
