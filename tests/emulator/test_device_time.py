@@ -292,3 +292,55 @@ def test_a_collective_ends_on_all_ranks_after_the_latest_has_come(run_ranks):
     cost_ms = 0.010 + 2 * (0.0005 + share / (28e9 * 0.7) * 1e3)
     assert [t["ms"] for t in told] == pytest.approx([30 + cost_ms] * 2, abs=1e-3)
     assert told[0]["waited_ms"] >= 20
+
+
+def test_a_stall_of_one_rank_is_waited_for_by_the_clocks_of_all(run_ranks):
+    code = (
+        "count = 1 << 10\n"
+        + RANKS
+        + textwrap.dedent("""
+        begun, ended = events(2)
+        dist.all_reduce(x)
+        begun.record()
+        dist.all_reduce(x)
+        ended.record()
+        torch.npu.synchronize()
+        print_json(ms=begun.elapsed_time(ended))
+        dist.destroy_process_group()
+    """)
+    )
+    fault = {"fault_op": "HcclAllReduce", "fault_call": 4, "fault_kind": "stall", "stall_s": 1}
+    results = run_ranks(code, 2, kernels="timed", fault_rank=1, **fault)
+    for status, output in results:
+        assert status == 0, output
+        (line,) = [line for line in output.splitlines() if line.startswith("JSON ")]
+        assert json.loads(line[5:])["ms"] >= 1000
+
+
+def test_the_time_of_what_was_aborted_does_not_come(told):
+    t = told("""
+        import threading, time
+        LONG_S = 20
+        def wait_for(wait):
+            try:
+                wait()
+            except RuntimeError as e:
+                ended.append(str(e))
+            waited_s.append(time.monotonic() - begun_s)
+        ended, waited_s, begun_s = [], [], time.monotonic()
+        torch.npu._sleep(LONG_S * 1_000_000_000)
+        waits = [threading.Thread(target=wait_for, args=[f])
+                 for f in (torch.npu.synchronize, main.synchronize)]
+        for wait in waits:
+            wait.start()
+        time.sleep(0.2)
+        assert torch.npu.stop_device(0) == 0
+        for wait in waits:
+            wait.join()
+        torch.npu.restart_device(0)
+        value = (torch.ones(2).npu() * 2).tolist()
+        print_json(ended=ended, waited_s=waited_s + [time.monotonic() - begun_s], value=value,
+                   long_s=LONG_S)
+    """)
+    assert len(t["ended"]) == 2
+    assert all(waited_s < t["long_s"] for waited_s in t["waited_s"])

@@ -104,7 +104,8 @@ void Communicator::barrier(const Call &call) {
   uint32_t target = ++barriers_;
   Barriers &first = barriers_of(here_[0]);
   barriers_of(rank).arrived = target;
-  if (first.arrivals.fetch_add(1) + 1 == target * here_.size()) {
+  // Both counts begin anew behind 2^32.
+  if (first.arrivals.fetch_add(1) + 1 == static_cast<uint32_t>(target * here_.size())) {
     first.completed = target;
     if (first.sleepers)
       wake_word(first.completed);

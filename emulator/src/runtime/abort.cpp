@@ -61,6 +61,8 @@ EMU_API aclError aclrtDeviceTaskAbort(int32_t device, uint32_t timeout_ms) {
                 device, timeout_ms);
   if (aclError e = tell_listeners(device, ACL_RT_DEVICE_TASK_ABORT_POST, timeout_ms))
     return e;
+  for (Stream *stream : streams_of(device))
+    stream->cut(now_ns());
   failure.end_abort();
   return 0;
 }

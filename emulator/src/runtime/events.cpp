@@ -210,9 +210,7 @@ EMU_API aclError aclrtSynchronizeEvent(aclrtEvent event) {
     if (aclError error = g_failures[e->device].report_since(aborts))
       return error;
   lock.unlock();
-  if (settings().timed)
-    sleep_until_ns(*moment);
-  return 0;
+  return settings().timed ? sleep_with_device(e->device, *moment, aborts) : 0;
 }
 
 EMU_API aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatus *status) {

@@ -2,6 +2,7 @@
 
 #include "runtime/graph.h"
 #include "runtime/services.h"
+#include "runtime/timeline.h"
 
 #include <acl/error_codes/rt_error_codes.h>
 
@@ -85,9 +86,13 @@ void sleep_for(double seconds, const std::function<bool()> &is_over) {
 // Carries out the fault; true if the call fails.
 bool strike(const Fault &f, const std::function<bool()> &is_over) {
   switch (f.kind) {
-  case FaultKind::Stall:
+  case FaultKind::Stall: {
+    int64_t begun = now_ns();
     sleep_for(f.stall_s, is_over);
+    if (t_timeline)  // the device stood for as long
+      t_timeline->pass(now_ns() - begun, Idle::Host);
     return false;
+  }
   case FaultKind::Die:
     _exit(kKilled);
   default:

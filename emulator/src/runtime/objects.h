@@ -91,6 +91,7 @@ public:
   void post(const char *name, Task task);
   aclError synchronize(int timeout_ms = -1);
   bool drained() const { return completed_ == submitted_; }
+  void cut(int64_t ns) { timeline_.cut(ns); }  // see Timeline; nothing may be queued
   bool idle() const { return drained() && timeline_.ns() <= now_ns(); }
   bool captured() const {
     Lock lock(g_capture_mutex);
@@ -122,6 +123,9 @@ private:
 
 Stream *stream_of(aclrtStream handle);  // nullptr means the default stream of the current device
 std::vector<Stream *> streams_of(int device);
+// Until the device's time has come, or it has stopped: then the error of a wait that began after so
+// many aborts.
+aclError sleep_with_device(int device, int64_t until_ns, uint32_t aborts_before);
 
 // Refuses if the call is not permitted during an active capture, which stays valid, as in CANN's
 // sources (api_error.cc returns the error and does not terminate the capture).

@@ -17,6 +17,9 @@
 
 namespace emu {
 
+constexpr int64_t kSliceNs = 20000000;  // of a sleep, between two looks whether the device has stopped
+
+
 std::atomic<bool> g_oversubscribed{false};
 void set_oversubscribed() { g_oversubscribed = true; }
 bool oversubscribed() { return g_oversubscribed; }
@@ -115,14 +118,23 @@ aclError Stream::synchronize(int timeout_ms) {
   return error ? error : sleep(*end, timeout_ms);
 }
 
+aclError sleep_with_device(int device, int64_t until_ns, uint32_t aborts_before) {
+  for (int64_t now = now_ns(); now < until_ns; now = now_ns()) {
+    sleep_until_ns(std::min(until_ns, now + kSliceNs));
+    if (aclError error = g_failures[device].report_since(aborts_before))
+      return error;
+  }
+  return 0;
+}
+
 // Until the device's time has come.
 aclError Stream::sleep(int64_t until_ns, int timeout_ms) const {
+  uint32_t aborts = g_failures[device].aborts;
   int64_t limit = now_ns() + timeout_ms * 1000000ll;
-  if (timeout_ms < 0 || until_ns <= limit) {
-    sleep_until_ns(until_ns);
-    return 0;
-  }
-  sleep_until_ns(limit);
+  if (timeout_ms < 0 || until_ns <= limit)
+    return sleep_with_device(device, until_ns, aborts);
+  if (aclError error = sleep_with_device(device, limit, aborts))
+    return error;
   return fail(ACL_ERROR_RT_STREAM_SYNC_TIMEOUT,
               "stream %d: synchronize timed out after %d ms, the device is busy for longer", id,
               timeout_ms);

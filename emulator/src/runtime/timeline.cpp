@@ -69,6 +69,12 @@ void Timeline::meet(int64_t latest_ns, int64_t cost_ns) {
   cost_ns_ = 0;
 }
 
+void Timeline::cut(int64_t ns) {
+  ns_ = std::min(this->ns(), ns);
+  idle_.clear();
+  cost_ns_ = 0;
+}
+
 Task on_clock(TaskKind kind, const LaunchTraits &traits, Task body) {
   const int64_t ns = traits.ns;
   switch (kind) {

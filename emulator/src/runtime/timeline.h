@@ -33,6 +33,8 @@ public:
   int64_t cost_ns() const { return cost_ns_; }
   void meet(int64_t latest_ns, int64_t cost_ns);
   void end_kernel() { work(cost_ns_); }
+  // What was to come behind this time does not come: the device was stopped. For an idle stream.
+  void cut(int64_t ns);
 
 private:
   const int device_;
