@@ -210,6 +210,10 @@ def _decode(engine: DecodeEngine, batch: int, steps: int, num_drafts: int) -> di
     after = engine.deployment.report()
     mode = next(m for m in ("full", "piecewise", "eager") if _gained(before, after, m, "steps"))
     num_steps = _gained(before, after, mode, "steps")
+    if mode != "eager":
+        # What is counted until a step's result is read is of the steps queued behind it, too: the
+        # first of these lies among what the prompts' step is said to have done.
+        num_steps -= engine.config.scheduler.steps_in_flight - 1
     times = {
         cause: _gained(before, after, mode, f"modelled_{cause}_ns", "counted") / num_steps / 1e3
         for cause in CAUSES
