@@ -125,7 +125,7 @@ def plan_bundles(
     if total < needed:
         which = f" on nodes with the labels {_words(labels)}" if labels else ""
         raise PlacementError(
-            f"the deployment needs {needed} NPUs{which} to place {num_groups} groups, {has}; "
+            f"the deployment needs {needed} NPUs{which} for {num_groups} times {size}, {has}; "
             f"{START}, or lower parallel.tp, parallel.dp, parallel.pcp or parallel.ep"
         )
     unit = layout.tp

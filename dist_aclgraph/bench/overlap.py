@@ -117,6 +117,7 @@ MODELS = {
         for gap_us in (30, 60, 150)
     },
 }
+MODES_OF_STEPS = ("full", "piecewise", "eager")
 
 
 def main(
@@ -204,11 +205,12 @@ def _engine(
 
 def _decode(engine: DecodeEngine, batch: int, steps: int, num_drafts: int) -> dict[str, Any]:
     """Decode once to warm up, then measured; return a step's times in microseconds."""
+    cold = engine.deployment.report()
     engine.decode(batch, PROMPT_LEN, WARM_UP, ignore_eos=True)
     before = engine.deployment.report()
     run = engine.decode(batch, PROMPT_LEN, steps, ignore_eos=True)
     after = engine.deployment.report()
-    mode = next(m for m in ("full", "piecewise", "eager") if _gained(before, after, m, "steps"))
+    mode = next(m for m in MODES_OF_STEPS if _gained(before, after, m, "steps"))
     num_steps = _gained(before, after, mode, "steps")
     if mode != "eager":
         # What is counted until a step's result is read is of the steps queued behind it, too: the
@@ -218,6 +220,10 @@ def _decode(engine: DecodeEngine, batch: int, steps: int, num_drafts: int) -> di
         cause: _gained(before, after, mode, f"modelled_{cause}_ns", "counted") / num_steps / 1e3
         for cause in CAUSES
     }
+    # Prompts keep the device busy for as long in both runs.
+    more_ns = _busy_ns(before, after) - _busy_ns(cold, before)
+    more = _gained(before, after, mode, "steps") - _gained(cold, before, mode, "steps")
+    times["busy"] = more_ns / more / 1e3
     waits_us = sum(times.values()) - times["busy"]
     share, least_us = ALLOWED_WAIT_WITH_DRAFTS if num_drafts else ALLOWED_WAIT
     allowed_us = max(share * sum(times.values()), least_us)
@@ -227,6 +233,11 @@ def _decode(engine: DecodeEngine, batch: int, steps: int, num_drafts: int) -> di
         "allowed_us": allowed_us,
         **{f"{cause}_us": value for cause, value in times.items()},
     }
+
+
+def _busy_ns(before: dict[str, Any], after: dict[str, Any]) -> float:
+    """Return how long the device was busy between two reports, in steps of all modes."""
+    return sum(_gained(before, after, m, "modelled_busy_ns", "counted") for m in MODES_OF_STEPS)
 
 
 def _gained(
