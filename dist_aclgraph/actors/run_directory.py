@@ -10,6 +10,8 @@ import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 PREFIX = "dist-aclgraph-"
@@ -47,21 +49,28 @@ class RunDirectory:
 def sweep() -> None:
     """Remove the directories of owners that have ended without a chance to."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        _remove_if_free(path)
+        with held_if_free(path) as is_free:
+            if is_free:
+                shutil.rmtree(path, ignore_errors=True)
 
 
-def _remove_if_free(path: Path) -> None:
-    """Remove a directory of ours whose lock nobody holds."""
+@contextmanager
+def held_if_free(path: Path) -> Iterator[bool]:
+    """Say whether a directory is one of ours whose owner has ended; hold its lock meanwhile."""
     try:
-        if path.stat().st_uid != os.getuid():
-            return
-        lock = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return  # not one of ours, or one that is just being made
+        is_ours = path.stat().st_uid == os.getuid()
+        lock = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC) if is_ours else -1
+    except OSError:  # not one of ours, or one that is just being made
+        lock = -1
+    if lock < 0:
+        yield False
+        return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path, ignore_errors=True)
+        is_free = True
     except BlockingIOError:
-        pass  # its owner lives
+        is_free = False  # its owner lives
+    try:
+        yield is_free
     finally:
         os.close(lock)

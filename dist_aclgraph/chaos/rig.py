@@ -304,7 +304,7 @@ class Rig:
         assert self._service is not None
         names = (WORKER, ENGINE, CONTROLLER, RAYLET, OWNER, INGRESS)
         counts = {name: len(self._service.pids(name)) for name in names}
-        counts["run directories"] = len(self._service.run_directories())
+        counts["run directories"] = len(self._service.dead_run_directories())
         return counts | {"segments of shared memory": len(self._service.dead_segments())}
 
     def _more(self) -> dict[str, int]:

@@ -144,8 +144,14 @@ class Service:
         # Others' services may make some meanwhile; their makers live.
         return sorted(name for name in _segments() - self._segments if _is_dead(name))
 
-    def run_directories(self) -> list[Path]:
-        return list(self.folder.glob(f"{run_directory.PREFIX}*"))
+    def dead_run_directories(self) -> list[str]:
+        """Return those whose owners are gone."""
+        found = []
+        for path in self.folder.glob(f"{run_directory.PREFIX}*"):
+            with run_directory.held_if_free(path) as is_free:
+                if is_free:
+                    found.append(path.name)
+        return sorted(found)
 
     # ---- faults of emulated NPUs
 
