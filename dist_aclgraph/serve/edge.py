@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.serve.access import Access
 from dist_aclgraph.serve.errors import error_response
+from dist_aclgraph.serve.journal import RESUMED
 from dist_aclgraph.serve.places import full_error
 from dist_aclgraph.serve.refusal import Refusal
 from dist_aclgraph.serve.state import ApiState
@@ -58,7 +59,7 @@ class Edge:
             self._access.check(method, path, headers)
             if method == "POST" and path in GENERATING:
                 self._state.admit(None)
-                self._state.places.take(1)
+                self._state.places.take(1, is_owed=RESUMED in scope.get("extensions", {}))
         except DistAclGraphError as e:
             await error_response(e)(scope, receive, send)
             return

@@ -100,25 +100,30 @@ class Generation:
     _choices: list[_Choice] = field(default_factory=list)
     _num_places: int = 0  # taken beside the one that the HTTP request has
     _num_open: int = 0  # choices that have not ended
+    _is_told: bool = False  # what is taken now was there before, in another process
 
     def start(self, sink: Sink) -> None:
         """Submit all choices; from now on ``sink`` is given what they bring, and first what the
         journal says that they brought before.
         """
         inbox = self.state.inbox()
+        now_s = time.monotonic()
         num_others = len(self.prompts) * self.num_choices - 1
-        self.state.places.take(num_others)
+        self.state.places.take(num_others, is_owed=self.journal.is_resumed)
         self._num_places = num_others
         self._num_open = num_others + 1
         chance = self.journal.chance.seed
         for prompt_ids, params in zip(self.prompts, self.params, strict=True):
             seed = params.seed if params.seed is not None else chance + len(self._choices)
             for j in range(self.num_choices):
-                self._add(prompt_ids, replace(params, seed=_wrap(seed + j)))
-        for entry in self.journal.entries:
+                self._add(prompt_ids, replace(params, seed=_wrap(seed + j)), now_s)
+        self._is_told = True
+        for entry in self.journal.take_entries():
             choice = self._choices[entry.index]
             choice.tokens_before += entry.token_ids
-            self._hand_on(sink, choice, entry.delta(choice.request_id), time.monotonic())
+            self._hand_on(sink, choice, entry.delta(choice.request_id), now_s)
+            choice.last_token_s = now_s
+        self._is_told = False
         for choice in self._choices:
             if self._num_open and not choice.is_done:
                 self._submit(inbox, sink, choice)
@@ -144,11 +149,11 @@ class Generation:
             sum(choice.num_cached_tokens for choice in firsts),
         )
 
-    def _add(self, prompt_ids: list[int], params: SamplingParams) -> None:
+    def _add(self, prompt_ids: list[int], params: SamplingParams, now_s: float) -> None:
         output = OutputText(self.state.tokenizer, params)
         request_id = self.state.new_id("req")
         self._choices.append(
-            _Choice(len(self._choices), prompt_ids, params, output, request_id, time.monotonic())
+            _Choice(len(self._choices), prompt_ids, params, output, request_id, now_s)
         )
 
     def _submit(self, inbox: Inbox, sink: Sink, choice: _Choice) -> None:
@@ -193,7 +198,8 @@ class Generation:
                 raise EngineUnavailableError(delta.error or "the server ended the request")
             raise error_of(delta)
         piece = choice.output.take(delta.tokens, delta.logprobs, reason)
-        self._observe(choice, len(piece.token_ids), now_s)
+        if not self._is_told:
+            self._observe(choice, len(piece.token_ids), now_s)
         choice.num_tokens += len(piece.token_ids)
         choice.num_cached_tokens = max(choice.num_cached_tokens, delta.num_cached_tokens)
         if piece.finish_reason is not None:

@@ -26,7 +26,6 @@ SEND_BUFFER_BYTES = 64 << 10  # of each connection; by itself it grows to megaby
 BACKLOG = 4096  # connections that wait to be accepted; beyond, clients try again after a second
 BEAT_S = 1  # between two signs of life
 STOP_S = 5.0  # for replies that are on their way when the server is stopped
-TAKE_OVER_S = 30.0  # for what the process before has left: thousands of requests
 
 
 class HttpServer:
@@ -84,7 +83,7 @@ class HttpServer:
             app_state={},
         )
         taking = take_over(self._keeper, make, opens)
-        asyncio.run_coroutine_threadsafe(taking, self._loop.result()).result(TAKE_OVER_S)
+        asyncio.run_coroutine_threadsafe(taking, self._loop.result()).result()
 
     def _run(self, server: uvicorn.Server) -> None:
         with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:

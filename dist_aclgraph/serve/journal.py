@@ -21,6 +21,7 @@ from dist_aclgraph.steps.delta import FinishReason, RequestDelta
 from dist_aclgraph.steps.step import RowLogprobs
 
 JOURNAL = "dist_aclgraph.journal"  # what a server of ours offers in the extensions of its scope
+RESUMED = "dist_aclgraph.resumed"  # and where another process has accepted the request
 # Of one request. What exceeds it is answered as ever, and ends with its process.
 MAX_BYTES = 8 << 20
 _LENGTH = struct.Struct("<I")
@@ -84,6 +85,7 @@ class Journal:
 
     Args:
         entries: what is known from before.
+        is_resumed: whether another process has accepted the request.
         file: a descriptor, at its end.
         on_end: called once, when nobody needs the journal any more.
     """
@@ -92,11 +94,14 @@ class Journal:
         self,
         chance: Chance,
         entries: tuple[Entry, ...] = (),
+        *,
+        is_resumed: bool = False,
         file: int | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self.chance = chance
-        self.entries = entries
+        self.is_resumed = is_resumed
+        self._entries = entries
         self._file = file
         self._on_end = on_end
         self._num_bytes = 0 if file is None else os.fstat(file).st_size
@@ -104,6 +109,11 @@ class Journal:
     @property
     def is_kept(self) -> bool:
         return self._file is not None
+
+    def take_entries(self) -> tuple[Entry, ...]:
+        """Return what is known from before; once, as it may be large."""
+        entries, self._entries = self._entries, ()
+        return entries
 
     def note(self, index: int, delta: RequestDelta) -> None:
         """Write down what a choice gets, before it is sent."""

@@ -98,6 +98,7 @@ class Keep:
     def __init__(self) -> None:
         self._kept: dict[int, Kept] = {}
         self._link: socket.socket | None = None
+        self._is_open = False  # since the last process began
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -113,7 +114,7 @@ class Keep:
         others.setblocking(False)
         fcntl.fcntl(mine, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(mine, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
-        self._link = mine
+        self._link, self._is_open = mine, True
         return others
 
     def become_keeper(self, others: socket.socket) -> Keeper:
@@ -151,8 +152,9 @@ class Keep:
 
     def lose(self) -> None:
         """Keep what a process that has ended had, but for what may have killed it."""
-        if self._link is None:
+        if not self._is_open:
             return
+        self._is_open = False
         self.take_in()
         self._close_link()
         for number, kept in list(self._kept.items()):

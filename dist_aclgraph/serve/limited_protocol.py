@@ -55,6 +55,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._crowded = crowded
         self._keeper = keeper
         self._journal: Journal | None = None  # of the request that is being answered
+        self._unsent: int | None = None  # the number of one whose answer is still on its way
+        self._num_looks = 0  # at that
         self._is_crowded = False
         self._is_refused = False  # the request whose body is being read has its answer
         self._due_s: float | None = None  # when the client must have sent what it owes
@@ -81,8 +83,10 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        # Whoever took the connection over would not know of this.
         if self._journal is not None:
-            self._journal.end()  # whoever took the connection over would not know of this
+            self._journal.end()
+        self._forget_unsent()
         began_before = self._in_headers
         super().data_received(data)
         if self._in_headers and began_before:
@@ -106,6 +110,10 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._in_headers, self._num_header_bytes = True, 0
         self._owe(self._limits.header_s)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_headers:  # trailers of a body are none
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._in_headers = False
@@ -152,11 +160,14 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _open_journal(self, cycle: RequestResponseCycle, body: bytes, chance: Chance) -> Journal:
         """Have this connection kept until the answer is out; see ``journal.py``."""
-        alone = cycle is self.cycle and not self.pipeline and not cycle.disconnected
-        if not alone or self.transport.is_closing():
+        alone = cycle is self.cycle and not (self.pipeline or self._in_headers)
+        if not alone or cycle.disconnected or self.transport.is_closing():
             return Journal(chance)
         connection = self.transport.get_extra_info("socket").fileno()
-        num_sent = num_sent_bytes(connection) + self.transport.get_write_buffer_size()
+        try:
+            num_sent = num_sent_bytes(connection) + self.transport.get_write_buffer_size()
+        except OSError:  # no descriptor is left
+            return Journal(chance)
         file = begin(Opening(self._request(body), num_sent, chance))
         if file is None:
             return Journal(chance)
@@ -164,31 +175,40 @@ class LimitedProtocol(HttpToolsProtocol):
         if number is None:
             os.close(file)
             return Journal(chance)
-        self._journal = Journal(chance, (), file, functools.partial(self._let_go, number))
+        self._journal = Journal(chance, file=file, on_end=functools.partial(self._let_go, number))
         return self._journal
 
     def _request(self, body: bytes) -> bytes:
         """Return the request that was read last, as it can be read again."""
         version = self.parser.get_http_version().encode()
-        headers = [header for header in self.headers if header[0] not in OF_THE_BODY]
-        return b"".join(
-            [
-                b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, version),
-                *(b"%b: %b\r\n" % header for header in headers),
-                b"content-length: %d\r\n\r\n" % len(body),
-                body,
-            ]
-        )
+        lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] not in OF_THE_BODY]
+        first = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, version)
+        return b"".join([first, *lines, b"content-length: %d\r\n\r\n" % len(body), body])
 
     def _let_go(self, number: int) -> None:
-        """Have the connection kept no more, once all that was written has left this process."""
+        """Have the connection kept no more: where all was answered, once that has been sent."""
         self._journal = None
-        self._let_go_when_sent(number)
-
-    def _let_go_when_sent(self, number: int) -> None:
-        if self.parser is not None and self.transport.get_write_buffer_size():
-            self.loop.call_later(UNSENT_S, self._let_go_when_sent, number)
+        if self.cycle is not None and self.cycle.response_complete:
+            self._unsent, self._num_looks = number, 0
+            self._look_at_unsent(number)
         else:
+            self._keeper.end(number)
+
+    def _look_at_unsent(self, number: int) -> None:
+        if number != self._unsent:
+            return
+        self._num_looks += 1
+        if self.parser is None or not self.transport.get_write_buffer_size():
+            self._forget_unsent()
+        elif self._num_looks * UNSENT_S > self._limits.stall_s:
+            self._forget_unsent()
+            self._abort("does not read")
+        else:
+            self.loop.call_later(UNSENT_S, self._look_at_unsent, number)
+
+    def _forget_unsent(self) -> None:
+        if self._unsent is not None:
+            number, self._unsent = self._unsent, None
             self._keeper.end(number)
 
     # -- refusals --------------------------------------------------------------------------------

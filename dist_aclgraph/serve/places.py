@@ -47,13 +47,13 @@ class Places:
         """Whether none is free."""
         return self._taken >= self.total
 
-    def take(self, count: int) -> None:
-        """Take places.
+    def take(self, count: int, *, is_owed: bool = False) -> None:
+        """Take places; whoever has been accepted before is owed them, free or not.
 
         Raises:
             QueueFullError: so many are not free.
         """
-        if self._taken + count > (total := self.total):
+        if self._taken + count > (total := self.total) and not is_owed:
             raise full_error(self._taken, total)
         self._taken += count
 

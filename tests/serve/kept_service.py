@@ -25,7 +25,7 @@ from tests.serve.fake_engine import NODE, TOKEN
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny-qwen3.yaml"
 
 
-def main(engine_url: str, restarts: int) -> int:
+def main(engine_url: str, limit: str) -> int:
     config = load_config(CONFIG, {})
     tokenizer = Tokenizer(config.model)
     listener = listen("127.0.0.1", 0)
@@ -40,15 +40,17 @@ def main(engine_url: str, restarts: int) -> int:
         front = Front("the test is starting")
         server = HttpServer(config.serve, listener, beat, keeper)
         server.start(front)
-        api = make_api(ApiState(config, tokenizer, client))
+        max_len = int(Path(limit).read_text()) if limit else config.max_model_len
+        of_now = config.model_copy(update={"max_model_len": max_len})
+        api = make_api(ApiState(of_now, tokenizer, client))
         server.let_in(lambda: front.open(api))
         select.select([life], [], [])
         server.stop()
         client.close()
 
     print(listener.getsockname()[1], flush=True)
-    return Supervisor(own, serve_http, RestartBudget(restarts), 60.0, 60.0).run()
+    return Supervisor(own, serve_http, RestartBudget(1000), 60.0, 60.0).run()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2])))
+    sys.exit(main(sys.argv[1], sys.argv[2]))

@@ -44,7 +44,7 @@ def test_a_journal_whose_writer_was_killed_goes_on_behind_its_last_whole_entry(
     file = journal.begin(OPENING)
     assert file is not None
     ends = [os.fstat(file).st_size]
-    written = Journal(OPENING.chance, (), file)
+    written = Journal(OPENING.chance, file=file)
     for entry in entries:
         written.note(entry.index, entry.delta("a"))
         ends.append(os.fstat(file).st_size)
@@ -55,7 +55,7 @@ def test_a_journal_whose_writer_was_killed_goes_on_behind_its_last_whole_entry(
 
     num_whole = sum(end <= torn_at for end in ends) - 1
     assert (opening, list(found)) == (OPENING, entries[:num_whole])
-    again = Journal(opening.chance, found, os.dup(file))
+    again = Journal(opening.chance, found, file=os.dup(file))
     again.note(3, RequestDelta("a", pack_ints([9])))
     assert journal.read(file)[1][:-1] == found
     assert journal.read(file)[1][-1].delta("b") == RequestDelta("b", pack_ints([9]))
@@ -73,7 +73,7 @@ def test_an_empty_journal_is_none() -> None:
 def test_what_exceeds_its_room_is_kept_no_more() -> None:
     ended: list[None] = []
     file = journal.begin(OPENING)
-    kept = Journal(OPENING.chance, (), file, lambda: ended.append(None))
+    kept = Journal(OPENING.chance, file=file, on_end=lambda: ended.append(None))
 
     kept.note(0, RequestDelta("a", bytes(journal.MAX_BYTES)))
     kept.note(0, RequestDelta("a", bytes(4)))

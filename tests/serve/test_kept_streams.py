@@ -111,19 +111,18 @@ class Service:
             thread.join()
         return answers
 
-    def kill(self, number: int = signal.SIGKILL) -> None:
+    def ingress(self, other_than: int = 0) -> int:
+        """Return the process that serves HTTP; 0 while there is none."""
+        children = processes.children(self.process.pid)
+        found = [p for p in children if processes.name_of(p) == INGRESS and p != other_than]
+        return found[0] if found else 0
+
+    def kill(self) -> None:
         """Kill the ingress, and wait for another."""
-        found: list[int] = []
-
-        def is_there(other_than: int = 0) -> bool:
-            children = processes.children(self.process.pid)
-            found[:] = [p for p in children if processes.name_of(p) == INGRESS and p != other_than]
-            return bool(found)
-
-        until(is_there, WAIT_S)
-        pid = found[0]
-        os.kill(pid, number)
-        until(lambda: is_there(other_than=pid), WAIT_S)
+        until(lambda: self.ingress() > 0, WAIT_S)
+        pid = self.ingress()
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: self.ingress(other_than=pid) > 0, WAIT_S)
 
     @property
     def num_descriptors(self) -> int:
@@ -131,10 +130,16 @@ class Service:
 
 
 @contextmanager
-def serving(step_s: float = 0.01, restarts: int = 1000) -> Iterator[Service]:
-    engine = FakeEngine(by_position, step_s)
+def serving(limit: Path | None = None) -> Iterator[Service]:
+    """A service over an engine of its own.
+
+    Args:
+        limit: a file that says how long contexts may be.
+    """
+    engine = FakeEngine(by_position, step_s=0.01)
+    command = [sys.executable, "-m", "tests.serve.kept_service", engine.address.file.url]
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.serve.kept_service", engine.address.file.url, str(restarts)],
+        [*command, str(limit or "")],
         cwd=Path(__file__).parents[2],
         stdout=subprocess.PIPE,
         text=True,
@@ -273,6 +278,72 @@ def test_two_requests_at_once_on_one_connection_end_with_their_process(service: 
 
         with pytest.raises((AssertionError, OSError, ValueError)):
             Answer().read(stream)
+
+
+def test_a_client_that_leaves_while_nobody_answers_is_not_kept(service: Service) -> None:
+    until(lambda: service.engine.num_running == 0, WAIT_S)
+    before = service.num_descriptors
+    clients = [service.connect() for _ in range(5)]
+    for client in clients:
+        client.sendall(KINDS["chat"])
+    until(lambda: service.num_descriptors >= before + 2 * len(clients), WAIT_S)
+
+    pid = service.ingress()
+    os.kill(pid, signal.SIGSTOP)
+    for client in clients:
+        client.close()
+    os.kill(pid, signal.SIGKILL)
+
+    until(lambda: service.ingress(other_than=pid) > 0, WAIT_S)
+    until(lambda: service.num_descriptors <= before, WAIT_S)
+
+
+def test_of_a_request_that_is_refused_in_the_end_nothing_comes_to_the_next(
+    tmp_path: Path,
+) -> None:
+    """The other process allows less context than the one before."""
+    limit = tmp_path / "limit"
+    limit.write_text("1024")
+    with (
+        serving(limit=limit) as service,
+        service.connect() as client,
+        client.makefile("rb") as stream,
+    ):
+        client.sendall(post("completions", prompt="a b c", max_tokens=500))
+        until(lambda: service.engine.metrics["generation_tokens"] > 80, WAIT_S)
+        limit.write_text("100")
+
+        service.kill()
+
+        assert stream.readline().startswith(b"HTTP/1.1 400")
+        while (line := stream.readline()) != b"\r\n":
+            if line.lower().startswith(b"content-length"):
+                stream_length = int(line.split(b":")[1])
+        stream.read(stream_length)
+        client.sendall(post("completions", prompt="x", max_tokens=5))
+        again = Answer()
+        again.read(stream)
+        assert json.loads(again.bodies[0])["usage"]["completion_tokens"] == 5
+        assert len(service.engine.submitted[-1].prompt) == INT_BYTES
+
+
+@pytest.mark.parametrize("ending", ["X-Request-Id: abc\r\n", "Connection: close\r\n"])
+def test_trailers_of_a_request_are_no_headers(service: Service, ending: str) -> None:
+    data = KINDS["chat"].partition(b"\r\n\r\n")[2]
+    request = (
+        f"POST /v1/chat/completions HTTP/1.1\r\n{HEADERS}Transfer-Encoding: chunked\r\n\r\n"
+        f"{len(data):x}\r\n".encode()
+        + data
+        + f"\r\n0\r\n{ending}\r\n".encode()
+    )
+    plain = service.ask(request)
+
+    striking = threading.Thread(target=lambda: (time.sleep(0.5), service.kill()))
+    striking.start()
+    answer = service.ask(request)
+    striking.join()
+
+    assert (answer.error, answer.bodies) == ("", plain.bodies)
 
 
 def test_a_request_at_which_processes_die_in_a_row_is_given_up() -> None:
