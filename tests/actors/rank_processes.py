@@ -144,8 +144,9 @@ def rank_processes(config: Config) -> Iterator[RankProcesses]:
         for rank, process in enumerate(processes)
     ]
     try:
-        bundles: Any = None
-        yield RankProcesses(tuple(map(WorldRank, range(size))), pipes, bundles, infos)
+        nothing: Any = None  # they are placed by nobody
+        ranks = tuple(map(WorldRank, range(size)))
+        yield RankProcesses(ranks, pipes, request=nothing, bundles=nothing, infos=infos)
         for pipe in pipes:
             pipe.close()
         for process in processes:
