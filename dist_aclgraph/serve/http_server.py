@@ -59,7 +59,10 @@ class HttpServer:
 
     def start(self, app: GatedApp) -> None:
         """Answer requests from now on."""
-        allow_open_files(self._limits.max_connections + OTHER_FILES)
+        others = self._limits.max_connections + OTHER_FILES
+        # Of what is kept this process has the journal open.
+        files = allow_open_files(self._limits.max_connections + others)
+        self._keeper.max_kept = max(0, files - others)
         self._app = app
         self._server = make_server(app, self._limits, self._beat, self._keeper)
         self._thread = threading.Thread(

@@ -131,6 +131,7 @@ class Journal:
         record = _framed(_encode(entry))
         self._num_bytes += len(record)
         if self._num_bytes > MAX_BYTES or not _has_written(self._file, record):
+            os.ftruncate(self._file, 0)  # whoever has it still must not go on from here
             self.end()
 
     def end(self) -> None:

@@ -14,6 +14,7 @@ import fcntl
 import itertools
 import os
 import socket
+import sys
 from dataclasses import dataclass, field
 
 import msgspec
@@ -54,22 +55,33 @@ class Keeper:
 
     Attributes:
         left: requests of the process before, by their numbers.
+        max_kept: how many may be kept at once.
     """
 
     link: socket.socket | None = None
     left: dict[int, Kept] = field(default_factory=dict)
+    max_kept: int = sys.maxsize
     _ended: list[int] = field(default_factory=list)  # not said yet
 
     def __post_init__(self) -> None:
         self._numbers = itertools.count(max(self.left, default=0) + 1)
+        self._num_kept = len(self.left)
+
+    @property
+    def has_room(self) -> bool:
+        return self.link is not None and self._num_kept < self.max_kept
 
     def begin(self, connection: int, journal: int) -> int | None:
         """Have a request kept; return its number, None where that cannot be."""
         number = next(self._numbers)
-        return number if self._tell(number, [connection, journal]) else None
+        if not self._tell(number, [connection, journal]):
+            return None
+        self._num_kept += 1
+        return number
 
     def end(self, number: int) -> None:
         """Have a request kept no more."""
+        self._num_kept -= 1
         self._ended.append(number)
         self.flush()
 

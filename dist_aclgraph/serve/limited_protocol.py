@@ -81,6 +81,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._timer.cancel()
         self.resume_writing()
         super().connection_lost(exc)
+        self._forget_unsent()
 
     def data_received(self, data: bytes) -> None:
         # Whoever took the connection over would not know of this.
@@ -161,7 +162,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def _open_journal(self, cycle: RequestResponseCycle, body: bytes, chance: Chance) -> Journal:
         """Have this connection kept until the answer is out; see ``journal.py``."""
         alone = cycle is self.cycle and not (self.pipeline or self._in_headers)
-        if not alone or cycle.disconnected or self.transport.is_closing():
+        is_open = not (cycle.disconnected or self.transport.is_closing())
+        if not (alone and is_open and self._keeper.has_room):
             return Journal(chance)
         connection = self.transport.get_extra_info("socket").fileno()
         try:
@@ -198,11 +200,9 @@ class LimitedProtocol(HttpToolsProtocol):
         if number != self._unsent:
             return
         self._num_looks += 1
-        if self.parser is None or not self.transport.get_write_buffer_size():
+        is_late = self._num_looks * UNSENT_S > self._limits.stall_s
+        if is_late or not self.transport.get_write_buffer_size():
             self._forget_unsent()
-        elif self._num_looks * UNSENT_S > self._limits.stall_s:
-            self._forget_unsent()
-            self._abort("does not read")
         else:
             self.loop.call_later(UNSENT_S, self._look_at_unsent, number)
 

@@ -106,9 +106,9 @@ async def take_over(
     async def take(number: int, kept: Kept) -> ResumedProtocol | None:
         with contextlib.ExitStack() as stack:
             stack.callback(keeper.end, number)
-            connection = stack.enter_context(socket.socket(fileno=kept.connection))
-            connection.setblocking(False)
             try:
+                connection = stack.enter_context(socket.socket(fileno=kept.connection))
+                connection.setblocking(False)
                 protocol = make(number=number, kept=kept)
                 await loop.connect_accepted_socket(lambda: protocol, connection)
             except (OSError, ValueError) as e:
