@@ -253,8 +253,13 @@ def own(signals, pulse):
     )
     service.lines(2)
     ingress = service.pid(INGRESS)
-    sleepers = [pid for pid in service.all() if processes.name_of(pid) == "sleep"]
-    assert len(sleepers) == 2
+    sleepers: list[int] = []
+
+    def are_there() -> bool:  # one may be about to become what it is
+        sleepers[:] = [pid for pid in service.all() if processes.name_of(pid) == "sleep"]
+        return len(sleepers) == 2
+
+    wait_until(are_there, "what the owner starts is not there", WAIT_S)
 
     struck = service.kill(OWNER)
 
