@@ -8,6 +8,8 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
+#include <vector>
 
 #define EMU_SHARED __attribute__((visibility("default")))
 #define EMU_API extern "C" EMU_SHARED
@@ -34,7 +36,12 @@ struct LaunchTraits {
   // With modelled time.
   int64_t ns = 0;                   // what it takes on the chip
   bool between_host_and_device = false;  // a copy that keeps no core busy
+  // Where its tensors lie, in the order of the arguments; null unless `wants_operands`.
+  std::shared_ptr<const std::vector<uintptr_t>> operands;
 };
+
+// Whether a fault may strike the memory of an operator's tensors: then its launch tells them.
+EMU_SHARED bool wants_operands(const char *name);
 
 // Runs `body` on the device. Depending on the state of the stream the task is queued on the
 // stream's worker thread, appended to the graph being captured, or (in a task-update section)

@@ -7,7 +7,7 @@
 
 namespace emu {
 
-enum class FaultKind { Fail, Stall, Die, Link, Remote, Retry, Memory, Ecc };
+enum class FaultKind { Fail, Stall, Die, Link, Remote, Retry, Memory, Ecc, Uce };
 
 // The call-th execution of op, or its call-th recording into a graph. "alloc" is an allocation of
 // device memory during a capture; some calls of the host count, too.
@@ -18,6 +18,8 @@ struct Fault {
   FaultKind kind = FaultKind::Fail;
   int rank = -1;  // HCCL world rank, or the device id of a process without HCCL; -1 any
   double stall_s = 5;
+  int operand = 0;  // Uce: of the operator's tensors, the one in whose memory it happens, and
+  long offset = 0;  // so many bytes behind its begin
 };
 constexpr int kFaults = 2;
 

@@ -104,6 +104,54 @@ leave()
         assert "SUM [20.0]" in output and "EAGER [20.0]" in output
 
 
+BETWEEN_HOSTS = """
+import threading
+big, sums = torch.ones(3 << 20, device="npu"), []
+def reduce(value):
+    big.fill_(value)
+    dist.all_reduce(big)
+    torch.npu.synchronize()
+    sums.append(big.cpu().unique().tolist())
+def send(value):
+    if rank in (0, 3):
+        part = torch.full((1 << 20,), value, device="npu")
+        (dist.send if rank == 0 else dist.recv)(part, 3 - rank)
+        torch.npu.synchronize()
+        sums.append(part[:1].tolist())
+reduce(1.0)
+send(5.0)
+for life in range(2):
+    def work():  # of which a part lies in sockets when it is aborted: one rank never comes
+        torch.npu.set_device(rank)
+        attempt("WAIT", lambda: dist.send(big, 3) if life else reduce(2.0))
+    works = rank == 0 if life else rank != 1
+    waits = threading.Thread(target=work)
+    if works:
+        waits.start()
+    time.sleep(1)
+    meet(f"failed{life}")
+    stop()
+    if works:
+        waits.join(30)
+    meet(f"stopped{life}")
+    restart()
+    reduce(3.0 + life)
+    send(6.0 + life)
+print("SUMS", sums, flush=True)
+leave()
+"""
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "abcd"])
+def test_ranks_of_several_hosts_go_on_behind_what_lies_in_their_sockets(start_ranks, hosts):
+    results = [script.finish(120) for script in start_ranks(RANKS + BETWEEN_HOSTS, 4, hosts=hosts)]
+    for rank, output in enumerate(finished(results)):
+        sums = [[4.0], [12.0], [16.0]]
+        sent = [[5.0], [6.0], [7.0]]
+        both = [value for pair in zip(sums, sent, strict=True) for value in pair]
+        assert f"SUMS {both if rank in (0, 3) else sums}" in output, output
+
+
 def test_a_rank_that_resumes_before_a_peer_has_aborted_is_refused(run_ranks):
     results = run_ranks(
         RANKS

@@ -1,6 +1,7 @@
 #include "hccl/communicator.h"
 
 #include "hccl/shared_memory.h"
+#include "runtime/bad_memory.h"
 #include "runtime/services.h"
 
 #include <algorithm>
@@ -37,7 +38,7 @@ Communicator::Communicator(const RootInfo &root, uint32_t ranks, uint32_t rank, 
 Communicator::Communicator(const RootInfo &root, uint32_t ranks_, uint32_t rank_, int device_,
                            Company company)
     : name(root.name), ranks(ranks_), rank(rank_), device(device_), memory_(company.memory),
-      here_(company.here), links_(rank, ranks, std::move(company.elsewhere)) {
+      here_(company.here), links_(rank, ranks, std::move(company.elsewhere), is_destroyed) {
   if (here_.size() > std::thread::hardware_concurrency())
     set_oversubscribed();
   std::vector<CaptureSessions::Dropped *> dropped;
@@ -89,7 +90,7 @@ bool Communicator::alive(uint32_t other) const {
 template <class Peers>
 void Communicator::wait(std::atomic<uint32_t> &word, std::atomic<uint32_t> &sleepers,
                         uint32_t at_least, const char *operation, Peers peers) {
-  Patience patience(rank, ranks, operation);
+  Patience patience(rank, ranks, operation, &is_destroyed);
   wait_until(word, sleepers, at_least, [&] {
     patience.ask(peers(), [&](uint32_t r) {
       bool has_come = static_cast<int32_t>(word - at_least) >= 0;
@@ -149,6 +150,7 @@ void Communicator::exchange(const Call &call, const std::vector<char *> &rooms, 
   mine.cost_ns = kernel_ns();
   if (bytes)
     memcpy(rooms[rank], accessible(data), bytes);
+  check_memory();
   links_.offer(mine, rooms[rank], bytes);
   barrier(call);
   size_t come = links_.collect(
@@ -200,6 +202,7 @@ void Communicator::end_life() {
     clear({&chunks.written, &chunks.read, &chunks.sleepers});
   }
   mine.lives_over = next;
+  links_.end_life(next);
 }
 
 // HCCL asks no peer; a rank that resumes too early loses what the others reset after it, which shows
@@ -208,12 +211,15 @@ void Communicator::resume() {
   std::string what = "HcclCommResume of communicator " + name + " on rank " + std::to_string(rank);
   if (headers_[rank]->lives_over != life_ + 1)
     throw std::runtime_error(what + ": the device's tasks were not aborted");
-  if (!links_.empty())
-    throw std::runtime_error(what + ": with ranks of other hosts it is not emulated");
   for (uint32_t r : here_)
     if (headers_[r]->lives_over < life_ + 1)
       throw std::runtime_error(what + ": rank " + std::to_string(r) +
                                (alive(r) ? " has not aborted its tasks" : " is dead"));
+  try {
+    links_.begin_life(life_ + 1);
+  } catch (const std::exception &e) {
+    throw std::runtime_error(what + ": " + e.what());
+  }
   barriers_ = calls_ = 0;
   slot_index_ = 0;
   life_++;
@@ -241,6 +247,7 @@ void Communicator::send(const void *data, size_t bytes, uint32_t to) {
     wait(chunks.read, chunks.sleepers, chunks.written, "Send", [to] { return std::vector{to}; });
     size_t part = std::min(bytes - sent, kMailboxBytes);
     memcpy(room, from + sent, part);
+    check_memory();
     box.message_bytes = bytes;
     box.sent_ns = arrival_ns();
     sent += part;

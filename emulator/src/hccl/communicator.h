@@ -98,6 +98,9 @@ public:
   // Throws where a task may not run: the communicator is suspended, or was destroyed.
   void check_usable() const;
   std::atomic<bool> is_destroyed{false};
+  // Who uses it: calls of the host that are under way, tasks that are queued or run, and those that
+  // captured graphs hold.
+  std::atomic<int> calls{0}, tasks{0}, captured_tasks{0};
 
   CaptureSessions &sessions() { return sessions_; }
   // What ranks of other hosts dropped, and to them what this one did.

@@ -12,10 +12,17 @@
 
 namespace emu::hccl {
 
-Links::Links(uint32_t rank, uint32_t ranks, std::vector<RemoteRank> remote)
-    : rank_(rank), ranks_(ranks) {
+Links::Links(uint32_t rank, uint32_t ranks, std::vector<RemoteRank> remote,
+             const std::atomic<bool> &is_destroyed)
+    : rank_(rank), ranks_(ranks), is_destroyed_(is_destroyed) {
   for (RemoteRank &r : remote)
     peers_.emplace_back(std::move(r));
+}
+
+// What connecting took is not counted.
+Links::Peer::Peer(RemoteRank r) : remote(std::move(r)) {
+  for (const Socket &socket : remote.sockets)
+    socket.sent = socket.received = 0;
 }
 
 const RemoteRank &Links::remote(uint32_t rank) const {
@@ -57,10 +64,12 @@ void Links::push(Peer &p) {
   msghdr message = from_byte(parts, p.sent);
   ssize_t part = sendmsg(p.remote[Channel::Collectives].file(), &message,
                          MSG_NOSIGNAL | MSG_DONTWAIT);
-  if (part >= 0)
+  if (part >= 0) {
     p.sent += part;
-  else if (errno != EAGAIN && errno != EINTR)
+    p.remote[Channel::Collectives].sent += part;
+  } else if (errno != EAGAIN && errno != EINTR) {
     p.sent = sizeof frame_ + frame_.bytes;  // it is gone: what comes from it tells
+  }
 }
 
 void Links::pull(Peer &p, const Place &place, const Patience &patience) {
@@ -73,6 +82,7 @@ void Links::pull(Peer &p, const Place &place, const Patience &patience) {
     patience.is_dead(p.remote.rank, kClosed);
   bool was_known = p.received >= sizeof p.frame;
   p.received += part;
+  p.remote[Channel::Collectives].received += part;
   if (was_known || p.received < sizeof p.frame)
     return;
   *place.call = p.frame.call;
@@ -98,7 +108,7 @@ void Links::offer(const Call &call, const char *data, size_t bytes) {
 size_t Links::collect(const PlaceOf &place) {
   if (peers_.empty())
     return 0;
-  Patience patience(rank_, ranks_, frame_.call.text);
+  Patience patience(rank_, ranks_, frame_.call.text, &is_destroyed_);
   std::vector<pollfd> files;
   std::vector<Peer *> open;
   for (;;) {
@@ -140,7 +150,7 @@ void check_message_bytes(uint32_t rank, size_t wanted, uint32_t from, size_t sen
 }
 
 void Links::send(const void *data, size_t bytes, uint32_t to) {
-  Patience patience(rank_, ranks_, "Send");
+  Patience patience(rank_, ranks_, "Send", &is_destroyed_);
   const Socket &socket = remote(to)[Channel::Messages];
   uint64_t announced = bytes;
   send_all(socket, &announced, sizeof announced, to, patience);
@@ -148,7 +158,7 @@ void Links::send(const void *data, size_t bytes, uint32_t to) {
 }
 
 void Links::receive(void *data, size_t bytes, uint32_t from) {
-  Patience patience(rank_, ranks_, "Recv");
+  Patience patience(rank_, ranks_, "Recv", &is_destroyed_);
   const Socket &socket = remote(from)[Channel::Messages];
   uint64_t announced = 0;
   receive_all(socket, &announced, sizeof announced, from, patience);

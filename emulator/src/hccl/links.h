@@ -22,7 +22,9 @@ public:
   };
   using PlaceOf = std::function<Place(uint32_t rank)>;
 
-  Links(uint32_t rank, uint32_t ranks, std::vector<RemoteRank> remote);
+  // `is_destroyed`: of the communicator.
+  Links(uint32_t rank, uint32_t ranks, std::vector<RemoteRank> remote,
+        const std::atomic<bool> &is_destroyed);
 
   bool empty() const { return peers_.empty(); }
 
@@ -38,26 +40,40 @@ public:
   void tell(uint32_t number);
   void hear(const std::function<void(uint32_t rank, uint32_t number)> &told);
 
+  // All tasks of this rank have ended, and with them a life of the communicator: the others are told,
+  // and how much this rank has sent them by then.
+  void end_life(uint32_t life);
+  // Takes away what the others have sent in lives that are over. Throws who has not ended this one.
+  void begin_life(uint32_t life);
+
 private:
   struct Frame {
     Call call;
     uint32_t bytes;
   };
+  struct EndOfLife {
+    uint32_t life;
+    uint64_t sent[2];  // bytes of collectives and of messages, in all lives
+  };
   struct Peer {
     RemoteRank remote;
+    EndOfLife ended{};
     Frame frame{};
     size_t sent = 0, received = 0;
     bool runs_other = false;
     std::atomic<bool> is_silent{false};  // did not confirm a note
 
-    explicit Peer(RemoteRank r) : remote(std::move(r)) {}
+    explicit Peer(RemoteRank r);
   };
   const uint32_t rank_, ranks_;
+  const std::atomic<bool> &is_destroyed_;
   std::list<Peer> peers_;
   Frame frame_;
   const char *data_ = nullptr;
 
   const RemoteRank &remote(uint32_t rank) const;
+  void hear_end_of_life(Peer &peer, uint32_t life);
+  void drain(const Peer &peer, Channel channel, uint64_t until) const;
   void push(Peer &peer);
   void pull(Peer &peer, const Place &place, const Patience &patience);
   size_t to_send(const Peer &peer) const;

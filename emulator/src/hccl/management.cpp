@@ -127,10 +127,25 @@ EMU_API HcclResult HcclCreateSubCommConfig(HcclComm *parent, uint32_t ranks, uin
   }
   return emu::hccl::open(root, ranks, rank, config, out);
 }
-// The object lives on while captured graphs or queued tasks name it.
+// HCCL looks at calls of the host alone: what tasks and graphs still use is freed under them. Here
+// the object lives on while they name it; they fail, and those that wait for peers end at once.
 EMU_API HcclResult HcclCommDestroy(HcclComm comm) {
-  close_domain(communicator(comm)->ranks, communicator(comm)->device);
-  communicator(comm)->is_destroyed = true;
+  const std::shared_ptr<Communicator> c = communicator(comm);
+  if (c->calls) {
+    fprintf(stderr, "[emulator] HcclCommDestroy: communicator %s is in use, try again\n",
+            c->name.c_str());
+    return HCCL_E_AGAIN;
+  }
+  if (int tasks = c->tasks)
+    fprintf(stderr, "[emulator] HcclCommDestroy: %d tasks of communicator %s are queued or run; "
+            "abort or synchronize first\n", tasks, c->name.c_str());
+  if (int tasks = c->captured_tasks)
+    fprintf(stderr, "[emulator] HcclCommDestroy: graphs hold %d tasks of communicator %s; drop "
+            "them first\n", tasks, c->name.c_str());
+  if (c->tasks || c->captured_tasks)
+    count_careless_destroy(c->device);
+  close_domain(c->ranks, c->device);
+  c->is_destroyed = true;
   delete static_cast<Handle *>(comm);
   return HCCL_SUCCESS;
 }

@@ -30,8 +30,8 @@ struct RootInfo {
 static_assert(sizeof(RootInfo) <= sizeof(HcclRootInfo));
 
 // Of what a pair of ranks exchanges, each has a connection of its own.
-enum class Channel : uint32_t { Collectives, Messages, Notes };
-constexpr size_t kChannels = 3;
+enum class Channel : uint32_t { Collectives, Messages, Notes, Lives };
+constexpr size_t kChannels = 4;
 
 struct RemoteRank {
   uint32_t rank;

@@ -22,6 +22,9 @@ void Patience::ask(const std::vector<uint32_t> &absent, const Death &death,
     if (!how.empty())
       is_dead(r, how);
   }
+  if (is_destroyed_ && *is_destroyed_)
+    throw std::runtime_error("HCCL: the communicator was destroyed while rank " +
+                             std::to_string(rank_) + " was in " + operation_);
   if (device_failed())
     throw std::runtime_error("HCCL: given up, because the device failed, in " + operation_);
   if (std::chrono::steady_clock::now() - start_ > std::chrono::seconds(settings().hccl_s))

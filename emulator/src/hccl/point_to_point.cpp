@@ -11,8 +11,15 @@
 using namespace emu;
 using namespace emu::hccl;
 
+// Counts for as long as it lives.
+static std::shared_ptr<void> count_in(const Comm &c, std::atomic<int> &users) {
+  users++;
+  return {nullptr, [c, &users](void *) { users--; }};
+}
+
 HcclResult emu::hccl::launch_on(const Comm &c, const char *name, aclrtStream stream, size_t bytes,
                                 int64_t ns, Task body) {
+  auto call = count_in(c, c->calls);
   if (!c->claim(Communicator::Use::Collectives)) {
     return fail(1,
                 "%s on communicator %s, which operators use that communicate inside their kernel "
@@ -27,11 +34,12 @@ HcclResult emu::hccl::launch_on(const Comm &c, const char *name, aclrtStream str
                : HCCL_SUCCESS;
   if (use_domain(stream, c.get(), c->ranks))
     return HCCL_E_RUNTIME;
-  // What was queued before a communicator is destroyed still runs; a graph may not.
+  // A task that is thrown away unused is no user any more.
   bool is_captured = graph_of_capture(stream) != 0;
-  auto counted = [c, bytes, is_captured, body = std::move(body)] {
-    if (is_captured)
-      c->check_usable();
+  auto user = count_in(c, is_captured ? c->captured_tasks : c->tasks);
+  auto counted = [c, bytes, is_captured, user, body = std::move(body)] {
+    auto replay = is_captured ? count_in(c, c->tasks) : nullptr;
+    c->check_usable();
     body();
     count_collective(c->device, bytes);
   };

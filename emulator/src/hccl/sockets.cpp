@@ -115,11 +115,13 @@ Socket connect_to(const Address &to, uint32_t peer, const Patience &patience) {
 
 ptrdiff_t send_some(const Socket &to, const void *data, size_t bytes) {
   ssize_t sent = send(to.file(), data, bytes, MSG_NOSIGNAL | MSG_DONTWAIT);
+  to.sent += sent > 0 ? sent : 0;
   return sent >= 0 ? sent : errno == EAGAIN || errno == EINTR ? 0 : -1;
 }
 
 ptrdiff_t receive_some(const Socket &from, void *data, size_t bytes) {
   ssize_t got = recv(from.file(), data, bytes, MSG_DONTWAIT);
+  from.received += got > 0 ? got : 0;
   if (got > 0)
     return got;
   return got < 0 && (errno == EAGAIN || errno == EINTR) ? 0 : -1;

@@ -30,6 +30,9 @@ public:
   int file() const { return file_; }
   explicit operator bool() const { return file_ >= 0; }
 
+  // Bytes that have passed, for those who count them.
+  mutable uint64_t sent = 0, received = 0;
+
 private:
   int file_ = -1;
 };

@@ -211,6 +211,15 @@ template <class Argument> void add_tensor(std::vector<Tensor> &tensors, const Ar
   }
 }
 
+// Addresses as the program sees them.
+inline std::shared_ptr<const std::vector<uintptr_t>> places_of(const std::vector<Tensor> &tensors) {
+  auto places = std::make_shared<std::vector<uintptr_t>>();
+  for (const Tensor &t : tensors)
+    if (t.defined() && t.data_ptr())
+      places->push_back(reinterpret_cast<uintptr_t>(t.data_ptr()) - kDeviceWindowBytes);
+  return places;
+}
+
 template <class... A>
 int64_t ns_of(const char *name, const LaunchTraits &traits, const std::tuple<A...> &arguments) {
   std::vector<Tensor> tensors;
@@ -237,6 +246,11 @@ template <class Result, class... A> struct WorkspacePhase<Result (*)(A...)> {
       // Owned copies: torch_npu destroys the aclTensors right after the launch.
       std::tuple<A...> arguments(Argument<A>::convert(a)...);
       LaunchTraits traits = traits_of(name, rule, arguments);
+      if (wants_operands(name)) {
+        std::vector<Tensor> tensors;
+        std::apply([&](const A &...a) { (add_tensor(tensors, a), ...); }, arguments);
+        traits.operands = places_of(tensors);
+      }
       if constexpr (std::is_same_v<Result, TimedTask>) {
         TimedTask timed = std::apply(body, std::move(arguments));
         traits.ns = timed.ns;

@@ -1,11 +1,13 @@
 // Aborting what a device runs, and what CANN tells of memory errors (13_exception_handling.md of the
 // runtime's documents; the order is that of ContextManage::DeviceTaskAbort).
+#include "runtime/bad_memory.h"
 #include "runtime/faults.h"
 #include "runtime/objects.h"
 
 #include <acl/acl.h>
 #include <acl/error_codes/rt_error_codes.h>
 
+#include <algorithm>
 #include <cstring>
 
 using namespace emu;
@@ -42,13 +44,19 @@ bool wait_until_drained(int device, uint32_t timeout_ms) {
   return true;
 }
 
+bool is_device(int32_t device) { return device >= 0 && device < kMaxDevices; }
+
+aclError refuse_device(int32_t device) {
+  return fail(ACL_ERROR_RT_INVALID_DEVICEID, "invalid device %d", device);
+}
+
 }  // namespace
 
 // Memory, handles and graphs stay; what was queued is gone, and events that waited for it are over.
 // A device whose abort fails stays stopped.
 EMU_API aclError aclrtDeviceTaskAbort(int32_t device, uint32_t timeout_ms) {
-  if (device < 0 || device >= kMaxDevices)
-    return fail(ACL_ERROR_RT_INVALID_DEVICEID, "invalid device %d", device);
+  if (!is_device(device))
+    return refuse_device(device);
   Lock one(g_abort_mutex);
   DeviceFailure &failure = g_failures[device];
   failure.begin_abort();
@@ -78,35 +86,57 @@ EMU_API aclError aclrtSetDeviceTaskAbortCallback(const char *name,
   return 0;
 }
 
-// No memory error is emulated: there is never anything to repair.
-EMU_API aclError aclrtGetMemUceInfo(int32_t, aclrtMemUceInfo *, size_t, size_t *count) {
-  *count = 0;
+EMU_API aclError aclrtGetMemUceInfo(int32_t device, aclrtMemUceInfo *ranges, size_t room,
+                                    size_t *count) {
+  if (!is_device(device))
+    return refuse_device(device);
+  const auto bad = told_bad_memory(device);
+  if (bad.size() > room)
+    return fail(ACL_ERROR_INVALID_PARAM, "%zu faulty addresses, room for %zu", bad.size(), room);
+  std::copy(bad.begin(), bad.end(), ranges);
+  *count = bad.size();
   return 0;
 }
-EMU_API aclError aclrtMemUceRepair(int32_t, aclrtMemUceInfo *, size_t count) {
-  return count ? fail(ACL_ERROR_RT_PARAM_INVALID, "%zu addresses to repair, none is faulty", count)
-               : 0;
+EMU_API aclError aclrtMemUceRepair(int32_t device, aclrtMemUceInfo *ranges, size_t count) {
+  static const aclrtMemUceInfo blank{};
+  if (!is_device(device))
+    return refuse_device(device);
+  for (size_t i = 0; i < count; i++)
+    if (memcmp(ranges[i].reserved, blank.reserved, sizeof blank.reserved))
+      return fail(ACL_ERROR_INVALID_PARAM, "what is reserved of address %zu to repair is not 0", i);
+  return repair_memory(device, ranges, count);
 }
+
+// On A2 and A3 there are errors of memory, others, and none (ApiImpl::GetErrorVerbose); torch_npu
+// asks from Ascend950 on.
 EMU_API aclError aclrtGetErrorVerbose(int32_t device, aclrtErrorInfo *info) {
+  if (!is_device(device))
+    return refuse_device(device);
   memset(info, 0, sizeof *info);
-  switch (g_failures[device].code) {
-  case 0:
-  case ACL_ERROR_RT_DEVICE_TASK_ABORT:
-    info->errorType = ACL_RT_NO_ERROR;
-    break;
-  case ACL_ERROR_RT_LINK_ERROR:
-    info->errorType = ACL_RT_ERROR_LINK;
-    info->tryRepair = 1;
-    break;
-  case ACL_ERROR_RT_AICORE_EXCEPTION:
-    info->errorType = ACL_RT_ERROR_AICORE;
-    break;
-  default:
+  const auto bad = told_bad_memory(device);
+  aclError code = g_failures[device].code;
+  if (!bad.empty()) {
+    info->errorType = ACL_RT_ERROR_MEMORY;
+    info->tryRepair = info->hasDetail = 1;
+    info->detail.uceInfo.arraySize = bad.size();
+    std::copy(bad.begin(), bad.end(), info->detail.uceInfo.memUceInfoArray);
+  } else if (code == ACL_ERROR_RT_LINK_ERROR || code == ACL_ERROR_RT_SUSPECT_REMOTE_ERROR) {
     info->errorType = ACL_RT_ERROR_OTHERS;
   }
   return 0;
 }
-// What an abort does not mend, nothing here does.
-EMU_API aclError aclrtRepairError(int32_t device, const aclrtErrorInfo *) {
-  return g_failures[device].report();
+EMU_API aclError aclrtRepairError(int32_t device, const aclrtErrorInfo *info) {
+  if (!is_device(device))
+    return refuse_device(device);
+  if (!info->tryRepair)
+    return fail(ACL_ERROR_RT_PARAM_INVALID, "an error that shall not be repaired");
+  switch (info->errorType) {
+  case ACL_RT_NO_ERROR:
+    return 0;
+  case ACL_RT_ERROR_MEMORY:
+    return repair_memory(device, info->detail.uceInfo.memUceInfoArray,
+                         info->detail.uceInfo.arraySize);
+  default:
+    return fail(ACL_ERROR_RT_PARAM_INVALID, "errors of type %d are not repaired", info->errorType);
+  }
 }

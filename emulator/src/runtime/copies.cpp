@@ -1,5 +1,6 @@
 // Copies and fills, at once or as tasks of a stream.
 #include "rates.h"
+#include "runtime/bad_memory.h"
 #include "runtime/counters.h"
 #include "runtime/objects.h"
 
@@ -43,7 +44,7 @@ EMU_API aclError aclrtMemcpy(void *to, size_t room, const void *from, size_t byt
   count(Counters::of(current_device()).host_syncs);
   memmove(accessible(to), accessible(from), bytes);
   sleep_for(traits_of(to, from, bytes));
-  return 0;
+  return check_memory_of_call("aclrtMemcpy");
 }
 EMU_API aclError aclrtMemset(void *to, size_t room, int32_t value, size_t bytes) {
   if (aclError e = refuse_during_capture("aclrtMemset"))
@@ -53,7 +54,7 @@ EMU_API aclError aclrtMemset(void *to, size_t room, int32_t value, size_t bytes)
   count(Counters::of(current_device()).host_syncs);
   memset(accessible(to), value, bytes);
   sleep_for(traits_of(to, nullptr, bytes));
-  return 0;
+  return check_memory_of_call("aclrtMemset");
 }
 EMU_API aclError aclrtMemcpyAsync(void *to, size_t room, const void *from, size_t bytes,
                                   aclrtMemcpyKind, aclrtStream stream) {

@@ -56,6 +56,7 @@ void count_collective(int device, size_t bytes) {
   count(Counters::of(device).collectives);
   count(Counters::of(device).collective_bytes, static_cast<long>(bytes));
 }
+void count_careless_destroy(int device) { count(Counters::of(device).careless_destroys); }
 void count_socket_bytes(int device, size_t bytes) {
   count(Counters::of(device).socket_bytes, static_cast<long>(bytes));
 }
@@ -91,6 +92,7 @@ EMU_API const char *emulator_counters(int device) {
       {"collectives", c.collectives},
       {"collective_bytes", c.collective_bytes},
       {"socket_bytes", c.socket_bytes},
+      {"careless_destroys", c.careless_destroys},
       {"host_syncs", c.host_syncs},
       {"ai_cpu", c.ai_cpu},
       {"ai_cpu_captured", c.ai_cpu_captured},

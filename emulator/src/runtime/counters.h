@@ -17,6 +17,7 @@ struct Counters {
   std::atomic<long> collectives{0};  // that have run, in replays too
   std::atomic<long> collective_bytes{0};  // that reached this rank by them
   std::atomic<long> socket_bytes{0};      // of other hosts' ranks that it has read
+  std::atomic<long> careless_destroys{0};  // of communicators that tasks or graphs still used
   std::atomic<long> host_syncs{0};   // calls in which the host waits for the device
   std::atomic<long> ai_cpu{0}, unaligned_views{0};  // launches that have run, in replays too
   std::atomic<long> ai_cpu_captured{0};             // tasks of graphs

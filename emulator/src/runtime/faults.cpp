@@ -1,11 +1,13 @@
 #include "runtime/faults.h"
 
+#include "runtime/bad_memory.h"
 #include "runtime/graph.h"
 #include "runtime/services.h"
 #include "runtime/timeline.h"
 
 #include <acl/error_codes/rt_error_codes.h>
 
+#include <algorithm>
 #include <chrono>
 #include <fstream>
 #include <iterator>
@@ -135,12 +137,27 @@ bool may_be_due(const char *name) {
 
 }  // namespace
 
-Task with_fault(const char *name, int device, Task body) {
+bool wants_operands(const char *name) { return may_turn_bad() && may_be_due(name); }
+
+// A page of one of the operator's tensors; of HCCL's own memory for what has none.
+static void turn_bad(const Fault &f, int device, const std::vector<uintptr_t> *operands) {
+  if (!operands || operands->empty())
+    return turn_library_memory_bad(device);
+  size_t last = operands->size() - 1;
+  turn_bad(device, (*operands)[std::min<size_t>(f.operand, last)] + f.offset);
+}
+
+Task with_fault(const char *name, int device, const LaunchTraits &traits, Task body) {
   if (!may_be_due(name))
     return body;
-  return [body = std::move(body), name, device] {
+  return [body = std::move(body), name, device, operands = traits.operands] {
     std::optional<Due> due = fault_of({name, device, false});
-    if (due && strike(due->fault, device_failed))
+    if (due && due->fault.kind == FaultKind::Uce) {
+      fprintf(stderr, "[emulator] injected fault in call %s of %s: memory turns bad\n",
+              due->which.c_str(), name);
+      turn_bad(due->fault, device, operands.get());
+      check_memory();
+    } else if (due && strike(due->fault, device_failed))
       throw TaskError(code_of(due->fault.kind).first, describe("call", *due, name));
     body();
   };

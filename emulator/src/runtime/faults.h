@@ -6,7 +6,7 @@
 namespace emu {
 
 // The body, wrapped if the fault is for an execution of `name`.
-Task with_fault(const char *name, int device, Task body);
+Task with_fault(const char *name, int device, const LaunchTraits &traits, Task body);
 
 // `name` is about to be recorded into a graph: an error if it shall fail.
 aclError fault_in_capture(const char *name, int device);

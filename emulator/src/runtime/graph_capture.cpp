@@ -56,7 +56,7 @@ aclError launch(aclrtStream handle, TaskKind kind, const char *name, Task body,
   Stream *s = stream_of(handle);
   // A fault may sleep, so it comes before the lock.
   aclError fault = s->captured() ? fault_in_capture(name, s->device) : 0;
-  body = counted(with_fault(name, s->device, std::move(body)), s->device, traits);
+  body = counted(watched(with_fault(name, s->device, traits, std::move(body))), s->device, traits);
   if (settings().timed)
     body = on_clock(kind, traits, std::move(body));
   {

@@ -20,6 +20,8 @@ EMU_SHARED uint32_t graph_of_capture(aclrtStream stream);
 // A collective has run on a device: eagerly, in a replay, or inside the kernel of an operator.
 // `bytes` have come from other ranks.
 EMU_SHARED void count_collective(int device, size_t bytes);
+// A communicator was destroyed that tasks or graphs still used.
+EMU_SHARED void count_careless_destroy(int device);
 // They came over sockets from ranks of other hosts, as often as they travelled.
 EMU_SHARED void count_socket_bytes(int device, size_t bytes);
 

@@ -95,11 +95,13 @@ const std::map<std::string, FaultSetter> &fault_setters() {
       {"kind",
        [](Fault &f, Text &v) {
          f.kind = FaultKind(
-             choice(v, {"fail", "stall", "die", "link", "remote", "retry", "memory", "ecc"}));
+             choice(v, {"fail", "stall", "die", "link", "remote", "retry", "memory", "ecc", "uce"}));
        }},
       {"when", [](Fault &f, Text &v) { f.in_capture = choice(v, {"execute", "capture"}); }},
       {"rank", [](Fault &f, Text &v) { f.rank = v.empty() ? -1 : number(v, 0, many); }},
       {"stall_s", [](Fault &f, Text &v) { f.stall_s = seconds(v); }},
+      {"operand", [](Fault &f, Text &v) { f.operand = number(v, 0, 1024); }},
+      {"offset", [](Fault &f, Text &v) { f.offset = number(v, 0, 1L << 40); }},
   };
   return table;
 }

@@ -17,8 +17,8 @@
 
 namespace emu {
 
-constexpr int64_t kSliceNs = 20000000;  // of a sleep, between two looks whether the device has stopped
-
+// Of a sleep: between two looks whether the device has stopped.
+constexpr int64_t kSliceNs = 20000000;
 
 std::atomic<bool> g_oversubscribed{false};
 void set_oversubscribed() { g_oversubscribed = true; }
