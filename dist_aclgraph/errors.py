@@ -32,8 +32,20 @@ from typing import Literal
 
 FailureCause = Literal["streams", "memory", "operator", "timeout"]  # of a device's refusal
 # What stopped a device: its work was aborted; a link; a peer, perhaps; HCCL's own retries; memory
-# that is suspect, that is faulty, or lost several bits at once; a kernel.
-DeviceFault = Literal["stopped", "link", "remote", "retry", "suspect", "uce", "ecc", "operator"]
+# that is suspect, that is faulty, or lost several bits at once; a kernel. Of faulty memory (uce) it
+# may be known that all of it is of the KV cache (uce_kv), or of any tensors (uce_tensor).
+DeviceFault = Literal[
+    "stopped",
+    "link",
+    "remote",
+    "retry",
+    "suspect",
+    "uce",
+    "uce_kv",
+    "uce_tensor",
+    "ecc",
+    "operator",
+]
 
 
 class DistAclGraphError(Exception):

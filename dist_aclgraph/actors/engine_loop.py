@@ -262,12 +262,14 @@ class EngineLoop:
     def _resume(self, error: DeviceFaultError) -> StepOutputs:
         """Have the group come back, if it can; return what was not handed out yet: nothing."""
         try:
-            epoch = self._resumption.run(error, self._scheduler.epoch, self.check)
+            comeback = self._resumption.run(error, self._scheduler.epoch, self.check)
         except DistAclGraphError as e:
             self.fail(str(e))
         else:
             self._flying.clear()
-            self._scheduler.rewind(epoch)
+            self._scheduler.rewind(comeback.epoch)
+            if not comeback.keeps_kv:
+                self._scheduler.lose_kv()
         return StepOutputs()
 
     def check(self) -> None:

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dist_aclgraph.actors.stream_ledger import StreamLedger
 from dist_aclgraph.config import Config
+from dist_aclgraph.device.bad_memory import MemoryRange, lies_in
 from dist_aclgraph.device.kind import DeviceKind
 from dist_aclgraph.environment import launch_blocking, visible_devices
+from dist_aclgraph.errors import DeviceError, DeviceFault
 from dist_aclgraph.kv.cache_spec import KVCacheSpec
 from dist_aclgraph.planning.budget import StreamOffer, max_piecewise_sizes
 from dist_aclgraph.planning.chip import Chip
@@ -28,6 +30,7 @@ from dist_aclgraph.planning.exchange import ExchangeRule
 from dist_aclgraph.planning.memory import RankMemory
 from dist_aclgraph.planning.modes import GraphSupport, normalise_mode
 from dist_aclgraph.planning.plan import CaptureCost
+from dist_aclgraph.planning.way_back import LOSES_KV
 from dist_aclgraph.shapes.model_facts import ModelFacts, read_model_facts
 from dist_aclgraph.shapes.model_spec import ModelSpec, read_model_spec
 from dist_aclgraph.topology import GroupRank, ParallelLayout, Ranks, WorldRank
@@ -303,14 +306,34 @@ class RunningRank:
         leave_lockstep_group()
         return self.loaded
 
-    def resume(self) -> None:
-        """Bring the device back from an abort; KV and graphs stay.
+    def locate(self, memory: Sequence[MemoryRange]) -> DeviceFault:
+        """Return what an error of such memory is, by what lies there; ``uce`` where none is told.
+
+        What torch's allocator does not have is a library's, or of nobody that is known.
+        """
+        caches = [
+            MemoryRange(t.data_ptr(), t.data_ptr() + t.nbytes) for t in self.runner.cache_tensors()
+        ]
+        if not memory or not lies_in(memory, self.joined.npu.tensor_memory()):
+            return "uce"
+        return "uce_kv" if lies_in(memory, caches) else "uce_tensor"
+
+    def resume(self, *, keeps_kv: bool = True) -> None:
+        """Bring the device back from an abort; graphs stay, and so does KV, unless nobody will read
+        it any more.
 
         Raises:
-            DeviceError: it does not come back.
+            DeviceError: it does not come back, or memory is faulty that holds what is needed.
         """
-        self.joined.npu.restart()
+        npu = self.joined.npu
+        if memory := npu.bad_memory():
+            fault = self.locate(memory)
+            if keeps_kv or fault not in LOSES_KV:
+                raise DeviceError(f"memory is faulty, and nobody has told of it ({fault})")
+        npu.restart()
         self.runner.forget_steps()
+        if not keeps_kv:
+            self.runner.clear_cache()
 
     def make_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache, of as many blocks as every other rank's."""

@@ -3,8 +3,9 @@
 All ranks abort what they run, from beside, as whoever launches may wait for the device. When the
 last one has, which is where they meet, each brings its device and its communicators back and says
 so. Weights, KV and graphs stay, and no request begins again: the engine decides the interrupted
-steps anew. Whatever goes wrong on the way ends the epoch of the group as a dead worker does, and so
-does a rank that takes too long.
+steps anew. Where KV was in faulty memory, requests are computed again from their first token.
+Whatever goes wrong on the way ends the epoch of the group as a dead worker does, and so does a rank
+that takes too long.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from dist_aclgraph.actors.step_channel import StepSender
 from dist_aclgraph.errors import DeviceFault, DeviceFaultError, WorkerLostError
@@ -27,6 +29,18 @@ StopDevices = Callable[[float, Callable[[], None]], Mapping[GroupRank, str]]
 MOMENT_S = 1.0  # what takes longer is told
 
 logger = logging.getLogger(__name__)
+
+
+class Comeback(NamedTuple):
+    """How a group came back.
+
+    Attributes:
+        epoch: its next one.
+        keeps_kv: whether the KV cache holds what was written to it.
+    """
+
+    epoch: int
+    keeps_kv: bool
 
 
 class Resumption:
@@ -69,8 +83,8 @@ class Resumption:
         if self._num_sound == SOUND_STEPS:
             self._in_a_row = 0
 
-    def run(self, error: DeviceFaultError, epoch: int, check: Callable[[], None]) -> int:
-        """Bring the group back; return its next epoch, in which workers know no rows.
+    def run(self, error: DeviceFaultError, epoch: int, check: Callable[[], None]) -> Comeback:
+        """Bring the group back, into its next epoch, in which workers know no rows.
 
         Args:
             error: what the first rank has reported.
@@ -85,7 +99,9 @@ class Resumption:
         finally:
             self._begun = None
 
-    def _come_back(self, error: DeviceFaultError, epoch: int, check: Callable[[], None]) -> int:
+    def _come_back(
+        self, error: DeviceFaultError, epoch: int, check: Callable[[], None]
+    ) -> Comeback:
         begin_s = time.monotonic()
         faults = {GroupRank(self._world_ranks.index(WorldRank(error.rank))): error.fault}
         may_resume = self._timeout_s > 0
@@ -99,21 +115,24 @@ class Resumption:
 
         silent = self._stop(self._timeout_s, check)
         known = Failure(faults, frozenset(silent), self._in_a_row, may_resume)
-        if way_back(known) == "REBUILD":
+        way = way_back(known)
+        if way == "REBUILD":
             raise self._failed(error, silent)
-        self._channel.send(Resume(epoch, epoch + 1))
+        keeps_kv = way == "RESUME"
+        self._channel.send(Resume(epoch, epoch + 1, keeps_kv))
         if silent := self._channel.receive_resumed(epoch + 1, left_s(), check):
             raise self._failed(error, silent)
         self._in_a_row += 1
         self._num_sound = 0
         self.counts[error.fault] += 1
         logger.warning(
-            "the group came back within %.2f s, in epoch %d: %s",
+            "the group came back within %.2f s, in epoch %d, %s its KV: %s",
             time.monotonic() - begin_s,
             epoch + 1,
+            "with" if keeps_kv else "without",
             error,
         )
-        return epoch + 1
+        return Comeback(epoch + 1, keeps_kv)
 
     def _failed(self, error: DeviceFaultError, reasons: Mapping[GroupRank, str]) -> WorkerLostError:
         rank, reason = min(reasons.items())

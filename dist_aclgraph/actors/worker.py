@@ -23,6 +23,7 @@ from dist_aclgraph.actors.rank_stages import JoinedRank, LoadedRank, RunningRank
 from dist_aclgraph.actors.step_channel import ChannelAddress, StepReceiver
 from dist_aclgraph.config import Config
 from dist_aclgraph.device import emulator
+from dist_aclgraph.device.bad_memory import MemoryRange, touches
 from dist_aclgraph.device.kind import DeviceKind, resolve_kind
 from dist_aclgraph.environment import prepare_network, visible_devices
 from dist_aclgraph.errors import (
@@ -37,7 +38,7 @@ from dist_aclgraph.planning.budget import StreamOffer
 from dist_aclgraph.planning.commands import GraphAnswer, GraphCommand
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.plan import CaptureCost, GraphPlan
-from dist_aclgraph.planning.way_back import KEEPS_WEIGHTS
+from dist_aclgraph.planning.way_back import MAY_SURVIVE
 from dist_aclgraph.shapes.weight_files import weight_files
 from dist_aclgraph.steps.step import Pause, Resume, Resumed, StepPlan, StepResult
 from dist_aclgraph.topology import NO_RANK, GroupRank, WorldRank
@@ -76,7 +77,8 @@ class Worker:
         self._doing = ""
         self._is_told_to_stop = False  # so that steps fail, in whatever way
         self._leaving = threading.Lock()
-        self._is_sound = True  # what its device's memory holds, but for KV
+        self._is_sound = True  # what its device's memory holds, but for KV and for
+        self._bad_memory: set[MemoryRange] = set()  # of tensors, what was faulty
         self._plan = NO_PLAN
         self._meeting: socket.socket | None = None
         self._stage: JoinedRank | LoadedRank | RunningRank | None = None
@@ -208,8 +210,9 @@ class Worker:
         else:
             prepare_network(self._config.device)
         meeting, self._meeting = self._meeting, None
-        if isinstance(self._stage, LoadedRank):
-            joined = self._stage.joined
+        if isinstance(self._stage, JoinedRank | LoadedRank):
+            joined = self._joined
+            assert joined is not None
             assert (joined.rank, joined.group_rank) == (rank, group_rank), "weights are a rank's"
             self._stage = self._stage.join_again(rendezvous, meeting)
             return joined.npu.description
@@ -231,7 +234,8 @@ class Worker:
     def leave(self, epoch: int) -> None:
         """Leave the lockstep group, which is lost; device and weights stay, for the next one.
 
-        Called when the device has been stopped; waits until the step loop is over.
+        Weights go, too, where memory was faulty that cannot be given back without them. Called when
+        the device has been stopped; waits until the step loop is over.
 
         Args:
             epoch: of the next group.
@@ -239,17 +243,41 @@ class Worker:
         Raises:
             DeviceError: the device does not come back, or nobody knows what its memory holds.
         """
-        if not self._is_sound:
+        if not self._is_sound or not self._knows_bad_memory():
             raise DeviceError(f"rank {self._rank} cannot trust its memory any more")
         self._lease.give_back()
         self._lease = Lease(self._config.timeouts.link_s)
         with self._leaving:  # whoever wants the device stopped, too, wants it before or never
             self._stage = self._running.leave()
         gc.unfreeze()
-        gc.collect()
-        self._stage.joined.npu.give_back()
+        self._give_back()
+        if self._is_bad_memory_held():
+            self._stage = self._stage.joined  # weights lie there, or beside it
+            self._give_back()
+            if self._is_bad_memory_held():
+                raise DeviceError(f"rank {self._rank} cannot give back memory that was faulty")
+        self._bad_memory.clear()
         self._epoch, self._plan, self._last_step = epoch, NO_PLAN, -1
         self._is_told_to_stop = False
+
+    def _knows_bad_memory(self) -> bool:
+        """Take note of all faulty memory; return whether it was of tensors, if there is any."""
+        memory = self._running.joined.npu.bad_memory()
+        self._bad_memory.update(memory)
+        return not memory or self._running.locate(memory) != "uce"
+
+    def _is_bad_memory_held(self) -> bool:
+        """Return whether memory that was faulty is still for tensors, now or to come."""
+        if not self._bad_memory:
+            return False
+        assert self._joined is not None
+        return touches(tuple(self._bad_memory), self._joined.npu.tensor_memory())
+
+    def _give_back(self) -> None:
+        """Give memory back to the device that nothing refers to."""
+        gc.collect()
+        assert self._joined is not None
+        self._joined.npu.give_back()
 
     def _note_progress(self, done: int, total: int) -> None:
         self._progress = (done, total)
@@ -409,20 +437,32 @@ class Worker:
 
     def _note_fault(self, fault: DeviceFault | None) -> None:
         """Remember whether weights are still what was loaded."""
-        self._is_sound = self._is_sound and fault in KEEPS_WEIGHTS
+        self._is_sound = self._is_sound and fault in MAY_SURVIVE
 
     def _fault_of(self, error: Exception) -> DeviceFault | None:
         """Return what stopped the device, where that is known."""
         npu = self._running.joined.npu
         fault = npu.fault_of(error) if isinstance(error, DeviceError) else None
+        if fault == "uce":
+            return self._locate_bad_memory()
         return "stopped" if fault is None and self._is_told_to_stop else fault
+
+    def _locate_bad_memory(self) -> DeviceFault:
+        """Return what an error of memory is, by what lies there."""
+        try:
+            memory = self._running.joined.npu.bad_memory()
+        except DeviceError:
+            return "uce"
+        self._bad_memory.update(memory)
+        return self._running.locate(memory)
 
     def _resume(self, order: Resume) -> Resumed:
         """Bring the device back, and follow the group into its next epoch."""
         rank = self._running
         self._doing, error = "coming back", ""
         try:
-            rank.resume()
+            rank.resume(keeps_kv=order.keeps_kv)
+            self._bad_memory.clear()
             self._epoch, self._is_told_to_stop = order.next_epoch, False
         except DistAclGraphError as e:
             error = str(e)

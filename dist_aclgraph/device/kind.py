@@ -59,6 +59,8 @@ def emulator_settings(config: DeviceConfig, rank: int) -> dict[str, str | int | 
                 f"{prefix}_call": fault.call,
                 f"{prefix}_kind": fault.kind,
                 f"{prefix}_stall_s": str(fault.stall_s),
+                f"{prefix}_operand": fault.operand,
+                f"{prefix}_offset": fault.offset,
             }
     if file := emulated.fault.file or emulated.second_fault.file:
         settings["fault_file"] = file

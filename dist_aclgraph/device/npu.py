@@ -23,6 +23,7 @@ import torch
 
 from dist_aclgraph.config import DeviceConfig
 from dist_aclgraph.device import emulator
+from dist_aclgraph.device.bad_memory import BadMemory, MemoryRange
 from dist_aclgraph.device.failures import device_error, device_fault, fault_of_code
 from dist_aclgraph.device.kind import DeviceKind, emulator_settings, resolve_kind
 from dist_aclgraph.device.launch_gate import LaunchGate
@@ -76,6 +77,7 @@ class Npu:
         runtime().set_device(0)
         self._staging = Staging(runtime().current_stream(), runtime().Event, self.waiting)
         self._acl = ctypes.CDLL("libascendcl.so")
+        self._bad_memory = BadMemory(self._acl, kind)
 
     @property
     def name(self) -> str:
@@ -168,6 +170,17 @@ class Npu:
         code = self._acl.aclrtGetLastError(THREAD_LEVEL)
         return device_fault(error) or fault_of_code(code)
 
+    def bad_memory(self) -> tuple[MemoryRange, ...]:
+        """Return memory that is faulty and was not repaired; as ``BadMemory.ranges``."""
+        return self._bad_memory.ranges()
+
+    def tensor_memory(self) -> list[MemoryRange]:
+        """Return what torch's allocator has of the device, for tensors that are and that come."""
+        return [
+            MemoryRange(segment["address"], segment["address"] + segment["total_size"])
+            for segment in runtime().memory_snapshot()
+        ]
+
     def stop(self, timeout_s: float) -> None:
         """Abort all that the device runs and holds queued; whoever waits for it gets an error.
 
@@ -195,7 +208,8 @@ class Npu:
         """Have the device work again that has been stopped.
 
         Memory, handles of streams and events, and graphs are as they were. What a task that was
-        aborted has written is garbage; so is what events of graphs say.
+        aborted has written is garbage; so is what events of graphs say, and what memory holds that
+        was faulty: it is repaired.
 
         Args:
             resumes_groups: whether communicators work again, for which all their ranks must have
@@ -206,6 +220,7 @@ class Npu:
         """
         with translated("restarting the device"):
             runtime().restart_device(0)
+            self._bad_memory.repair()
             if resumes_groups:  # all communicators of the process, whatever the group
                 torch_npu().distributed.reinit_process_group(None, False)
         self._acl.aclrtGetLastError(THREAD_LEVEL)

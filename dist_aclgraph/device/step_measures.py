@@ -9,6 +9,21 @@ from typing import Any
 from dist_aclgraph.device import emulator
 from dist_aclgraph.device.npu import runtime
 
+# What a worker's host does in a step, in order: it brings rows up to date; makes inputs, and sends
+# them; pads lengths; runs eagerly, or queues a graph's replay and its updates; samples; waits for a
+# result and reads it.
+WORKER_STAGES = (
+    "rows",
+    "inputs",
+    "upload",
+    "lengths",
+    "forward",
+    "replay",
+    "update",
+    "sample",
+    "read",
+)
+
 
 @dataclass
 class Stopwatch:

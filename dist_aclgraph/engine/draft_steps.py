@@ -65,6 +65,10 @@ class DraftSteps:
         self._cache = self._module.make_cache(num_blocks, self._block_size, dtype)
 
     @property
+    def cache(self) -> Cache:
+        return self._cache
+
+    @property
     def tokens(self) -> TokenTable:
         """The latest of them are drafts and last tokens of all rows."""
         return self._drafter.tokens

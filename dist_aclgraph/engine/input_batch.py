@@ -1,5 +1,8 @@
 """The running batch as a worker keeps it: rows brought up to date by a step's differences.
 
+A decode step behind a decode step of the same requests is made by counting on (``_go_on``): what
+does not change stays the same array.
+
 Host memory only. What a step in flight samples is not here yet: the step behind it names these
 tokens by reference, and the device fills them in. Every rank of a tensor parallel group holds the
 same rows, because every rank receives the same plan.
@@ -21,6 +24,9 @@ from dist_aclgraph.steps.host_step import NO_INTS, NO_RECORDS, NO_STEP, HostStep
 from dist_aclgraph.steps.prompt_share import share_prompts
 from dist_aclgraph.steps.references import References, first_reference
 from dist_aclgraph.steps.step import RankBatch
+
+# Between the records of two decode steps of the same requests: one more token is computed.
+ONE_FURTHER = np.array([0, 1, 0, 0], np.int32)
 
 
 class ComingTokens(NamedTuple):
@@ -54,8 +60,16 @@ class InputBatch:
         # One row is spare on the device.
         self.references = References(first_reference(vocab_size), num_drafts, max_rows + 1)
         self._num_drafts = num_drafts
-        # By row, which sample of the last step is its own.
+        # By row, which sample of the last step is its own; and the array of rows it was made of.
         self._sample_of: IntArray = np.zeros(max_rows, dtype=np.int32)
+        self._sampled_rows = NO_INTS
+        # References to samples of the last step, and the array of rows that they are of.
+        self._names = self._named_rows = NO_INTS
+        # The last step and its records, if the next one may go on from it; and how many steps do so
+        # before a request needs another block.
+        self._last: HostStep | None = None
+        self._records = NO_RECORDS
+        self._num_left = 0
         block_size = place.shards.tokens_per_block
         # One token more than the context: the last one sampled is never computed.
         self.token_ids: IntArray = np.zeros((max_rows, max_len + 1), dtype=np.int32)
@@ -71,6 +85,8 @@ class InputBatch:
 
     def apply(self, batch: RankBatch) -> None:
         """Bring the rows up to date."""
+        if batch.started:
+            self._last = None
         for start in batch.started:
             row = start.row
             tokens, blocks = unpack_ints(start.token_ids), unpack_ints(start.block_ids)
@@ -82,6 +98,7 @@ class InputBatch:
         if batch.blocks:
             rows, indices, ids = unpack_ints(batch.blocks, 3).T
             self.block_table[rows, indices] = ids
+            self._num_left = 0
         if batch.appended:
             self._append(*unpack_ints(batch.appended, 2).T)
 
@@ -105,8 +122,12 @@ class InputBatch:
             moves: whether requests whose tokens are not here yet begin behind drafts of which
                 the device alone knows how many have passed.
         """
+        last, self._last = self._last, None
         if not len(records):
             return self._idle
+        if last is not None and np.array_equal(records, self._records + ONE_FURTHER):
+            self._last, self._records = self._go_on(last), records
+            return self._last
         rows, computed, scheduled, num_logits = records.T
         kv_lens = computed + scheduled
         query_ends = np.cumsum(scheduled, dtype=np.int32)
@@ -118,6 +139,7 @@ class InputBatch:
             positions = np.arange(query_ends[-1], dtype=np.int32) + starts
         place, k = self._place, self._num_drafts
         slots = place.shards.slots_of(place.shard, self.block_table, token_rows, positions)
+        block_table = self._table_of(rows, kv_lens)
         sampled = np.flatnonzero(num_logits)
         if k == 0:
             token_ids = self._tokens(token_rows, positions)
@@ -129,7 +151,6 @@ class InputBatch:
             if moves:
                 drafts = drafts.moved(self.in_flight(records)[sampled])
             places = drafts.places.ravel()
-        width = table_width(int(kv_lens.max()), place.shards.tokens_per_block, k)
         step = HostStep(
             rows=rows,
             token_ids=token_ids,
@@ -137,18 +158,65 @@ class InputBatch:
             slots=slots,
             query_ends=query_ends,
             kv_lens=kv_lens,
-            block_table=self.block_table[rows, :width],
+            block_table=block_table,
             sampled=sampled,
+            sampled_rows=rows[sampled],
             num_logits=num_logits[sampled],
             places=places,
             next_tokens=next_tokens,
             drafts=drafts,
         )
+        if k == 0 and place.num_prompt_ranks == 1 and step.num_tokens == len(rows) == len(sampled):
+            self._last, self._records = step, records
+            self._num_left = self._steps_left(positions)
         return share_prompts(step, place.num_prompt_ranks, place.prompt_rank)
+
+    def _go_on(self, last: HostStep) -> HostStep:
+        """Return the decode step behind ``last``: the same requests, each one token further."""
+        rows, positions, kv_lens = last.rows, last.positions + 1, last.kv_lens + 1
+        if self._num_left:
+            self._num_left -= 1
+            slots, block_table = last.slots + 1, last.block_table
+        else:
+            place = self._place
+            slots = place.shards.slots_of(place.shard, self.block_table, rows, positions)
+            block_table = self._table_of(rows, kv_lens)
+            self._num_left = self._steps_left(positions)
+        return HostStep(
+            rows=rows,
+            token_ids=self._tokens(rows, positions),
+            positions=positions,
+            slots=slots,
+            query_ends=last.query_ends,
+            kv_lens=kv_lens,
+            block_table=block_table,
+            sampled=last.sampled,
+            sampled_rows=last.sampled_rows,
+            num_logits=last.num_logits,
+            places=last.places,
+            next_tokens=last.next_tokens,
+            drafts=None,
+        )
+
+    def _table_of(self, rows: IntArray, kv_lens: IntArray) -> IntArray:
+        """Return the block table of requests, as wide as the longest needs."""
+        per_block = self._place.shards.tokens_per_block
+        width = table_width(int(kv_lens.max()), per_block, self._num_drafts)
+        table: IntArray = self.block_table[rows, :width]
+        return table
+
+    def _steps_left(self, positions: IntArray) -> int:
+        """Return how many steps can follow before a request enters another block."""
+        if self._place.is_sharded:  # the next token is another shard's, or elsewhere on this one
+            return 0
+        per_block = self._place.shards.tokens_per_block
+        return per_block - 1 - int((positions % per_block).max())
 
     def note_samples(self, step: HostStep) -> None:
         """Remember where the step samples: the next one may need its tokens by reference."""
-        self._sample_of[step.sampled_rows] = np.arange(step.num_samples, dtype=np.int32)
+        if step.sampled_rows is not self._sampled_rows:
+            self._sample_of[step.sampled_rows] = np.arange(step.num_samples, dtype=np.int32)
+            self._sampled_rows, self._named_rows = step.sampled_rows, NO_INTS
 
     def in_flight(self, records: IntArray) -> npt.NDArray[np.bool_]:
         """[num_reqs], whose last tokens are not here yet.
@@ -179,11 +247,14 @@ class InputBatch:
 
     def _tokens(self, rows: IntArray, positions: IntArray) -> IntArray:
         """Return the tokens at positions, without drafts."""
-        token_ids = self.token_ids[rows, positions]
         is_here = positions < self.num_tokens[rows]
         if is_here.all():
-            return token_ids
-        return np.where(is_here, token_ids, self.references.sample(self._sample_of[rows]))
+            return self.token_ids[rows, positions]
+        if rows is not self._named_rows:
+            self._names, self._named_rows = self.references.sample(self._sample_of[rows]), rows
+        if not is_here.any():
+            return self._names
+        return np.where(is_here, self.token_ids[rows, positions], self._names)
 
     def _tokens_and_next(
         self, rows: IntArray, positions: IntArray, begins: IntArray

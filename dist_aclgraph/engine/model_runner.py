@@ -206,6 +206,22 @@ class ModelRunner:
         if self._drafts is not None:
             self._drafts.make_cache(num_blocks, self._dtype)
 
+    def cache_tensors(self) -> list[Tensor]:
+        """Return all that holds KV, of drafts too."""
+        caches = [*self._caches, *([] if self._drafts is None else [self._drafts.cache])]
+        return [tensor for cache in caches for tensor in cache.tensors]
+
+    def clear_cache(self) -> None:
+        """Forget all KV, and what else its memory may hold, as NaN that would spread.
+
+        Raises:
+            DeviceError: the device failed.
+        """
+        with translated("clearing the KV cache"):
+            for tensor in self.cache_tensors():
+                tensor.zero_()
+        self._npu.synchronize()
+
     @property
     def _samples(self) -> bool:
         """Whether this rank samples: drafts and the next step go on from it on every rank, else one
@@ -289,7 +305,8 @@ class ModelRunner:
         self._replays.forget()
         batch = plan.batches[dp_rank]
         self._batch.apply(batch)
-        records = unpack_ints(batch.scheduled, 4).copy()
+        watch.lap("rows")
+        records = unpack_ints(batch.scheduled, 4)
 
         ended: deque[tuple[_Flight, HostOutput]] = deque()  # to be reported
 
@@ -313,7 +330,9 @@ class ModelRunner:
 
         with translated(f"step {plan.step}"), torch.inference_mode():
             if self._drafts is not None and (plan.graph is None or plan.graph.mode != "FULL"):
-                records[:, 1] += land()
+                begins = land()
+                records = records.copy()
+                records[:, 1] += begins
             inputs = self._batch.step_inputs(records, moves=bool(self._flights))
             if self._samples:
                 self._output.count_tokens(batch, inputs, self._tokens_at)
@@ -369,7 +388,7 @@ class ModelRunner:
         """Return what the engine is told of a step that has ended."""
         plan = flight.plan
         self._replays.book_wait(flight.span)
-        self._watch.lap_of(flight.stages, "sample")
+        self._watch.lap_of(flight.stages, "read")
         num_unplaced, self._num_unplaced = self._num_unplaced, read.num_unplaced
         result = StepResult(
             plan.epoch,
@@ -402,6 +421,7 @@ class ModelRunner:
         self._num_passed[:] = 0
         self._replays.forget()
         self._buffers.forget()
+        self._output.forget()
         with translated("bringing the device back"):
             self._graphs.forget(runtime().current_stream())
             # Those of aborted steps, too: what counts is what later ones add.
@@ -442,7 +462,9 @@ class ModelRunner:
                 f"the plan asks for {plan.graph} with exchange {plan.exchange}; it was captured "
                 f"with {self._choose_exchange(plan.graph.num_tokens)}"
             )
+        self._watch.lap("inputs")
         self._buffers.write(plan.graph, inputs)
+        self._watch.lap("upload")
         if isinstance(captured, CapturedPieces):
             return self._run_mixed(plan, rank, inputs, captured, partial(answer, "forward"))
         decoder, *drafts = captured
@@ -461,7 +483,7 @@ class ModelRunner:
             self._replays.update(graph, between)
         self._replays.end()
         if not drafts:
-            self._replays.guess_next(inputs, np.ones(len(inputs.rows), np.int32))
+            self._replays.guess_next(inputs, 1)
         return flight
 
     def _sample_whole(

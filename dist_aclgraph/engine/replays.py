@@ -54,7 +54,7 @@ class Replays:
         """A step of these graphs begins; return what ``book_wait`` takes when it has run."""
         lens = self._graph_lens.pad(graphs[0].descriptor, inputs.query_ends, inputs.kv_lens)
         self._step = graphs, lens
-        self._watch.lap("inputs")
+        self._watch.lap("lengths")
         if self._update_wait is not None:
             self._span = self._update_wait.begin(self._main_stream)
             self._num_behind = 0
@@ -103,12 +103,12 @@ class Replays:
         """Nothing is known of the next step."""
         self._step = self._ahead = None
 
-    def guess_next(self, inputs: HostStep, counts: IntArray) -> None:
+    def guess_next(self, inputs: HostStep, counts: IntArray | int) -> None:
         """Note what the step after the last one will want if all its requests go on.
 
         Args:
             inputs: of the last step.
-            counts: [num_reqs], how many tokens each grew by.
+            counts: [num_reqs], how many tokens each grew by; or all.
         """
         if self._step is None or not self._sends_ahead or not len(inputs.rows):
             return

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
@@ -31,63 +27,39 @@ COLUMNS = np.dtype(
 )
 
 
-@dataclass(frozen=True)
-class SamplingPlaces:
-    """Places that are sampled in another way than by the most probable token.
-
-    Attributes:
-        table: of all rows.
-        rows: [n], row of each place.
-        positions: [n], of the tokens that are sampled: drafts before them count.
-        settings: [n] records of COLUMNS.
-    """
-
-    table: SamplingTable
-    rows: IntArray
-    positions: IntArray
-    settings: npt.NDArray[np.void]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, name: str) -> npt.NDArray[Any]:
-        """Return one of COLUMNS, [n], apart from the others."""
-        return self.settings[name].copy()
-
-    def suppressed(self) -> Iterator[tuple[int, int]]:
-        """Yield index and token of each end token that comes too early."""
-        num_output_tokens = self.positions - self["num_prompt_tokens"]
-        for index in np.flatnonzero(num_output_tokens < self["min_tokens"]).tolist():
-            for token in self.table.suppressed[int(self.rows[index])]:
-                yield index, token
-
-
 class SamplingTable:
     """Owns the sampling parameters of all rows.
 
     Attributes:
         is_plain: [max_rows], whether a row wants the most probable token and nothing else.
         may_draft: [max_rows], whether drafts of a row may pass: penalties depend on them.
+        is_all_plain, all_may_draft: whether that is so of every row.
         suppressed: by row, tokens that must not come before ``min_tokens``.
+        version: how often a row has got parameters: as long as it is the same, all rows have those
+            that they had.
     """
 
     def __init__(self, max_rows: int) -> None:
         self._settings = np.zeros(max_rows, COLUMNS)
         self.is_plain = np.ones(max_rows, bool)
         self.may_draft = np.ones(max_rows, bool)
+        self.is_all_plain = self.all_may_draft = True
         self.suppressed: dict[int, tuple[int, ...]] = {}
+        self.version = 0
 
     def set(self, row: int, sampling: RowSampling) -> None:
         """Give a row its parameters."""
+        self.version += 1
         self._settings[row] = tuple(getattr(sampling, name) for name in COLUMNS.names or ())
         self.is_plain[row] = sampling.is_plain
         self.may_draft[row] = not sampling.has_penalties
+        self.is_all_plain, self.all_may_draft = (
+            bool(self.is_plain.all()),
+            bool(self.may_draft.all()),
+        )
         self.suppressed[row] = sampling.suppressed
 
-    def places(self, rows: IntArray, positions: IntArray) -> SamplingPlaces:
-        """Return what a step samples.
-
-        Args:
-            rows, positions: [n], see ``SamplingPlaces``.
-        """
-        return SamplingPlaces(self, rows, positions, self._settings[rows])
+    def settings(self, rows: IntArray) -> npt.NDArray[np.void]:
+        """Return the parameters of rows, [n] records of COLUMNS."""
+        settings: npt.NDArray[np.void] = self._settings[rows]
+        return settings

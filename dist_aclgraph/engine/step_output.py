@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,7 +19,7 @@ from dist_aclgraph.engine.sampler import (
     choose_tokens,
     queue_logprobs,
 )
-from dist_aclgraph.engine.sampling_table import SamplingPlaces
+from dist_aclgraph.engine.sampling_places import KnownPlaces, StepPlaces
 from dist_aclgraph.engine.token_counts import TokenCounts
 from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.steps.host_step import HostStep
@@ -38,12 +37,10 @@ class SpecialPlaces:
     """Places that want something else than the most probable token, and what they got.
 
     Attributes:
-        indices: [n], among all places of the step.
         logits: [n, vocab]; chosen: [n] int32.
     """
 
-    indices: npt.NDArray[np.intp]
-    places: SamplingPlaces
+    known: StepPlaces
     logits: Tensor
     chosen: Tensor
 
@@ -101,7 +98,7 @@ class ComingOutput:
 
 
 class StepOutput:
-    """Owns the pinned memory that results are copied to, and the counts that penalties need.
+    """Owns the pinned memory that results are copied to, and what sampling has on the device.
 
     Args:
         steps_in_flight: whose results may be on their way together.
@@ -127,6 +124,7 @@ class StepOutput:
         self._counted: IntArray = np.zeros(max_samples, np.int32)  # by row, how many tokens are
         self._counts = TokenCounts(max_samples, vocab_size, npu.device, npu.upload)
         self._noise = RaceNoise(vocab_size, npu.upload)
+        self._known = KnownPlaces(batch.sampling, self._num_places, vocab_size, npu.upload)
 
     def count_tokens(self, batch: RankBatch, step: HostStep, token_ids: TokensAt) -> None:
         """Take in the tokens that a step's rows began with, or got since the last one.
@@ -141,7 +139,7 @@ class StepOutput:
                 tokens = unpack_ints(start.token_ids)
                 self._counts.begin(start.row, tokens, start.sampling.num_prompt_tokens)
                 self._counted[start.row] = len(tokens)
-        if rows.sampling.may_draft.all():
+        if rows.sampling.all_may_draft:
             return
         penalised = np.flatnonzero(~rows.sampling.may_draft).astype(np.int32)
         # One for each row at a time: one of a row may be there twice.
@@ -162,24 +160,23 @@ class StepOutput:
             logits: [num_samples * (k + 1), vocab].
             tokens: [num_samples * (k + 1)] int32, the most probable ones.
         """
-        batch, sampled_rows = self._batch, inputs.sampled_rows
-        is_plain = batch.sampling.is_plain[sampled_rows]
-        if is_plain.all():
+        known = self._known.find(inputs.sampled_rows)
+        if known is None:
             return None
-        indices = np.flatnonzero(np.repeat(~is_plain, self._num_places))
-        samples, drafts = np.divmod(indices, self._num_places)
-        rows = sampled_rows[samples]
-        # What repeats a request's last place is sampled like it.
-        num_logits = inputs.num_logits[samples]
-        first = inputs.kv_lens[inputs.sampled][samples] - num_logits + 1
-        positions = (first + np.minimum(drafts, num_logits - 1)).astype(np.int32)
-        places = batch.sampling.places(rows, positions)
-        where = self._npu.upload(indices.astype(np.int32))
-        if len(indices) < len(logits):
-            logits = logits.index_select(0, where)
-        chosen = choose_tokens(logits, places, self._counts, self._noise, self._npu.upload)
-        tokens.index_copy_(0, where.long(), chosen)
-        return SpecialPlaces(indices, places, logits, chosen)
+        places, is_all = known.places, len(known.indices) == len(tokens)
+        if not is_all:
+            logits = logits.index_select(0, known.where)
+        upload, positions = self._npu.upload, known.positions(inputs)
+        chosen = choose_tokens(logits, places, positions, self._counts, self._noise, upload)
+        if is_all:
+            tokens.copy_(chosen)
+        else:
+            tokens.index_copy_(0, known.where, chosen)
+        return SpecialPlaces(known, logits, chosen)
+
+    def forget(self) -> None:
+        """The device's work was aborted: what was sent may not be there."""
+        self._known.forget()
 
     def queue(
         self,
@@ -206,10 +203,9 @@ class StepOutput:
         if tally is not None:
             landing.tally.copy_(tally, non_blocking=True)
         logprobs = None
-        if special is not None:
-            logprobs = queue_logprobs(
-                special.logits, special.chosen, special.places, self._npu, landing.logprobs
-            )
+        asked = None if special is None else special.known.places.logprobs
+        if special is not None and asked is not None:
+            logprobs = queue_logprobs(special.logits, special.chosen, asked, landing.logprobs)
         landing.ready.record(self._stream)
         return ComingOutput(landing, num_samples, accepted is not None, special, logprobs)
 
@@ -251,6 +247,6 @@ class StepOutput:
             return ()
         by_place: list[RowLogprobs | None] = [None] * (len(counts) * self._num_places)
         for index, report in logprobs.read().items():
-            by_place[special.indices[index]] = report
+            by_place[special.known.indices[index]] = report
         kept = np.arange(self._num_places) < counts[:, None]
         return tuple(by_place[index] for index in np.flatnonzero(kept))

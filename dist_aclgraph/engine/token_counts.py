@@ -6,18 +6,33 @@ A step adds its new tokens, so that its work does not grow with what a request h
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dist_aclgraph.engine.sampling_table import SamplingPlaces
 from dist_aclgraph.ints import IntArray
-from dist_aclgraph.packing import stack_rows
 
 IN_PROMPT = 1 << 30  # added to the count of a token that the prompt has
 
 ToDevice = Callable[[np.ndarray], Tensor]
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """What is penalised, and how: of places that want it, on the device.
+
+    Attributes:
+        rows: [m] int64; where: [m] int64, indices of the places.
+        repetition, frequency, presence: [m, 1] float32.
+    """
+
+    rows: Tensor
+    where: Tensor
+    repetition: Tensor
+    frequency: Tensor
+    presence: Tensor
 
 
 class TokenCounts:
@@ -56,27 +71,20 @@ class TokenCounts:
         where = (begins + token_ids).long()
         flat.index_copy_(0, where, flat.index_select(0, where) + 1)
 
-    def penalise(self, logits: Tensor, places: SamplingPlaces) -> Tensor:
+    def penalise(self, logits: Tensor, penalties: Penalties) -> Tensor:
         """Return [n, vocab] logits with repetition, frequency and presence penalties.
 
         Repetition counts prompt and output, the other two the output alone (as vLLM and the OpenAI
         API define them).
         """
-        penalised = np.flatnonzero(places["has_penalties"])
-        if not len(penalised):
-            return logits
-        counts = self._counts.index_select(0, self._upload(places.rows[penalised]))
-        names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-        numbers = self._to_device(stack_rows([places[name][penalised] for name in names]))
-        columns = numbers[:, : len(penalised)].unsqueeze(-1)
-        repetition, frequency, presence = columns.unbind(0)
-        where = self._upload(penalised)
-        values = logits.index_select(0, where)
+        counts = self._counts.index_select(0, penalties.rows)
+        values = logits.index_select(0, penalties.where)
+        repetition = penalties.repetition
         repeated = torch.where(values > 0, values / repetition, values * repetition)
         values = torch.where(counts > 0, repeated, values)
         in_output = torch.where(counts >= IN_PROMPT, counts - IN_PROMPT, counts)
-        values = values - frequency * in_output - presence * (in_output > 0)
-        return logits.index_copy(0, where, values)
+        values = values - penalties.frequency * in_output - penalties.presence * (in_output > 0)
+        return logits.index_copy(0, penalties.where, values)
 
     def _upload(self, indices: np.ndarray) -> Tensor:
         return self._to_device(indices.astype(np.int64))

@@ -2,9 +2,10 @@
 
 A graph's integers lie at the front of one buffer, each array on an aligned place: tokens,
 positions, slots, last tokens. So a step sends them in one copy, and the block table in one more
-when it changed. Where all tokens are sampled, rows and slots of drafts lie in place of the
-last tokens. Padding: token 0, position 0, slot -1 (written nowhere), last token 0, the spare row,
-no draft accepted, and block 0, the dummy block that no request owns.
+when it changed; what pinned memory has already is not written again. Where all tokens are sampled,
+rows and slots of drafts lie in place of the last tokens. Padding: token 0, position 0, slot -1
+(written nowhere), last token 0, the spare row, no draft accepted, and block 0, the dummy block that
+no request owns.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from dist_aclgraph.planning.buckets import BufferSizes
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.steps.draft_places import DraftPlaces
 from dist_aclgraph.steps.host_step import NO_INTS, NO_STEP, HostStep
+
+PADDING = (0, 0, PADDING_SLOT, 0)  # of tokens, positions, slots and places
+NOTHING_HELD = (None,) * len(PADDING)
 
 
 class StepBuffers:
@@ -86,10 +90,11 @@ class StepBuffers:
         tensors = (self._inputs, self._block_table, self.logits, self.sampled)
         self.addresses = tuple(tensor.data_ptr() for tensor in tensors)
         self._views: dict[BatchDescriptor, DeviceStep] = {}
-        self._ways: dict[BatchDescriptor, _Way] = {}
+        self._layouts: dict[BatchDescriptor, _Layout] = {}
         self._twins = [_Twins(npu, size, (max_reqs, max_blocks)) for _ in range(steps_in_flight)]
         self.num_written = 0
         self._table: IntArray = np.zeros((max_reqs, max_blocks), np.int32)  # as the device has it
+        self._latest_table: IntArray | None = None  # a step's, if ``_table`` holds the same
         self._written_rows = 0
         self._stream = runtime().current_stream()
 
@@ -98,24 +103,29 @@ class StepBuffers:
 
         Its places are of no use where all tokens are sampled.
         """
+        assert len(step.token_ids) <= graph.num_tokens, "a step must fit into its graph"
         index = self.num_written % len(self._twins)
         twins = self._twins[index]
         twins.wait()
         self.num_written += 1
         twins.number = self.num_written
-        if graph not in self._ways:
-            self._ways[graph] = self._make_way(graph)
-        way = self._ways[graph]
-        token_ids, positions, slots, *rest = way.arrays[index]
-        _fill(token_ids, step.token_ids, 0)
-        _fill(positions, step.positions, 0)
-        _fill(slots, step.slots, PADDING_SLOT)
+        if graph not in self._layouts:
+            self._layouts[graph] = self._make_layout(graph)
+        layout = self._layouts[graph]
+        arrays = layout.arrays[index]
+        held = twins.held if twins.graph == graph else NOTHING_HELD
+        # With drafts there may be more places, behind pieces: those come with the eager rest.
+        values = step.token_ids, step.positions, step.slots, step.places
+        num_filled = 3 if self._verifies(graph) else 4
+        for array, new, old, padding in zip(
+            arrays, values[:num_filled], held, PADDING, strict=False
+        ):
+            if new is not old:
+                _fill(array, new[: len(array)], padding)
         if self._verifies(graph):
-            self._write_drafts(rest, step.drafts)
-        else:
-            # With drafts there may be more, behind pieces: those places come with the eager rest.
-            _fill(rest[0], step.places[: len(rest[0])], 0)
-        way.inputs.copy_(way.twins[index], non_blocking=True)
+            self._write_drafts(arrays[3:], step.drafts)
+        twins.graph, twins.held = graph, values
+        layout.inputs.copy_(layout.twins[index], non_blocking=True)
         num_rows = len(step.block_table)
         if self._update_block_table(num_rows, step.block_table):
             rows = max(num_rows, self._written_rows)
@@ -129,6 +139,7 @@ class StepBuffers:
         """The device's work was aborted: what was written may not be there."""
         self.mark_read(self.num_written)
         self._table[:] = 0
+        self._latest_table = None
         self._written_rows = len(self._table)  # so that the next step writes all rows
 
     def write_padding(self, graph: BatchDescriptor) -> None:
@@ -150,11 +161,11 @@ class StepBuffers:
             self._views[graph] = self._make_views(graph)
         return self._views[graph]
 
-    def _make_way(self, graph: BatchDescriptor) -> _Way:
+    def _make_layout(self, graph: BatchDescriptor) -> _Layout:
         parts, size = pack_parts(self._sizes(graph))
         twins = [twins.inputs[:size] for twins in self._twins]
         arrays = [[twin.numpy()[part] for part in parts] for twin in twins]
-        return _Way(self._inputs[:size], twins, arrays)
+        return _Layout(self._inputs[:size], twins, arrays)
 
     def _make_views(self, graph: BatchDescriptor) -> DeviceStep:
         parts, _ = pack_parts(self._sizes(graph))
@@ -192,6 +203,9 @@ class StepBuffers:
 
     def _update_block_table(self, n: int, block_table: IntArray) -> bool:
         """Bring the host's copy up to date; say whether anything changed."""
+        if block_table is self._latest_table:
+            return False
+        self._latest_table = block_table
         width = block_table.shape[1]
         live = self._table[:n, :width]
         stale = self._written_rows > n
@@ -203,8 +217,8 @@ class StepBuffers:
         return True
 
 
-class _Way(NamedTuple):
-    """How the integers of a graph come to the device.
+class _Layout(NamedTuple):
+    """Where the integers of a graph lie.
 
     Attributes:
         inputs: on the device; twins: of each of the pinned memories.
@@ -224,6 +238,7 @@ class _Twins:
         copied: recorded behind the copies.
         is_read: whether they are known to be done.
         number: of the step that is in it.
+        graph, held: whose inputs it has, and the arrays of the step that they were filled with.
     """
 
     def __init__(self, npu: Npu, size: int, table_shape: tuple[int, int]) -> None:
@@ -234,6 +249,8 @@ class _Twins:
         self.copied: Any = runtime().Event()
         self.is_read = True
         self.number = 0
+        self.graph: BatchDescriptor | None = None
+        self.held: tuple[IntArray | None, ...] = NOTHING_HELD
 
     def wait(self) -> None:
         if not self.is_read:

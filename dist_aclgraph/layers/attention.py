@@ -127,6 +127,10 @@ class KVCache:
     values: Tensor
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.keys, self.values
+
+    @property
     def block_size(self) -> int:
         return self.keys.shape[1]
 

@@ -42,6 +42,10 @@ class LatentCache:
     rope_keys: Tensor
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.latents, self.rope_keys
+
+    @property
     def block_size(self) -> int:
         return self.latents.shape[1]
 

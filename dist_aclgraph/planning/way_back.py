@@ -1,9 +1,11 @@
 """How a lockstep group comes back from a failure: one pure function of what is known of it.
 
 RESUME keeps all processes: their devices' work is aborted, communicators are resumed, and the steps
-that were interrupted run again; weights, KV and graphs stay. REJOIN keeps the processes that live,
-with their weights: what is lost is started in its place, and all join a group anew; KV and graphs
-are gone. REBUILD replaces the group by another one, somewhere. It is what all else ends in.
+that were interrupted run again; weights, KV and graphs stay. RECOMPUTE does the same without the
+KV: requests are computed again from their first token. REJOIN keeps the processes that live, with
+their weights where these are whole: what is lost is started in its place, and all join a group
+anew; KV and graphs are gone. REBUILD replaces the group by another one, somewhere. It is what all
+else ends in.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Literal
 from dist_aclgraph.errors import DeviceFault
 from dist_aclgraph.topology import GroupRank
 
-Way = Literal["RESUME", "REJOIN", "REBUILD"]
+Way = Literal["RESUME", "RECOMPUTE", "REJOIN", "REBUILD"]
 
 # After so many steps without a failure, the next one is the first in a row again.
 SOUND_STEPS = 100
@@ -29,14 +31,19 @@ TRIES: dict[DeviceFault, int] = {
     "retry": 1,
     "suspect": 1,
     "operator": 1,  # what fails again is its input or the chip
-    "uce": 0,  # what lay at the address is gone, and nobody knows here what that was
-    "ecc": 0,  # likewise
+    "uce_kv": 1,  # the memory is repaired, and its KV computed again
+    "uce_tensor": 0,  # what lay there is gone: weights, or what graphs have in fixed places
+    "uce": 0,  # likewise, and nobody knows what that was
+    "ecc": 0,  # nothing repairs it
 }
 
-# Faults behind which a device's memory still holds what was loaded. An error that is not known is
-# none of them.
-KEEPS_WEIGHTS: frozenset[DeviceFault | None] = frozenset(
-    {"stopped", "link", "remote", "retry", "operator"}
+# Faults behind which the KV cache does not hold what was written to it.
+LOSES_KV: frozenset[DeviceFault | None] = frozenset({"uce_kv"})
+
+# Faults behind which a process may go on in another group, as its memory holds what was loaded, or
+# is known not to where it is given back. An error that is not known is none of them.
+MAY_SURVIVE: frozenset[DeviceFault | None] = frozenset(
+    {"stopped", "link", "remote", "retry", "operator", "uce_kv", "uce_tensor"}
 )
 
 # A group that is lost sooner than this after survivors have joined it is not given to them again.
@@ -71,11 +78,13 @@ def way_back(failure: Failure) -> Way:
     if not failure.may_resume:
         return "REBUILD"
     if failure.is_over:
-        spoiled = {r for r, fault in failure.faults.items() if fault not in KEEPS_WEIGHTS}
+        spoiled = {r for r, fault in failure.faults.items() if fault not in MAY_SURVIVE}
         is_hopeless = failure.served_s is not None and failure.served_s < SOUND_S
         has_survivors = len(failure.lost | spoiled) < failure.size
         return "REJOIN" if has_survivors and not is_hopeless else "REBUILD"
     if failure.lost or not failure.faults:
         return "REBUILD"
     tries = [0 if fault is None else TRIES[fault] for fault in failure.faults.values()]
-    return "RESUME" if failure.in_a_row < min(tries) else "REBUILD"
+    if failure.in_a_row >= min(tries):
+        return "REBUILD"
+    return "RECOMPUTE" if LOSES_KV & set(failure.faults.values()) else "RESUME"

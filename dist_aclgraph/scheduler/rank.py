@@ -300,6 +300,15 @@ class RankScheduler:
         self._appended = NO_PAIRS
         self._knows_nothing = True
 
+    def lose_kv(self) -> list[Request]:
+        """Forget all blocks, cached ones too; return the requests that ran, which wait again."""
+        victims = self.running
+        self._release(victims)
+        self.pool.clear()
+        self._refused = None
+        self.num_preemptions += len(victims)
+        return victims
+
     def leave_out(self) -> RankStep:
         """Return what is left of the only step in flight: nobody who has left since.
 

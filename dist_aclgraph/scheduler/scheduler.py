@@ -262,6 +262,16 @@ class Scheduler:
         for rank in self.ranks:
             rank.rewind()
 
+    def lose_kv(self) -> None:
+        """All KV is gone from the devices: compute every request again, from its first token.
+
+        No step is in flight. Nobody gets a token twice.
+        """
+        assert not self._in_flight, "rewind() comes first"
+        for rank in self.ranks:
+            for victim in rank.lose_kv():
+                insort(self.waiting, victim, key=_order)
+
     def stats(self) -> dict[str, int]:
         """Return gauges and counters for metrics."""
         num_verified = sum(rank.num_verified for rank in self.ranks)

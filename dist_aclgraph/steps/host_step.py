@@ -19,13 +19,17 @@ if TYPE_CHECKING:
 class HostStep:
     """What one step runs on one rank, in batch order; ``DeviceStep`` has the same names.
 
+    Nobody writes to the arrays: what a step has in common with the one before may be the same
+    array, and who has a copy of it need not look again.
+
     Attributes:
         rows: [num_reqs], row of each request.
         token_ids, positions, slots: [num_tokens]; a token that only the device knows is a reference
             (``references.py``), and one without a block of its row is written to the dummy.
         query_ends, kv_lens: [num_reqs], cumulative query lengths and KV lengths.
         block_table: [num_reqs, num_blocks], as wide as the longest request and its drafts need.
-        sampled: [num_samples], indices into the batch of the requests that get tokens.
+        sampled: [num_samples], indices into the batch of the requests that get tokens;
+            sampled_rows: their rows.
         num_logits: [num_samples], how many places of each are sampled.
         places: [num_samples * (k + 1)], indices into the tokens of what is sampled; the last one of
             a request is repeated where it has fewer.
@@ -44,6 +48,7 @@ class HostStep:
     kv_lens: IntArray
     block_table: IntArray
     sampled: npt.NDArray[np.intp]
+    sampled_rows: IntArray
     num_logits: IntArray
     places: IntArray
     next_tokens: IntArray
@@ -58,11 +63,6 @@ class HostStep:
     def num_samples(self) -> int:
         return len(self.sampled)
 
-    @property
-    def sampled_rows(self) -> IntArray:
-        """[num_samples], rows of the requests that get tokens."""
-        return self.rows[self.sampled]
-
 
 NO_INTS = np.empty(0, np.int32)
 NO_RECORDS = np.empty((0, 4), np.int32)
@@ -75,6 +75,7 @@ NO_STEP = HostStep(
     kv_lens=NO_INTS,
     block_table=np.empty((0, 1), np.int32),
     sampled=np.empty(0, np.intp),
+    sampled_rows=NO_INTS,
     num_logits=NO_INTS,
     places=NO_INTS,
     next_tokens=NO_INTS,

@@ -46,6 +46,7 @@ class GraphLens:
         self._iterations = range(max(1, num_drafts))
         self._last: tuple[BatchDescriptor, bytes] | None = None
         self._last_lens = Lens([], ())
+        self._uniform_ends: dict[BatchDescriptor, list[int]] = {}  # nobody changes them
 
     def pad(self, graph: BatchDescriptor, query_ends: IntArray, kv_lens: IntArray) -> Lens:
         """Return the lengths of a step, padded to what ``graph`` was captured for.
@@ -58,13 +59,20 @@ class GraphLens:
             if asked != self._last:
                 self._last, self._last_lens = asked, self._pad_tokens(graph, kv_lens)
             return self._last_lens
-        ends, lens = (
-            _pad_uniform(graph, kv_lens)
-            if graph.query_len
-            else _pad_mixed(graph, query_ends, kv_lens)
-        )
+        if graph.query_len:
+            ends, lens = self._ends_of(graph), _pad_uniform(graph, kv_lens)
+        else:
+            ends, lens = _pad_mixed(graph, query_ends, kv_lens)
         later = ([length + ahead for length in lens] for ahead in self._iterations[1:])
         return Lens(ends, (lens, *later))
+
+    def _ends_of(self, graph: BatchDescriptor) -> list[int]:
+        """Return a graph's query ends where all its requests are of one length: always the same."""
+        ends = self._uniform_ends.get(graph)
+        if ends is None:
+            ends = list(range(graph.query_len, graph.num_tokens + 1, graph.query_len))
+            self._uniform_ends[graph] = ends
+        return ends
 
     def _pad_tokens(self, graph: BatchDescriptor, kv_lens: IntArray) -> Lens:
         """Each token is a row: it sees the keys of this shard up to its own place.
@@ -99,12 +107,11 @@ def padding_blocks(graph: BatchDescriptor, num_tokens: int, num_reqs: int, block
     return missing * -(-max(share, PADDING_KV_LEN) // block_size)
 
 
-def _pad_uniform(graph: BatchDescriptor, kv_lens: IntArray) -> tuple[list[int], list[int]]:
+def _pad_uniform(graph: BatchDescriptor, kv_lens: IntArray) -> list[int]:
     # Every padding request keeps the query length; its KV length covers its queries.
     missing = graph.num_reqs - len(kv_lens)
-    q = graph.query_len
-    ends = list(range(q, graph.num_tokens + 1, q))
-    return ends, kv_lens.tolist() + [max(q, PADDING_KV_LEN)] * missing
+    padded: list[int] = kv_lens.tolist() + [max(graph.query_len, PADDING_KV_LEN)] * missing
+    return padded
 
 
 def _pad_mixed(

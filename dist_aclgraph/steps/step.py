@@ -140,11 +140,12 @@ class Pause(msgspec.Struct, frozen=True, tag="pause"):
 class Resume(msgspec.Struct, frozen=True, tag="resume"):
     """Bring the device back, as those of all ranks are stopped; forget rows and steps in flight.
 
-    What follows is of ``next_epoch``.
+    What follows is of ``next_epoch``; ``keeps_kv`` says whether it may read what the KV cache has.
     """
 
     epoch: int
     next_epoch: int
+    keeps_kv: bool = True
 
 
 class Resumed(msgspec.Struct, frozen=True, tag="resumed"):

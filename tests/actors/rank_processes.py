@@ -222,7 +222,14 @@ def _run_rank(config: Config, rank: int, pipe: Connection) -> None:
         worker.run_loop(address)
         os._exit(0)
 
-    own = {"step": step, "launch": launch, "pause": pause, "kv_bytes": kv_bytes, "serve": serve}
+    own: dict[str, Callable[..., Any]] = {
+        "step": step,
+        "launch": launch,
+        "pause": pause,
+        "kv_bytes": kv_bytes,
+        "counters": emulator.counters,
+        "serve": serve,
+    }
     while True:
         try:
             method, arguments = pipe.recv()

@@ -136,6 +136,29 @@ def test_a_group_comes_back_whose_operators_pass_through_a_queue(
         assert service.loop.metrics()["resumptions"] == {"operator": 1}
 
 
+# Keys of a layer: the page lies in a block that a request has from its first token on.
+BAD_KV = {
+    "op": "aclnnFusedInferAttentionScoreV3",
+    "call": MIDDLE // 3,
+    "kind": "uce",
+    "rank": 1,
+    "operand": 1,
+    "offset": 1 << 16,
+}
+
+
+def test_kv_in_memory_that_turns_bad_is_computed_again(sound: Sound, tmp_path: Path) -> None:
+    config = make_config(sound.checkpoint, BAD_KV, speculative={"num_tokens": sound.drafts})
+
+    with serving_ranks(config, tmp_path) as service:
+        assert tokens_of(ANSWER_S, submit_all(service)) == sound.tokens
+        metrics = service.loop.metrics()
+        assert metrics["resumptions"] == {"uce_kv": 1}, service.loop.failure_now()
+        assert metrics["num_preemptions"] == sound.metrics["num_preemptions"] + STREAMS
+        assert metrics["generation_tokens"] == sound.metrics["generation_tokens"]
+        assert tokens_of(ANSWER_S, submit_all(service, "later")) == sound.tokens
+
+
 LINK = {"op": "HcclAllReduce", "call": MIDDLE, "rank": 1, "kind": "link"}
 STOPS, RESUMES = "aclrtDeviceTaskAbort", "HcclCommResume"
 
@@ -144,6 +167,9 @@ STOPS, RESUMES = "aclrtDeviceTaskAbort", "HcclCommResume"
     ("faults", "reason"),
     [
         ([{**LINK, "kind": "ecc"}], "rank 1 in SERVING: .*HBM MULTI BIT ECC ERROR"),
+        # HCCL's own memory, and that of a weight.
+        ([{**LINK, "kind": "uce"}], "rank 1 in SERVING: .*UCE ERROR"),
+        ([{**BAD_KV, "op": "aclnnMm", "offset": 0}], "rank 1 in SERVING: .*UCE ERROR"),
         # The same operator once more, in the step that runs again.
         (
             [{**LINK, "kind": "fail"}, {**LINK, "call": MIDDLE + 1, "kind": "fail"}],

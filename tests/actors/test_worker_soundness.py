@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import Mock
 
@@ -13,6 +14,7 @@ from dist_aclgraph.actors import worker as module
 from dist_aclgraph.actors.rank_stages import RunningRank
 from dist_aclgraph.actors.worker import Worker
 from dist_aclgraph.config import make_config
+from dist_aclgraph.device.bad_memory import MemoryRange
 from dist_aclgraph.errors import DeviceError, DeviceFault, EngineDeadError
 from dist_aclgraph.steps.step import Pause
 
@@ -39,10 +41,24 @@ class Channel:
 def make_worker(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Worker]:
     monkeypatch.setattr(module.gc, "freeze", lambda: None)
 
-    def make(error: Exception | None, fault: DeviceFault | None, *, is_engine_dead: bool) -> Worker:
+    def make(
+        error: Exception | None,
+        fault: DeviceFault | None,
+        *,
+        is_engine_dead: bool = False,
+        located: DeviceFault = "uce",
+        bad_memory: tuple[MemoryRange, ...] = (),
+        held: Sequence[list[MemoryRange]] = (),
+    ) -> Worker:
+        """``held``: what torch's allocator has, whenever it is asked."""
         worker = Worker(make_config({"model": "unused"}), epoch=1)
         rank = Mock(spec=RunningRank, joined=Mock(group_rank=0), runner=Mock())
         rank.joined.npu.fault_of.return_value = fault
+        rank.joined.npu.bad_memory.return_value = bad_memory
+        rank.joined.npu.tensor_memory.side_effect = held
+        rank.locate.return_value = located
+        rank.leave.return_value = Mock(joined=rank.joined)
+        rank.joined.joined = rank.joined
         rank.joined.npu.launching = contextlib.nullcontext
         rank.runner.finish.side_effect = error
         worker._stage = rank
@@ -61,7 +77,7 @@ def leaves(worker: Worker) -> bool:
     try:
         worker.leave(1)
     except DeviceError as e:
-        assert "cannot trust its memory" in str(e)
+        assert re.search("cannot (trust its memory|give back memory)", str(e))
         return False
     return True
 
@@ -77,6 +93,33 @@ def test_a_known_fault_says_whether_weights_are_as_they_were(
     run(worker)
 
     assert leaves(worker) is is_trusted
+
+
+BAD, ELSEWHERE = MemoryRange(4096, 8192), MemoryRange(8192, 12288)
+
+
+@pytest.mark.parametrize(
+    ("located", "held", "is_trusted"),
+    [
+        ("uce_kv", [[ELSEWHERE]], True),
+        ("uce_tensor", [[ELSEWHERE, BAD], [ELSEWHERE]], True),  # behind the weights
+        ("uce_tensor", [[BAD], [BAD]], False),
+        ("uce", [], False),
+    ],
+)
+def test_a_worker_goes_on_once_it_has_given_back_what_was_faulty(
+    make_worker: Any, located: DeviceFault, held: Any, is_trusted: bool
+) -> None:
+    worker = make_worker(
+        DeviceError("UCE ERROR"), "uce", located=located, bad_memory=(BAD,), held=held
+    )
+    stage = worker._stage
+    run(worker)
+
+    assert leaves(worker) is is_trusted
+    if is_trusted:
+        has_weights = len(held) == 1
+        assert worker._stage is (stage.leave.return_value if has_weights else stage.joined)
 
 
 def test_an_error_that_nobody_knows_is_not_trusted(make_worker: Any) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from dist_aclgraph.engine.race_noise import RaceNoise
 from dist_aclgraph.engine.sampler import LOGPROBS_WIDTH, choose_tokens, queue_logprobs
+from dist_aclgraph.engine.sampling_places import send_places
 from dist_aclgraph.engine.sampling_table import SamplingTable
 from dist_aclgraph.engine.token_counts import TokenCounts
 from dist_aclgraph.ints import unpack_ints
@@ -50,14 +51,17 @@ def run(npu: Any, logits: torch.Tensor, rows: list[Place]) -> tuple[list[int], l
         if row.sampling.has_penalties:
             counts.begin(index, row.token_ids, row.sampling.num_prompt_tokens)
     positions = [len(row.token_ids) + row.num_drafts for row in rows]
-    places = table.places(np.arange(len(rows), dtype=np.int32), np.asarray(positions, np.int32))
+    places = send_places(table, np.arange(len(rows), dtype=np.int32), VOCAB, to_device)
     on_device = logits.to(npu.device)
     noise = RaceNoise(logits.shape[1], to_device)
-    chosen = choose_tokens(on_device, places, counts, noise, to_device)
-    landing = npu.pinned((len(rows) * LOGPROBS_WIDTH,), torch.float32)
-    coming = queue_logprobs(on_device, chosen, places, npu, landing)
-    npu.synchronize()
-    reports = {} if coming is None else coming.read()
+    at = np.asarray(positions, np.int32)
+    chosen = choose_tokens(on_device, places, at, counts, noise, to_device)
+    reports: dict[int, Any] = {}
+    if places.logprobs is not None:
+        landing = npu.pinned((len(rows) * LOGPROBS_WIDTH,), torch.float32)
+        coming = queue_logprobs(on_device, chosen, places.logprobs, landing)
+        npu.synchronize()
+        reports = dict(coming.read())
     return chosen.cpu().tolist(), [reports.get(index) for index in range(len(rows))]
 
 
@@ -191,6 +195,16 @@ def test_end_tokens_wait_for_min_tokens(npu: Any) -> None:
     assert ids == [6, 5]
 
 
+def test_min_tokens_may_be_as_many_as_an_integer_holds(npu: Any) -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[:, 5], logits[:, 6] = 2.0, 1.0
+    row = make_row(6, num_prompt_tokens=4, min_tokens=2**31 - 1, suppressed=(5,))
+
+    ids, _ = run(npu, logits, [row])
+
+    assert ids == [6]
+
+
 def test_logprobs_are_those_of_the_raw_distribution(npu: Any) -> None:
     logits = make_logits(2, seed=9)
     rows = [
@@ -259,10 +273,11 @@ def test_counted_step_by_step_penalties_are_those_of_the_whole_history(npu: Any)
     for row in range(3):
         whole.begin(row, history[row], 6)
 
-    places = table.places(rows, np.full(3, 30, np.int32))
+    penalties = send_places(table, rows, VOCAB, to_device).penalties
+    assert penalties is not None
 
-    found = steps.penalise(logits, places).cpu()
-    assert torch.equal(found, whole.penalise(logits, places).cpu())
+    found = steps.penalise(logits, penalties).cpu()
+    assert torch.equal(found, whole.penalise(logits, penalties).cpu())
     assert not torch.equal(found, logits.cpu())
 
 

@@ -1,7 +1,7 @@
 """Law: a request gets the same with two steps in flight as with one.
 
 Tokens, their log-probabilities and the reason of the end, in every mode, under arrivals, aborts and
-preemptions, greedy and random, with penalties, stop tokens and drafts.
+preemptions, greedy and random, with penalties, stop tokens, drafts, and graphs that come and go.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from dist_aclgraph.config import SchedulerConfig
 from dist_aclgraph.engine.model_runner import ModelRunner
 from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.scheduler.outputs import StepOutputs
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from tests.engine.runners import BLOCK_SIZE, MAX_LEN, make_runner, turn
 from tests.engine.test_modes_law import EAGER, MAX_SEQS, MAX_TOKENS, Arrival, arrivals
@@ -34,6 +36,11 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.7, "top_p": 0.9, "seed": 5, "repetition_penalty": 1.3},
     {"frequency_penalty": 0.5, "presence_penalty": 0.3, "stop_token_ids": STOPS, "min_tokens": 3},
 ]
+# By step, which graphs come or go before it.
+Changes = dict[int, list[int]]
+changes_of_graphs = st.dictionaries(
+    st.integers(1, 30), st.lists(st.integers(0, 5), min_size=1, max_size=3), max_size=6
+)
 
 
 class Got(NamedTuple):
@@ -49,12 +56,14 @@ def play(
     num_blocks: int,
     num_drafts: int,
     sampling: dict[str, Any],
+    changes: Changes,
 ) -> dict[str, Got]:
     """Return what each request gets."""
+    dispatcher = GraphDispatcher(plan)
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS),
         [BlockPool(num_blocks, BLOCK_SIZE)],
-        GraphDispatcher(plan),
+        dispatcher,
         max_model_len=MAX_LEN,
         num_drafts=num_drafts,
     )
@@ -69,17 +78,53 @@ def play(
                 got[str(index)] = Got([], [], [])
             if request.abort_at == step:
                 scheduler.abort(str(index))
-        for delta in turn(scheduler, runner):
-            one = got[delta.request_id]
-            one.tokens.extend(delta.tokens)
-            one.reasons.append(delta.finish_reason)
-            found = [report for report in delta.logprobs if report is not None]
-            one.logprobs.extend((report.token_ids, report.rank) for report in found)
+        if step in changes:
+            while runner.is_busy:  # as an engine does before its graphs change
+                note(got, scheduler.update([runner.finish()]))
+            for index in changes[step]:
+                change(runner, dispatcher, index)
+        note(got, turn(scheduler, runner))
         if step > 12 and not scheduler.has_work:
             break
     assert not runner.is_busy
     assert all(rank.pool.num_used == 0 for rank in scheduler.ranks)
+    restore(runner, dispatcher)
     return got
+
+
+def note(got: dict[str, Got], deltas: StepOutputs) -> None:
+    for delta in deltas:
+        one = got[delta.request_id]
+        one.tokens.extend(delta.tokens)
+        one.reasons.append(delta.finish_reason)
+        found = [report for report in delta.logprobs if report is not None]
+        one.logprobs.extend((report.token_ids, report.rank) for report in found)
+
+
+def change(runner: ModelRunner, dispatcher: GraphDispatcher, index: int) -> None:
+    """Release one graph of the plan, or capture it where it has been released."""
+    order = dispatcher.plan.capture_order
+    if not order:
+        return
+    graph = order[index % len(order)]
+    if graph in dispatcher.graphs:
+        dispatcher.remove(graph)
+        runner.release(graph)
+    else:
+        capture(runner, graph)
+        dispatcher.add(graph)
+
+
+def restore(runner: ModelRunner, dispatcher: GraphDispatcher) -> None:
+    for graph in dispatcher.plan.capture_order:
+        if graph not in dispatcher.graphs:
+            capture(runner, graph)
+
+
+def capture(runner: ModelRunner, graph: BatchDescriptor) -> None:
+    runner.warm_up(graph)
+    runner.capture(graph)
+    runner.commit(graph)
 
 
 @pytest.fixture(scope="module", params=[0, 2], ids=["alone", "drafts"])
@@ -100,23 +145,27 @@ def runners(npu: Any, request: pytest.FixtureRequest) -> Any:
             settings = {"dtype": "float32", "scheduler": scheduler}
             runner = make_runner(npu, DEMO, MAX_SEQS, plan.capture_order, k, settings)
             for graph in plan.capture_order:
-                runner.warm_up(graph)
-                runner.capture(graph)
-                runner.commit(graph)
+                capture(runner, graph)
             pair.append(runner)
         found[mode] = plan, pair
     return k, found
 
 
 @examples(20)
-@given(arrivals, st.integers(12, 40), st.sampled_from(SAMPLINGS))
+@given(arrivals, st.integers(12, 40), st.sampled_from(SAMPLINGS), changes_of_graphs)
 def test_two_steps_in_flight_bring_what_one_brings(
-    runners: Any, arrivals: list[Arrival], num_blocks: int, sampling: dict[str, Any]
+    runners: Any,
+    arrivals: list[Arrival],
+    num_blocks: int,
+    sampling: dict[str, Any],
+    changes: Changes,
 ) -> None:
     k, modes = runners
 
     for mode, (plan, pair) in modes.items():
-        one, two = (play(runner, plan, arrivals, num_blocks, k, sampling) for runner in pair)
+        one, two = (
+            play(runner, plan, arrivals, num_blocks, k, sampling, changes) for runner in pair
+        )
 
         for index, arrival in enumerate(arrivals):
             ours, wanted = two[str(index)], one[str(index)]

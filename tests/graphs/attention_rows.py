@@ -39,9 +39,14 @@ class Row:
     blocks: list[int]
 
 
-def make_buffers(npu: Npu, max_tokens: int = 8) -> StepBuffers:
+def make_buffers(npu: Npu, max_tokens: int = 8, *, steps_in_flight: int = 1) -> StepBuffers:
     return StepBuffers(
-        npu, BufferSizes(max_tokens, max_tokens, max_tokens), MAX_BLOCKS, HEADS * DIM, torch.float32
+        npu,
+        BufferSizes(max_tokens, max_tokens, max_tokens),
+        MAX_BLOCKS,
+        HEADS * DIM,
+        torch.float32,
+        steps_in_flight=steps_in_flight,
     )
 
 

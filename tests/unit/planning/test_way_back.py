@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from dist_aclgraph.errors import DeviceFault
 from dist_aclgraph.planning.way_back import (
-    KEEPS_WEIGHTS,
+    LOSES_KV,
+    MAY_SURVIVE,
     SOUND_S,
     TRIES,
     Failure,
@@ -34,6 +35,11 @@ FAULTS = get_args(DeviceFault)
         (["link", "operator"], 1, "REBUILD"),
         (["ecc"], 0, "REBUILD"),
         (["uce"], 0, "REBUILD"),
+        (["uce_tensor"], 0, "REBUILD"),
+        (["uce_kv"], 0, "RECOMPUTE"),
+        (["uce_kv", "stopped"], 0, "RECOMPUTE"),
+        (["uce_kv"], 1, "REBUILD"),
+        (["uce_kv", "uce"], 0, "REBUILD"),
         ([None], 0, "REBUILD"),
         (["link", None], 0, "REBUILD"),
         ([], 0, "REBUILD"),
@@ -95,7 +101,7 @@ def test_an_epoch_that_is_over_is_rejoined_by_whoever_has_sound_weights(
     sound = {
         rank
         for rank in map(GroupRank, range(8))
-        if rank not in lost and faults.get(rank, "stopped") in KEEPS_WEIGHTS
+        if rank not in lost and faults.get(rank, "stopped") in MAY_SURVIVE
     }
     is_trusted = served_s is None or served_s >= SOUND_S
 
@@ -106,6 +112,18 @@ def test_an_epoch_that_is_over_is_rejoined_by_whoever_has_sound_weights(
     assert way == ("REJOIN" if sound and is_trusted and may_resume else "REBUILD")
 
 
-def test_no_fault_of_memory_keeps_weights() -> None:
-    assert set(FAULTS) - KEEPS_WEIGHTS == {"suspect", "uce", "ecc"}
-    assert None not in KEEPS_WEIGHTS
+def test_no_process_survives_a_fault_of_memory_that_is_not_located() -> None:
+    assert set(FAULTS) - MAY_SURVIVE == {"suspect", "uce", "ecc"}
+    assert None not in MAY_SURVIVE
+
+
+@given(faults_of_ranks, st.integers(0, 5))
+def test_a_group_that_comes_back_keeps_its_kv_only_where_no_rank_has_lost_it(
+    faults: dict[GroupRank, DeviceFault | None], in_a_row: int
+) -> None:
+    way = way_back(Failure(faults, in_a_row=in_a_row))
+
+    if way == "RESUME":
+        assert not LOSES_KV & set(faults.values())
+    if way == "RECOMPUTE":
+        assert LOSES_KV & set(faults.values())

@@ -98,6 +98,10 @@ class FakeWorker:
         self._drafted = {index for index, row in rows if row.has_drafts or row.latest}
         self.rows.clear()
 
+    def lose_kv(self) -> None:
+        """All that steps wrote is garbage."""
+        self.cache[:] = WRONG
+
     def _update_rows(self, batch: RankBatch, records: np.ndarray) -> None:
         # Those told anew behind a resumption verify the drafts that the device has.
         drafted = self._drafted - set(records[records[:, 3] <= 1, 0].tolist())

@@ -223,12 +223,16 @@ class World:
             self.take(self.scheduler.update(self.results.popleft()))
         return True
 
-    def resume(self) -> None:
+    def resume(self, *, keeps_kv: bool) -> None:
         """The devices failed under the steps in flight, and have come back."""
         for worker in self.group.workers:
             worker.resume(len(self.results))
         self.results.clear()
         self.scheduler.rewind(self.scheduler.epoch + 1)
+        if not keeps_kv:
+            for worker in self.group.workers:
+                worker.lose_kv()
+            self.scheduler.lose_kv()
 
     def abort(self, name: str) -> None:
         output = self.scheduler.abort(name)
@@ -348,7 +352,7 @@ def play(plan_of_arrivals: list[Arrival], shape: Shape, seed: int, resumes_at: s
                 world.submit(index, arrival)
         abort(step, in_flight=False)
         if step in resumes_at:
-            world.resume()
+            world.resume(keeps_kv=step % 2 == 0)
         if not world.turn(lambda step=step: abort(step, in_flight=True)) and step > 60:
             break
 
@@ -370,7 +374,7 @@ def test_four_data_parallel_ranks_serve_two_thousand_steps_of_random_traffic() -
 
     for step in range(2000):
         if chance.random() < 0.02:
-            world.resume()
+            world.resume(keeps_kv=chance.random() < 0.5)
         for _ in range(chance.choice([0, 0, 1, 4]) if step % 400 < 300 else 0):
             arrived[len(arrived)] = arrival = Arrival(
                 step, chance.randint(0, 16), chance.randint(1, 14), chance.randint(1, 20),

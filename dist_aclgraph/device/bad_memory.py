@@ -1,0 +1,110 @@
+"""Memory of a device that the hardware cannot correct (UCE): what CANN lists of it, and its repair.
+
+A repair gives other memory for the same addresses; what was there is lost. CANN lists addresses of
+pages whose size it does not tell, so ranges here are as wide as the largest of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from dist_aclgraph.device.kind import DeviceKind
+from dist_aclgraph.errors import DeviceError
+
+MAX_RANGES = 128  # MAX_MEM_UCE_INFO_ARRAY_SIZE; CANN records 20 of a device
+RESERVED_WORDS = 14  # UCE_INFO_RESERVED_SIZE
+NOT_SUPPORTED = 207000  # ACL_ERROR_RT_FEATURE_NOT_SUPPORT: an older driver
+PAGE_BYTES: dict[DeviceKind, int] = {"npu": 2 << 20, "emulated": 4096}
+
+
+class MemoryRange(NamedTuple):
+    """Addresses of the device, from ``begin`` to before ``end``."""
+
+    begin: int
+    end: int
+
+    def pages(self, page_bytes: int) -> MemoryRange:
+        """Return the whole pages that hold it."""
+        return MemoryRange(
+            self.begin // page_bytes * page_bytes, -(-self.end // page_bytes) * page_bytes
+        )
+
+
+def lies_in(wanted: Sequence[MemoryRange], parts: Iterable[MemoryRange]) -> bool:
+    """Return whether parts, some of which may be neighbours, hold all that is wanted."""
+    merged: list[MemoryRange] = []
+    for part in sorted(parts):
+        if merged and part.begin <= merged[-1].end:
+            merged[-1] = MemoryRange(merged[-1].begin, max(merged[-1].end, part.end))
+        else:
+            merged.append(part)
+    return all(any(m.begin <= w.begin and w.end <= m.end for m in merged) for w in wanted)
+
+
+def touches(wanted: Sequence[MemoryRange], parts: Iterable[MemoryRange]) -> bool:
+    """Return whether some of the parts hold anything of what is wanted."""
+    return any(w.begin < p.end and p.begin < w.end for p in parts for w in wanted)
+
+
+class _Info(ctypes.Structure):  # aclrtMemUceInfo
+    _fields_ = (
+        ("address", ctypes.c_void_p),
+        ("num_bytes", ctypes.c_size_t),
+        ("reserved", ctypes.c_size_t * RESERVED_WORDS),
+    )
+
+
+class BadMemory:
+    """Asks CANN's runtime about device 0, and has it repair. Keeps nothing."""
+
+    def __init__(self, acl: ctypes.CDLL, kind: DeviceKind) -> None:
+        self._acl = acl
+        self._page_bytes = PAGE_BYTES[kind]
+
+    def ranges(self) -> tuple[MemoryRange, ...]:
+        """Return what is bad, in whole pages; nothing where CANN is too old to say.
+
+        Raises:
+            DeviceError: CANN does not tell, as after errors that no repair helps.
+        """
+        infos, count = self._told()
+        return tuple(
+            MemoryRange(info.address or 0, (info.address or 0) + info.num_bytes).pages(
+                self._page_bytes
+            )
+            for info in infos[:count]
+        )
+
+    def repair(self) -> None:
+        """Have what is bad repaired, and see that it is. All tasks have been aborted.
+
+        torch_npu's ``restart_device`` repairs what it was told of; its later versions do not where
+        CANN has ``aclrtRepairError`` and the chip is older than Ascend950.
+
+        Raises:
+            DeviceError: something stays bad.
+        """
+        infos, count = self._told()
+        if not count:
+            return
+        code = self._acl.aclrtMemUceRepair(0, infos, ctypes.c_size_t(count))
+        if code:
+            raise DeviceError(f"faulty memory could not be repaired: {code}")
+        _, count = self._told()
+        if count:
+            raise DeviceError(f"memory at {count} addresses is as faulty as before its repair")
+
+    def _told(self) -> tuple[ctypes.Array[_Info], int]:
+        infos, count = (_Info * MAX_RANGES)(), ctypes.c_size_t()
+        try:
+            tell = self._acl.aclrtGetMemUceInfo
+        except AttributeError:
+            return infos, 0
+        code = tell(0, infos, ctypes.c_size_t(MAX_RANGES), ctypes.byref(count))
+        if code == NOT_SUPPORTED:
+            return infos, 0
+        if code:
+            raise DeviceError(f"CANN does not tell which memory is faulty: {code}")
+        return infos, count.value
