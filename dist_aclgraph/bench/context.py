@@ -47,7 +47,7 @@ MAX_STEP_TOKENS = 8192  # so that a prompt is one step
 WARM_UP_STEPS = 4
 ANSWER = 16  # tokens of the answers to the longest prompts
 # Stages in which the host prepares and queues a replayed step.
-HOST = ("inputs", "replay", "update")
+HOST = ("rows", "inputs", "upload", "lengths", "replay", "update")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ HOST_SHAPES = tuple(
 )
 RATIO_GOALS = {1: 2.3, 8: 1.7, 32: 1.1}
 UPDATE_GOALS = {"us_per_layer": 60, "wait_share": 0.05}
-HOST_GOALS_MS = {4: {1: 1.2, 8: 1.2, 32: 1.5}, 28: {1: 3.0, 8: 3.0, 32: 3.3}}
+HOST_GOALS_MS = {4: {1: 0.56, 8: 0.64, 32: 0.7}, 28: {1: 1.1, 8: 1.2, 32: 1.3}}
 
 
 def main(

@@ -2,13 +2,16 @@
 
 Workers are processes that decode a plan and answer it at once. The ways are measured by turns in
 one run: Unix sockets, by which engines reach the workers of their node, and ZeroMQ's, by which they
-reach those of others, here through files. CPU time is that of all processes, engine included; wall
+reach those of others, here through files; and bare sockets that carry as many bytes and nothing
+that is read, which no way can beat. CPU time is that of all processes, engine included; wall
 time means something on a quiet machine alone.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -27,6 +30,7 @@ from dist_aclgraph.actors.local_steps import LocalPeers, SocketFile
 from dist_aclgraph.actors.remote_steps import Endpoints, RemotePeers
 from dist_aclgraph.bench import messages_worker
 from dist_aclgraph.bench.command import numbers, run_command
+from dist_aclgraph.bench.messages_floor import BarePeers
 from dist_aclgraph.bench.messages_tables import draw, markdown, tables
 from dist_aclgraph.bench.serve import cpu_seconds
 from dist_aclgraph.bench.turns import report_bench
@@ -46,7 +50,7 @@ PAUSE_S = 0.002  # between two steps, in which all fall asleep
 GOAL_MS, GOAL_WORKERS = 0.4, 8
 RECORD_BYTES = 16  # of a request in a plan
 
-Peers = LocalPeers | RemotePeers
+Peers = LocalPeers | RemotePeers | BarePeers
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,9 @@ class Way:
     def step(self, plan: StepPlan) -> float:
         """Return the seconds from a plan to the last result of it."""
         began_s = time.perf_counter()
+        if isinstance(self.peers, BarePeers):
+            self.peers.round(encoder.encode(plan))
+            return time.perf_counter() - began_s
         self.peers.send(encoder.encode(plan))
         for _ in self.pids:
             result = from_worker_decoder.decode(receive(self.peers))
@@ -67,7 +74,7 @@ class Way:
         return time.perf_counter() - began_s
 
 
-def receive(peers: Peers) -> bytes:
+def receive(peers: LocalPeers | RemotePeers) -> bytes:
     """Return the next frame of any worker."""
     while (frame := peers.take()) is None:
         peers.wait(WAIT_S)
@@ -106,12 +113,13 @@ def measure(
     rows = []
     task = bar.add_task("", total=len(counts) * len(sizes) * rounds)
     for count in counts:
-        with local(folder, count) as files, remote(folder, count) as zeromq:
+        ways = bare(folder, count), local(folder, count), remote(folder, count)
+        with ways[0] as floor, ways[1] as files, ways[2] as zeromq:
             for size in sizes:
                 found: dict[str, list[tuple[float, list[float]]]] = {}
                 for _ in range(rounds):
                     bar.update(task, description=f"{count} workers, {size} bytes")
-                    for way in (files, zeromq):
+                    for way in (floor, files, zeromq):
                         found.setdefault(way.name, []).append(take_turn(way, size, steps))
                     bar.advance(task)
                 rows += [_row(name, count, size, turns) for name, turns in found.items()]
@@ -138,6 +146,14 @@ def take_turn(way: Way, size: int, steps: int) -> tuple[float, list[float]]:
 
 
 @contextmanager
+def bare(folder: Path, count: int) -> Iterator[Way]:
+    """Workers at Unix sockets that read nothing of what comes."""
+    peers = BarePeers(str(folder / f"bare-{count}"))
+    with _workers("bare sockets", peers, [peers.address] * count) as way:
+        yield way
+
+
+@contextmanager
 def local(folder: Path, count: int) -> Iterator[Way]:
     """Workers at Unix sockets."""
     peers = LocalPeers(str(folder / "steps"))
@@ -154,28 +170,32 @@ def remote(folder: Path, count: int) -> Iterator[Way]:
 
 
 @contextmanager
-def _workers(name: str, peers: Peers, addresses: Sequence[SocketFile | Endpoints]) -> Iterator[Way]:
+def _workers(
+    name: str, peers: Peers, addresses: Sequence[SocketFile | Endpoints | str]
+) -> Iterator[Way]:
     command = [sys.executable, "-m", messages_worker.__name__]
-    processes = [
-        subprocess.Popen([*command, str(rank)], stdin=subprocess.PIPE, text=True)
-        for rank in range(len(addresses))
-    ]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    pids: tuple[int, ...] = ()
     try:
-        for process, address in zip(processes, addresses, strict=True):
-            assert process.stdin is not None
-            process.stdin.write(messages_worker.written(address) + "\n")
-            process.stdin.flush()
-        while peers.num_workers < len(processes):
+        process.stdin.write("\n".join(map(messages_worker.written, addresses)))
+        process.stdin.close()
+        pids = tuple(json.loads(process.stdout.readline()))
+        while peers.num_workers < len(pids):
             peers.wait(WAIT_S)
-        yield Way(name, peers, tuple(process.pid for process in processes))
-        peers.send(encoder.encode(Shutdown(1)))
+        yield Way(name, peers, pids)
+        if not isinstance(peers, BarePeers):
+            peers.send(encoder.encode(Shutdown(1)))
     finally:
         peers.close()
-        for process in processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(WAIT_S)
-            process.kill()
-            process.wait()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(WAIT_S)
+        if process.poll() is None:  # then none of its workers has been waited for
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        process.kill()
+        process.wait()
 
 
 def _row(

@@ -3,8 +3,8 @@
 A paced engine gives each stream a token at every step, over the links that engines have. What is
 measured: CPU time of the processes that serve HTTP, for each token, and the time from a step's
 result to the client's frame. Beside ``dist-aclgraph serve`` stands a bare uvicorn that sends the
-same frames: the floor. All take turns in one run; figures of CPU time hold on a busy machine, those
-of wall time do not.
+same frames: the floor; and Ray Serve, with its own proxy and with HAProxy. All take turns in one
+run; figures of CPU time hold on a busy machine, those of wall time do not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from rich.progress import Progress
 from dist_aclgraph.bench.command import numbers, run_command
 from dist_aclgraph.bench.serve_client import Ask, make_request, run_client
 from dist_aclgraph.bench.serve_figure import draw
-from dist_aclgraph.bench.serve_servers import Server, floor, plain, spawn
+from dist_aclgraph.bench.serve_on_ray import ray_serve
+from dist_aclgraph.bench.serve_processes import Server, spawn
+from dist_aclgraph.bench.serve_servers import floor, plain
 from dist_aclgraph.bench.serve_tables import markdown, tables
 from dist_aclgraph.bench.turns import report_bench
 from dist_aclgraph.config import Config, make_config
@@ -54,6 +56,7 @@ def main(
     steps: Annotated[int, typer.Option(help="Tokens of a stream.")] = 400,
     interval_ms: Annotated[float, typer.Option(help="Between two steps.")] = 5.0,
     repeats: Annotated[int, typer.Option(help="Rounds.")] = 3,
+    on_ray: Annotated[bool, typer.Option(help="Ray Serve besides.")] = True,
     out: Annotated[Path, typer.Option(help="Where results go.")] = Path("bench-results"),
 ) -> None:
     """Measure, print and save."""
@@ -61,7 +64,7 @@ def main(
     report_bench(
         "serve",
         out,
-        lambda folder, bar: measure(folder, bar, sizes, pace, repeats),
+        lambda folder, bar: measure(folder, bar, sizes, pace, repeats, on_ray=on_ray),
         tables,
         markdown,
         draw,
@@ -69,7 +72,7 @@ def main(
 
 
 def measure(
-    folder: Path, bar: Progress, sizes: Sequence[int], pace: Pace, repeats: int
+    folder: Path, bar: Progress, sizes: Sequence[int], pace: Pace, repeats: int, *, on_ray: bool
 ) -> dict[str, Any]:
     """Stream by turns; return one row for each server and number of streams."""
     load = os.getloadavg()[0]
@@ -88,6 +91,11 @@ def measure(
         # One turn to warm up, and for the frames that the floor sends.
         frames = turn(client, served, request, 1, pace, tokens).frames
         servers = [stack.enter_context(floor(_by_steps(frames))), served]
+        for name in ("proxy", "haproxy") if on_ray else ():
+            (place := folder / name).mkdir()
+            on_it = ray_serve(config, place, haproxy=name == "haproxy")
+            servers.append(stack.enter_context(on_it))
+            turn(client, servers[-1], request, 1, pace, tokens)
         turns: dict[tuple[str, int], list[Turn]] = {}
         order = [(size, server) for _ in range(repeats) for size in sizes for server in servers]
         task = bar.add_task("", total=len(order))

@@ -3,45 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
-import multiprocessing
 import os
-import signal
 import socket
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 
-from dist_aclgraph.bench.serve_engine import ByteSource, PacedDeployment, PacedEngine, Source
+from dist_aclgraph.bench.serve_engine import ByteSource, PacedDeployment, PacedEngine
+from dist_aclgraph.bench.serve_processes import (
+    Server,
+    free_port,
+    pid_of,
+    running,
+    spawn,
+    wait_for,
+)
 from dist_aclgraph.cli.serve import serve_until_signal
 from dist_aclgraph.config import Config
-
-START_S = 120.0
-POLL_S = 0.05
-EXIT_S = 20.0
-spawn = multiprocessing.get_context("spawn")
-
-
-@dataclass(frozen=True)
-class Server:
-    """A server that answers at ``port``. ``pids`` are the processes on a token's way."""
-
-    name: str
-    port: int
-    pids: tuple[int, ...]
-    source: Source
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager
@@ -54,10 +35,10 @@ def plain(config: Config, directory: Path) -> Iterator[Server]:
     )
     process = spawn.Process(target=_serve, args=(config, found))
     try:
-        with _running(process):
-            _wait_for(config.serve.port, "/ready")
-            pids = (_pid(process),)
-            yield Server("dist-aclgraph serve", config.serve.port, pids, engine)
+        with running(process):
+            wait_for(process, config.serve.port, "/ready")
+            name = "dist-aclgraph serve"
+            yield Server(name, config.serve.port, (pid_of(process),), engine)
     finally:
         engine.close()
 
@@ -73,9 +54,9 @@ def floor(frames: Sequence[bytes]) -> Iterator[Server]:
     ours, theirs = socket.socketpair()
     port = free_port()
     process = spawn.Process(target=_serve_frames, args=(port, frames, theirs))
-    with ours, theirs, _running(process):
-        _wait_for(port, "/ready")
-        yield Server("bare uvicorn", port, (_pid(process),), ByteSource(ours))
+    with ours, theirs, running(process):
+        wait_for(process, port, "/ready")
+        yield Server("bare uvicorn", port, (pid_of(process),), ByteSource(ours))
 
 
 def _serve_frames(port: int, frames: Sequence[bytes], steps: socket.socket) -> None:
@@ -106,41 +87,3 @@ def _serve_frames(port: int, frames: Sequence[bytes], steps: socket.socket) -> N
         await send({"type": "http.response.body"})
 
     uvicorn.run(app, port=port, loop="uvloop", http="httptools", log_config=None, access_log=False)
-
-
-@contextmanager
-def _running(process: SpawnProcess) -> Iterator[None]:
-    process.start()
-    try:
-        yield
-    finally:
-        if process.pid is not None and process.is_alive():
-            os.kill(process.pid, signal.SIGTERM)
-        process.join(EXIT_S)
-        process.kill()
-
-
-def _pid(process: SpawnProcess) -> int:
-    assert process.pid is not None
-    return process.pid
-
-
-def _wait_for(port: int, path: str) -> None:
-    """Return when the server is ready.
-
-    Raises:
-        TimeoutError: it was not in time.
-    """
-    deadline_s = time.monotonic() + START_S
-    while time.monotonic() < deadline_s:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=START_S)
-        try:
-            connection.request("GET", path)
-            if connection.getresponse().status == 200:
-                return
-        except OSError:
-            pass
-        finally:
-            connection.close()
-        time.sleep(POLL_S)
-    raise TimeoutError(f"the server at port {port} was not ready within {START_S:g} s")

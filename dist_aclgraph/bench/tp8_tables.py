@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from dist_aclgraph.bench.tables import MIB, make_table, or_dash, rows
+from dist_aclgraph.device.step_measures import WORKER_STAGES
 
 SIZES = ("deployment", "separate", "needed_by_largest", "needed")  # of a pool's record
 
@@ -111,6 +112,6 @@ def markdown(results: dict[str, Any]) -> str:
 
 def stage_names(results: dict[str, Any]) -> list[str]:
     """Return the stages that any mode has, in the order of a step."""
-    order = ("schedule", "message", "inputs", "forward", "replay", "update", "sample", "result")
+    order = ("schedule", "message", *WORKER_STAGES, "result")
     found = {stage for _, _, row in rows(results["modes"]) for stage in row["stages_us"]}
     return [*(stage for stage in order if stage in found), *sorted(found - set(order))]

@@ -44,7 +44,14 @@ PROCESSES = {
     Kind.STOP_INGRESS: INGRESS,
 }
 STOPS = (Kind.STOP_WORKER, Kind.STOP_ENGINE, Kind.STOP_INGRESS, Kind.STOP_OWNER)
-ARMED = (Kind.PREFILL_DEATH, Kind.OPERATOR_FAILS, Kind.STALL)
+ARMED = (
+    Kind.PREFILL_DEATH,
+    Kind.OPERATOR_FAILS,
+    Kind.LINK_FAILS,
+    Kind.BAD_KV,
+    Kind.BAD_WEIGHT,
+    Kind.STALL,
+)
 
 Say = Callable[[str], None]
 
@@ -121,7 +128,6 @@ class Rig:
         clients = Clients(service.url, dict(enumerate(self._shape.bodies())))
         clients.start()
         clients.join(ANSWERS_S)
-        clients.close()
         if bad := [a for a in clients.answers if not a.is_whole]:
             raise ChaosError(f"without any fault a request failed: {bad[0].error}")
         return clients.answers
@@ -238,6 +244,12 @@ class Rig:
         match kind:
             case Kind.OPERATOR_FAILS:
                 service.arm(fault_op=self._shape.operator)
+            case Kind.LINK_FAILS:
+                service.arm(fault_op=self._shape.collective, fault_kind="link")
+            case Kind.BAD_KV:
+                service.arm(fault_op=self._shape.attention, fault_kind="uce", fault_operand=1)
+            case Kind.BAD_WEIGHT:
+                service.arm(fault_op=self._shape.linear, fault_kind="uce", fault_operand=1)
             case Kind.STALL:
                 service.arm(fault_op=self._shape.collective, fault_kind="stall", stall_s=STALL_S)
             case Kind.FULL_DISK:
@@ -268,7 +280,6 @@ class Rig:
         until_s = time.monotonic() + ANSWERS_S
         for clients in all_clients:
             clients.join(max(0.0, until_s - time.monotonic()))
-            clients.close()
         return [answer for clients in all_clients for answer in clients.answers]
 
     def _wait_for_groups(self, service: Service) -> float | None:

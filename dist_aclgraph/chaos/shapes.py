@@ -30,6 +30,7 @@ class Shape:
     Attributes:
         config: a file of ``configs/``.
         operator, collective: what is made to fail, or to stall.
+        attention, linear: whose second operand, keys or a weight, lies in memory that turns bad.
         num_streams: requests that are sent at once; each has a body of its own.
     """
 
@@ -38,10 +39,12 @@ class Shape:
     overrides: tuple[str, ...]
     operator: str
     collective: str
+    attention: str
     num_streams: int
     num_tokens: int
     vocabulary: int = 800
     prompt_tokens: int = 48
+    linear: str = "aclnnMm"
 
     def bodies(self) -> list[dict[str, Any]]:
         """Return the requests, then those of slow readers: half greedy, half seeded."""
@@ -77,6 +80,7 @@ SHAPES = {
         ),
         operator="aclnnSwiGlu",
         collective="aclnnSwiGlu",  # a group of one rank has none
+        attention="aclnnFusedInferAttentionScoreV3",
         num_streams=8,
         num_tokens=500,
     ),
@@ -91,6 +95,7 @@ SHAPES = {
         ),
         operator="aclnnSwiGlu",
         collective="HcclAllReduce",
+        attention="aclnnFusedInferAttentionScoreV4",
         num_streams=8,
         num_tokens=400,
     ),
@@ -107,6 +112,7 @@ SHAPES = {
         ),
         operator="aclnnSwiGlu",
         collective="HcclAllReduce",
+        attention="aclnnFusedInferAttentionScoreV3",
         num_streams=64,
         num_tokens=200,
     ),

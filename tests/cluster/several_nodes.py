@@ -52,7 +52,9 @@ with LLM(sys.argv[1], json.loads(sys.argv[2])) as llm:
     say([ranks, [dataclasses.asdict(endpoint) for endpoint in seen]])
     for line in sys.stdin:
         prompts, count = json.loads(line)
-        say([answer.token_ids for answer in llm.generate(prompts, greedy_params(count))])
+        tokens = [answer.token_ids for answer in llm.generate(prompts, greedy_params(count))]
+        (found,) = llm._client.query("metrics").values()
+        say([tokens, found["resumptions"]])
 """
 SERVE = """
 import json, sys

@@ -161,7 +161,7 @@ def test_a_group_over_two_hosts_gives_the_tokens_of_one(hosts: Hosts) -> None:
     with hosts.run(GENERATE, "configs/tiny-deepseek.yaml", json.dumps(OVER_NODES)) as program:
         ranks, addresses = program.read()
         program.write([PROMPTS, NUM_TOKENS])
-        tokens = program.read()
+        tokens, resumptions = program.read()
         found = {node.address: listening(node) for node in hosts.others}
 
     left, right = (node.address for node in hosts.others)
@@ -169,11 +169,30 @@ def test_a_group_over_two_hosts_gives_the_tokens_of_one(hosts: Hosts) -> None:
         (left, 0), (left, 1), (right, 0), (right, 1),
     ]  # fmt: skip
     assert tokens == on_one_node(config, PROMPTS, NUM_TOKENS)
+    assert resumptions == {}
     leader = ranks[0]["node"]
     assert [address["url"].startswith(f"tcp://{leader}:") for address in addresses] == [True]
     for address, places in found.items():
         ours = {host for host, port in places if port in PORTS}
         assert ours == ({leader} if address == leader else set())
+
+
+def test_a_group_over_two_hosts_comes_back_from_a_link_that_failed(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    arms = tmp_path / "arms"  # which all hosts see
+    settings = {**OVER_NODES, "device.emulator.fault.file": str(arms), "recovery.resume_s": 60}
+    config = load_config("configs/tiny-deepseek.yaml", OVER_NODES)
+
+    with hosts.run(GENERATE, "configs/tiny-deepseek.yaml", json.dumps(settings)) as program:
+        program.read()
+        arms.write_text("fault_op=HcclAllReduce fault_kind=link")
+        program.write([PROMPTS, NUM_TOKENS])
+        tokens, resumptions = program.read()
+
+    assert not arms.exists(), "nobody was struck"
+    assert resumptions == {"link": 1}
+    assert tokens == on_one_node(config, PROMPTS, NUM_TOKENS)
 
 
 def test_groups_on_a_host_each_answer_the_openai_client_at_the_head(hosts: Hosts) -> None:

@@ -60,7 +60,8 @@ class Deployed:
         self._program.write([prompts, count])
 
     def finish(self) -> list[list[int]]:
-        tokens: list[list[int]] = self._program.read()
+        tokens: list[list[int]]
+        tokens, _ = self._program.read()
         return tokens
 
     def generate(self, prompts: list[list[int]], count: int) -> list[list[int]]:
