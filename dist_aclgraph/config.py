@@ -2,8 +2,8 @@
 
 ``load_config(path, overrides)`` rejects unknown keys and bad values with the key, the value and
 what is allowed. Overrides are dotted keys: ``{"parallel.tp": 2}``, or ``parallel.tp=2`` on a
-command line. The keys stand in ``config_tree``, ``config_cluster`` and ``config_device``, and are
-imported from here.
+command line. The keys stand in ``config_tree``, ``config_cluster``, ``config_device`` and
+``config_serve``, and are imported from here.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import yaml
 from dist_aclgraph.config_cluster import ClusterConfig
 from dist_aclgraph.config_device import DeviceConfig, EmulatorConfig, FaultConfig, HcclExpansion
 from dist_aclgraph.config_section import Section
+from dist_aclgraph.config_serve import AutoscaleConfig, ServeConfig
 from dist_aclgraph.config_tree import (
     DECODE_MODES,
-    AutoscaleConfig,
     BudgetModelName,
     Config,
     ExchangeSetting,
@@ -30,7 +30,6 @@ from dist_aclgraph.config_tree import (
     KVConfig,
     ParallelConfig,
     SchedulerConfig,
-    ServeConfig,
     SpeculativeConfig,
     TimeoutConfig,
 )

@@ -13,6 +13,9 @@ A2_CHIPS, A3_CHIPS = "Ascend910B", "Ascend910_93"  # how their names begin
 PORTS = r"^(auto|[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?)*)$"
 
 
+FaultKind = Literal["fail", "stall", "die", "link", "remote", "retry", "memory", "ecc", "uce"]
+
+
 class FaultConfig(Section):
     """A fault that the emulator injects, for tests."""
 
@@ -25,13 +28,18 @@ class FaultConfig(Section):
         "execute", description="which calls count: executions, replays too, or recordings"
     )
     call: int = Field(1, ge=1, description="at which of its calls")
-    kind: Literal["fail", "stall", "die", "link", "remote", "retry", "memory", "ecc"] = Field(
+    kind: FaultKind = Field(
         "fail",
         description="what happens at that call; die ends the process as kill -9 does; from link "
-        "on, the device stops with that error",
+        "on, the device stops with that error; uce: memory turns bad, and whatever touches it "
+        "stops the device",
     )
     rank: int | None = Field(None, ge=0, description="on which world rank; null means all")
     stall_s: float = Field(60.0, gt=0, description="how long a stall lasts")
+    operand: int = Field(
+        0, ge=0, description="kind uce: in the memory of which of the operator's tensors"
+    )
+    offset: int = Field(0, ge=0, description="kind uce: so many bytes behind the tensor's begin")
     file: str = Field(
         "",
         description="a file that arms a fault in workers that run, by words of "

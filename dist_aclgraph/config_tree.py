@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from dist_aclgraph.config_cluster import ClusterConfig, RecoveryConfig
 from dist_aclgraph.config_device import DeviceConfig
 from dist_aclgraph.config_section import Section
+from dist_aclgraph.config_serve import ServeConfig
 
 GraphMode = Literal["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
 BudgetModelName = Literal[
@@ -250,97 +251,6 @@ class SpeculativeConfig(Section):
 
     num_tokens: int = Field(
         0, ge=0, le=3, description="draft tokens of each request and step; 0 is off"
-    )
-
-
-class AutoscaleConfig(Section):
-    """How many lockstep groups serve, by the requests that wait."""
-
-    min_groups: int = Field(1, ge=1, le=4096, description="groups that always serve")
-    max_groups: int = Field(
-        0, ge=0, le=4096, description="groups that may serve; 0 leaves their number alone"
-    )
-    target_waiting: int = Field(
-        8, ge=1, description="requests that may wait for each group, before another one is started"
-    )
-    up_s: float = Field(15.0, ge=0, description="how long more must have waited")
-    down_s: float = Field(
-        300.0,
-        ge=0,
-        description="how long nobody must have waited, and half of the other groups have been "
-        "enough, before one is given back",
-    )
-
-    @model_validator(mode="after")
-    def _check_order(self) -> AutoscaleConfig:
-        if self.max_groups and self.max_groups < self.min_groups:
-            raise ValueError(
-                f"max_groups is {self.max_groups}; it must be at least min_groups "
-                f"({self.min_groups}), or 0"
-            )
-        return self
-
-
-class ServeConfig(Section):
-    """The HTTP service."""
-
-    host: str = Field("127.0.0.1", description="address to bind; loopback unless you choose else")
-    port: int = Field(8000, ge=1, le=65535, description="port to bind")
-    max_body_bytes: int = Field(
-        2 << 20,
-        ge=1024,
-        le=64 << 20,
-        description="largest request body; while one is parsed everything else waits, about 20 ms "
-        "for 2 MiB, which hold the ids of 160,000 tokens or more",
-    )
-    body_s: float = Field(
-        60.0,
-        gt=0,
-        description="how long a client may take to send a body; 60 s let 2 MiB through at 35 kB/s",
-    )
-    max_header_bytes: int = Field(
-        32 << 10,
-        ge=1024,
-        le=1 << 20,
-        description="largest request line and headers; browsers send less than 16 KiB",
-    )
-    header_s: float = Field(
-        10.0, gt=0, description="how long a client may take to send the headers of a request"
-    )
-    stall_s: float = Field(
-        60.0,
-        gt=0,
-        description="after so long without reading, while an answer waits, a client is cut off",
-    )
-    max_connections: int = Field(
-        4096,
-        ge=1,
-        le=65536,
-        description="connections at once; each takes a descriptor and some 100 KiB at most",
-    )
-    api_keys_file: str | None = Field(
-        None,
-        description="file with an API key on each line, one of which every request but /health, "
-        "/ready and / must bring; DIST_ACLGRAPH_API_KEY adds one",
-    )
-    insecure: bool = Field(False, description="serve beyond loopback without an API key, to anyone")
-    allowed_hosts: tuple[str, ...] = Field(
-        (), description="further names in the Host header; on loopback, names of it are known"
-    )
-    lenient: bool = Field(False, description="ignore unknown request fields instead of a 400")
-    drain_s: float = Field(10.0, ge=0, description="how long a stop waits for running requests")
-    vllm_metrics: bool = Field(
-        False,
-        description="expose metrics under vLLM's names, too, for its boards; those that mean the "
-        "same here",
-    )
-    autoscale: AutoscaleConfig = AutoscaleConfig()
-    replicas: int = Field(
-        1,
-        ge=1,
-        le=256,
-        description="processes that serve HTTP under Ray Serve, each for itself; `dist-aclgraph "
-        "serve` is one",
     )
 
 

@@ -6,6 +6,7 @@ no part in it: where a cluster is joined, its applications and its proxies stay 
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -26,9 +27,9 @@ from dist_aclgraph.device import emulator
 from dist_aclgraph.device.kind import resolve_kind
 from dist_aclgraph.environment import prepare_ray_environment, ray_address
 from dist_aclgraph.planning.restarts import RestartBudget
-from dist_aclgraph.serve.kept import MAX_DESCRIPTORS
-from dist_aclgraph.serve.open_files import OTHER_FILES, allow_open_files
+from dist_aclgraph.serve.open_files import allow_connections
 
+log = logging.getLogger(__name__)
 # Longer than what may hold an owner up: an answer of its controller.
 SILENT_S = 30.0
 END_S = 180.0  # more than an ingress drains: for what stops a deployment, which has limits itself
@@ -51,7 +52,7 @@ def serve_in_processes(config: Config) -> None:
             if forks is not None:
                 forks.disown()
 
-        allow_open_files(MAX_DESCRIPTORS * config.serve.max_connections + OTHER_FILES)
+        _allow_connections(config.serve.max_connections)
         supervisor = Supervisor(
             partial(own_deployment, opened, partial(deployment.start, lent=lent)),
             partial(serve_http, opened),
@@ -62,6 +63,18 @@ def serve_in_processes(config: Config) -> None:
             on_fork=disown,
         )
         raise SystemExit(supervisor.run())
+
+
+def _allow_connections(max_connections: int) -> None:
+    """Raise the limit of open files, and warn where the system allows too few."""
+    num_kept = allow_connections(max_connections)
+    if num_kept < max_connections:
+        log.warning(
+            "only %d of %d connections outlive an ingress that dies: raise the limit of open files"
+            " (ulimit -n) or lower serve.max_connections",
+            num_kept,
+            max_connections,
+        )
 
 
 @contextmanager

@@ -29,7 +29,7 @@ async def chat_completions(state: ApiState, request: Request) -> Response:
         state.tokenizer.encode_chat, messages, max_tokens=state.context_len
     )
     params = body.sampling(state.fit(len(prompt_ids), body.asked_max_tokens, None, "messages"))
-    journal = state.open_journal(request.scope, data)
+    journal = state.open_journal(request.scope)
     generation = Generation(
         state, [prompt_ids], [params], body.num_choices, body.cache_salt or "", journal
     )

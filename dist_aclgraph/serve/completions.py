@@ -39,7 +39,7 @@ async def completions(state: ApiState, request: Request) -> Response:
         body.sampling(state.fit(len(ids), body.max_tokens, DEFAULT_MAX_TOKENS, "prompt"))
         for ids in prompts
     ]
-    journal = state.open_journal(request.scope, data)
+    journal = state.open_journal(request.scope)
     generation = Generation(
         state, prompts, params, body.num_choices, body.cache_salt or "", journal
     )

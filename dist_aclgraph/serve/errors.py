@@ -5,7 +5,7 @@
 | UnknownModelError | 404 | not_found_error |
 | UnauthorizedError | 401 | authentication_error |
 | ForbiddenError | 403 | permission_error |
-| BodyTimeoutError | 408 | invalid_request_error |
+| BodyTimeoutError, GenerationTimeoutError | 408 | invalid_request_error |
 | BodyTooLargeError | 413 | invalid_request_error |
 | NotJsonError | 415 | invalid_request_error |
 | RequestError and its other children | 400 | invalid_request_error |
@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -29,6 +29,7 @@ from dist_aclgraph.errors import (
 )
 
 RETRY_AFTER_S = 1
+T = TypeVar("T")
 
 
 class BodyTooLargeError(RequestError):
@@ -41,6 +42,12 @@ class BodyTimeoutError(RequestError):
     """The client took longer to send the request body than is allowed."""
 
     code = "request_timeout"
+
+
+class GenerationTimeoutError(RequestError):
+    """The answer took longer than is allowed; asked again, it would do so again."""
+
+    code = "generation_timeout"
 
 
 class UnauthorizedError(RequestError):
@@ -66,6 +73,7 @@ STATUS_OF: dict[type[DistAclGraphError], int] = {
     ForbiddenError: 403,
     UnknownModelError: 404,
     BodyTimeoutError: 408,
+    GenerationTimeoutError: 408,
     BodyTooLargeError: 413,
     NotJsonError: 415,
     RequestError: 400,
@@ -80,8 +88,20 @@ TYPE_OF = {
 }
 
 
+# Clients of OpenAI's ask again behind a 408, unless they are told not to.
+HEADERS_OF: dict[type[DistAclGraphError], Mapping[str, str]] = {
+    UnauthorizedError: {"WWW-Authenticate": "Bearer"},
+    GenerationTimeoutError: {"X-Should-Retry": "false"},
+    EngineUnavailableError: {"Retry-After": str(RETRY_AFTER_S)},
+}
+
+
 def status_of(error: BaseException) -> int:
-    return next((status for kind, status in STATUS_OF.items() if isinstance(error, kind)), 500)
+    return _of_kind(STATUS_OF, error, 500)
+
+
+def _of_kind(table: Mapping[type[DistAclGraphError], T], error: BaseException, other: T) -> T:
+    return next((found for kind, found in table.items() if isinstance(error, kind)), other)
 
 
 def error_body(error: BaseException) -> dict[str, Any]:
@@ -99,9 +119,7 @@ def error_body(error: BaseException) -> dict[str, Any]:
 
 
 def error_response(error: BaseException) -> Response:
-    status = status_of(error)
-    headers = {503: {"Retry-After": str(RETRY_AFTER_S)}, 401: {"WWW-Authenticate": "Bearer"}}
-    return json_response(error_body(error), status, headers.get(status))
+    return json_response(error_body(error), status_of(error), _of_kind(HEADERS_OF, error, {}))
 
 
 def plain_error(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:

@@ -15,6 +15,7 @@ from starlette.types import Receive
 from dist_aclgraph.actors.messages import error_of
 from dist_aclgraph.errors import EngineUnavailableError
 from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.serve.errors import GenerationTimeoutError
 from dist_aclgraph.serve.inbox import Inbox
 from dist_aclgraph.serve.journal import Journal
 from dist_aclgraph.serve.state import ApiState
@@ -61,7 +62,7 @@ class _Choice:
     output: OutputText
     request_id: str
     started_s: float
-    last_token_s: float = 0.0
+    last_token_s: float
     num_tokens: int = 0
     num_cached_tokens: int = 0
     is_done: bool = False
@@ -100,7 +101,7 @@ class Generation:
     _choices: list[_Choice] = field(default_factory=list)
     _num_places: int = 0  # taken beside the one that the HTTP request has
     _num_open: int = 0  # choices that have not ended
-    _is_told: bool = False  # what is taken now was there before, in another process
+    _timer: asyncio.TimerHandle | None = None  # of ``serve.generation_s``
 
     def start(self, sink: Sink) -> None:
         """Submit all choices; from now on ``sink`` is given what they bring, and first what the
@@ -117,20 +118,20 @@ class Generation:
             seed = params.seed if params.seed is not None else chance + len(self._choices)
             for j in range(self.num_choices):
                 self._add(prompt_ids, replace(params, seed=_wrap(seed + j)), now_s)
-        self._is_told = True
         for entry in self.journal.take_entries():
             choice = self._choices[entry.index]
             choice.tokens_before += entry.token_ids
             self._hand_on(sink, choice, entry.delta(choice.request_id), now_s)
-            choice.last_token_s = now_s
-        self._is_told = False
         for choice in self._choices:
             if self._num_open and not choice.is_done:
                 self._submit(inbox, sink, choice)
+        self._limit_time(sink)
 
     def close(self) -> None:
         """End what still runs; nothing is given to the sink any more. Idempotent."""
         self._num_open = 0
+        if self._timer is not None:
+            self._timer.cancel()
         self.journal.end()
         self.state.places.give_back(self._num_places)
         self._num_places = 0
@@ -149,12 +150,28 @@ class Generation:
             sum(choice.num_cached_tokens for choice in firsts),
         )
 
+    def _limit_time(self, sink: Sink) -> None:
+        limit_s = self.state.config.serve.generation_s
+        if limit_s is None:
+            return
+        passed_s = 0.0
+        if self.journal.is_resumed:  # by a clock that the process before had, too
+            passed_s = time.time() - self.journal.chance.created_s
+
+        def overrun() -> None:
+            if self._num_open:
+                self._num_open = 0
+                sink.end(GenerationTimeoutError(f"the answer was not complete after {limit_s:g} s"))
+
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(max(0.0, limit_s - passed_s), overrun)
+
     def _add(self, prompt_ids: list[int], params: SamplingParams, now_s: float) -> None:
         output = OutputText(self.state.tokenizer, params)
         request_id = self.state.new_id("req")
-        self._choices.append(
-            _Choice(len(self._choices), prompt_ids, params, output, request_id, now_s)
-        )
+        index = len(self._choices)
+        choice = _Choice(index, prompt_ids, params, output, request_id, now_s, last_token_s=now_s)
+        self._choices.append(choice)
 
     def _submit(self, inbox: Inbox, sink: Sink, choice: _Choice) -> None:
         self.state.client.submit(
@@ -170,7 +187,10 @@ class Generation:
     def _take(self, sink: Sink, choice: _Choice, delta: RequestDelta, now_s: float) -> None:
         if self._num_open and not choice.is_done:
             self.journal.note(choice.index, delta)
+            num_before = choice.num_tokens
             self._hand_on(sink, choice, delta, now_s)
+            if choice.num_tokens > num_before:
+                self._observe(choice, is_first=not num_before, now_s=now_s)
 
     def _hand_on(self, sink: Sink, choice: _Choice, delta: RequestDelta, now_s: float) -> None:
         try:
@@ -198,8 +218,6 @@ class Generation:
                 raise EngineUnavailableError(delta.error or "the server ended the request")
             raise error_of(delta)
         piece = choice.output.take(delta.tokens, delta.logprobs, reason)
-        if not self._is_told:
-            self._observe(choice, len(piece.token_ids), now_s)
         choice.num_tokens += len(piece.token_ids)
         choice.num_cached_tokens = max(choice.num_cached_tokens, delta.num_cached_tokens)
         if piece.finish_reason is not None:
@@ -218,10 +236,10 @@ class Generation:
             num_tokens=choice.num_tokens,
         )
 
-    def _observe(self, choice: _Choice, num_tokens: int, now_s: float) -> None:
-        if num_tokens and not choice.num_tokens:
+    def _observe(self, choice: _Choice, *, is_first: bool, now_s: float) -> None:
+        if is_first:
             self.state.metrics.first_token(now_s - choice.started_s)
-        elif num_tokens:
+        else:
             self.state.metrics.next_tokens(now_s - choice.last_token_s)
         choice.last_token_s = now_s
 

@@ -16,15 +16,17 @@ import uvicorn
 from dist_aclgraph.config import ServeConfig
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.serve.errors import RETRY_AFTER_S, plain_error
+from dist_aclgraph.serve.inlet import Inlet
 from dist_aclgraph.serve.kept import Keeper
-from dist_aclgraph.serve.limited_protocol import LimitedProtocol
-from dist_aclgraph.serve.open_files import OTHER_FILES, allow_open_files
+from dist_aclgraph.serve.kept_protocol import KeptProtocol
+from dist_aclgraph.serve.open_files import allow_connections
 from dist_aclgraph.serve.refusal import GatedApp, Refusal
-from dist_aclgraph.serve.resumed_protocol import ResumedProtocol, take_over
+from dist_aclgraph.serve.resumed_protocol import ResumedProtocol, Succession
 
 SEND_BUFFER_BYTES = 64 << 10  # of each connection; by itself it grows to megabytes
 BACKLOG = 4096  # connections that wait to be accepted; beyond, clients try again after a second
 BEAT_S = 1  # between two signs of life
+START_LOOK_S = 0.005
 STOP_S = 5.0  # for replies that are on their way when the server is stopped
 
 
@@ -48,50 +50,65 @@ class HttpServer:
         self._socket = listener
         self._beat = beat
         self._keeper = keeper or Keeper()
-        self._app: GatedApp | None = None
         self._server: uvicorn.Server | None = None
+        self._succession: Succession | None = None
         self._thread: threading.Thread | None = None
         self._loop: Future[asyncio.AbstractEventLoop] = Future()
+        self._taken = asyncio.Event()  # all that another process has left
 
     @property
     def port(self) -> int:
         return int(self._socket.getsockname()[1])
 
     def start(self, app: GatedApp) -> None:
-        """Answer requests from now on."""
-        others = self._limits.max_connections + OTHER_FILES
-        # Of what is kept this process has the journal open.
-        files = allow_open_files(self._limits.max_connections + others)
-        self._keeper.max_kept = max(0, files - others)
-        self._app = app
+        """Answer requests from now on, also on connections that another process has left."""
+        self._keeper.max_kept = allow_connections(self._limits.max_connections)
         self._server = make_server(app, self._limits, self._beat, self._keeper)
+        make = functools.partial(
+            ResumedProtocol,
+            **_of_connections(app, self._limits, self._keeper),
+            config=self._server.config,
+            server_state=self._server.server_state,
+            app_state={},
+        )
+        self._succession = Succession(self._keeper, make)
         self._thread = threading.Thread(
             target=self._run, args=[self._server], name="http", daemon=True
         )
         self._thread.start()
 
     def let_in(self, opens: Callable[[], None]) -> None:
-        """Go on with what another process has left, then have ``opens`` let new requests in.
+        """Have ``opens`` let new requests in, and go on with answers that another process has
+        promised.
 
         Args:
             opens: called on the event loop. The application answers from then on.
         """
-        assert self._server is not None and self._app is not None
-        config, state = self._server.config, self._server.server_state
-        make = functools.partial(
-            ResumedProtocol,
-            **_of_connections(self._app, self._limits, self._keeper),
-            config=config,
-            server_state=state,
-            app_state={},
-        )
-        taking = take_over(self._keeper, make, opens)
-        asyncio.run_coroutine_threadsafe(taking, self._loop.result()).result()
+
+        async def let_in() -> None:
+            assert self._succession is not None
+            await self._taken.wait()
+            self._succession.finish(opens)
+
+        asyncio.run_coroutine_threadsafe(let_in(), self._loop.result()).result()
 
     def _run(self, server: uvicorn.Server) -> None:
         with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
             self._loop.set_result(runner.get_loop())
-            runner.run(server.serve([self._socket]))
+            runner.run(self._serve(server))
+
+    async def _serve(self, server: uvicorn.Server) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            taking = tasks.create_task(self._take_over(server))
+            await server.serve([self._socket])
+            taking.cancel()
+
+    async def _take_over(self, server: uvicorn.Server) -> None:
+        assert self._succession is not None
+        while not server.started:  # until then responses lack a header
+            await asyncio.sleep(START_LOOK_S)
+        await self._succession.begin()
+        self._taken.set()
 
     def stop(self) -> None:
         """Close the port; replies that are on their way get a few seconds. Idempotent."""
@@ -117,14 +134,16 @@ def make_server(
         beat()
         keeper.flush()
 
-    protocol: Callable[..., asyncio.Protocol] = functools.partial(
-        LimitedProtocol, **_of_connections(app, limits, keeper)
-    )
+    of_connections = _of_connections(app, limits, keeper)
+
+    def make(**uvicorns: Any) -> Inlet:
+        return Inlet(keeper.intake, KeptProtocol(**of_connections, **uvicorns))
+
     return uvicorn.Server(
         uvicorn.Config(
             app,
             loop="uvloop",
-            http=protocol,  # type: ignore[arg-type]  # what makes one serves as its class
+            http=make,  # type: ignore[arg-type]  # what makes one serves as its class
             ws="none",
             lifespan="off",
             log_config=None,

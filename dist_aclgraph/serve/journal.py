@@ -1,8 +1,9 @@
-"""Journal: what must be known of a request that is being answered, to go on from another process.
+"""Journal: what must be known of a connection, to go on with it from another process.
 
 An answer is a function of the request, of what was left to chance, and of the deltas that came. So
-these are written down, each delta before anything of it is sent; whoever reads them makes the same
-bytes again, leaves out those that have been sent, and goes on.
+these are written down: what a client sends when it is read, each delta before anything of it is
+sent. Whoever reads them makes the same bytes again, leaves out those that have been sent, and goes
+on.
 
 A journal lies in memory that outlives the process (``kept.py``), and belongs to one event loop.
 """
@@ -14,6 +15,7 @@ import secrets
 import struct
 import time
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import msgspec
 
@@ -25,6 +27,10 @@ RESUMED = "dist_aclgraph.resumed"  # and where another process has accepted the 
 # Of one request. What exceeds it is answered as ever, and ends with its process.
 MAX_BYTES = 8 << 20
 _LENGTH = struct.Struct("<I")
+# How a file begins, and behind it: how often it was cleared, and bytes of the connection that had
+# been read then. The second word takes the place of the first at once, and wants no memory.
+LIVE, VOID = b"live", b"void"
+_HEAD = struct.Struct("<4sIQ")
 
 
 class Chance(msgspec.Struct, frozen=True):
@@ -39,20 +45,31 @@ class Chance(msgspec.Struct, frozen=True):
         return cls(secrets.token_hex(12), int(time.time()), seed)
 
 
-class Opening(msgspec.Struct, frozen=True):
-    """How a journal begins.
+class Arrival(msgspec.Struct, frozen=True, array_like=True, tag="arrival"):
+    """What a client has sent of its request.
 
     Attributes:
-        request: as it goes over the wire.
+        num_sent: bytes that the connection had been given before it came.
+        num_read: bytes that had been read of the connection with it.
+    """
+
+    num_sent: int
+    num_read: int
+    data: bytes
+
+
+class Opening(msgspec.Struct, frozen=True, array_like=True, tag="opening"):
+    """The request has been accepted, and is going to be answered.
+
+    Attributes:
         num_sent: bytes that the connection had been given before the response.
     """
 
-    request: bytes
     num_sent: int
     chance: Chance
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
+class Entry(msgspec.Struct, frozen=True, array_like=True, tag="entry"):
     """What one delta brought to one choice."""
 
     index: int  # of the choice
@@ -75,18 +92,82 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
+Record = Arrival | Opening | Entry
 _encode = msgspec.msgpack.Encoder().encode
-_decode_opening = msgspec.msgpack.Decoder(Opening).decode
-_decode_entry = msgspec.msgpack.Decoder(Entry).decode
+_decode = msgspec.msgpack.Decoder(Record).decode
+
+
+class JournalFile:
+    """What is written of one connection. Owns its descriptor.
+
+    Args:
+        descriptor: of a file whose end is the end of its last record.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._num_bytes = os.fstat(descriptor).st_size
+        self._is_void = False  # one of a dead process that is void is never opened again
+        _, self._num_clears, _ = _HEAD.unpack(os.pread(descriptor, _HEAD.size, 0))
+
+    @classmethod
+    def make(cls, num_read: int) -> JournalFile | None:
+        """Return an empty one; None where there is no room for it.
+
+        Args:
+            num_read: bytes of the connection that have been read.
+        """
+        try:
+            descriptor = os.memfd_create("journal", os.MFD_CLOEXEC)
+        except OSError:
+            return None
+        if _has_written(descriptor, _HEAD.pack(LIVE, 0, num_read)):
+            return cls(descriptor)
+        os.close(descriptor)
+        return None
+
+    def append(self, record: Record) -> bool:
+        """Write a record down; where that cannot be, the file is void."""
+        text = _encode(record)
+        text = _LENGTH.pack(len(text)) + text
+        self._num_bytes += len(text)
+        if self._is_void or self._num_bytes > MAX_BYTES or not _has_written(self.descriptor, text):
+            self.void()
+            return False
+        return True
+
+    def void(self) -> None:
+        """Say that nobody can go on from here: not all is known. Idempotent."""
+        if not self._is_void:
+            self._is_void = True
+            os.pwrite(self.descriptor, VOID, 0)
+            self._cut()
+
+    def clear(self, num_read: int) -> None:
+        """Begin anew: all has been answered.
+
+        Args:
+            num_read: bytes of the connection that have been read.
+        """
+        self._cut()
+        self._num_clears = (self._num_clears + 1) % (1 << 32)
+        os.pwrite(self.descriptor, _HEAD.pack(LIVE, self._num_clears, num_read), 0)
+        self._is_void = False
+
+    def _cut(self) -> None:
+        _cut(self.descriptor, _HEAD.size)
+        self._num_bytes = _HEAD.size
+
+    def close(self) -> None:
+        os.close(self.descriptor)
 
 
 class Journal:
-    """One request's. Owns its file from its making until its end; without one, nothing is kept.
+    """One accepted request's part of a file; without one, nothing is kept.
 
     Args:
         entries: what is known from before.
         is_resumed: whether another process has accepted the request.
-        file: a descriptor, at its end.
         on_end: called once, when nobody needs the journal any more.
     """
 
@@ -96,7 +177,7 @@ class Journal:
         entries: tuple[Entry, ...] = (),
         *,
         is_resumed: bool = False,
-        file: int | None = None,
+        file: JournalFile | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self.chance = chance
@@ -104,7 +185,6 @@ class Journal:
         self._entries = entries
         self._file = file
         self._on_end = on_end
-        self._num_bytes = 0 if file is None else os.fstat(file).st_size
 
     @property
     def is_kept(self) -> bool:
@@ -128,54 +208,94 @@ class Journal:
             delta.error,
             delta.error_kind,
         )
-        record = _framed(_encode(entry))
-        self._num_bytes += len(record)
-        if self._num_bytes > MAX_BYTES or not _has_written(self._file, record):
-            os.ftruncate(self._file, 0)  # whoever has it still must not go on from here
+        if not self._file.append(entry):
             self.end()
 
     def end(self) -> None:
-        """Keep nothing any more. Idempotent."""
+        """Write nothing any more. Idempotent."""
         if self._file is not None:
-            os.close(self._file)
             self._file = None
             self._on_end()
 
 
-def begin(opening: Opening) -> int | None:
-    """Return the file of a new journal; None where there is no room for it."""
-    record = _framed(_encode(opening))
-    if len(record) > MAX_BYTES:
-        return None
-    try:
-        file = os.memfd_create("journal", os.MFD_CLOEXEC)
-    except OSError:
-        return None
-    if _has_written(file, record):
-        return file
-    os.close(file)
-    return None
+class Known(NamedTuple):
+    """What a journal says.
+
+    Attributes:
+        request: as it came over the wire, as far as it did.
+        num_sent: bytes that the connection had been given before the response.
+        num_read: bytes of the connection that had been read. What was read behind them is lost.
+        chance: None while the request has not been accepted.
+    """
+
+    request: bytes
+    num_sent: int
+    num_read: int
+    chance: Chance | None
+    entries: tuple[Entry, ...]
 
 
-def read(file: int) -> tuple[Opening, tuple[Entry, ...]]:
-    """Return what a journal says, and have it go on behind that: its writer may have been killed
-    within an entry, of which nothing had been sent.
+def read(descriptor: int) -> Known:
+    """Return what a journal says. Have it go on behind that: its writer may have been killed within
+    a record, and had done nothing with that yet.
 
     Raises:
-        ValueError: it has no beginning.
+        ValueError: nobody can go on from here.
     """
-    text = os.pread(file, MAX_BYTES, 0)
-    records = list(_records(text))
-    if not records:
-        raise ValueError("the journal is empty")
-    end = sum(_LENGTH.size + len(record) for record in records)
-    os.ftruncate(file, end)
-    os.lseek(file, end, os.SEEK_SET)
-    return _decode_opening(records[0]), tuple(map(_decode_entry, records[1:]))
+    text = os.pread(descriptor, MAX_BYTES, 0)
+    if not text.startswith(LIVE) or len(text) < _HEAD.size:
+        raise ValueError("not all of it is known")
+    _, _, num_read = _HEAD.unpack_from(text)
+    found = list(_records(text))
+    end = _HEAD.size + sum(_LENGTH.size + len(record) for record in found)
+    records = [_decode(record) for record in found]
+    arrivals = [record for record in records if isinstance(record, Arrival)]
+    opening = next((record for record in records if isinstance(record, Opening)), None)
+    _cut(descriptor, end)
+    if not arrivals:
+        return Known(b"", 0, num_read, None, ())
+    entries = tuple(record for record in records if isinstance(record, Entry))
+    first = arrivals[0] if opening is None else opening
+    chance = None if opening is None else opening.chance
+    request = b"".join(arrival.data for arrival in arrivals)
+    return Known(request, first.num_sent, arrivals[-1].num_read, chance, entries)
+
+
+class Use(NamedTuple):
+    """What a journal is in use for, for whoever keeps it.
+
+    Attributes:
+        request: the number of the request that is under way; None while none is.
+        is_void: whether nobody can go on with it.
+    """
+
+    request: int | None
+    is_void: bool
+
+
+def use_of(descriptor: int) -> Use:
+    text = os.pread(descriptor, _HEAD.size, 0)
+    if len(text) < _HEAD.size or not text.startswith(LIVE):
+        return Use(None, is_void=True)
+    _, num_clears, _ = _HEAD.unpack(text)
+    is_empty = os.fstat(descriptor).st_size <= _HEAD.size
+    return Use(None if is_empty else num_clears, is_void=False)
+
+
+def _cut(descriptor: int, num_bytes: int) -> None:
+    os.ftruncate(descriptor, num_bytes)
+    os.lseek(descriptor, num_bytes, os.SEEK_SET)
+
+
+def _has_written(descriptor: int, text: bytes) -> bool:
+    try:
+        return os.write(descriptor, text) == len(text)
+    except OSError:  # no memory
+        return False
 
 
 def _records(text: bytes) -> Iterator[bytes]:
-    start = 0
+    start = _HEAD.size
     while start + _LENGTH.size <= len(text):
         (length,) = _LENGTH.unpack_from(text, start)
         start += _LENGTH.size
@@ -183,14 +303,3 @@ def _records(text: bytes) -> Iterator[bytes]:
             return
         yield text[start : start + length]
         start += length
-
-
-def _framed(record: bytes) -> bytes:
-    return _LENGTH.pack(len(record)) + record
-
-
-def _has_written(file: int, record: bytes) -> bool:
-    try:
-        return os.write(file, record) == len(record)
-    except OSError:  # no memory
-        return False

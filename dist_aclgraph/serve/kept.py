@@ -1,9 +1,9 @@
-"""Connections that outlive the process which answers on them, with the journals of their requests.
+"""Connections that outlive the process which answers on them, with their journals.
 
-Whoever starts that process (``Keep``) holds a descriptor of each connection on which an answer is
-under way, and of its journal: the process hands them over with a message (``Keeper``), and says
-when they are needed no more. What is killed closes only its own descriptors. The next process is
-forked with those that are left, and goes on.
+Whoever starts that process (``Keep``) holds a descriptor of each connection, and of its journal:
+the process hands them over with a message (``Keeper``), and says when they have ended. What is
+killed closes only its own descriptors. The next process is forked with those that are left, and
+goes on.
 """
 
 from __future__ import annotations
@@ -19,17 +19,21 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-MAX_LOSSES = 3  # processes that died in a row while they answered a request: it may be why
+from dist_aclgraph.serve.intake import Intake
+from dist_aclgraph.serve.journal import Arrival, JournalFile, Known, read, use_of
+from dist_aclgraph.serve.sent_bytes import is_open, num_read_bytes, num_sent_bytes
+
+MAX_LOSSES = 3  # processes that died with one request: it may be why
 MAX_DESCRIPTORS = 2
 MESSAGE_BYTES = 64 << 10
 MAX_ENDED = 4096  # in one message
 
 
 class Told(msgspec.Struct, frozen=True):
-    """What a process says of its requests, by their numbers."""
+    """What a process says of its connections, by their numbers."""
 
     ended: tuple[int, ...] = ()
-    begun: int = 0  # with the descriptors of its connection and its journal; 0 for none
+    begun: int = 0  # with its descriptor and that of its journal; 0 for none
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -38,11 +42,37 @@ _decode = msgspec.msgpack.Decoder(Told).decode
 
 @dataclass
 class Kept:
-    """A request that is being answered: two descriptors."""
+    """A connection and its journal: two descriptors.
+
+    Attributes:
+        last_read: begins with what a process that died had read and not written down, where it had.
+    """
 
     connection: int
     journal: int
-    losses: int = 0
+    losses: int = 0  # of ``request``
+    request: int | None = None
+    last_read: bytes = b""
+
+    def known(self) -> Known:
+        """Return what is known of the connection. What was read of a request and not written down
+        before its process died, is written down now.
+
+        Raises:
+            OSError, ValueError: nobody can go on.
+        """
+        known = read(self.journal)
+        num_read = num_read_bytes(self.connection)
+        missing = num_read - known.num_read
+        if not missing:
+            return known
+        is_here = 0 < missing <= len(self.last_read) and is_open(self.connection)
+        if is_here and known.chance is None:
+            num_sent = num_sent_bytes(self.connection)
+            arrival = Arrival(num_sent, num_read, self.last_read[:missing])
+            if JournalFile(self.journal).append(arrival):
+                return read(self.journal)
+        raise ValueError("not all that was read is known, or the client has left")
 
     def close(self) -> None:
         os.close(self.connection)
@@ -54,12 +84,14 @@ class Keeper:
     """The end of the process that answers: for one thread.
 
     Attributes:
-        left: requests of the process before, by their numbers.
+        left: connections of the process before, by their numbers.
+        intake: what connections are read into.
         max_kept: how many may be kept at once.
     """
 
     link: socket.socket | None = None
     left: dict[int, Kept] = field(default_factory=dict)
+    intake: Intake = field(default_factory=Intake)
     max_kept: int = sys.maxsize
     _ended: list[int] = field(default_factory=list)  # not said yet
 
@@ -69,10 +101,13 @@ class Keeper:
 
     @property
     def has_room(self) -> bool:
+        """Whether one connection more may be kept."""
         return self.link is not None and self._num_kept < self.max_kept
 
     def begin(self, connection: int, journal: int) -> int | None:
-        """Have a request kept; return its number, None where that cannot be."""
+        """Have a connection kept; return its number, None where that cannot be."""
+        if not self.has_room:
+            return None
         number = next(self._numbers)
         if not self._tell(number, [connection, journal]):
             return None
@@ -80,7 +115,7 @@ class Keeper:
         return number
 
     def end(self, number: int) -> None:
-        """Have a request kept no more."""
+        """Have a connection kept no more."""
         self._num_kept -= 1
         self._ended.append(number)
         self.flush()
@@ -109,6 +144,7 @@ class Keep:
 
     def __init__(self) -> None:
         self._kept: dict[int, Kept] = {}
+        self._intake = Intake()
         self._link: socket.socket | None = None
         self._is_open = False  # since the last process began
 
@@ -133,7 +169,7 @@ class Keep:
         """In a process that was forked: return its end. Nothing is kept here any more."""
         self._close_link()
         left, self._kept = self._kept, {}
-        return Keeper(others, left)
+        return Keeper(others, left, self._intake)
 
     def take_in(self) -> None:
         """Read what has been said."""
@@ -157,8 +193,8 @@ class Keep:
                 if (kept := self._kept.pop(number, None)) is not None:
                     kept.close()
             if told.begun and len(descriptors) == MAX_DESCRIPTORS and not flags & socket.MSG_CTRUNC:
-                self._kept[told.begun] = Kept(*descriptors)
-            else:  # this process may not open as many: the request ends with its process
+                self._kept[told.begun] = Kept(descriptors[0], descriptors[1])
+            else:  # this process may not open as many: the connection ends with its process
                 for descriptor in descriptors:
                     os.close(descriptor)
 
@@ -169,9 +205,16 @@ class Keep:
         self._is_open = False
         self.take_in()
         self._close_link()
+        number, last_read = self._intake.last()
+        if number in self._kept:
+            self._kept[number].last_read = last_read
         for number, kept in list(self._kept.items()):
-            kept.losses += 1
-            if kept.losses >= MAX_LOSSES:
+            request, is_void = use_of(kept.journal)
+            if request is None or request != kept.request:
+                kept.losses = 0
+            kept.request = request
+            kept.losses += request is not None
+            if is_void or kept.losses >= MAX_LOSSES:
                 del self._kept[number]
                 kept.close()
 

@@ -1,5 +1,4 @@
-"""LimitedProtocol: one connection of uvicorn's, with limits on what its client may do, and kept
-while an answer is under way on it.
+"""LimitedProtocol: one connection of uvicorn's, with limits on what its client may do.
 
 uvicorn leaves it to a proxy in front to bound headers, slow senders and slow readers. Here nothing
 stands in front.
@@ -10,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import os
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -18,18 +16,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from dist_aclgraph.config import ServeConfig
 from dist_aclgraph.serve.edge import REQUEST_ID, request_name
 from dist_aclgraph.serve.errors import plain_error
-from dist_aclgraph.serve.journal import JOURNAL, Chance, Journal, Opening, begin
-from dist_aclgraph.serve.kept import Keeper
 from dist_aclgraph.serve.refusal import GatedApp, Refusal
-from dist_aclgraph.serve.sent_bytes import num_sent_bytes
 from dist_aclgraph.serve.sse import WRITE
 
 log = logging.getLogger(__name__)
 CLOSE = {"Connection": "close"}
 CLOSE_HEADER = (b"connection", b"close")
-# Who reads a request again has the whole body, and nobody who waits for leave to send one.
-OF_THE_BODY = frozenset({b"content-length", b"transfer-encoding", b"expect"})
-UNSENT_S = 0.05  # between two looks whether all has been sent
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -37,7 +29,6 @@ class LimitedProtocol(HttpToolsProtocol):
 
     Args:
         crowded: what every connection beyond ``serve.max_connections`` is told.
-        keeper: keeps the connection while an answer is under way.
     """
 
     def __init__(
@@ -46,17 +37,12 @@ class LimitedProtocol(HttpToolsProtocol):
         app: GatedApp,
         limits: ServeConfig,
         crowded: Refusal,
-        keeper: Keeper,
         **uvicorns: Any,
     ) -> None:
         super().__init__(**uvicorns)
         self._gate = app
         self._limits = limits
         self._crowded = crowded
-        self._keeper = keeper
-        self._journal: Journal | None = None  # of the request that is being answered
-        self._unsent: int | None = None  # the number of one whose answer is still on its way
-        self._num_looks = 0  # at that
         self._is_crowded = False
         self._is_refused = False  # the request whose body is being read has its answer
         self._due_s: float | None = None  # when the client must have sent what it owes
@@ -74,20 +60,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self._owe(self._limits.header_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._journal is not None:
-            self._journal.end()
         self._pay()
         if self._timer is not None:
             self._timer.cancel()
         self.resume_writing()
         super().connection_lost(exc)
-        self._forget_unsent()
 
     def data_received(self, data: bytes) -> None:
-        # Whoever took the connection over would not know of this.
-        if self._journal is not None:
-            self._journal.end()
-        self._forget_unsent()
         began_before = self._in_headers
         super().data_received(data)
         if self._in_headers and began_before:
@@ -129,10 +108,7 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         super().on_headers_complete()
         scope: dict[str, Any] = self.cycle.scope  # type: ignore[assignment]
-        scope["extensions"] = {
-            WRITE: functools.partial(self._write, self.cycle),
-            JOURNAL: functools.partial(self._open_journal, self.cycle),
-        }
+        scope["extensions"] = {WRITE: functools.partial(self._write, self.cycle)}
 
     def on_body(self, body: bytes) -> None:
         if not self._is_refused:
@@ -156,60 +132,6 @@ class LimitedProtocol(HttpToolsProtocol):
             return False
         self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
         return True
-
-    # -- journals --------------------------------------------------------------------------------
-
-    def _open_journal(self, cycle: RequestResponseCycle, body: bytes, chance: Chance) -> Journal:
-        """Have this connection kept until the answer is out; see ``journal.py``."""
-        alone = cycle is self.cycle and not (self.pipeline or self._in_headers)
-        is_open = not (cycle.disconnected or self.transport.is_closing())
-        if not (alone and is_open and self._keeper.has_room):
-            return Journal(chance)
-        connection = self.transport.get_extra_info("socket").fileno()
-        try:
-            num_sent = num_sent_bytes(connection) + self.transport.get_write_buffer_size()
-        except OSError:  # no descriptor is left
-            return Journal(chance)
-        file = begin(Opening(self._request(body), num_sent, chance))
-        if file is None:
-            return Journal(chance)
-        number = self._keeper.begin(connection, file)
-        if number is None:
-            os.close(file)
-            return Journal(chance)
-        self._journal = Journal(chance, file=file, on_end=functools.partial(self._let_go, number))
-        return self._journal
-
-    def _request(self, body: bytes) -> bytes:
-        """Return the request that was read last, as it can be read again."""
-        version = self.parser.get_http_version().encode()
-        lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] not in OF_THE_BODY]
-        first = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, version)
-        return b"".join([first, *lines, b"content-length: %d\r\n\r\n" % len(body), body])
-
-    def _let_go(self, number: int) -> None:
-        """Have the connection kept no more: where all was answered, once that has been sent."""
-        self._journal = None
-        if self.cycle is not None and self.cycle.response_complete:
-            self._unsent, self._num_looks = number, 0
-            self._look_at_unsent(number)
-        else:
-            self._keeper.end(number)
-
-    def _look_at_unsent(self, number: int) -> None:
-        if number != self._unsent:
-            return
-        self._num_looks += 1
-        is_late = self._num_looks * UNSENT_S > self._limits.stall_s
-        if is_late or not self.transport.get_write_buffer_size():
-            self._forget_unsent()
-        else:
-            self.loop.call_later(UNSENT_S, self._look_at_unsent, number)
-
-    def _forget_unsent(self) -> None:
-        if self._unsent is not None:
-            number, self._unsent = self._unsent, None
-            self._keeper.end(number)
 
     # -- refusals --------------------------------------------------------------------------------
 

@@ -64,7 +64,8 @@ ENGINE_METRICS: dict[str, tuple[str, str, str]] = {
     "resumptions": (
         "counter",
         "fault",
-        "Times that a group came back, with its KV and graphs, from a failed device or link.",
+        "Times that a group came back with its graphs from a failed device or link, and with its "
+        "KV unless that was lost (uce_kv).",
     ),
     "graph_replays": ("counter", "graph", "Steps that replayed a captured graph."),
     "eager_steps": ("counter", "reason", "Steps that ran without a graph, by reason."),

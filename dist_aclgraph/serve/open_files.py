@@ -8,7 +8,7 @@ import sys
 OTHER_FILES = 512  # descriptors for all that is no client's
 
 
-def allow_open_files(wanted: int) -> int:
+def _allow_open_files(wanted: int) -> int:
     """Raise this process's own limit of open files, as far as it may; return what it is now."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY:
@@ -17,3 +17,11 @@ def allow_open_files(wanted: int) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         return wanted
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
+
+
+def allow_connections(max_connections: int) -> int:
+    """Raise the limit for so many clients; return how many of their connections can outlive their
+    process (``kept.py``): each of those takes one descriptor more, its journal's.
+    """
+    others = max_connections + OTHER_FILES
+    return min(max_connections, max(0, _allow_open_files(max_connections + others) - others))

@@ -28,7 +28,7 @@ ERRORS = {
     401: "The API key is missing or wrong.",
     403: "The request comes from a page of another site.",
     404: "There is no such model.",
-    408: "The body did not arrive in time.",
+    408: "The body did not arrive in time, or the answer took too long.",
     413: "The body is too large.",
     415: "The body is not application/json.",
     500: "The server failed.",

@@ -1,4 +1,4 @@
-"""How much of a response a client's connection has taken, and how to write only the rest of it."""
+"""How much a client's connection has taken and given; how to write the rest of a response alone."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import struct
 import termios
 from typing import Any
 
-# tcpi_bytes_acked of struct tcp_info, linux/tcp.h
-_INFO_BYTES, _ACKED_AT = 232, 120
+# tcpi_bytes_acked and tcpi_bytes_received of struct tcp_info, linux/tcp.h
+_INFO_BYTES, _ACKED_AT, _RECEIVED_AT = 232, 120, 128
+_ESTABLISHED = 1  # its first byte, linux/tcp_states.h
 _U64, _INT = struct.Struct("=Q"), struct.Struct("=i")
 BEGUN = b"HTTP/1.1 200 "  # of a response that can go on
 
@@ -28,19 +29,48 @@ def num_sent_bytes(connection: int) -> int:
     Raises:
         OSError: it is no connection.
     """
+    acked, waiting = _stable(connection, _ACKED_AT, termios.TIOCOUTQ)
+    return acked + waiting
+
+
+def num_read_bytes(connection: int) -> int:
+    """Return how many bytes have been read of a TCP connection, in all its life; its end may count
+    as one.
+
+    Args:
+        connection: a descriptor.
+
+    Raises:
+        OSError: it is no connection.
+    """
+    received, waiting = _stable(connection, _RECEIVED_AT, termios.FIONREAD)
+    return received - waiting
+
+
+def is_open(connection: int) -> bool:
+    """Return whether neither side has ended a TCP connection.
+
+    Args:
+        connection: a descriptor.
+
+    Raises:
+        OSError: it is no connection.
+    """
     with socket.socket(fileno=os.dup(connection)) as own:
-        acked, waiting = -1, 0
+        return own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
+
+
+def _stable(connection: int, counter_at: int, queue: int) -> tuple[int, int]:
+    """Return a counter of the kernel and the length of a queue, both of one moment."""
+    with socket.socket(fileno=os.dup(connection)) as own:
+        count, waiting = -1, 0
         while True:
-            # What is acknowledged in between would be counted nowhere, or twice.
-            before, acked = acked, _num_acked(own)
-            if before == acked:
-                return acked + waiting
-            waiting = _INT.unpack(fcntl.ioctl(own, termios.TIOCOUTQ, bytes(_INT.size)))[0]
-
-
-def _num_acked(connection: socket.socket) -> int:
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
-    return int(_U64.unpack_from(info, _ACKED_AT)[0])
+            # What moves in between would be counted nowhere, or twice.
+            info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+            before, count = count, int(_U64.unpack_from(info, counter_at)[0])
+            if before == count:
+                return count, waiting
+            waiting = _INT.unpack(fcntl.ioctl(own, queue, bytes(_INT.size)))[0]
 
 
 class RestTransport:

@@ -98,13 +98,13 @@ class ApiState:
             )
         return wanted
 
-    def open_journal(self, scope: Scope, body: bytes) -> Journal:
+    def open_journal(self, scope: Scope) -> Journal:
         """Return the journal of a request that is to be answered; what is in it already, where
         another process has begun to.
         """
         chance = Chance.draw(self._seeds.randrange(2**31))
         open_it = scope.get("extensions", {}).get(JOURNAL)
-        return open_it(body, chance) if open_it is not None else Journal(chance)
+        return open_it(chance) if open_it is not None else Journal(chance)
 
     @staticmethod
     def new_id(prefix: str) -> str:

@@ -47,16 +47,16 @@ class Stream:
 
 
 class Service:
-    """A service of one group in a process of its own."""
+    """A service of one group in a process of its own, with variables of its environment."""
 
-    def __init__(self, *overrides: str) -> None:
+    def __init__(self, *overrides: str, **variables: str) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self._mark = secrets.token_hex(8)
         self.process = subprocess.Popen(
             [*COMMAND, "serve", str(CONFIG), *OVERRIDES, *overrides, f"--port={port}"],
-            cwd=ROOT, env={**os.environ, MARK: self._mark}, text=True,
+            cwd=ROOT, env={**os.environ, **variables, MARK: self._mark}, text=True,
             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
         )  # fmt: skip
         self.said: list[str] = []
@@ -139,8 +139,8 @@ class Service:
 
 
 @contextmanager
-def serving(*overrides: str) -> Iterator[Service]:
-    service = Service("scheduler.max_num_seqs=16", *overrides)
+def serving(*overrides: str, **variables: str) -> Iterator[Service]:
+    service = Service("scheduler.max_num_seqs=16", *overrides, **variables)
     try:
         service.wait_until_ready()
         yield service

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import select
+import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from dist_aclgraph.serve.api import make_api
 from dist_aclgraph.serve.front import Front
 from dist_aclgraph.serve.http_server import HttpServer, listen
 from dist_aclgraph.serve.kept import Keeper
+from dist_aclgraph.serve.kept_protocol import KeptProtocol
 from dist_aclgraph.serve.state import ApiState
 from dist_aclgraph.text.tokenizer import Tokenizer
 from tests.serve.fake_engine import NODE, TOKEN
@@ -25,7 +29,11 @@ from tests.serve.fake_engine import NODE, TOKEN
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny-qwen3.yaml"
 
 
-def main(engine_url: str, limit: str) -> int:
+def main(engine_url: str, limit: str, trap: str) -> int:
+    """Args:
+    limit: a file that says how long contexts may be; while it is not there, nothing is served.
+    trap: a file; while it is there, an ingress dies when it has read something.
+    """
     config = load_config(CONFIG, {})
     tokenizer = Tokenizer(config.model)
     listener = listen("127.0.0.1", 0)
@@ -40,6 +48,8 @@ def main(engine_url: str, limit: str) -> int:
         front = Front("the test is starting")
         server = HttpServer(config.serve, listener, beat, keeper)
         server.start(front)
+        while limit and not Path(limit).exists():
+            time.sleep(0.05)
         max_len = int(Path(limit).read_text()) if limit else config.max_model_len
         of_now = config.model_copy(update={"max_model_len": max_len})
         api = make_api(ApiState(of_now, tokenizer, client))
@@ -48,9 +58,18 @@ def main(engine_url: str, limit: str) -> int:
         server.stop()
         client.close()
 
+    note = KeptProtocol._note
+
+    def die_or_note(protocol: KeptProtocol, data: bytes) -> None:
+        if trap and Path(trap).exists():
+            Path(trap).unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        note(protocol, data)
+
+    KeptProtocol._note = die_or_note  # type: ignore[method-assign]
     print(listener.getsockname()[1], flush=True)
     return Supervisor(own, serve_http, RestartBudget(1000), 60.0, 60.0).run()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2]))
+    sys.exit(main(*sys.argv[1:4]))

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,6 @@ def by_position(submit: Submit) -> list[int]:
 class Answer:
     """What came over one connection."""
 
-    data: bytes = b""
     error: str = ""
     bodies: list[bytes] = field(default_factory=list)
 
@@ -83,8 +82,7 @@ class Service:
     engine: FakeEngine
 
     def connect(self) -> socket.socket:
-        client = socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)
-        return client
+        return socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)
 
     def ask(self, request: bytes, count: int = 1) -> Answer:
         """Ask the same so many times, one after the other over one connection."""
@@ -130,16 +128,16 @@ class Service:
 
 
 @contextmanager
-def serving(limit: Path | None = None) -> Iterator[Service]:
+def serving(limit: Path | None = None, trap: Path | None = None) -> Iterator[Service]:
     """A service over an engine of its own.
 
     Args:
-        limit: a file that says how long contexts may be.
+        limit, trap: see ``kept_service.py``.
     """
     engine = FakeEngine(by_position, step_s=0.01)
     command = [sys.executable, "-m", "tests.serve.kept_service", engine.address.file.url]
     process = subprocess.Popen(
-        [*command, str(limit or "")],
+        [*command, str(limit or ""), str(trap or "")],
         cwd=Path(__file__).parents[2],
         stdout=subprocess.PIPE,
         text=True,
@@ -161,7 +159,17 @@ def serving(limit: Path | None = None) -> Iterator[Service]:
 def _status(service: Service) -> int:
     with service.connect() as client:
         client.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
-        return int(client.recv(1 << 16).split()[1])
+        return _status_on(client)
+
+
+def _status_on(client: socket.socket) -> int:
+    """Read one response of a few bytes."""
+    text = b""
+    while not text.endswith(b"}"):
+        more = client.recv(1 << 16)
+        assert more, "the connection ended"
+        text += more
+    return int(text.split()[1])
 
 
 def post(path: str, headers: str = HEADERS, version: str = "1.1", **body: Any) -> bytes:
@@ -280,6 +288,136 @@ def test_two_requests_at_once_on_one_connection_end_with_their_process(service: 
             Answer().read(stream)
 
 
+def stop(pid: int) -> None:
+    """Stop a process; return when all its threads have stopped, which go on for a moment."""
+
+    def has_stopped() -> bool:
+        found = (task / "stat" for task in Path(f"/proc/{pid}/task").iterdir())
+        return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in found)
+
+    os.kill(pid, signal.SIGSTOP)
+    until(has_stopped, WAIT_S)
+
+
+def test_a_request_is_answered_wherever_the_ingress_dies_while_it_comes(service: Service) -> None:
+    """Unread, half of it read, on a connection that nobody has accepted, or on one used before."""
+    request = KINDS["chat"]
+    half = len(request) // 2
+    plain = service.ask(request, count=2)
+    pid = service.ingress()
+    with ExitStack() as stack:
+        begun, used, idle = (stack.enter_context(service.connect()) for _ in range(3))
+        begun.sendall(request[:half])
+        for client in (used, idle):
+            client.sendall(request)
+            stream = stack.enter_context(client.makefile("rb"))
+            first = Answer()
+            first.read(stream)
+        time.sleep(0.2)
+
+        stop(pid)
+        used.sendall(request)
+        fresh = stack.enter_context(service.connect())
+        fresh.sendall(request)
+        os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
+        begun.sendall(request[half:])
+        until(lambda: service.ingress(other_than=pid) > 0, WAIT_S)
+        time.sleep(0.5)
+        idle.sendall(request)
+
+        for client in (begun, used, idle, fresh):
+            answer = Answer()
+            answer.read(stack.enter_context(client.makefile("rb")))
+            assert answer.bodies == plain.bodies[:1]
+
+
+@pytest.mark.parametrize("num_before", [0, 60, -10])
+def test_what_was_read_and_not_written_down_is_not_lost(tmp_path: Path, num_before: int) -> None:
+    """The ingress dies with the first part of a request, and with the last one."""
+    trap = tmp_path / "trap"
+    request = KINDS["chat"]
+    with serving(trap=trap) as service:
+        plain = service.ask(request)
+        with service.connect() as client, client.makefile("rb") as stream:
+            client.sendall(request)
+            Answer().read(stream)
+            client.sendall(request[:num_before])
+            time.sleep(0.3)
+            trap.touch()
+            client.sendall(request[num_before:])
+            answer = Answer()
+
+            answer.read(stream)
+
+        assert not trap.exists()
+        assert answer.bodies == plain.bodies
+
+
+def test_one_connection_outlives_any_number_of_processes(service: Service) -> None:
+    plain = service.ask(KINDS["chat"])
+    with service.connect() as client, client.makefile("rb") as stream:
+        for _ in range(MAX_LOSSES + 1):
+            client.sendall(KINDS["chat"])
+            until(lambda: service.engine.num_running > 0, WAIT_S)
+            service.kill()
+            answer = Answer()
+            answer.read(stream)
+            assert answer.bodies == plain.bodies
+
+
+def test_connections_are_looked_at_before_anything_can_be_served(tmp_path: Path) -> None:
+    limit = tmp_path / "limit"
+    limit.write_text("1024")
+    get = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    with serving(limit=limit) as service, ExitStack() as stack:
+        idle, waiting = (stack.enter_context(service.connect()) for _ in range(2))
+        for client in (idle, waiting):
+            client.sendall(get)
+            assert _status_on(client) == 200
+        limit.unlink()
+        service.kill()
+        waiting.sendall(KINDS["whole"])
+
+        idle.sendall(get)
+        assert _status_on(idle) == 503
+        limit.write_text("1024")
+        answer = Answer()
+        answer.read(stack.enter_context(waiting.makefile("rb")))
+
+
+def test_of_an_answer_that_is_not_written_down_nothing_comes_twice(service: Service) -> None:
+    """A response that had begun and of which nobody knows more ends with its process."""
+    get = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
+    pid = service.ingress()
+    with ExitStack() as stack:
+        clients = [stack.enter_context(service.connect()) for _ in range(64)]
+        for client in clients:
+            client.sendall(get)
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: service.ingress(other_than=pid) > 0, WAIT_S)
+        for client in clients:
+            stream = stack.enter_context(client.makefile("rb"))
+            with suppress(OSError, AssertionError, ValueError):
+                answer = Answer()
+                answer.read(stream)
+                assert answer.bodies[0].count(b"# HELP dist_aclgraph_engine_healthy") == 1
+
+
+def test_a_connection_ends_at_once_though_somebody_else_holds_it(service: Service) -> None:
+    plain = service.ask(KINDS["closes"])
+    stop(service.process.pid)
+    try:
+        with service.connect() as client, client.makefile("rb") as stream:
+            client.sendall(KINDS["closes"])
+            answer = Answer()
+            answer.read(stream)
+            assert stream.read() == b""
+    finally:
+        os.kill(service.process.pid, signal.SIGCONT)
+    assert answer.bodies == plain.bodies
+
+
 def test_a_client_that_leaves_while_nobody_answers_is_not_kept(service: Service) -> None:
     until(lambda: service.engine.num_running == 0, WAIT_S)
     before = service.num_descriptors
@@ -289,7 +427,7 @@ def test_a_client_that_leaves_while_nobody_answers_is_not_kept(service: Service)
     until(lambda: service.num_descriptors >= before + 2 * len(clients), WAIT_S)
 
     pid = service.ingress()
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     for client in clients:
         client.close()
     os.kill(pid, signal.SIGKILL)
