@@ -200,7 +200,7 @@ class EngineClient:
         engine.requests[request_id] = request
         engine.names[number] = request_id
         self._owner[request_id] = engine, number
-        self.num_resumed += request.losses > 0
+        self.num_resumed += request.is_resumed
         # Before the lock is given back: what is routed by one version of the groups is sent before
         # that of the next one is confirmed.
         self._commands.put((engine, request.submit(number)))
@@ -544,9 +544,10 @@ class EngineClient:
         if death:
             raise EngineDeadError(death)
 
-    def _resume(self, request: OpenRequest) -> bool:
-        """Go on with a request whose engine is dead; say whether that can be. The lock is held."""
-        request.losses += 1
+    def _resume(self, request: OpenRequest, kind: LossKind) -> bool:
+        """Go on with a request whose link is lost; say whether that can be. The lock is held."""
+        request.is_resumed = True
+        request.losses += kind != "refused"  # such an engine lives: it wants no such client
         return not request.may_kill and self._place(request)
 
     def _end(self, request: OpenRequest, error: DistAclGraphError) -> None:
@@ -584,7 +585,9 @@ class EngineClient:
                 for request in other.requests.values():
                     request.see_others_loss()
             # Under the same lock: an abort finds a request here or there.
-            over = [request for request in requests if not self._resume(request)]
+            over = [
+                request for request in requests if not self._resume(request, engine.link.loss_kind)
+            ]
             self._outage.see(time.monotonic(), is_served=bool(self._taking()))
             num_held = len(self._outage)
         if len(over) < len(requests):

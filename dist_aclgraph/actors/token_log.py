@@ -30,6 +30,7 @@ class OpenRequest:
         tokens: int32, of prompt and output.
         max_tokens: of the output, as asked for.
         losses: engines that died last, one after the other, while they ran it.
+        is_resumed: whether it has lost the engine, or the link to it, that it had.
     """
 
     request_id: str
@@ -40,6 +41,7 @@ class OpenRequest:
     cache_salt: str
     on_delta: OnDelta
     losses: int = 0
+    is_resumed: bool = False
     _num_prompt_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:

@@ -101,6 +101,7 @@ class FakeEngine:
         others_tokens: what waits here for other clients, as each is told.
         last_beat: of any client.
         answers_queries: else it beats, and says no more.
+        refusal: what all clients are told next, whose links are over then.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class FakeEngine:
         self.silent = False
         self.answers_queries = True
         self.skipped = 0
+        self.refusal = ""
         self.metrics = copy.deepcopy(METRICS)
         self.groups: Groups | None = None
         self._told: Groups | None = None
@@ -167,6 +169,8 @@ class FakeEngine:
                 self._told = self.groups
                 for client in self._numbers:
                     self._send(client, self.groups)
+            if self.refusal:
+                self._refuse()
             if time.monotonic() >= next_step_s and not self.silent:
                 next_step_s = time.monotonic() + self.step_s
                 self._step()
@@ -214,6 +218,12 @@ class FakeEngine:
         del self._numbers[client], self._names[client]
         for running in [r for r in self._running.values() if r.client == client]:
             del self._running[running.submit.request_id]
+
+    def _refuse(self) -> None:
+        for client in list(self._names):
+            self._forget(client)
+            self._send(client, Refused(self.refusal))
+        self.refusal = ""
 
     def _step(self) -> None:
         by_client: dict[bytes, list[StepDeltas]] = {}

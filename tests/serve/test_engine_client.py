@@ -10,6 +10,7 @@ import pytest
 from dist_aclgraph.actors.addresses import Address, Endpoint
 from dist_aclgraph.actors.engine_client import EngineClient
 from dist_aclgraph.actors.messages import GroupEntry, Groups, error_of
+from dist_aclgraph.actors.token_log import MAX_LOSSES
 from dist_aclgraph.errors import EngineDeadError, InvalidParameterError
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.sampling import SamplingParams
@@ -328,6 +329,24 @@ def test_an_engine_that_answers_again_is_used_again(client, engine):
     until(alive)
     client.submit("a", [7], PARAMS, (), deltas.put)
     assert collect(deltas)[0] == [7] * 5
+
+
+def test_being_cut_off_again_and_again_is_no_reason_to_give_a_request_up(both, engine, other):
+    deltas: queue.Queue[RequestDelta] = queue.Queue()
+    both.submit("a", [7], SamplingParams(max_tokens=2000, temperature=0.0), (), deltas.put)
+
+    for number in range(MAX_LOSSES + 1):
+        until(lambda: engine.num_running + other.num_running == 1)
+        until(lambda: not any(known.link.is_lost for known in both._known()))
+        until_all_have_answered(both)
+        running = engine if engine.num_running else other
+        running.refusal = "the client was silent for 1.1 s"
+        until(lambda count=number + 1: both.num_resumed == count)
+
+    engine.step_s = other.step_s = 0.0
+    ids, last = collect(deltas)
+    assert (ids, last.finish_reason) == ([7] * 2000, "length")
+    assert both.num_resumed == MAX_LOSSES + 1
 
 
 def test_a_wrong_token_is_refused_with_the_reason(engine):
