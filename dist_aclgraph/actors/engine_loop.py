@@ -42,7 +42,7 @@ from dist_aclgraph.steps.step import Pause, StepPlan, StepResult
 STOPPING = "the deployment is stopping"
 IDLE_S = 0.1  # without work, between two looks around
 UNHELD_S = 0.01  # between two looks whether the group is this engine's again
-MEAN_OF = 200  # steps
+MEAN_FROM, MEAN_OF = 16, 200  # steps
 
 
 @dataclass
@@ -179,8 +179,11 @@ class EngineLoop:
         return stats["running"], stats["waiting"]
 
     def step_seconds(self) -> dict[BatchDescriptor, float]:
-        """Return how long a step takes that replays each graph, on average."""
-        return {graph: mean.value for graph, mean in list(self._step_times.items())}
+        """Return how long a step takes that replays each graph, on average; of those that were
+        replayed often enough to say.
+        """
+        means = list(self._step_times.items())
+        return {graph: mean.value for graph, mean in means if mean.count >= MEAN_FROM}
 
     # ---- the loop's thread
 

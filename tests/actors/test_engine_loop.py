@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dist_aclgraph.actors.engine_client import EngineClient
+from dist_aclgraph.actors.engine_loop import MEAN_FROM
 from dist_aclgraph.actors.messages import Deltas, encoder
 from dist_aclgraph.errors import EngineDeadError
 from dist_aclgraph.topology import GroupRank
@@ -244,3 +245,20 @@ def test_a_rank_that_does_not_stop_ends_the_epoch_with_its_name(tmp_path: Path) 
     assert re.search(words, answer.error), answer.error
     client.close()
     group.close()
+
+
+def test_what_few_steps_took_says_nothing_of_their_graph(
+    group: Group, client: EngineClient
+) -> None:
+    answer = Answer()
+    client.submit("a", [1, 2], greedy_params(MEAN_FROM // 2), [], answer.take)
+    assert answer.ended.wait(WAIT_S)
+    assert group.loop.step_seconds() == {}
+
+    answer = Answer()
+    client.submit("b", [1, 2], greedy_params(2 * MEAN_FROM), [], answer.take)
+    assert answer.ended.wait(WAIT_S)
+
+    [(graph, seconds)] = group.loop.step_seconds().items()
+    assert graph.num_tokens == 1
+    assert seconds > 0

@@ -9,14 +9,20 @@ import pytest
 
 from tests.deployments import ANSWER_S, Serving, greedy_params, make_deployment_config, serving
 from tests.laws import is_full
-from tests.parity.conftest import NUM_TOKENS
+from tests.parity.conftest import LENGTHS, NUM_TOKENS, remember
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
 NUM_STREAMS = 64
-PHASE_S = 240.0  # at most, until the plan has followed
+PHASE_S = 80.0  # at most, until the plan has followed
 # Requests at a time, and the buckets of which one fits them.
 PHASES = ((20, {20, 24}), (44, {44, 48}), (NUM_STREAMS, {NUM_STREAMS}))
+
+
+@pytest.fixture(scope="module")
+def wide_references(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Of models whose steps take longer with more tokens, also beside other work."""
+    return remember(tmp_path_factory, LENGTHS, intermediate_size=4096)
 
 
 def run_wave(service: Serving, reference: Any, name: str, size: int) -> None:
@@ -44,9 +50,9 @@ def run_wave(service: Serving, reference: Any, name: str, size: int) -> None:
     ],
 )
 def test_three_plan_versions_under_load_change_no_token(
-    references: Any, architecture: str, parallel: dict[str, int]
+    wide_references: Any, architecture: str, parallel: dict[str, int]
 ) -> None:
-    reference = references(architecture)
+    reference = wide_references(architecture)
     config = make_deployment_config(
         reference.directory,
         parallel=parallel,
