@@ -51,6 +51,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unread: asyncio.TimerHandle | None = None
         self._in_headers = False
         self._num_header_bytes = 0
+        self._has_begun = False  # a request, with the bytes that are being parsed
 
     # -- transport -------------------------------------------------------------------------------
 
@@ -67,9 +68,9 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        began_before = self._in_headers
+        self._has_begun = False
         super().data_received(data)
-        if self._in_headers and began_before:
+        if self._in_headers and not self._has_begun:
             self._num_header_bytes += len(data)
             if self._num_header_bytes > self._limits.max_header_bytes:
                 self.transport.close()  # there is no request yet that could be answered
@@ -88,7 +89,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_headers, self._num_header_bytes = True, 0
+        self._in_headers, self._num_header_bytes, self._has_begun = True, 0, True
         self._owe(self._limits.header_s)
 
     def on_header(self, name: bytes, value: bytes) -> None:

@@ -73,6 +73,22 @@ def test_large_headers_are_refused(limited):
         assert b"HTTP/1.1 431" in rest(client)
 
 
+def test_many_small_headers_at_once_are_not_large(limited):
+    request = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+    begun, ended = request[:20], request[20:]
+    with connect(limited) as client:
+        client.sendall(begun)
+        until(lambda: limited.http.get("/version").status_code == 200)
+
+        replies = b""
+        for sent, count in ((ended + request * 200 + begun, 201), (ended, 202)):
+            client.sendall(sent)
+            while replies.count(b"HTTP/1.1 200") < count:
+                more = client.recv(65536)
+                assert more, "the connection ended"
+                replies += more
+
+
 def test_headers_without_an_end_are_cut_off(limited):
     with connect(limited) as client, pytest.raises(OSError):
         for _ in range(100_000):
