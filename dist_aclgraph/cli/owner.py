@@ -54,7 +54,7 @@ def own_deployment(
     """Start a deployment, and keep it until a signal; then drain and stop all that was started.
 
     Args:
-        pulse: beats while it serves.
+        pulse: beats while it starts and serves.
 
     Raises:
         RayDiedError: the Ray that was started for it has died; another deployment may take its
@@ -67,7 +67,7 @@ def own_deployment(
     with OwnerLink(opened.link, answers) as link:
         try:
             console.print(f"Starting {config.name} on {config.parallel.world_size} NPUs ...")
-            with _started(config, start, signals, console, answers) as running:
+            with _started(config, start, signals, console, answers, pulse) as running:
                 try:
                     _watch(config, running, signals, answers, pulse)
                     console.print("Draining ...")
@@ -85,11 +85,16 @@ def own_deployment(
 
 @contextmanager
 def _started(
-    config: Config, start: Start, signals: Signals, console: Console, answers: _Answers
+    config: Config,
+    start: Start,
+    signals: Signals,
+    console: Console,
+    answers: _Answers,
+    pulse: Pulse,
 ) -> Iterator[Deployment]:
     """Start a deployment and stop it afterwards; a signal before it serves ends the process."""
     try:
-        with StartProgress(console) as show:
+        with pulse.starting(), StartProgress(console) as show:
 
             def report(progress: Any) -> None:
                 signals.take_over()  # Ray has installed handlers of its own meanwhile

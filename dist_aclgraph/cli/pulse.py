@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import mmap
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-_REST = 0
+BEAT_S = 1.0  # between two signs of a process that is starting
+_REST, _FIRST = 0, 1
 _LAST = 255
 
 
@@ -16,26 +20,49 @@ class Pulse:
     """
 
     def __init__(self) -> None:
-        self._shared = mmap.mmap(-1, 2)  # the byte, and whether it has changed since ``begin``
+        self._shared = mmap.mmap(-1, 2)  # the byte, and whether it serves
         self._seen, self._num_silent = _REST, 0
 
-    def beat(self) -> None:
-        """Give a sign; from the first one on they are expected."""
+    def beat(self, *, serves: bool = True) -> None:
+        """Give a sign. Others are expected from now on."""
         self._shared[0] = self._shared[0] % _LAST + 1
-        self._shared[1] = 1
+        self._shared[1] |= serves
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Give signs from a thread as long as this lasts, which sets itself limits; behind it, have
+        none expected until the next.
+        """
+        has_ended = threading.Event()
+
+        def run() -> None:
+            while not has_ended.wait(BEAT_S):
+                self.beat(serves=False)
+
+        self.beat(serves=False)
+        thread = threading.Thread(target=run, name="pulse", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            has_ended.set()
+            thread.join()
+            self.rest()
 
     def rest(self) -> None:
         """Have none expected until the next."""
         self._shared[0] = _REST
 
     def begin(self) -> None:
-        """Be the pulse of another process, which is about to be forked."""
-        self._shared[:] = bytes(2)
+        """Be the pulse of another process, which is about to be forked: its first sign is expected
+        like all others.
+        """
+        self._shared[:] = bytes([_FIRST, False])
         self._seen, self._num_silent = _REST, 0
 
     @property
-    def was_felt(self) -> bool:
-        """Whether the process has given a sign."""
+    def has_served(self) -> bool:
+        """Whether the process has given a sign that it serves."""
         return bool(self._shared[1])
 
     def look(self) -> int:

@@ -43,7 +43,8 @@ class Supervisor:
     """Owns the two processes of a service.
 
     Args:
-        own: the owner's whole life: until a signal. It beats all the time while it serves.
+        own: the owner's whole life: until a signal. It beats all the time while it starts and
+            serves.
         serve_http: the ingress's whole life: until the pipe whose read end it gets is closed. Its
             event loop calls the second argument every second or two. The third keeps what it is
             answering, for the ingress that comes behind it.
@@ -134,7 +135,7 @@ class Supervisor:
 
     def _replace_owner(self, code: int) -> int | None:
         """Start another owner, or return the exit code of the service."""
-        served, before = self._owner_pulse.was_felt, self._has_served
+        served, before = self._owner_pulse.has_served, self._has_served
         self._has_served = served or before
         self._end_orphans()
         final = OF_SIGNALS - code if code < 0 else FAILURE if code == AGAIN else code
@@ -258,8 +259,9 @@ class Supervisor:
                 # If its supervisor is killed, the service drains and stops.
                 processes.signal_with_parent(signal.SIGTERM, self._pid)
                 pause_s = self._restarts.pause_s(time.monotonic())
-                if pause_s > 0 and signals.wait(pause_s):
-                    raise SystemExit(OF_SIGNALS + signals.received)
+                with self._owner_pulse.starting():
+                    if pause_s > 0 and signals.wait(pause_s):
+                        raise SystemExit(OF_SIGNALS + signals.received)
                 self._own(signals, self._owner_pulse)
             finally:
                 signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

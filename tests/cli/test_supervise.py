@@ -183,6 +183,57 @@ def test_what_stands_still_is_replaced(start: Start, name: str, begins: str, wha
     assert f"{what} has stood still for 3 s; it is killed\n" in wrong
 
 
+STANDS_STILL_FIRST = """
+SILENT_S = 3.0
+import mmap
+starts = mmap.mmap(-1, 1)
+def stand_still_in(start):
+    starts[0] += 1
+    if starts[0] == start:
+        os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_an_ingress_that_stands_still_before_its_first_sign_is_replaced(start: Start) -> None:
+    service = start(
+        STANDS_STILL_FIRST
+        + """
+plainly = serve_http
+def serve_http(life, beat, keeper):
+    stand_still_in(1)
+    plainly(life, beat, keeper)
+"""
+    )
+
+    assert service.lines(2) == ["listens", "owns"]
+    service.process.terminate()
+    code, _, wrong = service.end()
+    assert code == 7
+    assert "serves HTTP has stood still for 3 s; it is killed\n" in wrong
+
+
+def test_an_owner_that_stands_still_while_it_starts_is_replaced(start: Start) -> None:
+    service = start(
+        STANDS_STILL_FIRST
+        + """
+plainly = own
+def own(signals, pulse):
+    with pulse.starting():
+        time.sleep(5.0)  # which is no silence
+        stand_still_in(2)
+    plainly(signals, pulse)
+"""
+    )
+    service.lines(2)
+    service.kill(OWNER)
+
+    assert service.lines(1) == ["owns"]
+    service.process.terminate()
+    code, _, wrong = service.end()
+    assert code == 7
+    assert wrong.count("the deployment has stood still for 3 s; it is killed\n") == 1
+
+
 def test_an_owner_that_stands_still_does_not_hold_up_the_end(start: Start) -> None:
     service = start("SILENT_S = 3.0")
     service.lines(2)
