@@ -149,9 +149,10 @@ class JournalFile:
         Args:
             num_read: bytes of the connection that have been read.
         """
-        self._cut()
         self._num_clears = (self._num_clears + 1) % (1 << 32)
+        # First the head: records of before, where this process is killed here, are known by it.
         os.pwrite(self.descriptor, _HEAD.pack(LIVE, self._num_clears, num_read), 0)
+        self._cut()
         self._is_void = False
 
     def _cut(self) -> None:
@@ -247,13 +248,13 @@ def read(descriptor: int) -> Known:
         raise ValueError("not all of it is known")
     _, _, num_read = _HEAD.unpack_from(text)
     found = list(_records(text))
-    end = _HEAD.size + sum(_LENGTH.size + len(record) for record in found)
     records = [_decode(record) for record in found]
     arrivals = [record for record in records if isinstance(record, Arrival)]
-    opening = next((record for record in records if isinstance(record, Opening)), None)
-    _cut(descriptor, end)
-    if not arrivals:
+    if not arrivals or arrivals[0].num_read <= num_read:  # none, or of before it was cleared
+        _cut(descriptor, _HEAD.size)
         return Known(b"", 0, num_read, None, ())
+    _cut(descriptor, _HEAD.size + sum(_LENGTH.size + len(record) for record in found))
+    opening = next((record for record in records if isinstance(record, Opening)), None)
     entries = tuple(record for record in records if isinstance(record, Entry))
     first = arrivals[0] if opening is None else opening
     chance = None if opening is None else opening.chance
