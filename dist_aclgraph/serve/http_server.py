@@ -181,8 +181,10 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, proto)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # Connections inherit it.
+            # Connections inherit both. "Urgent" data (RFC 6093) is data like all other, else what
+            # waits to be read could not be counted (``sent_bytes.py``).
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)
             listener.bind(address)
             listener.listen(BACKLOG)
         except OSError:

@@ -21,7 +21,10 @@ class Inlet(asyncio.BufferedProtocol):
         return self._intake.begin(self._protocol.number or 0)
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._protocol.data_received(self._intake.read(nbytes))
+        try:
+            self._protocol.data_received(self._intake.read(nbytes))
+        finally:
+            self._intake.forget(nbytes)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._protocol.connection_made(transport)

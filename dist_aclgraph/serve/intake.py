@@ -35,8 +35,12 @@ class Intake:
         """Return what has come into the buffer."""
         return bytes(self._buffer[:num_bytes])
 
+    def forget(self, num_bytes: int) -> None:
+        """Have what came gone: it is written down, and nobody else's."""
+        self._buffer[:num_bytes] = bytes(num_bytes)
+
     def last(self) -> tuple[int, bytes]:
-        """Return the number of the connection that was read last, and the whole buffer. How much of
-        it came with that, only the kernel knows.
+        """Return the number of the connection that was read last, and the whole buffer. Behind what
+        came with that are zeros; how much came, only the kernel knows.
         """
         return _NUMBER.unpack_from(self._memory)[0], bytes(self._buffer)

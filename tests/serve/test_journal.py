@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.serve import journal
+from dist_aclgraph.serve.http_server import listen
+from dist_aclgraph.serve.inlet import Inlet
 from dist_aclgraph.serve.intake import Intake
 from dist_aclgraph.serve.journal import (
     Arrival,
@@ -128,6 +131,29 @@ def test_of_a_file_that_is_void_nobody_knows_anything_until_it_is_cleared(turns:
             num_clears if num_records and not is_void else None,
             is_void,
         )
+    file.close()
+
+
+@pytest.mark.parametrize(("dies_at", "request_left"), [("pwrite", REQUEST), ("ftruncate", b"")])
+def test_a_journal_whose_writer_was_killed_while_it_cleared_it_says_all_or_nothing(
+    monkeypatch: pytest.MonkeyPatch, dies_at: str, request_left: bytes
+) -> None:
+    file = make_file()
+    for record in (*ARRIVALS, OPENING):
+        file.append(record)
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, dies_at, die)
+        file.clear(ARRIVALS[-1].num_read)
+
+    known = journal.read(file.descriptor)
+    assert (known.request, known.num_read) == (request_left, ARRIVALS[-1].num_read)
+    again = JournalFile(file.descriptor)
+    again.append(Arrival(0, 130, b"more"))
+    assert journal.read(file.descriptor).request == request_left + b"more"
     file.close()
 
 
@@ -332,6 +358,34 @@ def test_all_that_was_read_is_known(
                 assert known.request == b"".join(parts)
                 assert known.num_read == num_read_bytes(server.fileno())
         file.close()
+
+
+def test_urgent_data_is_data_like_all_other() -> None:
+    with listen("127.0.0.1", 0) as listener:
+        listener.setblocking(True)
+        client = socket.create_connection(listener.getsockname())
+        server, _ = listener.accept()
+    with client, server:
+        server.settimeout(10)
+        client.sendall(b"abcde")
+        client.send(b"fgh", socket.MSG_OOB)
+        client.sendall(b"ijkl")
+        data = b""
+        while len(data) < 12:
+            data += server.recv(2)
+            assert num_read_bytes(server.fileno()) == len(data)
+    assert data == b"abcdefghijkl"
+
+
+def test_nothing_of_another_connection_is_left_to_read() -> None:
+    intake, seen = Intake(), []
+    inlet = Inlet(intake, SimpleNamespace(number=3, data_received=seen.append))  # type: ignore[arg-type]
+    inlet.get_buffer(0)[:6] = b"secret"
+
+    inlet.buffer_updated(6)
+
+    assert seen == [b"secret"]
+    assert not any(intake.last()[1])
 
 
 def test_a_keeper_that_cannot_say_anything_keeps_nothing_and_says_it_later() -> None:
