@@ -126,11 +126,14 @@ class KeptProtocol(LimitedProtocol):
             return
         if self._journal is not None and self.cycle is not None and self.cycle.response_complete:
             self._journal.end()  # a moment before its owner does
+        num_read = self._num_read()
+        all_is_sent = self._is_quiet and not self.transport.get_write_buffer_size()
+        if self._phase is Phase.SENDING and all_is_sent and num_read is not None:
+            self._begin_anew(num_read - len(data))  # a moment before somebody looks
         if self._is_refused or self._phase not in (Phase.IDLE, Phase.ARRIVING):
             self._forget()
             return
         num_sent = self._num_given() if self._phase is Phase.IDLE else 0
-        num_read = self._num_read()
         if num_sent is None or num_read is None:
             self._forget()
         elif self._file.append(Arrival(num_sent, num_read, data)):
@@ -201,8 +204,12 @@ class KeptProtocol(LimitedProtocol):
         elif self.transport.get_write_buffer_size():
             self.loop.call_later(UNSENT_S, self._look_at_unsent)
         else:
-            self._file.clear(num_read)
-            self._phase = Phase.IDLE
+            self._begin_anew(num_read)
+
+    def _begin_anew(self, num_read: int) -> None:
+        assert self._file is not None
+        self._file.clear(num_read)
+        self._phase = Phase.IDLE
 
     # -- the connection --------------------------------------------------------------------------
 

@@ -81,6 +81,7 @@ class ResumedProtocol(KeptProtocol):
         if self.cycle is not None and (self.is_owed or self._may_send):
             self.cycle.waiting_for_100_continue = False
         if self._early:
+            self.flow.resume_reading()
             self._read(self._early)
 
     def data_received(self, data: bytes) -> None:
@@ -89,6 +90,7 @@ class ResumedProtocol(KeptProtocol):
         else:
             self._note(data)
             self._early += data
+            self.flow.pause_reading()  # more can wait at the client
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()

@@ -31,6 +31,7 @@ from tests.serve.fake_engine import FakeEngine
 
 INGRESS = "serve:ingress"
 WAIT_S = 60.0
+MANY_BYTES = 64 << 20  # more than the kernel's buffers of a connection
 BY_CHANCE = re.compile(rb'"(id|created)":("[^"]*"|[0-9]+),')
 HEADERS = "Host: x\r\nContent-Type: application/json\r\n"
 
@@ -274,6 +275,27 @@ def test_a_reader_that_stops_gets_all_of_it_later(service: Service) -> None:
     assert answer.bodies == plain.bodies
 
 
+def test_a_request_right_behind_a_large_answer_goes_on_like_all_others(service: Service) -> None:
+    service.engine.step_s = 0.001
+    plain = service.ask(LONG), service.ask(KINDS["chat"])
+    answer = Answer()
+    with service.connect() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        client.sendall(LONG)
+        until(lambda: service.engine.num_running == 1, WAIT_S)
+        until(lambda: service.engine.num_running == 0, WAIT_S)
+        with client.makefile("rb") as stream:
+            answer.read(stream)
+            service.engine.step_s = 0.01
+            client.sendall(KINDS["chat"])
+            until(lambda: service.engine.num_running == 1, WAIT_S)
+
+            service.kill()
+
+            answer.read(stream)
+    assert answer.bodies == plain[0].bodies + plain[1].bodies
+
+
 def test_two_requests_at_once_on_one_connection_end_with_their_process(service: Service) -> None:
     """Of the second one nobody else knows: better no answer than a wait for ever."""
     with service.connect() as client, client.makefile("rb") as stream:
@@ -384,6 +406,32 @@ def test_connections_are_looked_at_before_anything_can_be_served(tmp_path: Path)
         limit.write_text("1024")
         answer = Answer()
         answer.read(stack.enter_context(waiting.makefile("rb")))
+
+
+def test_what_comes_before_anything_can_be_answered_waits_at_the_client(tmp_path: Path) -> None:
+    limit = tmp_path / "limit"
+    limit.write_text("1024")
+    get = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+    with serving(limit=limit) as service, service.connect() as client:
+        plain = service.ask(KINDS["chat"])
+        client.sendall(KINDS["chat"])
+        until(lambda: service.engine.num_running == 1, WAIT_S)
+        limit.unlink()
+        service.kill()
+
+        num_sent = 0
+        client.settimeout(2.0)
+        with suppress(TimeoutError):
+            while num_sent < MANY_BYTES:
+                num_sent += client.send((get * 1000)[num_sent % len(get) :])
+
+        assert num_sent < MANY_BYTES
+        client.settimeout(WAIT_S)
+        limit.write_text("1024")
+        answer = Answer()
+        with client.makefile("rb") as stream:
+            answer.read(stream)
+        assert answer.bodies == plain.bodies
 
 
 def test_of_an_answer_that_is_not_written_down_nothing_comes_twice(service: Service) -> None:
