@@ -45,6 +45,7 @@ class KeptProtocol(LimitedProtocol):
         self._phase = Phase.IDLE
         self._journal: Journal | None = None  # of the request that is being answered
         self._num_looks = 0  # at what is not sent
+        self._num_unnoted = 0  # bytes that have been read, and are written down next
         # Set while data is parsed, where a request has its answer before its body has ended.
         self._has_answered = False
         self._descriptor, self._inode = -1, 0
@@ -70,6 +71,12 @@ class KeptProtocol(LimitedProtocol):
     def data_received(self, data: bytes) -> None:
         self._note(data)
         self._read(data)
+
+    def _note(self, data: bytes) -> None:
+        """Write bytes that have come into the journal, before anything is done with them."""
+        self._num_unnoted = len(data)
+        self._write_down(data)
+        self._num_unnoted = 0
 
     def _read(self, data: bytes) -> None:
         """Parse bytes that are in the journal, or that nobody goes on with."""
@@ -101,15 +108,11 @@ class KeptProtocol(LimitedProtocol):
 
     # -- the journal -----------------------------------------------------------------------------
 
-    def _keep(self, num_unnoted: int = 0) -> None:
-        """Have the connection kept, as far as there is room.
-
-        Args:
-            num_unnoted: bytes that have been read, and are written down next.
-        """
+    def _keep(self) -> None:
+        """Have the connection kept, as far as there is room."""
         has_room = self._keeper.has_room and not self._is_crowded
-        num_read = self._num_read() if has_room else None
-        file = None if num_read is None else JournalFile.make(num_read - num_unnoted)
+        num_noted = self._num_noted() if has_room else None
+        file = None if num_noted is None else JournalFile.make(num_noted)
         if file is None:
             return
         number = self._keeper.begin(self._descriptor, file.descriptor)
@@ -118,25 +121,23 @@ class KeptProtocol(LimitedProtocol):
         else:
             self.number, self._file = number, file
 
-    def _note(self, data: bytes) -> None:
-        """Write bytes that have come into the journal, before anything is done with them."""
+    def _write_down(self, data: bytes) -> None:
         if self._file is None and self._phase is Phase.IDLE and self._is_quiet:
-            self._keep(len(data))  # there was no room for it before
+            self._keep()  # there was no room for it before
         if self._file is None:
             return
         if self._journal is not None and self.cycle is not None and self.cycle.response_complete:
             self._journal.end()  # a moment before its owner does
-        num_read = self._num_read()
-        all_is_sent = self._is_quiet and not self.transport.get_write_buffer_size()
-        if self._phase is Phase.SENDING and all_is_sent and num_read is not None:
-            self._begin_anew(num_read - len(data))  # a moment before somebody looks
+        if self._phase is Phase.SENDING and self._is_quiet:
+            self._look_at_unsent()  # a moment before it is due
         if self._is_refused or self._phase not in (Phase.IDLE, Phase.ARRIVING):
             self._forget()
             return
         num_sent = self._num_given() if self._phase is Phase.IDLE else 0
-        if num_sent is None or num_read is None:
+        num_noted = self._num_noted()
+        if num_sent is None or num_noted is None:
             self._forget()
-        elif self._file.append(Arrival(num_sent, num_read, data)):
+        elif self._file.append(Arrival(num_sent, num_noted + len(data), data)):
             self._phase = Phase.ARRIVING
         else:
             self._forget()
@@ -198,18 +199,14 @@ class KeptProtocol(LimitedProtocol):
         is_late = self._num_looks * UNSENT_S > self._limits.stall_s
         if self.transport.is_closing():
             return  # its end is part of the response
-        num_read = self._num_read()
-        if num_read is None or is_late:
+        num_noted = self._num_noted()
+        if num_noted is None or is_late:
             self._forget()
         elif self.transport.get_write_buffer_size():
             self.loop.call_later(UNSENT_S, self._look_at_unsent)
         else:
-            self._begin_anew(num_read)
-
-    def _begin_anew(self, num_read: int) -> None:
-        assert self._file is not None
-        self._file.clear(num_read)
-        self._phase = Phase.IDLE
+            self._file.clear(num_noted)
+            self._phase = Phase.IDLE
 
     # -- the connection --------------------------------------------------------------------------
 
@@ -222,12 +219,12 @@ class KeptProtocol(LimitedProtocol):
         except OSError:
             return None
 
-    def _num_read(self) -> int | None:
-        """Return how many bytes of the connection have been read; None where no descriptor is left
-        to ask with.
+    def _num_noted(self) -> int | None:
+        """Return how many bytes of the connection have been read and written down; None where no
+        descriptor is left to ask with.
         """
         try:
-            return num_read_bytes(self._descriptor)
+            return num_read_bytes(self._descriptor) - self._num_unnoted
         except OSError:
             return None
 

@@ -106,7 +106,7 @@ class ResumedProtocol(KeptProtocol):
             journal.end()
         super().on_response_complete()
 
-    def _keep(self, num_unnoted: int = 0) -> None:
+    def _keep(self) -> None:
         """It is kept."""
 
     def _refuses(self) -> bool:

@@ -58,15 +58,15 @@ def main(engine_url: str, limit: str, trap: str) -> int:
         server.stop()
         client.close()
 
-    note = KeptProtocol._note
+    write_down = KeptProtocol._write_down
 
-    def die_or_note(protocol: KeptProtocol, data: bytes) -> None:
+    def die_or_write_down(protocol: KeptProtocol, data: bytes) -> None:
         if trap and Path(trap).exists():
             Path(trap).unlink()
             os.kill(os.getpid(), signal.SIGKILL)
-        note(protocol, data)
+        write_down(protocol, data)
 
-    KeptProtocol._note = die_or_note  # type: ignore[method-assign]
+    KeptProtocol._write_down = die_or_write_down  # type: ignore[method-assign]
     print(listener.getsockname()[1], flush=True)
     return Supervisor(own, serve_http, RestartBudget(1000), 60.0, 60.0).run()
 
