@@ -127,6 +127,18 @@ class Service:
     def num_descriptors(self) -> int:
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
+    def num_descriptors_at_rest(self) -> int:
+        """Return how many it has, once those of connections that have ended are gone."""
+        found = [self.num_descriptors]
+
+        def is_at_rest() -> bool:
+            time.sleep(0.3)
+            found.append(self.num_descriptors)
+            return found[-1] == found[-2]
+
+        until(is_at_rest, WAIT_S)
+        return found[-1]
+
 
 @contextmanager
 def serving(limit: Path | None = None, trap: Path | None = None) -> Iterator[Service]:
@@ -237,7 +249,7 @@ def test_every_answer_goes_on_byte_by_byte_however_often_the_ingress_is_killed(
 
 def test_nothing_is_kept_of_what_has_ended(service: Service) -> None:
     until(lambda: service.engine.num_running == 0, WAIT_S)
-    before = service.num_descriptors
+    before = service.num_descriptors_at_rest()
 
     service.ask_all(list(KINDS.values()), count=1)
     with service.connect() as client:  # and of who leaves
@@ -471,7 +483,7 @@ def test_a_connection_ends_at_once_though_somebody_else_holds_it(service: Servic
 
 def test_a_client_that_leaves_while_nobody_answers_is_not_kept(service: Service) -> None:
     until(lambda: service.engine.num_running == 0, WAIT_S)
-    before = service.num_descriptors
+    before = service.num_descriptors_at_rest()
     clients = [service.connect() for _ in range(5)]
     for client in clients:
         client.sendall(KINDS["chat"])
