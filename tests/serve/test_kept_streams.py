@@ -10,6 +10,7 @@ import random
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -76,6 +77,10 @@ def _choice_of(frame: bytes) -> bytes:
     return found[1] if found else b"~"  # what belongs to none comes last
 
 
+def num_descriptors_of(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
 @dataclass
 class Service:
     process: subprocess.Popen[str]
@@ -125,7 +130,7 @@ class Service:
 
     @property
     def num_descriptors(self) -> int:
-        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+        return num_descriptors_of(self.process.pid)
 
     def num_descriptors_at_rest(self) -> int:
         """Return how many it has, once those of connections that have ended are gone."""
@@ -497,6 +502,28 @@ def test_a_client_that_leaves_while_nobody_answers_is_not_kept(service: Service)
 
     until(lambda: service.ingress(other_than=pid) > 0, WAIT_S)
     until(lambda: service.num_descriptors <= before, WAIT_S)
+
+
+def test_of_a_thousand_clients_that_vanish_nothing_is_held(service: Service) -> None:
+    """Some before their answer, most within it; some properly, most without a word."""
+    until(lambda: service.engine.num_running == 0, WAIT_S)
+    pids = service.process.pid, service.ingress()
+    before = [service.num_descriptors_at_rest(), num_descriptors_of(pids[1])]
+    random_ = random.Random(5)
+    for _ in range(10):
+        clients = [service.connect() for _ in range(100)]
+        for client in clients:
+            client.sendall(LONG)
+        until(lambda: service.engine.num_running > 0, WAIT_S)
+        time.sleep(random_.random())
+        for client in clients:
+            if random_.random() < 0.8:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.close()
+
+    until(lambda: service.engine.num_running == 0, WAIT_S)
+    until(lambda: [num_descriptors_of(pid) for pid in pids] <= before, WAIT_S)
+    assert service.ask(KINDS["chat"]).error == ""
 
 
 def test_of_a_request_that_is_refused_in_the_end_nothing_comes_to_the_next(
