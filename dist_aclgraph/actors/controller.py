@@ -129,6 +129,12 @@ class Controller:
         ``groups`` are those after the first; ``lost_groups`` says which serve no more, and why.
         """
         groups = self._groups if self._serving is None else list(self._serving.groups)
+        lost_groups: list[str] = []
+        missing_groups = {"count": 0, "reason": ""}
+        # Of the same moment as the groups: engines that are dying answer late, or never.
+        if self._serving is not None and self._upkeep is not None:
+            lost_groups = self._serving.watch.losses()
+            missing_groups = {"count": self._serving.num_missing, "reason": self._upkeep.trouble}
         reports = self._reports_of(groups)
         merged = dict(reports[0]) if reports else {}
         merged["state"] = self._state.value
@@ -136,13 +142,7 @@ class Controller:
         merged["controller"] = self._name
         merged["ray_address"] = ray.get_runtime_context().gcs_address
         merged["groups"] = reports[1:]
-        merged["lost_groups"], merged["missing_groups"] = [], {"count": 0, "reason": ""}
-        if self._serving is not None and self._upkeep is not None:
-            merged["lost_groups"] = self._serving.watch.losses()
-            merged["missing_groups"] = {
-                "count": self._serving.num_missing,
-                "reason": self._upkeep.trouble,
-            }
+        merged["lost_groups"], merged["missing_groups"] = lost_groups, missing_groups
         return merged
 
     def _reports_of(self, groups: Sequence[LockstepGroup]) -> list[dict[str, Any]]:

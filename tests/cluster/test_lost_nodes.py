@@ -71,13 +71,25 @@ def ask(program: Program, *question: Any) -> Any:
     return program.read()
 
 
-def wait_for(program: Program, num_missing: int) -> dict[str, int]:
-    """Return each group's node and process, lost ones too, once so many groups are missing."""
+def wait_for_missing(program: Program) -> None:
     until_s = time.monotonic() + WAIT_S
-    while (now := ask(program, "where"))[1] != num_missing:
+    while (now := ask(program, "where"))[1] != 1:
         assert time.monotonic() < until_s, now
         time.sleep(0.5)
-    return dict(zip(now[0], now[2], strict=True))
+
+
+def wait_for_groups(program: Program, dead: str) -> dict[str, int]:
+    """Return the node and process of each group, once both serve and none of the dead node's.
+
+    A client may know of the death, and have all its answers, before the controller knows of it.
+    """
+    until_s = time.monotonic() + WAIT_S
+    while True:
+        nodes, num_missing, pids, _ = now = ask(program, "where")
+        if num_missing == 0 and dead not in nodes and len(nodes) == 2:
+            return dict(zip(nodes, pids, strict=True))
+        assert time.monotonic() < until_s, now
+        time.sleep(0.5)
 
 
 def test_a_group_whose_node_dies_goes_to_a_spare_place(nodes: Nodes) -> None:
@@ -96,15 +108,14 @@ def test_a_group_whose_node_dies_goes_to_a_spare_place(nodes: Nodes) -> None:
         tokens, num_resumed = program.read()
         assert tokens == alone
         assert num_resumed > 0
-        now = wait_for(program, num_missing=0)
-        assert before[1] not in now and len(now) == 2
+        now = wait_for_groups(program, dead=before[1])
         assert ask(program, "generate", PROMPTS, 20)[0] == [row[:20] for row in alone]
 
         # Fewer nodes are left than there were groups: one whose worker dies has its place still,
         # once nobody waits any more for the NPU of a node of whose death Ray did not know yet.
         dies, stays = now
         nodes.kill(dies)
-        wait_for(program, num_missing=1)
+        wait_for_missing(program)
         os.kill(now[stays], signal.SIGKILL)
 
         assert ask(program, "generate", PROMPTS, 20)[0] == [row[:20] for row in alone]
