@@ -172,6 +172,34 @@ def test_replays_take_their_nodes_and_lanes_overlap(told):
     assert t["busy_ms"] == pytest.approx(93, abs=1e-3)
 
 
+LANES = """
+    from pathlib import Path
+    other = torch.npu.Stream()
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        stream = torch.npu.current_stream()
+        other.wait_stream(stream)
+        {captured}
+        stream.wait_stream(other)
+    graph.replay()
+    torch.npu.synchronize()
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    print_json(num_lane_threads=names.count("npu_lane"))
+"""
+
+
+def test_lanes_that_only_wait_for_each_other_need_no_threads(told):
+    captured = (
+        "torch.npu._sleep(1000); exec('with torch.npu.stream(other): torch.npu._sleep(1000)')"
+    )
+    assert told(LANES.format(captured=captured))["num_lane_threads"] == 0
+
+
+def test_a_lane_may_wake_one_that_was_captured_before_it(told):
+    captured = "gate.wait(stream); gate.reset(stream); gate.record(other)"
+    assert told(LANES.format(captured=captured), wait_s=5)["num_lane_threads"] == 1
+
+
 def test_a_replay_that_nothing_precedes_begins_after_its_launch(told):
     t = told("""
         graph = torch.npu.NPUGraph()
@@ -188,8 +216,7 @@ def test_a_replay_that_nothing_precedes_begins_after_its_launch(told):
     assert t["us"] >= t["launch_us"] - 1
 
 
-def test_external_events_and_updates_move_clocks(told):
-    t = told("""
+UPDATES = """
         x = torch.zeros(4, dtype=torch.bfloat16, device="npu")
         y, updates, event = torch.zeros_like(x), torch.npu.Stream(), torch.npu.ExternalEvent()
         graph = torch.npu.NPUGraph()
@@ -201,28 +228,85 @@ def test_external_events_and_updates_move_clocks(told):
             torch.add(x, 3.0, out=y)
             group = torch.npu.graph_task_group_end(stream)
         torch.npu.synchronize()
-        before = emulator.counters()
-        host_us = []
-        def replay():
-            graph.replay()
+        def update():
             with torch.npu.stream(updates):
-                torch.npu._sleep(50_000_000)
-                begin = time.monotonic()
                 torch.npu.graph_task_update_begin(updates, group)
                 torch.add(x, 4.0, out=y)
                 torch.npu.graph_task_update_end(updates)
-                host_us.append((time.monotonic() - begin) * 1e6)
-                event.record(updates)
-            torch.npu.synchronize()
+"""
+
+
+@pytest.mark.parametrize(
+    "learns",
+    [
+        "event.synchronize()",
+        "torch.npu.synchronize()",
+        "side.synchronize()",
+        "x.cpu()",
+        "ask(event)",
+        "ask(side)",
+    ],
+)
+def test_the_host_takes_its_time_for_updates_before_it_learns_anything(told, tmp_path, learns):
+    """CANN's host side computes the tiling; the thread sleeps that off in larger pieces."""
+    rates = tmp_path / "rates.json"
+    rates.write_text('{"update_us": 300}')  # far more than the emulator's own host side takes
+    t = told(
+        UPDATES
+        + f"""
+        def ask(what):
+            while not what.query():
+                pass
+        update()
+        begin, end = events(2)
+        torch.npu.synchronize()
         start = time.monotonic()
-        replay()
+        begin.record(side)
+        for _ in range(3):
+            update()
+        end.record(side)
+        event = end
+        {learns}
+        print_json(host_us=(time.monotonic() - start) * 1e6,
+                   queued_us=begin.elapsed_time(end) * 1e3)
+    """,
+        rates=str(rates),
+    )
+    assert t["host_us"] >= 900
+    assert t["queued_us"] >= 900  # what comes behind them is queued so late
+
+
+def test_a_host_that_learns_nothing_runs_ahead_by_a_millisecond_at_most(told):
+    t = told(
+        UPDATES
+        + """
+        start = time.monotonic()
+        for _ in range(100):
+            update()
+        print_json(host_us=(time.monotonic() - start) * 1e6, update_us=rates["update_us"])
+    """
+    )
+    assert t["host_us"] >= 100 * t["update_us"] - 1000
+
+
+def test_external_events_and_updates_move_clocks(told):
+    t = told(
+        UPDATES
+        + """
+        before = emulator.counters()
+        start = time.monotonic()
+        graph.replay()
+        with torch.npu.stream(updates):
+            torch.npu._sleep(50_000_000)
+            update()
+            event.record(updates)
+        torch.npu.synchronize()
         after = emulator.counters()
-        print_json(seconds=time.monotonic() - start, update_us=rates["update_us"],
-                   host_us=host_us[0],
+        print_json(seconds=time.monotonic() - start,
                    **{name: after[name] - before[name] for name in after})
-    """)
+    """
+    )
     assert t["seconds"] >= 0.05
-    assert t["host_us"] >= t["update_us"]  # CANN's host side computes the tiling
     assert t["external_wait_ns"] >= 40e6 and t["external_waits"] == 1
     assert t["task_updates"] == 1
 

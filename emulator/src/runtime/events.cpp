@@ -198,6 +198,7 @@ EMU_API aclError aclrtSynchronizeEvent(aclrtEvent event) {
   if (aclError error = refuse_question(*e, "synchronize"))
     return error;
   count(Counters::of(current_device()).host_syncs);
+  pay_host_time();
   Lock lock(e->mutex);
   uint64_t generation = e->submitted;
   auto moment = e->moment;
@@ -218,7 +219,10 @@ EMU_API aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatu
   if (aclError error = refuse_question(*e, "query"))
     return error;
   Lock lock(e->mutex);
-  bool is_complete = e->is_over(e->submitted) && (!settings().timed || *e->moment <= now_ns());
+  bool is_complete = e->is_over(e->submitted) && (!settings().timed || *e->moment <= host_ns());
+  lock.unlock();
+  if (is_complete)
+    pay_host_time();
   *status = is_complete ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
   return 0;
 }

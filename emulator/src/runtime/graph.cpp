@@ -113,7 +113,21 @@ void Graph::end_capture() {
     stream->graph.reset();
     stream->group = nullptr;
   }
+  waits_for_earlier_only_ = domains_.size() <= 1 && has_outside_tasks_on_one_lane();
   capturing = false;
+}
+
+// Whether what waits for something outside the graph, or wakes it, is ordered by its lane.
+bool Graph::has_outside_tasks_on_one_lane() const {
+  int lane = -1;
+  for (const Node &node : nodes) {
+    if (node.kind != TaskKind::ExternalTask && node.kind != TaskKind::HostCallback)
+      continue;
+    if (lane >= 0 && node.lane != lane)
+      return false;
+    lane = node.lane;
+  }
+  return true;
 }
 
 // True if some forked stream was not joined: its last node is not a record that another lane waits
@@ -152,6 +166,8 @@ void Graph::release_streams() {
 void Graph::replay() const {
   if (lane_sqes_.size() == 1)
     replay_one_lane();
+  else if (t_timeline && waits_for_earlier_only_)
+    replay_in_order();
   else
     replay_lanes();
 }
@@ -274,6 +290,46 @@ void run_lane(LaneRun &run, const Graph &g, int lane) {
 }
 
 }  // namespace
+
+// With modelled time lanes overlap by their clocks, and need no threads that wake each other: a task
+// runs when it was captured, behind all that it waits for. Not so where ranks may meet in other orders
+// than they captured (several domains), or a lane wakes another by way of something outside the graph.
+void Graph::replay_in_order() const {
+  const size_t lane_count = lane_sqes_.size();
+  Timeline *const origin = t_timeline;
+  const std::string where = t_where;
+  std::deque<Timeline> others;
+  std::vector<Timeline *> clocks{origin};
+  for (size_t lane = 1; lane < lane_count; lane++)
+    clocks.push_back(&others.emplace_back(device, origin->ns()));
+  std::vector<int64_t> recorded_ns(nodes.size());
+  int lane = 0;
+  size_t i = 0;
+  try {
+    for (; i < nodes.size(); i++) {
+      const Node &node = nodes[i];
+      if (node.lane != lane) {
+        lane = node.lane;
+        t_timeline = clocks[lane];
+        t_where = lane ? "lane " + std::to_string(lane) + " of graph " + std::to_string(id) : where;
+      }
+      if (node.kind == TaskKind::EventRecord)
+        recorded_ns[i] = t_timeline->ns();
+      else if (node.kind == TaskKind::EventWait)
+        t_timeline->wait_until(recorded_ns[node.waits_for], Idle::Event);
+      else
+        run_node(node);
+    }
+  } catch (const std::exception &e) {
+    t_timeline = origin;
+    t_where = where;
+    throw TaskError(code_of(e), failed_node(*this, i, e));
+  }
+  t_timeline = origin;
+  t_where = where;
+  for (const Timeline &other : others)
+    origin->wait_until(other.ns(), Idle::Event);
+}
 
 // Each lane runs in its own thread, the first one in the calling worker; captured edges order them.
 void Graph::replay_lanes() const {

@@ -65,7 +65,11 @@ private:
   StreamBudget::Held streams_{};  // ids, and so many queues when bound
   std::vector<long> lane_sqes_;  // entries of each lane's submission queue
   std::set<const void *> domains_;
+  // No task waits for one that was captured later, on any rank, nor for what such a one wakes.
+  bool waits_for_earlier_only_ = false;
+  bool has_outside_tasks_on_one_lane() const;
   void replay_one_lane() const;
+  void replay_in_order() const;
   void replay_lanes() const;
   aclError take_streams(StreamBudget::Holder holder, long count, aclError code, const char *call);
 };

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <utility>
 
 #include <sys/prctl.h>
 #include <time.h>
@@ -12,6 +13,9 @@
 namespace emu {
 
 constexpr size_t kSpans = 64;  // a stream without kernels keeps no more
+constexpr int64_t kMaxOwedNs = 1000000;  // a thread that slept for every call would find its caches cold
+
+static thread_local int64_t t_owed_ns = 0;
 
 int64_t now_ns() {
   timespec t;
@@ -30,6 +34,19 @@ void sleep_until_ns(int64_t ns) {
     ;
   if (slack > 0)
     prctl(PR_SET_TIMERSLACK, slack);
+}
+
+int64_t host_ns() { return now_ns() + t_owed_ns; }
+
+void host_works_until(int64_t ns) {
+  t_owed_ns = std::max(t_owed_ns, ns - now_ns());
+  if (t_owed_ns > kMaxOwedNs)
+    pay_host_time();
+}
+
+void pay_host_time() {
+  if (int64_t owed = std::exchange(t_owed_ns, 0))
+    sleep_until_ns(now_ns() + owed);
 }
 
 void Timeline::begin(int64_t queued_ns) {
@@ -104,7 +121,7 @@ Task on_clock(TaskKind kind, const LaunchTraits &traits, Task body) {
       t_timeline->wait_until(now_ns(), Idle::Host);
     };
   case TaskKind::GraphLaunch:
-    return [launched = now_ns(), body = std::move(body)] {
+    return [launched = host_ns(), body = std::move(body)] {
       t_timeline->wait_until(launched + microseconds(rates().graph_launch_us), Idle::Host);
       body();
     };
