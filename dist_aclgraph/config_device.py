@@ -66,6 +66,12 @@ class EmulatorConfig(Section):
         description="skip leaves out arithmetic, to measure host time alone; timed too, and "
         "the device is busy for as long as a chip would be, by a model (docs/device-time.md)",
     )
+    choices: int = Field(
+        1,
+        ge=1,
+        description="kernels skip and timed: among so many tokens argmax chooses by chance; a "
+        "draft then passes once in so many, and with 1 always",
+    )
     rates: str | None = Field(
         None,
         description="YAML or JSON file of rates for kernels timed, by the names of "

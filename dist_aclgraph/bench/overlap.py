@@ -85,6 +85,7 @@ class Model:
     ffn: int
     tp: int = 1
     num_drafts: int = 0
+    choices: int = 1  # tokens that may be sampled: so seldom does a draft pass
     gap_us: float | None = None  # between two kernels, in place of the table's
 
     def write(self, directory: Path) -> Path:
@@ -109,6 +110,9 @@ MODELS = {
     "DeepSeek, dense, 1 draft": Model(
         family=DEEPSEEK, hidden=4096, layers=36, heads=32, ffn=12288, num_drafts=1
     ),
+    "DeepSeek, dense, every second draft passes": Model(
+        family=DEEPSEEK, hidden=4096, layers=36, heads=32, ffn=12288, num_drafts=1, choices=2
+    ),
     # A device that takes about 2, 4 and 10 ms for a step that costs the host little.
     **{
         f"4 layers, {gap_us} us between kernels": Model(
@@ -121,7 +125,7 @@ MODES_OF_STEPS = ("full", "piecewise", "eager")
 
 
 def main(
-    models: Annotated[str, typer.Option(help="Their numbers, from 0.")] = "0,1,2,3,4,5,6",
+    models: Annotated[str, typer.Option(help="Their numbers, from 0.")] = "0,1,2,3,4,5,6,7",
     batches: Annotated[str, typer.Option(help="Requests that decode together.")] = "1,8,32,128",
     modes: Annotated[str, typer.Option(help="Graph modes.")] = ",".join(MODES),
     steps: Annotated[int, typer.Option(help="Decode steps of a request.")] = 64,
@@ -179,6 +183,7 @@ def _engine(
     model = MODELS[name]
     directory = model.write(folder / f"{len(list(folder.iterdir()))}")
     emulated: dict[str, Any] = {"kernels": "timed", "memory_mb": MEMORY_MB, "strict": False}
+    emulated["choices"] = model.choices
     if model.gap_us is not None:
         rates = directory / "rates.json"
         rates.write_text(json.dumps({"gap_us": model.gap_us}))

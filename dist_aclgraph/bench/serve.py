@@ -27,7 +27,7 @@ from dist_aclgraph.bench.command import numbers, run_command
 from dist_aclgraph.bench.serve_client import Ask, make_request, run_client
 from dist_aclgraph.bench.serve_figure import draw
 from dist_aclgraph.bench.serve_on_ray import ray_serve
-from dist_aclgraph.bench.serve_processes import Server, spawn
+from dist_aclgraph.bench.serve_processes import Server, pid_of, spawn
 from dist_aclgraph.bench.serve_servers import floor, plain
 from dist_aclgraph.bench.serve_tables import markdown, tables
 from dist_aclgraph.bench.turns import report_bench
@@ -57,6 +57,7 @@ def main(
     interval_ms: Annotated[float, typer.Option(help="Between two steps.")] = 5.0,
     repeats: Annotated[int, typer.Option(help="Rounds.")] = 3,
     on_ray: Annotated[bool, typer.Option(help="Ray Serve besides.")] = True,
+    apart: Annotated[bool, typer.Option(help="Servers on one core, all else on others.")] = False,
     out: Annotated[Path, typer.Option(help="Where results go.")] = Path("bench-results"),
 ) -> None:
     """Measure, print and save."""
@@ -64,7 +65,9 @@ def main(
     report_bench(
         "serve",
         out,
-        lambda folder, bar: measure(folder, bar, sizes, pace, repeats, on_ray=on_ray),
+        lambda folder, bar: measure(
+            folder, bar, sizes, pace, repeats, on_ray=on_ray, is_apart=apart
+        ),
         tables,
         markdown,
         draw,
@@ -72,9 +75,20 @@ def main(
 
 
 def measure(
-    folder: Path, bar: Progress, sizes: Sequence[int], pace: Pace, repeats: int, *, on_ray: bool
+    folder: Path,
+    bar: Progress,
+    sizes: Sequence[int],
+    pace: Pace,
+    repeats: int,
+    *,
+    on_ray: bool,
+    is_apart: bool,
 ) -> dict[str, Any]:
-    """Stream by turns; return one row for each server and number of streams."""
+    """Stream by turns; return one row for each server and number of streams.
+
+    Args:
+        is_apart: servers have a core where no client preempts them, as with clients elsewhere.
+    """
     load = os.getloadavg()[0]
     config = make_config(
         {
@@ -96,6 +110,8 @@ def measure(
             on_it = ray_serve(config, place, haproxy=name == "haproxy")
             servers.append(stack.enter_context(on_it))
             turn(client, servers[-1], request, 1, pace, tokens)
+        if is_apart:
+            part_cores(servers, client)
         turns: dict[tuple[str, int], list[Turn]] = {}
         order = [(size, server) for _ in range(repeats) for size in sizes for server in servers]
         task = bar.add_task("", total=len(order))
@@ -112,6 +128,7 @@ def measure(
         "repeats": repeats,
         "goals": {"cpu_us": GOAL_CPU_US, "latency_ms": GOAL_LATENCY_MS},
         "cores": os.cpu_count(),
+        "is_apart": is_apart,
         "load": (load, os.getloadavg()[0]),
         "note": "a paced engine without a model; CPU time of this machine",
     }
@@ -130,6 +147,10 @@ class Client:
         self._asks.send(None)
         self._process.join(1.0)
         self._process.kill()
+
+    @property
+    def pid(self) -> int:
+        return pid_of(self._process)
 
     def begin(self, ask: Ask) -> Connection:
         """Have streams opened; what came of them can be received once they have ended."""
@@ -181,6 +202,16 @@ def turn(
         ],
         frames,
     )
+
+
+def part_cores(servers: Sequence[Server], client: Client) -> None:
+    """Give the servers one core, and the rest to the client and to this process's engine."""
+    *others, last = sorted(os.sched_getaffinity(0))
+    places = {os.getpid(): others, client.pid: others}
+    places |= {pid: [last] for server in servers for pid in server.pids}
+    for pid, cores in places.items():
+        for task in os.listdir(f"/proc/{pid}/task"):
+            os.sched_setaffinity(int(task), cores)
 
 
 def cpu_seconds(pids: Sequence[int]) -> float:

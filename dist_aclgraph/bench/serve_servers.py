@@ -12,6 +12,7 @@ from typing import Any
 
 import uvicorn
 
+from dist_aclgraph.actors import processes
 from dist_aclgraph.bench.serve_engine import ByteSource, PacedDeployment, PacedEngine
 from dist_aclgraph.bench.serve_processes import (
     Server,
@@ -21,13 +22,13 @@ from dist_aclgraph.bench.serve_processes import (
     spawn,
     wait_for,
 )
-from dist_aclgraph.cli.serve import serve_until_signal
+from dist_aclgraph.cli.serve import serve_in_processes
 from dist_aclgraph.config import Config
 
 
 @contextmanager
 def plain(config: Config, directory: Path) -> Iterator[Server]:
-    """``dist-aclgraph serve`` as it is, in front of a paced engine."""
+    """``dist-aclgraph serve`` as it is, with its supervisor, in front of a paced engine."""
     engine = PacedEngine(directory)
     found = PacedDeployment(engine.address, config.max_model_len or 4096)
     config = config.model_copy(
@@ -37,15 +38,16 @@ def plain(config: Config, directory: Path) -> Iterator[Server]:
     try:
         with running(process):
             wait_for(process, config.serve.port, "/ready")
-            name = "dist-aclgraph serve"
-            yield Server(name, config.serve.port, (pid_of(process),), engine)
+            supervisor = pid_of(process)
+            pids = supervisor, *sorted(processes.children(supervisor))
+            yield Server("dist-aclgraph serve", config.serve.port, pids, engine)
     finally:
         engine.close()
 
 
 def _serve(config: Config, found: PacedDeployment) -> None:
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        serve_until_signal(config, lambda config, on_progress: found)
+        serve_in_processes(config, lambda config, on_progress: found)
 
 
 @contextmanager

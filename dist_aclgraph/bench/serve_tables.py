@@ -25,7 +25,9 @@ def markdown(results: dict[str, Any]) -> str:
     lines = [
         f"{results['steps']} steps, {results['interval_ms']:g} ms apart, medians of "
         f"{results['repeats']} rounds on {results['cores']} cores, load of the machine "
-        f"{results['load'][0]:.1f} before and {results['load'][1]:.1f} behind; {results['note']}. "
+        f"{results['load'][0]:.1f} before and {results['load'][1]:.1f} behind; "
+        f"{'servers on one core, all else on the other; ' * results['is_apart']}"
+        f"{results['note']}. "
         f"{_goals(results)}",
         "",
         *markdown_table(COLUMNS, _lines(results)),

@@ -35,17 +35,21 @@ SILENT_S = 30.0
 END_S = 180.0  # more than an ingress drains: for what stops a deployment, which has limits itself
 
 
-def serve_in_processes(config: Config) -> None:
+def serve_in_processes(config: Config, start: Start | None = None) -> None:
     """Serve until a signal, from two processes of which either may die and is replaced.
 
     To be called before threads exist.
+
+    Args:
+        start: what the owner starts a deployment by, where not by Ray.
 
     Raises:
         ConfigError, ModelError: see ``open_service``.
         SystemExit: in the end; what was wrong later is told on stderr.
     """
-    with open_service(config) as opened, _standing_forks(config) as forks:
+    with open_service(config) as opened, _standing_forks(config, start) as forks:
         lent = find_forks(forks, config)
+        start = start or partial(deployment.start, lent=lent)
 
         def disown() -> None:
             opened.directory.disown()
@@ -54,7 +58,7 @@ def serve_in_processes(config: Config) -> None:
 
         _allow_connections(config.serve.max_connections)
         supervisor = Supervisor(
-            partial(own_deployment, opened, partial(deployment.start, lent=lent)),
+            partial(own_deployment, opened, start),
             partial(serve_http, opened),
             RestartBudget(config.recovery.restarts_per_hour),
             silent_s=max(SILENT_S, 2 * config.timeouts.link_s),
@@ -78,12 +82,13 @@ def _allow_connections(max_connections: int) -> None:
 
 
 @contextmanager
-def _standing_forks(config: Config) -> Iterator[Forks | None]:
+def _standing_forks(config: Config, start: Start | None) -> Iterator[Forks | None]:
     """Have what forks the processes of the service's Ray load before Ray is there, and stay when
     the owner of the deployment dies. None where Ray is not the service's, or where the emulated NPU
     is still to be built.
     """
-    is_ours = ray_address() is None  # a node of somebody else's cluster may have no device
+    # A node of somebody else's cluster may have no device.
+    is_ours = start is None and ray_address() is None
     if not is_ours or (resolve_kind(config.device.kind) != "npu" and not emulator.is_built()):
         yield None
         return

@@ -42,6 +42,7 @@ def emulator_settings(config: DeviceConfig, rank: int) -> dict[str, str | int | 
         "streams": emulated.streams_by_rank.get(rank, emulated.streams),
         "hbm_mb": emulated.memory_mb_by_rank.get(rank, emulated.memory_mb),
         "kernels": emulated.kernels,
+        "choices": emulated.choices,
         "accounting": emulated.accounting,
         "hccl_expansion": config.expansion,
         "soc": emulated.soc,

@@ -33,6 +33,7 @@ struct Settings {
   bool strict = true;         // operators refuse what their documents exclude
   bool compute = true;        // false: launches, graphs and collectives run, arithmetic does not
   bool timed = false;         // besides, streams have clocks that tell a chip's time
+  int choices = 1;            // without arithmetic, ArgMax takes one of the first so many indices
   std::map<std::string, double> rates;  // instead of those of rates.cpp, by name
   int streams = 2048;         // stream ids of one device
   bool software_sq = false;   // graphs take queues when executed instead of ids when captured

@@ -428,3 +428,16 @@ def test_the_time_of_what_was_aborted_does_not_come(told):
     """)
     assert len(t["ended"]) == 2
     assert all(waited_s < t["long_s"] for waited_s in t["waited_s"])
+
+
+def test_argmax_takes_any_of_so_many_indices_and_every_device_the_same(told):
+    code = """
+        x = torch.zeros(64, 1000, dtype=torch.bfloat16, device="npu")
+        print_json(chosen=[x.argmax(-1).tolist() for _ in range(20)])
+    """
+    chosen = told(code, choices=3)["chosen"]
+    assert chosen == told(code, choices=3)["chosen"]
+    counts = [sum(row.count(index) for row in chosen) for index in range(3)]
+    assert sum(counts) == 20 * 64
+    assert min(counts) > 20 * 64 / 4
+    assert told(code)["chosen"] == [[0] * 64] * 20

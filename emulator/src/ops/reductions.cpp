@@ -1,5 +1,10 @@
 // Sums, means, extrema, softmax.
 #include "ops/bind.h"
+#include "runtime/errors.h"
+
+#include <algorithm>
+#include <atomic>
+#include <random>
 
 using namespace emu;
 
@@ -66,11 +71,25 @@ OP(aclnnMinDim, [](Tensor a, int64_t dim, bool keep, Tensor values, Tensor indic
   extremum<at::min>(a, dim, keep, values, indices);
 })
 
+// Without arithmetic: of the first so many indices, by chance, which is the same on all ranks whose
+// devices have done as much. So drafts pass now and then.
+static void choose_by_chance(const Tensor &out, int choices) {
+  static std::atomic<uint64_t> calls[kMaxDevices];
+  std::mt19937_64 chance(++calls[current_device()]);
+  Tensor chosen = at::empty(out.sizes(), at::kLong);
+  for (int64_t i = 0; i < chosen.numel(); i++)
+    chosen.data_ptr<int64_t>()[i] = static_cast<int64_t>(chance() % choices);
+  out.copy_(chosen);
+}
+
 OP(aclnnArgMax, [](Tensor a, int64_t dim, bool keep, Tensor out) -> Task {
   if (skips(a))
-    return [out] {
+    return [out, choices = static_cast<int>(std::min<int64_t>(settings().choices, a.dim() ? a.size(dim) : 1))] {
       AtenScope scope;
-      out.zero_();
+      if (choices > 1)
+        choose_by_chance(out, choices);
+      else
+        out.zero_();
     };
   bool last = a.dim() > 0 && (dim == -1 || dim == a.dim() - 1);
   if (last && is_kernel_type(a) && a.is_contiguous() && out.is_contiguous() && is_index(out) &&

@@ -141,6 +141,7 @@ const std::map<std::string, Setter> &setters() {
          s.compute = kind == 0;
          s.timed = kind == 2;
        }},
+      {"choices", [](S &s, Text &v) { s.choices = number(v, 1, many); }},
       {"streams", [](S &s, Text &v) { s.streams = number(v, 1, many); }},
       {"accounting", [](S &s, Text &v) { s.software_sq = choice(v, {"pinned", "software_sq"}); }},
       {"hccl_expansion",
