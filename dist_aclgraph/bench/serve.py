@@ -14,7 +14,7 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,6 +32,7 @@ from dist_aclgraph.bench.serve_servers import floor, plain
 from dist_aclgraph.bench.serve_tables import markdown, tables
 from dist_aclgraph.bench.turns import report_bench
 from dist_aclgraph.config import Config, make_config
+from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.shipped import shipped
 from dist_aclgraph.text.tokenizer import Tokenizer
 
@@ -207,11 +208,14 @@ def turn(
 def part_cores(servers: Sequence[Server], client: Client) -> None:
     """Give the servers one core, and the rest to the client and to this process's engine."""
     *others, last = sorted(os.sched_getaffinity(0))
+    if not others:
+        raise ConfigError("--apart needs two cores, and this process may use one; leave it out")
     places = {os.getpid(): others, client.pid: others}
     places |= {pid: [last] for server in servers for pid in server.pids}
     for pid, cores in places.items():
         for task in os.listdir(f"/proc/{pid}/task"):
-            os.sched_setaffinity(int(task), cores)
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(int(task), cores)
 
 
 def cpu_seconds(pids: Sequence[int]) -> float:

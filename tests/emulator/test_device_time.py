@@ -182,22 +182,43 @@ LANES = """
         {captured}
         stream.wait_stream(other)
     graph.replay()
+    {opens}
     torch.npu.synchronize()
     names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     print_json(num_lane_threads=names.count("npu_lane"))
 """
 
 
-def test_lanes_that_only_wait_for_each_other_need_no_threads(told):
-    captured = (
-        "torch.npu._sleep(1000); exec('with torch.npu.stream(other): torch.npu._sleep(1000)')"
-    )
-    assert told(LANES.format(captured=captured))["num_lane_threads"] == 0
+ON_OTHER = "exec('with torch.npu.stream(other): torch.npu._sleep(1000)')"
 
 
-def test_a_lane_may_wake_one_that_was_captured_before_it(told):
-    captured = "gate.wait(stream); gate.reset(stream); gate.record(other)"
-    assert told(LANES.format(captured=captured), wait_s=5)["num_lane_threads"] == 1
+@pytest.mark.parametrize(
+    "captured",
+    [
+        ON_OTHER,
+        f"torch.npu._sleep(1000); other.wait_stream(stream); {ON_OTHER}",
+        f"{ON_OTHER}; stream.wait_stream(other); gate.wait(stream); other.wait_stream(stream); "
+        + ON_OTHER,
+    ],
+)
+def test_lanes_that_take_turns_need_no_threads(told, captured):
+    opens = "gate.record(side)"
+    assert told(LANES.format(captured=captured, opens=opens))["num_lane_threads"] == 0
+
+
+@pytest.mark.parametrize(
+    "captured",
+    [
+        f"torch.npu._sleep(1000); {ON_OTHER}",
+        f"{ON_OTHER}; torch.npu._sleep(1000)",
+        f"torch.npu._sleep(1000); other.wait_stream(stream); torch.npu._sleep(1000); {ON_OTHER}",
+        "gate.wait(stream); gate.reset(stream); gate.record(other)",
+    ],
+)
+def test_lanes_that_run_side_by_side_have_threads(told, captured):
+    """Where one of them stands still, for a peer or for the host, the other one must go on."""
+    opens = ""
+    assert told(LANES.format(captured=captured, opens=opens), wait_s=5)["num_lane_threads"] == 1
 
 
 def test_a_replay_that_nothing_precedes_begins_after_its_launch(told):
@@ -274,6 +295,38 @@ def test_the_host_takes_its_time_for_updates_before_it_learns_anything(told, tmp
     )
     assert t["host_us"] >= 900
     assert t["queued_us"] >= 900  # what comes behind them is queued so late
+
+
+@pytest.mark.parametrize("where", ["update()", "exec(in_a_thread)"])
+@pytest.mark.parametrize("task_queue", ["0", "1"])
+def test_what_is_queued_behind_updates_comes_later_whichever_thread_queues_it(
+    told, tmp_path, monkeypatch, task_queue, where
+):
+    monkeypatch.setenv("TASK_QUEUE_ENABLE", task_queue)
+    rates = tmp_path / "rates.json"
+    rates.write_text('{"update_us": 900}')
+    t = told(
+        UPDATES
+        + f"""
+        import threading
+        in_a_thread = "t = threading.Thread(target=update); t.start(); t.join()"
+        begin, end = events(2)
+        host_us, queued_us = [], []
+        for _ in range(20):
+            torch.npu.synchronize()
+            start = time.monotonic()
+            begin.record(side)
+            {where}
+            end.record(side)
+            torch.npu.synchronize()
+            host_us.append((time.monotonic() - start) * 1e6)
+            queued_us.append(begin.elapsed_time(end) * 1e3)
+        print_json(host_us=min(host_us), queued_us=min(queued_us))
+    """,
+        rates=str(rates),
+    )
+    assert t["host_us"] >= 900
+    assert t["queued_us"] >= 900 - (task_queue == "1") * 300  # it launches a little behind the call
 
 
 def test_a_host_that_learns_nothing_runs_ahead_by_a_millisecond_at_most(told):

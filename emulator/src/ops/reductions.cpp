@@ -1,9 +1,10 @@
 // Sums, means, extrema, softmax.
 #include "ops/bind.h"
 #include "runtime/errors.h"
+#include "runtime/services.h"
 
 #include <algorithm>
-#include <atomic>
+#include <mutex>
 #include <random>
 
 using namespace emu;
@@ -71,11 +72,23 @@ OP(aclnnMinDim, [](Tensor a, int64_t dim, bool keep, Tensor values, Tensor indic
   extremum<at::min>(a, dim, keep, values, indices);
 })
 
-// Without arithmetic: of the first so many indices, by chance, which is the same on all ranks whose
-// devices have done as much. So drafts pass now and then.
+// Without arithmetic: of the first so many indices, by chance, so that drafts pass now and then. Ranks
+// choose alike that call it on one stream: it depends on how often a device has since its last abort.
 static void choose_by_chance(const Tensor &out, int choices) {
-  static std::atomic<uint64_t> calls[kMaxDevices];
-  std::mt19937_64 chance(++calls[current_device()]);
+  struct Calls {
+    std::mutex mutex;
+    uint32_t aborts = 0;
+    uint64_t number = 0;
+  };
+  static Calls of_device[kMaxDevices];
+  Calls &calls = of_device[current_device()];
+  std::unique_lock lock(calls.mutex);
+  if (uint32_t aborts = num_aborts(); calls.aborts != aborts) {
+    calls.aborts = aborts;
+    calls.number = 0;
+  }
+  std::mt19937_64 chance(++calls.number);
+  lock.unlock();
   Tensor chosen = at::empty(out.sizes(), at::kLong);
   for (int64_t i = 0; i < chosen.numel(); i++)
     chosen.data_ptr<int64_t>()[i] = static_cast<int64_t>(chance() % choices);

@@ -42,7 +42,7 @@ EMU_API aclError aclrtMemcpy(void *to, size_t room, const void *from, size_t byt
   if (aclError e = check_room(room, bytes))
     return e;
   count(Counters::of(current_device()).host_syncs);
-  pay_host_time();
+  pay_host_time(current_device());
   memmove(accessible(to), accessible(from), bytes);
   sleep_for(traits_of(to, from, bytes));
   return check_memory_of_call("aclrtMemcpy");
@@ -53,7 +53,7 @@ EMU_API aclError aclrtMemset(void *to, size_t room, int32_t value, size_t bytes)
   if (aclError e = check_room(room, bytes))
     return e;
   count(Counters::of(current_device()).host_syncs);
-  pay_host_time();
+  pay_host_time(current_device());
   memset(accessible(to), value, bytes);
   sleep_for(traits_of(to, nullptr, bytes));
   return check_memory_of_call("aclrtMemset");

@@ -91,6 +91,7 @@ aclError code_of(const std::exception &e) {
   return error ? error->code : ACL_ERROR_RT_AICORE_EXCEPTION;
 }
 
+uint32_t num_aborts() { return g_failures[current_device()].aborts; }
 bool device_failed() { return t_device >= 0 && g_failures[t_device].code != 0; }
 
 }  // namespace emu

@@ -54,6 +54,7 @@ static aclError refuse_question(const Event &e, const char *question) {
 
 static int64_t timestamp_ns(aclrtEvent event) {
   auto *e = static_cast<Event *>(event);
+  pay_host_time(e->device);
   Lock lock(e->mutex);
   return e->timestamp_ns;
 }
@@ -198,7 +199,7 @@ EMU_API aclError aclrtSynchronizeEvent(aclrtEvent event) {
   if (aclError error = refuse_question(*e, "synchronize"))
     return error;
   count(Counters::of(current_device()).host_syncs);
-  pay_host_time();
+  pay_host_time(e->device);
   Lock lock(e->mutex);
   uint64_t generation = e->submitted;
   auto moment = e->moment;
@@ -219,10 +220,10 @@ EMU_API aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatu
   if (aclError error = refuse_question(*e, "query"))
     return error;
   Lock lock(e->mutex);
-  bool is_complete = e->is_over(e->submitted) && (!settings().timed || *e->moment <= host_ns());
+  bool is_complete = e->is_over(e->submitted) && (!settings().timed || *e->moment <= host_ns(e->device));
   lock.unlock();
   if (is_complete)
-    pay_host_time();
+    pay_host_time(e->device);
   *status = is_complete ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
   return 0;
 }

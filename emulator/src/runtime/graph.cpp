@@ -113,19 +113,28 @@ void Graph::end_capture() {
     stream->graph.reset();
     stream->group = nullptr;
   }
-  waits_for_earlier_only_ = domains_.size() <= 1 && has_outside_tasks_on_one_lane();
+  lanes_take_turns_ = lane_sqes_.size() > 1 && each_task_follows_the_one_before();
   capturing = false;
 }
 
-// Whether what waits for something outside the graph, or wakes it, is ordered by its lane.
-bool Graph::has_outside_tasks_on_one_lane() const {
-  int lane = -1;
-  for (const Node &node : nodes) {
-    if (node.kind != TaskKind::ExternalTask && node.kind != TaskKind::HostCallback)
-      continue;
-    if (lane >= 0 && node.lane != lane)
-      return false;
-    lane = node.lane;
+// Whether edges put each task behind the one that was captured before it, so that no two lanes ever
+// run side by side.
+bool Graph::each_task_follows_the_one_before() const {
+  std::vector<int> behind(lanes.size(), -1);  // of each lane: the last task that it follows, or is
+  std::vector<int> at_record(nodes.size(), -1);
+  int last = -1;
+  for (int i = 0; i < static_cast<int>(nodes.size()); i++) {
+    const Node &node = nodes[i];
+    int &follows = behind[node.lane];
+    if (node.kind == TaskKind::EventRecord) {
+      at_record[i] = follows;
+    } else if (node.kind == TaskKind::EventWait) {
+      follows = std::max(follows, at_record[node.waits_for]);
+    } else {
+      if (follows != last)
+        return false;
+      follows = last = i;
+    }
   }
   return true;
 }
@@ -166,7 +175,7 @@ void Graph::release_streams() {
 void Graph::replay() const {
   if (lane_sqes_.size() == 1)
     replay_one_lane();
-  else if (t_timeline && waits_for_earlier_only_)
+  else if (t_timeline && lanes_take_turns_)
     replay_in_order();
   else
     replay_lanes();
@@ -291,9 +300,8 @@ void run_lane(LaneRun &run, const Graph &g, int lane) {
 
 }  // namespace
 
-// With modelled time lanes overlap by their clocks, and need no threads that wake each other: a task
-// runs when it was captured, behind all that it waits for. Not so where ranks may meet in other orders
-// than they captured (several domains), or a lane wakes another by way of something outside the graph.
+// Lanes that take turns, as where each collective is waited for at once, need no threads that wake
+// each other: with modelled time that is most of what a replay costs.
 void Graph::replay_in_order() const {
   const size_t lane_count = lane_sqes_.size();
   Timeline *const origin = t_timeline;

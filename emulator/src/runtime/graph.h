@@ -65,9 +65,8 @@ private:
   StreamBudget::Held streams_{};  // ids, and so many queues when bound
   std::vector<long> lane_sqes_;  // entries of each lane's submission queue
   std::set<const void *> domains_;
-  // No task waits for one that was captured later, on any rank, nor for what such a one wakes.
-  bool waits_for_earlier_only_ = false;
-  bool has_outside_tasks_on_one_lane() const;
+  bool lanes_take_turns_ = false;
+  bool each_task_follows_the_one_before() const;
   void replay_one_lane() const;
   void replay_in_order() const;
   void replay_lanes() const;

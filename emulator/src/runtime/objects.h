@@ -92,7 +92,7 @@ public:
   aclError synchronize(int timeout_ms = -1);
   bool drained() const { return completed_ == submitted_; }
   void cut(int64_t ns) { timeline_.cut(ns); }  // see Timeline; nothing may be queued
-  bool idle() const { return drained() && timeline_.ns() <= host_ns(); }
+  bool idle() const { return drained() && timeline_.ns() <= host_ns(device); }
   bool captured() const {
     Lock lock(g_capture_mutex);
     return graph != nullptr;

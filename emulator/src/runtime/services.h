@@ -39,6 +39,9 @@ EMU_SHARED void set_fault_identity(int rank);
 EMU_SHARED void set_oversubscribed();
 EMU_SHARED bool oversubscribed();
 
+// How often the work of the calling worker's device was aborted.
+EMU_SHARED uint32_t num_aborts();
+
 // True once the device of the calling worker has failed: waits give up.
 EMU_SHARED bool device_failed();
 

@@ -52,7 +52,7 @@ void Stream::post(const char *name, Task task) {
     Lock lock(mutex_);
     if (!worker_.joinable())
       worker_ = std::thread([this] { work(); });
-    queue_.push_back({name, std::move(task), settings().timed ? host_ns() : 0});
+    queue_.push_back({name, std::move(task), settings().timed ? host_ns(device) : 0});
     submitted_++;
     wake = sleeping_;
   }
@@ -111,7 +111,7 @@ void Stream::run(const Item &item) {
 aclError Stream::synchronize(int timeout_ms) {
   if (!settings().timed)
     return wait(submitted_, timeout_ms);
-  pay_host_time();
+  pay_host_time(device);
   // What others queue meanwhile is not waited for.
   auto end = std::make_shared<int64_t>(0);
   post("synchronize", [end] { *end = t_timeline->ns(); });
@@ -252,7 +252,7 @@ EMU_API aclError aclrtStreamQuery(aclrtStream handle, aclrtStreamStatus *status)
     return fail(ACL_ERROR_RT_STREAM_CAPTURED, "stream %d is captured: query not permitted", s->id);
   bool is_complete = s->idle();
   if (is_complete)
-    pay_host_time();
+    pay_host_time(s->device);
   *status = is_complete ? ACL_STREAM_STATUS_COMPLETE : ACL_STREAM_STATUS_NOT_READY;
   return 0;
 }

@@ -102,13 +102,13 @@ EMU_API aclError aclmdlRICaptureTaskUpdateBegin(aclrtStream handle, aclrtTaskGrp
                 "task update begin: the graph of the task group was destroyed");
   s->update = static_cast<TaskGroup *>(group);
   s->update_index = 0;
-  s->update_ends_ns = host_ns();
+  s->update_ends_ns = host_ns(s->device);
   return 0;
 }
 EMU_API aclError aclmdlRICaptureTaskUpdateEnd(aclrtStream handle) {
   Stream *s = stream_of(handle);
   if (settings().timed)
-    host_works_until(s->update_ends_ns);
+    host_works_until(s->device, s->update_ends_ns);
   Lock lock(g_capture_mutex);
   if (!s->update)
     return fail(ACL_ERROR_STREAM_TASK_GROUP_STATUS, "no task update is open");

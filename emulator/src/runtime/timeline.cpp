@@ -1,11 +1,11 @@
 #include "runtime/timeline.h"
 
 #include "rates.h"
+#include "runtime/errors.h"
 #include "runtime/services.h"
 
 #include <algorithm>
 #include <cerrno>
-#include <utility>
 
 #include <sys/prctl.h>
 #include <time.h>
@@ -13,9 +13,9 @@
 namespace emu {
 
 constexpr size_t kSpans = 64;  // a stream without kernels keeps no more
-constexpr int64_t kMaxOwedNs = 1000000;  // a thread that slept for every call would find its caches cold
+constexpr int64_t kMaxOwedNs = 1000000;  // a host that slept for every call would find its caches cold
 
-static thread_local int64_t t_owed_ns = 0;
+static std::atomic<int64_t> g_owed_ns[kMaxDevices];
 
 int64_t now_ns() {
   timespec t;
@@ -36,16 +36,16 @@ void sleep_until_ns(int64_t ns) {
     prctl(PR_SET_TIMERSLACK, slack);
 }
 
-int64_t host_ns() { return now_ns() + t_owed_ns; }
+int64_t host_ns(int device) { return now_ns() + g_owed_ns[device]; }
 
-void host_works_until(int64_t ns) {
-  t_owed_ns = std::max(t_owed_ns, ns - now_ns());
-  if (t_owed_ns > kMaxOwedNs)
-    pay_host_time();
+void host_works_until(int device, int64_t ns) {
+  int64_t missing = ns - host_ns(device);
+  if (missing > 0 && (g_owed_ns[device] += missing) > kMaxOwedNs)
+    pay_host_time(device);
 }
 
-void pay_host_time() {
-  if (int64_t owed = std::exchange(t_owed_ns, 0))
+void pay_host_time(int device) {
+  if (int64_t owed = g_owed_ns[device].exchange(0))
     sleep_until_ns(now_ns() + owed);
 }
 
@@ -121,7 +121,7 @@ Task on_clock(TaskKind kind, const LaunchTraits &traits, Task body) {
       t_timeline->wait_until(now_ns(), Idle::Host);
     };
   case TaskKind::GraphLaunch:
-    return [launched = host_ns(), body = std::move(body)] {
+    return [launched = host_ns(current_device()), body = std::move(body)] {
       t_timeline->wait_until(launched + microseconds(rates().graph_launch_us), Idle::Host);
       body();
     };

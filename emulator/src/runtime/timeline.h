@@ -15,12 +15,13 @@ namespace emu {
 int64_t now_ns();
 void sleep_until_ns(int64_t ns);
 
-// The time of the calling thread of the host. CANN's host side takes longer for some calls than the
-// emulator does; the thread owes the difference, and its time is ahead of the clock by what it owes.
-// It pays by sleeping, in larger pieces than calls are, and before it learns anything of the device.
-int64_t host_ns();
-void host_works_until(int64_t ns);
-void pay_host_time();
+// The time of the host that works with a device. CANN's host side takes longer for some calls than the
+// emulator does; the host owes the difference, and its time is ahead of the clock by what it owes. It
+// pays by sleeping, in larger pieces than calls are, and before it learns anything of the device. One
+// account for all threads: torch_npu's task queue launches what another thread has called.
+int64_t host_ns(int device);
+void host_works_until(int device, int64_t ns);
+void pay_host_time(int device);
 
 // The clock of a stream, or of a lane of a graph while it is replayed. Only its worker moves it.
 class Timeline {
