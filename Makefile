@@ -14,7 +14,8 @@ export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help run test test-all test-cluster lint demo-model bench-decode bench-tp8 bench-moe bench-context bench-load \
-	bench-messages bench-overlap bench-overload bench-serve bench-start bench-step chaos setup setup-bench setup-dev emulator python
+	bench-messages bench-overlap bench-overload bench-serve bench-start bench-step chaos setup setup-bench setup-dev \
+	emulator python
 
 help: ## Show the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -81,7 +82,7 @@ SHAPE ?= replicas
 chaos: setup-dev emulator ## Faults against a service: SEED=1 FAULTS=12 SHAPE=replicas, experts or streams
 	$(BIN)/python -m dist_aclgraph.chaos --seed $(SEED) --faults $(FAULTS) --shape $(SHAPE)
 
-bench-overload: setup-bench emulator ## What readers notice of ten times too many requests, readers that stall, huge bodies
+bench-overload: setup-dev emulator ## What readers notice of ten times too many requests, readers that stall, huge bodies
 	$(BIN)/python -m dist_aclgraph.chaos.overload
 
 bench-step: setup-bench emulator ## The host's work in a decode step, part by part

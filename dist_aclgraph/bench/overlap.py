@@ -85,7 +85,7 @@ class Model:
     ffn: int
     tp: int = 1
     num_drafts: int = 0
-    choices: int = 1  # tokens that may be sampled: so seldom does a draft pass
+    choices: int = 1  # tokens that may be sampled: one draft in so many passes
     gap_us: float | None = None  # between two kernels, in place of the table's
 
     def write(self, directory: Path) -> Path:
@@ -182,8 +182,12 @@ def _engine(
 ) -> DecodeEngine:
     model = MODELS[name]
     directory = model.write(folder / f"{len(list(folder.iterdir()))}")
-    emulated: dict[str, Any] = {"kernels": "timed", "memory_mb": MEMORY_MB, "strict": False}
-    emulated["choices"] = model.choices
+    emulated: dict[str, Any] = {
+        "kernels": "timed",
+        "choices": model.choices,
+        "memory_mb": MEMORY_MB,
+        "strict": False,
+    }
     if model.gap_us is not None:
         rates = directory / "rates.json"
         rates.write_text(json.dumps({"gap_us": model.gap_us}))

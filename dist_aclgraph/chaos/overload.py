@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 import os
 import socket
-import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -27,6 +25,9 @@ from rich.console import Console
 from rich.table import Table
 
 from dist_aclgraph.bench.command import run_command
+from dist_aclgraph.bench.serve_processes import spawn
+from dist_aclgraph.bench.tables import filled_table
+from dist_aclgraph.bench.workload import percentile
 from dist_aclgraph.chaos.service import Service, new_folder
 from dist_aclgraph.chaos.shapes import SHAPES
 
@@ -37,7 +38,6 @@ NUM_READERS, NUM_STALLED = 8, 64
 TIMES = 10  # the peak's rate
 PING_S, RUNNING_S = 0.01, 10.0
 OK, TOO_MANY, BUSY = 200, 429, 503
-spawn = multiprocessing.get_context("spawn")
 SHAPE = replace(
     SHAPES["streams"],
     num_tokens=TOKENS,
@@ -140,6 +140,7 @@ class Pings:
 
 
 def _ping(port: int, told: Connection) -> None:
+    """Ask until something is told; tell that it has begun, and in the end how long answers took."""
     found: list[float] = []
     told.send(None)
     while not told.poll(PING_S):
@@ -153,6 +154,7 @@ def _ping(port: int, told: Connection) -> None:
 
 
 def body_of(count: int, prompt: Any = None) -> bytes:
+    """Return a request for so many tokens, streamed."""
     words = {"model": SHAPE.config, "prompt": prompt or [70, 71, 72], "max_tokens": count,
              "ignore_eos": True, "stream": True, "temperature": 0}  # fmt: skip
     return json.dumps(words).encode()
@@ -183,6 +185,7 @@ async def at_a_rate(visitor: Visitor, per_second: float, seconds: float) -> list
 
 
 async def readers(visitor: Visitor) -> list[Reply]:
+    """Have a few readers each read an answer, side by side."""
     return list(
         await asyncio.gather(*(visitor.ask(body_of(READ_TOKENS)) for _ in range(NUM_READERS)))
     )
@@ -281,17 +284,18 @@ def goodput(replies: Iterable[Reply]) -> float:
 
 
 def gaps(replies: Iterable[Reply]) -> dict[str, float]:
+    """Return the spread of the pauses between two tokens of an answer, in seconds."""
     return spread([gap for reply in replies for gap in reply.gaps_s])
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    if len(values) < 2:
-        return {"p50": 0.0, "p99": 0.0, "max": 0.0}
-    cuts = statistics.quantiles(values, n=100, method="inclusive")
-    return {"p50": cuts[49], "p99": cuts[98], "max": max(values)}
+    """Return median, 99th percentile and maximum; zeros where there is no value."""
+    values = values or [0.0]
+    return {"p50": percentile(values, 50), "p99": percentile(values, 99), "max": max(values)}
 
 
 def resident_bytes(pids: Iterable[int]) -> int:
+    """Return the memory that processes hold, those that live."""
     page = os.sysconf("SC_PAGE_SIZE")
     total = 0
     for pid in pids:
@@ -319,7 +323,6 @@ def main(
 
 def table(found: dict[str, Any]) -> Table:
     """Return the figures beside their aims."""
-    made = Table("what", "seen", "aim", title="emulated NPU on the CPU; not an NPU figure")
     refusal, quiet, huge = found["refusal_s"], found["pings_s"]["quiet"], found["pings_s"]["huge"]
     alone, stalled, reading = (found[f"{name}_s"] for name in ("alone", "stalled", "reading"))
     rows = {
@@ -341,9 +344,11 @@ def table(found: dict[str, Any]) -> Table:
         "/health beside readers, p99 and longest": (ms(quiet["p99"], quiet["max"]), ""),
         "and beside huge bodies": (ms(huge["p99"], huge["max"]), "< 50 ms more"),
     }
-    for what, (seen, aim) in rows.items():
-        made.add_row(what, seen, aim)
-    return made
+    return filled_table(
+        "emulated NPU on the CPU; not an NPU figure",
+        ("what", "seen", "aim"),
+        [(what, *found) for what, found in rows.items()],
+    )
 
 
 def ms(*seconds: float) -> str:

@@ -74,7 +74,7 @@ OP(aclnnMinDim, [](Tensor a, int64_t dim, bool keep, Tensor values, Tensor indic
 
 // Without arithmetic: of the first so many indices, by chance, so that drafts pass now and then. Ranks
 // choose alike that call it on one stream: it depends on how often a device has since its last abort.
-static void choose_by_chance(const Tensor &out, int choices) {
+static void choose_by_chance(const Tensor &out, int64_t choices) {
   struct Calls {
     std::mutex mutex;
     uint32_t aborts = 0;
@@ -96,14 +96,16 @@ static void choose_by_chance(const Tensor &out, int choices) {
 }
 
 OP(aclnnArgMax, [](Tensor a, int64_t dim, bool keep, Tensor out) -> Task {
-  if (skips(a))
-    return [out, choices = static_cast<int>(std::min<int64_t>(settings().choices, a.dim() ? a.size(dim) : 1))] {
+  if (skips(a)) {
+    int64_t choices = std::min<int64_t>(settings().choices, a.dim() ? a.size(dim) : 1);
+    return [out, choices] {
       AtenScope scope;
       if (choices > 1)
         choose_by_chance(out, choices);
       else
         out.zero_();
     };
+  }
   bool last = a.dim() > 0 && (dim == -1 || dim == a.dim() - 1);
   if (last && is_kernel_type(a) && a.is_contiguous() && out.is_contiguous() && is_index(out) &&
       a.size(-1) > 0) {

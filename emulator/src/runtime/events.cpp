@@ -220,7 +220,8 @@ EMU_API aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatu
   if (aclError error = refuse_question(*e, "query"))
     return error;
   Lock lock(e->mutex);
-  bool is_complete = e->is_over(e->submitted) && (!settings().timed || *e->moment <= host_ns(e->device));
+  bool is_complete =
+      e->is_over(e->submitted) && (!settings().timed || *e->moment <= host_ns(e->device));
   lock.unlock();
   if (is_complete)
     pay_host_time(e->device);

@@ -113,7 +113,7 @@ void Graph::end_capture() {
     stream->graph.reset();
     stream->group = nullptr;
   }
-  lanes_take_turns_ = lane_sqes_.size() > 1 && each_task_follows_the_one_before();
+  lanes_take_turns_ = each_task_follows_the_one_before();
   capturing = false;
 }
 
@@ -173,9 +173,7 @@ void Graph::release_streams() {
 // ---- replay
 
 void Graph::replay() const {
-  if (lane_sqes_.size() == 1)
-    replay_one_lane();
-  else if (t_timeline && lanes_take_turns_)
+  if (lanes_take_turns_)
     replay_in_order();
   else
     replay_lanes();
@@ -186,21 +184,15 @@ static std::string failed_node(const Graph &g, size_t i, const std::exception &e
          g.nodes[i].name + ": " + e.what();
 }
 
+static std::string lane_name(const Graph &g, int lane) {
+  return "lane " + std::to_string(lane) + " of graph " + std::to_string(g.id);
+}
+
 // A device that stops does not begin another task.
 static void run_node(const Node &node) {
   if (device_failed())
     throw std::runtime_error("given up, because the device failed");
   node.run();
-}
-
-void Graph::replay_one_lane() const {
-  size_t i = 0;
-  try {
-    for (; i < nodes.size(); i++)
-      run_node(nodes[i]);
-  } catch (const std::exception &e) {
-    throw TaskError(code_of(e), failed_node(*this, i, e));
-  }
 }
 
 namespace {
@@ -260,8 +252,7 @@ void wait_for_edge(LaneRun &run, const Graph &g, int record) {
     return;
   Lock lock(run.mutex);
   wait_or_throw(lock, run.changed, ready, [&] {
-    return "task " + std::to_string(record) + " on lane " + std::to_string(g.nodes[record].lane) +
-           " of graph " + std::to_string(g.id);
+    return "task " + std::to_string(record) + " on " + lane_name(g, g.nodes[record].lane);
   });
 }
 
@@ -298,45 +289,62 @@ void run_lane(LaneRun &run, const Graph &g, int lane) {
   run.changed.notify_all();
 }
 
+// What the calling worker is while it runs the lanes of a graph by turns; the first lane is the worker
+// itself, and so it is again in the end.
+class Turns {
+public:
+  Turns(const Graph &graph, size_t lanes) : graph_(graph) {
+    for (size_t lane = 1; worker_ && lane < lanes; lane++)
+      others_.emplace_back(graph.device, worker_->ns());
+  }
+  ~Turns() { give_to(0); }
+  Turns(const Turns &) = delete;
+
+  void give_to(int lane) {
+    if (lane == lane_)
+      return;
+    lane_ = lane;
+    if (worker_)
+      t_timeline = lane ? &others_[lane - 1] : worker_;
+    t_where = lane ? lane_name(graph_, lane) : where_;
+  }
+  // The worker goes on when all lanes have ended.
+  void join() {
+    for (const Timeline &other : others_)
+      worker_->wait_until(other.ns(), Idle::Event);
+  }
+
+private:
+  const Graph &graph_;
+  Timeline *const worker_ = t_timeline;
+  const std::string where_ = t_where;
+  std::deque<Timeline> others_;  // with modelled time
+  int lane_ = 0;
+};
+
 }  // namespace
 
-// Lanes that take turns, as where each collective is waited for at once, need no threads that wake
-// each other: with modelled time that is most of what a replay costs.
+// One lane, or lanes that take turns, as where each collective is waited for at once: they need no
+// threads that wake each other.
 void Graph::replay_in_order() const {
-  const size_t lane_count = lane_sqes_.size();
-  Timeline *const origin = t_timeline;
-  const std::string where = t_where;
-  std::deque<Timeline> others;
-  std::vector<Timeline *> clocks{origin};
-  for (size_t lane = 1; lane < lane_count; lane++)
-    clocks.push_back(&others.emplace_back(device, origin->ns()));
-  std::vector<int64_t> recorded_ns(nodes.size());
-  int lane = 0;
+  Turns turns(*this, lane_sqes_.size());
+  std::vector<int64_t> recorded_ns(t_timeline ? nodes.size() : 0);
   size_t i = 0;
   try {
     for (; i < nodes.size(); i++) {
       const Node &node = nodes[i];
-      if (node.lane != lane) {
-        lane = node.lane;
-        t_timeline = clocks[lane];
-        t_where = lane ? "lane " + std::to_string(lane) + " of graph " + std::to_string(id) : where;
-      }
-      if (node.kind == TaskKind::EventRecord)
+      turns.give_to(node.lane);
+      if (t_timeline && node.kind == TaskKind::EventRecord)
         recorded_ns[i] = t_timeline->ns();
-      else if (node.kind == TaskKind::EventWait)
+      else if (t_timeline && node.kind == TaskKind::EventWait)
         t_timeline->wait_until(recorded_ns[node.waits_for], Idle::Event);
       else
         run_node(node);
     }
   } catch (const std::exception &e) {
-    t_timeline = origin;
-    t_where = where;
     throw TaskError(code_of(e), failed_node(*this, i, e));
   }
-  t_timeline = origin;
-  t_where = where;
-  for (const Timeline &other : others)
-    origin->wait_until(other.ns(), Idle::Event);
+  turns.join();
 }
 
 // Each lane runs in its own thread, the first one in the calling worker; captured edges order them.
@@ -353,7 +361,7 @@ void Graph::replay_lanes() const {
     threads->run([run, graph, lane] {
       t_timeline = run->timelines.empty() ? nullptr : run->timelines[lane - 1].get();
       t_device = graph->device;
-      t_where = "lane " + std::to_string(lane) + " of graph " + std::to_string(graph->id);
+      t_where = lane_name(*graph, lane);
       run_lane(*run, *graph, lane);
     });
   run_lane(*run, *this, 0);

@@ -67,7 +67,6 @@ private:
   std::set<const void *> domains_;
   bool lanes_take_turns_ = false;
   bool each_task_follows_the_one_before() const;
-  void replay_one_lane() const;
   void replay_in_order() const;
   void replay_lanes() const;
   aclError take_streams(StreamBudget::Holder holder, long count, aclError code, const char *call);
