@@ -48,6 +48,7 @@ class EngineSettings:
     epoch: int
     num_blocks: int
     max_model_len: int
+    vocab_size: int
     plan: GraphPlan
     costs: dict[BatchDescriptor, CaptureCost]
     lazy_capacity: int
@@ -169,6 +170,7 @@ class Engine:
             scheduler,
             self._channel,
             clients,
+            vocab_size=settings.vocab_size,
             step_timeout_s=timeouts.step_s,
             turn_timeout_s=timeouts.link_s,
             is_held=self._lease.is_held,

@@ -38,6 +38,7 @@ from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.steps.delta import last_words
 from dist_aclgraph.steps.step import Pause, StepPlan, StepResult
+from dist_aclgraph.token_ids import check_token_ids
 
 STOPPING = "the deployment is stopping"
 IDLE_S = 0.1  # without work, between two looks around
@@ -71,6 +72,7 @@ class EngineLoop:
     """State of a serving lockstep group.
 
     Args:
+        vocab_size: of the model; a prompt with another token id is refused.
         changes: what becomes of the group's graphs while it serves.
         resumption: brings the group back where its device or a link fails.
         report: what is known of the ranks; part of every report.
@@ -88,6 +90,7 @@ class EngineLoop:
         channel: StepSender,
         links: ClientLinks,
         *,
+        vocab_size: int,
         step_timeout_s: float,
         turn_timeout_s: float,
         is_held: Callable[[], bool],
@@ -99,6 +102,7 @@ class EngineLoop:
         self._scheduler = scheduler
         self._channel = channel
         self._links = links
+        self._vocab_size = vocab_size
         self._step_timeout_s = step_timeout_s
         self._turn_timeout_s = turn_timeout_s
         self.is_held = is_held
@@ -329,9 +333,11 @@ class EngineLoop:
                 raise EngineDeadError(self._failure)
             if len(submit.prompt) % INT_BYTES:
                 raise InvalidParameterError("the prompt's bytes are not an int32 array", "prompt")
+            prompt = unpack_ints(submit.prompt)
+            check_token_ids(prompt, self._vocab_size, "prompt")
             request = Request(
                 submit.request_id,
-                unpack_ints(submit.prompt),
+                prompt,
                 submit.sampling,
                 max_tokens=submit.max_tokens,
                 stop_token_ids=submit.stop_token_ids,

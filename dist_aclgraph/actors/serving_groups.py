@@ -446,6 +446,7 @@ class ServingGroups:
             epoch=EPOCH,
             num_blocks=group.num_blocks,
             max_model_len=planner.max_model_len,
+            vocab_size=planner.facts.vocab_size,
             plan=group.captured.plan,
             costs=group.captured.costs,
             lazy_capacity=group.lazy_capacity,

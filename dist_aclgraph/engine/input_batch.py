@@ -22,7 +22,7 @@ from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.steps.draft_places import draft_places
 from dist_aclgraph.steps.host_step import NO_INTS, NO_RECORDS, NO_STEP, HostStep
 from dist_aclgraph.steps.prompt_share import share_prompts
-from dist_aclgraph.steps.references import References, first_reference
+from dist_aclgraph.steps.references import References
 from dist_aclgraph.steps.step import RankBatch
 
 # Between the records of two decode steps of the same requests: one more token is computed.
@@ -48,17 +48,18 @@ class InputBatch:
         max_rows: int,
         max_len: int,
         place: ContextPlace,
-        vocab_size: int,
+        num_latest: int,
         num_drafts: int = 0,
     ) -> None:
         """Make room.
 
         Args:
             place: of the rank among those that share its requests' context.
+            num_latest: how many latest tokens the device keeps.
         """
         self._place = place
         # One row is spare on the device.
-        self.references = References(first_reference(vocab_size), num_drafts, max_rows + 1)
+        self.references = References(num_latest, num_drafts, max_rows + 1)
         self._num_drafts = num_drafts
         # By row, which sample of the last step is its own; and the array of rows it was made of.
         self._sample_of: IntArray = np.zeros(max_rows, dtype=np.int32)

@@ -136,8 +136,6 @@ class ModelRunner:
             Shards.from_config(config), context.dcp.rank, context.pcp.size, context.pcp.rank
         )
         in_flight = self._steps_in_flight = config.scheduler.steps_in_flight
-        self._batch = InputBatch(max_rows, max_len, self._place, model.spec.vocab_size, k)
-        self._output = StepOutput(npu, self._batch, max_rows, k, model.spec.vocab_size, in_flight)
         self._flights: deque[_Flight] = deque()  # steps that are queued, oldest first
         self._num_passed: IntArray = np.zeros(max_rows, np.int32)  # by row, of the last step
         self._caches: list[Cache] = []
@@ -183,6 +181,9 @@ class ModelRunner:
             choose_exchange=choose_exchange,
             follows=in_flight > 1,
         )
+        num_latest = self._work.tokens.num_latest
+        self._batch = InputBatch(max_rows, max_len, self._place, num_latest, k)
+        self._output = StepOutput(npu, self._batch, max_rows, k, model.spec.vocab_size, in_flight)
         self._spare_row = max_rows
         self._graphs = GraphStore(npu)
         self._watch = Stopwatch(config.profile)
@@ -516,7 +517,7 @@ class ModelRunner:
         static = None if graph is None else self._buffers.inputs(graph)
         size = StepSize.of(plan, inputs, self._place.num_prompt_ranks)
         step = upload_step(self._npu, inputs, size, self._spare_row, static)
-        if (inputs.token_ids >= self._batch.references.first).any():
+        if (inputs.token_ids < 0).any():  # references
             step.token_ids.copy_(self._work.tokens.fill_in(step.token_ids))
         metadata = self._attention.of_step(inputs, step)
         self._watch.lap("inputs")

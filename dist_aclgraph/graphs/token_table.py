@@ -1,5 +1,7 @@
-"""The tokens that ids name: those of the vocabulary, and behind them the latest tokens, which only
-the device has. So one gather fills in a step's tokens, whatever names them (``references.py``).
+"""The latest tokens, which only the device has, and behind them the vocabulary.
+
+One gather turns the numbers of a step into token ids: a negative number is a reference
+(``references.py``); any other number is a token id and stays what it is.
 """
 
 from __future__ import annotations
@@ -7,22 +9,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dist_aclgraph.steps.references import first_reference
-
 
 class TokenTable:
     """Owns the latest tokens of a rank.
 
     Attributes:
         latest: [num_latest] int32; a reference names one of them.
+        num_latest: how many they are.
     """
 
     def __init__(self, vocab_size: int, num_latest: int, device: torch.device) -> None:
-        first = first_reference(vocab_size)
-        self._tokens = torch.arange(first + num_latest, dtype=torch.int32, device=device)
-        self.latest = self._tokens[first:]
+        self.num_latest = num_latest
+        self._tokens = torch.arange(-num_latest, vocab_size, dtype=torch.int32, device=device)
+        self.latest = self._tokens[:num_latest]
         self.latest.zero_()
 
     def fill_in(self, token_ids: Tensor) -> Tensor:
-        """Return token ids, [n] int32, with references replaced by what they name."""
-        return self._tokens.index_select(0, token_ids)
+        """Return token ids, [n] int32, with references replaced by what they name.
+
+        Raises:
+            DeviceError: later, when the device runs it: a number is neither a reference nor the id
+                of a token.
+        """
+        return self._tokens.index_select(0, token_ids + self.num_latest)

@@ -44,6 +44,7 @@ class ModelFacts:
         latent_size: elements that latent attention keeps of a token in each layer, 0 without it.
         weight_bytes: size of its safetensors files, 0 where there are none.
         holds_int8: whether these have matrices in int8.
+        vocab_size: rows of the embedding; a token id is less.
     """
 
     architecture: str
@@ -59,6 +60,7 @@ class ModelFacts:
     is_encoder_decoder: bool = False
     weight_bytes: int = 0
     holds_int8: bool = False
+    vocab_size: int = 0
 
     @property
     def moe(self) -> bool:
@@ -136,6 +138,7 @@ def read_model_facts(directory: str | Path) -> ModelFacts:
         experts=_experts(config),
         weight_bytes=sum(file.stat().st_size for file in files),
         holds_int8=any(map(_has_int8, files)),
+        vocab_size=config.integer("vocab_size"),
     )
 
 

@@ -20,6 +20,7 @@ from dist_aclgraph.errors import (
 from dist_aclgraph.shapes.json_files import check_regular, read_json_object
 from dist_aclgraph.shapes.model_config import read_model_config
 from dist_aclgraph.text.chat_template import read_chat_template
+from dist_aclgraph.token_ids import check_token_ids
 
 MIN_LONGEST_TOKEN = 64  # characters; normalisers may drop some of a text
 # The library holds Python's lock while it gives an encoding back or frees it: some 5 ms for one of
@@ -62,9 +63,12 @@ class Tokenizer:
             raise _translate(e, ModelError(f"{path} is not a tokenizer: {e}")) from e
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        longest = max(map(len, self._tokenizer.get_vocab()), default=0)
+        vocabulary = self._tokenizer.get_vocab()
+        longest = max(map(len, vocabulary), default=0)
         self._longest_token = max(MIN_LONGEST_TOKEN, longest)
         self.vocab_size = config.integer("vocab_size", self._tokenizer.get_vocab_size())
+        # Many tokenizers have added tokens for which the model has no row.
+        self._knows_more = max(vocabulary.values(), default=0) >= self.vocab_size
         self.context_len = config.max_position_embeddings
         self.eos_ids = config.eos_token_ids
         self._template = read_chat_template(directory, tokenizer_config)
@@ -80,7 +84,8 @@ class Tokenizer:
             max_tokens: most tokens that the text may have; by default as many as characters.
 
         Raises:
-            InvalidParameterError: the tokenizer cannot take the text.
+            InvalidParameterError: the tokenizer cannot take the text, or it holds a token that the
+                model does not have.
             RequestTooLongError: it has more tokens.
         """
         if not self.has_text:
@@ -100,7 +105,20 @@ class Tokenizer:
         if max_tokens is not None and len(encoding) > max_tokens:
             raise self._too_long(f"{len(encoding)} tokens", max_tokens)
         ids: list[int] = encoding.ids
+        if self._knows_more:
+            self._check_text(ids)
         return ids
+
+    def _check_text(self, ids: Sequence[int]) -> None:
+        """Refuse a text that holds a token of the tokenizer for which the model has no row."""
+        highest = max(ids, default=0)
+        if highest >= self.vocab_size:
+            token = self._tokenizer.id_to_token(highest)
+            raise InvalidParameterError(
+                f"the text holds {token!r}, which is token {highest}; this model's token ids lie "
+                f"in [0, {self.vocab_size})",
+                "prompt",
+            )
 
     def _check_parts(self, text: str, max_tokens: int) -> None:
         """Refuse a long text by its beginning, without an encoding of all its tokens.
@@ -162,11 +180,12 @@ class Tokenizer:
         return step
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
-        for token_id in ids:
-            if not 0 <= token_id < self.vocab_size:
-                raise InvalidParameterError(
-                    f"{param} holds {token_id}; token ids lie in [0, {self.vocab_size})", param
-                )
+        """Return if the model has all of these tokens.
+
+        Raises:
+            InvalidParameterError: it has not.
+        """
+        check_token_ids(ids, self.vocab_size, param)
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True

@@ -49,6 +49,7 @@ from tests.unit.scheduler.fake_worker import FakeWorker
 TOKEN, EPOCH, WAIT_S, STEP_S = "secret", 1, 10.0, 60.0
 NUM_BLOCKS, BLOCK = 32, 16
 NODE = "node"
+VOCAB = 1000  # above all ids of tests
 
 
 class Group:
@@ -125,6 +126,7 @@ class Group:
             self.scheduler,
             channel,
             clients,
+            vocab_size=VOCAB,
             step_timeout_s=STEP_S,
             turn_timeout_s=turn_s,
             is_held=is_held,

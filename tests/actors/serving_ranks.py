@@ -22,6 +22,7 @@ from dist_aclgraph.actors.step_channel import StepSender
 from dist_aclgraph.config import Config
 from dist_aclgraph.topology import GroupRank, WorldRank
 from tests.actors.rank_processes import RankProcesses
+from tests.checkpoints import VOCAB
 from tests.deployments import Answer
 from tests.lockstep import lockstep
 
@@ -75,6 +76,7 @@ def serving_ranks(config: Config, directory: Path) -> Iterator[ServingRanks]:
             group.scheduler,
             channel,
             links,
+            vocab_size=VOCAB,
             step_timeout_s=WAIT_S,
             turn_timeout_s=WAIT_S,
             is_held=lambda: True,

@@ -14,11 +14,13 @@ from dist_aclgraph.actors.engine_client import EngineClient
 from dist_aclgraph.actors.engine_loop import MEAN_FROM
 from dist_aclgraph.actors.messages import Deltas, encoder
 from dist_aclgraph.errors import EngineDeadError
+from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.topology import GroupRank
 from tests.actors.leftovers import wait_until
 from tests.actors.loop_group import (
     NODE,
     TOKEN,
+    VOCAB,
     WAIT_S,
     Group,
     RawClient,
@@ -70,7 +72,14 @@ def test_what_is_no_message_ends_nothing(
 
 @pytest.mark.parametrize(
     "changes",
-    [{"prompt": b"12345"}, {"prompt": b""}, {"max_tokens": 0}, {"max_tokens": -3}],
+    [
+        {"prompt": b"12345"},
+        {"prompt": b""},
+        {"prompt": pack_ints([1, VOCAB])},
+        {"prompt": pack_ints([-1, 1])},
+        {"max_tokens": 0},
+        {"max_tokens": -3},
+    ],
 )
 def test_a_request_that_makes_no_sense_ends_with_an_error_of_its_own(
     raw: RawClient, client: EngineClient, changes: dict[str, Any]

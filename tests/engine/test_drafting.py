@@ -13,7 +13,7 @@ from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.engine.drafting import Drafter, DraftPass, count_accepted
 from dist_aclgraph.graphs.step_buffers import DraftInputs
 from dist_aclgraph.graphs.token_table import TokenTable
-from dist_aclgraph.steps.references import References, first_reference
+from dist_aclgraph.steps.references import References
 
 VOCAB = 50
 tokens = st.integers(0, 2)
@@ -115,7 +115,8 @@ def test_proposals_go_on_behind_the_last_right_draft(k: int) -> None:
             hidden += token + 1
             token = int(hidden) % VOCAB
             expected.append(token)
-        names = References(first_reference(VOCAB), k, 5).draft(np.full(k, row), np.arange(k))
+        references = References(drafter.tokens.num_latest, k, 5)
+        names = references.draft(np.full(k, row), np.arange(k))
         assert drafter.tokens.fill_in(ints(names, cpu)).tolist() == expected
     # What lay in the cache before the last right place is the target's, not the drafts'.
     assert recorder.cache[110] == (10, sampled_row[0])
@@ -126,6 +127,15 @@ def test_one_gather_leaves_known_tokens_alone_and_fills_in_the_latest() -> None:
     cpu = torch.device("cpu")
     tokens = TokenTable(VOCAB, 4, cpu)
     tokens.latest[:] = ints([7, 9, 11, 13], cpu)
-    latest = References(first_reference(VOCAB), 0, 5).sample(np.asarray([3, 0]))
+    latest = References(4, 0, 5).sample(np.asarray([3, 0]))
 
     assert tokens.fill_in(ints([0, *latest, VOCAB - 1, 3], cpu)).tolist() == [0, 13, 7, 49, 3]
+
+
+def test_no_token_id_is_a_reference() -> None:
+    cpu = torch.device("cpu")
+    tokens = TokenTable(VOCAB, 4, cpu)
+
+    for beyond in range(VOCAB, VOCAB + 64):
+        with pytest.raises(IndexError):
+            tokens.fill_in(ints([1, beyond], cpu))

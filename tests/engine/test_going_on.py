@@ -17,6 +17,7 @@ from dist_aclgraph.steps.host_step import HostStep
 from dist_aclgraph.steps.step import RankBatch, RowSampling, RowStart
 
 ROWS, MAX_LEN, BLOCK, VOCAB = 4, 48, 4, 100
+LATEST = 40
 PLACES = {
     "whole": ContextPlace(Shards(BLOCK)),
     "sharded": ContextPlace(Shards(BLOCK, 2, 2), 1),
@@ -100,7 +101,7 @@ class Group:
 
     def from_nothing(self, place: ContextPlace, sampled: HostStep | None) -> InputBatch:
         """Return a batch that is told all rows as they are, and where the last step sampled."""
-        batch = InputBatch(ROWS, MAX_LEN, place, VOCAB, self.num_drafts)
+        batch = InputBatch(ROWS, MAX_LEN, place, LATEST, self.num_drafts)
         starts = tuple(row.start(index) for index, row in self.rows.items())
         batch.apply(RankBatch(b"", started=starts))
         if sampled is not None:
@@ -115,7 +116,7 @@ def test_a_step_is_what_it_would_be_from_nothing(
 ) -> None:
     place = PLACES[where]
     group = Group(data, place.shards.tokens_per_block, num_drafts)
-    batch = InputBatch(ROWS, MAX_LEN, place, VOCAB, num_drafts)
+    batch = InputBatch(ROWS, MAX_LEN, place, LATEST, num_drafts)
     last: HostStep | None = None
     for _ in range(data.draw(st.integers(1, 24))):
         plan = group.decide()
@@ -144,7 +145,7 @@ def assert_same(found: HostStep, wanted: HostStep) -> None:
 
 
 def test_a_steady_step_shares_what_does_not_change() -> None:
-    batch = InputBatch(ROWS, MAX_LEN, PLACES["whole"], VOCAB)
+    batch = InputBatch(ROWS, MAX_LEN, PLACES["whole"], LATEST)
     starts = tuple(
         RowStart(row, pack_ints([1, 2]), pack_ints([1 + row]), RowSampling()) for row in range(ROWS)
     )

@@ -10,10 +10,10 @@ from dist_aclgraph.context.place import ContextPlace
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.engine.input_batch import InputBatch
 from dist_aclgraph.ints import pack_ints, unpack_ints
-from dist_aclgraph.steps.references import first_reference
 from dist_aclgraph.steps.step import RankBatch, RowSampling, RowStart
 
 ROWS, MAX_LEN, BLOCK, VOCAB = 4, 64, 16, 100
+LATEST = 40
 PLACE = ContextPlace(Shards(BLOCK))
 
 
@@ -30,7 +30,7 @@ class NaiveRows:
 
 @given(st.data())
 def test_steps_gather_what_a_naive_model_gathers(data: st.DataObject) -> None:
-    batch, naive, computed = InputBatch(ROWS, MAX_LEN, PLACE, VOCAB), NaiveRows(), {}
+    batch, naive, computed = InputBatch(ROWS, MAX_LEN, PLACE, LATEST), NaiveRows(), {}
     next_block = 1
     for _ in range(data.draw(st.integers(1, 8))):
         started, appended, blocks = [], [], []
@@ -79,7 +79,7 @@ def test_steps_gather_what_a_naive_model_gathers(data: st.DataObject) -> None:
 
 
 def test_several_tokens_of_one_row_are_appended_in_order() -> None:
-    batch = InputBatch(ROWS, MAX_LEN, PLACE, VOCAB)
+    batch = InputBatch(ROWS, MAX_LEN, PLACE, LATEST)
     start = RowStart(1, pack_ints([7]), pack_ints([1]), RowSampling())
     appended = pack_ints([1, 8, 1, 9])
 
@@ -89,7 +89,7 @@ def test_several_tokens_of_one_row_are_appended_in_order() -> None:
 
 
 def test_a_row_taken_over_forgets_its_sampling() -> None:
-    batch = InputBatch(ROWS, MAX_LEN, PLACE, VOCAB)
+    batch = InputBatch(ROWS, MAX_LEN, PLACE, LATEST)
     for sampling in (RowSampling(temperature=1.0), RowSampling()):
         batch.apply(RankBatch(b"", started=(RowStart(0, pack_ints([1]), b"", sampling),)))
 
@@ -98,7 +98,7 @@ def test_a_row_taken_over_forgets_its_sampling() -> None:
 
 
 def test_drafts_are_named_by_row_and_index_and_go_to_the_dummy_block_at_the_end() -> None:
-    batch = InputBatch(ROWS, MAX_LEN, PLACE, VOCAB, num_drafts=2)
+    batch = InputBatch(ROWS, MAX_LEN, PLACE, LATEST, num_drafts=2)
     long = RowStart(3, pack_ints(list(range(BLOCK - 1))), pack_ints([5]), RowSampling())
     prompt = RowStart(1, pack_ints([7, 8, 9]), pack_ints([2]), RowSampling())
     records = [3, BLOCK - 2, 3, 3, 1, 0, 3, 1]
@@ -107,8 +107,7 @@ def test_drafts_are_named_by_row_and_index_and_go_to_the_dummy_block_at_the_end(
     batch.apply(step)
     inputs = batch.step_inputs(unpack_ints(step.scheduled, 4))
 
-    first = first_reference(VOCAB)
-    drafts = [first + 3 * 2, first + 3 * 2 + 1]
+    drafts = [3 * 2 - LATEST, 3 * 2 + 1 - LATEST]
     assert inputs.token_ids.tolist() == [BLOCK - 2, *drafts, 7, 8, 9]
     assert inputs.next_tokens.tolist() == [0, 0, 0, 8, 9, 0]
     first = 5 * BLOCK + BLOCK - 2
@@ -117,7 +116,7 @@ def test_drafts_are_named_by_row_and_index_and_go_to_the_dummy_block_at_the_end(
 
 
 def test_a_row_taken_over_has_no_blocks_of_its_predecessor() -> None:
-    batch = InputBatch(ROWS, MAX_LEN, PLACE, VOCAB, num_drafts=2)
+    batch = InputBatch(ROWS, MAX_LEN, PLACE, LATEST, num_drafts=2)
     for blocks in ([4, 5, 6], [7]):
         start = RowStart(0, pack_ints([1]), pack_ints(blocks), RowSampling())
         batch.apply(RankBatch(b"", started=(start,)))
@@ -126,7 +125,7 @@ def test_a_row_taken_over_has_no_blocks_of_its_predecessor() -> None:
 
 
 def test_an_empty_batch_runs_nothing() -> None:
-    batch = InputBatch(ROWS, MAX_LEN, PLACE, VOCAB)
+    batch = InputBatch(ROWS, MAX_LEN, PLACE, LATEST)
     batch.apply(RankBatch(b""))
 
     inputs = batch.step_inputs(unpack_ints(b"", 4))

@@ -19,7 +19,7 @@ from dist_aclgraph.engine.step_output import ComingOutput, StepOutput
 from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.steps.host_step import HostStep
 from dist_aclgraph.steps.step import RankBatch, RowSampling
-from tests.engine.test_going_on import MAX_LEN, PLACES, ROWS, VOCAB, Group
+from tests.engine.test_going_on import LATEST, MAX_LEN, PLACES, ROWS, VOCAB, Group
 from tests.laws import examples
 
 PLAIN, RANDOM = RowSampling(), RowSampling(temperature=1.5, seed=3)
@@ -47,7 +47,7 @@ class Worker:
 
     def __init__(self, npu: Any, num_drafts: int) -> None:
         self._npu, self._num_places = npu, num_drafts + 1
-        self.batch = InputBatch(ROWS, MAX_LEN, PLACES["whole"], VOCAB, num_drafts)
+        self.batch = InputBatch(ROWS, MAX_LEN, PLACES["whole"], LATEST, num_drafts)
         self.output = StepOutput(npu, self.batch, ROWS, num_drafts, VOCAB, 2)
 
     def launch(self, plan: RankBatch, step: HostStep, seed: int, latest: IntArray) -> ComingOutput:

@@ -1,0 +1,27 @@
+"""The one rule about token ids: the model has a row for each, so they lie in [0, vocab_size)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dist_aclgraph.errors import InvalidParameterError
+from dist_aclgraph.ints import IntArray
+
+
+def check_token_ids(ids: Sequence[int] | IntArray, vocab_size: int, param: str) -> None:
+    """Return if all are ids of tokens that the model has.
+
+    Args:
+        param: the field of the request that they are of.
+
+    Raises:
+        InvalidParameterError: one is not; it names the first such id, and the limit.
+    """
+    array = np.asarray(ids)
+    is_other = (array < 0) | (array >= vocab_size)
+    if is_other.any():
+        raise InvalidParameterError(
+            f"{param} holds {array[is_other.argmax()]}; token ids lie in [0, {vocab_size})", param
+        )
