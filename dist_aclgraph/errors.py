@@ -17,6 +17,7 @@ DistAclGraphError
     UnsupportedModelError, MissingTensorError
   RequestError            what a client may have got wrong (a 4xx)
     RequestTooLongError, InvalidParameterError, UnknownModelError
+  NonFiniteLogitsError    the model computed NaN or infinity for a request (a 500)
   NotAMessageError        bytes on a socket of ours that we did not send
   EngineUnavailableError  the engine cannot take requests now (a 503)
     EngineDeadError, QueueFullError
@@ -192,6 +193,10 @@ class UnknownModelError(RequestError):
     """The request names a model that is not served here."""
 
     code = "model_not_found"
+
+
+class NonFiniteLogitsError(DistAclGraphError):
+    """The model computed NaN or infinity for a request, so that it has no next token."""
 
 
 class NotAMessageError(DistAclGraphError):

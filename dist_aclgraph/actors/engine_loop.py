@@ -26,6 +26,7 @@ from dist_aclgraph.errors import (
     DistAclGraphError,
     EngineDeadError,
     InvalidParameterError,
+    NonFiniteLogitsError,
     WorkerLostError,
 )
 from dist_aclgraph.ints import INT_BYTES, unpack_ints
@@ -41,6 +42,10 @@ from dist_aclgraph.steps.step import Pause, StepPlan, StepResult
 from dist_aclgraph.token_ids import check_token_ids
 
 STOPPING = "the deployment is stopping"
+NON_FINITE = (
+    "the model computed NaN or infinity for this request, twice: its weights may be damaged, or "
+    "too large for the dtype (bfloat16 holds numbers that are infinite in float16)"
+)
 IDLE_S = 0.1  # without work, between two looks around
 UNHELD_S = 0.01  # between two looks whether the group is this engine's again
 MEAN_FROM, MEAN_OF = 16, 200  # steps
@@ -261,6 +266,9 @@ class EngineLoop:
         if plan.graph is not None:
             self._step_times[plan.graph].add(took_s)
         self._num_tokens["generation"] += outputs.num_tokens
+        for request in outputs.failed:
+            link, number = self._recipients.pop(request.request_id)
+            self._links.send(link, last_words(number, NonFiniteLogitsError(NON_FINITE)))
         first = next(result for result in results if result.rank == 0)
         if first.timings_us:
             self._book(sent, first, took_s, done_s - received_s)

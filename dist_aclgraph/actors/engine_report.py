@@ -58,6 +58,7 @@ def group_metrics(
         "expert_tokens": _by_rank(scheduler.expert_tokens, ranks_report),
         "steps": counts.steps,
         "step_reruns": stats["reruns"],
+        "non_finite_requests": stats["non_finite"],
         "resumptions": counts.resumptions,
         "graph": scheduler.dispatcher.report(),
         "capture_seconds": {str(graph): cost.seconds for graph, cost in costs.items()},

@@ -49,6 +49,13 @@ class Recipients:
         self._link_of[key] = NOBODY
         self._left.append(key)
 
+    def pop(self, request_id: str) -> tuple[Link, int]:
+        """Forget a request; return its link, and what the client calls it."""
+        key = self._key_of[request_id]
+        link, number = self._links[self._link_of[key]], int(self._number_of[key])
+        self.remove(request_id)
+        return link, number
+
     def remove_link(self, link: Link) -> list[str]:
         """Forget a link, and return the requests that it had."""
         requests = [request_id for request_id in self._key_of if self.is_owner(link, request_id)]
@@ -62,10 +69,8 @@ class Recipients:
 
     def remove_all(self) -> Iterator[tuple[Link, int]]:
         """Forget all requests; yield of each its link, and what the client calls it."""
-        for request_id, key in list(self._key_of.items()):
-            link, number = self._links[self._link_of[key]], int(self._number_of[key])
-            self.remove(request_id)
-            yield link, number
+        for request_id in list(self._key_of):
+            yield self.pop(request_id)
 
     def hand_out(self, outputs: StepOutputs) -> Iterator[tuple[Link, StepDeltas]]:
         """Yield what each client is to be told, and forget the requests that are over."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from dist_aclgraph.engine.attention_steps import AttentionSteps
@@ -83,7 +84,9 @@ class GraphWork:
         n = len(hidden)
         logits = self.model.logits(hidden, buffers.logits[:n])
         # On every rank, though one of them samples: all capture the same operators.
-        buffers.sampled[:n].copy_(logits.argmax(-1))
+        chosen = torch.empty(n, dtype=torch.int64, device=logits.device)
+        torch.max(logits, -1, out=(buffers.best[:n], chosen))
+        buffers.sampled[:n].copy_(chosen)
         if self.drafts is not None:
             buffers.hidden[:n].copy_(hidden)
             self.count_accepted(graph)

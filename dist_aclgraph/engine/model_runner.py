@@ -72,10 +72,12 @@ class Sampled:
 
     Attributes:
         tokens: [num_samples * (k + 1)] int32; accepted: [num_samples] int32, None without drafts.
+        best: [num_samples * (k + 1)], the greatest logits.
         span: of a full graph's replays, where they are measured.
     """
 
     tokens: Tensor
+    best: Tensor
     accepted: Tensor | None
     special: SpecialPlaces | None
     span: ReplaySpan | None = None
@@ -183,7 +185,9 @@ class ModelRunner:
         )
         num_latest = self._work.tokens.num_latest
         self._batch = InputBatch(max_rows, max_len, self._place, num_latest, k)
-        self._output = StepOutput(npu, self._batch, max_rows, k, model.spec.vocab_size, in_flight)
+        self._output = StepOutput(
+            npu, self._batch, max_rows, k, model.spec.vocab_size, self._dtype, in_flight
+        )
         self._spare_row = max_rows
         self._graphs = GraphStore(npu)
         self._watch = Stopwatch(config.profile)
@@ -222,6 +226,12 @@ class ModelRunner:
             for tensor in self.cache_tensors():
                 tensor.zero_()
         self._npu.synchronize()
+
+    def _clean(self, block_ids: IntArray) -> None:
+        """Set blocks to zero, behind what is queued: nobody has them in a step in flight."""
+        index = self._npu.upload(block_ids.astype(np.int64))
+        for tensor in self.cache_tensors():
+            tensor.index_fill_(0, index, 0)
 
     @property
     def _samples(self) -> bool:
@@ -334,6 +344,8 @@ class ModelRunner:
                 begins = land()
                 records = records.copy()
                 records[:, 1] += begins
+            if batch.cleaned:
+                self._clean(unpack_ints(batch.cleaned))
             inputs = self._batch.step_inputs(records, moves=bool(self._flights))
             if self._samples:
                 self._output.count_tokens(batch, inputs, self._tokens_at)
@@ -359,6 +371,7 @@ class ModelRunner:
         coming = self._output.queue(
             inputs.num_samples if self._owns_output or self._drafts is not None else 0,
             sampled.tokens,
+            sampled.best,
             sampled.accepted,
             None if plan.exchange is None else self._tally,
             sampled.special if self._owns_output else None,
@@ -406,6 +419,7 @@ class ModelRunner:
         return msgspec.structs.replace(
             result,
             token_ids=pack_ints(read.token_ids),
+            non_finite=pack_ints(read.non_finite),
             counts=b"" if self._drafts is None else pack_ints(read.counts),
             logprobs=read.logprobs,
         )
@@ -492,13 +506,13 @@ class ModelRunner:
     ) -> Sampled:
         """Go on behind the decoder's replay."""
         n = len(inputs.places)
-        tokens = self._buffers.sampled[:n]
+        tokens, best = self._buffers.sampled[:n], self._buffers.best[:n]
         special = self._choose_special(inputs, self._buffers.logits[:n], tokens)
         if self._drafts is None:
-            return Sampled(tokens, None, special, span)
+            return Sampled(tokens, best, None, special, span)
         if special is not None:
             self._work.count_accepted(graph)
-        return Sampled(tokens, self._buffers.accepted, special, span)
+        return Sampled(tokens, best, self._buffers.accepted, special, span)
 
     def _run_mixed(
         self,
@@ -536,14 +550,14 @@ class ModelRunner:
                 step=experts,
             )
         collect = partial(self._collect, step.shared)
-        logits, tokens = self._choose(hidden, step.places, size, collect)
+        logits, tokens, best = self._choose(hidden, step.places, size, collect)
         special = self._choose_special(inputs, logits, tokens)
         if self._drafts is None:
             if self._steps_in_flight > 1:
                 self._work.tokens.latest[: len(tokens)].copy_(tokens)
-            return self._queue_output(plan, rank, inputs, Sampled(tokens, None, special))
+            return self._queue_output(plan, rank, inputs, Sampled(tokens, best, None, special))
         accepted = self._drafts.count(tokens, step)
-        flight = self._queue_output(plan, rank, inputs, Sampled(tokens, accepted, special))
+        flight = self._queue_output(plan, rank, inputs, Sampled(tokens, best, accepted, special))
         self._drafts.propose_mixed(
             step, inputs, metadata, hidden, tokens, accepted, plan.exchange, collect
         )
@@ -561,19 +575,20 @@ class ModelRunner:
 
     def _choose(
         self, hidden: Tensor, places: Tensor, size: StepSize, collect: Collect
-    ) -> tuple[Tensor, Tensor]:
-        """Return logits of the places, and the most probable token of each."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return logits of the places, the most probable token of each, and its logit."""
         n = len(places)
         if size.num_samples == 0:  # chunks of prompts only: nobody gets a token
             empty = torch.empty(0, dtype=torch.int32, device=self._npu.device)
-            return hidden[:0], empty
+            return hidden[:0], empty, hidden[:0, 0]
         if n == 0:  # here alone: all ranks run as many collectives
             hidden = hidden[:1]
         elif n < len(hidden) or self._drafts is not None or self._place.num_prompt_ranks > 1:
             hidden = collect(hidden, places)
         logits = self._model.logits(hidden)
         self._watch.lap("forward")
-        return logits[:n], logits.argmax(-1).int()[:n]
+        best, chosen = logits.max(-1)
+        return logits[:n], chosen.int()[:n], best[:n]
 
     def _choose_special(
         self, inputs: HostStep, logits: Tensor, tokens: Tensor

@@ -22,12 +22,16 @@ from dist_aclgraph.engine.sampler import (
 from dist_aclgraph.engine.sampling_places import KnownPlaces, StepPlaces
 from dist_aclgraph.engine.token_counts import TokenCounts
 from dist_aclgraph.ints import IntArray, unpack_ints
-from dist_aclgraph.steps.host_step import HostStep
+from dist_aclgraph.steps.host_step import NO_INTS, HostStep
 from dist_aclgraph.steps.step import RankBatch, RowLogprobs
 
 # Of decoder and drafts: tokens computed, tokens without room. Each is alone in 32 bytes, what
 # operators load at once.
 TALLY_SHAPE = (2, 2, 4)
+
+# NaN and infinity are the numbers whose exponent has all its bits.
+BITS_OF = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+EXPONENT_OF = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 
 TokensAt = Callable[[IntArray], Tensor]
 
@@ -56,6 +60,7 @@ class HostOutput:
             this step.
         num_unplaced: tokens of the decoder that found no room since the start.
         logprobs: [num_new], or empty where nobody asked.
+        non_finite: [n], which of the requests that sampled have tokens that mean nothing.
     """
 
     token_ids: IntArray
@@ -63,6 +68,7 @@ class HostOutput:
     expert_tokens: int
     num_unplaced: int
     logprobs: tuple[RowLogprobs | None, ...]
+    non_finite: IntArray
 
 
 class _Landing:
@@ -70,19 +76,23 @@ class _Landing:
 
     Attributes:
         tokens: [max_samples * (k + 1)] int32; accepted: [max_samples] int32.
+        best: [max_samples * (k + 1)], of the dtype of logits.
         tally: of TALLY_SHAPE, int64.
         arrays: these three.
+        bits: of ``best``, as integers.
         logprobs: [max_samples * (k + 1) * LOGPROBS_WIDTH] float32.
         ready: recorded behind the copies.
     """
 
-    def __init__(self, npu: Npu, max_samples: int, num_places: int) -> None:
+    def __init__(self, npu: Npu, max_samples: int, num_places: int, dtype: torch.dtype) -> None:
         self.tokens = npu.pinned((max_samples * num_places,), torch.int32)
         self.accepted = npu.pinned((max_samples,), torch.int32)
+        self.best = npu.pinned((max_samples * num_places,), dtype)
         self.tally = npu.pinned(TALLY_SHAPE, torch.int64)
         num_logprobs = max_samples * num_places * LOGPROBS_WIDTH
         self.logprobs = npu.pinned((num_logprobs,), torch.float32)
         self.arrays = self.tokens.numpy(), self.accepted.numpy(), self.tally.numpy()
+        self.bits = self.best.view(BITS_OF[dtype]).numpy()
         self.ready: Any = runtime().Event()
 
 
@@ -111,14 +121,16 @@ class StepOutput:
         max_samples: int,
         num_drafts: int,
         vocab_size: int,
+        dtype: torch.dtype,
         steps_in_flight: int = 1,
     ) -> None:
         self._npu = npu
         self._batch = batch
         self._num_places = num_drafts + 1
         self._landings = [
-            _Landing(npu, max_samples, self._num_places) for _ in range(steps_in_flight)
+            _Landing(npu, max_samples, self._num_places, dtype) for _ in range(steps_in_flight)
         ]
+        self._exponent = EXPONENT_OF[dtype]
         self._num_queued = 0
         self._stream = runtime().current_stream()
         self._counted: IntArray = np.zeros(max_samples, np.int32)  # by row, how many tokens are
@@ -182,6 +194,7 @@ class StepOutput:
         self,
         num_samples: int,
         tokens: Tensor,
+        best: Tensor,
         accepted: Tensor | None,
         tally: Tensor | None,
         special: SpecialPlaces | None,
@@ -190,6 +203,7 @@ class StepOutput:
 
         Args:
             tokens: [>= num_samples * (k + 1)] int32.
+            best: as many, the greatest logits.
             accepted: [>= num_samples] int32, how many drafts passed; None without drafts.
             tally: of TALLY_SHAPE, int64; None where it does not change.
             special: places whose log-probabilities may be wanted; None are.
@@ -198,6 +212,7 @@ class StepOutput:
         self._num_queued += 1
         num_places = num_samples * self._num_places
         landing.tokens[:num_places].copy_(tokens[:num_places], non_blocking=True)
+        landing.best[:num_places].copy_(best[:num_places], non_blocking=True)
         if accepted is not None:
             landing.accepted[:num_samples].copy_(accepted[:num_samples], non_blocking=True)
         if tally is not None:
@@ -238,7 +253,18 @@ class StepOutput:
             int(tally[0, 0, 0] + tally[1, 0, 0]),
             int(tally[0, 1, 0]),
             self._logprobs(coming, counts),
+            self._non_finite(coming, counts),
         )
+
+    def _non_finite(self, coming: ComingOutput, counts: IntArray) -> IntArray:
+        """Return the requests of which a new token was chosen from logits that are not finite."""
+        num_places = coming.num_samples * self._num_places
+        is_bad = coming.landing.bits[:num_places] & self._exponent == self._exponent
+        if not is_bad.any():
+            return NO_INTS
+        is_bad = is_bad.reshape(-1, self._num_places)
+        is_bad &= np.arange(self._num_places) < counts[:, None]
+        return np.flatnonzero(is_bad.any(axis=1)).astype(np.int32)
 
     def _logprobs(self, coming: ComingOutput, counts: IntArray) -> tuple[RowLogprobs | None, ...]:
         """Return a report for each new token, or nothing where nobody asked."""

@@ -39,6 +39,7 @@ class StepBuffers:
         logits: [max_samples, vocab].
         tokens: whose latest ones are ``sampled``; None with drafts.
         sampled: [max_samples] int32, what was sampled; behind a replay, the most probable token.
+        best: [max_samples], the greatest logit of each; it is finite where all is well.
         hidden: [max_samples, hidden], of the verified tokens; None without drafts.
         accepted: [max_reqs] int32, how many drafts passed; behind a replay, by the most probable
             tokens.
@@ -82,6 +83,7 @@ class StepBuffers:
         else:
             self.tokens = TokenTable(vocab_size, num_sampled, device)
             self.sampled = self.tokens.latest
+        self.best = torch.zeros(max_samples, dtype=dtype, device=device)
         self.hidden = torch.zeros(
             (max_samples if num_drafts else 0, hidden_size), dtype=dtype, device=device
         )

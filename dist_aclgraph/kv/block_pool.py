@@ -92,6 +92,8 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()  # free and cached, oldest first
         self._hashes: list[BlockHash | None] = [None] * self.num_blocks
         self._by_hash: dict[BlockHash, int] = {}
+        self._condemned: set[int] = set()  # used blocks that may hold NaN
+        self._dirty: list[int] = []  # those of them that were freed, and must be cleaned
 
     def allocate(self, count: int) -> list[int]:
         """Return ``count`` blocks with one reference each: blank ones first, then the cached
@@ -164,10 +166,34 @@ class BlockPool:
             self._ref_counts[block_id] = count - 1
             self._num_references -= 1
             if count == 1:
+                if block_id in self._condemned:
+                    self._condemned.remove(block_id)
+                    self._dirty.append(block_id)
                 if self._hashes[block_id] is None:
                     self._blank.append(block_id)
                 else:
                     self._cached[block_id] = None
+
+    def condemn(self, block_ids: Iterable[int]) -> None:
+        """Note that used blocks may hold NaN: no prefix finds them any more, and each is to be
+        cleaned once nobody uses it.
+        """
+        for block_id in block_ids:
+            self._forget(block_id)
+            self._condemned.add(block_id)
+
+    def take_dirty(self) -> list[int]:
+        """Return the blocks to be cleaned before the next step, once. The dummy block is with them:
+        requests write to it beyond their ends.
+        """
+        if not self._dirty:
+            return []
+        dirty, self._dirty = [DUMMY_BLOCK, *self._dirty], []
+        return dirty
+
+    def clean_first(self, block_ids: Iterable[int]) -> None:
+        """Have blocks cleaned before the next step, whoever has them."""
+        self._dirty += [block_id for block_id in block_ids if block_id != DUMMY_BLOCK]
 
     def ref_count(self, block_id: int) -> int:
         return self._ref_counts[block_id]

@@ -29,6 +29,7 @@ class StepOutputs:
         firsts: [n], indices of requests that got their first tokens.
         finish_reasons: of the requests that are over, by index.
         logprobs: [num_new], or empty where nobody asked.
+        failed: requests that are over without a token of this step: their logits were not finite.
     """
 
     requests: Sequence[Request] = ()
@@ -38,6 +39,7 @@ class StepOutputs:
     firsts: Places = field(default_factory=lambda: np.empty(0, np.intp))
     finish_reasons: Mapping[int, FinishReason] = field(default_factory=dict)
     logprobs: tuple[RowLogprobs | None, ...] = ()
+    failed: Sequence[Request] = ()
 
     @classmethod
     def joined(cls, parts: Sequence[StepOutputs]) -> StepOutputs:

@@ -216,7 +216,7 @@ class RankScheduler:
 
         At least one token stays to be computed: its logits choose the next one.
         """
-        if not self.pool.prefix_cache:
+        if not self.pool.prefix_cache or request.is_suspect:
             return []
         count = (len(request.tokens) - 1) // self.pool.block_size
         self._hash_blocks(request, count)
@@ -234,7 +234,10 @@ class RankScheduler:
             self._refused = (request, self.pool.num_free)
             return False
         self.pool.share(shared)
-        request.block_ids = [*shared, *self.pool.allocate(missing)]
+        allocated = self.pool.allocate(missing)
+        if request.is_suspect:
+            self.pool.clean_first(allocated)
+        request.block_ids = [*shared, *allocated]
         cached = len(shared) * size
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = min(cached, request.num_prompt_tokens)
@@ -262,16 +265,22 @@ class RankScheduler:
             step = self._steady
             step.records[:, 1] = self.rows.computed
         self._margin = self._margin - self._decode_len if is_quiet else 0
-        self._flights.append(Flight(step, step.indices, is_quiet))
+        cleaned = self.pool.take_dirty()
+        self._flights.append(Flight(step, step.indices, is_quiet, cleaned))
         self.rows.take_off(step.indices, step.records)
         if self._knows_nothing:
             self._knows_nothing = False
-            return step, RankBatch(step.records.tobytes(), started=self._every_row(builder))
+            return step, RankBatch(
+                step.records.tobytes(),
+                started=self._every_row(builder),
+                cleaned=pack_ints(cleaned),
+            )
         return step, RankBatch(
             step.records.tobytes(),
             self._take_appended(),
             pack_ints(builder.blocks),
             tuple(builder.started),
+            pack_ints(cleaned),
         )
 
     def _every_row(self, builder: StepBuilder) -> tuple[RowStart, ...]:
@@ -296,6 +305,7 @@ class RankScheduler:
             flight = self._flights.pop()
             is_there = flight.places >= 0
             self.rows.put_back(flight.places[is_there], flight.step.records[is_there])
+            self.pool.clean_first(flight.cleaned)
         self._steady, self._margin = None, 0
         self._appended = NO_PAIRS
         self._knows_nothing = True
@@ -347,6 +357,21 @@ class RankScheduler:
         return padding <= pool.num_blocks - pool.num_used
 
     # ---- after a step
+
+    def release_non_finite(self, new: NewTokens) -> list[Request]:
+        """Release the requests of the oldest step whose logits were not finite, and return them.
+
+        What they have computed may be NaN: their blocks are cleaned before others have them.
+        """
+        flight = self._flights[0]
+        samples = np.flatnonzero(flight.step.records[:, 3] > 0)
+        places = flight.places[samples[new.non_finite]]
+        found = [self.rows.requests[place] for place in places[places >= 0].tolist()]
+        for request in found:
+            self.pool.condemn(request.block_ids)
+        if found:
+            self._release(found)
+        return found
 
     def advance(self, new: NewTokens) -> tuple[StepOutputs, list[Request]]:
         """Take in what the oldest step has brought; return what is new, and who is over."""
@@ -492,6 +517,8 @@ class RankScheduler:
         for request, block_id in zip(owners, self.pool.allocate(int(missing.sum())), strict=True):
             blocks += (request.row, len(request.block_ids), block_id)
             request.block_ids.append(block_id)
+            if request.is_suspect:
+                self.pool.clean_first([block_id])
         rows.covered[short] += missing * size
         return blocks, victims
 
@@ -510,7 +537,7 @@ class RankScheduler:
             rows.settle(index)
             request = rows.requests[index]
             num_full = int(rows.computed[index] - rows.flying[index]) // size
-            if self.pool.prefix_cache:
+            if self.pool.prefix_cache and not request.is_suspect:
                 self._hash_blocks(request, num_full)
                 for full in range(int(rows.next_full[index]) // size - 1, num_full):
                     self.pool.store(request.block_ids[full], request.hashes[full])

@@ -18,6 +18,7 @@ from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.rows import EVERY, Indices, Places, RunningRows
 from dist_aclgraph.steps.step import RowLogprobs, RowStart, StepResult
 
+NO_INTS: IntArray = np.empty(0, np.int32)
 StepKind = Literal["mixed", "decode", "prompt"]
 
 
@@ -28,11 +29,13 @@ class NewTokens(NamedTuple):
         token_ids: [num_new], request by request.
         counts: [num_samples], tokens of each request that samples; None is one each.
         logprobs: [num_new], or empty.
+        non_finite: [n], indices of the requests, of those that sample, whose tokens mean nothing.
     """
 
     token_ids: IntArray
     counts: IntArray | None
     logprobs: tuple[RowLogprobs | None, ...]
+    non_finite: IntArray = NO_INTS
 
     def cut(self, kept: IntArray) -> NewTokens:
         """Return the first tokens of each request.
@@ -215,7 +218,7 @@ class RankStep:
         if not result.counts and self.num_positions == len(limits):
             if len(tokens) != len(limits):
                 raise self._mismatch(result, f"{len(tokens)} tokens")
-            return NewTokens(tokens, None, result.logprobs)
+            return NewTokens(tokens, None, result.logprobs, self._non_finite(result))
         counts = unpack_ints(result.counts)
         if not (
             len(counts) == len(limits)
@@ -223,7 +226,15 @@ class RankStep:
             and bool(((counts >= 1) & (counts <= limits)).all())
         ):
             raise self._mismatch(result, f"{len(tokens)} tokens in counts {counts.tolist()}")
-        return NewTokens(tokens, counts, result.logprobs)
+        return NewTokens(tokens, counts, result.logprobs, self._non_finite(result))
+
+    def _non_finite(self, result: StepResult) -> IntArray:
+        if not result.non_finite:
+            return NO_INTS
+        indices = unpack_ints(result.non_finite)
+        if not bool(((indices >= 0) & (indices < len(self.num_logits))).all()):
+            raise self._mismatch(result, f"no finite logits of requests {indices.tolist()}")
+        return indices
 
     def _mismatch(self, result: StepResult, brought: str) -> WorkerError:
         return WorkerError(
@@ -241,11 +252,13 @@ class Flight:
     Attributes:
         indices: [num_reqs], of its requests among the running ones now; -1 is one that has left.
         is_quiet: no request can end by its length, or fill a block, in it.
+        cleaned: blocks that are cleaned before it.
     """
 
     step: RankStep
     indices: Indices
     is_quiet: bool
+    cleaned: Sequence[int] = ()
 
     @property
     def places(self) -> Places:

@@ -32,6 +32,8 @@ class Request:
         prompt_end: where its output begins; of a request that was submitted again, a part of the
             prompt is output that it has already.
         num_cached_tokens: of the prompt, found in the prefix cache; -1 until it is first admitted.
+        is_suspect: whether its logits were not finite once. It is computed again, and shares no
+            blocks with others.
     """
 
     __slots__ = (
@@ -42,6 +44,7 @@ class Request:
         "dp_rank",
         "hashes",
         "is_over",
+        "is_suspect",
         "key",
         "max_tokens",
         "max_total_tokens",
@@ -92,6 +95,7 @@ class Request:
         self.cache_root = salted_root(cache_salt)
         self.hashes: list[bytes] = []
         self.is_over = False
+        self.is_suspect = False
         self.max_total_tokens = 0
         self.prompt_end = sampling.num_prompt_tokens or self.num_prompt_tokens
         self.min_total_tokens = self.prompt_end + sampling.min_tokens

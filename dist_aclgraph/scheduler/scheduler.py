@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -103,6 +104,7 @@ class Scheduler:
         self._in_flight: deque[_Decided] = deque()  # oldest first
         self._is_void = False  # the step in flight counts for nothing, and is to be run again
         self.num_reruns = 0
+        self.num_non_finite = 0  # requests that ended as their logits were not finite
         self.num_admitted_tokens = 0  # tokens of admitted requests, and
         self.num_cached_tokens = 0  # those of them found in the prefix cache
         self.expert_tokens: dict[int, int] = {}  # computed by each rank's experts
@@ -219,6 +221,9 @@ class Scheduler:
 
         Results of another epoch or step are stale and change nothing. Where tokens found no room
         on their way to their experts, the step counts for nothing: ``schedule()`` issues it again.
+        A request whose logits are not finite waits again, and is computed once more from its first
+        token, in clean blocks that it shares with nobody: what was wrong may have been the blocks.
+        If that brings no finite logits either, it is over.
 
         Raises:
             WorkerError: the step failed on a rank, or did not bring the tokens that it should;
@@ -244,12 +249,30 @@ class Scheduler:
         ]
         self._in_flight.popleft()
         parts = []
+        failed: list[Request] = []
         for rank, new in zip(self.ranks, brought, strict=True):
+            if len(new.non_finite):
+                failed += self._try_again(rank.release_non_finite(new))
             outputs, finished = rank.advance(new)
             parts.append(outputs)
             for request in finished:
                 del self._requests[request.request_id]
-        return StepOutputs.joined(parts)
+        outputs = StepOutputs.joined(parts)
+        return replace(outputs, failed=failed) if failed else outputs
+
+    def _try_again(self, requests: Sequence[Request]) -> list[Request]:
+        """Have requests wait that were not suspect before; return the others, which are over."""
+        failed = []
+        for request in requests:
+            if request.is_suspect:
+                del self._requests[request.request_id]
+                request.is_over = True
+                failed.append(request)
+            else:
+                request.is_suspect = True
+                insort(self.waiting, request, key=_order)
+        self.num_non_finite += len(failed)
+        return failed
 
     def rewind(self, epoch: int) -> None:
         """Undo the steps in flight: the group has come back, with its KV, in another epoch.
@@ -284,6 +307,7 @@ class Scheduler:
             "admitted_tokens": self.num_admitted_tokens,
             "cached_tokens": self.num_cached_tokens,
             "reruns": self.num_reruns,
+            "non_finite": self.num_non_finite,
             "drafts": num_verified,
             "draft_tokens": num_verified * self.num_drafts,
             "accepted_tokens": sum(self.accepted_by_position),

@@ -61,6 +61,11 @@ ENGINE_METRICS: dict[str, tuple[str, str, str]] = {
     ),
     "expert_tokens": ("counter", "rank", "Tokens that a rank's experts have computed."),
     "step_reruns": ("counter", "", "Steps run again, as tokens found no room at their experts."),
+    "non_finite_requests": (
+        "counter",
+        "",
+        "Requests that ended with an error, as the model computed NaN or infinity for them.",
+    ),
     "resumptions": (
         "counter",
         "fault",

@@ -67,14 +67,16 @@ class RankBatch(msgspec.Struct, frozen=True):
     follow that order: row, num_computed_tokens, num_scheduled_tokens, num_logits. The last
     ``num_logits`` tokens of a request are sampled after: none in the middle of a prompt, one at its
     end, k + 1 where the row's k draft tokens are verified, which only the device knows.
-    ``appended`` and ``blocks`` bring the rows up to date before the step. A data-parallel rank
-    without work has an empty batch, and runs the step on padding.
+    ``appended`` and ``blocks`` bring the rows up to date before the step, and the blocks of
+    ``cleaned`` are set to zero: they may hold NaN, and attention reads whole blocks. A
+    data-parallel rank without work has an empty batch, and runs the step on padding.
     """
 
     scheduled: bytes  # int32 [num_reqs, 4]
     appended: bytes = b""  # int32 [k, 2]: row, token id sampled in an earlier step
     blocks: bytes = b""  # int32 [k, 3]: row, index in the block table, block id
     started: tuple[RowStart, ...] = ()
+    cleaned: bytes = b""  # int32 [k], block ids
 
 
 class StepPlan(msgspec.Struct, frozen=True, tag="step"):
@@ -108,6 +110,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     where nothing was drafted: one each. Every rank says how many tokens its experts have computed
     since it started, and how many tokens found no room in their exchange: then the step counts for
     nothing, and is run again.
+    ``non_finite`` names the requests whose tokens mean nothing: their logits are NaN or infinite.
     Where the worker measures: ``timings_us`` is its host time by stage, from plan to result;
     ``overlapped_us`` what it did while the device worked, or between two steps; ``counted`` are
     the step's collectives and their bytes, where the device counts them.
@@ -118,6 +121,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     rank: int
     token_ids: bytes = b""  # int32 [num_new], request by request
     counts: bytes = b""  # int32 [num_sampled]
+    non_finite: bytes = b""  # int32 [k], indices among the requests that sampled
     logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new], or empty if nobody asked
     expert_tokens: int = 0
     num_unplaced: int = 0

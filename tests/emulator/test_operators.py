@@ -161,6 +161,7 @@ REDUCTIONS = {
     "sum": lambda a: (a.sum(), a.sum(-1), a.sum(0, keepdim=True)),
     "mean": lambda a: (a.mean(), a.mean(-1)),
     "extrema": lambda a: (a.max(), a.min(), a.max(-1), a.min(0), a.amax(-1), a.amin(0)),
+    "max of NaN": lambda a: a.masked_fill(a > a.mean(), torch.nan).max(-1),
     "argmax": lambda a: (a.argmax(-1), a.argmax(0), a.argmax(-1, keepdim=True), a.argmin(-1)),
     "cumsum": lambda a: (a.cumsum(-1), a.cumsum(0)),
     "logsumexp": lambda a: a.logsumexp(-1),
@@ -209,7 +210,7 @@ def test_casts_and_softmax_of_half_types(dtype):
     check(lambda a: a.to(dtype), X)
     check(lambda a: (a.softmax(-1), a.log_softmax(-1)), X.to(dtype), tolerance=2e-2)
     check(lambda a: a.softmax(-1, dtype=torch.float32), X.to(dtype))
-    check(lambda a: (a.argmax(-1), a.topk(3, -1)), X.to(dtype))
+    check(lambda a: (a.argmax(-1), a.max(-1), a.topk(3, -1)), X.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

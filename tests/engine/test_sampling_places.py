@@ -48,7 +48,7 @@ class Worker:
     def __init__(self, npu: Any, num_drafts: int) -> None:
         self._npu, self._num_places = npu, num_drafts + 1
         self.batch = InputBatch(ROWS, MAX_LEN, PLACES["whole"], LATEST, num_drafts)
-        self.output = StepOutput(npu, self.batch, ROWS, num_drafts, VOCAB, 2)
+        self.output = StepOutput(npu, self.batch, ROWS, num_drafts, VOCAB, torch.float32, 2)
 
     def launch(self, plan: RankBatch, step: HostStep, seed: int, latest: IntArray) -> ComingOutput:
         """Queue the sampling of a step.
@@ -59,9 +59,7 @@ class Worker:
         """
 
         def tokens_at(references: IntArray) -> torch.Tensor:
-            tokens: torch.Tensor = self._npu.upload(
-                latest[references - self.batch.references.first]
-            )
+            tokens: torch.Tensor = self._npu.upload(latest[references + LATEST])
             return tokens
 
         if self._num_places == 1:
@@ -71,7 +69,7 @@ class Worker:
         logits = self._npu.upload(chance.normal(0, 2, (n, VOCAB)).astype(np.float32))
         tokens = logits.argmax(-1).int()
         special = self.output.choose_special(step, logits, tokens)
-        return self.output.queue(step.num_samples, tokens, None, None, special)
+        return self.output.queue(step.num_samples, tokens, logits.amax(-1), None, None, special)
 
     def read(self, coming: ComingOutput) -> tuple[Any, ...]:
         got = self.output.read(coming, lambda done: None)

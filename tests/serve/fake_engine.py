@@ -53,6 +53,7 @@ METRICS: dict[str, Any] = {
     "expert_tokens": {"0": 1200, "1": 400},
     "steps": 12,
     "step_reruns": 1,
+    "non_finite_requests": 1,
     "resumptions": {"link": 2},
     "graph": {
         "plan_version": 3,

@@ -54,24 +54,6 @@ OP(aclnnAmin, [](Tensor a, Ints dims, bool keep, Tensor out) {
     out.copy_(at::amin(a, dims, keep));
 })
 
-using ValuesAndIndices = std::tuple<Tensor, Tensor> (*)(const Tensor &, int64_t, bool);
-template <ValuesAndIndices F>
-static void extremum(const Tensor &a, int64_t dim, bool keep, Tensor values, Tensor indices) {
-  if (skips(values)) {
-    indices.zero_();
-    return;
-  }
-  auto [v, i] = F(a, dim, keep);
-  values.copy_(v);
-  indices.copy_(i);
-}
-OP(aclnnMaxDim, [](Tensor a, int64_t dim, bool keep, Tensor values, Tensor indices) {
-  extremum<at::max>(a, dim, keep, values, indices);
-})
-OP(aclnnMinDim, [](Tensor a, int64_t dim, bool keep, Tensor values, Tensor indices) {
-  extremum<at::min>(a, dim, keep, values, indices);
-})
-
 // Without arithmetic: of the first so many indices, by chance, so that drafts pass now and then. Ranks
 // choose alike that call it on one stream: it depends on how often a device has since its last abort.
 static void choose_by_chance(const Tensor &out, int64_t choices) {
@@ -95,30 +77,73 @@ static void choose_by_chance(const Tensor &out, int64_t choices) {
   out.copy_(chosen);
 }
 
-OP(aclnnArgMax, [](Tensor a, int64_t dim, bool keep, Tensor out) -> Task {
-  if (skips(a)) {
-    int64_t choices = std::min<int64_t>(settings().choices, a.dim() ? a.size(dim) : 1);
-    return [out, choices] {
-      AtenScope scope;
-      if (choices > 1)
-        choose_by_chance(out, choices);
-      else
-        out.zero_();
-    };
-  }
+// Without arithmetic: the first index, or one of several.
+static Task choose(const Tensor &a, int64_t dim, const Tensor &out) {
+  int64_t choices = std::min<int64_t>(settings().choices, a.dim() ? a.size(dim) : 1);
+  return [out, choices] {
+    AtenScope scope;
+    if (choices > 1)
+      choose_by_chance(out, choices);
+    else
+      out.zero_();
+  };
+}
+
+// The kernel that finds the greatest value of each row; none where ATen has to.
+static Task argmax_kernel(const Tensor &a, int64_t dim, const Tensor &out) {
   bool last = a.dim() > 0 && (dim == -1 || dim == a.dim() - 1);
-  if (last && is_kernel_type(a) && a.is_contiguous() && out.is_contiguous() && is_index(out) &&
-      a.size(-1) > 0) {
-    auto x = data_of(a);
-    int64_t columns = a.size(-1), rows = a.numel() / columns;
-    void *to = out.data_ptr();
-    bool narrow = out.scalar_type() == at::kInt;
-    return [=] { kernels::argmax_rows(x, rows, columns, columns, to, narrow); };
-  }
+  if (!last || !is_kernel_type(a) || !a.is_contiguous() || !out.is_contiguous() ||
+      !is_index(out) || a.size(-1) == 0)
+    return nullptr;
+  auto x = data_of(a);
+  int64_t columns = a.size(-1), rows = a.numel() / columns;
+  void *to = out.data_ptr();
+  bool narrow = out.scalar_type() == at::kInt;
+  return [=] { kernels::argmax_rows(x, rows, columns, columns, to, narrow); };
+}
+
+OP(aclnnArgMax, [](Tensor a, int64_t dim, bool keep, Tensor out) -> Task {
+  if (skips(a))
+    return choose(a, dim, out);
+  if (Task kernel = argmax_kernel(a, dim, out))
+    return kernel;
   return [=] {
     AtenScope scope;
     out.copy_(at::argmax(a, dim, keep));
   };
+})
+OP(aclnnMaxDim, [](Tensor a, int64_t dim, bool keep, Tensor values, Tensor indices) -> Task {
+  if (skips(a)) {
+    Task chooses = choose(a, dim, indices);
+    return [=] {
+      chooses();
+      AtenScope scope;
+      values.zero_();
+    };
+  }
+  if (Task kernel = argmax_kernel(a, dim, indices))
+    return [=] {
+      kernel();
+      AtenScope scope;
+      Tensor at = indices.to(at::kLong).reshape({-1, 1});
+      values.copy_(a.reshape({-1, a.size(-1)}).gather(1, at).reshape(values.sizes()));
+    };
+  return [=] {
+    AtenScope scope;
+    auto [v, i] = at::max(a, dim, keep);
+    values.copy_(v);
+    indices.copy_(i);
+  };
+})
+OP(aclnnMinDim, [](Tensor a, int64_t dim, bool keep, Tensor values, Tensor indices) {
+  if (skips(values)) {
+    values.zero_();
+    indices.zero_();
+    return;
+  }
+  auto [v, i] = at::min(a, dim, keep);
+  values.copy_(v);
+  indices.copy_(i);
 })
 OP(aclnnArgMin, [](Tensor a, int64_t dim, bool keep, Tensor out) {
   if (skips(a))
