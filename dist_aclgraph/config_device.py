@@ -80,7 +80,7 @@ class EmulatorConfig(Section):
     accounting: Literal["pinned", "software_sq"] = Field(
         "pinned", description="how captured graphs take streams, as old or as new drivers do"
     )
-    soc: str = Field("Ascend910B1", description="name of the chip")
+    soc: str = Field("Ascend910B1", description="name of the chip; device.soc goes before it")
     cann: str = Field(
         "9.1.0",  # goes with the newest torch_npu whose partner is published
         pattern=r"^(8\.5|9\.[0-9]+)\.[0-9]+$",
@@ -159,15 +159,15 @@ class DeviceConfig(Section):
     )
     soc: str | None = Field(
         None,
-        description="name of the chip that plans for kind npu assume, e.g. Ascend910B1 (an A2, as "
-        "null does) or Ascend910_9391 (an A3); a running deployment asks",
+        description="name of the chip that plans assume, e.g. Ascend910B1 (an A2, as null does) "
+        "or Ascend910_9391 (an A3); the emulator is that chip, too; a running deployment asks",
     )
     emulator: EmulatorConfig = EmulatorConfig()
 
     @property
     def chip(self) -> str:
         """The chip that plans assume."""
-        return (self.soc or A2_CHIPS) if self.kind == "npu" else self.emulator.soc
+        return self.soc or (A2_CHIPS if self.kind == "npu" else self.emulator.soc)
 
     @property
     def expansion(self) -> HcclExpansion:

@@ -10,7 +10,6 @@ import socket
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from dist_aclgraph.cli.ascend_versions import (
     CANN_OF_TORCH_NPU,
@@ -23,6 +22,7 @@ from dist_aclgraph.cli.ascend_versions import (
 from dist_aclgraph.cli.last_start import last_start
 from dist_aclgraph.cli.network import network_problem, overridden_warning, port_warning
 from dist_aclgraph.device import torch_build
+from dist_aclgraph.device.kind import npus_here
 from dist_aclgraph.environment import ascend_toolkit, network_variables
 
 MIN_SHM_BYTES = 256 << 20
@@ -55,7 +55,7 @@ def examine() -> list[Finding]:
     """Return all findings; imports neither torch nor Ray, and starts nothing."""
     from dist_aclgraph.device import emulator
 
-    npus = _npus()
+    npus = npus_here()
     is_built = not npus and emulator.is_built()
     device = device_finding(npus, is_emulator_built=is_built)
     compiler = compiler_finding(npus, emulator.missing_tools(), is_emulator_built=is_built)
@@ -84,10 +84,6 @@ def _package(name: str, wanted: str) -> Finding:
 
 def _pip_install(name: str, wanted: str) -> str:
     return f"{sys.executable} -m pip install {name}=={wanted}"
-
-
-def _npus() -> list[str]:
-    return sorted(path.name for path in Path("/dev").glob("davinci[0-9]*"))
 
 
 def _cann() -> Finding:

@@ -221,7 +221,7 @@ def _offer(planner: Planner, rank: int, taken_bytes: int, *, has_mc2: bool) -> S
         "torch_npu and runner": NPU_STREAMS_TAKEN if is_npu else EMULATOR_STREAMS_TAKEN,
         "communication domains": sum(streams_per_domain(workload.expansion, n) for n in sizes),
     }
-    device = "NPU" if is_npu else f"emulated {emulator.soc}"
+    device = f"{'NPU' if is_npu else 'emulated'} {config.device.chip}"
     return StreamOffer(
         rank=rank,
         available=max(0, streams - sum(taken.values())),
