@@ -22,6 +22,7 @@ from dist_aclgraph.cli.ascend_versions import (
 from dist_aclgraph.cli.last_start import last_start
 from dist_aclgraph.cli.network import network_problem, overridden_warning, port_warning
 from dist_aclgraph.device import torch_build
+from dist_aclgraph.device.cann import load_problem, load_remedy
 from dist_aclgraph.device.kind import npus_here
 from dist_aclgraph.environment import ascend_toolkit, network_variables
 
@@ -61,7 +62,7 @@ def examine() -> list[Finding]:
     compiler = compiler_finding(npus, emulator.missing_tools(), is_emulator_built=is_built)
     versions = [_package(name, wanted) for name, wanted in PINNED.items()]
     packages = [_python(), *versions, _torch_build()]
-    ascend = [_cann(), _driver()] if npus else []
+    ascend = [_cann(), cann_libraries_finding(), _driver()] if npus else []
     machine = [device, *ascend, compiler, _shared_memory(), _network(), _port(8000)]
     return [*packages, *machine, *_graphs()]
 
@@ -97,6 +98,12 @@ def _cann() -> Finding:
         f"{found or 'none'} in {toolkit}",
         f"install CANN {wanted}, toolkit and operators of your chip, and source its set_env.sh",
     )
+
+
+def cann_libraries_finding() -> Finding:
+    """Whether a process that is started from this shell can load CANN."""
+    problem = load_problem()
+    return Finding("CANN libraries", not problem, problem or "can be loaded", load_remedy(problem))
 
 
 def _driver() -> Finding:

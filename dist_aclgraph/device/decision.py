@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from dist_aclgraph.config import Config
+from dist_aclgraph.device.cann import check_cann
 from dist_aclgraph.device.kind import npus_here, resolve_kind
 
 Use = Literal["plan", "here", "cluster"]
@@ -21,11 +22,13 @@ def decide_device(config: Config, use: Use) -> Config:
             out, and a group refuses to mix kinds.
 
     Raises:
-        DeviceError: ranks are to run on NPUs here, and there are none.
+        DeviceError: ranks are to run on NPUs here, and there are none, or CANN cannot be loaded.
     """
     kind = config.device.kind
     if use == "here" or (kind == "auto" and (use == "plan" or npus_here())):
         kind = resolve_kind(kind)
+    if use == "here" and kind == "npu":
+        check_cann()
     return _with_device(config, kind=kind)
 
 

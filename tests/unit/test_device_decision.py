@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dist_aclgraph.config import Config, make_config
-from dist_aclgraph.device import kind
+from dist_aclgraph.device import decision, kind
 from dist_aclgraph.device.decision import decide_device
 from dist_aclgraph.device.kind import emulator_settings
 from dist_aclgraph.errors import DeviceError
@@ -23,6 +23,7 @@ def make(**device: Any) -> Config:
 def dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder in which NPUs are looked for; no NPU is in it."""
     monkeypatch.setattr(kind, "DEV", tmp_path)
+    monkeypatch.setattr(decision, "check_cann", lambda: None)
     return tmp_path
 
 
