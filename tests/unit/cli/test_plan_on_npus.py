@@ -35,7 +35,18 @@ def test_auto_plans_with_the_memory_of_npus() -> None:
     planned = plan(LARGE, "device.kind=auto")
 
     assert planned.exit_code == 0, planned.output
-    assert "64 GiB" in planned.output
+    assert "an Ascend910B with 64 GiB under CANN 9.1.0" in planned.output
+    assert "no NPU was" in planned.output
+
+
+def test_a_plan_uses_what_is_given_of_the_npus() -> None:
+    given = ("device.soc=Ascend910_9391", "device.cann=8.5.1", "device.memory_mb=62433")
+
+    planned = plan(LARGE, "device.kind=auto", *given)
+
+    assert planned.exit_code == 0, planned.output
+    assert "an Ascend910_9391 with 60.97 GiB under CANN 8.5.1" in planned.output
+    assert "no NPU was" not in planned.output
 
 
 def test_a_machine_without_npus_plans_with_the_emulators(dev: Path) -> None:
