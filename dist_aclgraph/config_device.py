@@ -10,6 +10,8 @@ from dist_aclgraph.config_section import Section
 
 HcclExpansion = Literal["AIV", "AICPU", "FFTS"]
 A2_CHIPS, A3_CHIPS = "Ascend910B", "Ascend910_93"  # how their names begin
+DOCUMENTED_GIB = {"Ascend910B4": 32}  # memory of a chip, where it is not 64 GiB
+ASSUMED_CANN = "9.1.0"  # goes with the newest torch_npu whose partner is published
 PORTS = r"^(auto|[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?)*)$"
 
 
@@ -80,9 +82,9 @@ class EmulatorConfig(Section):
     accounting: Literal["pinned", "software_sq"] = Field(
         "pinned", description="how captured graphs take streams, as old or as new drivers do"
     )
-    soc: str = Field("Ascend910B1", description="name of the chip")
+    soc: str = Field("Ascend910B1", description="name of the chip; device.soc goes before it")
     cann: str = Field(
-        "9.1.0",  # goes with the newest torch_npu whose partner is published
+        ASSUMED_CANN,
         pattern=r"^(8\.5|9\.[0-9]+)\.[0-9]+$",
         description="version of CANN whose rules the operators follow: 8.5 or 9",
     )
@@ -159,15 +161,51 @@ class DeviceConfig(Section):
     )
     soc: str | None = Field(
         None,
-        description="name of the chip that plans for kind npu assume, e.g. Ascend910B1 (an A2, as "
-        "null does) or Ascend910_9391 (an A3); a running deployment asks",
+        description="name of the chip that plans assume, e.g. Ascend910B1 (an A2) or "
+        "Ascend910_9391 (an A3); the emulator is that chip, too; null asks the first NPU of this "
+        "machine, and is an A2 where there is none",
+    )
+    cann: str | None = Field(
+        None,
+        pattern=r"^[0-9]+\.[0-9]+",
+        description="version of CANN that plans for NPUs assume; null asks likewise, and is "
+        f"{ASSUMED_CANN} where there is none",
+    )
+    memory_mb: int | None = Field(
+        None,
+        ge=16,
+        description="memory of each NPU that plans assume; null asks likewise, and is what is "
+        "documented of the chip where there is none: 32 GiB of an Ascend910B4, 64 GiB of others",
     )
     emulator: EmulatorConfig = EmulatorConfig()
 
     @property
     def chip(self) -> str:
         """The chip that plans assume."""
-        return (self.soc or A2_CHIPS) if self.kind == "npu" else self.emulator.soc
+        return self.soc or (A2_CHIPS if self.kind == "npu" else self.emulator.soc)
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The keys of what an NPU is that nobody has given, and no NPU has been asked for."""
+        return tuple(key for key in ("soc", "cann", "memory_mb") if getattr(self, key) is None)
+
+    @property
+    def npu_cann(self) -> str:
+        """The version of CANN that plans for NPUs assume."""
+        return self.cann or ASSUMED_CANN
+
+    @property
+    def npu_bytes(self) -> int:
+        """The memory of an NPU that plans assume."""
+        if self.memory_mb is not None:
+            return self.memory_mb << 20
+        return DOCUMENTED_GIB.get(self.chip, 64) << 30
+
+    @property
+    def assumed(self) -> str:
+        """What plans assume of each NPU, in words."""
+        gib = f"{self.npu_bytes / (1 << 30):.4g} GiB"
+        return f"each NPU is an {self.chip} with {gib} under CANN {self.npu_cann}"
 
     @property
     def expansion(self) -> HcclExpansion:

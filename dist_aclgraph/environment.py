@@ -115,12 +115,29 @@ def network_variables() -> dict[str, str]:
     }
 
 
-def ascend_toolkit() -> Path:
-    """Return where CANN is, as its own set-up script says, or where it is installed by default."""
+def sourced_cann() -> Path | None:
+    """Return where CANN is by its own set-up script, or None where nobody has sourced that."""
     for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"):
         if os.environ.get(name):
             return Path(os.environ[name])
-    return Path("/usr/local/Ascend/ascend-toolkit/latest")
+    return None
+
+
+def cann_scripts() -> list[Path]:
+    """Return the set-up scripts of CANN that are installed, that of the newest layout first."""
+    root = Path(os.environ.get("ASCEND_INSTALL_PATH") or "/usr/local/Ascend")
+    scripts = [root / folder / "set_env.sh" for folder in ("cann", "ascend-toolkit")]
+    return [script for script in scripts if script.is_file()]
+
+
+def ascend_toolkit() -> Path:
+    """Return where CANN is, as its own set-up script says, or where it is installed by default."""
+    if sourced := sourced_cann():
+        return sourced
+    # From 8.5 on CANN lies in cann/, before in ascend-toolkit/latest/.
+    folders = [script.parent for script in cann_scripts()]
+    found = folders[0] if folders else Path("/usr/local/Ascend/cann")
+    return found / "latest" if found.name == "ascend-toolkit" else found
 
 
 def prepare_device(config: DeviceConfig, *, is_npu: bool, deterministic: bool) -> None:

@@ -6,13 +6,15 @@
 import sys
 
 from dist_aclgraph.config import load_config, parse_overrides
+from dist_aclgraph.device.decision import decide_device
 from dist_aclgraph.planning.ledger import Ledger
 from dist_aclgraph.simulate.deployment import AssumedDeployment
 
 path, *overrides = sys.argv[1:] or ["configs/tiny-qwen3.yaml"]
 
 if __name__ == "__main__":
-    deployment = AssumedDeployment.from_config(load_config(path, parse_overrides(overrides)))
+    config = decide_device(load_config(path, parse_overrides(overrides)), "plan")
+    deployment = AssumedDeployment.from_config(config)
     negotiated = deployment.planner.negotiate(deployment.offers)
     for family in negotiated.plan.families:
         print(f"{family.name}: {', '.join(map(str, family.buckets))} tokens")

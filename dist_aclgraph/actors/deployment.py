@@ -27,7 +27,7 @@ from dist_aclgraph.actors.term import Term
 from dist_aclgraph.actors.worker_group import fetch
 from dist_aclgraph.config import Config
 from dist_aclgraph.device import emulator
-from dist_aclgraph.device.kind import resolve_kind
+from dist_aclgraph.device.decision import decide_device
 from dist_aclgraph.device.torch_build import check_torch
 from dist_aclgraph.environment import ray_address
 from dist_aclgraph.errors import EngineDeadError, RayDiedError
@@ -201,7 +201,8 @@ def start(
     owns_connection = not ray.is_initialized()
     # In a cluster that is there already, this node needs no device: workers look at theirs.
     is_local = owns_connection and ray_address() is None
-    if is_local and resolve_kind(config.device.kind) == "emulated":
+    config = decide_device(config, "here" if is_local else "cluster")
+    if is_local and config.device.kind == "emulated":
         emulator.build()
     forks = Forks(lent) if is_local else None
     try:

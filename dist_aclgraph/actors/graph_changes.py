@@ -2,7 +2,8 @@
 
 Two sources: a new plan version, whose graphs are captured one by one in quiet steps before those
 that it drops are released; and lazy graphs, which the traffic asks for. Steps replay what exists on
-every rank, at every moment. A capture that fails is undone everywhere and costs nothing else.
+every rank, at every moment. A capture that fails is undone everywhere and costs no other graph: one
+that was released to make room for it is captured again.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class GraphChanges:
         return is_idle or since >= (STEPS_BETWEEN if is_quiet else PATIENCE_STEPS)
 
     def advance(self) -> None:
-        """Do at most one capture.
+        """Do at most one capture, and behind one that fails that of the graph it replaced.
 
         Raises:
             WorkerError: a rank is lost, or captured something else than the others.
@@ -139,13 +140,16 @@ class GraphChanges:
         change = lazy.next_change()
         if change is None:
             return
-        if change.victim is not None:
-            lazy.leave(change.victim)
-            self._release(change.victim)
-        if self._capture(change.graph) is None:
+        victim = change.victim
+        if victim is not None:
+            self._release(victim)  # before the capture: streams are kept for so many graphs alone
+        is_captured = self._capture(change.graph) is None
+        if is_captured:
             lazy.enter(change.graph)
         else:
             lazy.fail(change.graph, self.dispatcher.step)
+        if victim is not None and (is_captured or self._capture(victim) is not None):
+            lazy.leave(victim)
 
     def _capture(self, graph: BatchDescriptor) -> CaptureFailure | None:
         if graph in self.dispatcher.graphs:  # a lazy graph that becomes part of a plan

@@ -366,7 +366,7 @@ class RunningRank:
             cann=joined.npu.cann,
             card=f"{socket.gethostname()}:{chips}",
             max_sizes=max_piecewise_sizes(joined.npu.name),
-            taken=joined.streams.taken,
+            taken=dict(joined.streams.taken),
         )
 
     def move(self, command: GraphCommand) -> CaptureCost:

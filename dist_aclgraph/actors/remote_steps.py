@@ -15,6 +15,7 @@ from dist_aclgraph.actors.sockets import MAX_MESSAGE_BYTES, has_message
 from dist_aclgraph.errors import EngineDeadError
 
 LOOK_MS = 500  # between two looks whether a wait should end
+WORKERS_OF_FRAME = {b"\x01": 1, b"\x00": -1}  # frames of XPUB: a subscription to all, and its end
 FAREWELL_MS = 200  # for the last frame; a dead worker must not hold us
 
 
@@ -30,7 +31,7 @@ class RemotePeers:
     """The engine's end. Owns both sockets; for one thread.
 
     Attributes:
-        num_workers: that have come.
+        num_workers: workers that are connected.
 
     Raises:
         PlacementError: no port is free.
@@ -40,8 +41,8 @@ class RemotePeers:
         self.num_workers = 0
         self._context = zmq.Context(io_threads=1)
         self._plans = self._context.socket(zmq.XPUB)
-        # Verbose: equal subscriptions of several workers are several messages, so they count.
-        self._plans.setsockopt(zmq.XPUB_VERBOSE, 1)
+        # Every worker subscribes to the same topic. Verboser: each that comes or leaves is told of.
+        self._plans.setsockopt(zmq.XPUB_VERBOSER, 1)
         self._results = self._context.socket(zmq.PULL)
         self._plans.setsockopt(zmq.LINGER, 0)
         self._results.setsockopt(zmq.LINGER, 0)
@@ -62,8 +63,7 @@ class RemotePeers:
             self._poller.register(beside, zmq.POLLIN)
         found = self._poller.poll(int(timeout_s * 1e3))
         while has_message(self._plans):
-            self._plans.recv()
-            self.num_workers += 1
+            self.num_workers += WORKERS_OF_FRAME.get(self._plans.recv(), 0)
         return bool(found)
 
     def take(self) -> bytes | None:

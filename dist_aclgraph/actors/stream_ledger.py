@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -9,16 +10,21 @@ if TYPE_CHECKING:
 
 
 class StreamLedger:
-    """Counts the device's streams whenever something that takes some has been done."""
+    """Counts the device's streams whenever something that takes some has been done.
+
+    Attributes:
+        taken: streams by the name of what holds them; an operation that is repeated adds to them.
+    """
 
     def __init__(self, npu: Npu) -> None:
         self._npu = npu
         self._available = npu.available_streams()
-        self.taken: dict[str, int] = {}
+        self.taken: Counter[str] = Counter()
 
     def book(self, what: str) -> None:
         """Enter who took the streams that went since the last entry."""
         available = self._npu.available_streams()
-        if available != self._available:
-            self.taken[what] = self._available - available
+        self.taken[what] += self._available - available
+        if not self.taken[what]:
+            del self.taken[what]
         self._available = available

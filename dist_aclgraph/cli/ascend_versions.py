@@ -15,7 +15,11 @@ DRIVER = Path("/usr/local/Ascend/driver/version.info")
 
 def read_cann_version(toolkit: Path) -> str | None:
     """Return the version of a CANN toolkit, e.g. 9.1.0; None where there is none."""
-    places = [toolkit / "version.cfg", *sorted(toolkit.glob("*-linux/ascend_toolkit_install.info"))]
+    places = [
+        toolkit / "share/info/runtime/version.info",  # from 8.5 on, as CANN's runtime reads it
+        toolkit / "version.cfg",
+        *sorted(toolkit.glob("*-linux/ascend_toolkit_install.info")),
+    ]
     return next((found for path in places if (found := _read_version(path))), None)
 
 

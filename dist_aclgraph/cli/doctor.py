@@ -10,7 +10,6 @@ import socket
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from dist_aclgraph.cli.ascend_versions import (
     CANN_OF_TORCH_NPU,
@@ -23,6 +22,8 @@ from dist_aclgraph.cli.ascend_versions import (
 from dist_aclgraph.cli.last_start import last_start
 from dist_aclgraph.cli.network import network_problem, overridden_warning, port_warning
 from dist_aclgraph.device import torch_build
+from dist_aclgraph.device.cann import load_problem, load_remedy
+from dist_aclgraph.device.kind import npus_here
 from dist_aclgraph.environment import ascend_toolkit, network_variables
 
 MIN_SHM_BYTES = 256 << 20
@@ -55,13 +56,13 @@ def examine() -> list[Finding]:
     """Return all findings; imports neither torch nor Ray, and starts nothing."""
     from dist_aclgraph.device import emulator
 
-    npus = _npus()
+    npus = npus_here()
     is_built = not npus and emulator.is_built()
     device = device_finding(npus, is_emulator_built=is_built)
     compiler = compiler_finding(npus, emulator.missing_tools(), is_emulator_built=is_built)
     versions = [_package(name, wanted) for name, wanted in PINNED.items()]
     packages = [_python(), *versions, _torch_build()]
-    ascend = [_cann(), _driver()] if npus else []
+    ascend = [_cann(), cann_libraries_finding(), _driver()] if npus else []
     machine = [device, *ascend, compiler, _shared_memory(), _network(), _port(8000)]
     return [*packages, *machine, *_graphs()]
 
@@ -86,10 +87,6 @@ def _pip_install(name: str, wanted: str) -> str:
     return f"{sys.executable} -m pip install {name}=={wanted}"
 
 
-def _npus() -> list[str]:
-    return sorted(path.name for path in Path("/dev").glob("davinci[0-9]*"))
-
-
 def _cann() -> Finding:
     wanted = CANN_OF_TORCH_NPU[PINNED["torch-npu"]]
     toolkit = ascend_toolkit()
@@ -101,6 +98,12 @@ def _cann() -> Finding:
         f"{found or 'none'} in {toolkit}",
         f"install CANN {wanted}, toolkit and operators of your chip, and source its set_env.sh",
     )
+
+
+def cann_libraries_finding() -> Finding:
+    """Whether a process that is started from this shell can load CANN."""
+    problem = load_problem()
+    return Finding("CANN libraries", not problem, problem or "can be loaded", load_remedy(problem))
 
 
 def _driver() -> Finding:

@@ -87,8 +87,7 @@ def run(
         from dist_aclgraph.sampling import SamplingParams
 
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
-        loaded = load_config(config, parse_overrides(overrides or []))
-        check_deployment(loaded)
+        loaded = check_deployment(load_config(config, parse_overrides(overrides or [])))
         with StartProgress(Console(stderr=True)) as show:
             llm = LLM(loaded, start=partial(deployment.start, on_progress=show))
         with llm:
@@ -137,10 +136,12 @@ def plan(
 
         from dist_aclgraph.cli.plan_report import plan_report, render_plan
         from dist_aclgraph.config import load_config, parse_overrides
+        from dist_aclgraph.device.decision import decide_device
 
         if plot is not None:
             require("matplotlib", "plots", "--plot")
-        report = plan_report(load_config(config, parse_overrides(overrides or [])))
+        loaded = load_config(config, parse_overrides(overrides or []))
+        report = plan_report(decide_device(loaded, "plan"))
         if plot is not None:
             from dist_aclgraph.cli.plan_plot import plot_padding
 
@@ -186,6 +187,7 @@ def simulate(
 
         from dist_aclgraph.cli.simulate import render_simulation, simulate_with_progress
         from dist_aclgraph.config import load_config, parse_overrides
+        from dist_aclgraph.device.decision import decide_device
         from dist_aclgraph.simulate.simulation import LoadOptions
         from dist_aclgraph.simulate.times import line_times, read_times
 
@@ -204,7 +206,7 @@ def simulate(
             seed=seed,
         )
         report = simulate_with_progress(
-            load_config(config, parse_overrides(overrides or [])),
+            decide_device(load_config(config, parse_overrides(overrides or [])), "plan"),
             options,
             assumed if times is None else read_times(times, capture_ms),
             compare,
@@ -258,8 +260,10 @@ def roll(
         from dist_aclgraph.actors.running import running_deployment
         from dist_aclgraph.cli.progress import StartProgress
         from dist_aclgraph.config import load_config, parse_overrides
+        from dist_aclgraph.device.decision import decide_device
 
         loaded = load_config(config, parse_overrides(overrides or []))
+        loaded = decide_device(loaded, "cluster")
         check(loaded)
         with running_deployment(deployment, ray) as running:
             with StartProgress(Console(stderr=True)) as show:

@@ -52,6 +52,7 @@ def open_service(config: Config) -> Iterator[Opened]:
     Raises:
         ConfigError: the port is taken, the service would be open to others without a key, or the
             configuration does not fit the model.
+        DeviceError: the NPUs of this machine cannot be used.
         ModelError: the model cannot be served.
     """
     if config.serve.replicas > 1:
@@ -61,7 +62,7 @@ def open_service(config: Config) -> Iterator[Opened]:
         )
     access = read_access(config.serve, checks_host=True)
     with listen(config.serve.host, config.serve.port) as http:
-        check_deployment(config)
+        config = check_deployment(config)
         tokenizer = Tokenizer(config.model)
         directory = RunDirectory()
         try:

@@ -44,10 +44,11 @@ def serve_in_processes(config: Config, start: Start | None = None) -> None:
         start: what the owner starts a deployment by, where not by Ray.
 
     Raises:
-        ConfigError, ModelError: see ``open_service``.
+        ConfigError, DeviceError, ModelError: see ``open_service``.
         SystemExit: in the end; what was wrong later is told on stderr.
     """
-    with open_service(config) as opened, _standing_forks(config, start) as forks:
+    with open_service(config) as opened, _standing_forks(opened.config, start) as forks:
+        config = opened.config
         lent = find_forks(forks, config)
         start = start or partial(deployment.start, lent=lent)
 

@@ -10,8 +10,14 @@ from dist_aclgraph.environment import visible_devices
 from dist_aclgraph.errors import DeviceError
 
 DEVICES_OF_A_MACHINE = 8
+DEV = Path("/dev")  # where the driver puts davinci0 and on
 
 DeviceKind = Literal["npu", "emulated"]
+
+
+def npus_here() -> list[str]:
+    """Return the names of this machine's NPUs."""
+    return sorted(path.name for path in DEV.glob("davinci[0-9]*"))
 
 
 def resolve_kind(kind: Literal["auto", "npu", "emulated"]) -> DeviceKind:
@@ -22,7 +28,7 @@ def resolve_kind(kind: Literal["auto", "npu", "emulated"]) -> DeviceKind:
     """
     if kind == "emulated":
         return "emulated"
-    has_npu = any(Path("/dev").glob("davinci[0-9]*"))
+    has_npu = bool(npus_here())
     if kind == "npu" and not has_npu:
         raise DeviceError(
             "device.kind is npu, but there is no /dev/davinci* here; check the driver and the "
@@ -45,7 +51,7 @@ def emulator_settings(config: DeviceConfig, rank: int) -> dict[str, str | int | 
         "choices": emulated.choices,
         "accounting": emulated.accounting,
         "hccl_expansion": config.expansion,
-        "soc": emulated.soc,
+        "soc": config.chip,
         "cann": emulated.cann,
         "wait_s": emulated.wait_s,
         "trace": emulated.trace,

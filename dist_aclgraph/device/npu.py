@@ -24,6 +24,7 @@ import torch
 from dist_aclgraph.config import DeviceConfig
 from dist_aclgraph.device import emulator
 from dist_aclgraph.device.bad_memory import BadMemory, MemoryRange
+from dist_aclgraph.device.cann import cannot_load
 from dist_aclgraph.device.failures import device_error, device_fault, fault_of_code
 from dist_aclgraph.device.kind import DeviceKind, emulator_settings, resolve_kind
 from dist_aclgraph.device.launch_gate import LaunchGate
@@ -266,7 +267,21 @@ def load_torch_npu(kind: DeviceKind) -> None:
     if kind == "emulated":
         emulator.preload()
     else:
+        _import_torch_npu()
+
+
+def _import_torch_npu() -> None:
+    """Import torch_npu over the libraries of an installed CANN.
+
+    Raises:
+        DeviceError: the import fails; says what to do.
+    """
+    try:
         import torch_npu  # noqa: F401
+    except ModuleNotFoundError as e:
+        raise DeviceError(f"torch_npu cannot be imported ({e}): run `dist-aclgraph doctor`") from e
+    except ImportError as e:
+        raise cannot_load(str(e)) from e
 
 
 def open_npu(config: DeviceConfig, rank: int, *, deterministic: bool = False) -> Npu:
@@ -284,7 +299,7 @@ def open_npu(config: DeviceConfig, rank: int, *, deterministic: bool = False) ->
     if kind == "emulated":
         emulator.load(emulator_settings(config, rank))
     else:
-        import torch_npu  # noqa: F401
+        _import_torch_npu()
     with translated("opening the device"):
         return Npu(kind)
 

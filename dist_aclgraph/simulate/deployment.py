@@ -19,7 +19,7 @@ from dist_aclgraph.planning.budget import (
 )
 from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.exchange import ExchangeRule
-from dist_aclgraph.planning.memory import GIB, RankMemory
+from dist_aclgraph.planning.memory import RankMemory
 from dist_aclgraph.planning.planner import Planner, content_of
 from dist_aclgraph.shapes.model_facts import ModelFacts
 from dist_aclgraph.shapes.model_spec import ModelSpec, read_model_spec
@@ -28,7 +28,6 @@ from dist_aclgraph.topology import ParallelLayout
 NPU_STREAMS = 2048
 NPU_STREAMS_TAKEN = 69  # before anything is joined: 1979 were left on a 910C with CANN 9.0
 EMULATOR_STREAMS_TAKEN = 34  # those of torch_npu and the runner, counted on the emulator
-NPU_BYTES = 64 << 30
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,9 @@ class AssumedDeployment:
         spec, unknown_shape = _read_shape(config.model)
         ranks = range(planner.layout.world_size)
         emulator = config.device.emulator
-        chip = Chip(config.device.chip, emulator.cann)
-        if config.device.kind == "npu" or emulator.strict:
+        is_npu = config.device.kind == "npu"
+        chip = Chip(config.device.chip, config.device.npu_cann if is_npu else emulator.cann)
+        if is_npu or emulator.strict:
             chip.check(config, facts, "as plans assume")
         exchange = ExchangeRule.from_config(config, facts, chip)
         memory = RankMemory.from_config(
@@ -88,7 +88,7 @@ class AssumedDeployment:
             facts,
             spec,
             min(_device_bytes(config, rank) for rank in ranks),
-            has_hccl_buffers=config.device.kind == "npu",
+            has_hccl_buffers=is_npu,
             mc2_buffer_mb=exchange.mc2_buffer_mb,
         )
         memory.check(config)
@@ -177,14 +177,17 @@ class AssumedDeployment:
                 f"{self.unknown_shape}"
             ]
         if self.config.device.kind == "npu":
-            chip = [f"each NPU is an {self.config.device.chip}; MC2 has other limits on others"]
+            device = self.config.device
+            known = "as given, or as the first NPU of this machine says"
+            if unknown := device.unknown:
+                keys = [f"device.{key}" for key in unknown]
+                known = f"no NPU was asked for {', '.join(keys)}"
             return [
                 *shape,
-                f"each NPU has {NPU_STREAMS} streams and {NPU_BYTES // GIB} GiB; the runtime and "
-                f"its communication domains take {NPU_STREAMS_TAKEN} streams and what HCCL's "
-                "expansion mode costs, nobody else takes any",
-                "no device was asked; a running deployment negotiates over what they really have",
-                *(chip if self.config.parallel.ep > 1 else []),
+                f"{device.assumed}: {known}",
+                f"each NPU has {NPU_STREAMS} streams; the runtime and its communication domains "
+                f"take {NPU_STREAMS_TAKEN} streams and what HCCL's expansion mode costs, nobody "
+                "else takes any; a running deployment negotiates over what they really have",
             ]
         return [
             *shape,
@@ -221,7 +224,7 @@ def _offer(planner: Planner, rank: int, taken_bytes: int, *, has_mc2: bool) -> S
         "torch_npu and runner": NPU_STREAMS_TAKEN if is_npu else EMULATOR_STREAMS_TAKEN,
         "communication domains": sum(streams_per_domain(workload.expansion, n) for n in sizes),
     }
-    device = "NPU" if is_npu else f"emulated {emulator.soc}"
+    device = f"{'NPU' if is_npu else 'emulated'} {config.device.chip}"
     return StreamOffer(
         rank=rank,
         available=max(0, streams - sum(taken.values())),
@@ -235,6 +238,6 @@ def _offer(planner: Planner, rank: int, taken_bytes: int, *, has_mc2: bool) -> S
 
 def _device_bytes(config: Config, rank: int) -> int:
     if config.device.kind == "npu":
-        return NPU_BYTES
+        return config.device.npu_bytes
     emulator = config.device.emulator
     return emulator.memory_mb_by_rank.get(rank, emulator.memory_mb) << 20

@@ -15,13 +15,14 @@ from dist_aclgraph.cli.ascend_versions import (
     ("name", "text"),
     [
         ("version.cfg", "# version: 1.0\nruntime_running_version=[9.1.0:9.1.0]\n"),
+        ("share/info/runtime/version.info", "Version=9.1.0\nversion_dir=9.1.0\n"),
         ("aarch64-linux/ascend_toolkit_install.info", "package_name=x\nversion=9.1.0\narch=a\n"),
     ],
 )
 def test_the_version_of_cann_is_read_from_its_own_files(
     tmp_path: Path, name: str, text: str
 ) -> None:
-    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text(text)
 
     assert read_cann_version(tmp_path) == "9.1.0"

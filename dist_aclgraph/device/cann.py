@@ -1,0 +1,58 @@
+"""Whether CANN's libraries can be loaded, and what to do where they cannot. Nothing here imports
+torch.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from dist_aclgraph.environment import cann_scripts, sourced_cann
+from dist_aclgraph.errors import DeviceError
+
+LIBRARIES = ("libascendcl.so", "libhccl.so")  # of those that torch_npu is linked with
+DRIVER_LIBRARY = "libascend_hal.so"
+LOAD_S = 60.0
+_LOAD = "import ctypes, sys\nfor name in sys.argv[1:]: ctypes.CDLL(name)"
+
+
+def load_problem() -> str:
+    """Return why CANN's libraries cannot be loaded; "" where they can.
+
+    Tried in a child process: libraries start threads, and open devices, when they are loaded.
+    """
+    try:
+        command = [sys.executable, "-c", _LOAD, *LIBRARIES]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LOAD_S)
+    except subprocess.TimeoutExpired:
+        return f"not loaded within {LOAD_S:g} s"
+    if done.returncode == 0:
+        return ""
+    lines = done.stderr.strip().splitlines() or [f"loading ended with {done.returncode}"]
+    return lines[-1].removeprefix("OSError: ")
+
+
+def load_remedy(problem: str) -> str:
+    """Return what to do where CANN cannot be loaded, by what this machine has."""
+    if DRIVER_LIBRARY in problem:
+        return "install the Ascend driver, or mount /usr/local/Ascend/driver into the container"
+    if toolkit := sourced_cann():
+        return f"install CANN of {toolkit} again, or source the set_env.sh of another"
+    if scripts := cann_scripts():
+        return f"source {scripts[0]} in this shell, and on nodes of a cluster before `ray start`"
+    return "install CANN, toolkit and operators of your chip, and source its set_env.sh"
+
+
+def cannot_load(problem: str) -> DeviceError:
+    """Return the error, in one sentence, for what a loader said of CANN's libraries."""
+    return DeviceError(f"CANN cannot be loaded ({problem}): {load_remedy(problem)}")
+
+
+def check_cann() -> None:
+    """Return if CANN's libraries can be loaded.
+
+    Raises:
+        DeviceError: they cannot; says what to do.
+    """
+    if problem := load_problem():
+        raise cannot_load(problem)

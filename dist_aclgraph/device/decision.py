@@ -1,0 +1,58 @@
+"""Which device a deployment runs on, decided once: everything behind it, plans first, goes by the
+configuration that is returned here. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Literal
+
+from dist_aclgraph.config import Config
+from dist_aclgraph.device.ask import NpuFacts, ask_npu
+from dist_aclgraph.device.cann import check_cann
+from dist_aclgraph.device.kind import npus_here, resolve_kind
+from dist_aclgraph.errors import DeviceError
+
+Use = Literal["plan", "here", "cluster"]
+
+log = logging.getLogger(__name__)
+
+
+def decide_device(config: Config, use: Use, ask: Callable[[Config], NpuFacts] = ask_npu) -> Config:
+    """Return the configuration with the kind of device that ``auto`` means, and for NPUs with what
+    the first one of this machine is: ``device.soc``, ``cann`` and ``memory_mb``, unless given.
+
+    Where it cannot be asked, these stay null, and plans assume what is documented: it is no error
+    unless ranks start here.
+
+    Args:
+        use: what the configuration is for: a plan alone, ranks on this machine, or ranks on the
+            nodes of a Ray cluster. There ``auto`` stays where this node has no NPU: each rank finds
+            out, and a group refuses to mix kinds.
+        ask: see ``ask_npu``.
+
+    Raises:
+        DeviceError: ranks are to run on NPUs here, and there are none, CANN cannot be loaded, or no
+            NPU answers.
+    """
+    kind = config.device.kind
+    if use == "here" or (kind == "auto" and (use == "plan" or npus_here())):
+        kind = resolve_kind(kind)
+    config = _with_device(config, kind=kind)
+    if kind != "npu" or not npus_here():
+        return config
+    try:
+        check_cann()
+        if unknown := config.device.unknown:
+            found = ask(config)
+            config = _with_device(config, **{key: getattr(found, key) for key in unknown})
+    except DeviceError as e:
+        if use == "here":
+            raise
+        log.warning("no NPU was asked, and plans assume that %s: %s", config.device.assumed, e)
+    return config
+
+
+def _with_device(config: Config, **keys: Any) -> Config:
+    return config.model_copy(update={"device": config.device.model_copy(update=keys)})

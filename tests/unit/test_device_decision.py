@@ -1,0 +1,118 @@
+"""Which device a deployment is planned for: decided once, before anything is planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_aclgraph.config import Config, make_config
+from dist_aclgraph.device import decision, kind
+from dist_aclgraph.device.ask import NpuFacts
+from dist_aclgraph.device.decision import Use, decide_device
+from dist_aclgraph.device.kind import emulator_settings
+from dist_aclgraph.errors import DeviceError
+from dist_aclgraph.planning.chip import Chip
+
+A3 = NpuFacts("Ascend910_9391", "8.5.1", 62_433)
+KEYS = ("soc", "cann", "memory_mb")
+
+
+def say_a3(config: Config) -> NpuFacts:
+    return A3
+
+
+def fail(config: Config) -> NpuFacts:
+    raise DeviceError("507008")
+
+
+def make(**device: Any) -> Config:
+    return make_config({"model": "m", "device": device})
+
+
+@pytest.fixture
+def dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which NPUs are looked for; no NPU is in it."""
+    monkeypatch.setattr(kind, "DEV", tmp_path)
+    monkeypatch.setattr(decision, "check_cann", lambda: None)
+    return tmp_path
+
+
+def test_auto_is_the_npu_of_this_machine_else_the_emulator(dev: Path) -> None:
+    assert decide_device(make(), "here", say_a3).device.kind == "emulated"
+    (dev / "davinci_manager").touch()
+    assert decide_device(make(), "here", say_a3).device.kind == "emulated"
+    (dev / "davinci7").touch()
+    assert decide_device(make(), "here", say_a3).device.kind == "npu"
+
+
+def test_a_kind_that_is_given_stays(dev: Path) -> None:
+    assert decide_device(make(kind="npu"), "plan").device.kind == "npu"
+    (dev / "davinci0").touch()
+    assert decide_device(make(kind="emulated"), "here").device.kind == "emulated"
+
+
+def test_ranks_that_start_here_need_the_npu_that_is_asked_for(dev: Path) -> None:
+    with pytest.raises(DeviceError, match="no /dev/davinci"):
+        decide_device(make(kind="npu"), "here")
+
+
+def test_the_head_of_a_cluster_leaves_auto_to_the_other_nodes(dev: Path) -> None:
+    assert decide_device(make(), "cluster").device.kind == "auto"
+    assert decide_device(make(kind="npu"), "cluster").device.kind == "npu"
+    (dev / "davinci0").touch()
+    assert decide_device(make(), "cluster", say_a3).device.kind == "npu"
+
+
+@pytest.mark.parametrize("device_kind", ["auto", "npu", "emulated"])
+def test_the_chip_that_is_given_goes_before_the_kind(device_kind: str) -> None:
+    config = make(kind=device_kind, soc="Ascend910_9391")
+
+    assert config.device.chip == "Ascend910_9391"
+    assert config.device.expansion == "AICPU"
+    assert emulator_settings(config.device, 0)["soc"] == "Ascend910_9391"
+    Chip("Ascend910_9391", "9.1.0").check_assumed(config, "the NPU of rank 0")
+
+
+def known(config: Config) -> NpuFacts:
+    return NpuFacts(*(getattr(config.device, key) for key in KEYS))
+
+
+@pytest.mark.parametrize("use", ["plan", "here", "cluster"])
+def test_plans_have_what_the_npu_of_this_machine_says(dev: Path, use: Use) -> None:
+    (dev / "davinci0").touch()
+
+    assert known(decide_device(make(), use, say_a3)) == A3
+
+
+def test_what_is_given_is_not_asked_for(dev: Path) -> None:
+    (dev / "davinci0").touch()
+    config = make(memory_mb=32_000)
+
+    assert known(decide_device(config, "here", say_a3)).memory_mb == 32_000
+    all_given = decide_device(make(soc="Ascend910B3", cann="9.1.0", memory_mb=1000), "here", fail)
+    assert known(all_given) == NpuFacts("Ascend910B3", "9.1.0", 1000)
+    assert decide_device(all_given, "here", fail) == all_given
+
+
+def test_without_npus_nobody_is_asked(dev: Path) -> None:
+    assert decide_device(make(kind="npu"), "plan", fail).device.unknown == KEYS
+    assert decide_device(make(), "here", fail).device.unknown == KEYS
+
+
+def test_an_npu_that_does_not_answer_stops_a_start_and_no_plan(
+    dev: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (dev / "davinci0").touch()
+
+    with pytest.raises(DeviceError, match="507008"):
+        decide_device(make(), "here", fail)
+    planned = decide_device(make(soc="Ascend910B4"), "plan", fail)
+
+    assert planned.device.npu_bytes == 32 << 30
+    (line,) = caplog.messages
+    assert line == (
+        "no NPU was asked, and plans assume that each NPU is an Ascend910B4 with 32 GiB under CANN "
+        "9.1.0: 507008"
+    )

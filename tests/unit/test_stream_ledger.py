@@ -1,0 +1,37 @@
+"""Who took a rank's streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dist_aclgraph.actors.stream_ledger import StreamLedger
+
+
+class FakeNpu:
+    def __init__(self) -> None:
+        self.left = 100
+
+    def available_streams(self) -> int:
+        return self.left
+
+
+def test_what_one_name_takes_adds_up() -> None:
+    npu: Any = FakeNpu()
+    ledger = StreamLedger(npu)
+
+    for left in (96, 94):
+        npu.left = left
+        ledger.book("HCCL domains")
+
+    assert ledger.taken == {"HCCL domains": 6}
+
+
+def test_what_is_given_back_is_taken_by_nobody() -> None:
+    npu: Any = FakeNpu()
+    ledger = StreamLedger(npu)
+
+    for left in (96, 100):
+        npu.left = left
+        ledger.book("main stream")
+
+    assert ledger.taken == {}
