@@ -13,7 +13,7 @@ HASH := $(shell cat pyproject.toml setup.py | sha256sum | cut -d' ' -f1)
 export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help run test test-all test-cluster lint demo-model bench-decode bench-tp8 bench-moe bench-context bench-load \
+.PHONY: help run quick test test-more test-all test-cluster lint demo-model bench-decode bench-tp8 bench-moe bench-context bench-load \
 	bench-messages bench-overlap bench-overload bench-serve bench-start bench-step chaos setup setup-bench setup-dev \
 	emulator python
 
@@ -24,13 +24,21 @@ run: setup emulator ## Serve the demo model, or CONFIG=configs/x.yaml
 	@exec $(BIN)/dist-aclgraph serve $(CONFIG)
 
 # Apart: the emulator's settings hold for the life of a process, and its own tests are strict. JOBS
-# processes take file after file, because many tests wait more than they compute; benches run alone.
+# processes take file after file, the longest first (tests/conftest.py); benches run alone.
 JOBS ?= 2
 PYTEST = $(BIN)/python -m pytest
 SPREAD = $(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder
-test: setup-dev emulator lint ## Lint, then run the tests, without benches and with short laws
-	$(SPREAD) tests/emulator
-	$(SPREAD) --ignore=tests/emulator -m "not bench and not namespaces"
+OTHERS = $(SPREAD) --ignore=tests/emulator
+quick: setup-dev ## Run the tests that need neither device nor Ray, in less than a minute
+	$(SPREAD) -m "not slow" tests/unit tests/text
+
+test: setup-dev emulator lint ## Lint, then run the tests that each change must pass: ten minutes on two cores
+	$(SPREAD) -m "not slow" tests/emulator
+	$(OTHERS) -m "not slow and not bench and not namespaces"
+
+test-more: setup-dev emulator ## Run what make test leaves out: more models, layouts, chips and faults
+	$(SPREAD) -m slow tests/emulator
+	$(OTHERS) -m "slow and not bench and not namespaces"
 	@echo "Not among these: hosts of network namespaces, for which there is make test-cluster (as root)."
 
 # Frames that strangers send to the ports of a deployment while it streams: 40 s on two busy cores, where

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,15 @@ OUR_VARIABLES = ("ASCEND_", "HCCL_", "TASK_QUEUE_ENABLE", "DIST_ACLGRAPH_")
 settings.register_profile("quick", deadline=None, max_examples=laws.QUICK)
 settings.register_profile("full", deadline=None, max_examples=laws.FULL)
 settings.load_profile("quick")
+
+
+LONGEST = (Path(__file__).parent / "longest_files.txt").read_text().split()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest files, so that no process waits long for another one at the end."""
+    place = {Path(__file__).parent / name: index for index, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
 @pytest.fixture(autouse=True)
