@@ -35,6 +35,7 @@ quick: setup-dev ## Run the tests that need neither device nor Ray, in less than
 test: setup-dev emulator lint ## Lint, then run the tests that each change must pass: ten minutes on two cores
 	$(SPREAD) -m "not slow" tests/emulator
 	$(OTHERS) -m "not slow and not bench and not namespaces"
+	@echo "Not among these: make test-more; and make test-cluster (as root), hosts of network namespaces."
 
 test-more: setup-dev emulator ## Run what make test leaves out: more models, layouts, chips and faults
 	$(SPREAD) -m slow tests/emulator

@@ -85,6 +85,7 @@ def service() -> Iterator[Service]:
         process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.cluster
 def test_a_running_service_is_scaled_and_rolled_without_a_failed_request(

@@ -14,6 +14,7 @@ import pytest
 
 from dist_aclgraph.actors import processes
 from tests.actors.leftovers import wait_until
+from tests.slow import slow
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -54,6 +55,7 @@ def started_in(folder: Path) -> list[int]:
     return sorted(set().union(*found))
 
 
+@pytest.mark.slow
 def test_a_fault_is_carried_out_and_told_in_a_table(temporary: Path, npu: object) -> None:
     rig = start(temporary, "--faults=1")
     said, _ = rig.communicate(timeout=WAIT_S)
@@ -64,7 +66,7 @@ def test_a_fault_is_carried_out_and_told_in_a_table(temporary: Path, npu: object
     assert list(temporary.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGINT)])
 def test_a_rig_that_is_stopped_leaves_no_process_and_no_file(
     temporary: Path, npu: object, interrupts: None, number: signal.Signals
 ) -> None:

@@ -12,6 +12,7 @@ from dist_aclgraph.actors import processes
 from tests.actors.leftovers import assert_processes_are_gone, wait_until
 from tests.cli.test_changing_groups import WAIT_S
 from tests.cli.test_recovery import Service, Stream, serving
+from tests.slow import slow
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -80,7 +81,7 @@ def test_the_streams_of_an_ingress_that_is_killed_go_on_with_another(npu: object
         assert "recovery.restarts_per_hour allows 2" in "".join(service.said)
 
 
-@pytest.mark.parametrize("name", [RAYLET, GCS, OWNER])
+@pytest.mark.parametrize("name", [OWNER, slow(RAYLET), slow(GCS)])
 def test_a_deployment_that_is_lost_as_a_whole_costs_time_and_no_request(
     name: str, npu: object
 ) -> None:
@@ -109,6 +110,7 @@ def test_a_deployment_that_is_lost_as_a_whole_costs_time_and_no_request(
         assert "recovery.restarts_per_hour allows 1" in "".join(service.said)
 
 
+@pytest.mark.slow
 def test_a_signal_while_the_deployment_comes_back_ends_everything(npu: object) -> None:
     with serving("serve.drain_s=1") as service:
         struck = service.pids(OWNER) + service.pids("ray::")

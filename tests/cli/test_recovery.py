@@ -154,6 +154,7 @@ def service() -> Iterator[Service]:
         yield service
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.cluster
 def test_the_death_of_the_only_group_costs_time_and_no_request_until_no_restart_is_left(
@@ -191,6 +192,7 @@ def test_the_death_of_the_only_group_costs_time_and_no_request_until_no_restart_
     assert any("recovery.restarts_per_hour allows 1" in line for line in service.said), service.said
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.cluster
 def test_a_controller_that_dies_or_hangs_takes_its_groups_along_and_no_request(npu: object) -> None:

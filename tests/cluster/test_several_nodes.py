@@ -93,6 +93,7 @@ def service(nodes: Nodes, overrides: dict[str, Any]) -> Iterator[tuple[Any, open
             os.kill(program.pid, signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_groups_on_a_node_each_answer_the_openai_client_at_the_head(nodes: Nodes) -> None:
     """The first test: it gives the NPUs back, which the deployment of the others keeps."""
     with service(nodes, {**APART, "cluster.ports": "23200-23240"}) as (where, client):

@@ -7,7 +7,10 @@ import pytest
 
 from tests.namespaces import nodes, why_no_nodes
 
-pytestmark = pytest.mark.skipif(bool(why_no_nodes()), reason=why_no_nodes() or "")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(why_no_nodes()), reason=why_no_nodes() or ""),
+]
 
 CODE = """
 dist.init_process_group("hccl")

@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
+import pytest
+
 from tests import laws
 
 HERE = Path(__file__).parent
@@ -60,6 +62,7 @@ def try_beside_each_other(run_script, most, names):
         return [verdict for part in done for verdict in part]
 
 
+@pytest.mark.slow
 def test_samples_are_equal_or_refused_by_name(run_script):
     known = json.loads(LIST.read_text(encoding="utf-8"))
     # Every fourth operator, with one sample; all with many where the profile is "full".

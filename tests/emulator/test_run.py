@@ -7,6 +7,8 @@ import textwrap
 
 import pytest
 
+from tests.slow import slow
+
 RUN = [sys.executable, "-m", "dist_aclgraph.device.emulator", "run"]
 
 
@@ -21,10 +23,10 @@ def run(*arguments, cwd=None):
 @pytest.mark.parametrize(
     "imports",
     [
-        "import transformers, torch_npu",
         "import torch",
-        "import torch_npu",
-        "from transformers import Cache",
+        slow("import torch_npu"),
+        slow("import transformers, torch_npu"),
+        slow("from transformers import Cache"),
     ],
 )
 def test_a_program_computes_whatever_it_imports_first(imports):
@@ -42,6 +44,7 @@ def test_a_program_computes_whatever_it_imports_first(imports):
     assert status == 0 and "RESULT [[6.0, 15.0], [15.0, 51.0]] 3" in output, output
 
 
+@pytest.mark.slow
 def test_pytest_and_its_children_run_on_it(tmp_path):
     (tmp_path / "test_it.py").write_text(
         textwrap.dedent("""
@@ -63,6 +66,7 @@ def test_pytest_and_its_children_run_on_it(tmp_path):
     assert status == 0 and "2 passed" in output, output
 
 
+@pytest.mark.slow
 def test_the_runtime_itself_runs_there_too():
     code = """
     import torch

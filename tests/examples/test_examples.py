@@ -47,6 +47,7 @@ def test_a_load_is_simulated() -> None:
     assert "full decode" in run("simulate")
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_prompts_are_answered() -> None:
     assert "3 4 5 6 7 8 9" in run("generate")

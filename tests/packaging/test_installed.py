@@ -145,6 +145,7 @@ def test_a_missing_extra_is_one_sentence(installation: Installation, tmp_path: P
     )
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_the_demo_model_answers(installation: Installation) -> None:
     code = "from dist_aclgraph.device import emulator; print(emulator.BUILD)"

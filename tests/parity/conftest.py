@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import add_next_token_module, greedy, make_prompts, make_reference
-
-LENGTHS = (1, 2, 5, 17, 40, 64, 100, 127, 128, 129, 200, 300)
-LONG_LENGTHS = (1, 2, 15, 16, 17, 40, 129, 255, 300, 511, 640, 900)
-NUM_TOKENS = 64
+from tests.parity.recorded import LENGTHS, LONG_CONTEXT, LONG_LENGTHS, NUM_TOKENS, recorded_tokens
 
 
 @dataclass(frozen=True)
@@ -25,12 +22,17 @@ class Reference:
 
 
 def remember(
-    tmp_path_factory: pytest.TempPathFactory, lengths: Sequence[int], **overrides: Any
+    tmp_path_factory: pytest.TempPathFactory,
+    lengths: Sequence[int],
+    recorded: str = "",
+    **overrides: Any,
 ) -> Any:
     """Return a function from an architecture to its reference, computed once.
 
     Args:
         lengths: of the prompts.
+        recorded: the part of ``recorded.py`` that has the tokens; "" has transformers generate
+            them, which takes a minute for long prompts.
         overrides: of the model.
     """
     known: dict[str, Reference] = {}
@@ -42,7 +44,10 @@ def remember(
             if architecture == "DeepseekV3ForCausalLM":
                 add_next_token_module(directory)
             prompts = make_prompts(lengths)
-            tokens = greedy(model, prompts, NUM_TOKENS)
+            if recorded:
+                tokens = recorded_tokens(recorded, architecture)
+            else:
+                tokens = greedy(model, prompts, NUM_TOKENS)
             known[architecture] = Reference(directory, model, prompts, tokens)
         return known[architecture]
 
@@ -52,10 +57,10 @@ def remember(
 @pytest.fixture(scope="session")
 def references(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Prompts that fit into one step."""
-    return remember(tmp_path_factory, LENGTHS)
+    return remember(tmp_path_factory, LENGTHS, "short")
 
 
 @pytest.fixture(scope="session")
 def long_references(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Prompts of up to several steps, for a model with room for them."""
-    return remember(tmp_path_factory, LONG_LENGTHS, max_position_embeddings=1024)
+    return remember(tmp_path_factory, LONG_LENGTHS, "long", max_position_embeddings=LONG_CONTEXT)

@@ -26,11 +26,19 @@ from tests.deployments import (
 )
 from tests.lockstep import lockstep
 from tests.parity.conftest import NUM_TOKENS, Reference
+from tests.slow import slow
 
+TP_OF = {architecture: 1 + index % 2 for index, architecture in enumerate(ARCHITECTURES)}
 # Graphs at each size; eager steps give the same at any size, by a law of their own.
 CROSS = [
-    *((architecture, tp, "FULL_DECODE_ONLY") for architecture in ARCHITECTURES for tp in (1, 2)),
-    *((architecture, 1 + index % 2, "NONE") for index, architecture in enumerate(ARCHITECTURES)),
+    *((architecture, tp, "FULL_DECODE_ONLY") for architecture, tp in TP_OF.items()),
+    ("Qwen3ForCausalLM", TP_OF["Qwen3ForCausalLM"], "NONE"),
+    *(slow(architecture, 3 - tp, "FULL_DECODE_ONLY") for architecture, tp in TP_OF.items()),
+    *(
+        slow(architecture, tp, "NONE")
+        for architecture, tp in TP_OF.items()
+        if architecture != "Qwen3ForCausalLM"
+    ),
 ]
 
 
@@ -59,6 +67,7 @@ def assert_replays_where_it_may(report: dict[str, Any], mode: str) -> None:
 
 
 @deployed
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["NONE", "FULL_DECODE_ONLY"])
 def test_a_deployment_reports_what_it_replayed(references: Any, mode: str) -> None:
     reference = references("Qwen3ForCausalLM")
@@ -72,6 +81,7 @@ def test_a_deployment_reports_what_it_replayed(references: Any, mode: str) -> No
     assert_replays_where_it_may(report, mode)
 
 
+@pytest.mark.slow
 def test_kv_heads_are_repeated_where_ranks_outnumber_them(references: Any) -> None:
     reference = references("Qwen3ForCausalLM")
 
@@ -103,7 +113,7 @@ def test_batches_shrink_and_grow_through_every_bucket_edge(references: Any) -> N
     assert all(bucket["replays"] > 0 for bucket in buckets)
 
 
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "DeepseekV3ForCausalLM"])
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", slow("DeepseekV3ForCausalLM")])
 def test_replay_goes_far_beyond_the_captured_kv_length(references: Any, architecture: str) -> None:
     reference = references(architecture)
     prompt, count = reference.prompts[4], 440
@@ -118,7 +128,7 @@ def test_replay_goes_far_beyond_the_captured_kv_length(references: Any, architec
     assert_replays_where_it_may(report, "FULL_DECODE_ONLY")
 
 
-@deployed
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "forms_agree"),
     # With latent attention a request's form, and with it the rounding, depends on its neighbours.
@@ -136,9 +146,9 @@ def test_strict_bfloat16_logprobs_lie_near_those_of_transformers(
             graph={"mode": mode},
             device={"emulator": {"strict": True}},
         )
-        with serving(config) as service:
-            plain = service.generate(reference.prompts, greedy_params(NUM_TOKENS))
-            first = service.generate(reference.prompts, greedy_params(1, logprobs=20), "l")
+        with lockstep(config) as group:
+            plain = group.generate(reference.prompts, greedy_params(NUM_TOKENS))
+            first = group.generate(reference.prompts, greedy_params(1, logprobs=20), "l")
         tokens[mode] = [answer.tokens for answer in plain]
         assert_logprobs_near(reference, [answer.logprobs[0] for answer in first])
 
@@ -211,14 +221,14 @@ def assert_all_is_answered(
 @pytest.mark.parametrize(
     ("architecture", "mode"),
     [
-        ("Qwen3ForCausalLM", "PIECEWISE"),
         ("Qwen3ForCausalLM", "FULL"),
-        ("Qwen3ForCausalLM", "FULL_AND_PIECEWISE"),
-        ("Qwen3ForCausalLM", "FULL_DECODE_ONLY"),
-        ("Qwen3MoeForCausalLM", "FULL"),
-        ("Qwen3MoeForCausalLM", "FULL_AND_PIECEWISE"),
-        ("DeepseekV3ForCausalLM", "FULL_AND_PIECEWISE"),
         ("DeepseekV2ForCausalLM", "PIECEWISE"),
+        ("Qwen3MoeForCausalLM", "FULL_AND_PIECEWISE"),
+        slow("Qwen3ForCausalLM", "PIECEWISE"),
+        slow("Qwen3ForCausalLM", "FULL_AND_PIECEWISE"),
+        slow("Qwen3ForCausalLM", "FULL_DECODE_ONLY"),
+        slow("Qwen3MoeForCausalLM", "FULL"),
+        slow("DeepseekV3ForCausalLM", "FULL_AND_PIECEWISE"),
     ],
 )
 def test_two_ranks_in_every_mode_under_arrivals_aborts_and_preemptions(
@@ -245,6 +255,7 @@ def test_two_ranks_in_every_mode_under_arrivals_aborts_and_preemptions(
 
 
 @deployed
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "mode"),
     [("Qwen3ForCausalLM", "FULL"), ("DeepseekV3ForCausalLM", "FULL_AND_PIECEWISE")],

@@ -14,6 +14,7 @@ from tests.deployments import greedy_params, make_deployment_config
 from tests.lockstep import lockstep
 from tests.parity.conftest import NUM_TOKENS, Reference
 from tests.parity.rounding import assert_best_but_for_rounding
+from tests.slow import slow
 
 CHIPS = [("Ascend910B1", "8.5.0"), ("Ascend910B1", "9.1.0"), ("Ascend910_9391", "9.1.0")]
 DENSE = {"parallel": {"tp": 2}, "graph": {"sizes": (1, 4, 12), "mixed_sizes": (16, 64)}}
@@ -43,12 +44,12 @@ ALL = [
 A2_OLD, A2, A3 = CHIPS
 # Each architecture once and each chip twice, with and without experts; all with the profile "full".
 FEW = [
-    ("LlamaForCausalLM", *A2),
-    ("Qwen2ForCausalLM", *A3),
     ("Qwen3ForCausalLM", *A2_OLD),
     ("Qwen3MoeForCausalLM", *A3),
-    ("DeepseekV2ForCausalLM", *A2),
-    ("DeepseekV3ForCausalLM", *A2_OLD),
+    slow("LlamaForCausalLM", *A2),
+    slow("Qwen2ForCausalLM", *A3),
+    slow("DeepseekV2ForCausalLM", *A2),
+    slow("DeepseekV3ForCausalLM", *A2_OLD),
 ]
 
 
@@ -59,7 +60,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "latents": {**DRAFTED, "parallel": {"tp": 2, "pcp": 2, "dcp": 4, "cp_interleave": 16}},
 }
 ALL_SHARED = [(which, *chip) for which in SHARED for chip in CHIPS[1:]]
-FEW_SHARED = [("keys", *A3), ("prompts", *A2), ("latents", *A3)]
+FEW_SHARED = [slow("keys", *A3), slow("prompts", *A2), slow("latents", *A3)]
 
 
 @pytest.mark.parametrize(("architecture", "soc", "cann"), ALL if laws.is_full() else FEW)

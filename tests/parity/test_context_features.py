@@ -82,6 +82,7 @@ def found(npu: Any) -> dict[tuple[int, int, int], list[Answer]]:
     return answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
 def test_tokens_and_their_probabilities_are_those_of_ranks_that_share_nothing(
     found: dict[tuple[int, int, int], list[Answer]], layout: tuple[int, int, int]

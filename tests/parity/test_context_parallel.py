@@ -1,8 +1,8 @@
 """Layouts that share the context of requests between ranks: tokens equal transformers'.
 
-Each value of an axis meets each value of the others somewhere, in half of the layouts or, with the
-full profile, in all; that adds, for shards of caches and for split prompts, every graph mode with
-every number of drafts.
+Each value of an axis meets each value of the others somewhere in the layouts. ``make test`` tries
+three of them: shards and split prompts of keys, and of latents with drafts and experts. The full
+profile adds every graph mode with every number of drafts, for shards and for split prompts.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tests.deployments import greedy_params, make_deployment_config
 from tests.laws import is_full
 from tests.lockstep import lockstep
 from tests.parity.conftest import NUM_TOKENS, Reference
+from tests.slow import slow_unless
 
 BLOCK_SIZE = 128
 V3, V2 = "DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM"
@@ -113,11 +114,15 @@ def check(reference: Reference, layout: Layout) -> None:
     assert [answer.tokens for answer in answers] == reference.tokens
 
 
-@pytest.mark.parametrize("layout", LAYOUTS if is_full() else LAYOUTS[::2], ids=name)
+QUICK = (LAYOUTS[0], LAYOUTS[2], LAYOUTS[14])
+
+
+@pytest.mark.parametrize("layout", slow_unless(lambda each: each in QUICK, LAYOUTS), ids=name)
 def test_greedy_tokens_equal_those_of_transformers(long_references: Any, layout: Layout) -> None:
     check(long_references(layout.architecture), layout)
 
 
+@pytest.mark.slow
 def test_a_rank_in_the_middle_of_a_prompt_drafts_beside_one_that_samples(
     long_references: Any,
 ) -> None:

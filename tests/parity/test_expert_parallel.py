@@ -8,6 +8,7 @@ import pytest
 
 from tests.deployments import deployed, greedy_params, make_deployment_config, serving
 from tests.lockstep import lockstep
+from tests.slow import slow
 
 NUM_TOKENS = 16
 
@@ -16,7 +17,7 @@ NUM_TOKENS = 16
 @pytest.mark.parametrize(
     ("parallel", "mode"),
     [
-        ({"dp": 2, "ep": 2}, "FULL_DECODE_ONLY"),
+        slow({"dp": 2, "ep": 2}, "FULL_DECODE_ONLY"),
         ({"dp": 2, "ep": 2, "exchange": "all_to_all", "expert_capacity": 1.0}, "FULL_DECODE_ONLY"),
     ],
 )
@@ -45,6 +46,7 @@ def test_greedy_tokens_equal_those_of_transformers(
         assert metrics["step_reruns"] > 0
 
 
+@pytest.mark.slow
 def test_shared_experts_on_a_stream_of_their_own_change_nothing_but_streams(
     references: Any,
 ) -> None:

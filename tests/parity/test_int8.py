@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import make_prompts, make_reference
-from tests.deployments import deployed, greedy_params, make_deployment_config, serving
+from tests.deployments import greedy_params, make_deployment_config
+from tests.lockstep import lockstep
+from tests.slow import slow
 
 
 def generate(directory: Path, parallel: dict[str, int], mode: str) -> list[list[int]]:
@@ -20,25 +22,24 @@ def generate(directory: Path, parallel: dict[str, int], mode: str) -> list[list[
         graph={"mode": mode},
         device={"emulator": {"strict": True}},
     )
-    with serving(config) as service:
+    with lockstep(config) as group:
         # One after another: products of floats may round otherwise in batches of another size.
         answers = [
-            service.generate([prompt], greedy_params(8), f"alone{i}")[0]
+            group.generate([prompt], greedy_params(8), f"alone{i}")[0]
             for i, prompt in enumerate(make_prompts([5, 150]))
         ]
-        report = service.report()
+        report = group.report()
     if mode != "NONE":
         assert sum(bucket["replays"] for bucket in report["buckets"]) > 0
     return [answer.tokens for answer in answers]
 
 
-@deployed
 @pytest.mark.parametrize(
     ("architecture", "parallel"),
     [
         ("Qwen3ForCausalLM", {"tp": 2}),
-        ("DeepseekV3ForCausalLM", {"tp": 2, "dp": 2, "ep": 4}),
-        ("DeepseekV3ForCausalLM", {"tp": 2, "pcp": 2, "dcp": 4, "ep": 4}),
+        slow("DeepseekV3ForCausalLM", {"tp": 2, "dp": 2, "ep": 4}),
+        slow("DeepseekV3ForCausalLM", {"tp": 2, "pcp": 2, "dcp": 4, "ep": 4}),
     ],
 )
 def test_graphs_give_the_tokens_of_eager_steps(

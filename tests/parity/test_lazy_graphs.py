@@ -10,10 +10,11 @@ from dist_aclgraph.bench.engine import asked_sizes
 from tests.deployments import deployed, greedy_params, make_deployment_config, serving
 from tests.lockstep import lockstep
 from tests.parity.conftest import NUM_TOKENS
+from tests.slow import slow
 
 
 @deployed
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [slow(1), 2])
 def test_frequent_shapes_are_captured_while_serving(references: Any, tp: int) -> None:
     reference = references("Qwen3ForCausalLM")
     config = make_deployment_config(
@@ -42,8 +43,8 @@ def test_frequent_shapes_are_captured_while_serving(references: Any, tp: int) ->
 @pytest.mark.parametrize(
     "parallel",
     [
-        pytest.param({"dp": 2, "ep": 2}, id="experts"),
-        pytest.param({"pcp": 2, "dcp": 2}, id="contexts"),
+        pytest.param({"dp": 2, "ep": 2}, id="experts", marks=pytest.mark.slow),
+        pytest.param({"pcp": 2, "dcp": 2}, id="contexts", marks=pytest.mark.slow),
     ],
 )
 def test_shapes_of_drafts_over_ranks_that_share_something_are_captured_while_serving(

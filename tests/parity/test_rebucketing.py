@@ -38,6 +38,7 @@ def run_wave(service: Serving, reference: Any, name: str, size: int) -> None:
         assert answer.tokens == reference.tokens[i]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "parallel"),
     [

@@ -14,6 +14,7 @@ from tests.deployments import deployed, greedy_params, make_deployment_config, s
 from tests.lockstep import lockstep
 from tests.parity.conftest import NUM_TOKENS, Reference
 from tests.parity.rounding import assert_best_but_for_rounding
+from tests.slow import slow_unless
 
 
 class Layout(NamedTuple):
@@ -88,7 +89,15 @@ def answers_of(reference: Reference, layout: Layout, dtype: str) -> list[list[in
     return [answer.tokens for answer in answers]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
+# Each exchange, each mode, and drafts; the other layouts take minutes.
+QUICK = (LAYOUTS[4], LAYOUTS[8], LAYOUTS[10], MC2_LAYOUTS[1])
+
+
+def name(layout: Layout) -> str:
+    return "-".join(map(str, layout))
+
+
+@pytest.mark.parametrize("layout", slow_unless(lambda each: each in QUICK, LAYOUTS), ids=name)
 def test_greedy_tokens_equal_those_of_transformers(references: Any, layout: Layout) -> None:
     reference = references(layout.architecture)
 
@@ -96,6 +105,7 @@ def test_greedy_tokens_equal_those_of_transformers(references: Any, layout: Layo
 
 
 @deployed
+@pytest.mark.slow
 def test_independent_groups_give_the_tokens_of_transformers(references: Any) -> None:
     reference = references(INDEPENDENT.architecture)
 
@@ -109,7 +119,7 @@ def test_independent_groups_give_the_tokens_of_transformers(references: Any) -> 
     assert sum(bucket["replays"] for group in groups for bucket in group["buckets"]) > 0
 
 
-@pytest.mark.parametrize("layout", MC2_LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
+@pytest.mark.parametrize("layout", slow_unless(lambda each: each in QUICK, MC2_LAYOUTS), ids=name)
 def test_mc2_chooses_tokens_that_are_best_but_for_rounding(references: Any, layout: Layout) -> None:
     reference = references(layout.architecture)
     answers = answers_of(reference, layout, "bfloat16")

@@ -251,6 +251,7 @@ def test_deployments_on_one_cluster_leave_each_other_alone(cluster):
     assert ask(f"{proxy}/a").status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_an_ingress_asks_the_groups_what_becomes_of_a_deployment_that_died():
     port = free_port()
@@ -269,6 +270,7 @@ def test_an_ingress_asks_the_groups_what_becomes_of_a_deployment_that_died():
         process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_a_stream_goes_on_when_serve_replaces_the_groups(tmp_path):
     pids, port = tmp_path / "pids", free_port()
@@ -293,6 +295,7 @@ def test_a_stream_goes_on_when_serve_replaces_the_groups(tmp_path):
         process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_an_application_that_is_deployed_again_fails_no_request(tmp_path):
     """As by ``serve deploy`` with a changed file, while requests come."""

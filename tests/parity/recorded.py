@@ -1,0 +1,53 @@
+"""What transformers generates for the parity tests, recorded: ``python -m tests.parity.recorded``.
+
+``test_recorded.py`` has transformers generate it again.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from dist_aclgraph.device import emulator
+from tests.checkpoints import ARCHITECTURES, greedy, make_prompts, make_reference
+
+LENGTHS = (1, 2, 5, 17, 40, 64, 100, 127, 128, 129, 200, 300)
+LONG_LENGTHS = (1, 2, 15, 16, 17, 40, 129, 255, 300, 511, 640, 900)
+LONG_CONTEXT = 1024
+NUM_TOKENS = 64
+FILE = Path(__file__).parents[1] / "data" / "transformers_tokens.json"
+# Of the lengths of prompts, and what of the model is not as usual.
+PARTS = {
+    "short": (LENGTHS, {}),
+    "long": (LONG_LENGTHS, {"max_position_embeddings": LONG_CONTEXT}),
+}
+
+
+def recorded_tokens(part: str, architecture: str) -> list[list[int]]:
+    """Return the greedy tokens of each prompt, [num_prompts, NUM_TOKENS]."""
+    tokens: list[list[int]] = json.loads(FILE.read_text())[part][architecture]
+    return tokens
+
+
+def generate(part: str, architecture: str) -> list[list[int]]:
+    """Have transformers generate what is recorded."""
+    lengths, overrides = PARTS[part]
+    model = make_reference(architecture, **overrides)
+    return greedy(model, make_prompts(lengths), NUM_TOKENS)
+
+
+def main() -> None:
+    emulator.build()
+    emulator.load({})  # transformers looks for an NPU when it is imported
+    found = {part: {name: generate(part, name) for name in ARCHITECTURES} for part in PARTS}
+    parts = (
+        f'"{part}": {{\n'
+        + ",\n".join(f'"{name}": {json.dumps(tokens)}' for name, tokens in by_name.items())
+        + "\n}"
+        for part, by_name in found.items()
+    )
+    FILE.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()

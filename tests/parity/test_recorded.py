@@ -1,0 +1,15 @@
+"""What is recorded of transformers is what it generates."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.checkpoints import ARCHITECTURES
+from tests.parity.recorded import PARTS, generate, recorded_tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("part", PARTS)
+def test_recorded_tokens_are_those_of_transformers(part: str, architecture: str) -> None:
+    assert generate(part, architecture) == recorded_tokens(part, architecture)

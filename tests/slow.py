@@ -1,0 +1,18 @@
+"""Which tests are left to ``make test-more``: variations of what ``make test`` tries once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+
+def slow(*values: Any) -> Any:
+    """Return the values of a parametrised test that is slow."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def slow_unless(is_kept: Callable[[Any], bool], params: Iterable[Any]) -> list[Any]:
+    """Return the values of one parameter, of which some are tried by ``make test``."""
+    return [value if is_kept(value) else slow(value) for value in params]
