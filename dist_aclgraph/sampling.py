@@ -32,7 +32,8 @@ class SamplingParams:
         stop: strings that end the text; they are not part of it.
         stop_token_ids: ids that end the output besides the model's own end tokens.
         ignore_eos: go on after the model's end token.
-        min_tokens: end tokens are ignored before so many tokens exist.
+        min_tokens: the first min_tokens tokens hold no end token, and a stop string that ends
+            within them does not end the text.
     """
 
     max_tokens: int | None = 16

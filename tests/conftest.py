@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from dist_aclgraph.environment import disable_backend_autoload
 from tests import laws
+
+# Before any test imports torch.
+disable_backend_autoload()
 
 OUR_VARIABLES = ("ASCEND_", "HCCL_", "TASK_QUEUE_ENABLE", "DIST_ACLGRAPH_")
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +38,7 @@ from dist_aclgraph.planning.planner import Planner
 logger = logging.getLogger(__name__)
 
 REPORT_S = 10.0  # limit of engines' reports
+NOT_STOPPED = frozenset(State) - {State.STOPPED}
 BYTES = "bytes"
 
 
@@ -85,6 +87,7 @@ class Controller:
         self._term = term
         self._spares = Spares(name, config.recovery.spares)
         self._forks = Forks(forks)
+        self._entering = threading.Lock()
         self._state = State.PLACING
         self._progress = Progress(self._state.value)
         self._failure = ""  # of the start
@@ -184,16 +187,21 @@ class Controller:
             self._failure = str(e)
             phase = self._state.value
             self._stop_actors()
-            self._enter(State.STOPPED)
+            self._enter(State.STOPPED, only_from=NOT_STOPPED)
             if isinstance(e, DistAclGraphError):
                 raise
             if isinstance(e, RayError):
                 raise ours(e, phase) from e
             raise WorkerError(f"{type(e).__name__}: {e}", phase=phase) from e
 
-    def _enter(self, state: State) -> None:
-        self._state = advance(self._state, state)
-        self._progress = Progress(state.value)
+    def _enter(self, state: State, *, only_from: Collection[State] = frozenset(State)) -> bool:
+        """Go to a state if this one is in ``only_from``; return whether it is. For any thread."""
+        with self._entering:
+            if self._state not in only_from:
+                return False
+            self._state = advance(self._state, state)
+            self._progress = Progress(state.value)
+            return True
 
     def _show_phase(self, phase: State) -> None:
         """Of groups that change while others serve."""
@@ -221,14 +229,10 @@ class Controller:
 
     def _see_service(self, serves: bool) -> None:
         """Go from SERVING to RECOVERING, or back."""
-        wanted = State.SERVING if serves else State.RECOVERING
-        if self._state not in (State.SERVING, State.RECOVERING) or self._state is wanted:
-            return
-        if serves:
+        if serves and self._enter(State.SERVING, only_from={State.RECOVERING}):
             logger.warning("a group serves again")
-        else:
+        elif not serves and self._enter(State.RECOVERING, only_from={State.SERVING}):
             logger.error("no group serves: %s", self._serving and self._serving.watch.failure())
-        self._enter(wanted)
 
     # ---- while it serves
 
@@ -254,11 +258,9 @@ class Controller:
 
     def shut_down(self) -> None:
         """Stop in order: engines say goodbye, workers leave, what is left is killed."""
-        if self._state is State.SERVING:
-            self._enter(State.DRAINING)
+        self._enter(State.DRAINING, only_from={State.SERVING})
         self._stop_actors()
-        if self._state is not State.STOPPED:
-            self._enter(State.STOPPED)
+        self._enter(State.STOPPED, only_from=NOT_STOPPED)
 
     def _stop_actors(self) -> None:
         groups = self._groups

@@ -25,7 +25,6 @@ from dist_aclgraph.actors.local_ray import NAMESPACE, find_forks
 from dist_aclgraph.actors.term import Standing, Term
 from dist_aclgraph.actors.worker_group import fetch
 from dist_aclgraph.config import Config
-from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.planning.restarts import RestartBudget
 from dist_aclgraph.topology import NO_RANK, ParallelLayout
 
@@ -92,6 +91,7 @@ class ControllerKeeper:
         name: of the deployment, and so of all its controllers.
         has_ray: whether there is still a Ray that another one could be started on.
         forks: what controllers, and their workers, are forked by, on a Ray of this process's own.
+        make: starts a controller's process; see ``make_controller``.
 
     Attributes:
         controller: the one of now. It may be dead already.
@@ -107,8 +107,10 @@ class ControllerKeeper:
         service: Service,
         has_ray: Callable[[], bool] = lambda: True,
         forks: Forks | None = None,
+        make: Callable[[Config, str, Term, ForkAddress | None], Any] = make_controller,
     ) -> None:
         self.controller = controller
+        self._make_controller = make
         self._has_ray = has_ray
         self._forks = forks
         self.progress = ""
@@ -146,6 +148,8 @@ class ControllerKeeper:
                     self._replace(death)
             except RayError as e:  # of Ray itself, which whoever started it watches
                 logger.debug("asking the controller failed: %s", e)
+            except Exception:  # whatever it is: the next look may go well
+                logger.exception("looking after the controller failed")
 
     def _look(self) -> str:
         """Ask the controller how it stands; return why it counts as dead, or ""."""
@@ -172,7 +176,7 @@ class ControllerKeeper:
                 return
             try:
                 self._start_another()
-            except (DistAclGraphError, RayError, ValueError) as e:
+            except Exception as e:  # whatever it is: the budget ends what fails for good
                 logger.error("the controller could not be started again: %s", e)
                 death = f"{death}, and starting another failed: {e}"
                 self._restarts.failed(time.monotonic())
@@ -207,8 +211,8 @@ class ControllerKeeper:
                     return
                 try:
                     config = self._standing.config
-                    forked_by = find_forks(self._forks, config)
-                    self.controller = make_controller(config, self._name, self._term, forked_by)
+                    forks = find_forks(self._forks, config)
+                    self.controller = self._make_controller(config, self._name, self._term, forks)
                     return
                 except ValueError:
                     if time.monotonic() > deadline_s:

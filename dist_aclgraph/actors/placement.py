@@ -211,12 +211,13 @@ def may_have_others(address: str) -> bool:
     return not ip_address(address).is_loopback or len(cluster_nodes()) > 1
 
 
-def has_room(request: BundleRequest, num_groups: int) -> bool:
+def has_room(request: BundleRequest, num_groups: int, wait_s: float = ROOM_S) -> bool:
     """Whether so many groups would be placed now, as far as Ray has counted.
 
-    It counts what was given back with a delay: it is waited for, some seconds at most.
+    Args:
+        wait_s: how long to wait for room: Ray counts what was given back with a delay.
     """
-    deadline_s = time.monotonic() + ROOM_S
+    deadline_s = time.monotonic() + wait_s
     while not (fits := has_places(request, free_nodes(), num_groups)):
         if time.monotonic() > deadline_s:
             break

@@ -2,6 +2,10 @@
 
 Its owner holds a lock in it for as long as it lives. A process id would not say whether that is so:
 several containers may share one temporary folder, and each counts its processes on its own.
+
+A directory is made and removed under a hidden name. One of this name that nobody has locked is what
+a process has left that was killed meanwhile, or is being made in this moment: it is swept in either
+case, and its maker makes another one.
 """
 
 from __future__ import annotations
@@ -11,10 +15,11 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PREFIX = "dist-aclgraph-"
+UNFINISHED = f".{PREFIX}"  # while a directory is made or removed
 LOCK = "owner.lock"
 
 
@@ -26,12 +31,24 @@ class RunDirectory:
 
     def __init__(self) -> None:
         sweep()
-        self.path = tempfile.mkdtemp(prefix=PREFIX)
-        # Held before it gets its name: who sweeps must never find it free.
-        new = f"{self.path}/new"
-        self._lock = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        os.rename(new, f"{self.path}/{LOCK}")
+        while not self._make():
+            pass  # it was swept
+
+    def _make(self) -> bool:
+        """Make a directory and lock it; return whether it is still there."""
+        new = Path(tempfile.mkdtemp(prefix=UNFINISHED))
+        path = new.with_name(new.name.removeprefix("."))
+        lock = -1
+        try:
+            lock = os.open(new / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            os.rename(new, path)  # locked before that: nobody finds it free
+        except FileNotFoundError:
+            if lock >= 0:
+                os.close(lock)
+            return False
+        self.path, self._lock = str(path), lock
+        return True
 
     def disown(self) -> None:
         """Leave it to the parent, in a process that was forked: its life is what counts."""
@@ -40,7 +57,7 @@ class RunDirectory:
 
     def remove(self) -> None:
         """Give it up. Idempotent."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        _remove(Path(self.path))
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -48,19 +65,34 @@ class RunDirectory:
 
 def sweep() -> None:
     """Remove the directories of owners that have ended without a chance to."""
-    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    for path in directories(Path(tempfile.gettempdir())):
         with held_if_free(path) as is_free:
             if is_free:
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path)
+
+
+def directories(folder: Path) -> list[Path]:
+    """Return the directories of all owners in a temporary folder, the unfinished ones too."""
+    return [path for prefix in (PREFIX, UNFINISHED) for path in folder.glob(f"{prefix}*")]
+
+
+def _remove(path: Path) -> None:
+    unfinished = path.with_name(f".{path.name.removeprefix('.')}")
+    with suppress(FileNotFoundError):
+        os.rename(path, unfinished)
+    shutil.rmtree(unfinished, ignore_errors=True)
 
 
 @contextmanager
 def held_if_free(path: Path) -> Iterator[bool]:
     """Say whether a directory is one of ours whose owner has ended; hold its lock meanwhile."""
+    flags = os.O_RDWR | os.O_CLOEXEC
+    if path.name.startswith(UNFINISHED):
+        flags |= os.O_CREAT  # it may have none yet, or no more
     try:
         is_ours = path.stat().st_uid == os.getuid()
-        lock = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC) if is_ours else -1
-    except OSError:  # not one of ours, or one that is just being made
+        lock = os.open(path / LOCK, flags, 0o600) if is_ours else -1
+    except OSError:  # not one of ours, or just removed
         lock = -1
     if lock < 0:
         yield False

@@ -163,8 +163,13 @@ class ServingGroups:
             self.traffic.add(scope)
         self._publish()
 
-    def scale(self, count: int) -> None:
+    def scale(self, count: int, room_s: float = placement.ROOM_S) -> None:
         """Have so many groups take requests; dead ones are given back.
+
+        Other changes may begin while it waits for room.
+
+        Args:
+            room_s: how long to wait for NPUs.
 
         Raises:
             ConfigError: ``count`` is not positive.
@@ -175,9 +180,11 @@ class ServingGroups:
         check_count(count)
         with self._change():
             self.give_up_lost(are_replaced=False)
+        if count > len(self.taking):
+            self.check_room(count - len(self.taking), room_s)
+        with self._change():
             missing = count - len(self.taking)
             if missing > 0:
-                self.check_room(missing)
                 self._add(self._planner, missing)
             self.num_wanted = count
             self._give_back(self._lost)
@@ -294,14 +301,14 @@ class ServingGroups:
             self.part = ""
             self._changing.release()
 
-    def check_room(self, count: int) -> None:
-        """Return if there are NPUs for so many groups more.
+    def check_room(self, count: int, wait_s: float) -> None:
+        """Return if there are NPUs for so many groups more, or come to be within ``wait_s``.
 
         Raises:
             PlacementError: there are not.
         """
         request = bundles_of_groups(self.config, count)
-        if not placement.has_room(request, count):
+        if not placement.has_room(request, count, wait_s):
             free = placement.count_npus(request, placement.free_nodes())
             raise PlacementError(
                 f"{count} groups more need {count * request.size} NPUs; free are {free}; "
@@ -316,6 +323,8 @@ class ServingGroups:
     def find_place(self) -> None:
         """Have a place for a missing group: of a lost one that its survivors leave, or any other.
 
+        Other changes may begin while it waits for room.
+
         Raises:
             PlacementError: there is none.
             EngineUnavailableError: another change is under way.
@@ -325,7 +334,9 @@ class ServingGroups:
                 if self._may_rejoin(group) and gather_survivors(group):
                     return
                 group.give_up()
-            self._make_room()
+            if self._spares.give():
+                return
+        self.check_room(1, placement.ROOM_S)
 
     def give_up_lost(self, *, are_replaced: bool) -> None:
         """Free the places of lost groups that nobody will join again.
@@ -350,7 +361,7 @@ class ServingGroups:
             PlacementError: there are none.
         """
         if not self._spares.give():
-            self.check_room(1)
+            self.check_room(1, placement.ROOM_S)
 
     def _ask_for_spares(self) -> None:
         try:

@@ -48,7 +48,7 @@ TRIAL_BLOCKS = 2  # a cache for padding rows alone: they use the dummy block
 
 T = TypeVar("T")
 Part = TypeVar("Part")
-OnPhase = Callable[[State], None]
+OnPhase = Callable[[State], object]
 OnGraph = Callable[[int, int, str], None]  # captured so far, of how many, and what comes next
 
 

@@ -20,13 +20,15 @@ from ray.exceptions import RayError
 from dist_aclgraph.actors import run_directory
 from dist_aclgraph.actors.lockstep_group import LockstepGroup
 from dist_aclgraph.actors.serving_groups import ServingGroups
+from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.planning.autoscale import Autoscaler, Demand
-from dist_aclgraph.planning.restarts import RestartBudget
+from dist_aclgraph.planning.restarts import Backoff, RestartBudget
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.2
 COUNT_S = 1.0  # between two counts of what runs and waits
+GROWTH_PAUSE_S = 30.0  # after a first try to add a group that failed
 SWEEP_S = 10.0
 
 
@@ -51,6 +53,7 @@ class Upkeep:
         on_service: told at every look whether a group serves.
         clock: in seconds; does not go back.
         begin: begins a change, and does not wait for it.
+        count_requests: returns how many requests run and wait in groups; None asks their engines.
 
     Attributes:
         trouble: why groups are missing and the last try to replace one failed, or "".
@@ -62,6 +65,7 @@ class Upkeep:
         on_service: Callable[[bool], None],
         clock: Callable[[], float] = time.monotonic,
         begin: Callable[[Callable[[], None]], Change] = begin_thread,
+        count_requests: Callable[[Sequence[LockstepGroup]], tuple[int, int]] | None = None,
     ) -> None:
         config = serving.config
         self.trouble = ""
@@ -70,7 +74,8 @@ class Upkeep:
         self._restarts = RestartBudget(config.recovery.restarts_per_hour)
         autoscale = config.serve.autoscale
         self._autoscaler = Autoscaler(autoscale) if autoscale.max_groups else None
-        self._demands = Demands()
+        self._growth = Backoff(GROWTH_PAUSE_S)
+        self._count_requests = count_requests or Demands().look
         self._next_count_s = self._next_sweep_s = 0.0
         self._clock = clock
         self._begin = begin
@@ -186,19 +191,32 @@ class Upkeep:
         taking = self._serving.taking
         if not taking:
             return  # those that are missing come first
-        running, waiting = self._demands.look(taking)
+        running, waiting = self._count_requests(taking)
         rows = min(group.num_rows for group in taking)
         demand = Demand(len(taking), running, waiting, rows, self._serving.num_missing)
         wanted = self._autoscaler.decide(now_s, demand)
-        if wanted != len(taking):
+        if wanted < len(taking) or (wanted > len(taking) and self._growth.is_due(now_s)):
             logger.info("%d groups, as %d requests run and %d wait", wanted, running, waiting)
             self._change = self._begin(partial(self._scale, wanted))
 
     def _scale(self, count: int) -> None:
         try:
-            self._serving.scale(count)
+            self._serving.scale(count, room_s=0.0)  # the next try is soon enough
+        except (DistAclGraphError, RayError) as e:
+            self._growth.failed(self._clock())
+            pause_s = self._growth.pause_s(self._clock())
+            logger.warning(
+                "requests want %d groups; none is added for %.0f s, because the last try failed: "
+                "%s",
+                count,
+                pause_s,
+                e,
+            )
         except Exception:  # whatever it is: what serves goes on
+            self._growth.failed(self._clock())
             logger.exception("changing the number of groups to %d failed", count)
+        else:
+            self._growth.succeeded()
 
 
 class Demands:

@@ -147,7 +147,7 @@ class Service:
     def dead_run_directories(self) -> list[str]:
         """Return those whose owners are gone."""
         found = []
-        for path in self.folder.glob(f"{run_directory.PREFIX}*"):
+        for path in run_directory.directories(self.folder):
             with run_directory.held_if_free(path) as is_free:
                 if is_free:
                     found.append(path.name)
@@ -202,9 +202,8 @@ class Service:
         wait_for(lambda: not self._all(), END_S)
         left = [f"process {processes.name_of(pid)}" for pid in sorted(self._all())]
         left += [f"shared memory {name}" for name in self.dead_segments()]
-        left += [
-            f"{path.name} of {self.folder.name}" for path in self.folder.glob("dist-aclgraph-*")
-        ]
+        found = run_directory.directories(self.folder)
+        left += [f"{path.name} of {self.folder.name}" for path in found]
         if _is_taken(self._port):
             left.append("its port")
         return left

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from dist_aclgraph.context.place import ContextPlace
 from dist_aclgraph.engine.sampling_table import SamplingTable
 from dist_aclgraph.ints import IntArray, unpack_ints
+from dist_aclgraph.planning.step_sizes import table_width
 from dist_aclgraph.steps.draft_places import draft_places
 from dist_aclgraph.steps.host_step import NO_INTS, NO_RECORDS, NO_STEP, HostStep
 from dist_aclgraph.steps.prompt_share import share_prompts
@@ -277,12 +278,3 @@ class InputBatch:
             np.where(positions < known, token_ids, references).astype(np.int32),
             np.where(positions + 1 < known, after, 0).astype(np.int32),
         )
-
-
-def table_width(num_tokens: int, block_size: int, num_drafts: int) -> int:
-    """Return the width of the block table: blocks for the tokens and for positions of drafts.
-
-    A step verifies k drafts behind the last token, and drafting then goes k positions further. It
-    may begin up to k positions later than the host knows.
-    """
-    return -(-(num_tokens + 3 * num_drafts) // block_size)

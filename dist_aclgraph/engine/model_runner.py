@@ -31,7 +31,7 @@ from dist_aclgraph.engine.draft_steps import DraftSteps
 from dist_aclgraph.engine.drafting import Collect
 from dist_aclgraph.engine.graph_store import GraphStore
 from dist_aclgraph.engine.graph_work import GraphWork
-from dist_aclgraph.engine.input_batch import InputBatch, table_width
+from dist_aclgraph.engine.input_batch import InputBatch
 from dist_aclgraph.engine.mixed_step import StepSize, upload_step
 from dist_aclgraph.engine.replays import Replays
 from dist_aclgraph.engine.step_output import (
@@ -54,6 +54,7 @@ from dist_aclgraph.models.decoder import Decoder
 from dist_aclgraph.planning.buckets import buffer_sizes
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.plan import CaptureCost
+from dist_aclgraph.planning.step_sizes import table_width
 from dist_aclgraph.steps.host_step import HostStep
 from dist_aclgraph.steps.padding import GraphLens
 from dist_aclgraph.steps.step import StepPlan, StepResult

@@ -24,6 +24,7 @@ from dist_aclgraph.ints import IntArray
 from dist_aclgraph.packing import pack_parts
 from dist_aclgraph.planning.buckets import BufferSizes
 from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.step_sizes import input_sizes
 from dist_aclgraph.steps.draft_places import DraftPlaces
 from dist_aclgraph.steps.host_step import NO_INTS, NO_STEP, HostStep
 
@@ -70,8 +71,7 @@ class StepBuffers:
         max_tokens, max_reqs, max_samples = largest
         self._max_reqs = max_reqs
         self._num_drafts, self._spare_row = num_drafts, spare_row
-        drafts = [max_reqs] * 3 + [max_reqs * 3 * num_drafts] if num_drafts else [max_reqs]
-        _, size = pack_parts([max_tokens] * 3 + drafts)
+        _, size = pack_parts(input_sizes(max_tokens, max_reqs, num_drafts))
         self._inputs = torch.zeros(size, dtype=torch.int32, device=device)
         self._block_table = torch.zeros((max_reqs, max_blocks), dtype=torch.int32, device=device)
         self.logits = torch.zeros((max_samples, vocab_size), dtype=dtype, device=device)
@@ -199,9 +199,8 @@ class StepBuffers:
 
     def _sizes(self, graph: BatchDescriptor) -> list[int]:
         """Return the sizes of a graph's arrays, in their order."""
-        n = self._reqs_of(graph)
-        rest = [n, n, n, n * 3 * self._num_drafts] if self._verifies(graph) else [n]
-        return [graph.num_tokens] * 3 + rest
+        num_drafts = self._num_drafts if self._verifies(graph) else 0
+        return input_sizes(graph.num_tokens, self._reqs_of(graph), num_drafts)
 
     def _update_block_table(self, n: int, block_table: IntArray) -> bool:
         """Bring the host's copy up to date; say whether anything changed."""

@@ -16,9 +16,8 @@ from dist_aclgraph.models.layer_stack import LayerStack, load_layer
 from dist_aclgraph.models.loading import NotePlaced, WeightSlices, WeightSource, note_nothing
 from dist_aclgraph.models.mla import MultiHeadLatent
 from dist_aclgraph.models.next_token import NextTokenModule, load_next_token_module
+from dist_aclgraph.planning.step_sizes import SPARE_POSITIONS
 from dist_aclgraph.shapes.model_spec import ModelSpec
-
-SPARE_POSITIONS = 16  # of drafts that run past the longest context, to be thrown away
 
 
 class Decoder:

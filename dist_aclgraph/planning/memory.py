@@ -13,20 +13,21 @@ from typing import NamedTuple
 from dist_aclgraph.config import Config
 from dist_aclgraph.context.prompt_parts import MAX_CHUNK_TOKENS
 from dist_aclgraph.context.prompt_split import MAX_WHOLE_QUERIES
+from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.kv.cache_spec import (
     DTYPE_BYTES,
-    KVCacheSpec,
     elements_per_token,
     how_to_shrink_weights,
 )
-from dist_aclgraph.packing import aligned
+from dist_aclgraph.packing import aligned, pack_parts
 from dist_aclgraph.planning.buckets import (
     BufferSizes,
     buffer_sizes,
     candidate_families,
     lazy_families,
 )
+from dist_aclgraph.planning.step_sizes import SPARE_POSITIONS, input_sizes, table_width
 from dist_aclgraph.shapes.activation_sizes import activation_bytes, prompt_bytes
 from dist_aclgraph.shapes.model_facts import ModelFacts
 from dist_aclgraph.shapes.model_spec import ModelSpec
@@ -215,23 +216,29 @@ def _largest_graphs(config: Config) -> BufferSizes:
 def _step_buffers(
     config: Config, facts: ModelFacts, spec: ModelSpec, largest: BufferSizes
 ) -> tuple[MemoryPart, ...]:
-    """Inputs and outputs of graphs at their largest size; cosines and sines of all positions; how
-    often tokens occur in each row.
+    """Inputs and outputs of graphs at their largest size; cosines and sines of all positions; what
+    sampling and drafting keep; how often tokens occur in each row.
     """
     element_bytes, k = DTYPE_BYTES[config.dtype], config.speculative.num_tokens
+    num_rows, vocab_size = config.scheduler.max_num_seqs, spec.vocab_size
+    num_tokens, num_reqs, num_samples = largest
     max_len = config.max_model_len or facts.max_position_embeddings
-    width = KVCacheSpec.from_config(config, facts).blocks_for(max_len + 2 * k)
-    outputs = largest.num_samples * (spec.vocab_size + (spec.hidden_size if k else 0))
-    tables = 2 * max_len * (spec.latent.rope_dim if spec.latent else spec.head_dim)
-    by_request = 2 * aligned(largest.num_reqs) + aligned(2 * k * largest.num_reqs)
-    inputs = largest.num_reqs * width + 3 * aligned(largest.num_tokens) + by_request
-    inputs += aligned(spec.vocab_size)  # what token ids name
-    counts = config.scheduler.max_num_seqs * spec.vocab_size
+    # Logits, the greatest of each row, and the hidden states that drafts begin with.
+    outputs = num_samples * (vocab_size + 1 + (spec.hidden_size if k else 0))
+    rope_dim = spec.latent.rope_dim if spec.latent else spec.head_dim
+    tables = 2 * (max_len + SPARE_POSITIONS) * rope_dim
+    _, inputs = pack_parts(input_sizes(num_tokens, num_reqs, k))
+    width = table_width(max_len, Shards.from_config(config).tokens_per_block, k)
+    inputs += num_reqs * width + num_tokens + num_reqs  # every token's place; drafts that passed
+    sampling = max(num_samples, num_rows) + vocab_size + 2 * vocab_size  # the race's numbers
+    if k:  # of each row and the spare one: drafts, the last token, and how many passed
+        sampling += aligned((num_rows + 1) * k) + 2 * (num_rows + 1)
+    counts = num_rows * vocab_size
     return (
         MemoryPart(
             "step buffers",
-            (outputs + tables) * element_bytes + inputs * INT32_BYTES,
-            "inputs, logits and rotary tables",
+            (outputs + tables) * element_bytes + (inputs + sampling) * INT32_BYTES,
+            "inputs, logits, rotary tables and what sampling keeps",
         ),
         MemoryPart("token counts", counts * INT32_BYTES, "of each row, for penalties"),
     )

@@ -6,6 +6,7 @@ point: rates, and quantiles of the latencies in between. The number of points is
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -18,6 +19,8 @@ from prometheus_client.core import Metric
 
 from dist_aclgraph.actors.engine_client import EngineClient
 from dist_aclgraph.serve.metrics import PREFIX
+
+logger = logging.getLogger(__name__)
 
 PERIOD_S = 5.0
 SPAN_S = 600.0
@@ -73,12 +76,21 @@ class History:
         self._points: deque[Point] = deque(maxlen=int(SPAN_S / PERIOD_S))
 
     def watch(self, collect: Callable[[], Iterable[Metric]], client: EngineClient) -> None:
-        """Add a point every few seconds until the client is closed; returns at once."""
+        """Add a point every few seconds until the client is closed; returns at once.
+
+        Metrics that cannot be collected cost a point, and are logged when that begins.
+        """
 
         def run() -> None:
-            is_over = False
+            is_over = is_failing = False
             while not is_over:
-                self.add(read_counts(collect(), time.monotonic()))
+                try:
+                    self.add(read_counts(collect(), time.monotonic()))
+                    is_failing = False
+                except Exception:  # whatever it is: the next look may go well
+                    if not is_failing:
+                        logger.exception("the history has no metrics")
+                    is_failing = True
                 is_over = client.wait_for_end(PERIOD_S)
 
         threading.Thread(target=run, name="history", daemon=True).start()

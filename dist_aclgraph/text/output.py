@@ -37,6 +37,8 @@ class OutputText:
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._detokenizer = Detokenizer(tokenizer)
         self._matcher = StopMatcher(params.stop)
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
 
     def take(
         self,
@@ -58,13 +60,18 @@ class OutputText:
         num_spoken = len(token_ids) - has_end_token
         text = ""
         for count, token_id in enumerate(token_ids[:num_spoken], start=1):
-            text += self._matcher.feed(self._detokenizer.feed_one(token_id))
+            text += self._feed(self._detokenizer.feed_one(token_id), 1)
             if self._matcher.matched is not None:
                 return self._piece(text, token_ids[:count], logprobs, "stop")
         if finish_reason is not None:
-            text += self._matcher.feed(self._detokenizer.finish())
+            text += self._feed(self._detokenizer.finish(), 0)
             text += self._matcher.finish()
         return self._piece(text, token_ids, logprobs, finish_reason, has_end_token)
+
+    def _feed(self, text: str, num_tokens: int) -> str:
+        """Return the text that is certain; the first ``min_tokens`` tokens end no stop string."""
+        self._num_tokens += num_tokens
+        return self._matcher.feed(text, may_match=self._num_tokens > self._min_tokens)
 
     @staticmethod
     def _piece(

@@ -18,14 +18,18 @@ class StopMatcher:
         self._held = ""
         self.matched: str | None = None
 
-    def feed(self, piece: str) -> str:
-        """Take a piece and return the text that is certain to be part of the output."""
+    def feed(self, piece: str, *, may_match: bool = True) -> str:
+        """Take a piece and return the text that is certain to be part of the output.
+
+        Args:
+            may_match: whether a stop string that ends in this piece ends the text.
+        """
         if self.matched is not None:
             return ""
         if not self._stops:
             return piece
         text = self._held + piece
-        found = self._find(text)
+        found = self._find(text, len(self._held)) if may_match else None
         if found is not None:
             start, self.matched = found
             self._held = ""
@@ -39,8 +43,9 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _find(self, text: str) -> tuple[int, str] | None:
-        found = [(text.find(stop), stop) for stop in self._stops]
+    def _find(self, text: str, num_held: int) -> tuple[int, str] | None:
+        """Return where the first stop string begins that ends behind what was held back."""
+        found = [(text.find(stop, max(0, num_held + 1 - len(stop))), stop) for stop in self._stops]
         ends = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
         if not ends:
             return None

@@ -36,6 +36,7 @@ class Group:
     number: int
     lost_because: str = ""
     is_draining: bool = False
+    num_rows: int = 1
 
 
 @dataclass

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dist_aclgraph.actors.run_directory import RunDirectory
+from dist_aclgraph.actors.run_directory import RunDirectory, sweep
 from dist_aclgraph.actors.state import TRANSITIONS, IllegalTransitionError, State, advance
 
 WAY = (
@@ -94,6 +97,63 @@ def test_directories_of_living_owners_stay_whatever_their_process_ids(temporary:
     assert Path(mine.path).exists()
     assert foreign.exists()
     mine.remove()
+
+
+@pytest.mark.parametrize("call", ["os.open", "fcntl.flock", "os.rename"])
+def test_a_directory_whose_owner_dies_while_it_is_made_is_swept(temporary: Path, call: str) -> None:
+    code = (
+        "import fcntl, os, tempfile\n"
+        "from dist_aclgraph.actors.run_directory import RunDirectory\n"
+        "tempfile.gettempdir()\n"
+        f"{call} = lambda *arguments, **keys: os._exit(9)\n"
+        "RunDirectory()"
+    )
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    died = subprocess.run([sys.executable, "-c", code], env=environment)
+    assert died.returncode == 9 and list(temporary.iterdir())
+
+    sweep()
+
+    assert not list(temporary.iterdir())
+
+
+def test_a_directory_whose_owner_dies_while_it_is_removed_is_swept(temporary: Path) -> None:
+    code = (
+        "import os, pathlib\n"
+        "from dist_aclgraph.actors.run_directory import RunDirectory\n"
+        "directory = RunDirectory()\n"
+        "pathlib.Path(directory.path, 'steps').touch()\n"
+        "os.rmdir = lambda *arguments, **keys: os._exit(9)\n"
+        "directory.remove()"
+    )
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    died = subprocess.run([sys.executable, "-c", code], env=environment)
+    assert died.returncode == 9 and list(temporary.iterdir())
+
+    sweep()
+
+    assert not list(temporary.iterdir())
+
+
+@pytest.mark.parametrize(("module", "name"), [(os, "open"), (fcntl, "flock"), (os, "rename")])
+def test_a_directory_that_is_made_while_others_sweep_belongs_to_its_owner(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str
+) -> None:
+    call: Callable[..., Any] = getattr(module, name)
+
+    def swept_before(*arguments: Any, **keys: Any) -> Any:
+        monkeypatch.undo()
+        monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+        sweep()
+        return call(*arguments, **keys)
+
+    monkeypatch.setattr(module, name, swept_before)
+    directory = RunDirectory()
+    sweep()
+
+    assert list(temporary.iterdir()) == [Path(directory.path)]
+    directory.remove()
+    assert not list(temporary.iterdir())
 
 
 def test_removing_a_run_directory_twice_is_fine(temporary: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,12 +14,12 @@ from torch import Tensor
 from dist_aclgraph.comm.groups import CommGroup, RankGroups
 from dist_aclgraph.config import make_config
 from dist_aclgraph.device.npu import Npu
-from dist_aclgraph.engine.model_runner import ModelRunner
+from dist_aclgraph.engine.model_runner import TORCH_DTYPES, ModelRunner
 from dist_aclgraph.kv.cache_spec import KVCacheSpec
 from dist_aclgraph.layers.experts import ExpertSetup
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.decoder import Decoder
-from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.buckets import candidate_families, lazy_families
 from dist_aclgraph.planning.memory import RankMemory
 from dist_aclgraph.shapes.model_facts import read_model_facts
 from dist_aclgraph.shapes.model_spec import read_model_spec
@@ -28,6 +28,7 @@ from tests.checkpoints import make_reference
 
 TINY_DEEPSEEK = Path(__file__).parents[2] / "models" / "tiny-deepseek"
 MAX_LEN = 128
+STEP_BUFFERS = ("step buffers", "token counts")
 
 
 def tensors_of(value: Any, seen: set[int]) -> Iterator[Tensor]:
@@ -112,29 +113,36 @@ def test_a_rank_holds_the_weights_that_were_computed(
     assert sum(part.bytes for part in parts) == pytest.approx(held, rel=0.001)
 
 
-def test_a_rank_holds_the_caches_and_step_buffers_that_were_computed(npu: Npu) -> None:
+@pytest.mark.parametrize(
+    ("name", "num_drafts"),
+    [("Qwen3", 0), ("DeepseekV3", 0), ("tiny-deepseek", 1), ("tiny-deepseek", 3)],
+)
+def test_a_rank_holds_the_caches_and_step_buffers_that_were_computed(
+    npu: Npu, checkpoints: dict[str, Path], name: str, num_drafts: int
+) -> None:
+    directory = checkpoints[name]
     config = make_config(
         {
-            "model": str(TINY_DEEPSEEK),
+            "model": str(directory),
             "max_model_len": MAX_LEN,
-            "scheduler": {"max_num_seqs": 16},
-            "speculative": {"num_tokens": 1},
+            "scheduler": {"max_num_seqs": 24},
+            "speculative": {"num_tokens": num_drafts},
         }
     )
-    facts, spec = read_model_facts(TINY_DEEPSEEK), read_model_spec(TINY_DEEPSEEK)
-    decoder = load(npu, TINY_DEEPSEEK, torch.bfloat16, 1, 1, True)
+    facts, spec = read_model_facts(directory), read_model_spec(directory)
+    decoder = load(npu, directory, TORCH_DTYPES[config.dtype], 1, 1, num_drafts > 0)
+    families = (*candidate_families(config), *lazy_families(config))
     runner = ModelRunner(
         config, npu, decoder, num_blocks=5, max_len=MAX_LEN,
-        graphs=[BatchDescriptor(32, 16, 2, "FULL")], owns_output=True,
+        graphs=[each.describe(each.buckets[-1], 24) for each in families], owns_output=True,
     )  # fmt: skip
-    kind: Any = decoder.kind
-    drafts: Any = runner._drafts
+    kind, drafts = cast(Any, decoder.kind), cast(Any, runner._drafts)
 
-    caches = bytes_of([runner._caches, drafts._cache])
-    buffers = bytes_of([runner._buffers, kind._rotary])
+    caches = bytes_of(runner.cache_tensors())
+    drafter = None if drafts is None else drafts._drafter
+    buffers = bytes_of([runner._buffers, kind._rotary, runner._output, drafter])
 
     assert caches == KVCacheSpec.from_config(config, facts).total_bytes(5)
     memory = RankMemory.from_config(config, facts, spec, 1 << 30, has_hccl_buffers=False)
-    (computed,) = (part.bytes for part in memory.parts if part.name == "step buffers")
-    # Sixteen positions are spare, beside 128.
-    assert computed == pytest.approx(buffers, rel=0.05)
+    computed = [part.bytes for part in memory.parts if part.name in STEP_BUFFERS]
+    assert len(computed) == len(STEP_BUFFERS) and sum(computed) == buffers

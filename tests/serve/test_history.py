@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import threading
 
 import pytest
+from prometheus_client.core import GaugeMetricFamily
 
 from dist_aclgraph.serve.history import PERIOD_S, SPAN_S, Counts, History, quantile
+from dist_aclgraph.serve.metrics import PREFIX
 
 INF = math.inf
 
@@ -107,3 +111,37 @@ def test_ten_minutes_are_kept_and_no_more():
     assert lengths == {SPAN_S / PERIOD_S} == {len(report["ages_s"])}
     assert report["ages_s"][0] == SPAN_S - PERIOD_S
     assert len(report["experts"]["0"]["0"]) == 30
+
+
+class Client:
+    """Closes with the last of so many looks."""
+
+    def __init__(self, num_looks: int) -> None:
+        self.num_left = num_looks
+        self.is_closed = threading.Event()
+
+    def wait_for_end(self, timeout_s: float) -> bool:
+        self.num_left -= 1
+        if not self.num_left:
+            self.is_closed.set()
+        return self.is_closed.is_set()
+
+
+def test_metrics_that_cannot_be_collected_cost_their_points_alone_and_are_logged_once(caplog):
+    history, client = History(), Client(num_looks=6)
+    fails = iter([False, True, True, False, True, False])
+
+    def collect():
+        if next(fails):
+            raise RuntimeError("no metrics")
+        running = GaugeMetricFamily(f"{PREFIX}num_requests_running", "", labels=["engine"])
+        running.add_metric(["0"], 3)
+        return [running]
+
+    history.watch(collect, client)
+    assert client.is_closed.wait(60)
+
+    assert history.report(0.0)["series"]["running"] == [3, 3]
+    failed = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(failed) == 2, "once for each time that it begins to fail"
+    assert all(record.exc_info for record in failed)

@@ -20,9 +20,13 @@ MODEL = Path(__file__).parents[2] / "models" / "tiny-qwen3"
 TOKENIZER = Tokenizer(MODEL)
 
 
-def naive(text: str, stops: list[str]) -> str:
-    """What a reader of the whole text, character by character, would cut."""
-    for end in range(1, len(text) + 1):
+def naive(text: str, stops: list[str], immune: int = 0) -> str:
+    """What a reader of the whole text, character by character, would cut.
+
+    Args:
+        immune: number of characters at the front in which no stop string may end.
+    """
+    for end in range(immune + 1, len(text) + 1):
         hits = [stop for stop in stops if text[:end].endswith(stop)]
         if hits:
             return text[: end - max(map(len, hits))]
@@ -33,13 +37,15 @@ def naive(text: str, stops: list[str]) -> str:
 @given(
     pieces=st.lists(st.text("abé ", max_size=4), max_size=12),
     stops=st.lists(st.text("abé ", min_size=1, max_size=4), max_size=4),
+    num_immune=st.integers(0, 12),
 )
-def test_stop_strings_cut_where_a_search_of_the_whole_text_cuts(pieces, stops):
+def test_stop_strings_cut_where_a_search_of_the_whole_text_cuts(pieces, stops, num_immune):
     matcher = StopMatcher(stops)
 
-    out = "".join(matcher.feed(piece) for piece in pieces) + matcher.finish()
+    fed = [matcher.feed(piece, may_match=i >= num_immune) for i, piece in enumerate(pieces)]
+    out = "".join(fed) + matcher.finish()
 
-    assert out == naive("".join(pieces), stops)
+    assert out == naive("".join(pieces), stops, len("".join(pieces[:num_immune])))
 
 
 def test_a_possible_beginning_of_a_stop_string_is_held_back():
@@ -108,6 +114,30 @@ def test_output_text_stops_in_the_middle_of_a_token():
     assert pieces[-1].finish_reason == "stop"
 
 
+@pytest.mark.parametrize(
+    ("stop", "min_tokens", "expected"),
+    [
+        (" 2", 1, ("1", "stop")),
+        (" 2", 2, ("1 2 3", "stop")),  # the second one stops
+        (" 2", 4, ("1 2 3 2 3", "length")),
+        ("2 3", 2, ("1 ", "stop")),  # it begins before and ends behind
+    ],
+)
+@pytest.mark.parametrize("size", [1, 5])
+def test_a_stop_string_within_the_first_min_tokens_stops_nothing(stop, min_tokens, expected, size):
+    ids = TOKENIZER.encode("1 2 3 2 3")  # five tokens
+    output = OutputText(TOKENIZER, SamplingParams(stop=(stop,), min_tokens=min_tokens))
+
+    text, reason = "", None
+    for start in range(0, len(ids), size):
+        if reason is None:
+            is_last = start + size == len(ids)
+            piece = output.take(ids[start : start + size], (), "length" if is_last else None)
+            text, reason = text + piece.text, piece.finish_reason
+
+    assert (text, reason) == expected
+
+
 @settings(max_examples=200)
 @given(data=st.data())
 def test_how_tokens_are_cut_into_deltas_shows_nowhere(data):
@@ -115,11 +145,12 @@ def test_how_tokens_are_cut_into_deltas_shows_nowhere(data):
     ids = TOKENIZER.encode(data.draw(st.text("ab é😀", min_size=1, max_size=12)))
     stops = tuple(data.draw(st.lists(st.text("ab é", min_size=1, max_size=3), max_size=2)))
     reason = data.draw(st.sampled_from(["stop", "length"]))
+    params = SamplingParams(stop=stops, min_tokens=data.draw(st.integers(0, 4)))
     cuts = sorted(data.draw(st.lists(st.integers(1, len(ids)), max_size=3)))
     rows = [RowLogprobs(b"", (float(i),), 1) for i in range(len(ids))]
 
     def taken(ends: list[int]) -> tuple[str, list[int], list[float], str | None]:
-        output, start = OutputText(TOKENIZER, SamplingParams(stop=stops)), 0
+        output, start = OutputText(TOKENIZER, params), 0
         text, tokens, values = "", [], []
         for end in ends:
             last = reason if end == len(ids) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -46,3 +47,11 @@ def test_recording_operators_does_not_load_the_compiler() -> None:
     )
 
     assert "torch._dynamo" not in imported_by(code)
+
+
+def test_torch_loads_in_a_test_process_that_nobody_has_prepared() -> None:
+    """Without the variables that ``make`` exports: torch must not load torch_npu by itself."""
+    environment = {k: v for k, v in os.environ.items() if k != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+    code = "import tests.conftest, torch, sys; sys.exit('torch_npu' in sys.modules)"
+
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)

@@ -1,0 +1,121 @@
+"""Groups that requests want, in a cluster that is full."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import cast
+
+import pytest
+
+from dist_aclgraph.actors.fork_server import Forks
+from dist_aclgraph.actors.placement import ROOM_S
+from dist_aclgraph.actors.serving_groups import ServingGroups
+from dist_aclgraph.actors.spares import Spares
+from dist_aclgraph.actors.term import Term
+from dist_aclgraph.actors.upkeep import GROWTH_PAUSE_S, Upkeep
+from dist_aclgraph.config import load_config
+from dist_aclgraph.errors import PlacementError
+from dist_aclgraph.planning.planner import Planner
+from dist_aclgraph.planning.restarts import LONGEST_PAUSE_S
+from tests.actors.test_recovery_model import BegunChange, Groups
+from tests.serve.conftest import CONFIG
+
+UP_S = 5.0
+AUTOSCALE = {"serve.autoscale.max_groups": 3, "serve.autoscale.up_s": UP_S}
+BUSY = (1, 1000)  # requests that run, and that wait
+
+
+@dataclass
+class ScaledGroups(Groups):
+    """Groups of which Upkeep asks for more."""
+
+    now_s: float = 0.0
+    tries_s: list[float] = field(default_factory=list)
+
+    def scale(self, count: int, room_s: float) -> None:
+        assert room_s == 0.0, "no lost group is replaced while this one waits"
+        self.tries_s.append(self.now_s)
+        if not self.has_room:
+            raise PlacementError("no NPU is free")
+        self.num_wanted = count
+        self.start()
+
+    def upkeep(self) -> Upkeep:
+        """Return one that sees busy groups, and whose changes end at once."""
+
+        def begin(work: Callable[[], None]) -> BegunChange:
+            work()
+            return BegunChange(work, is_over=True)
+
+        return Upkeep(
+            cast(ServingGroups, self),
+            lambda serves: None,
+            lambda: self.now_s,
+            begin,
+            lambda taking: BUSY,
+        )
+
+
+class CrowdedGroups(ServingGroups):
+    """Groups of a cluster without a free NPU.
+
+    Attributes:
+        looks: how long each look for room may wait, and whether other changes are refused then.
+    """
+
+    def __init__(self) -> None:
+        planner = Planner.from_config(load_config(CONFIG))
+        super().__init__(
+            "test", Term(0, ""), planner, Spares("test", 0), Forks(),
+            lambda phase: None, lambda done, total, detail: None,
+        )  # fmt: skip
+        self.looks: list[tuple[float, bool]] = []
+
+    def check_room(self, count: int, wait_s: float) -> None:
+        self.looks.append((wait_s, self.is_changing))
+        raise PlacementError("no NPU is free")
+
+
+def test_without_room_growing_is_tried_less_and_less_often_with_one_warning_each(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    groups = ScaledGroups(1, load_config(CONFIG, AUTOSCALE), has_room=False)
+    upkeep = groups.upkeep()
+
+    for groups.now_s in range(3600):
+        upkeep.look()
+
+    pauses_s = [later - earlier for earlier, later in pairwise(groups.tries_s)]
+    assert pauses_s == sorted(pauses_s)
+    assert GROWTH_PAUSE_S <= pauses_s[0] <= GROWTH_PAUSE_S + 2 * UP_S
+    assert LONGEST_PAUSE_S <= pauses_s[-1] <= LONGEST_PAUSE_S + 2 * UP_S
+    said = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(said) == len(groups.tries_s)
+    assert all("no NPU is free" in each.getMessage() and not each.exc_info for each in said)
+
+
+def test_once_there_is_room_growing_goes_on_at_its_usual_pace() -> None:
+    groups = ScaledGroups(1, load_config(CONFIG, AUTOSCALE), has_room=False)
+    upkeep = groups.upkeep()
+
+    for groups.now_s in range(1800):
+        groups.has_room = groups.now_s >= 1000
+        upkeep.look()
+
+    first, second = groups.tries_s[-2:]
+    assert len(groups.taking) == 3
+    assert second - first <= 2 * UP_S
+
+
+def test_no_change_is_refused_while_another_waits_for_room() -> None:
+    groups = CrowdedGroups()
+
+    with pytest.raises(PlacementError):
+        groups.scale(2)
+    with pytest.raises(PlacementError):
+        groups.find_place()
+
+    assert groups.looks == [(ROOM_S, False), (ROOM_S, False)]

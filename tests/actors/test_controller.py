@@ -1,0 +1,71 @@
+"""The states that a controller enters, whoever else changes them at the same time."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from dist_aclgraph.actors.controller import Controller
+from dist_aclgraph.actors.state import State
+from dist_aclgraph.actors.term import Term
+from dist_aclgraph.config import load_config
+from tests.serve.conftest import CONFIG
+
+TO_SERVING = (
+    State.JOINING, State.LOADING, State.NEGOTIATING, State.CAPTURING, State.SERVING,
+)  # fmt: skip
+
+
+@pytest.fixture
+def controller() -> Controller:
+    """Return one that serves, without groups."""
+    controller = Controller(load_config(CONFIG), "test", Term(0, ""))
+    for state in TO_SERVING:
+        controller._enter(state)
+    return controller
+
+
+class ShutDownMeanwhile(logging.Handler):
+    """Shuts a controller down as soon as it says that no group serves."""
+
+    def __init__(self, controller: Controller) -> None:
+        super().__init__()
+        self._controller = controller
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "no group serves" in record.getMessage():
+            self._controller.shut_down()
+
+
+def test_a_controller_may_be_shut_down_while_it_sees_that_no_group_serves(
+    controller: Controller,
+) -> None:
+    handler = ShutDownMeanwhile(controller)
+    logger = logging.getLogger("dist_aclgraph.actors.controller")
+    logger.addHandler(handler)
+
+    controller._see_service(False)
+    logger.removeHandler(handler)
+
+    assert controller.progress().state == State.STOPPED.value
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_what_is_seen_of_groups_changes_nothing_behind_the_end(
+    controller: Controller, serves: bool
+) -> None:
+    controller.shut_down()
+
+    controller._see_service(serves)
+    controller.shut_down()
+
+    assert controller.progress().state == State.STOPPED.value
+
+
+def test_a_controller_without_groups_stops_without_draining(controller: Controller) -> None:
+    controller._see_service(False)
+
+    controller.shut_down()
+
+    assert controller.progress().state == State.STOPPED.value

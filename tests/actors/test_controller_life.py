@@ -1,0 +1,94 @@
+"""A controller that has died is replaced, whatever fails meanwhile, or the end is said."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import ray
+
+from dist_aclgraph.actors.controller import Progress, Service
+from dist_aclgraph.actors.controller_life import ControllerKeeper
+from dist_aclgraph.actors.term import Standing
+from dist_aclgraph.config import Config, load_config
+from tests.actors.leftovers import wait_until
+from tests.serve.conftest import CONFIG
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
+
+NAME = "test-controller-life"
+LIMIT_S = 180.0
+
+
+class Controller:
+    """One that serves at once."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def start(self) -> Service:
+        return Service([], "token", 16, os.getpid())
+
+    def standing(self) -> Standing:
+        return Standing(self._config, 1)
+
+    def progress(self) -> Progress:
+        return Progress("PLACING")
+
+
+class FullDisk:
+    """Starts controllers, the first ``num_failures`` of them in vain."""
+
+    def __init__(self, num_failures: int) -> None:
+        self.num_failures = num_failures
+
+    def make(self, config: Config, *others: Any) -> Any:
+        if self.num_failures:
+            self.num_failures -= 1
+            raise OSError(28, "No space left on device")
+        return ray.remote(num_cpus=0)(Controller).remote(config)
+
+
+@pytest.fixture
+def keep() -> Iterator[Callable[[FullDisk], ControllerKeeper]]:
+    keepers: list[ControllerKeeper] = []
+
+    def make(disk: FullDisk) -> ControllerKeeper:
+        config = load_config(CONFIG, {"recovery.restarts_per_hour": 2})
+        first = FullDisk(0).make(config)
+        service = ray.get(first.start.remote(), timeout=120)
+        keepers.append(ControllerKeeper(first, NAME, config, service, make=disk.make))
+        ray.kill(first)
+        return keepers[-1]
+
+    yield make
+    for keeper in keepers:
+        keeper.stop()
+        keeper.end_by_force()
+
+
+def test_a_start_that_the_system_refuses_is_tried_again(
+    keep: Callable[[FullDisk], ControllerKeeper],
+) -> None:
+    keeper = keep(FullDisk(num_failures=1))
+    first = keeper.controller
+
+    wait_until(
+        lambda: keeper.controller != first and not keeper.progress, "no other one serves", LIMIT_S
+    )
+
+    assert ray.get(keeper.controller.standing.remote(), timeout=120).num_groups == 1
+    assert not keeper.failure
+
+
+def test_starts_that_the_system_refuses_again_and_again_end_with_the_reason(
+    keep: Callable[[FullDisk], ControllerKeeper],
+) -> None:
+    keeper = keep(FullDisk(num_failures=99))
+
+    wait_until(lambda: bool(keeper.failure), "it recovers for ever", LIMIT_S)
+
+    assert "No space left on device" in keeper.failure
+    assert "recovery.restarts_per_hour allows 2" in keeper.failure
