@@ -138,7 +138,7 @@ def read_model_facts(directory: str | Path) -> ModelFacts:
         experts=_experts(config),
         weight_bytes=sum(file.stat().st_size for file in files),
         holds_int8=any(map(_has_int8, files)),
-        vocab_size=config.integer("vocab_size"),
+        vocab_size=config.integer("vocab_size", 0, least=0),
     )
 
 
