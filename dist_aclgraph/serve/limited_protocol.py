@@ -74,6 +74,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self._num_header_bytes += len(data)
             if self._num_header_bytes > self._limits.max_header_bytes:
                 self.transport.close()  # there is no request yet that could be answered
+        # Any byte ends uvicorn's keep-alive timer, also one that begins no request: an empty line,
+        # or the end of a body whose request has its answer.
+        if self._due_s is None and self._is_quiet:
+            self._owe(self._limits.header_s)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -120,8 +124,17 @@ class LimitedProtocol(HttpToolsProtocol):
             self._is_refused = False
             self._owe(self._limits.header_s)  # another request may follow
             return
+        if self.cycle.response_complete:
+            self.cycle.more_body = False  # uvicorn leaves it as it is
         super().on_message_complete()
         self._pay()
+
+    @property
+    def _is_quiet(self) -> bool:
+        """Whether no request is under way, but for what has not been sent."""
+        cycle = self.cycle
+        is_over = cycle is None or (cycle.response_complete and not cycle.more_body)
+        return is_over and not (self.pipeline or self._in_headers or self._is_refused)
 
     # -- streams ---------------------------------------------------------------------------------
 

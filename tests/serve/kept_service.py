@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -29,12 +30,13 @@ from tests.serve.fake_engine import NODE, TOKEN
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny-qwen3.yaml"
 
 
-def main(engine_url: str, limit: str, trap: str) -> int:
+def main(engine_url: str, limit: str, trap: str, overrides: str) -> int:
     """Args:
     limit: a file that says how long contexts may be; while it is not there, nothing is served.
     trap: a file; while it is there, an ingress dies when it has read something.
+    overrides: dotted keys of the configuration, as JSON.
     """
-    config = load_config(CONFIG, {})
+    config = load_config(CONFIG, json.loads(overrides))
     tokenizer = Tokenizer(config.model)
     listener = listen("127.0.0.1", 0)
 
@@ -72,4 +74,4 @@ def main(engine_url: str, limit: str, trap: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:4]))
+    sys.exit(main(*sys.argv[1:]))

@@ -146,16 +146,18 @@ class Service:
 
 
 @contextmanager
-def serving(limit: Path | None = None, trap: Path | None = None) -> Iterator[Service]:
+def serving(
+    limit: Path | None = None, trap: Path | None = None, **overrides: object
+) -> Iterator[Service]:
     """A service over an engine of its own.
 
     Args:
-        limit, trap: see ``kept_service.py``.
+        limit, trap, overrides: see ``kept_service.py``.
     """
     engine = FakeEngine(by_position, step_s=0.01)
     command = [sys.executable, "-m", "tests.serve.kept_service", engine.address.file.url]
     process = subprocess.Popen(
-        [*command, str(limit or ""), str(trap or "")],
+        [*command, str(limit or ""), str(trap or ""), json.dumps(overrides)],
         cwd=Path(__file__).parents[2],
         stdout=subprocess.PIPE,
         text=True,
@@ -406,6 +408,23 @@ def test_one_connection_outlives_any_number_of_processes(service: Service) -> No
             answer = Answer()
             answer.read(stream)
             assert answer.bodies == plain.bodies
+
+
+def test_bytes_that_begin_no_request_end_a_connection_that_went_on() -> None:
+    with (
+        serving(**{"serve.header_s": 1.0}) as service,
+        service.connect() as client,
+        client.makefile("rb") as stream,
+    ):
+        client.sendall(KINDS["chat"])
+        until(lambda: service.engine.num_running > 0, WAIT_S)
+        service.kill()
+        Answer().read(stream)
+
+        client.sendall(b"\r\n")
+
+        with suppress(ConnectionResetError):
+            assert stream.read() == b""
 
 
 def test_connections_are_looked_at_before_anything_can_be_served(tmp_path: Path) -> None:

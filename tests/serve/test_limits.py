@@ -7,6 +7,7 @@ import socket
 
 import pytest
 
+from dist_aclgraph.serve.access import Access
 from tests.serve.conftest import serving, until
 from tests.serve.test_errors import CHAT, HI, MODEL
 
@@ -64,6 +65,58 @@ def test_a_second_request_on_a_connection_has_the_same_time(limited):
         client.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\nGET / HTTP/1.1\r\n")
 
         assert rest(client).count(b"HTTP/1.1 200") == 1
+
+
+EARLY = "POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("request_head", "status", "behind"),
+    [
+        ("GET /version HTTP/1.1\r\nHost: x\r\n\r\n", 200, b"\r\n"),
+        ("GET /version HTTP/1.1\r\nHost: x\r\n\r\n", 200, b"\r"),
+        (head("/tokenize", 1).decode() + "{", 400, b"\r\n"),
+        (EARLY, 404, b"{"),  # the end of a body that has its answer
+    ],
+)
+def test_bytes_that_begin_no_request_end_a_used_connection(limited, request_head, status, behind):
+    with connect(limited) as client:
+        client.sendall(request_head.encode())
+        assert client.recv(65536).startswith(b"HTTP/1.1 %d" % status)
+        client.sendall(behind)
+
+        assert rest(client) == b""
+
+
+def test_a_client_without_a_key_does_not_hold_a_connection_either():
+    with serving(Access((b"another",)), **LIMITS) as service, connect(service) as client:
+        client.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert client.recv(65536).startswith(b"HTTP/1.1 401")
+        client.sendall(b"\r\n")
+
+        assert rest(client) == b""
+
+
+def test_empty_lines_one_by_one_do_not_hold_a_used_connection(limited):
+    with connect(limited) as client:
+        client.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert client.recv(65536)
+
+        def is_closed() -> bool:
+            try:
+                client.sendall(b"\r\n")
+            except OSError:
+                return True
+            return False
+
+        until(is_closed)
+
+
+def test_empty_lines_before_a_request_and_while_it_is_answered_are_no_fault(limited):
+    with connect(limited) as client:
+        for _ in range(2):
+            client.sendall(b"\r\nGET /version HTTP/1.1\r\nHost: x\r\n\r\n\r\n")
+            assert client.recv(65536).startswith(b"HTTP/1.1 200")
 
 
 def test_large_headers_are_refused(limited):
