@@ -56,7 +56,8 @@ class ServeConfig(Section):
         32 << 10,
         ge=1024,
         le=1 << 20,
-        description="largest request line and headers; browsers send less than 16 KiB",
+        description="largest request line and headers, and largest trailers of a body in chunks; "
+        "browsers send less than 16 KiB",
     )
     header_s: float = Field(
         10.0, gt=0, description="how long a client may take to send the headers of a request"

@@ -148,6 +148,43 @@ def test_headers_without_an_end_are_cut_off(limited):
             client.sendall(b"X-More: " + b"x" * 1000 + b"\r\n")
 
 
+CHUNKED = (
+    b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("begun", "more"),
+    [
+        pytest.param(b"0\r\nX: ", b"x", id="one trailer"),
+        pytest.param(b"0\r\n", b"X: x\r\n", id="many trailers"),
+        pytest.param(b"1;x=", b"x", id="an extension of a chunk"),
+    ],
+)
+def test_trailers_and_extensions_of_chunks_without_an_end_are_cut_off(service, begun, more):
+    piece = more * (60_000 // len(more))
+    with connect(service) as client:
+        client.sendall(CHUNKED + b"1\r\n{\r\n" + begun)
+
+        with pytest.raises(OSError):  # a reset: the kernel takes a few MB that nobody reads
+            for _ in range(500):
+                client.sendall(piece)
+
+
+def test_a_body_in_many_small_chunks_is_none_of_these(limited):
+    body = json.dumps({"model": MODEL, "prompt": "a" * 4000}).encode()
+    chunks = [b"1\r\n%c\r\n" % byte for byte in body]
+    with connect(limited) as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        client.sendall(CHUNKED)
+        for i in range(0, len(chunks), 100):
+            client.sendall(b"".join(chunks[i : i + 100]))
+        client.sendall(b"0\r\nX-Checksum: 1\r\n\r\n")
+
+        assert client.recv(65536).startswith(b"HTTP/1.1 200")
+
+
 def test_a_body_that_does_not_come_is_a_408(limited):
     with connect(limited) as client:
         client.sendall(head(CHAT, 100) + b'{"model"')
