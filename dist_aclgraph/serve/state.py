@@ -19,6 +19,7 @@ from dist_aclgraph.errors import (
     RequestTooLongError,
     UnknownModelError,
 )
+from dist_aclgraph.serve.body import BodyBudget
 from dist_aclgraph.serve.inbox import Inbox
 from dist_aclgraph.serve.journal import JOURNAL, Chance, Journal
 from dist_aclgraph.serve.metrics import Metrics
@@ -45,6 +46,7 @@ class ApiState:
         self.context_len = config.max_model_len or tokenizer.context_len
         self.is_draining = False
         self.places = Places.from_config(config, lambda: client.num_groups)
+        self.bodies = BodyBudget(config.serve.max_bodies_mib << 20)
         self.metrics = Metrics(config.name, client, has_aliases=config.serve.vllm_metrics)
         self.status = Status(config.name, self.metrics, client)
         self._seeds = random.Random(config.seed)

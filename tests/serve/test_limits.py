@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
+import struct
+from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -17,6 +20,7 @@ LIMITS = {
     "serve.stall_s": 0.5,
     "serve.max_header_bytes": 4096,
     "serve.max_connections": 20,
+    "serve.max_bodies_mib": 4,
 }
 WAIT_S = 30.0
 
@@ -148,6 +152,7 @@ def test_headers_without_an_end_are_cut_off(limited):
             client.sendall(b"X-More: " + b"x" * 1000 + b"\r\n")
 
 
+JSON = "Content-Type: application/json"
 CHUNKED = (
     b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     b"Transfer-Encoding: chunked\r\n\r\n"
@@ -193,6 +198,63 @@ def test_a_body_that_does_not_come_is_a_408(limited):
 
     assert b"HTTP/1.1 408" in reply
     assert b"did not arrive within 0.5 s" in reply
+
+
+def chunk(size: int) -> bytes:
+    return b"%x\r\n%b\r\n" % (size, b"x" * size)
+
+
+def assert_full(reply: bytes) -> None:
+    assert reply.startswith(b"HTTP/1.1 503")
+    assert b"retry-after: 1" in reply.lower()
+    assert b"the bodies of requests in progress take more than 4 MiB; try again later" in reply
+
+
+def test_bodies_have_a_limit_all_together():
+    asked = json.dumps({"model": MODEL, "messages": HI}).encode()
+    with serving(**{"serve.max_bodies_mib": 4}) as service, ExitStack() as stack:
+        service.engine.step_s = 1.0
+        large, small, answered, waiting = (stack.enter_context(connect(service)) for _ in range(4))
+        bodies = service.state.bodies
+        large.sendall(CHUNKED + chunk(2 << 20))  # it is held twice, and takes all that there is
+        until(lambda: bodies.num_bytes == 4 << 20)
+
+        small.sendall(CHUNKED + chunk(1000))
+        assert_full(small.recv(65536))
+        until(lambda: bodies.num_bytes == 4 << 20)
+
+        # A body counts until its request is answered; beyond the limit nobody is told to send one.
+        answered.sendall(head(CHAT, len(asked), JSON) + asked)
+        until(lambda: service.engine.num_running == 1)
+        waiting.sendall(head("/tokenize", 100, "Expect: 100-continue", JSON))
+        assert_full(waiting.recv(65536))
+        assert service.http.get("/version").status_code == 200
+        answered.close()
+        until(lambda: bodies.num_bytes == 4 << 20)
+
+        large.sendall(b"0\r\n\r\n")
+        assert large.recv(65536).startswith(b"HTTP/1.1 400")
+        until(lambda: bodies.num_bytes == 0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_of_bodies_that_end_anyhow_nothing_stays_counted(limited, seed):
+    """Whole, too large, too slow, refused, closed or reset, in any mixture."""
+    random_ = random.Random(seed)
+    with ExitStack() as stack:
+        clients = [stack.enter_context(connect(limited)) for _ in range(16)]
+        for client in clients:
+            request = CHUNKED + chunk(random_.randrange(1, 3 << 20)) + b"0\r\n\r\n"
+            num_sent = random_.choice([len(request), random_.randrange(len(request))])
+            with suppress(OSError):  # it may have been refused
+                client.sendall(request[:num_sent])
+        for client in clients:
+            if random_.random() < 0.4:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            if random_.random() < 0.8:
+                client.close()
+
+        until(lambda: limited.state.bodies.num_bytes == 0, WAIT_S)
 
 
 def test_a_body_that_nobody_reads_ends_the_connection_too(limited):
