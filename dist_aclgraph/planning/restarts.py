@@ -8,19 +8,17 @@ HOUR_S = 3600.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
 
 
-class RestartBudget:
-    """Counts restarts, of which each hour has some. Owns their times.
+class Backoff:
+    """Pauses between starts, each twice as long as the last. Owns when the next start is due.
 
     Times are those of one clock that does not go back.
 
     Args:
-        per_hour: those that are allowed within any hour.
+        first_s: the first pause.
     """
 
-    def __init__(self, per_hour: int) -> None:
-        self.per_hour = per_hour
-        self._taken_s: deque[float] = deque()
-        self._pause_s = FIRST_PAUSE_S
+    def __init__(self, first_s: float = FIRST_PAUSE_S) -> None:
+        self._first_s = self._pause_s = first_s
         self._next_s = 0.0
 
     def pause_s(self, now_s: float) -> float:
@@ -30,6 +28,28 @@ class RestartBudget:
     def is_due(self, now_s: float) -> bool:
         """Whether the pause after the last failure is over."""
         return self.pause_s(now_s) == 0.0
+
+    def failed(self, now_s: float) -> None:
+        """A start failed, or could not begin: the next one waits, twice as long as the last."""
+        self._next_s = now_s + self._pause_s
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+
+    def succeeded(self) -> None:
+        """The next failure is a first one again."""
+        self._pause_s = self._first_s
+
+
+class RestartBudget(Backoff):
+    """Counts restarts, of which each hour has some. Owns their times.
+
+    Args:
+        per_hour: those that are allowed within any hour.
+    """
+
+    def __init__(self, per_hour: int) -> None:
+        super().__init__()
+        self.per_hour = per_hour
+        self._taken_s: deque[float] = deque()
 
     def is_left(self, now_s: float) -> bool:
         """Whether one may be taken; for any thread."""
@@ -43,12 +63,3 @@ class RestartBudget:
             return False
         self._taken_s.append(now_s)
         return True
-
-    def failed(self, now_s: float) -> None:
-        """A restart failed, or could not begin: the next one waits, twice as long as the last."""
-        self._next_s = now_s + self._pause_s
-        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-
-    def succeeded(self) -> None:
-        """The next failure is a first one again."""
-        self._pause_s = FIRST_PAUSE_S

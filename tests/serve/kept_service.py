@@ -17,7 +17,7 @@ from dist_aclgraph.cli.pulse import Pulse
 from dist_aclgraph.cli.signals import Signals
 from dist_aclgraph.cli.supervise import Supervisor
 from dist_aclgraph.config import load_config
-from dist_aclgraph.planning.restarts import RestartBudget
+from dist_aclgraph.planning.restarts import Backoff, RestartBudget
 from dist_aclgraph.serve.api import make_api
 from dist_aclgraph.serve.front import Front
 from dist_aclgraph.serve.http_server import HttpServer, listen
@@ -70,7 +70,9 @@ def main(engine_url: str, limit: str, trap: str, overrides: str) -> int:
 
     KeptProtocol._write_down = die_or_write_down  # type: ignore[method-assign]
     print(listener.getsockname()[1], flush=True)
-    return Supervisor(own, serve_http, RestartBudget(1000), 60.0, 60.0).run()
+    at_once = Backoff(first_s=0.0)
+    budget = RestartBudget(1000)
+    return Supervisor(own, serve_http, budget, 60.0, 60.0, backoff=at_once).run()
 
 
 if __name__ == "__main__":
