@@ -410,6 +410,20 @@ def test_one_connection_outlives_any_number_of_processes(service: Service) -> No
             assert answer.bodies == plain.bodies
 
 
+def test_an_answer_that_goes_on_keeps_the_seed_that_was_drawn_for_it(service: Service) -> None:
+    submitted = service.engine.submitted
+    submitted.clear()
+    for _ in range(2):
+        asking = threading.Thread(target=service.ask, args=[KINDS["chat"]])
+        asking.start()
+        until(lambda: service.engine.num_running > 0, WAIT_S)
+        service.kill()
+        asking.join()
+
+    seeds = [submit.sampling.seed for submit in submitted]
+    assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
+
+
 def test_bytes_that_begin_no_request_end_a_connection_that_went_on() -> None:
     with (
         serving(**{"serve.header_s": 1.0}) as service,
