@@ -40,6 +40,7 @@ def own(signals, pulse):
     sys.exit(7)
 
 def serve_http(life, beat, keeper):
+    beat()
     say("listens")
     while not select.select([life], [], [], 0.1)[0]:
         beat()
@@ -173,7 +174,6 @@ def test_what_stands_still_is_replaced(start: Start, name: str, begins: str, wha
     service = start("SILENT_S = 3.0")
     service.lines(2)
     struck = service.pid(name)
-    time.sleep(BEATS_S)
 
     os.kill(struck, signal.SIGSTOP)
 
@@ -239,7 +239,6 @@ def own(signals, pulse):
 def test_an_owner_that_stands_still_does_not_hold_up_the_end(start: Start) -> None:
     service = start("SILENT_S = 3.0")
     service.lines(2)
-    time.sleep(BEATS_S)
 
     os.kill(service.pid(OWNER), signal.SIGSTOP)
     service.process.terminate()
@@ -250,7 +249,6 @@ def test_an_owner_that_stands_still_does_not_hold_up_the_end(start: Start) -> No
 def test_an_owner_that_drains_gives_no_sign_and_is_left_alone(start: Start) -> None:
     service = start(f"SILENT_S, LATE_S = 2.0, 5.0\n{ENDS_LATE}")
     service.lines(2)
-    time.sleep(BEATS_S)
 
     service.process.terminate()
 
