@@ -51,8 +51,10 @@ class RecoveryConfig(Section):
         ge=0,
         description="how often within an hour it is tried to replace a lost lockstep group, and "
         "how often a lost controller, and how often the process that serves HTTP or the one that "
-        "owns the deployment; 0 replaces none. What dies more often has a cause that "
-        "starting again does not mend: once none serves and none may be started, the service ends",
+        "owns the deployment (these two are counted together); 0 replaces none. Starts that fail, "
+        "and deaths of the process that serves HTTP soon after its start, are followed by pauses "
+        "that double from 1 s. What dies more often has a cause that starting again does not mend: "
+        "once none serves and none may be started, the service ends",
     )
     exact: bool = Field(
         False,

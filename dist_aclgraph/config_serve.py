@@ -52,11 +52,19 @@ class ServeConfig(Section):
         gt=0,
         description="how long a client may take to send a body; 60 s let 2 MiB through at 35 kB/s",
     )
+    max_bodies_mib: int = Field(
+        1024,
+        ge=1,
+        description="MiB of request bodies that one ingress holds at once; beyond, requests get a "
+        "503. A body counts from its first byte until its request is answered, and twice under "
+        "`dist-aclgraph serve`, whose journal of the connection holds it as well",
+    )
     max_header_bytes: int = Field(
         32 << 10,
         ge=1024,
         le=1 << 20,
-        description="largest request line and headers; browsers send less than 16 KiB",
+        description="largest request line and headers, and largest trailers of a body in chunks; "
+        "browsers send less than 16 KiB",
     )
     header_s: float = Field(
         10.0, gt=0, description="how long a client may take to send the headers of a request"
@@ -102,3 +110,13 @@ class ServeConfig(Section):
         description="processes that serve HTTP under Ray Serve, each for itself; `dist-aclgraph "
         "serve` is one",
     )
+
+    @model_validator(mode="after")
+    def _check_bodies(self) -> ServeConfig:
+        if self.max_bodies_mib << 20 < 2 * self.max_body_bytes:
+            raise ValueError(
+                f"max_bodies_mib is {self.max_bodies_mib}; one body may have max_body_bytes "
+                f"({self.max_body_bytes}) and is held twice: raise max_bodies_mib to "
+                f"{-(-2 * self.max_body_bytes >> 20)}, or lower max_body_bytes"
+            )
+        return self

@@ -313,7 +313,14 @@ class Config(Section):
         ge=2,
         description="longest prompt plus output; null takes the model's, or what the cache holds",
     )
-    seed: int = Field(0, ge=0, lt=2**31, description="seeds requests that bring none")
+    seed: int | None = Field(
+        None,
+        ge=0,
+        lt=2**31,
+        description="seeds requests that bring none: each replica that serves HTTP draws the same "
+        "seeds after every start, and no two replicas draw the same. With null seeds differ after "
+        "every start, too; `LLM` takes null as 0",
+    )
     parallel: ParallelConfig = ParallelConfig()
     graph: GraphConfig = GraphConfig()
     scheduler: SchedulerConfig = SchedulerConfig()

@@ -78,7 +78,7 @@ class LLM:
         else:
             self.config = load_config(config, overrides)
         self.tokenizer = Tokenizer(self.config.model)
-        self._seeds = random.Random(self.config.seed)
+        self._seeds = random.Random(self.config.seed or 0)
         self._ids = itertools.count()
         self._client: EngineClient | None = None
         self._deployment: Deployment | None = (start or start_on_ray)(self.config)

@@ -1,5 +1,6 @@
 """The first process of a service: it starts the one that owns the deployment and the one that
-serves HTTP, and another one in the place of either where it is killed or hangs.
+serves HTTP, and another one in the place of either where it is killed or hangs, or where the second
+fails by an error that nobody foresaw. Starts that fail are tried again after pauses.
 
 Supervisors of ours signal whole process groups. Ray's daemons must then not be in the group
 (``own_process_group``), and a group's leader cannot leave it: so this process, which may lead one,
@@ -24,15 +25,17 @@ from dist_aclgraph.cli.exit_codes import FAILURE, tell
 from dist_aclgraph.cli.pulse import Pulse
 from dist_aclgraph.cli.signals import SIGNALS, Signals
 from dist_aclgraph.errors import DistAclGraphError, RayDiedError
-from dist_aclgraph.planning.restarts import RestartBudget
+from dist_aclgraph.planning.restarts import Backoff, RestartBudget
 from dist_aclgraph.serve.kept import Keep, Keeper
 
 OWNER, INGRESS = "serve:owner", "serve:ingress"  # names of processes
 OWNS, SERVES = "the process that owns the deployment", "the process that serves HTTP"
+CRASHED = 70  # exit code of a process that an unforeseen error ends; EX_SOFTWARE of sysexits.h
 AGAIN = 75  # exit code of an owner in whose place another may serve; EX_TEMPFAIL of sysexits.h
 OF_SIGNALS = 128  # from here on, exit codes are of signals
 END_S = 30.0  # for an ingress, once the service is over
 WAITED = {signal.SIGCHLD, signal.SIGIO, *SIGNALS}
+SETTLED_S = 10.0  # an ingress that has lived so long did not die of its start
 LOOK_S = 1.0  # between two looks whether they live; they beat about as often
 
 Own = Callable[[Signals, Pulse], None]
@@ -48,11 +51,12 @@ class Supervisor:
         serve_http: the ingress's whole life: until the pipe whose read end it gets is closed. Its
             event loop calls the second argument every second or two. The third keeps what it is
             answering, for the ingress that comes behind it.
-        restarts: of both together.
+        restarts: of owner and ingress, counted together; its pauses are the owner's.
         silent_s: what stands still for longer is killed.
         end_s: so is an owner that was signalled and has not ended within so long.
         forks: a child of this process that stays when an owner dies, and forks what owners start.
         on_fork: called first in each process.
+        backoff: pauses between ingresses that end soon after their start.
     """
 
     def __init__(
@@ -64,12 +68,14 @@ class Supervisor:
         end_s: float,
         forks: ForkAddress | None = None,
         on_fork: Callable[[], None] = lambda: None,
+        backoff: Backoff | None = None,
     ) -> None:
         self._silent_s = silent_s
         self._end_s = end_s
         self._own = own
         self._serve_http = serve_http
         self._restarts = restarts
+        self._backoff = backoff or Backoff()
         self._forks = forks
         self._on_fork = on_fork
         self._owner_pulse, self._ingress_pulse = Pulse(), Pulse()
@@ -78,6 +84,8 @@ class Supervisor:
         # Owners keep the end for writing open as well: it closes when they and this one are gone.
         self._life, self._life_end = os.pipe()
         self._pid = self._owner = self._ingress = 0  # process ids
+        self._owner_due_s = self._ingress_due_s = 0.0  # when to start one; inf for never
+        self._ingress_began_s = 0.0
         # Children of before: of a shell, say, that has become this process.
         self._strangers: set[int] = set()
         self._next_look_s = 0.0
@@ -93,8 +101,6 @@ class Supervisor:
         self._pid = os.getpid()
         self._strangers = processes.children(self._pid)  # ``forks`` is one of them
         processes.adopt_orphans()
-        self._start_owner()
-        self._start_ingress()
         code = None
         while code is None:
             code = self._wait()
@@ -107,7 +113,9 @@ class Supervisor:
 
     def _wait(self) -> int | None:
         """Wait for a signal, or the end of a child; return the exit code once all is over."""
-        received = signal.sigtimedwait(WAITED, LOOK_S)
+        self._start_due()
+        due_in_s = min(self._owner_due_s, self._ingress_due_s) - time.monotonic()
+        received = signal.sigtimedwait(WAITED, min(LOOK_S, max(0.0, due_in_s)))
         if time.monotonic() >= self._next_look_s:
             self._next_look_s = time.monotonic() + LOOK_S
             self._look()
@@ -119,26 +127,34 @@ class Supervisor:
             self._keep.take_in()
             return None
         if received.si_signo != signal.SIGCHLD:
-            self._stop_owner(received.si_signo)
-            return None
+            return self._stop(received.si_signo)
         for pid, code in _ended():
+            final = None
             if pid == self._ingress:
-                self._replace_ingress(code)
-            elif pid == self._owner and (final := self._replace_owner(code)) is not None:
+                final = self._replace_ingress(code)
+            elif pid == self._owner:
+                final = self._replace_owner(code)
+            if final is not None:
                 return final
         return None
 
-    def _stop_owner(self, number: int) -> None:
+    def _stop(self, number: int) -> int | None:
+        """Have the owner stop; without one, return the exit code of the service."""
         self._is_stopping = True
+        self._owner_due_s = self._ingress_due_s = math.inf
+        if not self._owner:
+            return self._failure or OF_SIGNALS + number
         self._end_by_s = min(self._end_by_s, time.monotonic() + self._end_s)
         os.kill(self._owner, number)
+        return None
 
     def _replace_owner(self, code: int) -> int | None:
-        """Start another owner, or return the exit code of the service."""
+        """Have another owner started, or return the exit code of the service."""
+        self._owner = 0
         served, before = self._owner_pulse.has_served, self._has_served
         self._has_served = served or before
         self._end_orphans()
-        final = OF_SIGNALS - code if code < 0 else FAILURE if code == AGAIN else code
+        final = OF_SIGNALS - code if code < 0 else FAILURE if code in (AGAIN, CRASHED) else code
         if self._is_stopping:
             return self._failure or final
         if code < 0 and -code not in SIGNALS:
@@ -151,26 +167,49 @@ class Supervisor:
             return final
         if not self._has_served or not self._may_restart(why, "the deployment"):
             return final
+        now_s = time.monotonic()
         if served:
             self._restarts.succeeded()
         else:
-            self._restarts.failed(time.monotonic())
-        self._start_owner()
+            self._restarts.failed(now_s)
+        self._owner_due_s = now_s + self._restarts.pause_s(now_s)
         return None
 
-    def _replace_ingress(self, code: int) -> None:
-        """Start another ingress, or have the owner stop."""
+    def _replace_ingress(self, code: int) -> int | None:
+        """Have another ingress started, or the service end; see ``_stop``."""
         self._ingress = 0
-        if code < 0 and not self._is_stopping:
-            why = f"{SERVES} was killed by {_name_of(-code)}"
-            if self._may_restart(why, "it"):
-                self._start_ingress()
-                return
+        if not self._is_stopping and (code < 0 or code == CRASHED):
+            end = f"was killed by {_name_of(-code)}" if code < 0 else "has failed"
+            if self._may_restart(f"{SERVES} {end}", "it"):
+                now_s = time.monotonic()
+                if now_s - self._ingress_began_s >= SETTLED_S:
+                    self._backoff.succeeded()
+                # The pause began with the last end: one that lived for longer is replaced at once.
+                self._ingress_due_s = now_s + self._backoff.pause_s(now_s)
+                self._backoff.failed(now_s)
+                return None
         self._keep.close()
         if self._is_stopping:
-            return
-        self._failure = max(code, FAILURE)
-        self._stop_owner(signal.SIGTERM)
+            return None
+        self._failure = FAILURE if code < 0 or code == CRASHED else max(code, FAILURE)
+        return self._stop(signal.SIGTERM)
+
+    def _start_due(self) -> None:
+        """Start what is due; where no process can be made, try again after a pause."""
+        now_s = time.monotonic()
+        if now_s >= self._owner_due_s:
+            try:
+                self._start_owner()
+                self._owner_due_s = math.inf
+            except OSError as e:
+                self._owner_due_s = _pause(OWNS, self._restarts, e)
+        if now_s >= self._ingress_due_s:
+            try:
+                self._start_ingress()
+                self._ingress_due_s = math.inf
+            except OSError as e:
+                self._keep.forgo()
+                self._ingress_due_s = _pause(SERVES, self._backoff, e)
 
     def _start_owner(self) -> None:
         self._owner_pulse.begin()
@@ -178,6 +217,7 @@ class Supervisor:
 
     def _start_ingress(self) -> None:
         self._ingress_pulse.begin()
+        self._ingress_began_s = time.monotonic()
         with self._keep.open() as link:
             self._ingress = self._fork(INGRESS, partial(self._be_ingress, link))
 
@@ -258,10 +298,6 @@ class Supervisor:
             try:
                 # If its supervisor is killed, the service drains and stops.
                 processes.signal_with_parent(signal.SIGTERM, self._pid)
-                pause_s = self._restarts.pause_s(time.monotonic())
-                with self._owner_pulse.starting():
-                    if pause_s > 0 and signals.wait(pause_s):
-                        raise SystemExit(OF_SIGNALS + signals.received)
                 self._own(signals, self._owner_pulse)
             finally:
                 signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -286,6 +322,15 @@ def _ended() -> Iterator[tuple[int, int]]:
         yield pid, os.waitstatus_to_exitcode(status)
 
 
+def _pause(what: str, backoff: Backoff, error: OSError) -> float:
+    """Begin a pause, say so, and return its end, by the monotonic clock."""
+    now_s = time.monotonic()
+    backoff.failed(now_s)
+    pause_s = backoff.pause_s(now_s)
+    _say(f"warning: {what} cannot be started ({error.strerror}); tried again in {pause_s:g} s")
+    return now_s + pause_s
+
+
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -308,4 +353,4 @@ def _code_of(error: BaseException) -> int:
         case SystemExit(code=int(code)):
             return code
     traceback.print_exception(error)
-    return FAILURE
+    return CRASHED

@@ -126,7 +126,10 @@ class Ingress:
                 return Outlook(progress="Ray Serve starts the groups again")
             return found
 
-        self._state = open_state(config, tokenizer, connection, node_id=node_id, ask=ask)
+        replica = serve.get_replica_context().rank.rank
+        self._state = open_state(
+            config, tokenizer, connection, node_id=node_id, ask=ask, replica=replica
+        )
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         # Serve's proxy names requests, and answers with the name.

@@ -16,9 +16,10 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import Message, Receive
 
 from dist_aclgraph.config import ServeConfig
-from dist_aclgraph.errors import InvalidParameterError
+from dist_aclgraph.errors import InvalidParameterError, QueueFullError
 from dist_aclgraph.serve.errors import BodyTimeoutError, BodyTooLargeError
 
 B = TypeVar("B", bound="Body")
@@ -30,6 +31,59 @@ _decoding = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode-body")
 _PLACE = re.compile(r"(?P<what>.*?)(?: - at `(?:key in )?\$(?P<path>.*)`)?", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`")
+
+
+class BodyBudget:
+    """Counts the bytes of all request bodies that are held; used on one event loop only."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+
+    def check(self) -> None:
+        """Return if another piece of a body may be read.
+
+        Raises:
+            QueueFullError: more than the limit is held. Pieces that had been read are counted, so
+                this is one piece of each connection at most.
+        """
+        if self.num_bytes > self.max_bytes:
+            raise QueueFullError(
+                f"the bodies of requests in progress take more than {self.max_bytes >> 20} MiB; "
+                "try again later"
+            )
+
+
+class HeldBody:
+    """One request's part of a budget: its ASGI ``receive``, which counts what it returns.
+
+    Args:
+        copies: how often each byte is held.
+        is_owed: the request was accepted by another process: it is counted, and not refused.
+    """
+
+    def __init__(self, budget: BodyBudget, receive: Receive, *, copies: int, is_owed: bool) -> None:
+        self._budget = budget
+        self._receive = receive
+        self._copies = copies
+        self._is_owed = is_owed
+        self._num_bytes = 0
+        self._has_more = True
+
+    async def __call__(self) -> Message:
+        if self._has_more and not self._is_owed:
+            self._budget.check()
+        message = await self._receive()
+        self._has_more = message.get("more_body", False)
+        num_bytes = self._copies * len(message.get("body", b""))
+        self._num_bytes += num_bytes
+        self._budget.num_bytes += num_bytes
+        return message
+
+    def release(self) -> None:
+        """Give the request's bytes back. Idempotent."""
+        self._budget.num_bytes -= self._num_bytes
+        self._num_bytes = 0
 
 
 class Body(msgspec.Struct, kw_only=True, gc=False):

@@ -13,8 +13,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.serve.access import Access
+from dist_aclgraph.serve.body import HeldBody
 from dist_aclgraph.serve.errors import error_response
-from dist_aclgraph.serve.journal import RESUMED
+from dist_aclgraph.serve.journal import JOURNAL, RESUMED
 from dist_aclgraph.serve.places import full_error
 from dist_aclgraph.serve.refusal import Refusal
 from dist_aclgraph.serve.state import ApiState
@@ -55,17 +56,23 @@ class Edge:
         if self._names_requests:
             send = _naming(send, request_name(headers.get(REQUEST_ID, b"")))
         method, path = scope["method"], _own_path(scope)
+        extensions = scope.get("extensions", {})
+        is_owed = RESUMED in extensions
         try:
             self._access.check(method, path, headers)
             if method == "POST" and path in GENERATING:
                 self._state.admit(None)
-                self._state.places.take(1, is_owed=RESUMED in scope.get("extensions", {}))
+                self._state.places.take(1, is_owed=is_owed)
         except DistAclGraphError as e:
             await error_response(e)(scope, receive, send)
             return
+        # Only POST has a body that is read. A journal holds it until the request is answered.
+        copies = 2 if JOURNAL in extensions else 1
+        body = HeldBody(self._state.bodies, receive, copies=copies, is_owed=is_owed)
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, body if method == "POST" else receive, send)
         finally:
+            body.release()
             if method == "POST" and path in GENERATING:
                 self._state.places.give_back(1)
 

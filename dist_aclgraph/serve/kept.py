@@ -165,6 +165,11 @@ class Keep:
         self._link, self._is_open = mine, True
         return others
 
+    def forgo(self) -> None:
+        """Close the link of ``open``: no process was forked for it, so that none has been lost."""
+        self._is_open = False
+        self._close_link()
+
     def become_keeper(self, others: socket.socket) -> Keeper:
         """In a process that was forked: return its end. Nothing is kept here any more."""
         self._close_link()

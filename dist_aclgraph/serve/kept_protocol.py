@@ -95,10 +95,8 @@ class KeptProtocol(LimitedProtocol):
             scope["extensions"][JOURNAL] = opens
 
     def on_message_complete(self) -> None:
-        if self._is_refused:
+        if self._is_refused or self.cycle.response_complete:
             self._has_answered = True
-        elif self.cycle.response_complete:
-            self._has_answered, self.cycle.more_body = True, False
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -181,13 +179,6 @@ class KeptProtocol(LimitedProtocol):
             self._look_at_unsent()
         else:
             self._forget()
-
-    @property
-    def _is_quiet(self) -> bool:
-        """Whether no request is under way, but for what has not been sent."""
-        cycle = self.cycle
-        is_over = cycle is None or (cycle.response_complete and not cycle.more_body)
-        return is_over and not (self.pipeline or self._in_headers or self._is_refused)
 
     def _look_at_unsent(self) -> None:
         if self._phase is not Phase.SENDING:

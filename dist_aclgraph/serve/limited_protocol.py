@@ -50,8 +50,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._timer_s = 0.0  # when it rings, which may be earlier
         self._unread: asyncio.TimerHandle | None = None
         self._in_headers = False
+        # Bytes since a request, a chunk or a piece of a body began: of headers, of a chunk's
+        # extension, or of trailers, which the parser keeps.
         self._num_header_bytes = 0
-        self._has_begun = False  # a request, with the bytes that are being parsed
+        self._has_begun = False  # one of these, with the bytes that are being parsed
 
     # -- transport -------------------------------------------------------------------------------
 
@@ -70,10 +72,13 @@ class LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._has_begun = False
         super().data_received(data)
-        if self._in_headers and not self._has_begun:
-            self._num_header_bytes += len(data)
-            if self._num_header_bytes > self._limits.max_header_bytes:
-                self.transport.close()  # there is no request yet that could be answered
+        self._num_header_bytes = 0 if self._has_begun else self._num_header_bytes + len(data)
+        if self._num_header_bytes > self._limits.max_header_bytes:
+            self.transport.close()  # there is no whole request that could be answered
+        # Any byte ends uvicorn's keep-alive timer, also one that begins no request: an empty line,
+        # or the end of a body whose request has its answer.
+        if self._due_s is None and self._is_quiet:
+            self._owe(self._limits.header_s)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -89,7 +94,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_headers, self._num_header_bytes, self._has_begun = True, 0, True
+        self._in_headers = self._has_begun = True
         self._owe(self._limits.header_s)
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -111,7 +116,11 @@ class LimitedProtocol(HttpToolsProtocol):
         scope: dict[str, Any] = self.cycle.scope  # type: ignore[assignment]
         scope["extensions"] = {WRITE: functools.partial(self._write, self.cycle)}
 
+    def on_chunk_header(self) -> None:
+        self._has_begun = True
+
     def on_body(self, body: bytes) -> None:
+        self._has_begun = True
         if not self._is_refused:
             super().on_body(body)
 
@@ -120,8 +129,17 @@ class LimitedProtocol(HttpToolsProtocol):
             self._is_refused = False
             self._owe(self._limits.header_s)  # another request may follow
             return
+        if self.cycle.response_complete:
+            self.cycle.more_body = False  # uvicorn leaves it as it is
         super().on_message_complete()
         self._pay()
+
+    @property
+    def _is_quiet(self) -> bool:
+        """Whether no request is under way, but for what has not been sent."""
+        cycle = self.cycle
+        is_over = cycle is None or (cycle.response_complete and not cycle.more_body)
+        return is_over and not (self.pipeline or self._in_headers or self._is_refused)
 
     # -- streams ---------------------------------------------------------------------------------
 

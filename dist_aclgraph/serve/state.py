@@ -19,6 +19,7 @@ from dist_aclgraph.errors import (
     RequestTooLongError,
     UnknownModelError,
 )
+from dist_aclgraph.serve.body import BodyBudget
 from dist_aclgraph.serve.inbox import Inbox
 from dist_aclgraph.serve.journal import JOURNAL, Chance, Journal
 from dist_aclgraph.serve.metrics import Metrics
@@ -30,6 +31,9 @@ from dist_aclgraph.text.tokenizer import Tokenizer
 class ApiState:
     """Owns the ingress's metrics, their history, and its source of seeds; borrows client and
     tokenizer.
+
+    Args:
+        replica: the number of this ingress among those that serve at once.
     """
 
     def __init__(
@@ -37,6 +41,8 @@ class ApiState:
         config: Config,
         tokenizer: Tokenizer,
         client: EngineClient,
+        *,
+        replica: int = 0,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -45,9 +51,12 @@ class ApiState:
         self.context_len = config.max_model_len or tokenizer.context_len
         self.is_draining = False
         self.places = Places.from_config(config, lambda: client.num_groups)
+        self.bodies = BodyBudget(config.serve.max_bodies_mib << 20)
         self.metrics = Metrics(config.name, client, has_aliases=config.serve.vllm_metrics)
         self.status = Status(config.name, self.metrics, client)
-        self._seeds = random.Random(config.seed)
+        # By default of the system's entropy. Seeds of a configuration are below 2**31.
+        seed = None if config.seed is None else config.seed + (replica << 31)
+        self._seeds = random.Random(seed)
         self._inbox: Inbox | None = None
 
     def inbox(self) -> Inbox:
@@ -125,12 +134,19 @@ class Reachable(Protocol):
 
 
 def open_state(
-    config: Config, tokenizer: Tokenizer, deployment: Reachable, *, node_id: str, ask: Ask
+    config: Config,
+    tokenizer: Tokenizer,
+    deployment: Reachable,
+    *,
+    node_id: str,
+    ask: Ask,
+    replica: int = 0,
 ) -> ApiState:
     """Connect to a deployment's engines from a node; ``client.close`` of the state ends it.
 
     Args:
         ask: the deployment's controller, what becomes of it.
+        replica: see ``ApiState``.
     """
     client = EngineClient(
         deployment.addresses,
@@ -140,4 +156,4 @@ def open_state(
         recovery=Recovery.from_config(config, ask),
     )
     config = config.model_copy(update={"max_model_len": deployment.max_model_len})
-    return ApiState(config, tokenizer, client)
+    return ApiState(config, tokenizer, client, replica=replica)

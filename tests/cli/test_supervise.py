@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from dist_aclgraph.actors import processes
+from dist_aclgraph.planning.restarts import FIRST_PAUSE_S
 from tests.actors.leftovers import assert_processes_are_gone, wait_until
 
 MARK = "TEST_OF_SUPERVISION"  # a variable of the environment of all processes of a service
@@ -39,6 +40,7 @@ def own(signals, pulse):
     sys.exit(7)
 
 def serve_http(life, beat, keeper):
+    beat()
     say("listens")
     while not select.select([life], [], [], 0.1)[0]:
         beat()
@@ -67,7 +69,8 @@ class Service:
         self._mark = secrets.token_hex(8)
         self.process = subprocess.Popen(
             [sys.executable, "-u", "-c", PARTS + parts + RUN],
-            env={**os.environ, MARK: self._mark},
+            # Threads of OpenBLAS take signals, and end at a fork, but not at one that a test fakes.
+            env={**os.environ, MARK: self._mark, "OPENBLAS_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -171,7 +174,6 @@ def test_what_stands_still_is_replaced(start: Start, name: str, begins: str, wha
     service = start("SILENT_S = 3.0")
     service.lines(2)
     struck = service.pid(name)
-    time.sleep(BEATS_S)
 
     os.kill(struck, signal.SIGSTOP)
 
@@ -237,7 +239,6 @@ def own(signals, pulse):
 def test_an_owner_that_stands_still_does_not_hold_up_the_end(start: Start) -> None:
     service = start("SILENT_S = 3.0")
     service.lines(2)
-    time.sleep(BEATS_S)
 
     os.kill(service.pid(OWNER), signal.SIGSTOP)
     service.process.terminate()
@@ -248,7 +249,6 @@ def test_an_owner_that_stands_still_does_not_hold_up_the_end(start: Start) -> No
 def test_an_owner_that_drains_gives_no_sign_and_is_left_alone(start: Start) -> None:
     service = start(f"SILENT_S, LATE_S = 2.0, 5.0\n{ENDS_LATE}")
     service.lines(2)
-    time.sleep(BEATS_S)
 
     service.process.terminate()
 
@@ -338,6 +338,91 @@ def test_past_the_budget_a_death_ends_the_service_with_the_reason(
     ended, _, wrong = service.end()
     assert ended == code
     assert "is not started again: recovery.restarts_per_hour allows 2\n" in wrong
+
+
+def test_ingresses_that_are_killed_at_their_start_come_after_pauses(start: Start) -> None:
+    service = start(
+        """
+def serve_http(life, beat, keeper):
+    say(f"listens {time.monotonic()}")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    )
+
+    ended, said, wrong = service.end()
+
+    starts = [float(line.split()[1]) for line in said.splitlines() if "listens" in line]
+    assert ended == 1
+    assert len(starts) == 3
+    assert starts[2] - starts[0] >= FIRST_PAUSE_S  # only the first replacement comes at once
+    assert wrong.count("the process that serves HTTP was killed by SIGKILL") == 3
+
+
+def test_an_ingress_that_fails_by_an_unforeseen_error_is_replaced(start: Start) -> None:
+    service = start(
+        """
+import mmap
+starts = mmap.mmap(-1, 1)
+plainly = serve_http
+def serve_http(life, beat, keeper):
+    starts[0] += 1
+    if starts[0] == 1:
+        raise MemoryError
+    plainly(life, beat, keeper)
+"""
+    )
+
+    assert service.lines(2) == ["listens", "owns"]
+    service.process.terminate()
+    code, _, wrong = service.end()
+    assert code == 7
+    assert "MemoryError" in wrong
+    assert "warning: the process that serves HTTP has failed; it is started again\n" in wrong
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3], ids=["owner", "ingress", "second ingress"])
+def test_a_process_that_cannot_be_made_is_made_later(start: Start, failing: int) -> None:
+    service = start(
+        f"""
+import errno
+forks, plainly_fork = [0], os.fork
+def fork():
+    forks[0] += 1
+    if forks[0] == {failing}:
+        raise OSError(errno.EAGAIN, "no process is free")
+    return plainly_fork()
+os.fork = fork
+"""
+    )
+    assert service.lines(2) == ["listens", "owns"]
+    owner = service.pid(OWNER)
+
+    service.kill(INGRESS)
+
+    assert service.lines(1) == ["listens"]
+    assert service.pid(OWNER) == owner
+    service.process.terminate()
+    code, _, wrong = service.end()
+    assert code == 7
+    assert wrong.count("cannot be started (no process is free); tried again in ") == 1
+
+
+def test_a_signal_while_no_owner_can_be_made_ends_everything(start: Start) -> None:
+    service = start(
+        """
+import errno
+plainly_fork = os.fork
+def fork():
+    raise OSError(errno.EAGAIN, "no process is free")
+os.fork = fork
+"""
+    )
+    assert service.process.stderr is not None
+    assert "cannot be started" in service.process.stderr.readline()
+
+    service.process.terminate()
+
+    assert service.end()[0] == 128 + signal.SIGTERM
 
 
 LOSES_RAY = """

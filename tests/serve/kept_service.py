@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -16,7 +17,7 @@ from dist_aclgraph.cli.pulse import Pulse
 from dist_aclgraph.cli.signals import Signals
 from dist_aclgraph.cli.supervise import Supervisor
 from dist_aclgraph.config import load_config
-from dist_aclgraph.planning.restarts import RestartBudget
+from dist_aclgraph.planning.restarts import Backoff, RestartBudget
 from dist_aclgraph.serve.api import make_api
 from dist_aclgraph.serve.front import Front
 from dist_aclgraph.serve.http_server import HttpServer, listen
@@ -29,12 +30,13 @@ from tests.serve.fake_engine import NODE, TOKEN
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny-qwen3.yaml"
 
 
-def main(engine_url: str, limit: str, trap: str) -> int:
+def main(engine_url: str, limit: str, trap: str, overrides: str) -> int:
     """Args:
     limit: a file that says how long contexts may be; while it is not there, nothing is served.
     trap: a file; while it is there, an ingress dies when it has read something.
+    overrides: dotted keys of the configuration, as JSON.
     """
-    config = load_config(CONFIG, {})
+    config = load_config(CONFIG, json.loads(overrides))
     tokenizer = Tokenizer(config.model)
     listener = listen("127.0.0.1", 0)
 
@@ -68,8 +70,10 @@ def main(engine_url: str, limit: str, trap: str) -> int:
 
     KeptProtocol._write_down = die_or_write_down  # type: ignore[method-assign]
     print(listener.getsockname()[1], flush=True)
-    return Supervisor(own, serve_http, RestartBudget(1000), 60.0, 60.0).run()
+    at_once = Backoff(first_s=0.0)
+    budget = RestartBudget(1000)
+    return Supervisor(own, serve_http, budget, 60.0, 60.0, backoff=at_once).run()
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:4]))
+    sys.exit(main(*sys.argv[1:]))

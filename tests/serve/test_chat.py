@@ -6,8 +6,10 @@ import json
 import openai
 import pytest
 
+from dist_aclgraph.config import Config
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.serve.api import make_api
+from dist_aclgraph.serve.state import ApiState
 from tests.serve.conftest import until
 
 MODEL = "tiny-qwen3"
@@ -121,6 +123,30 @@ def test_streamed_logprobs_cover_every_token(service):
         for entry in chunk.choices[0].logprobs.content
     ]
     assert "".join(tokens) == "Hello there"
+
+
+def drawn_seeds(config: Config, state: ApiState, replica: int = 0) -> list[int]:
+    """What an ingress that starts now draws for requests without a seed."""
+    new = ApiState(config, state.tokenizer, state.client, replica=replica)
+    return [new.open_journal({}).chance.seed for _ in range(5)]
+
+
+def test_every_start_of_an_ingress_draws_other_seeds(service):
+    state = service.state
+
+    starts = [drawn_seeds(state.config, state) for _ in range(3)]
+
+    assert len({seed for start in starts for seed in start}) == 15
+
+
+def test_with_a_configured_seed_replicas_draw_others_and_each_start_the_same(service):
+    state = service.state
+    config = state.config.model_copy(update={"seed": 5})
+
+    starts = [drawn_seeds(config, state, replica) for replica in (0, 1, 2)]
+
+    assert len({seed for start in starts for seed in start}) == 15
+    assert starts == [drawn_seeds(config, state, replica) for replica in (0, 1, 2)]
 
 
 def test_n_choices_have_seeds_of_their_own(service):

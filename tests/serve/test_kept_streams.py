@@ -128,6 +128,25 @@ class Service:
         os.kill(pid, signal.SIGKILL)
         until(lambda: self.ingress(other_than=pid) > 0, WAIT_S)
 
+    def wait_for_tokens(self, count: int) -> None:
+        """Return once the engine has made so many more tokens."""
+        wanted = self.engine.metrics["generation_tokens"] + count
+        until(lambda: self.engine.metrics["generation_tokens"] >= wanted, WAIT_S)
+
+    @contextmanager
+    def killed_after(self, *counts: int) -> Iterator[None]:
+        """Kill the ingress beside what is done here, each time after so many tokens more."""
+
+        def strike() -> None:
+            for count in counts:
+                self.wait_for_tokens(count)
+                self.kill()
+
+        striking = threading.Thread(target=strike)
+        striking.start()
+        yield
+        striking.join()
+
     @property
     def num_descriptors(self) -> int:
         return num_descriptors_of(self.process.pid)
@@ -146,16 +165,18 @@ class Service:
 
 
 @contextmanager
-def serving(limit: Path | None = None, trap: Path | None = None) -> Iterator[Service]:
+def serving(
+    limit: Path | None = None, trap: Path | None = None, **overrides: object
+) -> Iterator[Service]:
     """A service over an engine of its own.
 
     Args:
-        limit, trap: see ``kept_service.py``.
+        limit, trap, overrides: see ``kept_service.py``.
     """
     engine = FakeEngine(by_position, step_s=0.01)
     command = [sys.executable, "-m", "tests.serve.kept_service", engine.address.file.url]
     process = subprocess.Popen(
-        [*command, str(limit or ""), str(trap or "")],
+        [*command, str(limit or ""), str(trap or ""), json.dumps(overrides)],
         cwd=Path(__file__).parents[2],
         stdout=subprocess.PIPE,
         text=True,
@@ -237,16 +258,10 @@ def test_every_answer_goes_on_byte_by_byte_however_often_the_ingress_is_killed(
     assert [answer.error for answer in wanted] == [""] * len(requests)
     rng = random.Random(7)
 
-    def strike() -> None:
-        for _ in range(MAX_LOSSES - 1):
-            time.sleep(0.1 + rng.random())
-            service.kill()
-
     for _ in range(3):
-        striking = threading.Thread(target=strike)
-        striking.start()
-        answers = service.ask_all(requests)
-        striking.join()
+        counts = [rng.randrange(50, 600) for _ in range(MAX_LOSSES - 1)]
+        with service.killed_after(*counts):
+            answers = service.ask_all(requests)
         for kind, answer, plain in zip(KINDS, answers, wanted, strict=True):
             assert (kind, answer.error) == (kind, "")
             assert (kind, answer.bodies) == (kind, plain.bodies)
@@ -267,10 +282,8 @@ def test_nothing_is_kept_of_what_has_ended(service: Service) -> None:
 def test_a_connection_is_used_again_behind_an_answer_that_went_on(service: Service) -> None:
     [plain] = service.ask_all([KINDS["chat"]], count=2)
 
-    striking = threading.Thread(target=lambda: (time.sleep(0.5), service.kill()))
-    striking.start()
-    [answer] = service.ask_all([KINDS["chat"]], count=2)
-    striking.join()
+    with service.killed_after(50):
+        [answer] = service.ask_all([KINDS["chat"]], count=2)
 
     assert (answer.error, answer.bodies) == ("", plain.bodies)
 
@@ -282,7 +295,7 @@ def test_a_reader_that_stops_gets_all_of_it_later(service: Service) -> None:
     with service.connect() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.sendall(LONG)
-        time.sleep(1.0)
+        service.wait_for_tokens(500)
 
         service.kill()
         with client.makefile("rb") as stream:
@@ -379,6 +392,7 @@ def test_what_was_read_and_not_written_down_is_not_lost(tmp_path: Path, num_befo
     trap = tmp_path / "trap"
     request = KINDS["chat"]
     with serving(trap=trap) as service:
+        service.engine.step_s = 0.002
         plain = service.ask(request)
         for _ in range(4):
             with service.connect() as client, client.makefile("rb") as stream:
@@ -406,6 +420,37 @@ def test_one_connection_outlives_any_number_of_processes(service: Service) -> No
             answer = Answer()
             answer.read(stream)
             assert answer.bodies == plain.bodies
+
+
+def test_an_answer_that_goes_on_keeps_the_seed_that_was_drawn_for_it(service: Service) -> None:
+    submitted = service.engine.submitted
+    submitted.clear()
+    for _ in range(2):
+        asking = threading.Thread(target=service.ask, args=[KINDS["chat"]])
+        asking.start()
+        until(lambda: service.engine.num_running > 0, WAIT_S)
+        service.kill()
+        asking.join()
+
+    seeds = [submit.sampling.seed for submit in submitted]
+    assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
+
+
+def test_bytes_that_begin_no_request_end_a_connection_that_went_on() -> None:
+    with (
+        serving(**{"serve.header_s": 1.0}) as service,
+        service.connect() as client,
+        client.makefile("rb") as stream,
+    ):
+        client.sendall(KINDS["chat"])
+        until(lambda: service.engine.num_running > 0, WAIT_S)
+        service.kill()
+        Answer().read(stream)
+
+        client.sendall(b"\r\n")
+
+        with suppress(ConnectionResetError):
+            assert stream.read() == b""
 
 
 def test_connections_are_looked_at_before_anything_can_be_served(tmp_path: Path) -> None:
@@ -514,8 +559,7 @@ def test_of_a_thousand_clients_that_vanish_nothing_is_held(service: Service) -> 
         clients = [service.connect() for _ in range(100)]
         for client in clients:
             client.sendall(LONG)
-        until(lambda: service.engine.num_running > 0, WAIT_S)
-        time.sleep(random_.random())
+        service.wait_for_tokens(random_.randrange(1, 5000))
         for client in clients:
             if random_.random() < 0.8:
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -566,10 +610,8 @@ def test_trailers_of_a_request_are_no_headers(service: Service, ending: str) -> 
     )
     plain = service.ask(request)
 
-    striking = threading.Thread(target=lambda: (time.sleep(0.5), service.kill()))
-    striking.start()
-    answer = service.ask(request)
-    striking.join()
+    with service.killed_after(50):
+        answer = service.ask(request)
 
     assert (answer.error, answer.bodies) == ("", plain.bodies)
 

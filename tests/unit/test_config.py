@@ -82,6 +82,10 @@ def test_a_model_that_is_nowhere_stays_as_it_was_given(tmp_path: Path) -> None:
         ({"model": "m", "timeouts": {"step_s": math.inf}}, "timeouts.step_s is inf"),
         ({"model": "m", "graph": {"mixed_traffic": {8: 1e308}}}, "weights from 0 to"),
         ({"model": "m", "graph": {"mode": "ALL"}}, "graph.mode is .ALL."),
+        (
+            {"model": "m", "serve": {"max_bodies_mib": 3, "max_body_bytes": (2 << 20) + 1}},
+            "max_bodies_mib is 3; .* raise max_bodies_mib to 5, or lower max_body_bytes",
+        ),
         ({"model": "m", "speculative": {"num_tokens": 4}}, "speculative.num_tokens is 4"),
         (
             {"model": "m", "scheduler": {"max_num_seqs": 9, "max_num_batched_tokens": 8}},
