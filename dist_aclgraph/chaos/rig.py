@@ -94,6 +94,7 @@ class Rig:
     def __init__(self, shape: Shape, room: Path | None, say: Say) -> None:
         self._shape = shape
         self._room = room
+        self._full: threading.Timer | None = None  # while the disk is full
         self._say = say
         self._service: Service | None = None
         self._wanted: list[Answer] = []
@@ -146,6 +147,8 @@ class Rig:
         normal = self._clients(service, self._shape.num_streams)
         others = self._other_clients(service, kind, normal)
         # Before there is load: finding processes takes a while on a busy machine.
+        if self._full is not None:  # faults are armed by a file on that disk
+            self._full.join()
         victim = self._victim(service, kind, strike.target)
         if kind is Kind.PREFILL_DEATH:
             service.arm(fault_op=self._shape.operator, fault_kind="die")
@@ -255,7 +258,8 @@ class Rig:
             case Kind.FULL_DISK:
                 assert self._room is not None, "such plans need a small disk"
                 disk.fill(self._room)
-                threading.Timer(FULL_S, disk.make_room, [self._room]).start()
+                self._full = threading.Timer(FULL_S, disk.make_room, [self._room])
+                self._full.start()
         if kind in ARMED:
             wait_for(lambda: not service.fault_file.exists(), KNOWN_S)
         if victim is None:
