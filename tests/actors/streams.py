@@ -12,7 +12,7 @@ from tests.actors.leftovers import wait_until
 from tests.checkpoints import make_prompts
 from tests.deployments import Answer, Serving, greedy_params
 
-NUM_STREAMS = 32
+NUM_STREAMS = 12
 TOKENS = 40
 PROMPTS = make_prompts([20, 7, 33, 12])
 GRAPH = {"sizes": [4, 12]}
