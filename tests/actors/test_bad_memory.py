@@ -70,6 +70,7 @@ def test_what_lay_in_bad_memory_says_what_is_done_again(checkpoint: Path, tmp_pa
     assert_all_npus_are_free()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_process_whose_library_lost_memory_is_replaced(
     checkpoint: Path, tmp_path: Path

@@ -88,6 +88,7 @@ def test_a_rank_out_of_streams_in_its_third_bucket_leaves_two_on_all(checkpoint:
         assert rank["streams"]["measured"] == 2 * STREAMS_PER_GRAPH
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_inside_a_capture_costs_that_bucket_alone(checkpoint: Path) -> None:
     # The second allocation: some of the bucket's pieces exist by then, and hold memory.
     fault = {"op": "alloc", "call": 2}
@@ -133,6 +134,7 @@ def fail_to_start(config: Config) -> tuple[WorkerError, float, float]:
     return caught.value, end_s - began_s, end_s - start_s
 
 
+@pytest.mark.slow
 def test_a_rank_that_stalls_in_a_capture_is_named_alone_in_bounded_time(checkpoint: Path) -> None:
     fault = {"op": "aclnnSwiGlu", "when": "capture", "call": 5, "kind": "stall", "stall_s": STALL_S}
 
@@ -143,6 +145,7 @@ def test_a_rank_that_stalls_in_a_capture_is_named_alone_in_bounded_time(checkpoi
     assert seconds < STALL_S and in_all_s >= CAPTURE_S
 
 
+@pytest.mark.slow
 def test_ranks_silent_in_a_collective_are_all_named_and_none_is_blamed(checkpoint: Path) -> None:
     # Call 5 of the device belongs to the eager run before the first capture.
     fault = {"op": "aclnnSwiGlu", "call": LAYERS + 2, "kind": "stall", "stall_s": STALL_S}

@@ -11,6 +11,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 from dist_aclgraph.actors import placement
 from dist_aclgraph.actors.local_ray import NAMESPACE
 from dist_aclgraph.errors import PlacementError
+from tests.slow import slow
 
 ALL = placement.BundleRequest({"NPU": 1.0}, 1, 8, "STRICT_PACK")
 DEAD, LIVING = "controller-0000dead", "controller-0000beef"
@@ -43,7 +44,7 @@ def test_places_of_a_dead_controller_go_to_who_waits_for_them(made: list[Placeme
     assert [state_of(group) for group in made] == ["REMOVED", "CREATED"]
 
 
-@pytest.mark.parametrize("name", [f"{LIVING}/0", "mine/0", "controller-of-mine/0"])
+@pytest.mark.parametrize("name", [f"{LIVING}/0", slow("mine/0"), slow("controller-of-mine/0")])
 def test_places_of_the_living_and_of_strangers_stay(name: str, made: list[PlacementGroup]) -> None:
     made.append(placement.reserve(ALL, 60.0, name))
 

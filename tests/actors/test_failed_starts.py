@@ -86,6 +86,7 @@ def test_an_operator_that_fails_at_start_is_reported_for_its_rank(checkpoint: Pa
     assert (caught.value.rank, caught.value.phase) == (1, "NEGOTIATING")
 
 
+@pytest.mark.slow
 def test_a_worker_that_stalls_at_start_is_named_in_bounded_time(checkpoint: Path) -> None:
     fault = {"op": "aclnnSwiGlu", "call": 1, "kind": "stall", "rank": 1, "stall_s": 100.0}
     config = make_deployment_config(
@@ -101,6 +102,7 @@ def test_a_worker_that_stalls_at_start_is_named_in_bounded_time(checkpoint: Path
     assert caught.value.phase == "NEGOTIATING"
 
 
+@pytest.mark.slow
 def test_a_device_without_streams_for_the_runtime_is_named_by_its_rank(checkpoint: Path) -> None:
     emulator = {"strict": False, "streams_by_rank": {1: 24}}
     config = make_deployment_config(

@@ -21,6 +21,7 @@ from tests.actors.leftovers import (
 )
 from tests.checkpoints import make_prompts
 from tests.deployments import Answer, Serving, greedy_params, make_deployment_config, serving
+from tests.slow import slow
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
@@ -126,6 +127,7 @@ def test_a_failing_operator_ends_requests_with_its_rank(checkpoint: Path) -> Non
     assert_all_npus_are_free()
 
 
+@pytest.mark.slow
 def test_a_stalled_worker_ends_requests_in_bounded_time(checkpoint: Path) -> None:
     config = make_faulty_config(checkpoint, call=30, rank=1, kind="stall", stall_s=60.0)
     with serving(config) as service:
@@ -140,7 +142,7 @@ def test_a_stalled_worker_ends_requests_in_bounded_time(checkpoint: Path) -> Non
     assert_all_npus_are_free()
 
 
-@pytest.mark.parametrize("step_s", [4.0, 600.0])
+@pytest.mark.parametrize("step_s", [4.0, slow(600.0)])
 def test_a_stopped_rank_is_blamed_and_not_its_peers(checkpoint: Path, step_s: float) -> None:
     """By the step's deadline, or by the heartbeat where that comes first."""
     with busy(
@@ -158,6 +160,7 @@ def test_a_stopped_rank_is_blamed_and_not_its_peers(checkpoint: Path, step_s: fl
         assert_processes_are_gone(run.pids)
 
 
+@pytest.mark.slow
 def test_the_death_of_a_group_is_its_own(checkpoint: Path) -> None:
     with busy(checkpoint, 6, parallel={"dp": 2}) as run:
         service = run.service
@@ -187,6 +190,7 @@ def test_the_death_of_a_group_is_its_own(checkpoint: Path) -> None:
         assert_processes_are_gone(run.pids)
 
 
+@pytest.mark.slow
 def test_a_killed_engine_ends_its_requests_and_leaves_nothing(checkpoint: Path) -> None:
     with busy(checkpoint, timeouts={"link_s": 60.0}) as run:
         engine = run.sibling("ray::Engine")
@@ -200,6 +204,7 @@ def test_a_killed_engine_ends_its_requests_and_leaves_nothing(checkpoint: Path) 
         assert_processes_are_gone([engine, *run.pids])
 
 
+@pytest.mark.slow
 def test_a_killed_controller_takes_everything_with_it(checkpoint: Path) -> None:
     with busy(checkpoint, recovery={"restarts_per_hour": 0}) as run:
         engine, controller = run.sibling("ray::Engine"), run.sibling("ray::Controller")
@@ -222,6 +227,7 @@ def serves(service: Serving) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_reports_disturb_nothing_and_shutting_down_in_the_middle_ends_requests(
     checkpoint: Path,
 ) -> None:

@@ -222,6 +222,7 @@ def test_what_loads_something_else_has_a_server_of_its_own() -> None:
         assert len(processes.children(os.getpid()) - others) == 1
 
 
+@pytest.mark.slow
 def test_one_that_is_lent_comes_first_and_is_left_where_it_is(tmp_path: Path) -> None:
     crowd = len(os.sched_getaffinity(0)) + 1
     with closing(Forks()) as owner:
@@ -241,6 +242,7 @@ def test_one_that_is_lent_comes_first_and_is_left_where_it_is(tmp_path: Path) ->
         assert Starter(lent.command, tmp_path).run()["has_loaded"]
 
 
+@pytest.mark.slow
 def test_what_it_has_forked_ends_and_the_server_stays(forks: Starter, tmp_path: Path) -> None:
     with closing(ForkServer(CONFIG)) as server:
         starter = Starter(server.address.command, tmp_path)
@@ -276,6 +278,7 @@ def test_ray_reads_the_variables_of_the_process(forks: Starter) -> None:
     assert forks.run(environment={name: "77"})["timeout_ms"] == 77
 
 
+@pytest.mark.slow
 def test_who_has_waited_too_long_is_not_forked_as_well(tmp_path: Path) -> None:
     with closing(ForkServer(CONFIG)) as server, (tmp_path / "late").open("wb") as late:
         starter = Starter(server.address.command, tmp_path)

@@ -21,6 +21,7 @@ from dist_aclgraph.actors.step_channel import StepSender
 from dist_aclgraph.actors.worker import Worker
 from dist_aclgraph.config import make_config
 from dist_aclgraph.topology import WorldRank
+from tests.slow import slow
 
 LIMIT_S = 10.0
 CONFIG = make_config({"model": "unused", "timeouts": {"link_s": 1.0}})
@@ -153,7 +154,7 @@ def _keep_worker(asks: Any, goes_on: Any) -> None:
         _keep(worker, asks, goes_on)
 
 
-@pytest.mark.parametrize("keep", [_keep_engine, _keep_worker])
+@pytest.mark.parametrize("keep", [_keep_engine, slow(_keep_worker)])
 def test_an_actor_that_nobody_asks_ends_itself(keep: Any) -> None:
     spawn = multiprocessing.get_context("spawn")
     asks, goes_on = spawn.Event(), spawn.Event()

@@ -20,6 +20,7 @@ from dist_aclgraph.actors import local_ray, processes
 from dist_aclgraph.actors.run_directory import PREFIX
 from tests.actors.leftovers import assert_processes_are_gone
 from tests.actors.listening import listening
+from tests.slow import slow
 
 pytestmark = pytest.mark.cluster
 
@@ -167,7 +168,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.parametrize("victim", ["raylet", "gcs_server"])
+@pytest.mark.parametrize("victim", ["raylet", slow("gcs_server")])
 def test_a_daemon_that_dies_ends_everything_with_one_sentence(
     checkpoint: Path, victim: str, temporary: Path
 ) -> None:

@@ -18,6 +18,7 @@ from dist_aclgraph.steps.step import StepPlan
 from tests import laws
 from tests.checkpoints import add_next_token_module, make_prompts, make_reference
 from tests.lockstep import Lockstep, lockstep
+from tests.slow import slow
 from tests.unit.scheduler.requests import submit
 
 DRAFTS, BLOCK_SIZE, MAX_LEN = 1, 16, 96
@@ -27,7 +28,7 @@ NUM_STEPS = 2000
 PROMPTS = make_prompts((1, 3, 10, 16, 17, 30, 45, 60))
 
 
-@pytest.fixture(scope="module", params=[EXPERTS, CONTEXTS], ids=["experts", "contexts"])
+@pytest.fixture(scope="module", params=[EXPERTS, slow(CONTEXTS)], ids=["experts", "contexts"])
 def config(
     npu: Any, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Config:

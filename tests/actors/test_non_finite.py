@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 from tests.actors.serving_ranks import ServingRanks, serving_ranks
 from tests.checkpoints import VOCAB, add_next_token_module, copy_of, make_prompts
 from tests.deployments import greedy_params, make_deployment_config, tokens_of
+from tests.slow import slow
 
 LENGTHS, TOKENS, ANSWER_S, BAD = (20, 33, 60, 90), 12, 120.0, VOCAB - 1
 
 
-@pytest.fixture(params=[0, 2])
+@pytest.fixture(params=[0, slow(2)])
 def damaged(request: Any, checkpoint: Path, tmp_path: Path) -> tuple[Path, int]:
     """A checkpoint with a row of NaN in its embedding, and how many tokens are drafted."""
     directory = copy_of(checkpoint, tmp_path)

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.slow import slow
+
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDS = 50
 
 
-@pytest.mark.parametrize("accounting", ["pinned", "software_sq"])
+@pytest.mark.parametrize("accounting", ["pinned", slow("software_sq")])
 def test_what_is_negotiated_is_captured_and_one_more_would_not_fit(
     checkpoint: Path, accounting: str
 ) -> None:

@@ -14,6 +14,7 @@ from tests.actors.leftovers import assert_all_npus_are_free, assert_processes_ar
 from tests.actors.test_faults_while_serving import worker_pids
 from tests.checkpoints import copy_of, make_prompts
 from tests.deployments import Answer, Serving, make_deployment_config, serving, tokens_of
+from tests.slow import slow
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
@@ -55,7 +56,7 @@ def plan_of(service: Serving) -> Any:
     "keys",
     [
         {"parallel": {"tp": 2, "pcp": 2}},
-        {"parallel": {"tp": 2}, "device": {"emulator": SOFTWARE_QUEUES}},
+        slow({"parallel": {"tp": 2}, "device": {"emulator": SOFTWARE_QUEUES}}),
     ],
     ids=["four ranks", "software queues"],
 )
@@ -80,6 +81,7 @@ def test_survivors_of_a_killed_worker_go_on_with_all_streams(
     assert_all_npus_are_free()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_all_workers_survive_their_engine_and_then_a_group_is_built_anew(checkpoint: Path) -> None:
     """Right behind a rejoined group's start, another death is not trusted to its survivors."""
@@ -100,6 +102,7 @@ def test_all_workers_survive_their_engine_and_then_a_group_is_built_anew(checkpo
     assert_all_npus_are_free()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_where_survivors_make_no_group_another_one_is_built(
     checkpoint: Path, tmp_path: Path

@@ -94,6 +94,7 @@ def test_many_streams_go_on_where_they_were(checkpoint: Path, tmp_path: Path) ->
     assert_all_npus_are_free()
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_while_the_group_comes_back_costs_the_group_and_no_request(
     checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from dist_aclgraph.sampling import SamplingParams
 from tests.actors.serving_ranks import ServingRanks, serving_ranks
 from tests.checkpoints import add_next_token_module, copy_of, make_prompts
 from tests.deployments import Answer, greedy_params, make_deployment_config, tokens_of
+from tests.slow import slow
 
 STREAMS, TOKENS, ANSWER_S = 16, 40, 120.0
 UNCHANGED = ("prompt_tokens", "prefix_cache_queries", "num_preemptions", "generation_tokens")
@@ -64,7 +65,7 @@ class Sound:
     metrics: dict[str, Any]
 
 
-@pytest.fixture(scope="module", params=[0, 1])
+@pytest.fixture(scope="module", params=[0, slow(1)])
 def sound(
     request: Any, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Sound]:
@@ -112,7 +113,7 @@ def test_a_group_comes_back_with_one_step_in_flight(sound: Sound, tmp_path: Path
 
 
 # Prompts are computed in the first calls.
-@pytest.mark.parametrize("call", [20, 31, 41, 100])
+@pytest.mark.parametrize("call", [20, slow(31), slow(41), 100])
 def test_a_group_without_graphs_comes_back(sound: Sound, tmp_path: Path, call: int) -> None:
     fault = {"op": "aclnnSwiGlu", "call": call, "rank": 1, "kind": "fail"}
     speculative = {"num_tokens": sound.drafts}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from dist_aclgraph.config import load_config
 from dist_aclgraph.context.prompt_split import MAX_WHOLE_QUERIES
 from dist_aclgraph.text.tokenizer import Tokenizer
@@ -31,6 +33,7 @@ def answers(name: str) -> list[str]:
     return [tokenizer.decode(answer.tokens) for answer in found]
 
 
+@pytest.mark.slow
 def test_ranks_that_share_contexts_answer_as_others_do() -> None:
     shared = answers("tiny-deepseek-cp")
 

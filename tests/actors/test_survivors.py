@@ -157,6 +157,7 @@ def test_nobody_goes_on_where_nobody_can_see_that_a_process_has_ended(
     assert not gather_survivors(group)
 
 
+@pytest.mark.slow
 def test_without_survivors_or_soon_behind_the_last_time_the_group_is_built_anew(
     make_group: MakeGroup,
 ) -> None:

@@ -214,6 +214,7 @@ def serve_http(life, beat, keeper):
     assert "serves HTTP has stood still for 3 s; it is killed\n" in wrong
 
 
+@pytest.mark.slow
 def test_an_owner_that_stands_still_while_it_starts_is_replaced(start: Start) -> None:
     service = start(
         STANDS_STILL_FIRST
@@ -246,6 +247,7 @@ def test_an_owner_that_stands_still_does_not_hold_up_the_end(start: Start) -> No
     assert service.end()[0] == 128 + signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_an_owner_that_drains_gives_no_sign_and_is_left_alone(start: Start) -> None:
     service = start(f"SILENT_S, LATE_S = 2.0, 5.0\n{ENDS_LATE}")
     service.lines(2)
@@ -255,6 +257,7 @@ def test_an_owner_that_drains_gives_no_sign_and_is_left_alone(start: Start) -> N
     assert service.end() == (7, "stopped in order\n", "")
 
 
+@pytest.mark.slow
 def test_a_service_that_was_stopped_as_a_whole_goes_on(start: Start) -> None:
     service = start("SILENT_S = 2.0")
     service.lines(2)

@@ -109,6 +109,7 @@ def test_merging_refuses():
             lambda: torch_npu.npu_attention_update([lse[0].npu()], [wide], 0))  # fmt: skip
 
 
+@pytest.mark.slow
 def test_8_5_does_not_know_infinity(run_script):
     status, output = run_script(
         """

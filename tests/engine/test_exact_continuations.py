@@ -18,6 +18,7 @@ from dist_aclgraph.scheduler.scheduler import Scheduler
 from tests.checkpoints import make_prompts
 from tests.engine.runners import BLOCK_SIZE, MAX_LEN, make_runner, turn
 from tests.plans import make_plan
+from tests.slow import slow
 from tests.unit.scheduler.requests import submit
 
 STREAMS, ROWS, COUNT = 48, 16, 48
@@ -75,7 +76,7 @@ def play(
 
 @pytest.fixture(
     scope="module",
-    params=[("checkpoint", 1), ("checkpoint", 2), ("deepseek", 2)],
+    params=[slow(("checkpoint", 1)), ("checkpoint", 2), slow(("deepseek", 2))],
     ids=["one-in-flight", "two-in-flight", "latent-with-experts"],
 )
 def runner(npu: Any, request: pytest.FixtureRequest) -> ModelRunner:

@@ -230,6 +230,7 @@ print("captured again")
 """
 
 
+@pytest.mark.slow
 def test_captures_end_with_the_streams_and_go_on_after_a_release(checkpoint: Path) -> None:
     script = FEW_STREAMS.replace("DIRECTORY", repr(str(checkpoint)))
 

@@ -296,6 +296,7 @@ print("sampled", ids)
 """
 
 
+@pytest.mark.slow
 def test_sampling_runs_where_kernels_compute_nothing() -> None:
     done = subprocess.run(
         [sys.executable, "-u", "-c", SKIPPED], capture_output=True, text=True, timeout=120

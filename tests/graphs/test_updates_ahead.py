@@ -254,6 +254,7 @@ print("all replayed")
 """
 
 
+@pytest.mark.slow
 def test_no_record_is_lost_where_the_device_takes_no_time() -> None:
     done = subprocess.run(
         [sys.executable, "-u", "-c", SKIPPING], capture_output=True, text=True, timeout=120

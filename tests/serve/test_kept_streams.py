@@ -29,6 +29,7 @@ from dist_aclgraph.ints import INT_BYTES
 from dist_aclgraph.serve.kept import MAX_LOSSES
 from tests.serve.conftest import until
 from tests.serve.fake_engine import FakeEngine
+from tests.slow import slow
 
 INGRESS = "serve:ingress"
 WAIT_S = 60.0
@@ -288,6 +289,7 @@ def test_a_connection_is_used_again_behind_an_answer_that_went_on(service: Servi
     assert (answer.error, answer.bodies) == ("", plain.bodies)
 
 
+@pytest.mark.slow
 def test_a_reader_that_stops_gets_all_of_it_later(service: Service) -> None:
     service.engine.step_s = 0.001
     plain = service.ask(LONG)
@@ -351,6 +353,7 @@ def stop(pid: int) -> None:
     until(has_stopped, WAIT_S)
 
 
+@pytest.mark.slow
 def test_a_request_is_answered_wherever_the_ingress_dies_while_it_comes(service: Service) -> None:
     """Unread, half of it read, on a connection that nobody has accepted, or on one used before."""
     request = KINDS["chat"]
@@ -384,7 +387,7 @@ def test_a_request_is_answered_wherever_the_ingress_dies_while_it_comes(service:
             assert answer.bodies == plain.bodies[:1]
 
 
-@pytest.mark.parametrize("num_before", [0, 60, -10])
+@pytest.mark.parametrize("num_before", [0, slow(60), slow(-10)])
 def test_what_was_read_and_not_written_down_is_not_lost(tmp_path: Path, num_before: int) -> None:
     """The ingress dies with the first part of a request, and with the last one; the first one comes
     right behind an answer.
@@ -410,6 +413,7 @@ def test_what_was_read_and_not_written_down_is_not_lost(tmp_path: Path, num_befo
             assert answer.bodies == plain.bodies
 
 
+@pytest.mark.slow
 def test_one_connection_outlives_any_number_of_processes(service: Service) -> None:
     plain = service.ask(KINDS["chat"])
     with service.connect() as client, client.makefile("rb") as stream:
@@ -473,6 +477,7 @@ def test_connections_are_looked_at_before_anything_can_be_served(tmp_path: Path)
         answer.read(stack.enter_context(waiting.makefile("rb")))
 
 
+@pytest.mark.slow
 def test_what_comes_before_anything_can_be_answered_waits_at_the_client(tmp_path: Path) -> None:
     limit = tmp_path / "limit"
     limit.write_text("1024")
@@ -549,6 +554,7 @@ def test_a_client_that_leaves_while_nobody_answers_is_not_kept(service: Service)
     until(lambda: service.num_descriptors <= before, WAIT_S)
 
 
+@pytest.mark.slow
 def test_of_a_thousand_clients_that_vanish_nothing_is_held(service: Service) -> None:
     """Some before their answer, most within it; some properly, most without a word."""
     until(lambda: service.engine.num_running == 0, WAIT_S)

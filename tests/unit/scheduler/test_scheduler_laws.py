@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -328,6 +329,7 @@ def test_every_request_gets_its_tokens_and_every_block_comes_back(
     play(plan_of_arrivals, shape, seed, resumes_at)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(arrivals, exact_shapes, st.integers(0, 1000), st.sets(st.integers(0, 40), max_size=6))
 def test_shapes_of_steps_depend_on_single_requests_where_tokens_are_replayed(
