@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from typer.testing import CliRunner
 
 from dist_aclgraph.actors import deployment
@@ -83,6 +84,7 @@ def test_a_command_that_starts_something_says_it_first(
 ) -> None:
     script = install(ascend, "cann")
     monkeypatch.setattr(deployment, "start_ray", None)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # other tests here may have one
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
