@@ -62,6 +62,10 @@ def test_the_ends_of_a_range_are_allowed(name: str, value: object) -> None:
     assert getattr(SamplingParams(**{name: value}), name) == value
 
 
+def test_min_tokens_may_be_max_tokens() -> None:
+    assert SamplingParams(max_tokens=3, min_tokens=3).min_tokens == 3
+
+
 def test_min_tokens_cannot_exceed_max_tokens() -> None:
     with pytest.raises(InvalidParameterError, match=r"max_tokens \(3\)"):
         SamplingParams(max_tokens=3, min_tokens=4)

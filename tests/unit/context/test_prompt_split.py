@@ -8,6 +8,7 @@ from dist_aclgraph.context.prompt_split import (
     MAX_WHOLE_QUERIES,
     PromptSplit,
     largest_share,
+    num_whole_requests,
     share_of_work,
 )
 
@@ -96,3 +97,9 @@ def test_the_work_of_a_long_prompt_does_not_overflow() -> None:
     work = [share_of_work(pieces, np.zeros_like(length), length) for pieces in split.pieces]
 
     assert sum(work) == (1 << 19) * ((1 << 20) + 1)
+
+
+def test_a_request_with_as_many_tokens_as_run_whole_is_not_split() -> None:
+    most = MAX_WHOLE_QUERIES
+
+    assert num_whole_requests(np.array([1, most, most + 1, 1], np.int32)) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,12 @@ def test_int8_halves_what_is_quantised() -> None:
     halved = dict(weight_parts(spec, tp=8, ep=8, element_bytes=2, matrix_bytes=1))
     assert halved["experts"] * 2 == whole["experts"]
     assert halved["embedding and head"] == whole["embedding and head"]
+
+
+def test_ranks_that_do_not_divide_the_vocabulary_hold_rows_of_padding() -> None:
+    spec = read_model_spec(SHAPES / "deepseek-v3")
+    odd = replace(spec, vocab_size=spec.vocab_size + 1)
+
+    even, padded = (total(weight_parts(each, tp=4, ep=4, element_bytes=2)) for each in (spec, odd))
+
+    assert padded - even == 2 * 2 * spec.hidden_size, "a row of the embedding and one of the head"
