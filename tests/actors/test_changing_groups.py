@@ -299,7 +299,7 @@ def test_the_number_of_groups_follows_the_requests_that_wait(checkpoint: Path) -
     with serving(config) as service:
         wanted = [a.tokens for a in service.generate(PROMPTS, greedy_params(TOKENS))]
 
-        with streams(service) as found:
+        with streams(service, 32) as found:  # more than one group has rows for
             wait_until(lambda: service.client.capacity().serving == 2, "no other group", 120)
 
         wait_until(lambda: service.client.capacity().total == 1, "both groups stay", 120)

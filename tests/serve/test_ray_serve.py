@@ -19,6 +19,11 @@ from tests.serve.conftest import CONFIG, until
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 120.0
+# Ray Serve gives its proxy 5 s to start: on a busy machine that is too short.
+PATIENCE = {
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
+}
 ENGINE_HEALTHY = "dist_aclgraph_engine_healthy"
 FAKE = """
 import sys, ray
@@ -177,7 +182,7 @@ def free_port() -> int:
 def launch(code: str, *arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-u", "-c", code, str(CONFIG), *map(str, arguments)],
-        cwd=ROOT, text=True, env={**os.environ, "RAY_AUTH_MODE": "token"},
+        cwd=ROOT, text=True, env={**os.environ, **PATIENCE, "RAY_AUTH_MODE": "token"},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 
