@@ -37,9 +37,11 @@ test: setup-dev emulator lint ## Lint, then run the tests that each change must 
 	$(OTHERS) -m "not slow and not bench and not namespaces"
 	@echo "Not among these: make test-more; and make test-cluster (as root), hosts of network namespaces."
 
+# Services that start several Rays run last and alone: each of them keeps both cores busy.
 test-more: setup-dev emulator ## Run what make test leaves out: more models, layouts, chips and faults
 	$(SPREAD) -m slow tests/emulator
-	$(OTHERS) -m "slow and not bench and not namespaces"
+	$(OTHERS) --ignore=tests/cluster --ignore=tests/cli -m "slow and not bench and not namespaces"
+	$(PYTEST) -m "slow and not bench and not namespaces" tests/cluster tests/cli
 	@echo "Not among these: hosts of network namespaces, for which there is make test-cluster (as root)."
 
 # Frames that strangers send to the ports of a deployment while it streams: 40 s on two busy cores, where
