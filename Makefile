@@ -32,7 +32,7 @@ OTHERS = $(SPREAD) --ignore=tests/emulator
 quick: setup-dev ## Run the tests that need neither device nor Ray, in less than a minute
 	$(SPREAD) -m "not slow" tests/unit tests/text
 
-test: setup-dev emulator lint ## Lint, then run the tests that each change must pass: ten minutes on two cores
+test: setup-dev emulator lint ## Lint, then run the tests that each change must pass
 	$(SPREAD) -m "not slow" tests/emulator
 	$(OTHERS) -m "not slow and not bench and not namespaces"
 	@echo "Not among these: make test-more; and make test-cluster (as root), hosts of network namespaces."
