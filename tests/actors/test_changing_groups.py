@@ -292,6 +292,32 @@ def test_a_roll_that_ends_early_says_who_runs_what_and_goes_on_when_it_is_repeat
     assert found[1] in names_of(service) and not names_of(service) & names
 
 
+def test_a_group_that_dies_takes_no_stream_of_another_with_it(checkpoint: Path) -> None:
+    config = make_deployment_config(
+        checkpoint, parallel={"dp": 2}, graph=GRAPH, recovery={"restarts_per_hour": 0}
+    )
+    with serving(config) as service:
+        wanted = [a.tokens for a in service.generate(PROMPTS, greedy_params(TOKENS))]
+        with streams(service, 8) as found:
+            os.kill(pids_of(service)[1], signal.SIGKILL)
+
+            wait_until(lambda: service.client.capacity().serving == 1, "nobody knows")
+            assert "rank 1 in SERVING" in service.client.capacity().lost["1"]
+            count, sent = len(found.ended), service.client.routed()["1"].routed_requests
+            wait_until(lambda: len(found.ended) > count + 16, "the streams stand")
+            assert service.client.routed()["1"].routed_requests == sent
+            service.client.check()
+            service.deployment.check()
+
+            # Its place is taken by a new one, under a name of its own.
+            service.deployment.scale(2)
+
+            wait_until(lambda: names_of(service) == {"0", "2"}, "the dead group is still there")
+            assert service.client.capacity().by_state() == {"serving": 2, "draining": 0, "lost": 0}
+        assert_all_equal(found, wanted)
+    assert_all_npus_are_free()
+
+
 @pytest.mark.slow
 def test_the_number_of_groups_follows_the_requests_that_wait(checkpoint: Path) -> None:
     autoscale = {"max_groups": 2, "target_waiting": 2, "up_s": 1.0, "down_s": 2.0}
