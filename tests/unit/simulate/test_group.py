@@ -334,3 +334,19 @@ def test_ranks_that_share_experts_are_simulated_in_one_group(tmp_path: Path) -> 
     assert found.counts.generated_tokens == 24
     assert found.dispatcher.step == 3
     assert found.dispatcher.replays == {decode_graph(2): 2}
+
+
+def test_groups_that_share_a_plan_have_seen_each_others_mixed_batches_too(
+    checkpoint: Path,
+) -> None:
+    config = make(
+        checkpoint,
+        scheduler={"max_num_seqs": 64, "max_num_batched_tokens": 64},
+        device={"emulator": {"streams": 34 + 4}},
+        graph={"rebucket_s": 100.0},
+    )
+    load = [*decode(17), Batch(17, 2, 0)] * 500
+
+    simulated = play(group(config, shares_plan_with=3), load)
+
+    assert 100 < simulated.versions[1]["at_s"] < 200  # simulated seconds
