@@ -21,6 +21,7 @@ from dist_aclgraph.errors import ConfigError, DistAclGraphError, PlacementError,
 from tests.actors.leftovers import (
     assert_all_npus_are_free,
     assert_processes_are_gone,
+    free_npus,
     wait_until,
 )
 from tests.actors.streams import (
@@ -296,6 +297,7 @@ def test_a_group_that_dies_takes_no_stream_of_another_with_it(checkpoint: Path) 
     config = make_deployment_config(
         checkpoint, parallel={"dp": 2}, graph=GRAPH, recovery={"restarts_per_hour": 0}
     )
+    free = free_npus()  # the shared groups may be there
     with serving(config) as service:
         wanted = [a.tokens for a in service.generate(PROMPTS, greedy_params(TOKENS))]
         with streams(service, 8) as found:
@@ -315,13 +317,14 @@ def test_a_group_that_dies_takes_no_stream_of_another_with_it(checkpoint: Path) 
             wait_until(lambda: names_of(service) == {"0", "2"}, "the dead group is still there")
             assert service.client.capacity().by_state() == {"serving": 2, "draining": 0, "lost": 0}
         assert_all_equal(found, wanted)
-    assert_all_npus_are_free()
+    assert_all_npus_are_free(free)
 
 
 @pytest.mark.slow
 def test_the_number_of_groups_follows_the_requests_that_wait(checkpoint: Path) -> None:
     autoscale = {"max_groups": 2, "target_waiting": 2, "up_s": 1.0, "down_s": 2.0}
     config = make_deployment_config(checkpoint, graph=GRAPH, serve={"autoscale": autoscale})
+    free = free_npus()
     with serving(config) as service:
         wanted = [a.tokens for a in service.generate(PROMPTS, greedy_params(TOKENS))]
 
@@ -330,4 +333,4 @@ def test_the_number_of_groups_follows_the_requests_that_wait(checkpoint: Path) -
 
         wait_until(lambda: service.client.capacity().total == 1, "both groups stay", 120)
         assert_all_equal(found, wanted)
-    assert_all_npus_are_free()
+    assert_all_npus_are_free(free)

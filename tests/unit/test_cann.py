@@ -35,6 +35,7 @@ def ascend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("ASCEND_TOOLKIT_HOME", raising=False)
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # other tests here may have one
     return tmp_path
 
 
@@ -84,7 +85,6 @@ def test_a_command_that_starts_something_says_it_first(
 ) -> None:
     script = install(ascend, "cann")
     monkeypatch.setattr(deployment, "start_ray", None)
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # other tests here may have one
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
