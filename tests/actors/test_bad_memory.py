@@ -43,6 +43,7 @@ def run_all(service: Serving, prefix: str, strike: Any = lambda: None) -> list[l
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.slow
 def test_what_lay_in_bad_memory_says_what_is_done_again(checkpoint: Path, tmp_path: Path) -> None:
     arms = tmp_path / "arms"
 

@@ -233,6 +233,7 @@ def test_a_dead_group_loses_no_request_and_its_replacement_is_tried_again_when_i
     wait_until(lambda: service.report()["missing_groups"] == {"count": 0, "reason": ""}, "trouble")
 
 
+@pytest.mark.slow
 def test_the_death_of_all_groups_at_once_loses_no_request(pair: Pair) -> None:
     """Of one the worker dies, of the other one the engine: nobody is left to tell of new groups."""
     service, names = pair.service, names_of(pair.service)
@@ -293,6 +294,7 @@ def test_a_roll_that_ends_early_says_who_runs_what_and_goes_on_when_it_is_repeat
     assert found[1] in names_of(service) and not names_of(service) & names
 
 
+@pytest.mark.slow
 def test_a_group_that_dies_takes_no_stream_of_another_with_it(checkpoint: Path) -> None:
     config = make_deployment_config(
         checkpoint, parallel={"dp": 2}, graph=GRAPH, recovery={"restarts_per_hour": 0}

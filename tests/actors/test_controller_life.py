@@ -83,6 +83,7 @@ def test_a_start_that_the_system_refuses_is_tried_again(
     assert not keeper.failure
 
 
+@pytest.mark.slow
 def test_starts_that_the_system_refuses_again_and_again_end_with_the_reason(
     keep: Callable[[FullDisk], ControllerKeeper],
 ) -> None:

@@ -70,6 +70,7 @@ def test_too_few_streams_for_one_bucket_are_refused(checkpoint: Path) -> None:
         start_ranks(make_deployment_config(checkpoint, device={"emulator": emulator}))
 
 
+@pytest.mark.slow
 def test_an_operator_that_fails_at_start_is_reported_for_its_rank(checkpoint: Path) -> None:
     fault = {"op": "aclnnSwiGlu", "call": 1, "rank": 1}
     config = make_deployment_config(

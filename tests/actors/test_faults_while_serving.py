@@ -21,7 +21,6 @@ from tests.actors.leftovers import (
 )
 from tests.checkpoints import make_prompts
 from tests.deployments import Answer, Serving, greedy_params, make_deployment_config, serving
-from tests.slow import slow
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
@@ -113,6 +112,7 @@ def test_a_killed_worker_ends_requests_with_its_rank_and_leaves_no_process(
         assert_processes_are_gone(run.pids)
 
 
+@pytest.mark.slow
 def test_a_failing_operator_ends_requests_with_its_rank(checkpoint: Path) -> None:
     with serving(make_faulty_config(checkpoint, call=30, rank=1)) as service:
         pids = worker_pids(service)
@@ -142,7 +142,8 @@ def test_a_stalled_worker_ends_requests_in_bounded_time(checkpoint: Path) -> Non
     assert_all_npus_are_free()
 
 
-@pytest.mark.parametrize("step_s", [4.0, slow(600.0)])
+@pytest.mark.slow
+@pytest.mark.parametrize("step_s", [4.0, 600.0])
 def test_a_stopped_rank_is_blamed_and_not_its_peers(checkpoint: Path, step_s: float) -> None:
     """By the step's deadline, or by the heartbeat where that comes first."""
     with busy(

@@ -159,6 +159,7 @@ def test_nothing_is_forked_from_a_process_with_threads(
         assert not Starter(server.address.command, tmp_path).run()["has_loaded"]
 
 
+@pytest.mark.slow
 def test_the_server_leaves_with_who_started_it(tmp_path: Path) -> None:
     code = (
         "from dist_aclgraph.actors import fork_server as f\n"
@@ -189,6 +190,7 @@ def test_a_start_is_crowded_where_it_has_more_processes_than_cores() -> None:
     assert is_crowded(cores + 1)
 
 
+@pytest.mark.slow
 def test_a_server_stays_for_later_starts_and_is_replaced_when_it_is_gone(tmp_path: Path) -> None:
     crowd = len(os.sched_getaffinity(0)) + 1
     others = processes.children(os.getpid())

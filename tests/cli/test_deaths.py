@@ -12,7 +12,6 @@ from dist_aclgraph.actors import processes
 from tests.actors.leftovers import assert_processes_are_gone, wait_until
 from tests.cli.test_changing_groups import WAIT_S
 from tests.cli.test_recovery import Service, Stream, serving
-from tests.slow import slow
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -81,7 +80,8 @@ def test_the_streams_of_an_ingress_that_is_killed_go_on_with_another(npu: object
         assert "recovery.restarts_per_hour allows 2" in "".join(service.said)
 
 
-@pytest.mark.parametrize("name", [OWNER, slow(RAYLET), slow(GCS)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [OWNER, RAYLET, GCS])
 def test_a_deployment_that_is_lost_as_a_whole_costs_time_and_no_request(
     name: str, npu: object
 ) -> None:

@@ -40,7 +40,7 @@ from tests.cluster.several_nodes import (
 )
 from tests.serve.test_ray_serve import free_port
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 HEAD, LEFT, RIGHT = "127.0.0.2", "127.0.0.3", "127.0.0.4"
 STREAM_TOKENS = 400
@@ -93,7 +93,6 @@ def service(nodes: Nodes, overrides: dict[str, Any]) -> Iterator[tuple[Any, open
             os.kill(program.pid, signal.SIGTERM)
 
 
-@pytest.mark.slow
 def test_groups_on_a_node_each_answer_the_openai_client_at_the_head(nodes: Nodes) -> None:
     """The first test: it gives the NPUs back, which the deployment of the others keeps."""
     with service(nodes, {**APART, "cluster.ports": "23200-23240"}) as (where, client):

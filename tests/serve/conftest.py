@@ -42,7 +42,11 @@ class Service:
         self.engine.reply = lambda submit: ids
 
 
-def until(condition, timeout_s: float = 30.0) -> None:
+WAIT_S = 60.0  # for what comes at once unless the machine is busy
+SILENT_S = 1.0  # of services whose engines tests silence
+
+
+def until(condition, timeout_s: float = WAIT_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
@@ -66,11 +70,12 @@ def start(
     engine: FakeEngine,
     access: Access | None = None,
     other: FakeEngine | None = None,
+    link_s: float = WAIT_S,
     **overrides: object,
 ) -> tuple[Service, uvicorn.Server]:
     config = load_config(CONFIG, overrides)
     addresses = [found.address for found in (engine, other) if found is not None]
-    client = EngineClient(addresses, TOKEN, node_id=NODE, link_s=1.0)
+    client = EngineClient(addresses, TOKEN, node_id=NODE, link_s=link_s)
     state = ApiState(config, Tokenizer(config.model), client)
     url, server, loop = open_port(state, access)
     service = Service(
@@ -78,17 +83,22 @@ def start(
         state,
         engine,
         loop,
-        httpx.Client(base_url=url, timeout=20),
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20),
+        httpx.Client(base_url=url, timeout=WAIT_S),
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=WAIT_S),
     )
     return service, server
 
 
 @contextlib.contextmanager
-def serving(access: Access | None = None, other: FakeEngine | None = None, **overrides: object):
+def serving(
+    access: Access | None = None,
+    other: FakeEngine | None = None,
+    link_s: float = WAIT_S,
+    **overrides: object,
+):
     """A service of its own over a fake engine of its own."""
     engine = FakeEngine()
-    service, server = start(engine, access, other, **overrides)
+    service, server = start(engine, access, other, link_s, **overrides)
     try:
         yield service
     finally:
@@ -117,5 +127,5 @@ def service(shared_service):
 @pytest.fixture
 def own_service():
     """A service that the test may break."""
-    with serving() as service:
+    with serving(link_s=SILENT_S) as service:
         yield service

@@ -97,6 +97,7 @@ class FakeEngine:
         submitted, aborted: what clients asked for, in order.
         fail_after: requests fail with this error kind after so many tokens.
         skipped: how many messages are lost before the next one.
+        token_limit: with so many generated tokens in its metrics it beats, and makes no more.
         metrics: what it answers when asked; generated tokens are counted in it.
         groups: what clients are told of the deployment's groups.
         others_tokens: what waits here for other clients, as each is told.
@@ -122,6 +123,7 @@ class FakeEngine:
         self.silent = False
         self.answers_queries = True
         self.skipped = 0
+        self.token_limit: int | None = None
         self.refusal = ""
         self.metrics = copy.deepcopy(METRICS)
         self.groups: Groups | None = None
@@ -229,6 +231,9 @@ class FakeEngine:
     def _step(self) -> None:
         by_client: dict[bytes, list[StepDeltas]] = {}
         for running in list(self._running.values()):
+            made = self.metrics["generation_tokens"]
+            if self.token_limit is not None and made >= self.token_limit:
+                break
             delta = self._advance(running)
             by_client.setdefault(running.client, []).append(delta)
             if delta.notes:

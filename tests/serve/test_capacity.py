@@ -9,7 +9,7 @@ import pytest
 
 from dist_aclgraph.actors.messages import GroupEntry, Groups
 from dist_aclgraph.sampling import SamplingParams
-from tests.serve.conftest import Service, serving, until
+from tests.serve.conftest import SILENT_S, Service, serving, until
 from tests.serve.fake_engine import FakeEngine
 
 
@@ -22,7 +22,7 @@ def other() -> Iterator[FakeEngine]:
 
 @pytest.fixture
 def service(other: FakeEngine) -> Iterator[Service]:
-    with serving(other=other) as service:
+    with serving(other=other, link_s=SILENT_S) as service:
         yield service
 
 
@@ -158,5 +158,5 @@ def test_metrics_count_lost_groups_by_kind_and_requests_that_went_on(service, ot
 
     other.silent = True
 
-    until(lambda: samples(service, "resumed_requests_total") == {"": 1}, timeout_s=30)
+    until(lambda: samples(service, "resumed_requests_total") == {"": 1})
     assert samples(service, "group_losses_total") == {**kinds, 'kind="silent"': 1}

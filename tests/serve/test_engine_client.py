@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 
 import msgpack
 import pytest
@@ -15,6 +14,7 @@ from dist_aclgraph.errors import EngineDeadError, InvalidParameterError
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.steps.delta import RequestDelta
+from tests.serve.conftest import WAIT_S, until
 from tests.serve.fake_engine import NODE, TOKEN, FakeEngine
 
 LINK_S = 1.0
@@ -39,17 +39,10 @@ def collect(deltas: queue.Queue[RequestDelta]) -> tuple[list[int], RequestDelta]
     """Return all token ids of one request, and its last delta."""
     ids: list[int] = []
     while True:
-        delta = deltas.get(timeout=5)
+        delta = deltas.get(timeout=WAIT_S)
         ids += unpack_ints(delta.token_ids).tolist()
         if delta.finish_reason is not None:
             return ids, delta
-
-
-def until(condition) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_tokens_arrive_in_order_up_to_the_finish(client):
@@ -75,7 +68,7 @@ def test_a_stop_token_ends_the_request_and_is_delivered(client):
 def test_abort_reaches_the_engine_and_silences_the_request(client, engine):
     deltas: queue.Queue[RequestDelta] = queue.Queue()
     client.submit("a", [1], SamplingParams(max_tokens=100000), (), deltas.put)
-    deltas.get(timeout=5)
+    deltas.get(timeout=WAIT_S)
 
     client.abort("a")
 
@@ -248,7 +241,7 @@ def test_an_engine_that_leaves_without_an_answer_is_not_waited_for(both, engine,
 
     engine.groups = list_groups(1, engine)
 
-    assert answers.get(timeout=20).keys() == {"0"}
+    assert answers.get(timeout=WAIT_S).keys() == {"0"}
     asking.join()
 
 
@@ -269,7 +262,7 @@ def test_requests_without_a_common_beginning_are_spread_evenly(engine):
 def test_a_silent_engine_ends_its_requests_with_a_typed_error(client, engine):
     deltas: queue.Queue[RequestDelta] = queue.Queue()
     client.submit("a", [1], SamplingParams(max_tokens=100000), (), deltas.put)
-    deltas.get(timeout=5)
+    deltas.get(timeout=WAIT_S)
 
     engine.silent = True
 
@@ -284,7 +277,7 @@ def test_a_silent_engine_ends_its_requests_with_a_typed_error(client, engine):
 def test_a_gap_in_what_the_engine_sends_ends_the_request_here_and_there(client, engine):
     deltas: queue.Queue[RequestDelta] = queue.Queue()
     client.submit("a", [1], SamplingParams(max_tokens=100000), (), deltas.put)
-    deltas.get(timeout=5)
+    deltas.get(timeout=WAIT_S)
 
     engine.skipped = 1
 

@@ -135,18 +135,44 @@ class Service:
         until(lambda: self.engine.metrics["generation_tokens"] >= wanted, WAIT_S)
 
     @contextmanager
+    def stopped_after(self, count: int) -> Iterator[None]:
+        """Within the block the engine has made so many more tokens, and makes none."""
+        self.engine.token_limit = self.engine.metrics["generation_tokens"] + count
+        try:
+            until(
+                lambda: self.engine.metrics["generation_tokens"] >= self.engine.token_limit, WAIT_S
+            )
+            yield
+        finally:
+            self.engine.token_limit = None
+
+    @contextmanager
     def killed_after(self, *counts: int) -> Iterator[None]:
         """Kill the ingress beside what is done here, each time after so many tokens more."""
 
         def strike() -> None:
             for count in counts:
-                self.wait_for_tokens(count)
-                self.kill()
+                with self.stopped_after(count):
+                    self.kill()
 
         striking = threading.Thread(target=strike)
         striking.start()
         yield
         striking.join()
+
+    def wait_until_read(self, client: socket.socket) -> None:
+        """Return once the ingress has read all that was sent on this connection."""
+        host, port = client.getsockname()
+        address = socket.inet_aton(host)[::-1].hex().upper()
+
+        def is_read() -> bool:
+            for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+                _, local, remote, _, queues, *_ = line.split()
+                if (local, remote) == (f"{address}:{self.port:04X}", f"{address}:{port:04X}"):
+                    return queues.endswith(":00000000")
+            return False
+
+        until(is_read, WAIT_S)
 
     @property
     def num_descriptors(self) -> int:
@@ -334,7 +360,7 @@ def test_two_requests_at_once_on_one_connection_end_with_their_process(service: 
         client.sendall(KINDS["chat"])
         assert stream.readline().startswith(b"HTTP/1.1 200")
         client.sendall(KINDS["chat"])
-        time.sleep(0.2)
+        service.wait_until_read(client)
 
         service.kill()
 
@@ -368,7 +394,7 @@ def test_a_request_is_answered_wherever_the_ingress_dies_while_it_comes(service:
             stream = stack.enter_context(client.makefile("rb"))
             first = Answer()
             first.read(stream)
-        time.sleep(0.2)
+        service.wait_until_read(begun)
 
         stop(pid)
         used.sendall(request)
@@ -402,7 +428,7 @@ def test_what_was_read_and_not_written_down_is_not_lost(tmp_path: Path, num_befo
                 client.sendall(request)
                 Answer().read(stream)
                 client.sendall(request[:num_before])
-                time.sleep(0.3)
+                service.wait_until_read(client)
                 trap.touch()
                 client.sendall(request[num_before:])
                 answer = Answer()
@@ -432,8 +458,8 @@ def test_an_answer_that_goes_on_keeps_the_seed_that_was_drawn_for_it(service: Se
     for _ in range(2):
         asking = threading.Thread(target=service.ask, args=[KINDS["chat"]])
         asking.start()
-        until(lambda: service.engine.num_running > 0, WAIT_S)
-        service.kill()
+        with service.stopped_after(5):
+            service.kill()
         asking.join()
 
     seeds = [submit.sampling.seed for submit in submitted]

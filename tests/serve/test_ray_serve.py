@@ -222,6 +222,7 @@ def cluster():
 
 
 @pytest.mark.cluster
+@pytest.mark.slow
 def test_deployments_on_one_cluster_leave_each_other_alone(cluster):
     process, address, proxy = cluster
     port = free_port()

@@ -19,7 +19,7 @@ from dist_aclgraph.ints import INT_BYTES, pack_ints, unpack_ints
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.request import Request, row_sampling
 from dist_aclgraph.steps.delta import RequestDelta
-from tests.serve.conftest import until
+from tests.serve.conftest import WAIT_S, until
 from tests.serve.fake_engine import NODE, TOKEN, FakeEngine
 
 LINK_S = 10.0  # none is lost by silence, on a busy machine either
@@ -71,7 +71,7 @@ class Engines:
         """Take so many tokens, or all."""
         tokens: list[int] = []
         while True:
-            delta = self.deltas.get(timeout=20)
+            delta = self.deltas.get(timeout=WAIT_S)
             tokens += delta.tokens
             if delta.finish_reason is not None or len(tokens) == count:
                 return tokens, delta

@@ -16,7 +16,7 @@ from dist_aclgraph.serve.front import Front
 from dist_aclgraph.serve.http_server import listen, make_server
 from dist_aclgraph.serve.metrics import ENGINE_METRICS
 from tests.serve.browser import NOTHING, StatusPage, open_browser, rounding_of, value_of
-from tests.serve.conftest import serving
+from tests.serve.conftest import SILENT_S, serving
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.scrape import scrape
 from tests.serve.test_access import KEY
@@ -143,7 +143,7 @@ def test_it_says_what_is_not_well(browser, own_service):
 
 def test_groups_that_drain_or_are_lost_are_shown_beside_those_that_serve(browser):
     other = FakeEngine()
-    with serving(other=other) as service, shown(browser, service) as page:
+    with serving(other=other, link_s=SILENT_S) as service, shown(browser, service) as page:
         entries = (
             GroupEntry("0", service.engine.address, 100, 16),
             GroupEntry("7", other.address, 100, 16, is_draining=True),

@@ -17,7 +17,7 @@ from dist_aclgraph.errors import EngineDeadError, EngineUnavailableError
 from dist_aclgraph.ints import INT_BYTES
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.steps.delta import RequestDelta
-from tests.serve.conftest import until
+from tests.serve.conftest import WAIT_S, until
 from tests.serve.fake_engine import NODE, TOKEN, FakeEngine
 from tests.serve.test_resumed_requests import PROMPT, by_position, wanted
 
@@ -86,7 +86,7 @@ class Deployment:
         """Take so many tokens, or all."""
         tokens: list[int] = []
         while True:
-            delta = self.deltas[name].get(timeout=20)
+            delta = self.deltas[name].get(timeout=WAIT_S)
             tokens += delta.tokens
             if delta.finish_reason is not None or len(tokens) == count:
                 return tokens, delta

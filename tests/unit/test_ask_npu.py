@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import pytest
 from dist_aclgraph.config import make_config
 from dist_aclgraph.device.ask import NpuFacts, ask_npu
 from dist_aclgraph.errors import DeviceError
+from tests.actors.leftovers import is_alive, wait_until
 
 CONFIG = make_config({"model": "m"})
 
@@ -54,12 +53,10 @@ def test_a_child_that_fails_is_one_sentence(child, script: str, said: str) -> No
 
 
 def test_a_child_that_hangs_is_killed_in_time(child, tmp_path: Path) -> None:
-    child(f"echo $$ > {tmp_path}/pid; exec sleep 60")
+    child(f"echo $$ > {tmp_path}/pid; exec sleep 600")
 
-    began = time.monotonic()
-    with pytest.raises(DeviceError, match=r"has not answered for 0.5 s.*npu-smi"):
-        ask_npu(CONFIG, 0.5)
+    with pytest.raises(DeviceError, match=r"has not answered for 2 s.*npu-smi"):
+        ask_npu(CONFIG, 2.0)
 
-    assert time.monotonic() - began < 10
     pid = int((tmp_path / "pid").read_text())
-    assert os.waitpid(pid, 0) == (pid, 9)
+    wait_until(lambda: not is_alive(pid), "the child is there still")
