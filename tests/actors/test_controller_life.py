@@ -69,6 +69,7 @@ def keep() -> Iterator[Callable[[FullDisk], ControllerKeeper]]:
         keeper.end_by_force()
 
 
+@pytest.mark.slow
 def test_a_start_that_the_system_refuses_is_tried_again(
     keep: Callable[[FullDisk], ControllerKeeper],
 ) -> None:

@@ -60,6 +60,7 @@ def silence_of(group: WorkerGroup) -> WorkerStartTimeoutError:
     return caught.value
 
 
+@pytest.mark.slow
 def test_a_rank_stuck_on_its_host_is_blamed_before_those_that_wait(make_group: Any) -> None:
     error = silence_of(make_group(True, False, True))
 
