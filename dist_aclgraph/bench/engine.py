@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from dist_aclgraph.actors import deployment
-from dist_aclgraph.actors.controller_life import OnProgress
-from dist_aclgraph.actors.engine_client import EngineClient
+from dist_aclgraph.actors.client.engine_client import EngineClient
+from dist_aclgraph.actors.deployment import deployment
+from dist_aclgraph.actors.deployment.controller_life import OnProgress
 from dist_aclgraph.config import make_config
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.steps.delta import RequestDelta

@@ -30,8 +30,8 @@ import torch
 import typer
 from rich.console import Console
 
-from dist_aclgraph.actors import deployment
-from dist_aclgraph.actors.controller import Progress
+from dist_aclgraph.actors.controller.controller import Progress
+from dist_aclgraph.actors.deployment import deployment
 from dist_aclgraph.bench.checkpoints import Shape, write_checkpoint
 from dist_aclgraph.bench.command import run_command
 from dist_aclgraph.bench.tables import filled_table

@@ -25,9 +25,9 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
-from dist_aclgraph.actors.addresses import Place
-from dist_aclgraph.actors.local_steps import LocalPeers, SocketFile
-from dist_aclgraph.actors.remote_steps import Endpoints, RemotePeers
+from dist_aclgraph.actors.wire.addresses import Place
+from dist_aclgraph.actors.wire.local_steps import LocalPeers, SocketFile
+from dist_aclgraph.actors.wire.remote_steps import Endpoints, RemotePeers
 from dist_aclgraph.bench import messages_worker
 from dist_aclgraph.bench.command import numbers, run_command
 from dist_aclgraph.bench.messages_floor import BarePeers

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from dist_aclgraph.actors import processes
+from dist_aclgraph.actors.host import processes
 from dist_aclgraph.bench.serve_engine import PacedDeployment, PacedEngine
 from dist_aclgraph.bench.serve_processes import (
     POLL_S,

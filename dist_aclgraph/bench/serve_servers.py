@@ -12,7 +12,7 @@ from typing import Any
 
 import uvicorn
 
-from dist_aclgraph.actors import processes
+from dist_aclgraph.actors.host import processes
 from dist_aclgraph.bench.serve_engine import ByteSource, PacedDeployment, PacedEngine
 from dist_aclgraph.bench.serve_processes import (
     Server,

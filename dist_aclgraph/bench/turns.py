@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from dist_aclgraph.actors.controller import Progress as StartProgress
-from dist_aclgraph.actors.controller_life import OnProgress
-from dist_aclgraph.actors.local_ray import start_ray
+from dist_aclgraph.actors.cluster.local_ray import start_ray
+from dist_aclgraph.actors.controller.controller import Progress as StartProgress
+from dist_aclgraph.actors.deployment.controller_life import OnProgress
 from dist_aclgraph.bench.engine import DecodeEngine
 from dist_aclgraph.bench.workload import Arrival, Run, run_workload
 from dist_aclgraph.config import make_config

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dist_aclgraph.actors import processes
+from dist_aclgraph.actors.host import processes
 from dist_aclgraph.chaos import disk
 from dist_aclgraph.chaos.answers import Answer
 from dist_aclgraph.chaos.clients import Clients, Hangup

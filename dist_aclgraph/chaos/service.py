@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from dist_aclgraph.actors import processes, run_directory
+from dist_aclgraph.actors.host import processes, run_directory
 from dist_aclgraph.chaos.outcome import Sight
 from dist_aclgraph.chaos.shapes import Shape
 from dist_aclgraph.environment import environment_with

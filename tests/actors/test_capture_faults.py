@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dist_aclgraph.actors import deployment
+from dist_aclgraph.actors.deployment import deployment
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import WorkerError
 from tests.actors.leftovers import assert_all_npus_are_free

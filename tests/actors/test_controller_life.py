@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import ray
 
-from dist_aclgraph.actors.controller import Progress, Service
-from dist_aclgraph.actors.controller_life import ControllerKeeper
-from dist_aclgraph.actors.term import Standing
+from dist_aclgraph.actors.controller.controller import Progress, Service
+from dist_aclgraph.actors.controller.term import Standing
+from dist_aclgraph.actors.deployment.controller_life import ControllerKeeper
 from dist_aclgraph.config import Config, load_config
 from tests.actors.leftovers import wait_until
 from tests.serve.conftest import CONFIG

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dist_aclgraph.actors import processes
+from dist_aclgraph.actors.host import processes
 from dist_aclgraph.errors import EngineDeadError
 from tests.actors.leftovers import (
     assert_all_npus_are_free,

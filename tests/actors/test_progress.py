@@ -10,8 +10,8 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from dist_aclgraph.actors.controller import Progress
-from dist_aclgraph.actors.controller_life import progress_of
+from dist_aclgraph.actors.controller.controller import Progress
+from dist_aclgraph.actors.deployment.controller_life import progress_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 

@@ -18,7 +18,7 @@ from ray.exceptions import (
 )
 from ray.serve.exceptions import RayServeException
 
-from dist_aclgraph.actors.ray_errors import of_worker, ours
+from dist_aclgraph.actors.cluster.ray_errors import of_worker, ours
 from dist_aclgraph.errors import (
     CaptureError,
     ConfigError,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 
-from dist_aclgraph.actors.worker_group import WorkerGroup
+from dist_aclgraph.actors.worker.worker_group import WorkerGroup
 from dist_aclgraph.errors import WorkerStartTimeoutError
 from tests.plans import decode_graph
 

@@ -13,11 +13,11 @@ import pytest
 import ray
 from ray.exceptions import RayError
 
-from dist_aclgraph.actors.lockstep_group import LockstepGroup
-from dist_aclgraph.actors.processes import end_process
-from dist_aclgraph.actors.survivors import gather_survivors
-from dist_aclgraph.actors.worker import WorkerInfo
-from dist_aclgraph.actors.worker_group import WorkerGroup
+from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup
+from dist_aclgraph.actors.controller.survivors import gather_survivors
+from dist_aclgraph.actors.host.processes import end_process
+from dist_aclgraph.actors.worker.worker import WorkerInfo
+from dist_aclgraph.actors.worker.worker_group import WorkerGroup
 from dist_aclgraph.errors import DeviceError, EngineDeadError
 from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.planning.way_back import SOUND_S

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import ray
 
-from dist_aclgraph.actors.engine import SeenTraffic
-from dist_aclgraph.actors.lockstep_group import LockstepGroup
-from dist_aclgraph.actors.traffic_watch import ANSWER_S, TrafficWatch
-from dist_aclgraph.actors.upkeep import Demands
+from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup
+from dist_aclgraph.actors.controller.traffic_watch import ANSWER_S, TrafficWatch
+from dist_aclgraph.actors.controller.upkeep import Demands
+from dist_aclgraph.actors.engine.engine import SeenTraffic
 from dist_aclgraph.config import load_config
 from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.planning.traffic import Traffic

@@ -6,7 +6,7 @@ from math import prod
 
 import pytest
 
-from dist_aclgraph.actors.controller import Progress
+from dist_aclgraph.actors.controller.controller import Progress
 from dist_aclgraph.bench.load import LoadingTime, make_shape
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from dist_aclgraph.actors import processes
+from dist_aclgraph.actors.host import processes
 from dist_aclgraph.planning.restarts import FIRST_PAUSE_S
 from tests.actors.leftovers import assert_processes_are_gone, wait_until
 from tests.slow import slow
@@ -564,8 +564,8 @@ def test_a_signal_while_another_owner_starts_ends_everything(
 def test_what_forks_for_owners_stays_and_what_it_has_forked_goes_with_them(start: Start) -> None:
     service = start(
         """
-from dist_aclgraph.actors import processes
-from dist_aclgraph.actors.fork_server import ForkAddress
+from dist_aclgraph.actors.host import processes
+from dist_aclgraph.actors.forks.fork_server import ForkAddress
 FORKING = '''
 import signal, subprocess, time
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)

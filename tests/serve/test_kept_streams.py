@@ -23,8 +23,8 @@ from typing import Any
 
 import pytest
 
-from dist_aclgraph.actors import processes
-from dist_aclgraph.actors.messages import Submit
+from dist_aclgraph.actors.host import processes
+from dist_aclgraph.actors.wire.messages import Submit
 from dist_aclgraph.ints import INT_BYTES
 from dist_aclgraph.serve.kept import MAX_LOSSES
 from tests.serve.conftest import until
