@@ -1,9 +1,13 @@
-"""What clients are told of a group: its own facts, whatever others run."""
+"""One lockstep group: its states, and what clients are told of it."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
+import pytest
+
+from dist_aclgraph.actors.controller.group_state import GROUP_TRANSITIONS, GroupState
 from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup
 from dist_aclgraph.actors.wire.addresses import Address, Endpoint
 from dist_aclgraph.config import load_config
@@ -24,3 +28,60 @@ def test_each_group_tells_its_own_block_size() -> None:
 
     assert (small.entry.tokens_per_block, large.entry.tokens_per_block) == (64, 128)
     assert small.entry.cache_blocks == large.entry.cache_blocks == 50
+
+
+class Workers:
+    """Workers that count how often they are killed."""
+
+    def __init__(self) -> None:
+        self.killed = 0
+
+    def kill(self) -> None:
+        self.killed += 1
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        (GroupState.SERVING, GroupState.DRAINING, GroupState.LOST, GroupState.ABANDONED),
+        (GroupState.SERVING, GroupState.LOST, GroupState.DETACHED, GroupState.ABANDONED),
+    ],
+)
+def test_the_life_of_a_group_is_allowed(way: tuple[GroupState, ...]) -> None:
+    group = make_group()
+
+    assert all(map(group.enter, way))
+    assert group.state is GroupState.ABANDONED
+
+
+def test_a_group_never_leaves_the_table() -> None:
+    for state, to in itertools.product(GroupState, repeat=2):
+        group = make_group()
+        group.state = state
+
+        assert group.enter(to) == (to in GROUP_TRANSITIONS[state])
+        assert group.state is (to if to in GROUP_TRANSITIONS[state] else state)
+
+
+def test_a_group_that_is_lost_meanwhile_does_not_drain() -> None:
+    group = make_group()
+    group.enter(GroupState.SERVING)
+    group.enter(GroupState.LOST)
+
+    assert not group.enter(GroupState.DRAINING)
+    assert group.is_lost
+    assert not group.entry.is_draining
+
+
+def test_the_workers_of_a_lost_group_are_killed_once() -> None:
+    group, workers = make_group(), Workers()
+    group.workers = workers  # type: ignore[assignment]
+    group.give_up()
+    assert workers.killed == 0  # it is not lost
+
+    group.state = GroupState.DETACHED
+    group.give_up()
+    group.give_up()
+
+    assert workers.killed == 1
+    assert group.way_back() == "REBUILD"

@@ -13,6 +13,7 @@ import pytest
 import ray
 from ray.exceptions import RayError
 
+from dist_aclgraph.actors.controller.group_state import GroupState
 from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup
 from dist_aclgraph.actors.controller.survivors import gather_survivors
 from dist_aclgraph.actors.host.processes import end_process
@@ -84,7 +85,7 @@ def make_group(checkpoint: Path) -> Iterator[MakeGroup]:
         nothing: Any = None
         infos = [WorkerInfo("here", "", "", pid, ()) for pid in pids]
         group = WorkerGroup(tuple(range(tp)), workers, nothing, nothing, infos, [0] * tp)
-        return LockstepGroup(group, Planner.from_config(config), loops=loops)
+        return LockstepGroup(group, Planner.from_config(config), loops=loops, state=GroupState.LOST)
 
     yield make
     for worker in started:

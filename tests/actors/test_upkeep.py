@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import ray
 
+from dist_aclgraph.actors.controller.group_state import GroupState
 from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup
 from dist_aclgraph.actors.controller.traffic_watch import ANSWER_S, TrafficWatch
 from dist_aclgraph.actors.controller.upkeep import Demands
@@ -60,7 +61,9 @@ def make_groups() -> Iterator[MakeGroups]:
         started.extend(actor.remote(is_stuck=each) for each in are_stuck)
         ray.get([engine.asked.remote() for engine in started], timeout=120)
         return [
-            LockstepGroup(NO_WORKERS, planner, engine=engine, number=number)
+            LockstepGroup(
+                NO_WORKERS, planner, engine=engine, number=number, state=GroupState.SERVING
+            )
             for number, engine in enumerate(started)
         ]
 

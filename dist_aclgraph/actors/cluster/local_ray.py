@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -27,7 +26,7 @@ from ray._private.authentication.authentication_token_setup import (
 from ray._private.services import find_gcs_addresses
 
 from dist_aclgraph.actors.cluster.ray_errors import LOGS, ours
-from dist_aclgraph.actors.forks.fork_server import ForkAddress, Forks
+from dist_aclgraph.actors.forks.fork_server import WORKER_SETUP, ForkAddress, Forks
 from dist_aclgraph.actors.host import processes
 from dist_aclgraph.config import Config
 from dist_aclgraph.device import emulator
@@ -42,7 +41,6 @@ NPUS_OF_A_NODE = 8
 OBJECT_STORE_BYTES = 100 << 20  # the control plane needs none; this is what Ray accepts gladly
 RAYLET = "raylet"
 START_ATTEMPTS, TOO_SLOW = 3, "timed out during startup"  # a part of Ray's own sentence
-WORKER_SETUP = Path(__file__).with_name("worker_setup.py")
 KILL_ROUNDS, KILL_PAUSE_S = 5, 0.2
 CONNECT_S = 10.0
 DAEMONS = {"gcs_server": "Ray's control store (GCS)", RAYLET: "Ray's node manager (raylet)"}

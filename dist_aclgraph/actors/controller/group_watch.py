@@ -11,6 +11,7 @@ import ray
 from ray.exceptions import RayError
 
 from dist_aclgraph.actors.cluster.ray_errors import death_of
+from dist_aclgraph.actors.controller.group_state import GroupState
 from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup
 from dist_aclgraph.actors.wire.sockets import Silence
 from dist_aclgraph.actors.worker.worker_group import fetch
@@ -105,7 +106,7 @@ class GroupWatch:
         """Return why no group that is watched serves, or "" while at least one does."""
         with self._lock:
             groups = list(self._groups)
-        lost = [group.lost_because for group in groups if group.lost_because]
+        lost = [group.lost_because for group in groups if group.is_lost]
         return "; ".join(lost) if len(lost) == len(groups) else ""
 
     @property
@@ -118,7 +119,7 @@ class GroupWatch:
     def losses(self) -> list[str]:
         """Say which groups are lost, and why."""
         with self._lock:
-            return [f"{g.name}: {g.lost_because}" for g in self._groups if g.lost_because]
+            return [f"{g.name}: {g.lost_because}" for g in self._groups if g.is_lost]
 
     # ---- the thread
 
@@ -169,7 +170,7 @@ class GroupWatch:
             heartbeats = list(self._heartbeats)
         for group, rank, heartbeat in heartbeats:
             reason = heartbeat.listen(elapsed_s)
-            if not reason or group.lost_because:
+            if not reason or group.is_lost:
                 continue
             if rank is not None:
                 self._lose(group, f"rank {rank} in SERVING: {reason}", rank)
@@ -193,7 +194,8 @@ class GroupWatch:
                 group.lost_ranks.add(GroupRank(group.workers.ranks.index(rank)))
             group.lost_s = time.monotonic()
             is_hopeless = group.way_back() == "REBUILD"
-            group.lost_because = reason  # from now on others may see to it
+            group.lost_because = reason
+            group.enter(GroupState.LOST)  # from now on others may replace it
             self._forget(group)
         group.engine.fail.remote(reason)
         if is_hopeless:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ import msgspec
 import ray
 
 from dist_aclgraph.actors.capture.lockstep_capture import CaptureRecord
+from dist_aclgraph.actors.controller.group_state import GROUP_TRANSITIONS, GroupState
 from dist_aclgraph.actors.wire.addresses import Address
 from dist_aclgraph.actors.wire.messages import GroupEntry
 from dist_aclgraph.actors.worker.worker_group import WorkerGroup
@@ -42,14 +44,30 @@ class LockstepGroup:
     loops: list[Any] = field(default_factory=list)
     number: int = 0  # its name for clients, which no other group ever has
     opened_at: Address | None = None  # its engine, for clients
-    is_draining: bool = False  # it takes no new requests
+    state: GroupState = GroupState.STARTING
     opened_s: float = 0.0  # when it began to serve
     is_rejoined: bool = False  # survivors of another group are part of it
-    lost_because: str = ""  # its epoch is over; other groups serve on
+    lost_because: str = ""  # the reason, once it is lost
     lost_s: float = 0.0  # when it was known to be lost
     lost_ranks: set[GroupRank] = field(default_factory=set)  # as far as is known
-    is_left: bool = False  # by its survivors, which wait for another group
-    is_given_up: bool = False  # nothing of it waits for another group
+    _entering: threading.Lock = field(default_factory=threading.Lock)  # of two threads, one wins
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its epoch is over."""
+        return self.state in (GroupState.LOST, GroupState.DETACHED, GroupState.ABANDONED)
+
+    def enter(self, to: GroupState) -> bool:
+        """Enter a state if the table allows it; return whether it did.
+
+        The watch may find at any time that the group is lost, so that a change which has just
+        looked at the state can come too late.
+        """
+        with self._entering:
+            is_allowed = to in GROUP_TRANSITIONS[self.state]
+            if is_allowed:
+                self.state = to
+            return is_allowed
 
     @property
     def address(self) -> Address:
@@ -65,7 +83,7 @@ class LockstepGroup:
             self.address,
             self.num_blocks * self.planner.layout.within_group.dp,
             self.planner.cache_spec.tokens_per_block,
-            self.is_draining,
+            self.state is GroupState.DRAINING,
         )
 
     @property
@@ -86,7 +104,7 @@ class LockstepGroup:
 
     def way_back(self) -> Way:
         """Return how the lost group comes back, as far as is known by now."""
-        if self.is_given_up:
+        if self.state is GroupState.ABANDONED:
             return "REBUILD"
         recovery = self.planner.config.recovery
         return way_back(
@@ -101,9 +119,8 @@ class LockstepGroup:
         )
 
     def give_up(self) -> None:
-        """End what is left of its workers, and free its places: it does not come back."""
-        if not self.is_given_up:
-            self.is_given_up, self.is_left = True, False
+        """Kill the workers of a lost group, and free its NPUs: it does not come back."""
+        if self.enter(GroupState.ABANDONED):
             self.workers.kill()
 
     def kill(self) -> None:

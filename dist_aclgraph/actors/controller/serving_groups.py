@@ -19,6 +19,7 @@ from ray.exceptions import RayError
 from dist_aclgraph.actors.cluster import placement
 from dist_aclgraph.actors.cluster.ray_errors import ours
 from dist_aclgraph.actors.cluster.spares import Spares
+from dist_aclgraph.actors.controller.group_state import GroupState
 from dist_aclgraph.actors.controller.group_watch import GroupWatch
 from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup, group_report
 from dist_aclgraph.actors.controller.startup import EPOCH, OnGraph, OnPhase, Startup, side_by_side
@@ -108,12 +109,12 @@ class ServingGroups:
     @property
     def taking(self) -> list[LockstepGroup]:
         """The groups that take requests, the oldest first."""
-        return [g for g in self.groups if not g.lost_because and not g.is_draining]
+        return [g for g in self.groups if g.state is GroupState.SERVING]
 
     @property
     def serves(self) -> bool:
         """Whether a group is left that runs requests."""
-        return any(not group.lost_because for group in self.groups)
+        return any(not group.is_lost for group in self.groups)
 
     @property
     def listed(self) -> Groups:
@@ -154,6 +155,7 @@ class ServingGroups:
         self.max_model_len = self.max_model_len or longest
         side_by_side(self._open, new)
         for group in new:
+            group.enter(GroupState.SERVING)
             group.opened_s = time.monotonic()
             group.number, self._next_number = self._next_number, self._next_number + 1
             self._num_ranks = max(self._num_ranks, 1 + max(group.workers.ranks))
@@ -202,7 +204,7 @@ class ServingGroups:
             DistAclGraphError: the new group did not come up; the others serve on.
         """
         with self._change():
-            lost = sorted(self._lost, key=lambda group: not group.is_left)[:1]
+            lost = sorted(self._lost, key=lambda group: group.state is not GroupState.DETACHED)[:1]
             for group in lost:
                 logger.warning("group %d is replaced: %s", group.number, group.lost_because)
             if self.num_missing and not any(map(self._rejoin, lost)):
@@ -212,7 +214,7 @@ class ServingGroups:
 
     def _rejoin(self, group: LockstepGroup) -> bool:
         """Make another group of the survivors that have left this one; return whether it serves."""
-        if not group.is_left:
+        if group.state is not GroupState.DETACHED:
             return False
         lost = group.lost_ranks
         try:
@@ -319,7 +321,7 @@ class ServingGroups:
     @property
     def _lost(self) -> list[LockstepGroup]:
         """Groups whose epoch is over, and that clients know of; the oldest first."""
-        return [group for group in self.groups if group.lost_because]
+        return [group for group in self.groups if group.is_lost]
 
     def find_place(self) -> None:
         """Have a place for a missing group: of a lost one that its survivors leave, or any other.
@@ -399,7 +401,7 @@ class ServingGroups:
         if not groups:
             return
         for group in groups:
-            group.is_draining = True
+            group.enter(GroupState.DRAINING)
         version = self._publish()
         self._on_phase(State.DRAINING)
         draining: dict[Any, LockstepGroup] = {}

@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from dist_aclgraph.actors.controller.group_state import GroupState
 from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup
 from dist_aclgraph.actors.controller.startup import EPOCH
 from dist_aclgraph.actors.worker.worker_group import fetch, stop_devices
@@ -41,8 +42,10 @@ def gather_survivors(group: LockstepGroup) -> bool:
     left = _without(left, group.lost_ranks)
     group.lost_ranks |= set(_leave(group, left, timeout_s))
     group.lost_ranks |= set(_failed(group, _without(left, group.lost_ranks)))
-    group.is_left = group.way_back() == "REJOIN" and _end(group, sorted(group.lost_ranks))
-    return group.is_left
+    if group.way_back() != "REJOIN" or not _end(group, sorted(group.lost_ranks)):
+        return False
+    group.enter(GroupState.DETACHED)
+    return True
 
 
 def _without(ranks: Sequence[GroupRank], others: Collection[GroupRank]) -> list[GroupRank]:

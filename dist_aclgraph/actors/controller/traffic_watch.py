@@ -9,6 +9,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from dist_aclgraph.actors.controller.group_state import GroupState
 from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup
 from dist_aclgraph.actors.engine.engine import SeenTraffic
 from dist_aclgraph.planning.descriptor import BatchDescriptor
@@ -62,7 +63,7 @@ class TrafficWatch:
         because a capture failed on some, come to one again.
         """
         if not self._asked:
-            groups = [g for g in self._groups if not g.lost_because and not g.is_draining]
+            groups = [g for g in self._groups if g.state is GroupState.SERVING]
             if groups and self._history.is_due(now_s):
                 self._asked = [(group, group.engine.take_traffic.remote()) for group in groups]
                 self._asked_s = now_s

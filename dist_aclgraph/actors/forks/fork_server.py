@@ -41,6 +41,7 @@ from dist_aclgraph.environment import (
 )
 
 CLIENT = Path(__file__).with_name("fork_client.py")
+WORKER_SETUP = Path(__file__).with_name("worker_setup.py")
 REQUEST_S, REQUEST_BYTES = 10.0, 4 << 20  # limits of what a client sends
 STOP_S, LOOK_S = 5.0, 0.02
 MODULES = (
