@@ -6,8 +6,8 @@ from math import prod
 
 import pytest
 
+from benchmarks.load import LoadingTime, make_shape
 from dist_aclgraph.actors.controller import Progress
-from dist_aclgraph.bench.load import LoadingTime, make_shape
 
 
 @pytest.mark.parametrize("num_bytes", [1e9, 4e9])
