@@ -10,7 +10,6 @@ an NPU.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,11 +21,10 @@ import typer
 from rich.progress import Progress
 
 from benchmarks.checkpoints import LatentShape, write_checkpoint
-from benchmarks.command import numbers, run_command
-from benchmarks.context_figure import draw
-from benchmarks.context_tables import markdown, tables
+from benchmarks.command import numbers, report_bench, run_command
+from benchmarks.context_report import draw, report
 from benchmarks.engine import DecodeEngine
-from benchmarks.turns import Turns, ray_for, report_bench, show_start, take_turns
+from benchmarks.turns import Turns, ray_for, show_start, take_turns
 from benchmarks.workload import (
     Run,
     decode_workload,
@@ -91,15 +89,13 @@ def main(
         "context",
         out,
         lambda folder, bar: measure(folder, bar, ranks, layers, sizes),
-        tables,
-        markdown,
+        report,
         draw,
     )
 
 
 def measure(folder: Path, bar: Progress, ranks: int, layers: int, sizes: Sizes) -> dict[str, Any]:
     """Serve the longest requests, then decode, then run prompts; return what was measured."""
-    started_s = time.monotonic()
     longest = max(sizes.shards) * sizes.blocks * BLOCK_SIZE
     max_len = max(longest, *sizes.contexts, *sizes.prompts) + sizes.steps + ANSWER
     shape = LatentShape(hidden=256, layers=layers, heads=8, ffn=512, vocab=VOCAB, max_len=max_len)
@@ -121,8 +117,6 @@ def measure(folder: Path, bar: Progress, ranks: int, layers: int, sizes: Sizes) 
         prompts = _turns(prompt_engines, "prompt", sizes.prompts, sizes, bar)
     return {
         **decode.circumstances,
-        "load": [decode.load[0], prompts.load[1]],
-        "seconds": time.monotonic() - started_s,
         "ranks": ranks,
         "prompt_tp": prompt_tp,
         "model": asdict(shape),

@@ -26,11 +26,10 @@ import typer
 from rich.progress import Progress
 
 from benchmarks import messages_worker
-from benchmarks.command import numbers, run_command
+from benchmarks.command import numbers, report_bench, run_command
 from benchmarks.messages_floor import BarePeers
-from benchmarks.messages_tables import draw, markdown, tables
+from benchmarks.report import Report, draw_bars, make_table, sheet
 from benchmarks.serve import cpu_seconds
-from benchmarks.turns import report_bench
 from dist_aclgraph.actors.addresses import Place
 from dist_aclgraph.actors.local_steps import LocalPeers, SocketFile
 from dist_aclgraph.actors.remote_steps import Endpoints, RemotePeers
@@ -49,6 +48,16 @@ WAIT_S = 1.0
 PAUSE_S = 0.002  # between two steps, in which all fall asleep
 GOAL_MS, GOAL_WORKERS = 0.4, 8
 RECORD_BYTES = 16  # of a request in a plan
+
+COLUMNS = {
+    "way": "{way}",
+    "workers": "{workers}",
+    "plan, bytes": "{bytes}",
+    "p10, us": "{p10_us:.0f}",
+    "p50, us": "{p50_us:.0f}",
+    "p90, us": "{p90_us:.0f}",
+    "CPU us a step": "{cpu_us:.0f}",
+}
 
 Peers = LocalPeers | RemotePeers | BarePeers
 
@@ -94,8 +103,7 @@ def main(
         "messages",
         out,
         lambda folder, bar: measure(folder, bar, counts, sizes, steps, repeats),
-        tables,
-        markdown,
+        report,
         draw,
     )
 
@@ -109,7 +117,6 @@ def measure(
     rounds: int,
 ) -> dict[str, Any]:
     """Run all ways by turns; return a row for each, with each number of workers and size."""
-    load = os.getloadavg()[0]
     rows = []
     task = bar.add_task("", total=len(counts) * len(sizes) * rounds)
     for count in counts:
@@ -128,8 +135,6 @@ def measure(
         "steps": steps,
         "repeats": rounds,
         "goal": {"ms": GOAL_MS, "workers": GOAL_WORKERS},
-        "cores": os.cpu_count(),
-        "load": (load, os.getloadavg()[0]),
         "note": "messages alone, no device and no model",
     }
 
@@ -209,6 +214,29 @@ def _row(
         "cpu_us": statistics.median(cpu_us for cpu_us, _ in turns),
         **{f"p{share}_us": times[len(times) * share // 100] for share in (10, 50, 90)},
     }
+
+
+def report(results: dict[str, Any]) -> Report:
+    """Return what a step's messages take."""
+    return Report(
+        f"{results['repeats']} rounds of {results['steps']} steps",
+        [make_table("From a plan to the last result", COLUMNS, results["rows"])],
+        f"Aim: {GOAL_MS:g} ms with {GOAL_WORKERS} workers.",
+    )
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Draw medians, with the tenth of a hundred beneath: what a quiet machine comes near to."""
+    sizes = list(dict.fromkeys(row["bytes"] for row in results["rows"]))
+    title = "From a plan to the last result: median (bar), p10 (line)"
+    with sheet(path, results, title, (1, len(sizes)), (5.5 * len(sizes), 4.4)) as (_, charts):
+        for axes, size in zip(charts, sizes, strict=True):
+            draw_bars(
+                axes, [row for row in results["rows"] if row["bytes"] == size],
+                f"plans of {size} bytes", group="{workers} workers", series="{way}",
+                height="p50_us", mark="p10_us",
+                label="{p50_us:.0f}", unit="us", line=GOAL_MS * 1e3,
+            )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -11,26 +11,26 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.progress import Progress
 
-from benchmarks.command import run_command
+from benchmarks.command import report_bench, run_command
 from benchmarks.engine import DecodeEngine
-from benchmarks.moe_figure import draw
-from benchmarks.moe_tables import markdown, tables
 from benchmarks.moe_workload import chat_workload, mixed_chat_workload
+from benchmarks.report import Report, draw_bars, make_table, sheet
 from benchmarks.turns import (
     MIXED,
     Turns,
     Workloads,
     differing_requests,
     ray_for,
-    report_bench,
     show_start,
     take_turns,
+    workload_rows,
 )
 from benchmarks.workload import (
     Run,
@@ -54,6 +54,28 @@ MAX_LEN = 256
 ROWS = (1, 2, 4, 8)  # requests of a data-parallel rank for which decode steps have graphs
 # The largest holds all prompts of a data-parallel rank.
 MIXED_SIZES = (8, 16, 32, 64, 128, 256, 512)
+
+STEPS = {
+    "variant": "{name}",
+    "workload": "{workload}",
+    "ms a step": "{step_ms_p50:.1f}",
+    "step / base": "{step_ratio[median]:.2f}",
+    "tokens/s": "{tokens_per_s:.0f}",
+    "rate / base": "{rate_ratio[median]:.2f}",
+    "tokens a step": "{tokens_per_step:.2f}",
+    "accepted": "{accepted}",
+    "load, max / mean": "{imbalance:.2f}",
+    "reruns": "{reruns}",
+    "tokens differ": "{differing_requests}/{requests}",
+}
+GRAPHS = {
+    "variant": "{name}",
+    "ready, s": "{start_s:.0f}",
+    "graphs": "{graphs}",
+    "capture, s": "{capture_s:.2f}",
+    "streams": "{streams}",
+    "pool, MiB": "{pool_bytes!M:.0f}",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +115,7 @@ def main(
         "moe",
         out,
         lambda _, bar: measure(bar, model, chosen, steps, repeats),
-        tables,
-        markdown,
+        report,
         draw,
     )
 
@@ -211,6 +232,55 @@ def _summary(runs: Sequence[Run], base: Sequence[Run]) -> dict[str, Any]:
 
 def _tokens_per_s(runs: Sequence[Run]) -> list[float]:
     return [run.num_tokens / run.seconds for run in runs]
+
+
+def report(results: dict[str, Any]) -> Report:
+    """Return steps, and what the graphs took."""
+    rows = [
+        {**row, "accepted": " ".join(f"{share:.0%}" for share in row["acceptance"]) or "-"}
+        for row in workload_rows(results["variants"])
+    ]
+    graphs = [{"name": name, **found} for name, found in results["variants"].items()]
+    what = f"{_layout()}, {results['repeats']} rounds of {results['steps']} tokens a request"
+    return Report(
+        what, [make_table("Steps", STEPS, rows), make_table("Graphs of one rank", GRAPHS, graphs)]
+    )
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Draw steps, tokens, drafts and loads into one file."""
+    rows = [
+        {**row, "shares": "\n".join(f"{100 * share:.0f}" for share in row["acceptance"])}
+        for row in workload_rows(results["variants"])
+    ]
+    bars = partial(draw_bars, rows=rows, group="{title}", series="{name}", has_legend=False)
+    what = "against the base's: median (bar), of each round (dots)"
+    title = (
+        f"{results['model']}, {_layout()}, {results['repeats']} rounds of {results['steps']} tokens"
+    )
+    with sheet(path, results, title) as (figure, (steps, speed, drafts, loads)):
+        bars(
+            steps, title=f"Time of a step {what}", height="step_ratio[median]",
+            dots="step_ratio[rounds]", line=1.0,
+        )  # fmt: skip
+        bars(
+            speed, title=f"Tokens/s {what}", height="rate_ratio[median]",
+            dots="rate_ratio[rounds]", line=1.0,
+        )  # fmt: skip
+        bars(
+            drafts, title="Tokens of a request and step; drafts accepted by position (%)",
+            height="tokens_per_step", label="{shares}",
+        )  # fmt: skip
+        bars(
+            loads, title="Load of the experts: the busiest rank's against the mean",
+            height="imbalance", line=1.0,
+        )  # fmt: skip
+        entries = steps.get_legend_handles_labels()
+        figure.legend(*entries, loc="outside lower center", ncols=len(entries[0]), fontsize="small")
+
+
+def _layout() -> str:
+    return ", ".join(f"{axis.upper()} {size}" for axis, size in LAYOUT.items())
 
 
 if __name__ == "__main__":

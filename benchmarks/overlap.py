@@ -10,7 +10,6 @@ of an NPU.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +18,10 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
-from benchmarks.command import numbers, run_command
+from benchmarks.command import numbers, report_bench, run_command
 from benchmarks.engine import DecodeEngine
-from benchmarks.overlap_figure import draw
-from benchmarks.overlap_tables import CAUSES, markdown, tables
-from benchmarks.turns import ray_for, report_bench, show_start
+from benchmarks.overlap_report import draw, report
+from benchmarks.turns import ray_for, show_start
 
 PROMPT_LEN, WARM_UP = 128, 24
 MODES = ("FULL_DECODE_ONLY", "PIECEWISE", "NONE")
@@ -121,6 +119,11 @@ MODELS = {
         for gap_us in (30, 60, 150)
     },
 }
+# What the device did in a step, by the emulator's counters.
+CAUSES = (
+    "busy", "idle_host", "idle_update", "idle_external", "idle_event", "idle_copy",
+    "idle_collective",
+)  # fmt: skip
 MODES_OF_STEPS = ("full", "piecewise", "eager")
 
 
@@ -137,8 +140,7 @@ def main(
         "overlap",
         out,
         lambda folder, bar: measure(folder, bar, names, sizes, modes.split(","), steps),
-        tables,
-        markdown,
+        report,
         draw,
     )
 
@@ -152,7 +154,6 @@ def measure(
     steps: int,
 ) -> dict[str, Any]:
     """Run every deployment after the other; return one row for each of its batches."""
-    load = os.getloadavg()[0]
     found: list[dict[str, Any]] = []
     engines = {
         (name, mode, in_flight): _engine(folder, bar, name, mode, in_flight, max(batches))
@@ -171,8 +172,6 @@ def measure(
         "rows": found,
         "steps": steps,
         "repeats": 1,
-        "cores": os.cpu_count(),
-        "load": (load, os.getloadavg()[0]),
         "note": "modelled device (A2), real host; not a figure of an NPU",
     }
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,14 +24,12 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
-from benchmarks.command import numbers, run_command
+from benchmarks.command import numbers, report_bench, run_command
+from benchmarks.report import Report, draw_bars, make_table, sheet
 from benchmarks.serve_client import Ask, make_request, run_client
-from benchmarks.serve_figure import draw
 from benchmarks.serve_on_ray import ray_serve
 from benchmarks.serve_processes import Server, pid_of, spawn
 from benchmarks.serve_servers import floor, plain
-from benchmarks.serve_tables import markdown, tables
-from benchmarks.turns import report_bench
 from dist_aclgraph.config import Config, make_config
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.shipped import shipped
@@ -42,6 +41,14 @@ WARM_UP = 20  # steps
 SETTLE_S = 0.05  # from the last step until its frames are sent
 FRAMES_BEFORE = 1  # of a stream, with the assistant's role
 GOAL_CPU_US, GOAL_LATENCY_MS = 20.0, 1.0
+COLUMNS = {
+    "server": "{server}",
+    "streams": "{streams}",
+    "CPU us a token": "{cpu_us:.1f}",
+    "of the floor": "{of_floor:.2f}",
+    "result to frame, ms p50": "{latency_ms_p50:.2f}",
+    "p99": "{latency_ms_p99:.2f}",
+}
 
 
 @dataclass(frozen=True)
@@ -69,8 +76,7 @@ def main(
         lambda folder, bar: measure(
             folder, bar, sizes, pace, repeats, on_ray=on_ray, is_apart=apart
         ),
-        tables,
-        markdown,
+        report,
         draw,
     )
 
@@ -90,7 +96,6 @@ def measure(
     Args:
         is_apart: servers have a core where no client preempts them, as with clients elsewhere.
     """
-    load = os.getloadavg()[0]
     config = make_config(
         {
             "model": str(shipped("models/tiny-qwen3")),
@@ -128,9 +133,7 @@ def measure(
         "interval_ms": pace.interval_s * 1e3,
         "repeats": repeats,
         "goals": {"cpu_us": GOAL_CPU_US, "latency_ms": GOAL_LATENCY_MS},
-        "cores": os.cpu_count(),
         "is_apart": is_apart,
-        "load": (load, os.getloadavg()[0]),
         "note": "a paced engine without a model; CPU time of this machine",
     }
 
@@ -251,6 +254,40 @@ def _row(name: str, num_streams: int, turns: Sequence[Turn]) -> dict[str, Any]:
         "latency_ms_p50": statistics.median(latencies),
         "latency_ms_p99": latencies[int(0.99 * len(latencies))],
     }
+
+
+def report(results: dict[str, Any]) -> Report:
+    """Return what a token costs."""
+    floors = {
+        row["streams"]: row["cpu_us"]
+        for row in results["rows"]
+        if row["server"] == results["floor"]
+    }
+    rows = [{**row, "of_floor": row["cpu_us"] / floors[row["streams"]]} for row in results["rows"]]
+    return Report(
+        f"{results['steps']} steps, {results['interval_ms']:g} ms apart, medians of "
+        f"{results['repeats']} rounds"
+        f"{', servers on one core and all else on the other,' * results['is_apart']}",
+        [make_table("A token from the engine to the socket", COLUMNS, rows)],
+        f"Aim: {GOAL_CPU_US:g} us and {GOAL_LATENCY_MS:g} ms.",
+    )
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Draw CPU time of a token, and how long it is on its way."""
+    bars = partial(draw_bars, rows=results["rows"], group="{streams} streams", series="{server}")
+    title = f"{results['steps']} steps, {results['interval_ms']:g} ms apart"
+    with sheet(path, results, title, (1, 2), (12, 4.6)) as (_, (cpu, latency)):
+        bars(
+            cpu, title="CPU time of a token: median (bar), of each round (dots)",
+            height="cpu_us", dots="rounds_cpu_us",
+            label="{cpu_us:.3g}", unit="us", line=GOAL_CPU_US,
+        )  # fmt: skip
+        bars(
+            latency, title="From a step's result to the client's frame: median",
+            height="latency_ms_p50", label="{latency_ms_p50:.3g}", unit="ms",
+            line=GOAL_LATENCY_MS, has_legend=False,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -19,16 +19,14 @@ import typer
 from rich.progress import Progress
 
 from benchmarks.checkpoints import Shape, write_checkpoint
-from benchmarks.command import run_command
+from benchmarks.command import report_bench, run_command
 from benchmarks.engine import DecodeEngine
 from benchmarks.one_rank import OneRank
-from benchmarks.tp8_figure import draw
-from benchmarks.tp8_tables import markdown, tables
+from benchmarks.tp8_report import draw, report
 from benchmarks.turns import (
     MIXED,
     differing_requests,
     ray_for,
-    report_bench,
     show_start,
     take_turns,
 )
@@ -74,8 +72,7 @@ def main(
         "tp8",
         out,
         lambda folder, bar: measure(folder, bar, tp, layers, steps, repeats, modes.split(",")),
-        tables,
-        markdown,
+        report,
         draw,
     )
 

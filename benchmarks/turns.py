@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
-import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import Progress
 
 from benchmarks.engine import DecodeEngine
 from benchmarks.workload import Arrival, Run, run_workload
@@ -24,7 +16,6 @@ from dist_aclgraph.actors.controller import Progress as StartProgress
 from dist_aclgraph.actors.controller_life import OnProgress
 from dist_aclgraph.actors.local_ray import start_ray
 from dist_aclgraph.config import make_config
-from dist_aclgraph.extras import require
 
 MIXED = "mixed"  # a workload
 
@@ -38,27 +29,20 @@ class Turns:
     Attributes:
         runs: of each deployment and workload, one a round.
         reports: of the deployments, after the last round.
-        load: of the machine, before the first start and after the last round.
-        seconds: since the first start.
     """
 
     runs: dict[str, dict[str, list[Run]]]
     reports: dict[str, dict[str, Any]]
-    load: tuple[float, float]
-    seconds: float
 
     @property
     def circumstances(self) -> dict[str, Any]:
-        """What ran it, in its own words, and what that means for the figures."""
+        """The device in its own words, and what it means for the figures."""
         report = next(iter(self.reports.values()))
         warning = "emulated NPU on the CPU; not an NPU figure; " if report["emulated"] else ""
         return {
             "note": f"{warning}ran on: {report['device']}",
             "device": report["device"],
             "emulated": report["emulated"],
-            "cores": os.cpu_count(),
-            "load": list(self.load),
-            "seconds": self.seconds,
         }
 
 
@@ -73,8 +57,6 @@ def take_turns(
 
     Ray must run, see ``ray_for``.
     """
-    started_s = time.monotonic()
-    load_before = os.getloadavg()[0]
     runs: dict[str, dict[str, list[Run]]] = {name: {w: [] for w in workloads} for name in engines}
     with ExitStack() as stack:
         for engine in engines.values():
@@ -96,8 +78,7 @@ def take_turns(
                 runs[name][workload].append(run)
             bar.advance(task)
         reports = {name: engine.deployment.report() for name, engine in engines.items()}
-        load = (load_before, os.getloadavg()[0])
-    return Turns(runs, reports, load, time.monotonic() - started_s)
+    return Turns(runs, reports)
 
 
 @contextmanager
@@ -141,32 +122,8 @@ def differing_requests(runs: Iterable[Run], base: Run) -> int:
     )
 
 
-def report_bench(
-    name: str,
-    out: Path,
-    measure: Callable[[Path, Progress], dict[str, Any]],
-    tables: Callable[[dict[str, Any]], Iterable[Table]],
-    markdown: Callable[[dict[str, Any]], str],
-    draw: Callable[[dict[str, Any], Path], None],
-) -> None:
-    """Measure with a bar, save as JSON, markdown and figure, and print.
-
-    Args:
-        measure: is given a folder of its own, which is gone afterwards.
-    """
-    require("matplotlib", "bench", "the figure of this bench")
-    console = Console(width=150)
-    torch.set_num_threads(1)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar,
-    ):
-        results = measure(Path(folder), bar)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.json").write_text(json.dumps(results, indent=2))
-    (out / f"{name}.md").write_text(markdown(results))
-    draw(results, out / f"{name}.png")
-    for table in tables(results):
-        console.print(table)
-    console.print(f"{results['note']}. Saved in {out}/{name}.json, .md and .png.")
+def workload_rows(deployments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the figures of each deployment with each workload, and what the two are called."""
+    for name, found in deployments.items():
+        for workload, row in found["workloads"].items():
+            yield {"name": name, "workload": workload, "title": title(workload), **row}
