@@ -1,1 +1,1 @@
-"""The benches behind ``make bench-*``; they print times and assert none."""
+"""The benches behind ``make bench-*``. A bench prints times and asserts none."""

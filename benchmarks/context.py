@@ -1,10 +1,10 @@
-"""``make bench-context``: what it brings, and costs, that ranks share the context of requests.
+"""``make bench-context``: the gain and the cost of sharing the context of a request between ranks.
 
-Eight ranks serve a small model with latent attention. Caches in 1 to 8 shards (DCP): what a request
-takes of each rank, the longest one that is served, the decode step and its host time. Prompts over
-1 to 4 ranks (PCP): time to the first token, and a rank's attention work. And what ranks send each
-other. On the emulated NPU all ranks share this machine's cores: figures of the emulator, never of
-an NPU.
+Eight ranks serve a small model with latent attention. With caches in 1 to 8 shards (DCP), the bench
+measures the memory that a request takes on each rank, the longest request that is served, the
+decode step and its host time. With prompts over 1 to 4 ranks (PCP), it measures the time to the
+first token and the attention work of a rank. It also counts what ranks send each other. The ranks
+of an emulated NPU share this machine's cores, so the figures say nothing about an NPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from benchmarks.turns import Turns, ray_for, show_start, take_turns
 from benchmarks.workload import (
     Run,
     decode_workload,
-    mean_stages,
     median_stages,
     percentile,
     ratios,
@@ -219,14 +218,9 @@ def _make_engine(
         parallel=parallel,
         device={"emulator": {"kernels": kernels, "strict": False}},
         graph={"sizes": (1,), "lazy": "off", "rebucket_s": 0.0},
-        scheduler={
-            "max_num_seqs": 1,
-            "max_num_batched_tokens": MAX_STEP_TOKENS,
-            "prefix_cache": prefix_cache,
-        },
+        scheduler={"max_num_batched_tokens": MAX_STEP_TOKENS, "prefix_cache": prefix_cache},
         max_model_len=None,
         kv={"block_size": BLOCK_SIZE, "num_blocks": num_blocks},
-        timeouts={"place_s": 300.0, "join_s": 300.0, "negotiate_s": 300.0},
     )
 
 
@@ -242,7 +236,7 @@ def _decodes(decode: Turns, host: Turns, sizes: Sizes) -> list[dict[str, Any]]:
             "skipped_step_ms": percentile([gap for run in skipped for gap in run.gaps_ms], 50),
             "host_us": statistics.median(_host_us(skipped)),
             "host_ratio": ratios(_host_us(skipped), _host_us(host.runs[base][name])),
-            "stages_us": median_stages([mean_stages(run.timings_us)[0] for run in skipped]),
+            "stages_us": median_stages([run.stages_us for run in skipped]),
             **_sent(runs[name], "full"),
         }
         for shards, (deployment, runs) in zip(sizes.shards, decode.runs.items(), strict=True)
@@ -278,8 +272,7 @@ def work_of_ranks(num_tokens: int, num_ranks: int) -> list[int]:
 
 
 def _host_us(runs: Sequence[Run]) -> list[float]:
-    stages = [mean_stages(run.timings_us)[0] for run in runs]
-    return [sum(each.get(stage, 0.0) for stage in HOST) for each in stages]
+    return [sum(run.stages_us.get(stage, 0.0) for stage in HOST) for run in runs]
 
 
 def _first_token_ms(runs: Sequence[Run]) -> list[float]:

@@ -1,16 +1,15 @@
 """``make bench-decode``: decoding through the whole engine, in ratios of one run.
 
-Four questions. How fast is replayed decoding against transformers' ``generate`` on the same
-checkpoint and one thread? What host time does a step cost when the emulator's kernels do nothing:
-what a host-bound NPU would feel? What do updates of attention lengths cost, sent ahead of the step
-or only behind its replay? And what does sampling cost? Figures of the emulator, never of an NPU.
+The bench answers four questions. How fast is replayed decoding against transformers' ``generate``
+on the same checkpoint and one thread? How much host time does a step cost when the emulator's
+kernels do nothing, as on a host-bound NPU? How much do updates of attention lengths cost, sent
+ahead of the step or only behind its replay? How much does sampling cost? The figures are of the
+emulator and say nothing about an NPU.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,13 +18,14 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
+from rich.progress import Progress
 
 from benchmarks.checkpoints import Shape, write_checkpoint
-from benchmarks.command import run_command
-from benchmarks.engine import DecodeEngine, DecodeRun
+from benchmarks.command import report_bench, run_command
+from benchmarks.engine import DecodeEngine
+from benchmarks.report import Report, Table, make_table
 from benchmarks.sampling import sampling_cost, sampling_table
+from benchmarks.workload import Run
 from dist_aclgraph.device import emulator
 from dist_aclgraph.extras import require
 
@@ -39,42 +39,62 @@ RATIO_GOALS = {1: 2.3, 8: 1.7, 32: 1.1}
 UPDATE_GOALS = {"us_per_layer": 60, "wait_share": 0.05}
 HOST_GOALS_MS = {4: {1: 0.56, 8: 0.64, 32: 0.7}, 28: {1: 1.1, 8: 1.2, 32: 1.3}}
 
+NOTE = "emulated NPU on the CPU; not an NPU figure"
+AGAINST_TRANSFORMERS = {
+    "batch": "{batch}",
+    "step ms": "{step_ms:.2f}",
+    "tokens/s": "{tokens_per_s:.0f}",
+    "transformers": "{transformers_tokens_per_s:.0f}",
+    "ratio": "{ratio:.2f}",
+    "goal": "{goal:.1f}",
+}
+UPDATES = {
+    "layers": "{layers}",
+    "kernels": "{kernels}",
+    "batch": "{batch}",
+    "host us a layer": "{ahead[us_per_layer]:.0f} / {behind[us_per_layer]:.0f}",
+    "device waits, share of a step": "{ahead[wait_share]:.1%} / {behind[wait_share]:.1%}",
+    "step ms": "{ahead[step_ms]:.2f} / {behind[step_ms]:.2f}",
+    "ratio": "{ratio:.2f}",
+}
+
 
 def main(
-    out: Annotated[Path, typer.Option(help="Where the JSON goes.")] = Path("bench-results"),
+    out: Annotated[Path, typer.Option(help="Where results go.")] = Path("bench-results"),
     steps: Annotated[int, typer.Option(help="Tokens per request and repeat.")] = 100,
     repeats: Annotated[int, typer.Option(help="Interleaved repeats; medians count.")] = 3,
 ) -> None:
     """Measure, print and save."""
     require("transformers", "bench", "comparing with transformers")
-    console = Console(width=120)
+    report_bench("decode", out, lambda folder, bar: measure(folder, bar, steps, repeats), report)
+
+
+def measure(folder: Path, bar: Progress, steps: int, repeats: int) -> dict[str, Any]:
+    """Answer the four questions one after the other."""
     emulator.load({})  # transformers looks for torch_npu, which must find its libraries
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        ratios = against_transformers(Path(folder), steps, repeats)
-        hosts = {s.layers: host_time(s, Path(folder), steps, repeats) for s in HOST_SHAPES}
-        updates = [
-            row
-            for shape in HOST_SHAPES
-            for kernels in ("skip", "compute")
-            for row in update_cost(shape, kernels, Path(folder), steps, repeats)
-        ]
-        sampling = sampling_cost(Path(folder), steps, repeats)
-    results = {
-        "device": "emulated NPU on the CPU; not an NPU figure",
+    task = bar.add_task("Against transformers", total=2 + 3 * len(HOST_SHAPES))
+    ratios = against_transformers(folder, steps, repeats)
+    hosts, updates = {}, []
+    for shape in HOST_SHAPES:
+        bar.update(task, advance=1, description=f"Host time, {shape.layers} layers")
+        hosts[shape.layers] = host_time(shape, folder, steps, repeats)
+    for shape in HOST_SHAPES:
+        for kernels in ("skip", "compute"):
+            words = f"Updates, {shape.layers} layers, kernels {kernels}"
+            bar.update(task, advance=1, description=words)
+            updates += update_cost(shape, kernels, folder, steps, repeats)
+    bar.update(task, advance=1, description="Sampling")
+    return {
+        "note": NOTE,
+        "device": NOTE,
+        "steps": steps,
+        "repeats": repeats,
         "against_transformers": ratios,
         "host_time": hosts,
         "updates": updates,
-        "sampling": sampling,
+        "sampling": sampling_cost(folder, steps, repeats),
     }
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "decode.json").write_text(json.dumps(results, indent=2))
-    console.print(_ratio_table(ratios))
-    for layers, rows in hosts.items():
-        console.print(_host_table(layers, rows))
-    console.print(_update_table(updates))
-    console.print(sampling_table(sampling))
-    console.print(f"Saved in {out / 'decode.json'}. {results['device']}.")
 
 
 def against_transformers(folder: Path, steps: int, repeats: int) -> list[dict[str, Any]]:
@@ -114,7 +134,7 @@ def host_time(shape: Shape, folder: Path, steps: int, repeats: int) -> list[dict
         for batch in BATCHES:
             engine.decode(batch, PROMPT_LEN, 8)  # warm
             runs = [engine.decode(batch, PROMPT_LEN, steps) for _ in range(repeats)]
-            best: DecodeRun = sorted(runs, key=lambda run: run.step_ms)[len(runs) // 2]
+            best: Run = sorted(runs, key=lambda run: run.step_ms)[len(runs) // 2]
             rows.append(
                 {
                     "batch": batch,
@@ -153,7 +173,7 @@ def update_cost(
         for batch in BATCHES:
             for engine in engines.values():
                 engine.decode(batch, PROMPT_LEN, 8)  # warm
-            runs: dict[str, list[DecodeRun]] = {way: [] for way in engines}
+            runs: dict[str, list[Run]] = {way: [] for way in engines}
             for _ in range(repeats):
                 for way, engine in engines.items():
                     runs[way].append(engine.decode(batch, PROMPT_LEN, steps))
@@ -169,7 +189,7 @@ def update_cost(
     return rows
 
 
-def _median_stage(runs: list[DecodeRun], stage: str) -> float:
+def _median_stage(runs: list[Run], stage: str) -> float:
     return statistics.median(run.stages_us[stage] for run in runs)
 
 
@@ -198,56 +218,45 @@ def _transformers_step_ms(path: Path) -> Callable[[int, int], float]:
     return run
 
 
-def _ratio_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="Replayed decode against transformers' generate, float32, one thread")
-    for column in ("batch", "step ms", "tokens/s", "transformers", "ratio", "goal"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(
-            str(row["batch"]),
-            f"{row['step_ms']:.2f}",
-            f"{row['tokens_per_s']:.0f}",
-            f"{row['transformers_tokens_per_s']:.0f}",
-            f"{row['ratio']:.2f}",
-            f"{row['goal']:.1f}",
-        )
-    return table
+def report(results: dict[str, Any]) -> Report:
+    """Return a table for each question."""
+    goals = f"goals: {UPDATE_GOALS['us_per_layer']} us, {UPDATE_GOALS['wait_share']:.0%}"
+    updates = [
+        {**row, "ratio": row["behind"]["step_ms"] / row["ahead"]["step_ms"]}
+        for row in results["updates"]
+    ]
+    return Report(
+        f"{results['repeats']} rounds of {results['steps']} tokens a request",
+        [
+            make_table(
+                "Replayed decode against transformers' generate, float32, one thread",
+                AGAINST_TRANSFORMERS,
+                results["against_transformers"],
+            ),
+            *(_host_table(layers, rows) for layers, rows in results["host_time"].items()),
+            make_table(
+                f"Updates of attention lengths, ahead / only behind ({goals})", UPDATES, updates
+            ),
+            sampling_table(results["sampling"]),
+        ],
+    )
 
 
 def _host_table(layers: int, rows: list[dict[str, Any]]) -> Table:
     stages = [stage for stage in rows[0]["stages_us"] if not stage.startswith("update_")]
-    table = Table(title=f"Host time of a step, {layers} layers, bfloat16, kernels skipped (us)")
-    for column in ("batch", "step ms", "goal ms", *stages, "ahead", "a layer"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(
-            str(row["batch"]),
-            f"{row['step_ms']:.2f}",
-            f"{row['goal_ms']:.1f}",
-            *(f"{row['stages_us'].get(stage, 0.0):.0f}" for stage in (*stages, "update_ahead")),
-            f"{row['update_us_per_layer']:.0f}",
-        )
-    return table
-
-
-def _update_table(rows: list[dict[str, Any]]) -> Table:
-    goals = f"goals: {UPDATE_GOALS['us_per_layer']} us, {UPDATE_GOALS['wait_share']:.0%}"
-    table = Table(title=f"Updates of attention lengths, ahead / only behind ({goals})")
-    names = ("layers", "kernels", "batch", "host us a layer", "device waits, share of a step")
-    for column in (*names, "step ms", "ratio"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        ahead, behind = row["ahead"], row["behind"]
-        table.add_row(
-            str(row["layers"]),
-            row["kernels"],
-            str(row["batch"]),
-            f"{ahead['us_per_layer']:.0f} / {behind['us_per_layer']:.0f}",
-            f"{ahead['wait_share']:.1%} / {behind['wait_share']:.1%}",
-            f"{ahead['step_ms']:.2f} / {behind['step_ms']:.2f}",
-            f"{behind['step_ms'] / ahead['step_ms']:.2f}",
-        )
-    return table
+    columns = {
+        "batch": "{batch}",
+        "step ms": "{step_ms:.2f}",
+        "goal ms": "{goal_ms:.1f}",
+        **{stage: f"{{stages_us[{stage}]:.0f}}" for stage in stages},
+        "ahead": "{stages_us[update_ahead]:.0f}",
+        "a layer": "{update_us_per_layer:.0f}",
+    }
+    none = dict.fromkeys((*stages, "update_ahead"), 0.0)
+    title = f"Host time of a step, {layers} layers, bfloat16, kernels skipped (us)"
+    return make_table(
+        title, columns, [{**row, "stages_us": none | row["stages_us"]} for row in rows]
+    )
 
 
 if __name__ == "__main__":

@@ -1,49 +1,28 @@
-"""Decoding through the whole engine: tokens/s, and a step's host time by stage."""
+"""A deployment of a bench, whose clients decode batches of equal requests."""
 
 from __future__ import annotations
 
-import itertools
-import statistics
-import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from benchmarks.workload import Run, decode_workload, run_workload
 from dist_aclgraph.actors import deployment
 from dist_aclgraph.actors.controller_life import OnProgress
 from dist_aclgraph.actors.engine_client import EngineClient
 from dist_aclgraph.config import make_config
-from dist_aclgraph.sampling import SamplingParams
-from dist_aclgraph.steps.delta import RequestDelta
 
-
-@dataclass(frozen=True)
-class DecodeRun:
-    """One measured decode.
-
-    Attributes:
-        step_ms: median gap between tokens, as a client sees it.
-        stages_us: mean host time of a replayed step by stage (eager where nothing replays).
-    """
-
-    batch: int
-    step_ms: float
-    stages_us: dict[str, float]
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.batch / self.step_ms * 1e3
+NUM_WORDS = 1000  # different token ids in prompts
+LIMIT_S = 300.0  # of each phase of a start, as deployments that start together share the cores
 
 
 class DecodeEngine:
     """A deployment that decodes batches of equal requests. Use as a context manager.
 
     Attributes:
-        config: what was asked for.
-        deployment, client: what came of it; inside the context.
+        config: of the deployment.
+        deployment, client: inside the context.
     """
 
     def __init__(
@@ -52,6 +31,7 @@ class DecodeEngine:
         max_batch: int,
         *,
         on_progress: OnProgress | None = None,
+        scheduler: Mapping[str, Any] | None = None,
         **sections: Any,
     ) -> None:
         self._on_progress = on_progress
@@ -63,8 +43,10 @@ class DecodeEngine:
                     "max_num_seqs": max_batch,
                     "max_num_batched_tokens": 8192,
                     "prefix_cache": False,
+                    **(scheduler or {}),
                 },
                 "max_model_len": 1024,
+                "timeouts": {"place_s": LIMIT_S, "join_s": LIMIT_S, "negotiate_s": LIMIT_S},
                 **sections,
             }
         )
@@ -83,47 +65,11 @@ class DecodeEngine:
         self.client.close()
         self.deployment.shut_down()
 
-    def decode(self, batch: int, prompt_len: int, steps: int, **sampling: Any) -> DecodeRun:
+    def decode(self, batch: int, prompt_len: int, steps: int, **sampling: Any) -> Run:
         """Decode ``steps`` tokens for ``batch`` random prompts of ``prompt_len`` tokens.
 
         Args:
             sampling: parameters of the requests; greedy where there are none.
         """
-        params = SamplingParams(**{"max_tokens": steps, "temperature": 0.0, **sampling})
-        random = np.random.default_rng(batch)
-        arrivals: list[list[float]] = [[] for _ in range(batch)]
-        finished = threading.Semaphore(0)
-        before = self.deployment.report()["timings_us"]
-
-        def record(delta: RequestDelta) -> None:
-            arrivals[int(delta.request_id.rpartition("-")[2])].append(time.perf_counter())
-            if delta.finish_reason is not None:
-                finished.release()
-
-        for index in range(batch):
-            prompt = random.integers(0, 1000, prompt_len).tolist()
-            name = f"b{batch}-{time.monotonic_ns()}-{index}"
-            self.client.submit(name, prompt, params, [], record)
-        for _ in range(batch):
-            if not finished.acquire(timeout=300):
-                raise TimeoutError(f"batch {batch} did not finish within 300 s")
-        after = self.deployment.report()["timings_us"]
-        # The last request to start joins after its prompt: count what all decoded together.
-        begin_s = max(times[0] for times in arrivals)
-        together = sorted(t for t in arrivals[-1] if t > begin_s)
-        return DecodeRun(batch, _median_gap_ms(together), _stages(before, after))
-
-
-def _median_gap_ms(times: list[float]) -> float:
-    return statistics.median(b - a for a, b in itertools.pairwise(times)) * 1e3
-
-
-def _stages(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    gained = {key: value - before.get(key, 0.0) for key, value in after.items()}
-    mode = next(m for m in ("full", "piecewise", "eager") if gained.get(f"{m}.steps"))
-    steps = gained[f"{mode}.steps"]
-    return {
-        key.partition(".")[2]: value / steps
-        for key, value in gained.items()
-        if key.startswith(mode) and not key.endswith(".steps")
-    }
+        arrivals = decode_workload(batch, prompt_len, steps, NUM_WORDS)
+        return run_workload(self.client, f"decode-{time.monotonic_ns()}", arrivals, **sampling)

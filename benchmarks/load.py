@@ -1,15 +1,15 @@
-"""``make bench-load``: what loading a checkpoint costs over reading its bytes once.
+"""``make bench-load``: the cost of loading a checkpoint, against reading its bytes once.
 
-A checkpoint with random weights is loaded by the ranks of one tensor parallel group on one node,
-from the disk and from the page cache, each beside one process that only reads the files from
-beginning to end. What is measured is the state LOADING of a deployment, as its controller shows it.
+The ranks of one tensor parallel group on one node load a checkpoint with random weights, from the
+disk and from the page cache. The bench measures how long the deployment is in the state LOADING,
+beside one process that only reads the files from beginning to end: the first floor.
 
-The memory of an emulated device is memory of this machine, which has to be given by its system
-before: so a second floor is the same reading beside as many processes as there are ranks, each of
-which fills its share of so many bytes that nobody has used, in the small pages that devices have.
+The memory of an emulated device is memory of this machine, which the system has to hand out first.
+So the second floor is the same reading beside one process for each rank, which fills its share of
+as many fresh bytes, in the small pages that devices have.
 
-A virtual machine may lose to its host, within seconds, what it has freed, and whoever touches it
-next waits. A deployment loads about ``PAUSE_S`` after its start, so readings begin as late.
+The host of a virtual machine may take back freed memory within seconds, and the next process that
+touches it waits. A deployment loads about ``PAUSE_S`` after its start, so readings begin as late.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -32,10 +32,9 @@ from rich.console import Console
 
 from benchmarks.checkpoints import Shape, write_checkpoint
 from benchmarks.command import run_command
-from benchmarks.tables import filled_table
-from dist_aclgraph.actors import deployment
-from dist_aclgraph.actors.controller import Progress
-from dist_aclgraph.config import Config, make_config
+from benchmarks.report import Table
+from benchmarks.start import start_once
+from dist_aclgraph.config import make_config
 from dist_aclgraph.planning.memory import GIB
 
 CHUNK_BYTES = 16 << 20
@@ -44,33 +43,13 @@ HIDDEN, FFN, VOCAB = 2048, 8192, 8192
 ELEMENT_BYTES = 2
 
 
-@dataclass
-class LoadingTime:
-    """Called with a deployment's progress; knows how long it was LOADING."""
-
-    began_s: float = 0.0
-    ended_s: float = 0.0
-
-    def __call__(self, progress: Progress) -> None:
-        if progress.state == "LOADING" and not self.began_s:
-            self.began_s = time.monotonic()
-        elif progress.state not in ("PLACING", "JOINING", "LOADING") and not self.ended_s:
-            self.ended_s = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        return self.ended_s - self.began_s
-
-
 def make_shape(num_bytes: float) -> Shape:
     """Return a decoder whose weights take about ``num_bytes`` in bfloat16."""
     shape = Shape(hidden=HIDDEN, layers=1, heads=32, kv_heads=8, ffn=FFN, vocab=VOCAB, head_dim=64)
     layer = 3 * HIDDEN * FFN + 2 * HIDDEN * (shape.heads + shape.kv_heads) * shape.head_dim
     rest = 2 * VOCAB * HIDDEN
     layers = max(1, round((num_bytes / ELEMENT_BYTES - rest) / layer))
-    return Shape(
-        hidden=HIDDEN, layers=layers, heads=32, kv_heads=8, ffn=FFN, vocab=VOCAB, head_dim=64
-    )
+    return replace(shape, layers=layers)
 
 
 def forget(files: list[Path]) -> None:
@@ -115,13 +94,6 @@ def later(work: Callable[[], float]) -> float:
     return work()
 
 
-def load_once(config: Config) -> float:
-    """Return the seconds that a deployment is LOADING."""
-    loading = LoadingTime()
-    deployment.start(config, loading).shut_down()
-    return loading.seconds
-
-
 def main(
     gib: Annotated[float, typer.Option(help="size of the checkpoint")] = 4.0,
     tp: Annotated[int, typer.Option(help="ranks that load it")] = 4,
@@ -149,7 +121,7 @@ def main(
         works: tuple[Callable[[], float], ...] = (
             lambda: later(lambda: read_once(files)),
             lambda: later(lambda: read_and_fill(files, tp)),
-            lambda: load_once(config),
+            lambda: start_once(config)["LOADING"],
         )
         times: dict[str, list[list[float]]] = {"disk": [], "page cache": []}
         for index in range(repeats):
@@ -173,7 +145,7 @@ def main(
     title = f"{size:.2f} GiB in bfloat16, TP {tp}, {os.cpu_count()} cores, medians of {repeats}"
     columns = ("from the", "reading once, s", "and filling, s", "LOADING, s", "loading / reading",
                "loading / both")  # fmt: skip
-    console.print(filled_table(f"{title}. Not an NPU figure.", columns, lines))
+    console.print(Table(f"{title}. Not an NPU figure.", columns, lines).for_terminal())
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""``make bench-messages``: what a plan to all workers of a node and their results take.
+"""``make bench-messages``: the time of a plan to all workers of a node and of their results back.
 
-Workers are processes that decode a plan and answer it at once. The ways are measured by turns in
-one run: Unix sockets, by which engines reach the workers of their node, and ZeroMQ's, by which they
-reach those of others, here through files; and bare sockets that carry as many bytes and nothing
-that is read, which no way can beat. CPU time is that of all processes, engine included; wall
-time means something on a quiet machine alone.
+Workers are processes that decode a plan and answer it at once. Three ways of messages are measured
+by turns in one run: Unix sockets, which engines use to reach the workers of their own node;
+ZeroMQ's sockets, which they use for other nodes, here through files; and bare sockets, which carry
+as many bytes that nobody decodes and are the floor. CPU time is that of all processes, engine
+included. Wall time is meaningful on a quiet machine only.
 """
 
 from __future__ import annotations
@@ -120,8 +120,14 @@ def measure(
     rows = []
     task = bar.add_task("", total=len(counts) * len(sizes) * rounds)
     for count in counts:
-        ways = bare(folder, count), local(folder, count), remote(folder, count)
-        with ways[0] as floor, ways[1] as files, ways[2] as zeromq:
+        bare = BarePeers(str(folder / f"bare-{count}"))
+        local = LocalPeers(str(folder / "steps"))
+        remote = RemotePeers(Place(NODE, str(folder)))
+        with (
+            workers_of("bare sockets", bare, bare.address, count) as floor,
+            workers_of("Unix sockets", local, local.address, count) as files,
+            workers_of("ZeroMQ", remote, remote.address_for(NODE), count) as zeromq,
+        ):
             for size in sizes:
                 found: dict[str, list[tuple[float, list[float]]]] = {}
                 for _ in range(rounds):
@@ -151,39 +157,16 @@ def take_turn(way: Way, size: int, steps: int) -> tuple[float, list[float]]:
 
 
 @contextmanager
-def bare(folder: Path, count: int) -> Iterator[Way]:
-    """Workers at Unix sockets that read nothing of what comes."""
-    peers = BarePeers(str(folder / f"bare-{count}"))
-    with _workers("bare sockets", peers, [peers.address] * count) as way:
-        yield way
-
-
-@contextmanager
-def local(folder: Path, count: int) -> Iterator[Way]:
-    """Workers at Unix sockets."""
-    peers = LocalPeers(str(folder / "steps"))
-    with _workers("Unix sockets", peers, [peers.address] * count) as way:
-        yield way
-
-
-@contextmanager
-def remote(folder: Path, count: int) -> Iterator[Way]:
-    """Workers at ZeroMQ's sockets, which are files here."""
-    peers = RemotePeers(Place(NODE, str(folder)))
-    with _workers("ZeroMQ", peers, [peers.address_for(NODE)] * count) as way:
-        yield way
-
-
-@contextmanager
-def _workers(
-    name: str, peers: Peers, addresses: Sequence[SocketFile | Endpoints | str]
+def workers_of(
+    name: str, peers: Peers, address: SocketFile | Endpoints | str, count: int
 ) -> Iterator[Way]:
+    """Start workers that connect to an address; stop them at the end."""
     command = [sys.executable, "-m", messages_worker.__name__]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None and process.stdout is not None
     pids: tuple[int, ...] = ()
     try:
-        process.stdin.write("\n".join(map(messages_worker.written, addresses)))
+        process.stdin.write("\n".join([messages_worker.written(address)] * count))
         process.stdin.close()
         pids = tuple(json.loads(process.stdout.readline()))
         while peers.num_workers < len(pids):

@@ -1,4 +1,4 @@
-"""What no way of messages can beat: bytes to all workers of a node over sockets, and bytes back."""
+"""The floor of ``make bench-messages``: bytes to all workers of a node, and bytes back."""
 
 from __future__ import annotations
 

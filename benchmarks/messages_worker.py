@@ -1,7 +1,7 @@
-"""The workers of ``make bench-messages``, as a program: they answer every plan at once.
+"""The workers of ``make bench-messages``, as a program: a worker answers every plan at once.
 
-They are forked from one process, as those of a deployment are where there are more of them than
-cores: what they share in memory, they need not fetch again at each wake-up.
+The workers are forked from one process, as a deployment forks them where it has more workers than
+cores: pages that they share stay in the cache from one wake-up to the next.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """``make bench-moe``: experts over four ranks (TP 2, DP 2, EP 4), one thing changed at a time.
 
-Eager steps and graphs, drafts, shared experts beside the routed ones, and the ways in which tokens
-travel to experts: each a deployment of the tiny DeepSeek beside all others, measured by turns with
-the same chat requests. On the emulated NPU all ranks share this machine's cores: figures of the
-emulator, never of an NPU.
+The variants change graphs, drafts, shared experts beside the routed ones, and the exchange that
+brings tokens to experts. Each variant is a deployment of the tiny DeepSeek beside all others, and
+all are measured by turns with the same chat requests. The ranks of an emulated NPU share this
+machine's cores, so the figures say nothing about an NPU.
 """
 
 from __future__ import annotations
@@ -26,17 +26,14 @@ from benchmarks.turns import (
     MIXED,
     Turns,
     Workloads,
-    differing_requests,
     ray_for,
     show_start,
+    summary,
     take_turns,
     workload_rows,
 )
 from benchmarks.workload import (
     Run,
-    mean_stages,
-    padded_fraction,
-    percentile,
     ratios,
     step_ms,
 )
@@ -164,14 +161,9 @@ def _make_engine(model: Path, name: str, variant: Variant, bar: Progress) -> Dec
             "rebucket_s": 0.0,
         },
         speculative={"num_tokens": variant.num_drafts},
-        scheduler={
-            "max_num_seqs": max(BATCHES),
-            "max_num_batched_tokens": MIXED_SIZES[-1],
-            "prefix_cache": False,
-        },
+        scheduler={"max_num_batched_tokens": MIXED_SIZES[-1]},
         max_model_len=MAX_LEN,
         kv={"num_blocks": 4 * max(BATCHES)},
-        timeouts={"place_s": 300.0, "join_s": 300.0, "negotiate_s": 300.0},
     )
 
 
@@ -206,32 +198,19 @@ def _summary(runs: Sequence[Run], base: Sequence[Run]) -> dict[str, Any]:
     num_drafted = sum(run.num_drafted for run in runs)
     accepted = [sum(counts) for counts in zip(*(run.accepted for run in runs), strict=True)]
     loads = [sum(counts) for counts in zip(*(run.expert_tokens for run in runs), strict=True)]
-    steps: dict[str, int] = {}
-    for run in runs:
-        for mode, count in mean_stages(run.timings_us)[1].items():
-            steps[mode] = steps.get(mode, 0) + count
     return {
-        "step_ms_p50": percentile([gap for run in runs for gap in run.gaps_ms], 50),
+        **summary(runs, base),
         "step_ratio": ratios(step_ms(runs), step_ms(base)),
-        "tokens_per_s": statistics.median(_tokens_per_s(runs)),
-        "rate_ratio": ratios(_tokens_per_s(runs), _tokens_per_s(base)),
+        "rate_ratio": ratios(
+            [run.tokens_per_s for run in runs], [run.tokens_per_s for run in base]
+        ),
         "tokens_per_step": sum(run.num_tokens for run in runs)
         / sum(run.num_deliveries for run in runs),
         "acceptance": [count / num_drafted for count in accepted],
         "expert_tokens": loads,
         "imbalance": max(loads) / statistics.mean(loads),
         "reruns": sum(run.num_reruns for run in runs),
-        "steps": steps,
-        "padded_fraction": padded_fraction(
-            sum(run.padded_tokens for run in runs), sum(run.live_tokens for run in runs)
-        ),
-        "differing_requests": differing_requests(runs, base[0]),
-        "requests": sum(len(run.tokens) for run in runs),
     }
-
-
-def _tokens_per_s(runs: Sequence[Run]) -> list[float]:
-    return [run.num_tokens / run.seconds for run in runs]
 
 
 def report(results: dict[str, Any]) -> Report:

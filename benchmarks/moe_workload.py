@@ -1,4 +1,4 @@
-"""Chat requests for the demo model, so that its drafts are those of real answers."""
+"""Chat requests for the demo model: their drafts are those of real answers."""
 
 from __future__ import annotations
 

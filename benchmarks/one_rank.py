@@ -1,7 +1,7 @@
 """One rank of a tensor parallel group, alone in this process: operators of a step, bytes of pools.
 
-Its weights and shapes are those of rank 0; its peers are not there, so each collective is an
-operator on its own memory of the same shape. Sizes are right, values mean nothing.
+The rank has the weights and shapes of rank 0. Its peers are missing, so each collective is an
+operator on the rank's own memory of the same shape: sizes are right, values mean nothing.
 """
 
 from __future__ import annotations
@@ -54,12 +54,18 @@ class PoolSizes:
 
 
 class OneRank:
-    """Rank 0 of ``config.parallel.tp``, on the device that ``config`` means."""
+    """Rank 0 of ``config.parallel.tp``, on the device that ``config`` means.
+
+    Attributes:
+        npu: the device; operators on the host use one thread.
+    """
 
     def __init__(self, config: Config) -> None:
-        self._npu: Npu = open_npu(config.device, 0)
+        torch.set_num_threads(1)
+        self.npu: Npu = open_npu(config.device, 0)
         self._max_len = config.max_model_len or 0
-        group = LoneGroup(tuple(range(config.parallel.tp)), 0)
+        tp = config.parallel.tp
+        group = LoneGroup(tuple(range(tp)), 0) if tp > 1 else ALONE
         self._model = Decoder(
             read_model_spec(config.model),
             RankGroups(tp=group, ep=ALONE),
@@ -68,14 +74,14 @@ class OneRank:
                 TORCH_DTYPES[config.dtype],
                 quantises=config.quantization == "w8a8",
             ),
-            device=self._npu.device,
+            device=self.npu.device,
             max_len=self._max_len,
         )
 
     def pool_sizes(self, config: Config) -> PoolSizes:
         """Capture every graph of a configuration into a pool of its own, then all into one."""
         graphs = _graphs_of(config)
-        runner = self._make_runner(config, graphs)
+        runner = self.make_runner(config, graphs)
         alone, needs = {}, {}
         for graph in graphs:
             runner.warm_up(graph)
@@ -94,20 +100,22 @@ class OneRank:
     def num_operators(self, config: Config, batch: int) -> int:
         """Count what a decode step launches, from token ids to the most probable tokens."""
         graph = BatchDescriptor(batch, batch, 1, "FULL")
-        runner = self._make_runner(config, [graph])
+        runner = self.make_runner(config, [graph])
         runner.warm_up(graph)
         with LaunchCount() as launches:
             runner.capture(graph)
         runner.release(graph)
         return int(launches.count)
 
-    def _make_runner(self, config: Config, graphs: Sequence[BatchDescriptor]) -> ModelRunner:
+    def make_runner(
+        self, config: Config, graphs: Sequence[BatchDescriptor], num_blocks: int = DUMMY_BLOCKS
+    ) -> ModelRunner:
         return ModelRunner(
             config,
-            self._npu,
+            self.npu,
             self._model,
             # One for each request of padding, which some chips count.
-            num_blocks=max(DUMMY_BLOCKS, *(graph.num_reqs for graph in graphs)),
+            num_blocks=max(num_blocks, *(graph.num_reqs for graph in graphs)),
             max_len=self._max_len,
             graphs=graphs,
             owns_output=True,

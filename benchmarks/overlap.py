@@ -1,10 +1,10 @@
-"""``make bench-overlap``: what an NPU waits for between steps, with one and with two in flight.
+"""``make bench-overlap``: idle time of an NPU between steps, with one and with two in flight.
 
-Modelled device, real host: kernels take the time that ``docs/device-time.md`` gives them, weights
-do not exist, and the host does all that it does in serving. What is shown is how long a decode step
-takes, for how long the device was busy in it, and what it waited for in the rest. Ranks of tensor
-parallel deployments share this machine's cores, and are late for that reason, too. Never a figure
-of an NPU.
+The device is modelled and the host is real: kernels take the time that ``docs/device-time.md``
+gives them, weights do not exist, and the host does all its work of serving. The bench shows the
+time of a decode step, the part in which the device was busy, and the reason of each wait in the
+rest. Ranks of tensor parallel deployments share this machine's cores, which makes them late, too.
+The figures say nothing about an NPU.
 """
 
 from __future__ import annotations
@@ -18,103 +18,69 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
+from benchmarks.checkpoints import Shape
 from benchmarks.command import numbers, report_bench, run_command
 from benchmarks.engine import DecodeEngine
 from benchmarks.overlap_report import draw, report
 from benchmarks.turns import ray_for, show_start
+from dist_aclgraph.shipped import shipped
 
 PROMPT_LEN, WARM_UP = 128, 24
 MODES = ("FULL_DECODE_ONLY", "PIECEWISE", "NONE")
+MAX_LEN = 40960
 MEMORY_MB = 1 << 16  # of a device, counted and never committed
 ALLOWED_WAIT = 0.02, 60.0  # of a step, or in us, whichever is more
 ALLOWED_WAIT_WITH_DRAFTS = 0.05, 60.0
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "head_dim": 128,
-    "num_key_value_heads": 8,
-    "vocab_size": 151936,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
-# A dense DeepSeek decoder with a next-token module, as large as Qwen3-8B.
-DEEPSEEK = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "norm_topk_prob": True,
-    "moe_layer_freq": 1,
-    "moe_intermediate_size": 2048,
-    "num_nextn_predict_layers": 1,
-    "vocab_size": 129280,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e4,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
+
+
+def qwen3(hidden: int, layers: int, heads: int, ffn: int) -> dict[str, Any]:
+    """Return config.json of a Qwen3 decoder with the published vocabulary."""
+    shape = Shape(hidden=hidden, layers=layers, heads=heads, kv_heads=8, ffn=ffn,
+                  vocab=151936, head_dim=128, max_len=MAX_LEN)  # fmt: skip
+    return {**shape.config(), "torch_dtype": "bfloat16"}
+
+
+def dense_deepseek() -> dict[str, Any]:
+    """Return config.json of a dense DeepSeek decoder with a next-token module, of the size of
+    Qwen3-8B.
+    """
+    published = json.loads((shipped("configs/shapes") / "deepseek-v3" / "config.json").read_text())
+    attention = {"num_attention_heads": 32, "num_key_value_heads": 32}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+    layers = {"num_hidden_layers": 36, "first_k_dense_replace": 36}
+    sizes = {"hidden_size": 4096, "intermediate_size": 12288, "max_position_embeddings": MAX_LEN}
+    return {**published, **attention, **experts, **layers, **sizes, "rope_scaling": None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A shape and how it is served."""
+    """A model, and how it is served.
 
-    family: dict[str, Any]
-    hidden: int
-    layers: int
-    heads: int
-    ffn: int
+    Attributes:
+        config: its config.json.
+        choices: tokens that may be sampled: one draft in so many passes.
+        gap_us: between two kernels, in place of the table's.
+    """
+
+    config: dict[str, Any]
     tp: int = 1
     num_drafts: int = 0
-    choices: int = 1  # tokens that may be sampled: one draft in so many passes
-    gap_us: float | None = None  # between two kernels, in place of the table's
-
-    def write(self, directory: Path) -> Path:
-        """Write config.json; return the directory."""
-        sizes = {
-            "hidden_size": self.hidden,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "intermediate_size": self.ffn,
-        }
-        if self.family is DEEPSEEK:
-            sizes |= {"num_key_value_heads": self.heads, "first_k_dense_replace": self.layers}
-        directory.mkdir(parents=True)
-        (directory / "config.json").write_text(json.dumps(self.family | sizes))
-        return directory
+    choices: int = 1
+    gap_us: float | None = None
 
 
 MODELS = {
-    "Qwen3-0.6B": Model(family=QWEN3, hidden=1024, layers=28, heads=16, ffn=3072),
-    "Qwen3-8B": Model(family=QWEN3, hidden=4096, layers=36, heads=32, ffn=12288),
-    "Qwen3-32B, TP 4": Model(family=QWEN3, hidden=5120, layers=64, heads=64, ffn=25600, tp=4),
-    "DeepSeek, dense, 1 draft": Model(
-        family=DEEPSEEK, hidden=4096, layers=36, heads=32, ffn=12288, num_drafts=1
-    ),
+    "Qwen3-0.6B": Model(config=qwen3(1024, 28, 16, 3072)),
+    "Qwen3-8B": Model(config=qwen3(4096, 36, 32, 12288)),
+    "Qwen3-32B, TP 4": Model(config=qwen3(5120, 64, 64, 25600), tp=4),
+    "DeepSeek, dense, 1 draft": Model(config=dense_deepseek(), num_drafts=1),
     "DeepSeek, dense, every second draft passes": Model(
-        family=DEEPSEEK, hidden=4096, layers=36, heads=32, ffn=12288, num_drafts=1, choices=2
+        config=dense_deepseek(), num_drafts=1, choices=2
     ),
     # A device that takes about 2, 4 and 10 ms for a step that costs the host little.
     **{
         f"4 layers, {gap_us} us between kernels": Model(
-            family=QWEN3, hidden=512, layers=4, heads=8, ffn=1024, gap_us=gap_us
+            config=qwen3(512, 4, 8, 1024), gap_us=gap_us
         )
         for gap_us in (30, 60, 150)
     },
@@ -180,7 +146,9 @@ def _engine(
     folder: Path, bar: Progress, name: str, mode: str, in_flight: int, max_batch: int
 ) -> DecodeEngine:
     model = MODELS[name]
-    directory = model.write(folder / f"{len(list(folder.iterdir()))}")
+    directory = folder / f"{len(list(folder.iterdir()))}"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(model.config))
     emulated: dict[str, Any] = {
         "kernels": "timed",
         "choices": model.choices,
@@ -202,21 +170,16 @@ def _engine(
         speculative={"num_tokens": model.num_drafts},
         device={"emulator": emulated},
         kv={"num_blocks": 1 + max_batch * 8},
-        scheduler={
-            "max_num_seqs": max_batch,
-            "max_num_batched_tokens": 8192,
-            "prefix_cache": False,
-            "steps_in_flight": in_flight,
-        },
+        scheduler={"steps_in_flight": in_flight},
     )
 
 
 def _decode(engine: DecodeEngine, batch: int, steps: int, num_drafts: int) -> dict[str, Any]:
     """Decode once to warm up, then measured; return a step's times in microseconds."""
     cold = engine.deployment.report()
-    engine.decode(batch, PROMPT_LEN, WARM_UP, ignore_eos=True)
+    engine.decode(batch, PROMPT_LEN, WARM_UP)
     before = engine.deployment.report()
-    run = engine.decode(batch, PROMPT_LEN, steps, ignore_eos=True)
+    run = engine.decode(batch, PROMPT_LEN, steps)
     after = engine.deployment.report()
     mode = next(m for m in MODES_OF_STEPS if _gained(before, after, m, "steps"))
     num_steps = _gained(before, after, mode, "steps")

@@ -170,7 +170,7 @@ def draw_bars(
     axes.set_xticks(range(len(groups)), groups)
     axes.set_title(title, loc="left")
     axes.set_ylabel(unit)
-    axes.margins(y=0.15)
+    axes.margins(y=0.25)
     axes.grid(axis="y", alpha=0.3)
     if has_legend:
         axes.legend(fontsize="small")

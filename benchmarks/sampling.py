@@ -1,6 +1,7 @@
-"""What sampling costs: decode steps of random, filtered and penalised requests against greedy ones.
+"""The cost of sampling: steps of random, filtered and penalised requests against greedy ones.
 
-By turns in one run of the whole engine: ratios of the emulator, never of an NPU.
+All ways of sampling are measured by turns in one run of the whole engine. The ratios are of the
+emulator and say nothing about an NPU.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from benchmarks.checkpoints import Shape, write_checkpoint
 from benchmarks.engine import DecodeEngine
+from benchmarks.report import Table, make_table
 
 BATCHES = (1, 32)
 PROMPT_LEN = 128
@@ -27,6 +28,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "penalties": {"temperature": 1.0, "presence_penalty": 0.5, "repetition_penalty": 1.1},
 }
 RANDOM_GOAL = 1.15  # of the greedy step
+COLUMNS = {
+    "batch": "{batch}",
+    "sampling": "{way}",
+    "step ms": "{step_ms:.2f}",
+    "of greedy": "{ratio:.2f}",
+}
 
 
 def sampling_cost(folder: Path, steps: int, repeats: int) -> list[dict[str, Any]]:
@@ -52,10 +59,6 @@ def sampling_cost(folder: Path, steps: int, repeats: int) -> list[dict[str, Any]
 
 
 def sampling_table(rows: list[dict[str, Any]]) -> Table:
-    """Return what people look at."""
-    table = Table(title=f"Steps by sampling, 4 layers, float32 (goal of random: {RANDOM_GOAL})")
-    for column in ("batch", "sampling", "step ms", "of greedy"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(str(row["batch"]), row["way"], f"{row['step_ms']:.2f}", f"{row['ratio']:.2f}")
-    return table
+    """Return the steps of each way."""
+    title = f"Steps by sampling, 4 layers, float32 (goal of random: {RANDOM_GOAL})"
+    return make_table(title, COLUMNS, rows)

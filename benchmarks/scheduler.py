@@ -1,7 +1,8 @@
 """Host time of an engine's own work: ``python -m benchmarks.scheduler``.
 
-A steady decode batch: no worker, no channel. Timed apart: the scheduler, the encoding of its plans,
-and step output, which is from a step's tokens to the encoded message for each client.
+The batch decodes steadily, without a worker and without a channel. Three parts are timed apart: the
+scheduler, the encoding of its plans, and step output, which reaches from a step's tokens to the
+encoded message for each client.
 """
 
 from __future__ import annotations

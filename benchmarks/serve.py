@@ -1,10 +1,10 @@
-"""``make bench-serve``: what a token costs from an engine's message to the client's socket.
+"""``make bench-serve``: the cost of a token from an engine's message to the client's socket.
 
-A paced engine gives each stream a token at every step, over the links that engines have. What is
-measured: CPU time of the processes that serve HTTP, for each token, and the time from a step's
-result to the client's frame. Beside ``dist-aclgraph serve`` stands a bare uvicorn that sends the
-same frames: the floor; and Ray Serve, with its own proxy and with HAProxy. All take turns in one
-run; figures of CPU time hold on a busy machine, those of wall time do not.
+A paced engine gives each stream a token at every step, over the links that engines have. The bench
+measures the CPU time of the processes that serve HTTP, for each token, and the time from a step's
+result to the client's frame. Beside ``dist-aclgraph serve`` it runs a bare uvicorn that sends the
+same frames, which is the floor, and Ray Serve with its own proxy and with HAProxy. All servers take
+turns in one run. CPU times are meaningful on a busy machine, wall times are not.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from benchmarks.command import numbers, report_bench, run_command
 from benchmarks.report import Report, draw_bars, make_table, sheet
 from benchmarks.serve_client import Ask, make_request, run_client
 from benchmarks.serve_on_ray import ray_serve
-from benchmarks.serve_processes import Server, pid_of, spawn
-from benchmarks.serve_servers import floor, plain
+from benchmarks.serve_servers import Server, floor, pid_of, plain, spawn
 from dist_aclgraph.config import Config, make_config
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.shipped import shipped

@@ -1,4 +1,4 @@
-"""The client of ``make bench-serve``: streams that are read by one thread as they come."""
+"""The client of ``make bench-serve``: one thread reads all streams as their bytes come."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What gives the servers of ``make bench-serve`` a token for each stream, step by step."""
+"""The sources of tokens for the servers of ``make bench-serve``, one token a stream and step."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Ray Serve in front of a paced engine, for ``make bench-serve``: as it is by default, and with
-HAProxy in place of its own proxy.
+"""Ray Serve in front of a paced engine, for ``make bench-serve``: with its own proxy, which is the
+default, and with HAProxy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.serve_engine import PacedDeployment, PacedEngine
-from benchmarks.serve_processes import (
+from benchmarks.serve_servers import (
     POLL_S,
     Server,
     free_port,

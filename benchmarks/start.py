@@ -1,8 +1,8 @@
-"""``make bench-start``: how long one group takes to start, and how long several take, in one run.
+"""``make bench-start``: the start of one group against the start of several, in one run.
 
-Kernels are skipped, and ranks have nothing to do. Groups start side by side: where each has cores
-of its own, several take as long as one. The emulated NPU and all processes share this machine's
-cores, and importing libraries keeps a core busy: what is left of that shows here, phase by phase.
+Kernels are skipped, so ranks have no work. Groups start side by side: with cores of its own for
+each, several groups start as fast as one. The emulated NPUs and all processes share this machine's
+cores, and importing libraries keeps a core busy; the bench shows the difference phase by phase.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Annotated
 import ray
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.command import run_command
+from benchmarks.report import Table
 from dist_aclgraph.actors import controller_life, deployment
 from dist_aclgraph.actors.controller import Progress
 from dist_aclgraph.actors.local_ray import start_ray
@@ -83,12 +83,13 @@ def main(
     if as_json:
         print(json.dumps({"cores": os.cpu_count(), "seconds": rows}))
         return
-    table = Table("phase", "1 group, s", f"{groups} groups, s", "ratio")
-    for phase, (alone, together) in rows.items():
-        ratio = f"{together / alone:.2f}" if alone else "-"
-        table.add_row(phase, f"{alone:.2f}", f"{together:.2f}", ratio)
+    lines = [
+        (phase, f"{alone:.2f}", f"{both:.2f}", f"{both / alone:.2f}" if alone else "-")
+        for phase, (alone, both) in rows.items()
+    ]
+    columns = ("phase", "1 group, s", f"{groups} groups, s", "ratio")
     console = Console()
-    console.print(table)
+    console.print(Table("Starts", columns, lines).for_terminal())
     console.print(f"Medians of {turns} starts on {os.cpu_count()} cores; progress is asked for "
                   f"every {controller_life.POLL_S:g} s.")  # fmt: skip
 

@@ -1,44 +1,38 @@
 """``make bench-step``: the host's work in a decode step, part by part, with kernels skipped.
 
-The engine's scheduler and a worker's runner by turns in one process, without messages and clients.
-All requests decode, so that a step differs from the one before by one token of each. A row is what
-a tenth of the steps does not exceed: the machine's other work adds to the rest. Figures of the
-emulator, never of an NPU.
+The engine's scheduler and a worker's runner take turns in one process, without messages and
+clients. All requests decode, so a step differs from the previous one by one token of each request.
+A row shows the time that a tenth of the steps does not exceed, because other work of the machine
+adds to the rest. The figures are of the emulator and say nothing about an NPU.
 """
 
 from __future__ import annotations
 
 import gc
-import json
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import torch
 import typer
-from rich.console import Console
 
 from benchmarks.checkpoints import Shape, write_checkpoint
-from benchmarks.command import numbers, run_command
-from benchmarks.tables import filled_table, markdown_table
-from dist_aclgraph.comm.groups import ONE_RANK
+from benchmarks.command import numbers, report_bench, run_command
+from benchmarks.one_rank import OneRank
+from benchmarks.report import Report, Table
 from dist_aclgraph.config import Config, make_config
-from dist_aclgraph.device.npu import Npu, open_npu
+from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.device.step_measures import WORKER_STAGES
-from dist_aclgraph.engine.model_runner import TORCH_DTYPES, ModelRunner
+from dist_aclgraph.engine.model_runner import ModelRunner
 from dist_aclgraph.kv.block_pool import BlockPool
-from dist_aclgraph.models.checkpoint import Checkpoint
-from dist_aclgraph.models.decoder import Decoder
 from dist_aclgraph.planning.buckets import GraphFamily
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.scheduler import Scheduler
-from dist_aclgraph.shapes.model_spec import read_model_spec
 from dist_aclgraph.steps.step import (
     RowSampling,
     StepPlan,
@@ -62,25 +56,36 @@ def main(
     out: Annotated[Path, typer.Option(help="Where results go.")] = Path("bench-results"),
 ) -> None:
     """Measure, print and save."""
-    torch.set_num_threads(1)
     sizes = numbers(batches)
+    report_bench(
+        "step",
+        out,
+        lambda folder, _: measure_all(folder, numbers(layers), sizes, steps, random=random),
+        report,
+    )
+
+
+def measure_all(
+    folder: Path, layers: Sequence[int], sizes: tuple[int, ...], steps: int, *, random: bool
+) -> dict[str, Any]:
+    """Return the times of a step for each model and number of requests."""
     found: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for count in numbers(layers):
-            npu, runner, config = make_worker(Path(folder), count, sizes)
-            for batch in sizes:
-                us = measure(npu, runner, config, batch, steps, random=random)
-                found.append({"layers": count, "batch": batch, "random": random, "us": us})
-            runner.close()
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "step.json").write_text(json.dumps({"note": NOTE, "rows": found}, indent=2))
-    lines: list[list[str]] = []
-    columns = ["part, us", *(f"{row['layers']} x {row['batch']}" for row in found)]
-    for part in dict.fromkeys(part for row in found for part in row["us"]):
-        lines.append([part, *(f"{row['us'].get(part, 0.0):.0f}" for row in found)])
-    (out / "step.md").write_text("\n".join([*markdown_table(columns, lines), ""]))
-    Console(width=120).print(filled_table("Host time of a step, layers x requests", columns, lines))
-    print(f"{NOTE}. Saved in {out}/step.json and .md.")
+    for count in layers:
+        npu, runner, config = make_worker(folder, count, sizes)
+        for batch in sizes:
+            us = measure(npu, runner, config, batch, steps, random=random)
+            found.append({"layers": count, "batch": batch, "random": random, "us": us})
+        runner.close()
+    return {"note": NOTE, "rows": found}
+
+
+def report(results: dict[str, Any]) -> Report:
+    """Return the time of each part; a column for each model and number of requests."""
+    columns = {f"{row['layers']} x {row['batch']}": row["us"] for row in results["rows"]}
+    parts = dict.fromkeys(part for us in columns.values() for part in us)
+    lines = [[part, *(f"{us.get(part, 0.0):.0f}" for us in columns.values())] for part in parts]
+    table = Table("Host time of a step, layers x requests", ["part, us", *columns], lines)
+    return Report("Steps of an engine and a worker in one process", [table])
 
 
 def make_worker(
@@ -99,28 +104,16 @@ def make_worker(
             "device": {"kind": "emulated", "emulator": {"kernels": "skip", "strict": False}},
         }
     )
-    npu = open_npu(config.device, 0)
-    dtype = TORCH_DTYPES[config.dtype]
-    model = Decoder(
-        read_model_spec(path), ONE_RANK, Checkpoint(path, dtype), device=npu.device, max_len=MAX_LEN
-    )
+    rank = OneRank(config)
     graphs = [BatchDescriptor(size, size, 1, "FULL") for size in sizes]
-    runner = ModelRunner(
-        config,
-        npu,
-        model,
-        num_blocks=NUM_BLOCKS,
-        max_len=MAX_LEN,
-        graphs=graphs,
-        owns_output=True,
-    )
+    runner = rank.make_runner(config, graphs, NUM_BLOCKS)
     for graph in sorted(graphs, key=lambda graph: -graph.num_tokens):
         runner.warm_up(graph)
         runner.capture(graph)
         runner.commit(graph)
     gc.collect()
     gc.freeze()
-    return npu, runner, config
+    return rank.npu, runner, config
 
 
 def make_scheduler(

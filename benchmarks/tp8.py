@@ -1,14 +1,13 @@
 """``make bench-tp8``: eight ranks of one model, by graph mode, in one run.
 
 All modes are deployed side by side and measured by turns, so that a drift of the machine meets all
-of them. Decoding at three batch sizes, and requests that arrive while others decode. On the
-emulated NPU all ranks share this machine's cores: figures of the emulator, never of an NPU.
+of them. The workloads are three batch sizes that decode, and requests that arrive while others
+decode. The ranks of an emulated NPU share this machine's cores, so the figures say nothing about an
+NPU.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,9 +24,9 @@ from benchmarks.one_rank import OneRank
 from benchmarks.tp8_report import draw, report
 from benchmarks.turns import (
     MIXED,
-    differing_requests,
     ray_for,
     show_start,
+    summary,
     take_turns,
 )
 from benchmarks.workload import (
@@ -35,12 +34,11 @@ from benchmarks.workload import (
     Arrival,
     Run,
     decode_workload,
-    mean_stages,
     median_stages,
     mixed_workload,
-    padded_fraction,
     paired_ratio,
     percentile,
+    step_ms,
 )
 from dist_aclgraph.planning.buckets import asked_sizes
 
@@ -132,14 +130,9 @@ def _make_engine(path: Path, mode: str, tp: int, bar: Progress) -> DecodeEngine:
             "lazy": "off",
             "rebucket_s": 0.0,
         },
-        scheduler={
-            "max_num_seqs": max(BATCHES),
-            "max_num_batched_tokens": BUCKETS[-1],
-            "prefix_cache": False,
-        },
+        scheduler={"max_num_batched_tokens": BUCKETS[-1]},
         max_model_len=MAX_LEN,
         kv={"num_blocks": 4 * max(BATCHES)},
-        timeouts={"place_s": 300.0, "join_s": 300.0, "negotiate_s": 300.0},
     )
 
 
@@ -175,31 +168,22 @@ def _summary(
 ) -> dict[str, Any]:
     """The figures of one mode and workload; gaps of all rounds count together."""
     gaps = [gap for run in runs for gap in run.gaps_ms]
-    rounds = [percentile(run.gaps_ms, 50) for run in runs]
-    base_rounds = [percentile(run.gaps_ms, 50) for run in base]
-    means, counts = zip(*(mean_stages(run.timings_us) for run in runs), strict=True)
-    stages = median_stages(means)
+    rounds = step_ms(runs)
+    stages = median_stages([run.stages_us for run in runs])
     launching = sum(stages.get(stage, 0.0) for stage in LAUNCHING)
     updates = "update" in stages
     return {
-        "step_ms_p50": percentile(gaps, 50),
+        **summary(runs, base),
         "step_ms_p99": percentile(gaps, 99),
         "rounds_step_ms_p50": rounds,
-        "speedup": paired_ratio(base_rounds, rounds),
-        "tokens_per_s": statistics.median(run.num_tokens / run.seconds for run in runs),
+        "speedup": paired_ratio(step_ms(base), rounds),
         "stages_us": {k: v for k, v in stages.items() if k not in BESIDE},
         "overlapped_us": {k: v for k, v in stages.items() if k in BESIDE},
-        "steps": dict(sum(map(Counter, counts), Counter())),
         "launch_us_per_operator": launching / operators,
         "update_us_per_layer": stages.get("update_per_layer", stages["update"] / layers)
         if updates
         else None,
         "update_wait_us": stages.get("update_wait") if updates else None,
-        "padded_fraction": padded_fraction(
-            sum(run.padded_tokens for run in runs), sum(run.live_tokens for run in runs)
-        ),
-        "differing_requests": differing_requests(runs, base[0]),
-        "requests": sum(len(run.tokens) for run in runs),
     }
 
 

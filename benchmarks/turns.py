@@ -1,7 +1,9 @@
-"""Deployments side by side, measured by turns: a drift of the machine meets all of them."""
+"""Deployments side by side, measured by turns, so that a drift of the machine meets all of them."""
 
 from __future__ import annotations
 
+import statistics
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,7 +13,14 @@ import ray
 from rich.progress import Progress
 
 from benchmarks.engine import DecodeEngine
-from benchmarks.workload import Arrival, Run, run_workload
+from benchmarks.workload import (
+    Arrival,
+    Run,
+    mean_stages,
+    padded_fraction,
+    percentile,
+    run_workload,
+)
 from dist_aclgraph.actors.controller import Progress as StartProgress
 from dist_aclgraph.actors.controller_life import OnProgress
 from dist_aclgraph.actors.local_ray import start_ray
@@ -120,6 +129,21 @@ def differing_requests(runs: Iterable[Run], base: Run) -> int:
     return sum(
         ours != theirs for run in runs for ours, theirs in zip(run.tokens, base.tokens, strict=True)
     )
+
+
+def summary(runs: Sequence[Run], base: Sequence[Run]) -> dict[str, Any]:
+    """Return the figures of one deployment and workload; all rounds are counted together."""
+    counts = (Counter(mean_stages(run.timings_us)[1]) for run in runs)
+    return {
+        "step_ms_p50": percentile([gap for run in runs for gap in run.gaps_ms], 50),
+        "tokens_per_s": statistics.median(run.tokens_per_s for run in runs),
+        "steps": dict(sum(counts, Counter())),
+        "padded_fraction": padded_fraction(
+            sum(run.padded_tokens for run in runs), sum(run.live_tokens for run in runs)
+        ),
+        "differing_requests": differing_requests(runs, base[0]),
+        "requests": sum(len(run.tokens) for run in runs),
+    }
 
 
 def workload_rows(deployments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Requests that arrive by plan, and what came of them: step times, tokens, host time by stage."""
+"""Requests that arrive by plan, and their step times, tokens and host time by stage."""
 
 from __future__ import annotations
 
@@ -81,6 +81,20 @@ class Run:
     first_token_s: float
     counted: dict[str, dict[str, float]]
 
+    @property
+    def step_ms(self) -> float:
+        """The median gap between tokens, as a client sees it."""
+        return percentile(self.gaps_ms, 50)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+    @property
+    def stages_us(self) -> dict[str, float]:
+        """The mean host time of a step by stage."""
+        return mean_stages(self.timings_us)[0]
+
     def per_step(self, mode: str, what: str) -> float:
         """Return what a step of a mode counted, on average; 0 where nothing counts."""
         counted = self.counted[mode]
@@ -108,11 +122,14 @@ def mixed_workload(batch: int, prompt_len: int, steps: int, vocab: int) -> list[
     return decode_workload(batch, prompt_len, steps, vocab) + later
 
 
-def run_workload(client: EngineClient, name: str, arrivals: Sequence[Arrival]) -> Run:
+def run_workload(
+    client: EngineClient, name: str, arrivals: Sequence[Arrival], **sampling: Any
+) -> Run:
     """Send the requests, each in its time, and wait for the end of all.
 
     Args:
         name: begins the request ids; a new one for each run.
+        sampling: parameters of all requests; greedy where there are none.
 
     Raises:
         EngineDeadError: a request failed, or nothing came for two minutes.
@@ -125,9 +142,8 @@ def run_workload(client: EngineClient, name: str, arrivals: Sequence[Arrival]) -
     def submit(at_token: int) -> None:
         for index, arrival in enumerate(arrivals):
             if arrival.at_token == at_token:
-                params = SamplingParams(
-                    max_tokens=arrival.max_tokens, temperature=0.0, ignore_eos=True
-                )
+                own = {"temperature": 0.0, "max_tokens": arrival.max_tokens, "ignore_eos": True}
+                params = SamplingParams(**{**own, **sampling})
                 request_id = f"{name}-{index}"
                 client.submit(request_id, arrival.prompt, params, [], partial(note, index))
 
@@ -270,7 +286,7 @@ def ratios(ours: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
 
 def step_ms(runs: Sequence[Run]) -> list[float]:
     """Return the median gap between tokens of each run."""
-    return [percentile(run.gaps_ms, 50) for run in runs]
+    return [run.step_ms for run in runs]
 
 
 def mean_stages(timings_us: dict[str, float]) -> tuple[dict[str, float], dict[str, int]]:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.command import run_command
-from benchmarks.tables import filled_table, markdown_table
+from benchmarks.report import Table
 from dist_aclgraph.errors import ConfigError
 from tools.chaos.disk import small_disk
 from tools.chaos.outcome import Outcome
@@ -97,13 +97,13 @@ def main(
 
 def print_table(what: str, outcomes: list[Outcome], minutes: float, console: Console) -> None:
     """Print the table for people, then the same for a document."""
-    lines = list(lines_of(outcomes))
     title = (
         f"{what}, {len(outcomes)} faults, {os.cpu_count()} cores, load {os.getloadavg()[2]:.1f}, "
         f"{minutes:.0f} min"
     )
-    console.print(filled_table(title, COLUMNS, lines))
-    for line in (title, "", *markdown_table(COLUMNS, lines)):
+    table = Table(title, COLUMNS, list(lines_of(outcomes)))
+    console.print(table.for_terminal())
+    for line in (title, "", *table.for_document()):
         print(line)
 
 

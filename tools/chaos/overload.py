@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import socket
 import time
@@ -22,11 +23,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.command import run_command
-from benchmarks.serve_processes import spawn
-from benchmarks.tables import filled_table
+from benchmarks.report import Table
 from benchmarks.workload import percentile
 from tools.chaos.service import Service, new_folder
 from tools.chaos.shapes import SHAPES
@@ -38,6 +37,7 @@ NUM_READERS, NUM_STALLED = 8, 64
 TIMES = 10  # the peak's rate
 PING_S, RUNNING_S = 0.01, 10.0
 OK, TOO_MANY, BUSY = 200, 429, 503
+spawn = multiprocessing.get_context("spawn")
 SHAPE = replace(
     SHAPES["streams"],
     num_tokens=TOKENS,
@@ -318,7 +318,7 @@ def main(
         finally:
             service.end()
     found["load"] = os.getloadavg()[0]
-    print(json.dumps(found)) if as_json else Console().print(table(found))
+    print(json.dumps(found)) if as_json else Console().print(table(found).for_terminal())
 
 
 def table(found: dict[str, Any]) -> Table:
@@ -344,7 +344,7 @@ def table(found: dict[str, Any]) -> Table:
         "/health beside readers, p99 and longest": (ms(quiet["p99"], quiet["max"]), ""),
         "and beside huge bodies": (ms(huge["p99"], huge["max"]), "< 50 ms more"),
     }
-    return filled_table(
+    return Table(
         "emulated NPU on the CPU; not an NPU figure",
         ("what", "seen", "aim"),
         [(what, *found) for what, found in rows.items()],
