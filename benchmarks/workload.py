@@ -7,7 +7,6 @@ import math
 import queue
 import statistics
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -233,11 +232,16 @@ def _part(counters: dict[str, float], part: str) -> dict[str, float]:
 
 
 def _by_mode(gained: dict[str, float]) -> dict[str, dict[str, float]]:
-    modes: dict[str, dict[str, float]] = {}
     steps = {key: n for key, n in _part(gained, "timings").items() if key.endswith(".steps")}
-    for key, count in {**steps, **_part(gained, "counted")}.items():
-        mode, _, what = key.partition(".")
-        modes.setdefault(mode, {})[what] = count
+    return _by_mode_and_stage({**steps, **_part(gained, "counted")})
+
+
+def _by_mode_and_stage(counts: dict[str, float]) -> dict[str, dict[str, float]]:
+    """Return counts whose keys are ``mode.stage``, by mode and then by stage."""
+    modes: dict[str, dict[str, float]] = {}
+    for key, count in counts.items():
+        mode, _, stage = key.partition(".")
+        modes.setdefault(mode, {})[stage] = count
     return modes
 
 
@@ -291,17 +295,14 @@ def step_ms(runs: Sequence[Run]) -> list[float]:
 
 def mean_stages(timings_us: dict[str, float]) -> tuple[dict[str, float], dict[str, int]]:
     """Return microseconds a step by stage, over all modes of a run, and the steps of each mode."""
-    total: Counter[str] = Counter()
-    steps: Counter[str] = Counter()
-    for key, value in timings_us.items():
-        mode, _, stage = key.partition(".")
-        if stage == "steps":
-            steps[mode] += int(value)
-        else:
-            total[stage] += value  # type: ignore[assignment]
-    count = sum(steps.values())
-    stages = {stage: value / count for stage, value in total.items()}
-    return stages, {mode: n for mode, n in steps.items() if n}
+    modes = _by_mode_and_stage(timings_us)
+    steps = {mode: int(found["steps"]) for mode, found in modes.items() if found.get("steps")}
+    stages: dict[str, float] = {}
+    for mode in steps:
+        for stage, value in modes[mode].items():
+            if stage != "steps":
+                stages[stage] = stages.get(stage, 0.0) + value / sum(steps.values())
+    return stages, steps
 
 
 def median_stages(runs: Sequence[dict[str, float]]) -> dict[str, float]:
