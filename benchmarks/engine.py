@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.workload import Run, decode_workload, run_workload
-from dist_aclgraph.actors import deployment
-from dist_aclgraph.actors.controller_life import OnProgress
-from dist_aclgraph.actors.engine_client import EngineClient
+from dist_aclgraph.actors.client.engine_client import EngineClient
+from dist_aclgraph.actors.deployment import deployment
+from dist_aclgraph.actors.deployment.controller_life import OnProgress
 from dist_aclgraph.config import make_config
 
 NUM_WORDS = 1000  # different token ids in prompts

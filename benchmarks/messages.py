@@ -30,9 +30,9 @@ from benchmarks.command import numbers, report_bench, run_command
 from benchmarks.messages_floor import BarePeers
 from benchmarks.report import Report, draw_bars, make_table, sheet
 from benchmarks.serve import cpu_seconds
-from dist_aclgraph.actors.addresses import Place
-from dist_aclgraph.actors.local_steps import LocalPeers, SocketFile
-from dist_aclgraph.actors.remote_steps import Endpoints, RemotePeers
+from dist_aclgraph.actors.wire.addresses import Place
+from dist_aclgraph.actors.wire.local_steps import LocalPeers, SocketFile
+from dist_aclgraph.actors.wire.remote_steps import Endpoints, RemotePeers
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.steps.step import (
     RankBatch,

@@ -11,9 +11,9 @@ import os
 import socket
 import sys
 
-from dist_aclgraph.actors.addresses import Endpoint
-from dist_aclgraph.actors.local_steps import LocalEngine, SocketFile
-from dist_aclgraph.actors.remote_steps import Endpoints, RemoteEngine
+from dist_aclgraph.actors.wire.addresses import Endpoint
+from dist_aclgraph.actors.wire.local_steps import LocalEngine, SocketFile
+from dist_aclgraph.actors.wire.remote_steps import Endpoints, RemoteEngine
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.steps.step import StepPlan, StepResult, encoder, to_worker_decoder
 

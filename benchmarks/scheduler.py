@@ -13,11 +13,11 @@ import time
 
 import numpy as np
 
-from dist_aclgraph.actors.client_links import Link
-from dist_aclgraph.actors.messages import Deltas
-from dist_aclgraph.actors.messages import encoder as client_encoder
-from dist_aclgraph.actors.recipients import Recipients
-from dist_aclgraph.actors.sockets import Silence
+from dist_aclgraph.actors.engine.recipients import Recipients
+from dist_aclgraph.actors.wire.client_links import Link
+from dist_aclgraph.actors.wire.messages import Deltas
+from dist_aclgraph.actors.wire.messages import encoder as client_encoder
+from dist_aclgraph.actors.wire.sockets import Silence
 from dist_aclgraph.config import SchedulerConfig
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.planning.buckets import GraphFamily, capture_sizes

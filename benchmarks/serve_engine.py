@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from dist_aclgraph.actors.addresses import Address, Place
-from dist_aclgraph.actors.client_links import ClientLinks, Link
-from dist_aclgraph.actors.messages import Submit
-from dist_aclgraph.actors.outage import Outlook
+from dist_aclgraph.actors.client.outage import Outlook
+from dist_aclgraph.actors.wire.addresses import Address, Place
+from dist_aclgraph.actors.wire.client_links import ClientLinks, Link
+from dist_aclgraph.actors.wire.messages import Submit
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.steps.delta import Note, StepDeltas
 

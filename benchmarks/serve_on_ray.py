@@ -23,7 +23,7 @@ from benchmarks.serve_servers import (
     spawn,
     wait_for,
 )
-from dist_aclgraph.actors import processes
+from dist_aclgraph.actors.host import processes
 from dist_aclgraph.config import Config
 from dist_aclgraph.environment import environment_with, take_over_environment
 

@@ -19,7 +19,7 @@ from typing import Any
 import uvicorn
 
 from benchmarks.serve_engine import ByteSource, PacedDeployment, PacedEngine, Source
-from dist_aclgraph.actors import processes
+from dist_aclgraph.actors.host import processes
 from dist_aclgraph.cli.serve import serve_in_processes
 from dist_aclgraph.config import Config
 

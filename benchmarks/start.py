@@ -21,9 +21,9 @@ from rich.console import Console
 
 from benchmarks.command import run_command
 from benchmarks.report import Table
-from dist_aclgraph.actors import controller_life, deployment
-from dist_aclgraph.actors.controller import Progress
-from dist_aclgraph.actors.local_ray import start_ray
+from dist_aclgraph.actors.cluster.local_ray import start_ray
+from dist_aclgraph.actors.controller.controller import Progress
+from dist_aclgraph.actors.deployment import controller_life, deployment
 from dist_aclgraph.config import Config, load_config
 
 PHASES = ("PLACING", "JOINING", "LOADING", "NEGOTIATING", "CAPTURING")

@@ -21,9 +21,9 @@ from benchmarks.workload import (
     percentile,
     run_workload,
 )
-from dist_aclgraph.actors.controller import Progress as StartProgress
-from dist_aclgraph.actors.controller_life import OnProgress
-from dist_aclgraph.actors.local_ray import start_ray
+from dist_aclgraph.actors.cluster.local_ray import start_ray
+from dist_aclgraph.actors.controller.controller import Progress as StartProgress
+from dist_aclgraph.actors.deployment.controller_life import OnProgress
 from dist_aclgraph.config import make_config
 
 MIXED = "mixed"  # a workload

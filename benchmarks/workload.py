@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dist_aclgraph.actors.engine_client import EngineClient
+from dist_aclgraph.actors.client.engine_client import EngineClient
 from dist_aclgraph.errors import EngineDeadError
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.sampling import SamplingParams

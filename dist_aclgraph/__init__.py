@@ -11,13 +11,13 @@ from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.version import VERSION
 
 if TYPE_CHECKING:
-    from dist_aclgraph.actors.llm import LLM as LLM
+    from dist_aclgraph.actors.deployment.llm import LLM as LLM
     from dist_aclgraph.serve.app import app as app
 
 __version__ = VERSION
 __all__ = ["LLM", "SamplingParams", "__version__", "app"]
 
-_LAZY = {"LLM": "dist_aclgraph.actors.llm", "app": "dist_aclgraph.serve.app"}
+_LAZY = {"LLM": "dist_aclgraph.actors.deployment.llm", "app": "dist_aclgraph.serve.app"}
 
 
 def __getattr__(name: str) -> Any:

@@ -67,7 +67,7 @@ def ray_cluster() -> Iterator[None]:
     """One local Ray cluster with eight emulated NPUs for all tests of the session."""
     import ray
 
-    from dist_aclgraph.actors.local_ray import start_ray
+    from dist_aclgraph.actors.cluster.local_ray import start_ray
     from dist_aclgraph.config import make_config
 
     start_ray(

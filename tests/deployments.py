@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from dist_aclgraph.actors.deployment import Deployment, start
-from dist_aclgraph.actors.engine_client import EngineClient
-from dist_aclgraph.actors.outage import Recovery
+from dist_aclgraph.actors.client.engine_client import EngineClient
+from dist_aclgraph.actors.client.outage import Recovery
+from dist_aclgraph.actors.deployment.deployment import Deployment, start
 from dist_aclgraph.config import Config, make_config
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.sampling import SamplingParams

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from dist_aclgraph.actors import engine_report
-from dist_aclgraph.actors.fork_server import Forks
-from dist_aclgraph.actors.lockstep_group import LockstepGroup, group_report
-from dist_aclgraph.actors.startup import Startup
+from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup, group_report
+from dist_aclgraph.actors.controller.startup import Startup
+from dist_aclgraph.actors.engine import engine_report
+from dist_aclgraph.actors.forks.fork_server import Forks
 from dist_aclgraph.config import Config
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.kv.block_pool import BlockPool

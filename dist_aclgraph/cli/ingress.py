@@ -11,7 +11,7 @@ import gc
 import select
 from collections.abc import Callable
 
-from dist_aclgraph.actors.owner_link import Owner, Reach, Standing
+from dist_aclgraph.actors.deployment.owner_link import Owner, Reach, Standing
 from dist_aclgraph.cli.opened import Opened
 from dist_aclgraph.errors import EngineUnavailableError
 from dist_aclgraph.serve.api import make_api

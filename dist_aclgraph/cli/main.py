@@ -78,8 +78,8 @@ def run(
     with _user_errors():
         from rich.console import Console
 
-        from dist_aclgraph.actors import deployment
-        from dist_aclgraph.actors.llm import LLM
+        from dist_aclgraph.actors.deployment import deployment
+        from dist_aclgraph.actors.deployment.llm import LLM
         from dist_aclgraph.cli.checks import check_deployment
         from dist_aclgraph.cli.last_start import keep_report
         from dist_aclgraph.cli.progress import StartProgress
@@ -230,8 +230,8 @@ def scale(groups: Groups, deployment: DeploymentName = None, ray: LocalRay = Non
     with _user_errors():
         from rich.console import Console
 
-        from dist_aclgraph.actors.running import running_deployment
-        from dist_aclgraph.actors.serving_groups import check_count
+        from dist_aclgraph.actors.controller.serving_groups import check_count
+        from dist_aclgraph.actors.deployment.running import running_deployment
         from dist_aclgraph.cli.progress import StartProgress
 
         check_count(groups)
@@ -256,8 +256,8 @@ def roll(
     with _user_errors():
         from rich.console import Console
 
-        from dist_aclgraph.actors.deployment import check
-        from dist_aclgraph.actors.running import running_deployment
+        from dist_aclgraph.actors.deployment.deployment import check
+        from dist_aclgraph.actors.deployment.running import running_deployment
         from dist_aclgraph.cli.progress import StartProgress
         from dist_aclgraph.config import load_config, parse_overrides
         from dist_aclgraph.device.decision import decide_device

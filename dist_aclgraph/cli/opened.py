@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from dist_aclgraph.actors.owner_link import listen_for_ingress
-from dist_aclgraph.actors.run_directory import RunDirectory
+from dist_aclgraph.actors.deployment.owner_link import listen_for_ingress
+from dist_aclgraph.actors.host.run_directory import RunDirectory
 from dist_aclgraph.cli.checks import check_deployment
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError

@@ -16,9 +16,9 @@ from typing import Any
 
 from rich.console import Console
 
-from dist_aclgraph.actors.deployment_protocol import Deployment
-from dist_aclgraph.actors.outage import Outlook
-from dist_aclgraph.actors.owner_link import OwnerLink, Reach, Standing
+from dist_aclgraph.actors.client.outage import Outlook
+from dist_aclgraph.actors.deployment.deployment_protocol import Deployment
+from dist_aclgraph.actors.deployment.owner_link import OwnerLink, Reach, Standing
 from dist_aclgraph.cli.announce import announce
 from dist_aclgraph.cli.last_start import keep_report
 from dist_aclgraph.cli.opened import Opened

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from dist_aclgraph.actors.controller import BYTES
-from dist_aclgraph.actors.controller import Progress as Report
+from dist_aclgraph.actors.controller.controller import BYTES
+from dist_aclgraph.actors.controller.controller import Progress as Report
 from dist_aclgraph.planning.memory import GIB
 
 WORDS = {

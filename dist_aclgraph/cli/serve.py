@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 
-from dist_aclgraph.actors import deployment
-from dist_aclgraph.actors.fork_server import Forks
-from dist_aclgraph.actors.local_ray import find_forks
+from dist_aclgraph.actors.cluster.local_ray import find_forks
+from dist_aclgraph.actors.deployment import deployment
+from dist_aclgraph.actors.forks.fork_server import Forks
 from dist_aclgraph.cli.ingress import serve_http
 from dist_aclgraph.cli.opened import Opened, open_service
 from dist_aclgraph.cli.owner import Start, own_deployment

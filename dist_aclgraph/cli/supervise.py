@@ -19,8 +19,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from dist_aclgraph.actors import processes, run_directory
-from dist_aclgraph.actors.fork_server import ForkAddress
+from dist_aclgraph.actors.forks.fork_server import ForkAddress
+from dist_aclgraph.actors.host import processes, run_directory
 from dist_aclgraph.cli.exit_codes import FAILURE, tell
 from dist_aclgraph.cli.pulse import Pulse
 from dist_aclgraph.cli.signals import SIGNALS, Signals

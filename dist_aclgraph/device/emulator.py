@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn, cast
 
+from dist_aclgraph.config.rates import read_device_rates
 from dist_aclgraph.device.torch_build import check_torch
-from dist_aclgraph.device_rates import read_device_rates
 from dist_aclgraph.environment import (
     build_environment,
     cache_directory,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dist_aclgraph.config import Config
-from dist_aclgraph.config_device import A2_CHIPS, A3_CHIPS
+from dist_aclgraph.config.device import A2_CHIPS, A3_CHIPS
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.shapes.heads import heads_per_rank, kv_heads_per_rank
 from dist_aclgraph.shapes.model_facts import ModelFacts

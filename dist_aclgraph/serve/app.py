@@ -20,11 +20,11 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from starlette.types import ASGIApp
 
-from dist_aclgraph.actors import deployment
-from dist_aclgraph.actors.addresses import Address
-from dist_aclgraph.actors.deployment_protocol import StartDeployment
-from dist_aclgraph.actors.llm import start_on_ray
-from dist_aclgraph.actors.outage import Outlook
+from dist_aclgraph.actors.client.outage import Outlook
+from dist_aclgraph.actors.deployment import deployment
+from dist_aclgraph.actors.deployment.deployment_protocol import StartDeployment
+from dist_aclgraph.actors.deployment.llm import start_on_ray
+from dist_aclgraph.actors.wire.addresses import Address
 from dist_aclgraph.config import Config, load_config
 from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.serve.access import Access, read_access

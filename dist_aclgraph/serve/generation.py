@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import msgspec
 from starlette.types import Receive
 
-from dist_aclgraph.actors.messages import error_of
+from dist_aclgraph.actors.wire.messages import error_of
 from dist_aclgraph.errors import EngineUnavailableError
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.serve.errors import GenerationTimeoutError

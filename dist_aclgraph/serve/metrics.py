@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from dist_aclgraph.actors.engine_client import EngineClient
+from dist_aclgraph.actors.client.engine_client import EngineClient
 from dist_aclgraph.errors import EngineDeadError
 from dist_aclgraph.serve.frequent import FrequentHistogram
 from dist_aclgraph.serve.vllm_names import vllm_names

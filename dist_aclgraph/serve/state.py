@@ -10,9 +10,9 @@ from typing import Protocol
 
 from starlette.types import Scope
 
-from dist_aclgraph.actors.addresses import Address
-from dist_aclgraph.actors.engine_client import EngineClient
-from dist_aclgraph.actors.outage import Ask, Recovery
+from dist_aclgraph.actors.client.engine_client import EngineClient
+from dist_aclgraph.actors.client.outage import Ask, Recovery
+from dist_aclgraph.actors.wire.addresses import Address
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import (
     EngineUnavailableError,

@@ -19,7 +19,7 @@ import msgspec
 from prometheus_client.core import Metric
 from starlette.responses import Response
 
-from dist_aclgraph.actors.engine_client import EngineClient
+from dist_aclgraph.actors.client.engine_client import EngineClient
 from dist_aclgraph.serve.history import History
 from dist_aclgraph.serve.metrics import LABELS, PREFIX, RANK_LABELS, Metrics
 from dist_aclgraph.version import VERSION

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from dist_aclgraph.actors.graph_changes import GraphChanges
-from dist_aclgraph.actors.graph_transaction import GraphTransaction
+from dist_aclgraph.actors.capture.graph_changes import GraphChanges
+from dist_aclgraph.actors.capture.graph_transaction import GraphTransaction
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.kv.block_pool import BlockPool

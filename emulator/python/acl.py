@@ -1,8 +1,8 @@
 """The two calls of CANN's pyACL that Ray makes to count a node's NPUs, for emulated ones.
 
 Ray imports ``acl`` where a node starts; without it, declared NPUs make it print two tracebacks. On
-the path only while a local Ray starts (``dist_aclgraph.actors.deployment``), or for ``ray start``
-by ``PYTHONPATH=emulator/python``.
+the path only while a local Ray starts (``dist_aclgraph.actors.cluster.local_ray``), or for
+``ray start`` by ``PYTHONPATH=emulator/python``.
 """
 
 SOC_NAME = "Ascend910B1"

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from dist_aclgraph.actors.worker import Worker
+from dist_aclgraph.actors.worker.worker import Worker
 from dist_aclgraph.config import Config, make_config
 from dist_aclgraph.planning.commands import GraphAction, GraphAnswer, GraphCommand
 from dist_aclgraph.planning.descriptor import BatchDescriptor

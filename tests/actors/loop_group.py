@@ -13,13 +13,14 @@ from typing import Any
 import msgspec
 import zmq
 
-from dist_aclgraph.actors.addresses import Endpoint, Place
-from dist_aclgraph.actors.client_links import ClientLinks
-from dist_aclgraph.actors.engine_client import EngineClient
-from dist_aclgraph.actors.engine_loop import EngineLoop
-from dist_aclgraph.actors.graph_changes import GraphChanges
-from dist_aclgraph.actors.graph_transaction import GraphTransaction
-from dist_aclgraph.actors.messages import (
+from dist_aclgraph.actors.capture.graph_changes import GraphChanges
+from dist_aclgraph.actors.capture.graph_transaction import GraphTransaction
+from dist_aclgraph.actors.client.engine_client import EngineClient
+from dist_aclgraph.actors.engine.engine_loop import EngineLoop
+from dist_aclgraph.actors.engine.resumption import Resumption, StopDevices
+from dist_aclgraph.actors.wire.addresses import Endpoint, Place
+from dist_aclgraph.actors.wire.client_links import ClientLinks
+from dist_aclgraph.actors.wire.messages import (
     MAX_UNREAD_BYTES,
     Hello,
     Pulse,
@@ -27,8 +28,7 @@ from dist_aclgraph.actors.messages import (
     encoder,
     from_engine_decoder,
 )
-from dist_aclgraph.actors.resumption import Resumption, StopDevices
-from dist_aclgraph.actors.step_channel import StepReceiver, StepSender
+from dist_aclgraph.actors.wire.step_channel import StepReceiver, StepSender
 from dist_aclgraph.config import SchedulerConfig
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.kv.block_pool import BlockPool

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from dist_aclgraph.actors.graph_transaction import GraphTransaction
-from dist_aclgraph.actors.lockstep_capture import capture_plan, probe_graphs
+from dist_aclgraph.actors.capture.graph_transaction import GraphTransaction
+from dist_aclgraph.actors.capture.lockstep_capture import capture_plan, probe_graphs
 from dist_aclgraph.config import Config, make_config
 from dist_aclgraph.errors import CaptureError, StreamBudgetError
 from dist_aclgraph.planning.buckets import GraphFamily, asked_sizes, candidate_families

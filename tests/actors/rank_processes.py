@@ -16,10 +16,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from dist_aclgraph.actors.startup import EPOCH
-from dist_aclgraph.actors.step_channel import ChannelAddress
-from dist_aclgraph.actors.worker import Worker, WorkerInfo
-from dist_aclgraph.actors.worker_group import WorkerGroup
+from dist_aclgraph.actors.controller.startup import EPOCH
+from dist_aclgraph.actors.wire.step_channel import ChannelAddress
+from dist_aclgraph.actors.worker.worker import Worker, WorkerInfo
+from dist_aclgraph.actors.worker.worker_group import WorkerGroup
 from dist_aclgraph.config import Config
 from dist_aclgraph.environment import child_environment
 from dist_aclgraph.steps.step import (

@@ -11,14 +11,14 @@ from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
-from dist_aclgraph.actors.addresses import Place
-from dist_aclgraph.actors.client_links import ClientLinks
-from dist_aclgraph.actors.engine_client import EngineClient
-from dist_aclgraph.actors.engine_loop import EngineLoop
-from dist_aclgraph.actors.graph_changes import GraphChanges
-from dist_aclgraph.actors.graph_transaction import GraphTransaction
-from dist_aclgraph.actors.resumption import Resumption
-from dist_aclgraph.actors.step_channel import StepSender
+from dist_aclgraph.actors.capture.graph_changes import GraphChanges
+from dist_aclgraph.actors.capture.graph_transaction import GraphTransaction
+from dist_aclgraph.actors.client.engine_client import EngineClient
+from dist_aclgraph.actors.engine.engine_loop import EngineLoop
+from dist_aclgraph.actors.engine.resumption import Resumption
+from dist_aclgraph.actors.wire.addresses import Place
+from dist_aclgraph.actors.wire.client_links import ClientLinks
+from dist_aclgraph.actors.wire.step_channel import StepSender
 from dist_aclgraph.config import Config
 from dist_aclgraph.topology import GroupRank, WorldRank
 from tests.actors.rank_processes import RankProcesses

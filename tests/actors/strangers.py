@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 import zmq
 
-from dist_aclgraph.actors.addresses import Address, Endpoint
-from dist_aclgraph.actors.engine_client import EngineClient
+from dist_aclgraph.actors.client.engine_client import EngineClient
+from dist_aclgraph.actors.wire.addresses import Address, Endpoint
 from dist_aclgraph.errors import EngineDeadError
 from tests.actors.leftovers import wait_until
 from tests.actors.loop_group import NODE, TOKEN, WAIT_S

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from dist_aclgraph.actors.addresses import Address, Endpoint, Listener, Place, open_meeting
-from dist_aclgraph.actors.engine_client import EngineClient
-from dist_aclgraph.actors.step_channel import StepReceiver, StepSender
+from dist_aclgraph.actors.client.engine_client import EngineClient
+from dist_aclgraph.actors.wire.addresses import Address, Endpoint, Listener, Place, open_meeting
+from dist_aclgraph.actors.wire.step_channel import StepReceiver, StepSender
 from dist_aclgraph.errors import PlacementError, WorkerStartTimeoutError
 from tests.actors.loop_group import NODE, TOKEN, WAIT_S, Group, assert_serves
 from tests.actors.strangers import (

@@ -10,12 +10,12 @@ from typing import cast
 
 import pytest
 
-from dist_aclgraph.actors.fork_server import Forks
-from dist_aclgraph.actors.placement import ROOM_S
-from dist_aclgraph.actors.serving_groups import ServingGroups
-from dist_aclgraph.actors.spares import Spares
-from dist_aclgraph.actors.term import Term
-from dist_aclgraph.actors.upkeep import GROWTH_PAUSE_S, Upkeep
+from dist_aclgraph.actors.cluster.placement import ROOM_S
+from dist_aclgraph.actors.cluster.spares import Spares
+from dist_aclgraph.actors.controller.serving_groups import ServingGroups
+from dist_aclgraph.actors.controller.term import Term
+from dist_aclgraph.actors.controller.upkeep import GROWTH_PAUSE_S, Upkeep
+from dist_aclgraph.actors.forks.fork_server import Forks
 from dist_aclgraph.config import load_config
 from dist_aclgraph.errors import PlacementError
 from dist_aclgraph.planning.planner import Planner

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dist_aclgraph.actors import deployment
+from dist_aclgraph.actors.deployment import deployment
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import WorkerError
 from tests.actors.leftovers import assert_all_npus_are_free
@@ -74,6 +74,7 @@ def assert_serves(service: Serving | Lockstep) -> None:
     assert sum(bucket["replays"] for bucket in service.report()["buckets"]) > 0
 
 
+@pytest.mark.slow
 def test_a_rank_out_of_streams_in_its_third_bucket_leaves_two_on_all(checkpoint: Path) -> None:
     streams = STREAMS_BEFORE + 2 * STREAMS_PER_GRAPH + 2
     with serving(make_faulty_config(checkpoint, streams_by_rank={1: streams})) as service:

@@ -256,6 +256,7 @@ def test_the_death_of_all_groups_at_once_loses_no_request(pair: Pair) -> None:
     assert_all_equal(found, pair.wanted)
 
 
+@pytest.mark.slow
 def test_a_roll_that_ends_early_says_who_runs_what_and_goes_on_when_it_is_repeated(
     pair: Pair,
 ) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import zmq
 
-from dist_aclgraph.actors.addresses import Address, Endpoint
-from dist_aclgraph.actors.engine_client import EngineClient
-from dist_aclgraph.actors.messages import (
+from dist_aclgraph.actors.client.engine_client import EngineClient
+from dist_aclgraph.actors.wire.addresses import Address, Endpoint
+from dist_aclgraph.actors.wire.messages import (
     Deltas,
     Goodbye,
     GroupEntry,

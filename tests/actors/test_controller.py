@@ -6,9 +6,9 @@ import logging
 
 import pytest
 
-from dist_aclgraph.actors.controller import Controller
-from dist_aclgraph.actors.state import State
-from dist_aclgraph.actors.term import Term
+from dist_aclgraph.actors.controller.controller import Controller
+from dist_aclgraph.actors.controller.state import State
+from dist_aclgraph.actors.controller.term import Term
 from dist_aclgraph.config import load_config
 from tests.serve.conftest import CONFIG
 
@@ -42,7 +42,7 @@ def test_a_controller_may_be_shut_down_while_it_sees_that_no_group_serves(
     controller: Controller,
 ) -> None:
     handler = ShutDownMeanwhile(controller)
-    logger = logging.getLogger("dist_aclgraph.actors.controller")
+    logger = logging.getLogger("dist_aclgraph.actors.controller.controller")
     logger.addHandler(handler)
 
     controller._see_service(False)

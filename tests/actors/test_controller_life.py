@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import ray
 
-from dist_aclgraph.actors.controller import Progress, Service
-from dist_aclgraph.actors.controller_life import ControllerKeeper
-from dist_aclgraph.actors.term import Standing
+from dist_aclgraph.actors.controller.controller import Progress, Service
+from dist_aclgraph.actors.controller.term import Standing
+from dist_aclgraph.actors.deployment.controller_life import ControllerKeeper
 from dist_aclgraph.config import Config, load_config
 from tests.actors.leftovers import wait_until
 from tests.serve.conftest import CONFIG
@@ -69,6 +69,7 @@ def keep() -> Iterator[Callable[[FullDisk], ControllerKeeper]]:
         keeper.end_by_force()
 
 
+@pytest.mark.slow
 def test_a_start_that_the_system_refuses_is_tried_again(
     keep: Callable[[FullDisk], ControllerKeeper],
 ) -> None:

@@ -8,8 +8,8 @@ import pytest
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
-from dist_aclgraph.actors import placement
-from dist_aclgraph.actors.local_ray import NAMESPACE
+from dist_aclgraph.actors.cluster import placement
+from dist_aclgraph.actors.cluster.local_ray import NAMESPACE
 from dist_aclgraph.errors import PlacementError
 from tests.slow import slow
 

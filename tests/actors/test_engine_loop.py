@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from dist_aclgraph.actors.engine_client import EngineClient
-from dist_aclgraph.actors.engine_loop import MEAN_FROM
-from dist_aclgraph.actors.messages import Deltas, encoder
+from dist_aclgraph.actors.client.engine_client import EngineClient
+from dist_aclgraph.actors.engine.engine_loop import MEAN_FROM
+from dist_aclgraph.actors.wire.messages import Deltas, encoder
 from dist_aclgraph.errors import EngineDeadError
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.topology import GroupRank

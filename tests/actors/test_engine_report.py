@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dist_aclgraph.actors.engine_report import LoopCounts, group_metrics
+from dist_aclgraph.actors.engine.engine_report import LoopCounts, group_metrics
 from dist_aclgraph.config import SchedulerConfig
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.planning.dispatcher import GraphDispatcher

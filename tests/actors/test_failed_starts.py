@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from dist_aclgraph.actors import deployment
+from dist_aclgraph.actors.deployment import deployment
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import (
     ConfigError,

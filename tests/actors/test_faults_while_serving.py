@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dist_aclgraph.actors import processes
+from dist_aclgraph.actors.host import processes
 from dist_aclgraph.errors import EngineDeadError
 from tests.actors.leftovers import (
     assert_all_npus_are_free,
@@ -20,7 +20,14 @@ from tests.actors.leftovers import (
     wait_until,
 )
 from tests.checkpoints import make_prompts
-from tests.deployments import Answer, Serving, greedy_params, make_deployment_config, serving
+from tests.deployments import (
+    ANSWER_S,
+    Answer,
+    Serving,
+    greedy_params,
+    make_deployment_config,
+    serving,
+)
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
@@ -63,7 +70,7 @@ def busy(checkpoint: Path, num_requests: int = 4, **overrides: Any) -> Iterator[
     overrides = {"recovery": NO_RECOVERY, **overrides}
     with serving(make_deployment_config(checkpoint, **overrides)) as service:
         pids, answers = worker_pids(service), submit_some(service, num_requests)
-        assert all(answer.began.wait(30) for answer in answers)
+        assert all(answer.began.wait(ANSWER_S) for answer in answers)
         yield Busy(service, pids, answers)
     assert_all_npus_are_free()
 
@@ -99,7 +106,7 @@ def test_a_killed_worker_ends_requests_with_its_rank_and_leaves_no_process(
         run.kill(1)
 
         for answer in run.answers:
-            assert answer.ended.wait(20)
+            assert answer.ended.wait(ANSWER_S)
             assert (answer.finish_reason, answer.error_kind) == ("error", "EngineDeadError")
             assert "rank 1" in answer.error
         wait_until(lambda: is_dead(run.service), "the client does not know")
@@ -120,7 +127,7 @@ def test_a_failing_operator_ends_requests_with_its_rank(checkpoint: Path) -> Non
         answers = submit_some(service)
 
         for answer in answers:
-            assert answer.ended.wait(20)
+            assert answer.ended.wait(ANSWER_S)
             assert "aclnnSwiGlu" in answer.error or "507015" in answer.error
             assert "rank 1" in answer.error
     assert_processes_are_gone(pids)
@@ -136,7 +143,7 @@ def test_a_stalled_worker_ends_requests_in_bounded_time(checkpoint: Path) -> Non
         answers = submit_some(service)
 
         for answer in answers:
-            assert answer.ended.wait(20)
+            assert answer.ended.wait(ANSWER_S)
             assert "was not answered by rank 0, 1" in answer.error
     assert_processes_are_gone(pids)
     assert_all_npus_are_free()
@@ -199,7 +206,7 @@ def test_a_killed_engine_ends_its_requests_and_leaves_nothing(checkpoint: Path) 
         os.kill(engine, signal.SIGKILL)
 
         for answer in run.answers:
-            assert answer.ended.wait(20)
+            assert answer.ended.wait(ANSWER_S)
             assert "its process is gone" in answer.error
         wait_until(lambda: not serves(run.service), "the controller does not know")
         assert_processes_are_gone([engine, *run.pids])
@@ -213,7 +220,7 @@ def test_a_killed_controller_takes_everything_with_it(checkpoint: Path) -> None:
         os.kill(controller, signal.SIGKILL)
 
         for answer in run.answers:
-            assert answer.ended.wait(20)
+            assert answer.ended.wait(ANSWER_S)
         wait_until(lambda: not serves(run.service), "nobody knows of its death")
         with pytest.raises(EngineDeadError, match="the controller has died; it is not started"):
             run.service.deployment.check()
@@ -248,4 +255,4 @@ def test_reports_disturb_nothing_and_shutting_down_in_the_middle_ends_requests(
 
         assert_processes_are_gone(run.pids)
         service.client.close()
-        assert all(answer.ended.wait(20) for answer in answers)
+        assert all(answer.ended.wait(ANSWER_S) for answer in answers)

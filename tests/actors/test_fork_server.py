@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from dist_aclgraph.actors import processes
-from dist_aclgraph.actors.fork_server import ForkAddress, Forks, ForkServer, is_crowded
+from dist_aclgraph.actors.forks.fork_server import ForkAddress, Forks, ForkServer, is_crowded
+from dist_aclgraph.actors.host import processes
 from dist_aclgraph.config import load_config
 from tests.actors.leftovers import assert_processes_are_gone, wait_until
 

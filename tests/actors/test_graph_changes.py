@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dist_aclgraph.actors.graph_changes import (
+from dist_aclgraph.actors.capture.graph_changes import (
     MAX_FAILURES,
     PATIENCE_STEPS,
     STEPS_BETWEEN,
     GraphChanges,
 )
-from dist_aclgraph.actors.graph_transaction import GraphTransaction
+from dist_aclgraph.actors.capture.graph_transaction import GraphTransaction
 from dist_aclgraph.planning.buckets import GraphFamily
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.planning.lazy import LazyGraphs

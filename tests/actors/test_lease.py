@@ -13,12 +13,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from dist_aclgraph.actors.addresses import Place
-from dist_aclgraph.actors.engine import Engine
-from dist_aclgraph.actors.lease import Lease
-from dist_aclgraph.actors.rank_stages import RunningRank
-from dist_aclgraph.actors.step_channel import StepSender
-from dist_aclgraph.actors.worker import Worker
+from dist_aclgraph.actors.engine.engine import Engine
+from dist_aclgraph.actors.wire.addresses import Place
+from dist_aclgraph.actors.wire.lease import Lease
+from dist_aclgraph.actors.wire.step_channel import StepSender
+from dist_aclgraph.actors.worker.rank_stages import RunningRank
+from dist_aclgraph.actors.worker.worker import Worker
 from dist_aclgraph.config import make_config
 from dist_aclgraph.topology import WorldRank
 from tests.slow import slow

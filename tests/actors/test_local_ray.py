@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 import ray
 
-from dist_aclgraph.actors import local_ray, processes
-from dist_aclgraph.actors.run_directory import PREFIX
+from dist_aclgraph.actors.cluster import local_ray
+from dist_aclgraph.actors.host import processes
+from dist_aclgraph.actors.host.run_directory import PREFIX
 from tests.actors.leftovers import assert_processes_are_gone
 from tests.actors.listening import listening
 
@@ -28,7 +29,7 @@ WAIT_S = 60.0
 
 START_RAY = """
 import sys, ray
-from dist_aclgraph.actors.local_ray import start_ray
+from dist_aclgraph.actors.cluster.local_ray import start_ray
 from dist_aclgraph.config import make_config
 
 local = start_ray(make_config({"model": "unused", "device": {"kind": "emulated"}}))
@@ -58,7 +59,7 @@ ray.get(run.remote(sys.argv[2]), timeout=60)
 
 GENERATE = """
 import sys
-from dist_aclgraph.actors.llm import LLM
+from dist_aclgraph.actors.deployment.llm import LLM
 from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.sampling import SamplingParams
 from tests.deployments import make_deployment_config
@@ -228,7 +229,7 @@ def test_a_ray_that_was_too_slow_is_started_again(monkeypatch: pytest.MonkeyPatc
 
 LAST_OF_ITS_GROUP = """
 import os, time
-from dist_aclgraph.actors.local_ray import own_process_group
+from dist_aclgraph.actors.cluster.local_ray import own_process_group
 
 leader = os.fork()
 if leader == 0:

@@ -16,11 +16,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_aclgraph.actors import local_steps
-from dist_aclgraph.actors.addresses import Place
-from dist_aclgraph.actors.local_steps import LENGTH, Frames, LocalEngine, LocalPeers, SocketFile
-from dist_aclgraph.actors.sockets import MAX_MESSAGE_BYTES
-from dist_aclgraph.actors.step_channel import StepReceiver, StepSender
+from dist_aclgraph.actors.wire import local_steps
+from dist_aclgraph.actors.wire.addresses import Place
+from dist_aclgraph.actors.wire.local_steps import (
+    LENGTH,
+    Frames,
+    LocalEngine,
+    LocalPeers,
+    SocketFile,
+)
+from dist_aclgraph.actors.wire.sockets import MAX_MESSAGE_BYTES
+from dist_aclgraph.actors.wire.step_channel import StepReceiver, StepSender
 from dist_aclgraph.errors import EngineDeadError, NotAMessageError, WorkerLostError
 from dist_aclgraph.steps.step import StepResult
 from tests.actors.test_step_channel import EPOCH, NODE, make_plan

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from dist_aclgraph.actors.graph_transaction import GraphTransaction
-from dist_aclgraph.actors.lockstep_capture import CaptureRecord, agree, capture_plan
+from dist_aclgraph.actors.capture.graph_transaction import GraphTransaction
+from dist_aclgraph.actors.capture.lockstep_capture import CaptureRecord, agree, capture_plan
 from dist_aclgraph.errors import CaptureError, RankDisagreementError, WorkerError
 from dist_aclgraph.planning.ledger import Ledger, LedgerEntry
 from dist_aclgraph.planning.plan import GraphPlan

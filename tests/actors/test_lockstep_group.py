@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dist_aclgraph.actors.addresses import Address, Endpoint
-from dist_aclgraph.actors.lockstep_group import LockstepGroup
+from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup
+from dist_aclgraph.actors.wire.addresses import Address, Endpoint
 from dist_aclgraph.config import load_config
 from dist_aclgraph.planning.planner import Planner
 from tests.serve.conftest import CONFIG

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from dist_aclgraph.actors.outage import Outlook
-from dist_aclgraph.actors.owner_link import (
+from dist_aclgraph.actors.client.outage import Outlook
+from dist_aclgraph.actors.deployment.owner_link import (
     Owner,
     OwnerLink,
     Reach,

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_aclgraph.actors.placement import (
+from dist_aclgraph.actors.cluster.placement import (
     BundleRequest,
     Node,
     has_places,
     plan_bundles,
     rank_order,
 )
-from dist_aclgraph.actors.worker import WorkerInfo
-from dist_aclgraph.actors.worker_group import check_devices
+from dist_aclgraph.actors.worker.worker import WorkerInfo
+from dist_aclgraph.actors.worker.worker_group import check_devices
 from dist_aclgraph.config import make_config
 from dist_aclgraph.errors import PlacementError
 from dist_aclgraph.topology import ParallelLayout

@@ -10,8 +10,8 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from dist_aclgraph.actors.controller import Progress
-from dist_aclgraph.actors.controller_life import progress_of
+from dist_aclgraph.actors.controller.controller import Progress
+from dist_aclgraph.actors.deployment.controller_life import progress_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
@@ -58,6 +58,7 @@ def test_the_answers_of_a_controller_are_shown_until_its_work_is_over() -> None:
     assert ray.get(work) == "done"
 
 
+@pytest.mark.slow
 def test_a_controller_that_does_not_say_how_far_it_is_still_ends_its_work(silent: Any) -> None:
     work = silent.start.remote()
 

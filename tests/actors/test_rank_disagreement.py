@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dist_aclgraph.actors.graph_transaction import GraphTransaction
+from dist_aclgraph.actors.capture.graph_transaction import GraphTransaction
 from dist_aclgraph.errors import RankDisagreementError
 from dist_aclgraph.planning.plan import CaptureFailure
 from tests.actors.local_ranks import LocalRanks, make_local_config, start_rank

@@ -18,7 +18,7 @@ from ray.exceptions import (
 )
 from ray.serve.exceptions import RayServeException
 
-from dist_aclgraph.actors.ray_errors import of_worker, ours
+from dist_aclgraph.actors.cluster.ray_errors import of_worker, ours
 from dist_aclgraph.errors import (
     CaptureError,
     ConfigError,
@@ -27,6 +27,7 @@ from dist_aclgraph.errors import (
     PlacementError,
     WorkerLostError,
 )
+from tests.slow import slow
 
 DIED = """The actor died unexpectedly before finishing this task.
 \tclass_name: Worker
@@ -105,7 +106,7 @@ class Victim:
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("asks_before", [True, False])
+@pytest.mark.parametrize("asks_before", [slow(True), False])
 def test_a_killed_process_is_not_blamed_on_memory(asks_before: bool) -> None:
     actor: Any = ray.remote(num_cpus=0)(Victim).remote()
     pid = ray.get(actor.pid.remote())

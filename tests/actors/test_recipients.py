@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_aclgraph.actors.client_links import Link
-from dist_aclgraph.actors.messages import Deltas, encoder, from_engine_decoder
-from dist_aclgraph.actors.recipients import Recipients
-from dist_aclgraph.actors.sockets import Silence
+from dist_aclgraph.actors.engine.recipients import Recipients
+from dist_aclgraph.actors.wire.client_links import Link
+from dist_aclgraph.actors.wire.messages import Deltas, encoder, from_engine_decoder
+from dist_aclgraph.actors.wire.sockets import Silence
 from dist_aclgraph.errors import NotAMessageError
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.scheduler.outputs import StepOutputs

@@ -13,11 +13,11 @@ from typing import Any, cast
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dist_aclgraph.actors.outage import Outage, Outlook, Recovery
-from dist_aclgraph.actors.serving_groups import ServingGroups
-from dist_aclgraph.actors.state import State, advance
-from dist_aclgraph.actors.token_log import MAX_LOSSES, OpenRequest
-from dist_aclgraph.actors.upkeep import Upkeep
+from dist_aclgraph.actors.client.outage import Outage, Outlook, Recovery
+from dist_aclgraph.actors.client.token_log import MAX_LOSSES, OpenRequest
+from dist_aclgraph.actors.controller.serving_groups import ServingGroups
+from dist_aclgraph.actors.controller.state import State, advance
+from dist_aclgraph.actors.controller.upkeep import Upkeep
 from dist_aclgraph.config import load_config
 from dist_aclgraph.errors import PlacementError, WorkerLostError
 from dist_aclgraph.ints import pack_ints

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_aclgraph.actors import deployment
+from dist_aclgraph.actors.deployment import deployment
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError, ModelError, UnsupportedModelError
 from tests.checkpoints import copy_of

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from dist_aclgraph.actors.addresses import Place
-from dist_aclgraph.actors.remote_steps import RemoteEngine, RemotePeers
+from dist_aclgraph.actors.wire.addresses import Place
+from dist_aclgraph.actors.wire.remote_steps import RemoteEngine, RemotePeers
 
 HOST, WAIT_S = "127.0.0.1", 3.0
 

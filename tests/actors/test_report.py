@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from dist_aclgraph.actors import controller
-from dist_aclgraph.actors.controller import Controller
-from dist_aclgraph.actors.term import Term
+from dist_aclgraph.actors.controller import controller
+from dist_aclgraph.actors.controller.controller import Controller
+from dist_aclgraph.actors.controller.term import Term
 from dist_aclgraph.config import make_config
 from dist_aclgraph.shipped import shipped
 

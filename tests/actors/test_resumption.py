@@ -179,8 +179,10 @@ STOPS, RESUMES = "aclrtDeviceTaskAbort", "HcclCommResume"
         ([LINK, {"op": RESUMES, "rank": 0, "kind": "fail"}], "rank 0 in SERVING: it did not come"),
         ([LINK, {"op": RESUMES, "rank": 0, "kind": "die"}], "rank 0 in SERVING: .*(died|ended)"),
         ([LINK, {"op": STOPS, "rank": 0, "kind": "fail"}], "rank 0 in SERVING: it did not come"),
-        ([LINK, {"op": STOPS, "rank": 0, "kind": "stall", "stall_s": 600.0}], "rank 0 in SERVING"),
-        ([LINK, {"op": STOPS, "rank": 1, "kind": "die"}], "rank 1 in SERVING"),
+        slow(
+            [LINK, {"op": STOPS, "rank": 0, "kind": "stall", "stall_s": 600.0}], "rank 0 in SERVING"
+        ),
+        slow([LINK, {"op": STOPS, "rank": 1, "kind": "die"}], "rank 1 in SERVING"),
     ],
 )
 def test_what_does_not_come_back_is_lost_in_bounded_time(

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from dist_aclgraph.actors.startup import side_by_side
+from dist_aclgraph.actors.controller.startup import side_by_side
 
 COUNT = 4
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 
-from dist_aclgraph.actors.worker_group import WorkerGroup
+from dist_aclgraph.actors.worker.worker_group import WorkerGroup
 from dist_aclgraph.errors import WorkerStartTimeoutError
 from tests.plans import decode_graph
 
@@ -60,6 +60,7 @@ def silence_of(group: WorkerGroup) -> WorkerStartTimeoutError:
     return caught.value
 
 
+@pytest.mark.slow
 def test_a_rank_stuck_on_its_host_is_blamed_before_those_that_wait(make_group: Any) -> None:
     error = silence_of(make_group(True, False, True))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dist_aclgraph.actors.placement import BundleRequest
-from dist_aclgraph.actors.spares import Spares
+from dist_aclgraph.actors.cluster.placement import BundleRequest
+from dist_aclgraph.actors.cluster.spares import Spares
 from dist_aclgraph.errors import PlacementError
 
 NOWHERE = BundleRequest({"NPU": 1.0}, 1, 1, "STRICT_PACK", {"rack": "nowhere"})

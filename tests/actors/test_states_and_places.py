@@ -13,8 +13,13 @@ from typing import Any
 
 import pytest
 
-from dist_aclgraph.actors.run_directory import RunDirectory, sweep
-from dist_aclgraph.actors.state import TRANSITIONS, IllegalTransitionError, State, advance
+from dist_aclgraph.actors.controller.state import (
+    TRANSITIONS,
+    IllegalTransitionError,
+    State,
+    advance,
+)
+from dist_aclgraph.actors.host.run_directory import RunDirectory, sweep
 
 WAY = (
     State.PLACING, State.JOINING, State.LOADING, State.NEGOTIATING, State.CAPTURING,
@@ -72,7 +77,7 @@ def test_a_run_directory_is_private(temporary: Path) -> None:
 
 
 def test_directories_of_dead_owners_are_swept(temporary: Path) -> None:
-    make = "from dist_aclgraph.actors.run_directory import RunDirectory as R; print(R().path)"
+    make = "from dist_aclgraph.actors.host.run_directory import RunDirectory as R; print(R().path)"
     dead = subprocess.run(
         [sys.executable, "-c", make],
         env={**os.environ, "TMPDIR": str(temporary)},
@@ -103,7 +108,7 @@ def test_directories_of_living_owners_stay_whatever_their_process_ids(temporary:
 def test_a_directory_whose_owner_dies_while_it_is_made_is_swept(temporary: Path, call: str) -> None:
     code = (
         "import fcntl, os, tempfile\n"
-        "from dist_aclgraph.actors.run_directory import RunDirectory\n"
+        "from dist_aclgraph.actors.host.run_directory import RunDirectory\n"
         "tempfile.gettempdir()\n"
         f"{call} = lambda *arguments, **keys: os._exit(9)\n"
         "RunDirectory()"
@@ -120,7 +125,7 @@ def test_a_directory_whose_owner_dies_while_it_is_made_is_swept(temporary: Path,
 def test_a_directory_whose_owner_dies_while_it_is_removed_is_swept(temporary: Path) -> None:
     code = (
         "import os, pathlib\n"
-        "from dist_aclgraph.actors.run_directory import RunDirectory\n"
+        "from dist_aclgraph.actors.host.run_directory import RunDirectory\n"
         "directory = RunDirectory()\n"
         "pathlib.Path(directory.path, 'steps').touch()\n"
         "os.rmdir = lambda *arguments, **keys: os._exit(9)\n"

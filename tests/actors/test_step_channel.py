@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import zmq
 
-from dist_aclgraph.actors.addresses import Place
-from dist_aclgraph.actors.step_channel import StepReceiver, StepSender
+from dist_aclgraph.actors.wire.addresses import Place
+from dist_aclgraph.actors.wire.step_channel import StepReceiver, StepSender
 from dist_aclgraph.errors import EngineDeadError, WorkerLostError, WorkerStartTimeoutError
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.steps.step import (

@@ -13,16 +13,17 @@ import pytest
 import ray
 from ray.exceptions import RayError
 
-from dist_aclgraph.actors.lockstep_group import LockstepGroup
-from dist_aclgraph.actors.processes import end_process
-from dist_aclgraph.actors.survivors import gather_survivors
-from dist_aclgraph.actors.worker import WorkerInfo
-from dist_aclgraph.actors.worker_group import WorkerGroup
+from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup
+from dist_aclgraph.actors.controller.survivors import gather_survivors
+from dist_aclgraph.actors.host.processes import end_process
+from dist_aclgraph.actors.worker.worker import WorkerInfo
+from dist_aclgraph.actors.worker.worker_group import WorkerGroup
 from dist_aclgraph.errors import DeviceError, EngineDeadError
 from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.planning.way_back import SOUND_S
 from tests.actors.leftovers import is_alive
 from tests.deployments import make_deployment_config
+from tests.slow import slow
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
@@ -105,8 +106,8 @@ DEAD_ENGINE = {"run_loop": EngineDeadError("the connection to the engine has end
     "fails",
     [
         {"run_loop": ValueError("a bug")},
-        {"stop_device": DeviceError("it does not stop")},
-        {"leave": DeviceError("rank 1 cannot trust its memory any more")},
+        slow({"stop_device": DeviceError("it does not stop")}),
+        slow({"leave": DeviceError("rank 1 cannot trust its memory any more")}),
     ],
     ids=lambda fails: next(iter(fails)),
 )

@@ -10,15 +10,15 @@ from typing import cast
 
 import pytest
 
-from dist_aclgraph.actors.serving_groups import ServingGroups
-from dist_aclgraph.actors.upkeep import SWEEP_S, Upkeep
+from dist_aclgraph.actors.controller.serving_groups import ServingGroups
+from dist_aclgraph.actors.controller.upkeep import SWEEP_S, Upkeep
 from dist_aclgraph.config import load_config
 from tests.actors.test_recovery_model import Groups
 from tests.serve.conftest import CONFIG
 
 LEAVE_A_DIRECTORY = """
 import os
-from dist_aclgraph.actors.run_directory import RunDirectory
+from dist_aclgraph.actors.host.run_directory import RunDirectory
 RunDirectory()
 os._exit(0)
 """

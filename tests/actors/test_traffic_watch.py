@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dist_aclgraph.actors.lockstep_group import LockstepGroup
-from dist_aclgraph.actors.traffic_watch import TrafficWatches
+from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup
+from dist_aclgraph.actors.controller.traffic_watch import TrafficWatches
 from dist_aclgraph.config import load_config
 from dist_aclgraph.planning.planner import Planner
 from tests.serve.conftest import CONFIG

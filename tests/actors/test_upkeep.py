@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import ray
 
-from dist_aclgraph.actors.engine import SeenTraffic
-from dist_aclgraph.actors.lockstep_group import LockstepGroup
-from dist_aclgraph.actors.traffic_watch import ANSWER_S, TrafficWatch
-from dist_aclgraph.actors.upkeep import Demands
+from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup
+from dist_aclgraph.actors.controller.traffic_watch import ANSWER_S, TrafficWatch
+from dist_aclgraph.actors.controller.upkeep import Demands
+from dist_aclgraph.actors.engine.engine import SeenTraffic
 from dist_aclgraph.config import load_config
 from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.planning.traffic import Traffic
@@ -78,6 +78,7 @@ def test_demands_are_known_of_those_that_answer(make_groups: MakeGroups) -> None
     assert demands.look([]) == (0, 0)
 
 
+@pytest.mark.slow
 def test_traffic_is_taken_of_those_that_answer(make_groups: MakeGroups) -> None:
     groups = make_groups(False, True)
     watch, quick = TrafficWatch(groups[0].planner, groups), groups[0].engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dist_aclgraph.actors.worker import Worker
+from dist_aclgraph.actors.worker.worker import Worker
 from dist_aclgraph.config import make_config
 from dist_aclgraph.errors import ConfigError, RankDisagreementError
 from dist_aclgraph.steps.step import RankBatch, StepPlan

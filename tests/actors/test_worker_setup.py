@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from ray._private.runtime_env.context import RuntimeEnvContext
 from ray.core.generated.common_pb2 import PYTHON
 
-from dist_aclgraph.actors.local_ray import WORKER_SETUP
-from dist_aclgraph.actors.worker_setup import command_of, take_over
+from dist_aclgraph.actors.cluster.local_ray import WORKER_SETUP
+from dist_aclgraph.actors.forks.worker_setup import command_of, take_over
 
 WAIT_S = 60.0
 text = st.text(st.characters(blacklist_characters="\0", blacklist_categories=["Cs"]), max_size=20)

@@ -10,9 +10,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from dist_aclgraph.actors import worker as module
-from dist_aclgraph.actors.rank_stages import RunningRank
-from dist_aclgraph.actors.worker import Worker
+from dist_aclgraph.actors.worker import worker as module
+from dist_aclgraph.actors.worker.rank_stages import RunningRank
+from dist_aclgraph.actors.worker.worker import Worker
 from dist_aclgraph.config import make_config
 from dist_aclgraph.device.bad_memory import MemoryRange
 from dist_aclgraph.errors import DeviceError, DeviceFault, EngineDeadError

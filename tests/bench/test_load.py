@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.load import make_shape
 from benchmarks.start import Phases
-from dist_aclgraph.actors.controller import Progress
+from dist_aclgraph.actors.controller.controller import Progress
 
 
 @pytest.mark.parametrize("num_bytes", [1e9, 4e9])

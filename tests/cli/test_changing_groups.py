@@ -16,8 +16,9 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from dist_aclgraph.actors import local_ray, running
-from dist_aclgraph.actors.running import choose_deployment
+from dist_aclgraph.actors.cluster import local_ray
+from dist_aclgraph.actors.deployment import running
+from dist_aclgraph.actors.deployment.running import choose_deployment
 from dist_aclgraph.cli.main import cli
 from dist_aclgraph.errors import PlacementError
 from tests.serve.conftest import CONFIG

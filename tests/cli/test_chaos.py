@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_aclgraph.actors import processes
+from dist_aclgraph.actors.host import processes
 from tests.actors.leftovers import wait_until
 from tests.slow import slow
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_aclgraph.actors import processes
+from dist_aclgraph.actors.host import processes
 from tests.actors.leftovers import assert_processes_are_gone, wait_until
 from tests.cli.test_changing_groups import WAIT_S
 from tests.cli.test_recovery import Service, Stream, serving

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from dist_aclgraph.actors.controller import BYTES, Progress
+from dist_aclgraph.actors.controller.controller import BYTES, Progress
 from dist_aclgraph.cli.progress import StartProgress
 
 

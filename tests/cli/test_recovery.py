@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 
-from dist_aclgraph.actors import processes
+from dist_aclgraph.actors.host import processes
 from tests.actors.leftovers import wait_until
 from tests.cli.test_changing_groups import COMMAND, OVERRIDES, ROOT, WAIT_S
 from tests.serve.conftest import CONFIG

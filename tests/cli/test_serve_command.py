@@ -10,7 +10,7 @@ import time
 import httpx
 import pytest
 
-from dist_aclgraph.actors.controller import Progress
+from dist_aclgraph.actors.controller.controller import Progress
 from dist_aclgraph.cli.serve import serve_until_signal
 from dist_aclgraph.config import load_config
 from dist_aclgraph.errors import ConfigError, EngineDeadError, WorkerLostError

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from dist_aclgraph.actors import processes
+from dist_aclgraph.actors.host import processes
 from dist_aclgraph.planning.restarts import FIRST_PAUSE_S
 from tests.actors.leftovers import assert_processes_are_gone, wait_until
+from tests.slow import slow
 
 MARK = "TEST_OF_SUPERVISION"  # a variable of the environment of all processes of a service
 OWNER, INGRESS = "serve:owner", "serve:ingress"
@@ -167,7 +168,7 @@ def test_an_ingress_that_is_killed_is_replaced_beside_the_same_owner(start: Star
     ("name", "begins", "what"),
     [
         (OWNER, "owns", "the process that owns the deployment"),
-        (INGRESS, "listens", "the process that serves HTTP"),
+        slow(INGRESS, "listens", "the process that serves HTTP"),
     ],
 )
 def test_what_stands_still_is_replaced(start: Start, name: str, begins: str, what: str) -> None:
@@ -196,6 +197,7 @@ def stand_still_in(start):
 """
 
 
+@pytest.mark.slow
 def test_an_ingress_that_stands_still_before_its_first_sign_is_replaced(start: Start) -> None:
     service = start(
         STANDS_STILL_FIRST
@@ -383,7 +385,7 @@ def serve_http(life, beat, keeper):
     assert "warning: the process that serves HTTP has failed; it is started again\n" in wrong
 
 
-@pytest.mark.parametrize("failing", [1, 2, 3], ids=["owner", "ingress", "second ingress"])
+@pytest.mark.parametrize("failing", [1, 2, slow(3)], ids=["owner", "ingress", "second ingress"])
 def test_a_process_that_cannot_be_made_is_made_later(start: Start, failing: int) -> None:
     service = start(
         f"""
@@ -562,8 +564,8 @@ def test_a_signal_while_another_owner_starts_ends_everything(
 def test_what_forks_for_owners_stays_and_what_it_has_forked_goes_with_them(start: Start) -> None:
     service = start(
         """
-from dist_aclgraph.actors import processes
-from dist_aclgraph.actors.fork_server import ForkAddress
+from dist_aclgraph.actors.host import processes
+from dist_aclgraph.actors.forks.fork_server import ForkAddress
 FORKING = '''
 import signal, subprocess, time
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dist_aclgraph.actors import processes
+from dist_aclgraph.actors.host import processes
 from dist_aclgraph.config import Config
 from tests.deployments import greedy_params
 from tests.lockstep import lockstep
@@ -40,7 +40,7 @@ APART = {**OVER_NODES, "parallel.ep": 1}
 # Programs for the head. Their arguments: a configuration, and changes of it as JSON.
 GENERATE = """
 import dataclasses, json, sys
-from dist_aclgraph.actors.llm import LLM
+from dist_aclgraph.actors.deployment.llm import LLM
 from tests.deployments import greedy_params
 
 def say(value):
@@ -58,7 +58,7 @@ with LLM(sys.argv[1], json.loads(sys.argv[2])) as llm:
 """
 SERVE = """
 import json, sys
-from dist_aclgraph.actors.llm import start_on_ray
+from dist_aclgraph.actors.deployment.llm import start_on_ray
 from dist_aclgraph.cli.serve import serve_until_signal
 from dist_aclgraph.config import load_config
 
@@ -76,7 +76,7 @@ serve_until_signal(load_config(sys.argv[1], json.loads(sys.argv[2])), start)
 _CLUSTER = """
 import json, os, sys, time
 from ray.cluster_utils import Cluster
-from dist_aclgraph.actors import processes
+from dist_aclgraph.actors.host import processes
 
 cluster = Cluster()
 wanted = json.loads(sys.argv[1])

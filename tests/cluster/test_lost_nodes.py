@@ -26,7 +26,7 @@ NUM_TOKENS = 900
 WAIT_S = 300.0
 ANSWER = """
 import json, sys
-from dist_aclgraph.actors.llm import LLM
+from dist_aclgraph.actors.deployment.llm import LLM
 from dist_aclgraph.errors import DistAclGraphError
 from tests.deployments import greedy_params
 

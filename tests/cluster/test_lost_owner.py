@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dist_aclgraph.actors import processes
+from dist_aclgraph.actors.host import processes
 from tests.actors.leftovers import wait_until
 from tests.cli.test_changing_groups import WAIT_S
 from tests.cli.test_deaths import OWNER

@@ -14,7 +14,7 @@ import openai
 import pytest
 import zmq
 
-from dist_aclgraph.actors.addresses import Endpoint, PeerKeys
+from dist_aclgraph.actors.wire.addresses import Endpoint, PeerKeys
 from dist_aclgraph.config import load_config
 from dist_aclgraph.text.tokenizer import Tokenizer
 from tests.actors.listening import listening

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from dist_aclgraph.actors.addresses import open_meeting
+from dist_aclgraph.actors.wire.addresses import open_meeting
 from tests.forks import forks, run_code
 
 END_S = 120.0
@@ -42,7 +42,7 @@ def test_ranks_meet_at_a_socket_that_listens_at_one_address_alone(tmp_path: Path
         port = free.getsockname()[1]
     outputs = run_ranks(
         f"""
-        from dist_aclgraph.actors.addresses import open_meeting
+        from dist_aclgraph.actors.wire.addresses import open_meeting
         meeting = open_meeting("127.0.0.2", range({port}, {port + 1}), 60.0) if RANK == 0 else None
         join_lockstep_group("tcp://127.0.0.2:{port}", RANK, 2, 60.0, meeting)
         groups = make_groups(ParallelLayout(tp=2), RANK)

@@ -31,6 +31,7 @@ def test_the_host_cannot_read_device_memory(run_script, expandable):
     assert "REACHED" in output and status == -signal.SIGSEGV
 
 
+@pytest.mark.slow
 def test_a_segment_that_grows_is_poisoned_in_part(run_script):
     """As a block of its size: who asks for gigabytes does not use as much of the host's memory."""
     status, output = run_script(

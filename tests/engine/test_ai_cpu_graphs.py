@@ -7,8 +7,8 @@ import logging
 import pytest
 import torch
 
-from dist_aclgraph.actors.engine_report import group_report
-from dist_aclgraph.actors.lockstep_capture import cost_of
+from dist_aclgraph.actors.capture.lockstep_capture import cost_of
+from dist_aclgraph.actors.engine.engine_report import group_report
 from dist_aclgraph.device import npu as device
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.engine.graph_store import GraphStore

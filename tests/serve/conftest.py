@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 import uvloop
 
-from dist_aclgraph.actors.engine_client import EngineClient
+from dist_aclgraph.actors.client.engine_client import EngineClient
 from dist_aclgraph.config import load_config
 from dist_aclgraph.serve.access import Access
 from dist_aclgraph.serve.api import make_api

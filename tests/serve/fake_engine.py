@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from dist_aclgraph.actors.addresses import Address, Endpoint
-from dist_aclgraph.actors.messages import (
+from dist_aclgraph.actors.wire.addresses import Address, Endpoint
+from dist_aclgraph.actors.wire.messages import (
     Abort,
     Beat,
     Deltas,

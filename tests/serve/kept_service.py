@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from dist_aclgraph.actors.addresses import Address, Endpoint
-from dist_aclgraph.actors.engine_client import EngineClient
+from dist_aclgraph.actors.client.engine_client import EngineClient
+from dist_aclgraph.actors.wire.addresses import Address, Endpoint
 from dist_aclgraph.cli.pulse import Pulse
 from dist_aclgraph.cli.signals import Signals
 from dist_aclgraph.cli.supervise import Supervisor

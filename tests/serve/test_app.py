@@ -11,6 +11,7 @@ from ray.serve.exceptions import RayServeException
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.serve.app import AppArgs, RefusedError, app
 from tests.serve.conftest import CONFIG
+from tests.slow import slow
 
 
 def test_serve_can_see_the_class_of_the_builders_argument():
@@ -40,7 +41,7 @@ def test_a_wrong_argument_is_the_error_that_serve_shows():
         app(args)
 
 
-@pytest.mark.parametrize("model", ["/nowhere/at/all", str(CONFIG.parent)])
+@pytest.mark.parametrize("model", ["/nowhere/at/all", slow(str(CONFIG.parent))])
 def test_serve_run_ends_with_one_sentence_about_a_wrong_model(model):
     """Before it has started Ray, which the address would name another error for."""
     command = [sys.executable, "-m", "ray.serve.scripts", "run", "dist_aclgraph:app"]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dist_aclgraph.actors.messages import GroupEntry, Groups
+from dist_aclgraph.actors.wire.messages import GroupEntry, Groups
 from dist_aclgraph.sampling import SamplingParams
 from tests.serve.conftest import SILENT_S, Service, serving, until
 from tests.serve.fake_engine import FakeEngine

@@ -6,10 +6,10 @@ import threading
 import msgpack
 import pytest
 
-from dist_aclgraph.actors.addresses import Address, Endpoint
-from dist_aclgraph.actors.engine_client import EngineClient
-from dist_aclgraph.actors.messages import GroupEntry, Groups, error_of
-from dist_aclgraph.actors.token_log import MAX_LOSSES
+from dist_aclgraph.actors.client.engine_client import EngineClient
+from dist_aclgraph.actors.client.token_log import MAX_LOSSES
+from dist_aclgraph.actors.wire.addresses import Address, Endpoint
+from dist_aclgraph.actors.wire.messages import GroupEntry, Groups, error_of
 from dist_aclgraph.errors import EngineDeadError, InvalidParameterError
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.sampling import SamplingParams

@@ -23,8 +23,8 @@ from typing import Any
 
 import pytest
 
-from dist_aclgraph.actors import processes
-from dist_aclgraph.actors.messages import Submit
+from dist_aclgraph.actors.host import processes
+from dist_aclgraph.actors.wire.messages import Submit
 from dist_aclgraph.ints import INT_BYTES
 from dist_aclgraph.serve.kept import MAX_LOSSES
 from tests.serve.conftest import until
@@ -306,6 +306,7 @@ def test_nothing_is_kept_of_what_has_ended(service: Service) -> None:
     until(lambda: service.num_descriptors <= before, WAIT_S)
 
 
+@pytest.mark.slow
 def test_a_connection_is_used_again_behind_an_answer_that_went_on(service: Service) -> None:
     [plain] = service.ask_all([KINDS["chat"]], count=2)
 
@@ -333,6 +334,7 @@ def test_a_reader_that_stops_gets_all_of_it_later(service: Service) -> None:
     assert answer.bodies == plain.bodies
 
 
+@pytest.mark.slow
 def test_a_request_right_behind_a_large_answer_goes_on_like_all_others(service: Service) -> None:
     service.engine.step_s = 0.001
     plain = service.ask(LONG), service.ask(KINDS["chat"])
@@ -466,6 +468,7 @@ def test_an_answer_that_goes_on_keeps_the_seed_that_was_drawn_for_it(service: Se
     assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
 
 
+@pytest.mark.slow
 def test_bytes_that_begin_no_request_end_a_connection_that_went_on() -> None:
     with (
         serving(**{"serve.header_s": 1.0}) as service,
@@ -483,6 +486,7 @@ def test_bytes_that_begin_no_request_end_a_connection_that_went_on() -> None:
             assert stream.read() == b""
 
 
+@pytest.mark.slow
 def test_connections_are_looked_at_before_anything_can_be_served(tmp_path: Path) -> None:
     limit = tmp_path / "limit"
     limit.write_text("1024")
@@ -631,7 +635,7 @@ def test_of_a_request_that_is_refused_in_the_end_nothing_comes_to_the_next(
         assert len(service.engine.submitted[-1].prompt) == INT_BYTES
 
 
-@pytest.mark.parametrize("ending", ["X-Request-Id: abc\r\n", "Connection: close\r\n"])
+@pytest.mark.parametrize("ending", ["X-Request-Id: abc\r\n", slow("Connection: close\r\n")])
 def test_trailers_of_a_request_are_no_headers(service: Service, ending: str) -> None:
     data = KINDS["chat"].partition(b"\r\n\r\n")[2]
     request = (

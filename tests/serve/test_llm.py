@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from dist_aclgraph.actors.llm import LLM
-from dist_aclgraph.actors.outage import Outlook
+from dist_aclgraph.actors.client.outage import Outlook
+from dist_aclgraph.actors.deployment.llm import LLM
 from dist_aclgraph.config import load_config
 from dist_aclgraph.errors import (
     DeviceError,

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.slow import slow
+
 SCRIPT = """
 import resource, sys
 from dist_aclgraph.cli.serve import _allow_connections
@@ -20,9 +22,9 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 @pytest.mark.parametrize(
     ("hard", "soft", "said"),
     [
-        (4096, 2512, ""),  # two descriptors for each of them, and 512 for all else
+        slow(4096, 2512, ""),  # two descriptors for each of them, and 512 for all else
         (2000, 2000, "only 488 of 1000 connections outlive"),
-        (1200, 1200, "only 0 of 1000 connections outlive"),
+        slow(1200, 1200, "only 0 of 1000 connections outlive"),
     ],
 )
 def test_who_may_open_few_files_is_told_what_is_not_kept(hard: int, soft: int, said: str) -> None:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_aclgraph.actors.engine_client import EngineClient
-from dist_aclgraph.actors.messages import Submit, error_of
-from dist_aclgraph.actors.token_log import MAX_LOSSES, OpenRequest
+from dist_aclgraph.actors.client.engine_client import EngineClient
+from dist_aclgraph.actors.client.token_log import MAX_LOSSES, OpenRequest
+from dist_aclgraph.actors.wire.messages import Submit, error_of
 from dist_aclgraph.errors import EngineDeadError
 from dist_aclgraph.ints import INT_BYTES, pack_ints, unpack_ints
 from dist_aclgraph.sampling import SamplingParams

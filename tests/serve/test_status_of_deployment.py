@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from dist_aclgraph.actors.deployment import start
+from dist_aclgraph.actors.deployment.deployment import start
 from dist_aclgraph.config import load_config
 from dist_aclgraph.serve.state import open_state
 from dist_aclgraph.text.tokenizer import Tokenizer

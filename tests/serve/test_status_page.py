@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from dist_aclgraph.actors.messages import GroupEntry, Groups
+from dist_aclgraph.actors.wire.messages import GroupEntry, Groups
 from dist_aclgraph.config import ServeConfig
 from dist_aclgraph.serve.access import read_access
 from dist_aclgraph.serve.api import make_api

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from dist_aclgraph.actors.engine_client import EngineClient
-from dist_aclgraph.actors.messages import GroupEntry, Groups, error_of
-from dist_aclgraph.actors.outage import Outlook, Recovery
-from dist_aclgraph.actors.token_log import MAX_LOSSES
+from dist_aclgraph.actors.client.engine_client import EngineClient
+from dist_aclgraph.actors.client.outage import Outlook, Recovery
+from dist_aclgraph.actors.client.token_log import MAX_LOSSES
+from dist_aclgraph.actors.wire.messages import GroupEntry, Groups, error_of
 from dist_aclgraph.errors import EngineDeadError, EngineUnavailableError
 from dist_aclgraph.ints import INT_BYTES
 from dist_aclgraph.sampling import SamplingParams

@@ -11,7 +11,7 @@ import pytest
 import ray
 from typer.testing import CliRunner
 
-from dist_aclgraph.actors import deployment
+from dist_aclgraph.actors.deployment import deployment
 from dist_aclgraph.cli.checks import check_deployment
 from dist_aclgraph.cli.doctor import cann_libraries_finding
 from dist_aclgraph.cli.main import cli

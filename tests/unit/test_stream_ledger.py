@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dist_aclgraph.actors.stream_ledger import StreamLedger
+from dist_aclgraph.actors.worker.stream_ledger import StreamLedger
 
 
 class FakeNpu:

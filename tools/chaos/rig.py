@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dist_aclgraph.actors import processes
+from dist_aclgraph.actors.host import processes
 from tools.chaos import disk
 from tools.chaos.answers import Answer
 from tools.chaos.clients import Clients, Hangup

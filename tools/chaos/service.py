@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from dist_aclgraph.actors import processes, run_directory
+from dist_aclgraph.actors.host import processes, run_directory
 from dist_aclgraph.environment import environment_with
 from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.shipped import shipped

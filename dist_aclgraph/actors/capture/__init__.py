@@ -1,0 +1,1 @@
+"""Capture in lockstep: one transaction over all ranks of a group, and graphs that change later."""

@@ -1,0 +1,169 @@
+"""Changing a group's graphs while it serves: between two steps, one graph at a time.
+
+Two sources: a new plan version, whose graphs are captured one by one in quiet steps before those
+that it drops are released; and lazy graphs, which the traffic asks for. Steps replay what exists on
+every rank, at every moment. A capture that fails is undone everywhere and costs no other graph: one
+that was released to make room for it is captured again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from dist_aclgraph.actors.capture.graph_transaction import GraphTransaction
+from dist_aclgraph.actors.capture.lockstep_capture import cost_of
+from dist_aclgraph.actors.wire.step_channel import StepSender
+from dist_aclgraph.planning.commands import GraphAction, GraphAnswer, GraphCommand
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.dispatcher import GraphDispatcher
+from dist_aclgraph.planning.lazy import LazyGraphs
+from dist_aclgraph.planning.plan import CaptureCost, CaptureFailure, GraphPlan
+from dist_aclgraph.planning.rebucketing import Action, Release
+from dist_aclgraph.topology import WorldRank
+
+STEPS_BETWEEN = 16  # so that no two captures delay the same tokens
+MAX_FAILURES = 100  # that are told of; a shape that always fails is tried for as long as we serve
+PATIENCE_STEPS = 200  # a group that is never quiet changes its graphs all the same
+
+
+@dataclass
+class ChannelRanks:
+    """The ranks of a serving group, reached over its step channel.
+
+    Attributes:
+        epoch: the group's, as it is now.
+        pool_bytes: that all graphs of a rank hold together, the most of any rank.
+    """
+
+    channel: StepSender
+    ranks: tuple[WorldRank, ...]
+    epoch: Callable[[], int]
+    check: Callable[[], None]
+    pool_bytes: int
+    _num_commands: int = 0
+
+    def carry_out(
+        self,
+        action: GraphAction,
+        timeout_s: float,
+        graph: BatchDescriptor | None = None,
+        plan: GraphPlan | None = None,
+    ) -> list[GraphAnswer]:
+        """Have every rank do one move between two steps.
+
+        Raises:
+            WorkerLostError: a rank did not answer in time.
+        """
+        self._num_commands += 1
+        command = GraphCommand(self.epoch(), self._num_commands, action, graph, plan)
+        self.channel.send(command)
+        answers = self.channel.receive_votes(command, timeout_s, self.check)
+        self.pool_bytes = max(answer.pool_bytes for answer in answers)
+        return answers
+
+
+@dataclass
+class GraphChanges:
+    """Owns what is still to be changed.
+
+    Attributes:
+        costs: of every graph that exists, the most that any rank paid.
+        failures: sentences about captures that were undone, the latest ones.
+    """
+
+    dispatcher: GraphDispatcher
+    transaction: GraphTransaction
+    costs: dict[BatchDescriptor, CaptureCost]
+    failures: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_FAILURES))
+    _wanted: tuple[GraphPlan, Sequence[Action]] | None = None  # handed over by another thread
+    _coming: GraphPlan | None = None
+    _todo: deque[Action] = field(default_factory=deque)
+    _last_step: int = -STEPS_BETWEEN
+
+    # ---- any thread
+
+    def change_plan(self, plan: GraphPlan, actions: Sequence[Action]) -> None:
+        """Move to ``plan`` by ``actions``, as quiet steps allow."""
+        self._wanted = (plan, actions)
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether a plan is not reached yet."""
+        return self._wanted is not None or self._coming is not None
+
+    # ---- the loop's thread
+
+    def is_due(self, is_idle: bool, is_quiet: bool) -> bool:
+        """Say whether there may be something to change, and now is a good moment.
+
+        Args:
+            is_idle: no request is there; nobody waits for us.
+            is_quiet: no request is about to start.
+        """
+        lazy = self.dispatcher.lazy
+        if not self.is_changing and (lazy is None or not lazy.has_change):
+            return False
+        since = self.dispatcher.step - self._last_step
+        return is_idle or since >= (STEPS_BETWEEN if is_quiet else PATIENCE_STEPS)
+
+    def advance(self) -> None:
+        """Do at most one capture, and behind one that fails that of the graph it replaced.
+
+        Raises:
+            WorkerError: a rank is lost, or captured something else than the others.
+        """
+        if self._coming is None and self._wanted is not None:
+            self._coming, self._todo = self._wanted[0], deque(self._wanted[1])
+            self._wanted = None
+        if self._coming is not None:
+            self._go_on(self._coming)
+        elif self.dispatcher.lazy is not None:
+            self._change_lazily(self.dispatcher.lazy)
+
+    def _go_on(self, plan: GraphPlan) -> None:
+        while self._todo:
+            action = self._todo.popleft()
+            if isinstance(action, Release):
+                self._release(action.graph)
+            else:
+                failure = self._capture(action.graph)
+                if failure is not None:
+                    self._coming = plan.without(failure)
+                return
+        self.transaction.adopt(plan)
+        self.dispatcher.adopt(plan)
+        self._coming = None
+
+    def _change_lazily(self, lazy: LazyGraphs) -> None:
+        change = lazy.next_change()
+        if change is None:
+            return
+        victim = change.victim
+        if victim is not None:
+            self._release(victim)  # before the capture: streams are kept for so many graphs alone
+        is_captured = self._capture(change.graph) is None
+        if is_captured:
+            lazy.enter(change.graph)
+        else:
+            lazy.fail(change.graph, self.dispatcher.step)
+        if victim is not None and (is_captured or self._capture(victim) is not None):
+            lazy.leave(victim)
+
+    def _capture(self, graph: BatchDescriptor) -> CaptureFailure | None:
+        if graph in self.dispatcher.graphs:  # a lazy graph that becomes part of a plan
+            return None
+        self._last_step = self.dispatcher.step
+        outcome = self.transaction.capture(graph)
+        if isinstance(outcome, CaptureFailure):
+            self.failures.append(outcome.undone)
+            return outcome
+        self.costs[graph] = cost_of(graph, outcome)
+        self.dispatcher.add(graph)
+        return None
+
+    def _release(self, graph: BatchDescriptor) -> None:
+        self.dispatcher.remove(graph)
+        self.costs.pop(graph, None)
+        self.transaction.release([graph])

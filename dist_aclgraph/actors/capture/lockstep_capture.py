@@ -1,0 +1,156 @@
+"""Capturing a plan in lockstep: graph by graph, largest first, all ranks or none.
+
+A graph that fails on one rank is undone on all of them, and the plan shrinks to what the ranks have
+proved they can afford; every rank adopts the new plan before capture goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from dist_aclgraph.actors.capture.graph_transaction import GraphTransaction
+from dist_aclgraph.errors import CaptureError
+from dist_aclgraph.planning.budget import Probe, StreamOffer
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.ledger import Ledger
+from dist_aclgraph.planning.plan import (
+    CaptureCost,
+    CaptureFailure,
+    GiveUp,
+    GraphPlan,
+    decide_after_failure,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class CaptureRecord:
+    """What capture led to.
+
+    Attributes:
+        plan: the plan that holds now.
+        costs: by graph, the most that any rank paid.
+        rollbacks: sentences about what was undone.
+    """
+
+    plan: GraphPlan
+    costs: dict[BatchDescriptor, CaptureCost] = field(default_factory=dict)
+    rollbacks: list[str] = field(default_factory=list)
+
+
+OnGraph = Callable[[CaptureRecord, BatchDescriptor | None], None]  # so far, and what comes next
+
+
+def capture_plan(
+    transaction: GraphTransaction, plan: GraphPlan, ledgers: list[Ledger], on_graph: OnGraph
+) -> CaptureRecord:
+    """Capture all graphs of ``plan``, or of what it shrinks to.
+
+    Args:
+        ledgers: one per rank; what each graph took is entered.
+
+    Raises:
+        CaptureError: no graph can be captured; names rank, graph and remedy.
+        WorkerError: a rank died, hung or disagreed.
+    """
+    _adopt(transaction, plan, ledgers)
+    record = CaptureRecord(plan)
+    while left := [g for g in record.plan.capture_order if g not in record.costs]:
+        graph = left[0]
+        on_graph(record, graph)
+        outcome = transaction.capture(graph)
+        if isinstance(outcome, CaptureFailure):
+            _shrink(transaction, record, outcome, ledgers)
+            continue
+        record.costs[graph] = cost_of(graph, outcome)
+        for ledger, cost in zip(ledgers, outcome, strict=True):
+            ledger.measure(str(graph), cost.streams)
+    on_graph(record, None)
+    return record
+
+
+def agree(
+    records: Sequence[CaptureRecord], capture_again: Callable[[int, GraphPlan], CaptureRecord]
+) -> None:
+    """Bring groups to one plan: those that could capture more than others give the surplus up.
+
+    A group may fail to capture the plan of another one, because it is too large for it. Then the
+    comparison starts anew; plans shrink each time, so it ends.
+
+    Args:
+        records: of each group.
+        capture_again: has the group of this index capture a plan in place of its own.
+    """
+    left = list(records)
+    while True:
+        plan = min((record.plan for record in left), key=lambda plan: plan.num_graphs)
+        others = [index for index, record in enumerate(left) if record.plan != plan]
+        if not others:
+            return
+        for index in others:
+            left[index] = capture_again(index, plan)
+
+
+def probe_graphs(
+    transaction: GraphTransaction, graphs: Iterable[BatchDescriptor], offers: Sequence[StreamOffer]
+) -> list[StreamOffer]:
+    """Capture and release each graph; return the offers with what it took on their ranks.
+
+    A graph that is too much for some rank is left out: the plan finds out what is not.
+    """
+    probed = list(offers)
+    for graph in graphs:
+        outcome = transaction.capture(graph)
+        if isinstance(outcome, CaptureFailure):
+            continue
+        transaction.release([graph])
+        probed = [
+            offer.with_probe(Probe(graph=graph, streams=cost.streams, bytes=cost.bytes))
+            for offer, cost in zip(probed, outcome, strict=True)
+        ]
+    return probed
+
+
+def cost_of(graph: BatchDescriptor, costs: list[CaptureCost]) -> CaptureCost:
+    """Return the most that any rank paid for a graph; warn of what is slow in it.
+
+    All ranks have recorded the same operators, on chips of one kind.
+    """
+    most = CaptureCost(
+        streams=max(cost.streams for cost in costs),
+        bytes=max(cost.bytes for cost in costs),
+        seconds=max(cost.seconds for cost in costs),
+        digest=costs[0].digest,
+        ai_cpu=costs[0].ai_cpu,
+    )
+    if warning := most.ai_cpu_warning(graph):
+        logger.warning(warning)
+    return most
+
+
+def _adopt(transaction: GraphTransaction, plan: GraphPlan, ledgers: list[Ledger]) -> None:
+    transaction.adopt(plan)
+    for ledger in ledgers:
+        ledger.keep(plan)
+
+
+def _shrink(
+    transaction: GraphTransaction,
+    record: CaptureRecord,
+    failure: CaptureFailure,
+    ledgers: list[Ledger],
+) -> None:
+    graph = failure.graph
+    decision = decide_after_failure(record.plan, failure)
+    if isinstance(decision, GiveUp):
+        raise CaptureError(f"capture of {graph}: {decision.reason}")
+    record.plan = decision.plan
+    record.rollbacks.append(failure.undone)
+    surplus = set(record.costs) - set(record.plan.capture_order)
+    transaction.release(surplus)
+    for dropped in surplus:
+        del record.costs[dropped]
+    _adopt(transaction, record.plan, ledgers)

@@ -1,0 +1,1 @@
+"""The client of all groups: it routes requests, and has them go on after a loss."""

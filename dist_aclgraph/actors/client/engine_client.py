@@ -1,0 +1,616 @@
+"""EngineClient: how an ingress, or an LLM object, talks to the engines of a deployment.
+
+One I/O thread owns all sockets. A link that is lost ends all its requests in the engine; here they
+go on with another engine, from the tokens that they have (``token_log.py``). Where there is none,
+they wait for one (``outage.py``), or end with an error where none will come, so that nobody hangs.
+Another link is opened in its place, and the engine is used again once it answers.
+
+Which engines there are, any of them says (``Groups``): requests go to those that take some, by the
+rule of ``scheduler/routing.py``, and who drains is left once it has no request any more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+import zmq
+
+from dist_aclgraph.actors.client.known_engine import Capacity, GroupState, KnownEngine
+from dist_aclgraph.actors.client.outage import Outage, Recovery
+from dist_aclgraph.actors.client.token_log import MAX_LOSSES, OnDelta, OpenRequest
+from dist_aclgraph.actors.wire.addresses import Address
+from dist_aclgraph.actors.wire.engine_link import (
+    BEATS_OF_A_SILENCE,
+    LOSS_KINDS,
+    EngineLink,
+    LossKind,
+)
+from dist_aclgraph.actors.wire.messages import (
+    Abort,
+    Answer,
+    Deltas,
+    Goodbye,
+    Groups,
+    Hello,
+    Query,
+    QueryKind,
+    Submit,
+    ToEngine,
+    failed,
+)
+from dist_aclgraph.actors.wire.sockets import Wakeup
+from dist_aclgraph.errors import (
+    DistAclGraphError,
+    EngineDeadError,
+    EngineUnavailableError,
+    InvalidParameterError,
+    PlacementError,
+)
+from dist_aclgraph.ints import IntArray, pack_ints
+from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.scheduler.request import row_sampling
+from dist_aclgraph.scheduler.routing import RoutedCounts, Router
+from dist_aclgraph.steps.delta import RequestDelta
+
+# Of caches, until an engine has said what they are.
+TOKENS_PER_BLOCK, CACHE_BLOCKS = 128, 4096
+NUMBERS = 1 << 31  # of requests on one engine, before they begin again
+STOPPING = "the service is stopping"
+
+logger = logging.getLogger(__name__)
+
+
+class EngineClient:
+    """Owns the connections to the engines. Knows token ids only, no text.
+
+    Args:
+        addresses: of the engines, one per lockstep group. The groups are called 0, 1, ... until an
+            engine says their names.
+        node_id: where this process is, as Ray calls it.
+        token: the deployment's connection token.
+        link_s: silence after which an engine counts as dead: ``timeouts.link_s``.
+        recovery: how to wait for a group where none takes requests; None for not at all.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[Address],
+        token: str,
+        *,
+        node_id: str,
+        link_s: float,
+        recovery: Recovery | None = None,
+    ) -> None:
+        if not addresses:
+            raise EngineDeadError("the deployment has no engine")
+        self._lock = threading.Lock()
+        self._query_ids = itertools.count(1)
+        self._commands: queue.SimpleQueue[tuple[KnownEngine, ToEngine]] = queue.SimpleQueue()
+        self._wakeup = Wakeup()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._hello = Hello(token, secrets.token_hex(8))
+        self._node_id = node_id
+        self._link_s = link_s
+        self._groups_version = 0
+        # Replicas begin with different ones of equal groups.
+        self._router = Router(first=secrets.randbelow(len(addresses)))
+        self._engines: dict[str, KnownEngine] = {}  # by URL, as for the router
+        for index, address in enumerate(addresses):
+            self._add(str(index), address, CACHE_BLOCKS, TOKENS_PER_BLOCK)
+        # Groups that run requests. Only the I/O thread writes it, so that reading needs no lock.
+        self.num_groups = len(self._engines)
+        self._beat_s = link_s / BEATS_OF_A_SILENCE
+        self._owner: dict[str, tuple[KnownEngine, int]] = {}  # and the request's number there
+        self.num_resumed = 0  # requests that another engine went on with
+        self._losses: Counter[LossKind] = Counter()
+        self._outage = Outage(recovery)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
+        self._thread.start()
+
+    # -- any thread ---------------------------------------------------------------------------
+
+    def submit(
+        self,
+        request_id: str,
+        prompt_ids: list[int] | IntArray,
+        params: SamplingParams,
+        stop_ids: Sequence[int],
+        on_delta: OnDelta,
+        *,
+        seed: int = 0,
+        cache_salt: str = "",
+        output: bytes = b"",
+    ) -> None:
+        """Give a request to an engine, chosen by ``choose_group``.
+
+        Args:
+            params: ``max_tokens`` must be set; the caller knows the context's end.
+            stop_ids: all token ids that end the output.
+            on_delta: called on the I/O thread, in order, until a delta has a finish reason.
+            seed: used where ``params`` brings none.
+            cache_salt: cached blocks are shared with requests of the same salt only.
+            output: tokens that it has already, int32: it goes on behind them.
+
+        Raises:
+            EngineDeadError: no engine is alive, and none will be.
+            InvalidParameterError: the id is in use, or ``max_tokens`` is not set.
+        """
+        if params.max_tokens is None:
+            raise InvalidParameterError("max_tokens must be set before submission", "max_tokens")
+        sampling = row_sampling(
+            params, seed=seed, num_prompt_tokens=len(prompt_ids), end_ids=stop_ids
+        )
+        request = OpenRequest(
+            request_id,
+            bytearray(pack_ints(prompt_ids)),
+            sampling,
+            params.max_tokens,
+            tuple(stop_ids),
+            cache_salt,
+            on_delta,
+        )
+        request.append(output)
+        with self._lock:
+            if request_id in self._owner or request_id in self._outage:
+                raise InvalidParameterError(f"request id {request_id!r} is in use", "request_id")
+            if not self._place(request):
+                raise EngineDeadError(self._why_dead())
+        self._wakeup.wake()
+
+    def _place(self, request: OpenRequest) -> bool:
+        """Give a request to an engine, or let it wait for one; return whether it goes on. The lock
+        is held.
+        """
+        if self._closing.is_set():
+            return False
+        return self._give(request) or self._outage.hold(request, time.monotonic())
+
+    def _taking(self) -> list[str]:
+        """Return the URLs of the engines that requests may go to. The lock is held.
+
+        One that has not answered yet may never do: it is used only where none has.
+        """
+        serving = [engine for engine in self._engines.values() if engine.state == "serving"]
+        return [e.url for e in serving if e.link.is_welcome] or [e.url for e in serving]
+
+    def _give(self, request: OpenRequest) -> bool:
+        """Give a request to an engine; return whether one takes requests. The lock is held."""
+        taking = self._taking()
+        if not taking:
+            return False
+        request_id, tokens = request.request_id, bytes(request.tokens)
+        engine = self._engines[self._router.route(request_id, tokens, request.cache_salt, taking)]
+        number = engine.num_submitted % NUMBERS
+        engine.num_submitted += 1
+        engine.requests[request_id] = request
+        engine.names[number] = request_id
+        self._owner[request_id] = engine, number
+        self.num_resumed += request.is_resumed
+        # Before the lock is given back: what is routed by one version of the groups is sent before
+        # that of the next one is confirmed.
+        self._commands.put((engine, request.submit(number)))
+        return True
+
+    def abort(self, request_id: str) -> None:
+        """End a request, whose deltas nobody wants any more; unknown ids are ignored."""
+        with self._lock:
+            engine = self._forget(request_id)
+        if engine is not None:
+            self._command(engine, Abort(request_id))
+
+    def _forget(self, request_id: str) -> KnownEngine | None:
+        """Forget a request; return the engine that has it. The lock is held."""
+        self._outage.forget(request_id)
+        engine, number = self._owner.pop(request_id, (None, 0))
+        if engine is not None:
+            del engine.requests[request_id], engine.names[number]
+            self._router.ended(request_id)
+        return engine
+
+    def query(self, what: QueryKind, timeout_s: float = 5.0) -> dict[str, dict[str, Any]]:
+        """Return the answer of each living engine, by the names of their groups.
+
+        One that leaves meanwhile, dies or does not answer in time is left out.
+
+        Raises:
+            EngineDeadError: no engine has answered.
+        """
+        self.check()
+        asked: list[tuple[KnownEngine, int, Future[dict[str, Any]]]] = []
+        for engine in self._known():
+            query = Query(next(self._query_ids), what)
+            future: Future[dict[str, Any]] = Future()
+            with self._lock:
+                if engine.dead_because or engine.url not in self._engines:
+                    continue
+                engine.queries[query.query_id] = future
+            asked.append((engine, query.query_id, future))
+            self._command(engine, query)
+        deadline = time.monotonic() + timeout_s
+        answers: dict[str, dict[str, Any]] = {}
+        problem = self.outage() or STOPPING
+        for engine, query_id, future in asked:
+            try:
+                answers[engine.name] = future.result(max(0.0, deadline - time.monotonic()))
+            except CancelledError:  # it has left
+                continue
+            except EngineDeadError as e:
+                problem = str(e)
+            except FutureTimeoutError:
+                problem = f"no answer to {what} within {timeout_s:g} s"
+                with self._lock:
+                    engine.queries.pop(query_id, None)
+        if not answers:
+            raise EngineDeadError(problem)
+        return answers
+
+    def check(self) -> None:
+        """Raise EngineDeadError, with the causes, if no engine is alive, and none will be."""
+        with self._lock:
+            capacity = Capacity.of(self._engines.values())
+            is_alive = capacity.serving + capacity.draining or self._outage.may_end
+            if not is_alive or not self._thread.is_alive():
+                raise EngineDeadError(self._why_dead())
+
+    def outage(self) -> str:
+        """Say why no group takes requests, or runs what it takes, and how far the next one is; ""
+        while one does.
+        """
+        with self._lock:
+            if taking := self._taking():
+                pauses = [self._engines[url].link.pause for url in taking]
+                return "" if "" in pauses else pauses[0]
+            progress = self._outage.outlook.progress or "no other one has been started yet"
+            return f"no group takes requests: {self._why_dead()}; recovering: {progress}"
+
+    def outage_seconds(self) -> float:
+        """Return how long no group took requests, in all."""
+        with self._lock:
+            return self._outage.seconds(time.monotonic())
+
+    @property
+    def num_held(self) -> int:
+        """Requests that wait for a group."""
+        with self._lock:
+            return len(self._outage)
+
+    def losses(self) -> list[str]:
+        """Return why engines are dead, one reason for each; the others serve on."""
+        return list(self.capacity().lost.values())
+
+    def num_losses(self) -> dict[LossKind, int]:
+        """Return how often an engine was lost, by kind."""
+        with self._lock:
+            return {kind: self._losses[kind] for kind in LOSS_KINDS}
+
+    def capacity(self) -> Capacity:
+        """Return how many groups there are, and what they do."""
+        with self._lock:
+            return Capacity.of(self._engines.values())
+
+    def states(self) -> dict[str, GroupState]:
+        """Return what each group does, by their names."""
+        with self._lock:
+            return {engine.name: engine.state for engine in self._engines.values()}
+
+    def wait_for_end(self, timeout_s: float) -> bool:
+        """Return whether this client was closed, within so long."""
+        return self._closing.wait(timeout_s)
+
+    def routed(self) -> dict[str, RoutedCounts]:
+        """Return what was sent to each group, by their names."""
+        with self._lock:
+            counts = self._router.counts
+            return {e.name: replace(counts[e.url]) for e in self._engines.values()}
+
+    def _why_dead(self) -> str:
+        losses = [e.dead_because for e in self._engines.values() if e.dead_because]
+        return self._outage.outlook.failure or "; ".join(losses) or STOPPING
+
+    def _known(self) -> list[KnownEngine]:
+        with self._lock:
+            return list(self._engines.values())
+
+    def _add(self, name: str, address: Address, cache_blocks: int, tokens_per_block: int) -> None:
+        """Get to know an engine, or more of it. The lock is held, once there is a thread."""
+        url = address.file.url
+        if url not in self._engines:
+            endpoint = address.seen_from(self._node_id)
+            link = partial(EngineLink, self._context, endpoint, self._hello, self._link_s)
+            self._engines[url] = KnownEngine(name, url, link)
+        self._engines[url].name = name
+        self._router.add(url, cache_blocks, tokens_per_block)
+
+    @property
+    def num_outstanding(self) -> int:
+        with self._lock:
+            return len(self._owner) + len(self._outage)
+
+    def close(self) -> None:
+        """End all requests and the I/O thread. Idempotent; not for use inside ``on_delta``."""
+        if not self._closing.is_set():
+            self._closing.set()
+            self._wakeup.wake()
+            self._thread.join()
+            if self._outage.questions is not None:
+                self._outage.questions.close()
+            self._wakeup.close()
+            self._context.term()
+
+    # -- I/O thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        reason = STOPPING
+        try:
+            self._serve()
+        except Exception as e:  # Whatever it is: nobody may wait for a thread that has ended.
+            logger.exception("the client's thread has ended")
+            reason = f"{type(e).__name__}: {e}"
+        self._closing.set()
+        for engine in self._known():
+            self._lose(engine, reason)
+        with self._lock:
+            waiting = self._outage.take_all()
+        for request in waiting:
+            self._end(request, EngineDeadError(reason))
+        for engine in self._known():
+            engine.link.close()
+
+    def _serve(self) -> None:
+        next_beat_s = 0.0
+        poller = self._make_poller()
+        while not self._closing.is_set():
+            found = poller.poll(max(0, int((next_beat_s - time.monotonic()) * 1000) + 1))
+            if self._wakeup.fileno() in dict(found):
+                self._wakeup.drain()
+            version = self._groups_version
+            for engine in self._known():
+                self._receive(engine)
+            self._look_at_outage()
+            self._send_commands()
+            is_new = self._groups_version != version
+            if is_new or time.monotonic() >= next_beat_s:
+                next_beat_s = time.monotonic() + self._beat_s
+                if self._beat() or is_new:
+                    poller = self._make_poller()
+        self._send_commands()
+        for engine in self._known():
+            engine.link.send(Goodbye())
+
+    def _look_at_outage(self) -> None:
+        """Take in what the controller says, and end what has waited for too long."""
+        outlook = None
+        if self._outage.questions is not None:
+            outlook = self._outage.questions.take_answer()
+        if outlook is not None:
+            if outlook.groups.groups:
+                self._follow(outlook.token, outlook.node_id)
+            self._adopt(outlook.groups)
+        now_s = time.monotonic()
+        over: list[tuple[OpenRequest, DistAclGraphError]] = []
+        with self._lock:
+            self.num_groups = sum(not engine.dead_because for engine in self._engines.values())
+            is_served = bool(self._taking())
+            self._outage.see(now_s, is_served=is_served)
+            if is_served:
+                for request in self._outage.take_all():
+                    self._give(request)
+            else:
+                if outlook is not None:
+                    self._outage.outlook = outlook
+                for request in self._outage.take_overdue(now_s):
+                    late = EngineUnavailableError(self._outage.overdue_reason())
+                    over.append((request, late))
+                if not self._outage.may_end:
+                    dead = EngineDeadError(self._why_dead())
+                    over += [(request, dead) for request in self._outage.take_all()]
+        for request, error in over:
+            self._end(request, error)
+
+    def _make_poller(self) -> zmq.Poller:
+        poller = zmq.Poller()
+        poller.register(self._wakeup.fileno(), zmq.POLLIN)
+        for engine in self._known():
+            for socket in engine.link.sockets:
+                poller.register(socket, zmq.POLLIN)
+        return poller
+
+    def _beat(self) -> bool:
+        """Give signs of life, and replace links that were lost or are needed no more; say whether
+        there were any.
+        """
+        is_new = False
+        for engine in self._known():
+            if self._leave(engine):
+                is_new = True
+                continue
+            if engine.link.is_lost:
+                engine.link.close(0)
+                engine.link = engine.open_link()
+                is_new = True
+            with self._lock:
+                load = self._router.load(engine.url)
+            try:
+                engine.link.beat(load, self._groups_version)
+            except EngineDeadError as e:
+                self._lose(engine, str(e))
+        return is_new
+
+    def _leave(self, engine: KnownEngine) -> bool:
+        """Forget an engine that has drained; say whether it was so."""
+        with self._lock:
+            is_over = engine.link.is_lost or not (engine.is_listed or engine.requests)
+            if not (engine.is_draining and is_over):
+                return False
+            del self._engines[engine.url]
+            self._router.remove(engine.url)
+            queries, engine.queries = engine.queries, {}
+        if not engine.link.is_lost:
+            engine.link.send(Goodbye())
+        engine.link.close()
+        engine.link.is_lost = True  # for commands that are on their way to it
+        for future in queries.values():
+            future.cancel()
+        return True
+
+    def _follow(self, token: str, node_id: str) -> None:
+        """Belong to another deployment, if that of this token is one: it counts for itself."""
+        if token and token != self._hello.token:
+            logger.warning("the deployment is another one now")
+            with self._lock:
+                self._hello = msgspec.structs.replace(self._hello, token=token)
+                self._groups_version = -1
+                self._node_id = node_id or self._node_id
+
+    def _adopt(self, groups: Groups) -> None:
+        """Take in which groups there are. None at all would be no news, but an end."""
+        if groups.version <= self._groups_version or not groups.groups:
+            return
+        with self._lock:
+            self._groups_version = groups.version
+            listed = {entry.address.file.url: entry for entry in groups.groups}
+            for url, engine in self._engines.items():
+                engine.is_listed = url in listed
+                engine.is_draining = not engine.is_listed or listed[url].is_draining
+            for url, entry in listed.items():
+                if url not in self._engines and entry.is_draining:
+                    continue
+                try:
+                    self._add(entry.name, entry.address, entry.cache_blocks, entry.tokens_per_block)
+                except PlacementError as e:  # others may reach it
+                    logger.warning("group %s cannot be used from here: %s", entry.name, e)
+
+    def _receive(self, engine: KnownEngine) -> None:
+        if engine.link.is_lost:
+            return
+        try:
+            for message in engine.link.receive():
+                if isinstance(message, Answer):
+                    self._answered(engine, message)
+                elif isinstance(message, Groups):
+                    self._adopt(message)
+                else:
+                    self._deliver(engine, message)
+        except EngineDeadError as e:
+            self._lose(engine, str(e))
+            return
+        with self._lock:
+            self._router.hear(engine.url, engine.link.others_tokens)
+            if engine.dead_because and engine.link.is_welcome:
+                engine.dead_because = ""
+
+    def _answered(self, engine: KnownEngine, message: Answer) -> None:
+        with self._lock:
+            future = engine.queries.pop(message.query_id, None)
+        if future is not None:
+            future.set_result(json.loads(message.body))
+
+    def _deliver(self, engine: KnownEngine, message: Deltas) -> None:
+        """Hand out what a step brought.
+
+        Raises:
+            EngineDeadError: the engine says that it is dead; what it had is still there.
+        """
+        told: list[tuple[OnDelta, RequestDelta]] = []
+        death = ""
+        with self._lock:  # once for all requests
+            for delta in message.step.each(engine.names):
+                if delta.error_kind == EngineDeadError.__name__:
+                    death = delta.error
+                    break
+                request = engine.requests[delta.request_id]
+                request.note(delta)
+                self._router.begun(delta.request_id)
+                told.append((request.on_delta, delta))
+                if delta.finish_reason is not None:
+                    self._forget(delta.request_id)
+        for on_delta, delta in told:
+            self._tell(on_delta, delta)
+        if death:
+            raise EngineDeadError(death)
+
+    def _resume(self, request: OpenRequest, kind: LossKind) -> bool:
+        """Go on with a request whose link is lost; say whether that can be. The lock is held."""
+        request.is_resumed = True
+        request.losses += kind != "refused"  # such an engine lives: it wants no such client
+        return not request.may_kill and self._place(request)
+
+    def _end(self, request: OpenRequest, error: DistAclGraphError) -> None:
+        """End a request that nobody goes on with."""
+        if request.may_kill:
+            reason = f"{MAX_LOSSES} engines died while they ran this request; the last: {error}"
+            logger.error("request %r is not tried again: %s", request.request_id, reason)
+            error = EngineDeadError(reason)
+        self._tell(request.on_delta, failed(request.request_id, error))
+
+    def _tell(self, on_delta: OnDelta, delta: RequestDelta) -> None:
+        """Call a request's callback. What it raises ends this request, and nothing else."""
+        try:
+            on_delta(delta)
+        except Exception as e:
+            logger.exception("the callback of request %r failed", delta.request_id)
+            self.abort(delta.request_id)
+            if delta.finish_reason is None:
+                error = DistAclGraphError(f"the request's callback failed: {e!r}")
+                self._tell(on_delta, failed(delta.request_id, error))
+
+    def _lose(self, engine: KnownEngine, reason: str) -> None:
+        """Go on elsewhere with all that this engine has; questions to it end."""
+        with self._lock:
+            if not (engine.dead_because or self._closing.is_set()):
+                self._losses[engine.link.loss_kind] += 1
+            engine.dead_because = reason
+            engine.link.is_lost = True
+            requests = list(engine.requests.values())
+            queries, engine.queries = engine.queries, {}
+            for request in requests:
+                self._forget(request.request_id)
+            self._router.forget_cache(engine.url)
+            for other in self._engines.values():
+                for request in other.requests.values():
+                    request.see_others_loss()
+            # Under the same lock: an abort finds a request here or there.
+            over = [
+                request for request in requests if not self._resume(request, engine.link.loss_kind)
+            ]
+            self._outage.see(time.monotonic(), is_served=bool(self._taking()))
+            num_held = len(self._outage)
+        if len(over) < len(requests):
+            logger.info(
+                "%d requests go on elsewhere, %d wait for a group: %s",
+                len(requests) - len(over) - num_held,
+                num_held,
+                reason,
+            )
+        for request in over:
+            self._end(request, EngineDeadError(reason))
+        for future in queries.values():
+            future.set_exception(EngineDeadError(reason))
+
+    def _command(self, engine: KnownEngine, message: ToEngine) -> None:
+        self._commands.put((engine, message))
+        self._wakeup.wake()
+
+    def _send_commands(self) -> None:
+        while not self._commands.empty():
+            engine, message = self._commands.get()
+            # What was lost with its link goes on elsewhere; a new connection knows nothing of it.
+            if isinstance(message, Submit) and message.number not in engine.names:
+                continue
+            if not engine.link.is_lost:
+                engine.link.send(message)

@@ -1,0 +1,74 @@
+"""What a client knows of the deployment's engines, and what that leaves of it to serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from dist_aclgraph.actors.client.token_log import OpenRequest
+from dist_aclgraph.actors.wire.engine_link import EngineLink
+
+GroupState = Literal["serving", "draining", "lost"]
+
+
+@dataclass(eq=False)
+class KnownEngine:
+    """One engine. The client's lock guards what is not the link.
+
+    Attributes:
+        name: of its group.
+        is_draining: it takes no new requests.
+        is_listed: the deployment still has it.
+        names: request ids, by their numbers here.
+    """
+
+    name: str
+    url: str
+    open_link: Callable[[], EngineLink]
+    dead_because: str = ""
+    is_draining: bool = False
+    is_listed: bool = True
+    requests: dict[str, OpenRequest] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
+    num_submitted: int = 0
+    queries: dict[int, Future[dict[str, Any]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.link = self.open_link()
+
+    @property
+    def state(self) -> GroupState:
+        if self.dead_because:
+            return "lost"
+        return "draining" if self.is_draining else "serving"
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What is left of a deployment, in lockstep groups.
+
+    Attributes:
+        serving: groups that take requests.
+        draining: those that end what they have.
+        lost: why groups are dead, by their names.
+    """
+
+    serving: int
+    draining: int
+    lost: dict[str, str]
+
+    @classmethod
+    def of(cls, engines: Iterable[KnownEngine]) -> Capacity:
+        engines = list(engines)
+        states = [engine.state for engine in engines]
+        lost = {engine.name: engine.dead_because for engine in engines if engine.dead_because}
+        return cls(states.count("serving"), states.count("draining"), lost)
+
+    @property
+    def total(self) -> int:
+        return self.serving + self.draining + len(self.lost)
+
+    def by_state(self) -> dict[str, int]:
+        return {"serving": self.serving, "draining": self.draining, "lost": len(self.lost)}

@@ -1,0 +1,183 @@
+"""An outage, as a client sees it: no group takes requests, and they wait until one does again.
+
+No engine is left to say what becomes of the deployment, so its controller is asked.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dist_aclgraph.actors.client.token_log import OpenRequest
+from dist_aclgraph.actors.wire.messages import Groups
+from dist_aclgraph.config import Config
+from dist_aclgraph.errors import DistAclGraphError
+
+ASK_S = 0.2  # between an answer and the next question
+NO_GROUPS = Groups(0, ())
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What the controller says of its deployment.
+
+    Attributes:
+        groups: those that there are.
+        failure: why none will take requests again, or "".
+        progress: how far the next one is, e.g. ``LOADING 3 of 9``.
+        token: of the deployment that has the groups; "" for the one that is known.
+        node_id: where the client is, as that deployment's Ray calls it; "" for as before.
+    """
+
+    groups: Groups = NO_GROUPS
+    failure: str = ""
+    progress: str = ""
+    token: str = ""
+    node_id: str = ""
+
+
+Ask = Callable[[], Outlook]
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What a client needs in order to wait for a group.
+
+    Attributes:
+        ask: gets an outlook; may take long, and what it raises ends the outage as a failure.
+        wait_s: how long a request waits for a group.
+    """
+
+    ask: Ask
+    wait_s: float
+
+    @classmethod
+    def from_config(cls, config: Config, ask: Ask) -> Recovery | None:
+        """Return None where lost groups are not replaced."""
+        recovery = config.recovery
+        return cls(ask, recovery.wait_s) if recovery.restarts_per_hour else None
+
+
+class Outage:
+    """Owns the requests that wait, the controller's last outlook, and how long nothing served.
+
+    The client's lock guards it. Times are those of one clock that does not go back.
+
+    Args:
+        recovery: None where nothing is to be waited for.
+    """
+
+    def __init__(self, recovery: Recovery | None) -> None:
+        self._recovery = recovery
+        self._requests: dict[str, tuple[OpenRequest, float]] = {}  # and when each is overdue
+        self._began_s: float | None = None
+        self._past_s = 0.0
+        self.outlook = Outlook()
+        self.questions = None if recovery is None else Questions(recovery.ask)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    @property
+    def may_end(self) -> bool:
+        """Whether a group may take requests again."""
+        return self._recovery is not None and not self.outlook.failure
+
+    def see(self, now_s: float, *, is_served: bool) -> None:
+        """Take in whether a group takes requests now."""
+        if is_served == (self._began_s is None):
+            return
+        if self._began_s is None:
+            self._began_s = now_s
+        else:
+            self._past_s += now_s - self._began_s
+            self._began_s = None
+            self.outlook = Outlook()
+        if self.questions is not None:
+            self.questions.ask(is_wanted=not is_served)
+
+    def seconds(self, now_s: float) -> float:
+        """Return how long no group took requests, in all."""
+        return self._past_s + (0.0 if self._began_s is None else now_s - self._began_s)
+
+    def hold(self, request: OpenRequest, now_s: float) -> bool:
+        """Let a request wait for a group; return whether that can be."""
+        if self._recovery is None or not self.may_end:
+            return False
+        self._requests[request.request_id] = request, now_s + self._recovery.wait_s
+        return True
+
+    def forget(self, request_id: str) -> None:
+        """Let go of a request, if it waits."""
+        self._requests.pop(request_id, None)
+
+    def take_all(self) -> list[OpenRequest]:
+        """Let go of all requests: those with most tokens come first, then the oldest."""
+        requests = [request for request, _ in self._requests.values()]
+        self._requests.clear()
+        return sorted(requests, key=lambda request: -request.num_output_tokens)
+
+    def take_overdue(self, now_s: float) -> list[OpenRequest]:
+        """Return the requests that have waited for too long."""
+        overdue = [request for request, until_s in self._requests.values() if until_s <= now_s]
+        for request in overdue:
+            del self._requests[request.request_id]
+        return overdue
+
+    def overdue_reason(self) -> str:
+        assert self._recovery is not None
+        progress = f" ({self.outlook.progress})" if self.outlook.progress else ""
+        return (
+            f"no group has come up within recovery.wait_s = {self._recovery.wait_s:g} s"
+            f"{progress}; try again later"
+        )
+
+
+class Questions:
+    """Asks for outlooks on a thread of its own, for as long as they are wanted."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+        self._answer: Outlook | None = None
+        self._wanted = threading.Event()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="outlooks", daemon=True)
+        self._thread.start()
+
+    def ask(self, *, is_wanted: bool) -> None:
+        if is_wanted:
+            self._answer = None
+            self._wanted.set()
+        else:
+            self._wanted.clear()
+
+    def take_answer(self) -> Outlook | None:
+        """Return the last answer, once."""
+        answer, self._answer = self._answer, None
+        return answer
+
+    def close(self) -> None:
+        """Ask no more. A question that is under way is not waited for."""
+        self._closing.set()
+        self._wanted.set()
+
+    def _run(self) -> None:
+        while True:
+            self._wanted.wait()
+            if self._closing.is_set():
+                return
+            try:
+                self._answer = self._ask()
+            except DistAclGraphError as e:
+                self._answer = Outlook(failure=str(e))
+            except Exception as e:  # whatever it is: requests wait for an answer
+                logger.exception("asking for the deployment's outlook failed")
+                self._answer = Outlook(failure=f"{type(e).__name__}: {e}")
+            self._closing.wait(ASK_S)

@@ -1,0 +1,81 @@
+"""The token log: what a client must remember of a request to go on with it on another engine.
+
+Sampling is a function of seed, position and token, so a request that is submitted again with the
+tokens it has gets the tokens that it would have had (but for rounding, unless
+``recovery.exact``). Prompt and output lie one behind the other; where the output begins,
+``sampling`` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dist_aclgraph.actors.wire.messages import Submit
+from dist_aclgraph.ints import INT_BYTES
+from dist_aclgraph.steps.delta import RequestDelta
+from dist_aclgraph.steps.step import RowSampling
+
+# A request that was running when so many engines died in a row may be what killed them.
+MAX_LOSSES = 3
+
+OnDelta = Callable[[RequestDelta], None]
+
+
+@dataclass
+class OpenRequest:
+    """A request from its submission to its last delta. Owns its tokens.
+
+    Attributes:
+        tokens: int32, of prompt and output.
+        max_tokens: of the output, as asked for.
+        losses: engines that died last, one after the other, while they ran it.
+        is_resumed: whether it has lost the engine, or the link to it, that it had.
+    """
+
+    request_id: str
+    tokens: bytearray
+    sampling: RowSampling
+    max_tokens: int
+    stop_ids: tuple[int, ...]
+    cache_salt: str
+    on_delta: OnDelta
+    losses: int = 0
+    is_resumed: bool = False
+    _num_prompt_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._num_prompt_bytes = len(self.tokens)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return (len(self.tokens) - self._num_prompt_bytes) // INT_BYTES
+
+    @property
+    def may_kill(self) -> bool:
+        """Whether it must not be given to one more engine."""
+        return self.losses >= MAX_LOSSES
+
+    def see_others_loss(self) -> None:
+        """An engine died that did not run it: so engines die of something else."""
+        self.losses = 0
+
+    def note(self, delta: RequestDelta) -> None:
+        """Remember what was handed out."""
+        self.append(delta.token_ids)
+
+    def append(self, output: bytes) -> None:
+        """Have more output, int32."""
+        self.tokens += output
+
+    def submit(self, number: int) -> Submit:
+        """Return what asks an engine for the rest of its tokens."""
+        return Submit(
+            self.request_id,
+            number,
+            bytes(self.tokens),
+            self.sampling,
+            self.max_tokens - self.num_output_tokens,
+            self.stop_ids,
+            self.cache_salt,
+        )

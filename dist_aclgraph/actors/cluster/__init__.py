@@ -1,0 +1,1 @@
+"""Ray: a local one, its errors, and places for groups on its nodes."""

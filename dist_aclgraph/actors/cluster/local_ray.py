@@ -1,0 +1,278 @@
+"""Ray as this process uses it: a cluster that it has joined, or one that it has started itself.
+
+A Ray that we start is for this machine alone: it listens on loopback, wants a token, and is out of
+the way of signals that are meant for its driver. When one of its daemons dies, Ray's own calls may
+hang for as long as they like: whoever started it learns of it at once, and can end what is left.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private import ray_constants
+from ray._private.authentication.authentication_token_setup import (
+    maybe_enable_token_auth_if_token_available,
+)
+from ray._private.services import find_gcs_addresses
+
+from dist_aclgraph.actors.cluster.ray_errors import LOGS, ours
+from dist_aclgraph.actors.forks.fork_server import ForkAddress, Forks
+from dist_aclgraph.actors.host import processes
+from dist_aclgraph.config import Config
+from dist_aclgraph.device import emulator
+from dist_aclgraph.device.kind import resolve_kind
+from dist_aclgraph.environment import RAYLET_VARIABLE, prepare_ray_environment, ray_address
+from dist_aclgraph.errors import PlacementError
+from dist_aclgraph.topology import ParallelLayout
+
+NAMESPACE = "dist_aclgraph"
+CONTROLLER = "controller"  # names of controllers: this, and eight random digits
+NPUS_OF_A_NODE = 8
+OBJECT_STORE_BYTES = 100 << 20  # the control plane needs none; this is what Ray accepts gladly
+RAYLET = "raylet"
+START_ATTEMPTS, TOO_SLOW = 3, "timed out during startup"  # a part of Ray's own sentence
+WORKER_SETUP = Path(__file__).with_name("worker_setup.py")
+KILL_ROUNDS, KILL_PAUSE_S = 5, 0.2
+CONNECT_S = 10.0
+DAEMONS = {"gcs_server": "Ray's control store (GCS)", RAYLET: "Ray's node manager (raylet)"}
+
+logger = logging.getLogger(__name__)
+
+
+class LocalRay:
+    """A Ray that this process has started. Owns its processes, and what forks its workers.
+
+    Args:
+        daemons: names of its processes, by process id.
+    """
+
+    def __init__(self, daemons: dict[int, str], forks: Forks | None = None) -> None:
+        self._daemons = daemons
+        self._forks = forks
+        raylets = [pid for pid, name in daemons.items() if name == RAYLET]
+        self._raylets = raylets
+        # Its agents outlive it for up to a minute, and hide what they were started with.
+        agents = set().union(*map(processes.children, raylets))
+        self._handles = processes.open_handles(agents | set(daemons))
+        self._stopped = threading.Event()
+        self.death = ""  # which of its processes has died, in one sentence
+
+    def watch(self, on_death: Callable[[str], None]) -> None:
+        """Call ``on_death``, on a thread, with one sentence about the first daemon that dies."""
+        names = {pid: DAEMONS[name] for pid, name in self._daemons.items() if name in DAEMONS}
+
+        def tell(name: str) -> None:
+            self.death = f"{name} has died; see {LOGS}"
+            on_death(self.death)
+
+        processes.watch_processes(names, tell, self._stopped)
+
+    def unwatch(self) -> None:
+        """From now on, its processes end because somebody stops them."""
+        self._stopped.set()
+
+    def kill(self) -> None:
+        """End all its processes now, whatever state they are in."""
+        self.unwatch()
+        processes.kill_handles(self._handles)
+        for _ in range(KILL_ROUNDS):  # one that was just being started shows a moment later
+            processes.kill_all(self._workers())
+            time.sleep(KILL_PAUSE_S)
+        if self._forks is not None:
+            self._forks.end_forked()
+
+    def stop(self) -> None:
+        """End it in order, or by force where it cannot be any more."""
+        self.unwatch()
+        if self.death:
+            self.kill()
+        ray.shutdown()
+        if self._forks is not None:
+            self._forks.end_forked()
+            self._forks.close()
+
+    def _workers(self) -> set[int]:
+        found = [processes.with_variable(RAYLET_VARIABLE, str(pid)) for pid in self._raylets]
+        return set().union(*found)
+
+
+def start_ray(config: Config, forks: Forks | None = None) -> LocalRay | None:
+    """Join the Ray cluster that RAY_ADDRESS names, else start Ray on this machine alone.
+
+    A local Ray declares a node's NPUs, or as many as are needed, where they are emulated.
+
+    Args:
+        forks: of whoever starts processes on a Ray that is started; belongs to that Ray then.
+
+    Returns:
+        The Ray that was started; None where one was joined.
+
+    Raises:
+        PlacementError: there is none to be had; says what to do.
+    """
+    address = ray_address()
+    prepare_ray_environment(is_local=address is None)
+    if address is None and ray_constants.ENABLE_RAY_CLUSTER:
+        # Read when Ray was imported, before we could say that this Ray is for one machine.
+        importlib.reload(ray_constants)
+    try:
+        if address is not None:
+            _init(address)
+            return None
+        is_emulated = resolve_kind(config.device.kind) == "emulated"
+        # As many as a node has, so that a second deployment of this process finds some.
+        num_npus = max(NPUS_OF_A_NODE, config.parallel.world_size)
+        acl = _emulated_acl() if is_emulated else nullcontext()
+        # One that has to be started loads while Ray starts. Workers that Ray starts ahead, which
+        # are not forked, would only take the cores.
+        is_forked = find_forks(forks, config) is not None
+        with own_process_group(), _own_worker_setup(), acl:
+            return _start(
+                forks=forks,
+                num_cpus=max(4, os.cpu_count() or 1),
+                resources={"NPU": num_npus} if is_emulated else None,
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                _system_config={"prestart_worker_first_driver": not is_forked},
+            )
+    except Exception as e:
+        raise ours(e, "starting Ray" if address is None else f"joining Ray at {address}") from e
+
+
+def find_forks(forks: Forks | None, config: Config) -> ForkAddress | None:
+    """Return what forks all processes of a deployment, where they would wait for cores."""
+    if forks is None:
+        return None
+    layout = ParallelLayout.from_config(config.parallel)
+    return forks.address(config, layout.world_size + len(layout.lockstep_groups))
+
+
+def _start(forks: Forks | None = None, **options: Any) -> LocalRay:
+    """Start Ray, again where a busy machine takes longer than the half minute that Ray gives it."""
+    before = processes.children(os.getpid())
+    for attempt in range(1, START_ATTEMPTS + 1):
+        try:
+            _init("local", **options)
+            break
+        except Exception as e:
+            ray.shutdown()
+            processes.kill_all(processes.children(os.getpid()) - before)
+            if TOO_SLOW not in str(e) or attempt == START_ATTEMPTS:
+                raise
+            logger.warning("Ray took too long to start, and is started again")
+    started = processes.children(os.getpid()) - before
+    return LocalRay({pid: processes.name_of(pid) for pid in started}, forks)
+
+
+def join_ray(local_address: str | None) -> None:
+    """Join the Ray cluster that RAY_ADDRESS names, else one that a service has started on this
+    machine for itself.
+
+    Args:
+        local_address: of the latter, where it is given; goes before RAY_ADDRESS.
+
+    Raises:
+        PlacementError: there is none to be had, or it is not clear which; says what to do.
+    """
+    is_local = local_address is not None or ray_address() is None
+    prepare_ray_environment(is_local=is_local)
+    address = local_address or ray_address() or _only_ray()
+    if is_local:
+        # As whoever started it: on loopback, with this user's token.
+        if ray_constants.ENABLE_RAY_CLUSTER:
+            importlib.reload(ray_constants)
+        logging.getLogger("ray").setLevel(logging.ERROR)  # as ``_init`` asks for, a moment later
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    try:
+        _init(address)
+    except Exception as e:
+        raise ours(e, f"joining Ray at {address}") from e
+
+
+def _only_ray() -> str:
+    """Let Ray find itself on this machine: of several, it would take any."""
+    found = sorted(find_gcs_addresses())
+    if len(found) > 1:
+        raise PlacementError(
+            f"{len(found)} Rays run on this machine: {', '.join(found)}; say which is meant by "
+            "--ray, as its service has printed it, or by RAY_ADDRESS"
+        )
+    return "auto"
+
+
+def _check_listener(address: str) -> None:
+    """Raise ConnectionError if nobody listens at ``HOST:PORT``: Ray would end this process for it,
+    without an exception.
+    """
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or "://" in host:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except (OSError, OverflowError) as e:
+        raise ConnectionError(str(e)) from e
+
+
+def _init(address: str, **options: Any) -> None:
+    _check_listener(address)
+    # What Ray has to say, of daemons and of what it retries, is no news to whoever serves a model.
+    ray.init(
+        address=address,
+        namespace=NAMESPACE,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        **options,
+    )
+
+
+@contextmanager
+def own_process_group() -> Iterator[None]:
+    """Start children in a process group of their own, then go back to ours.
+
+    ``timeout``, a shell or a supervisor signals whole groups: Ray's daemons would die before the
+    driver has stopped in order. Where this process leads its group, children stay in it. Where it
+    was the only one left of its group, as behind a script that has ended, it leads one from now on.
+    """
+    group = os.getpgrp()
+    if group == os.getpid():
+        yield
+        return
+    os.setpgid(0, 0)
+    try:
+        yield
+    finally:
+        with suppress(PermissionError):
+            os.setpgid(0, group)
+
+
+@contextmanager
+def _own_worker_setup() -> Iterator[None]:
+    """Have Ray start workers by our program, where it would look for its own."""
+    name = ray_constants.SETUP_WORKER_FILENAME
+    ray_constants.SETUP_WORKER_FILENAME = str(WORKER_SETUP)  # joined to a folder: this one stays
+    try:
+        yield
+    finally:
+        ray_constants.SETUP_WORKER_FILENAME = name
+
+
+@contextmanager
+def _emulated_acl() -> Iterator[None]:
+    """Let Ray find the emulator's ``acl`` module while it counts this node's NPUs."""
+    folder = str(emulator.SOURCES / "python")
+    sys.path.append(folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)

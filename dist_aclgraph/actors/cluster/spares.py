@@ -1,0 +1,65 @@
+"""Places that are held free for groups that lose theirs, as with a node that dies."""
+
+from __future__ import annotations
+
+from ray.util.placement_group import PlacementGroup
+
+from dist_aclgraph.actors.cluster import placement
+from dist_aclgraph.actors.cluster.placement import BundleRequest
+from dist_aclgraph.errors import PlacementError
+
+
+class Spares:
+    """Owns placement groups that nothing runs in. One that was given is asked for again: Ray has
+    it ready as soon as there is room, as when a node comes back.
+
+    Args:
+        deployment: its name, with which those of the placement groups begin.
+        count: how many lockstep groups they are for.
+    """
+
+    def __init__(self, deployment: str, count: int) -> None:
+        self._name = f"{deployment}/spare"
+        self._count = count
+        self._held: list[PlacementGroup] = []
+
+    def hold(self, request: BundleRequest, num_groups: int, timeout_s: float) -> None:
+        """Wait until all places are held, before the deployment's groups take theirs.
+
+        Args:
+            request: of each of the groups.
+            num_groups: that the deployment starts with.
+
+        Raises:
+            PlacementError: the cluster has not so many.
+        """
+        if not self._count:
+            return
+        nodes, count = placement.cluster_nodes(), num_groups + self._count
+        if not placement.has_places(request, nodes, count):
+            raise PlacementError(
+                f"recovery.spares is {self._count}: {num_groups} groups and the spare ones need "
+                f"{count * request.size} NPUs; the Ray cluster has "
+                f"{placement.count_npus(request, nodes)}; add nodes, or lower it"
+            )
+        for _ in range(self._count):
+            self._held.append(placement.reserve(request, timeout_s, self._name))
+
+    def give(self) -> bool:
+        """Let go of one place, for who asks for it next; return whether there was one."""
+        for group in self._held:
+            if placement.is_placed(group):
+                self._held.remove(group)
+                placement.release(group)
+                return True
+        return False
+
+    def refill(self, request: BundleRequest) -> None:
+        """Ask for as many places again as were given."""
+        while len(self._held) < self._count:
+            self._held.append(placement.ask_for(request, self._name))
+
+    def release(self) -> None:
+        """Give all places back."""
+        while self._held:
+            placement.release(self._held.pop())

@@ -1,0 +1,277 @@
+"""The controller actor: brings a deployment from configuration to serving, and to its end.
+
+A deployment's way: PLACING, JOINING, LOADING, NEGOTIATING, CAPTURING, SERVING, DRAINING, STOPPED
+(``state.py``). What fails before SERVING takes the whole deployment down in order (``startup.py``);
+what fails later takes down the lockstep group that it is part of (``group_watch.py``). Without any
+group it is RECOVERING, for as long as groups may be started again (``upkeep.py``).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from dist_aclgraph.actors.client.outage import Outlook
+from dist_aclgraph.actors.cluster.ray_errors import ours
+from dist_aclgraph.actors.cluster.spares import Spares
+from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup, group_report
+from dist_aclgraph.actors.controller.serving_groups import (
+    ServingGroups,
+    ranks_of_groups,
+    stop_groups,
+)
+from dist_aclgraph.actors.controller.startup import Startup
+from dist_aclgraph.actors.controller.state import State, advance
+from dist_aclgraph.actors.controller.term import Standing, Term
+from dist_aclgraph.actors.controller.upkeep import Upkeep
+from dist_aclgraph.actors.forks.fork_server import ForkAddress, Forks
+from dist_aclgraph.actors.host.processes import leave_with_raylet
+from dist_aclgraph.actors.wire.addresses import Address
+from dist_aclgraph.actors.worker.worker_group import bundles_of_groups
+from dist_aclgraph.config import Config
+from dist_aclgraph.errors import DistAclGraphError, EngineUnavailableError, WorkerError
+from dist_aclgraph.planning.planner import Planner
+
+logger = logging.getLogger(__name__)
+
+REPORT_S = 10.0  # limit of engines' reports
+NOT_STOPPED = frozenset(State) - {State.STOPPED}
+BYTES = "bytes"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What people are shown while groups start or drain; ``BYTES`` as a detail is the unit."""
+
+    state: str
+    done: int = 0
+    total: int = 0
+    detail: str = ""
+    part: str = ""  # of a change that has several, e.g. "group 2 of 3"
+
+    def __str__(self) -> str:
+        return f"{self.state} {self.done:,} of {self.total:,}" if self.total else self.state
+
+
+@dataclass(frozen=True)
+class Service:
+    """Where a serving deployment is reached, and what its clients must know.
+
+    Attributes:
+        pid: of its controller, on its node.
+    """
+
+    addresses: list[Address]
+    token: str
+    max_model_len: int
+    pid: int
+
+
+class Controller:
+    """Owns the plan, the states, and all actors of a deployment.
+
+    Args:
+        name: of the deployment; what it holds of the cluster bears it.
+        forks: what workers may be forked by, of the process that owns the deployment.
+    """
+
+    def __init__(
+        self, config: Config, name: str, term: Term, forks: ForkAddress | None = None
+    ) -> None:
+        leave_with_raylet()
+        self._name = name
+        self._config = config
+        self._term = term
+        self._spares = Spares(name, config.recovery.spares)
+        self._forks = Forks(forks)
+        self._entering = threading.Lock()
+        self._state = State.PLACING
+        self._progress = Progress(self._state.value)
+        self._failure = ""  # of the start
+        self._groups: list[LockstepGroup] = []
+        self._serving: ServingGroups | None = None
+        self._upkeep: Upkeep | None = None
+
+    # ---- answered while start() runs, or a change
+
+    def progress(self) -> Progress:
+        """Say how far the start is, or the change of groups that is under way."""
+        part = "" if self._serving is None else self._serving.part
+        found = replace(self._progress, part=part)
+        if found.state == State.LOADING.value:
+            groups = self._groups if self._serving is None else list(self._serving.starting)
+            reports = [p for group in groups for p in group.workers.progress()]
+            done, total = (sum(r["progress"][i] for r in reports) for i in range(2))
+            return Progress(found.state, done, total, BYTES, part)
+        return found
+
+    def check(self) -> str:
+        """Return why the deployment serves no more, or "" while a group does, or may again."""
+        return self._failure if self._upkeep is None else self._upkeep.failure
+
+    def standing(self) -> Standing:
+        """Say what another controller would begin with; and that this one lives."""
+        if self._serving is None:
+            return Standing(self._config, self._term.num_groups)
+        return Standing(self._serving.config, self._serving.num_wanted)
+
+    def outlook(self) -> Outlook:
+        """Say what becomes of the deployment, for clients that know no group that serves."""
+        serving = self._open_groups(State.RECOVERING)
+        progress = str(self.progress())
+        if self._upkeep is not None and self._upkeep.trouble:
+            progress += f"; the last try failed: {self._upkeep.trouble}"
+        return Outlook(serving.listed, self.check(), progress, self._term.token)
+
+    def report(self) -> dict[str, Any]:
+        """Return what is known of the plan, the ranks and every engine's counters.
+
+        ``groups`` are those after the first; ``lost_groups`` says which serve no more, and why.
+        """
+        groups = self._groups if self._serving is None else list(self._serving.groups)
+        lost_groups: list[str] = []
+        missing_groups = {"count": 0, "reason": ""}
+        # Of the same moment as the groups: engines that are dying answer late, or never.
+        if self._serving is not None and self._upkeep is not None:
+            lost_groups = self._serving.watch.losses()
+            missing_groups = {"count": self._serving.num_missing, "reason": self._upkeep.trouble}
+        reports = self._reports_of(groups)
+        merged = dict(reports[0]) if reports else {}
+        merged["state"] = self._state.value
+        merged["failure"] = self.check()
+        merged["controller"] = self._name
+        merged["ray_address"] = ray.get_runtime_context().gcs_address
+        merged["groups"] = reports[1:]
+        merged["lost_groups"], merged["missing_groups"] = lost_groups, missing_groups
+        return merged
+
+    def _reports_of(self, groups: Sequence[LockstepGroup]) -> list[dict[str, Any]]:
+        """Ask all engines at once: one that hangs costs the others nothing."""
+        asked = [g.engine.report.remote() for g in groups if g.engine is not None]
+        ready = ray.wait(asked, num_returns=len(asked), timeout=REPORT_S)[0] if asked else []
+        answers = iter(asked)
+        reports = []
+        for group in groups:
+            ref = next(answers) if group.engine is not None else None
+            try:
+                reports.append(dict(ray.get(ref)) if ref in ready else group_report(group))
+            except RayError:  # An engine that is gone has taken its counters along.
+                reports.append(group_report(group))
+        return reports
+
+    # ---- from configuration to serving
+
+    def start(self) -> Service:
+        """Run all phases.
+
+        Raises:
+            DistAclGraphError: the first error; everything that was started is stopped by then.
+        """
+        try:
+            planner = Planner.from_config(self._config)
+            for reason in planner.mode_reasons:
+                logger.warning(reason)
+            startup = Startup(planner, self._groups, self._forks, self._enter, self._show)
+            ranks = list(planner.layout.lockstep_groups)
+            if count := self._term.num_groups:
+                ranks = ranks_of_groups(len(ranks[0]), 0, count)
+            timeout_s = self._config.timeouts.place_s
+            request = bundles_of_groups(self._config, len(ranks))
+            self._spares.hold(request, len(ranks), timeout_s)
+            startup.run(ranks, deployment=self._name)
+            return self._serve(planner, startup.scopes)
+        except Exception as e:
+            self._failure = str(e)
+            phase = self._state.value
+            self._stop_actors()
+            self._enter(State.STOPPED, only_from=NOT_STOPPED)
+            if isinstance(e, DistAclGraphError):
+                raise
+            if isinstance(e, RayError):
+                raise ours(e, phase) from e
+            raise WorkerError(f"{type(e).__name__}: {e}", phase=phase) from e
+
+    def _enter(self, state: State, *, only_from: Collection[State] = frozenset(State)) -> bool:
+        """Go to a state if this one is in ``only_from``; return whether it is. For any thread."""
+        with self._entering:
+            if self._state not in only_from:
+                return False
+            self._state = advance(self._state, state)
+            self._progress = Progress(state.value)
+            return True
+
+    def _show_phase(self, phase: State) -> None:
+        """Of groups that change while others serve."""
+        self._progress = Progress(phase.value)
+
+    def _show(self, done: int, total: int, detail: str) -> None:
+        self._progress = Progress(self._progress.state, done, total, detail)
+
+    def _serve(self, planner: Planner, scopes: list[list[LockstepGroup]]) -> Service:
+        serving = ServingGroups(
+            self._name,
+            self._term,
+            planner,
+            self._spares,
+            self._forks,
+            self._show_phase,
+            self._show,
+        )
+        serving.open(planner, scopes)
+        serving.watch.start()
+        self._serving, self._upkeep = serving, Upkeep(serving, self._see_service)
+        self._enter(State.SERVING)
+        self._upkeep.start()
+        return self.service()
+
+    def _see_service(self, serves: bool) -> None:
+        """Go from SERVING to RECOVERING, or back."""
+        if serves and self._enter(State.SERVING, only_from={State.RECOVERING}):
+            logger.warning("a group serves again")
+        elif not serves and self._enter(State.RECOVERING, only_from={State.SERVING}):
+            logger.error("no group serves: %s", self._serving and self._serving.watch.failure())
+
+    # ---- while it serves
+
+    def service(self) -> Service:
+        """Say where the deployment is reached now."""
+        serving = self._open_groups(State.RECOVERING)
+        return Service(serving.addresses, self._term.token, serving.max_model_len, os.getpid())
+
+    def scale(self, count: int) -> None:
+        """Have so many groups take requests; see ``ServingGroups.scale``."""
+        self._open_groups().scale(count)
+
+    def roll(self, config: Config) -> None:
+        """Replace all groups by groups of another configuration; see ``ServingGroups.roll``."""
+        self._open_groups().roll(config)
+
+    def _open_groups(self, *others: State) -> ServingGroups:
+        if self._serving is None or self._state not in (State.SERVING, *others):
+            raise EngineUnavailableError(f"the deployment is {self._state.value}, not SERVING")
+        return self._serving
+
+    # ---- the end
+
+    def shut_down(self) -> None:
+        """Stop in order: engines say goodbye, workers leave, what is left is killed."""
+        self._enter(State.DRAINING, only_from={State.SERVING})
+        self._stop_actors()
+        self._enter(State.STOPPED, only_from=NOT_STOPPED)
+
+    def _stop_actors(self) -> None:
+        groups = self._groups
+        if self._serving is not None and self._upkeep is not None:
+            self._upkeep.stop()
+            self._serving.watch.stop()
+            groups = [*self._serving.groups, *self._serving.starting]
+        self._spares.release()
+        self._forks.close()
+        stop_groups(groups, self._config.timeouts.stop_s)

@@ -1,0 +1,200 @@
+"""Watching over the lives of a deployment's groups: the death of one ends no other."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from dist_aclgraph.actors.cluster.ray_errors import death_of
+from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup
+from dist_aclgraph.actors.wire.sockets import Silence
+from dist_aclgraph.actors.worker.worker_group import fetch
+from dist_aclgraph.errors import DistAclGraphError, EngineDeadError
+from dist_aclgraph.topology import GroupRank, WorldRank
+
+WATCH_S = 0.2
+BEATS_OF_A_SILENCE = 20
+
+
+class _Heartbeat:
+    """Asks one actor for a sign of life, again and again, on its control thread.
+
+    Args:
+        ask: sends the question of this number.
+    """
+
+    def __init__(self, ask: Callable[[int], Any], link_s: float) -> None:
+        self._ask = ask
+        self._number = 1
+        self._answer = ask(self._number)
+        self._silence = Silence(link_s, 2 * link_s / BEATS_OF_A_SILENCE)
+
+    def listen(self, elapsed_s: float) -> str:
+        """Return why the actor counts as lost, or "" while it answers."""
+        if ray.wait([self._answer], timeout=0)[0]:
+            self._silence.heard()
+            self._number += 1
+            self._answer = self._ask(self._number)  # that it is dead is seen by other ends
+        elif self._silence.listen(elapsed_s):
+            return f"it has not answered for {self._silence.silent_s:.1f} s, not even a heartbeat"
+        return ""
+
+
+class GroupWatch:
+    """Finds out which group is lost and why, ends what is left of it, and watches the others.
+
+    Args:
+        link_s: an engine or a worker that is silent for longer is gone: ``timeouts.link_s``.
+    """
+
+    def __init__(self, link_s: float) -> None:
+        self._lock = threading.Lock()  # of what is watched
+        self._groups: list[LockstepGroup] = []
+        self._link_s = link_s
+        self._beat_s = link_s / BEATS_OF_A_SILENCE
+        # None stands for the engine.
+        self._owner: dict[Any, tuple[LockstepGroup, WorldRank | None]] = {}
+        self._heartbeats: list[tuple[LockstepGroup, WorldRank | None, _Heartbeat]] = []
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def add(self, groups: Sequence[LockstepGroup]) -> None:
+        """Watch groups that have begun to serve."""
+        for group in groups:
+            members = list(
+                zip(group.workers.ranks, group.loops, group.workers.workers, strict=True)
+            )
+            end = group.engine.wait_for_end.remote()
+            beats = [
+                (group, rank, _Heartbeat(ask, self._link_s))
+                for rank, ask in [
+                    (None, group.engine.ping.remote),
+                    *((rank, worker.ping.remote) for rank, _, worker in members),
+                ]
+            ]
+            with self._lock:
+                self._groups.append(group)
+                self._owner[end] = (group, None)
+                self._owner |= {loop: (group, rank) for rank, loop, _ in members}
+                self._heartbeats += beats
+
+    def remove(self, group: LockstepGroup) -> None:
+        """Watch a group no more: what ends of it from now on was ended by somebody."""
+        with self._lock:
+            self._groups.remove(group)
+            self._forget(group)
+            self._heartbeats = [beat for beat in self._heartbeats if beat[0] is not group]
+
+    def _forget(self, group: LockstepGroup) -> None:
+        """Watch a group's ends no more. Its engine is still asked: it tells its clients why."""
+        self._owner = {ref: owner for ref, owner in self._owner.items() if owner[0] is not group}
+        self._heartbeats = [b for b in self._heartbeats if b[0] is not group or b[1] is None]
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def failure(self) -> str:
+        """Return why no group that is watched serves, or "" while at least one does."""
+        with self._lock:
+            groups = list(self._groups)
+        lost = [group.lost_because for group in groups if group.lost_because]
+        return "; ".join(lost) if len(lost) == len(groups) else ""
+
+    @property
+    def trouble(self) -> str:
+        """Why nobody would hear of a group's death, or ""."""
+        if self._stopping.is_set() or self._thread.is_alive():
+            return ""
+        return "the watch over the workers has ended; restart the deployment"
+
+    def losses(self) -> list[str]:
+        """Say which groups are lost, and why."""
+        with self._lock:
+            return [f"{g.name}: {g.lost_because}" for g in self._groups if g.lost_because]
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        beaten_s = time.monotonic()
+        while not self._stopping.is_set():
+            with self._lock:
+                watched = list(self._owner)
+            if watched:
+                ready, _ = ray.wait(watched, num_returns=1, timeout=WATCH_S)
+            else:
+                ready = []
+                self._stopping.wait(WATCH_S)
+            if self._stopping.is_set():
+                return
+            for ended in ready:
+                self._see_end(ended)
+            elapsed_s = time.monotonic() - beaten_s
+            if elapsed_s >= self._beat_s:
+                beaten_s += elapsed_s
+                self._listen(elapsed_s)
+
+    def _see_end(self, ended: Any) -> None:
+        with self._lock:
+            if ended not in self._owner:
+                return  # removed meanwhile
+            group, rank = self._owner[ended]
+        if rank is None:
+            try:
+                reason = ray.get(ended)
+            except RayError as e:
+                reason = f"the engine is gone: {death_of(e)}"
+            self._lose(group, reason)
+            return
+        try:
+            fetch(ended, rank, "SERVING")
+        except EngineDeadError:
+            pass
+        except DistAclGraphError as e:
+            self._lose(group, str(e), rank)
+            return
+        # The engine has ended its loop, and itself says why.
+        with self._lock:
+            self._owner.pop(ended, None)
+
+    def _listen(self, elapsed_s: float) -> None:
+        with self._lock:
+            heartbeats = list(self._heartbeats)
+        for group, rank, heartbeat in heartbeats:
+            reason = heartbeat.listen(elapsed_s)
+            if not reason or group.lost_because:
+                continue
+            if rank is not None:
+                self._lose(group, f"rank {rank} in SERVING: {reason}", rank)
+            else:
+                self._lose(group, f"the engine in SERVING: {reason}")
+                ray.kill(group.engine)  # it cannot tell its clients, and must not begin again
+
+    def _lose(self, group: LockstepGroup, reason: str, rank: WorldRank | None = None) -> None:
+        """End the epoch of a group: its requests get the reason.
+
+        Its workers are killed; where some may join another group, they are left to whoever has them
+        do that.
+
+        Args:
+            rank: whose process is lost, if it is known.
+        """
+        with self._lock:
+            if group not in self._groups:
+                return
+            if rank is not None:
+                group.lost_ranks.add(GroupRank(group.workers.ranks.index(rank)))
+            group.lost_s = time.monotonic()
+            is_hopeless = group.way_back() == "REBUILD"
+            group.lost_because = reason  # from now on others may see to it
+            self._forget(group)
+        group.engine.fail.remote(reason)
+        if is_hopeless:
+            group.give_up()

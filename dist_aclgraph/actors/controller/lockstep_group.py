@@ -1,0 +1,147 @@
+"""What the controller keeps of one lockstep group, and the report of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import ray
+
+from dist_aclgraph.actors.capture.lockstep_capture import CaptureRecord
+from dist_aclgraph.actors.wire.addresses import Address
+from dist_aclgraph.actors.wire.messages import GroupEntry
+from dist_aclgraph.actors.worker.worker_group import WorkerGroup
+from dist_aclgraph.planning.budget import StreamOffer
+from dist_aclgraph.planning.ledger import Ledger
+from dist_aclgraph.planning.plan import plan_report
+from dist_aclgraph.planning.planner import Planner
+from dist_aclgraph.planning.way_back import Failure, Way, way_back
+from dist_aclgraph.topology import GroupRank
+
+
+@dataclass
+class LockstepGroup:
+    """What the controller keeps of one lockstep group.
+
+    Attributes:
+        planner: its own configuration, which that of other groups may differ from.
+    """
+
+    workers: WorkerGroup
+    planner: Planner
+    engine: Any = None
+    device: str = ""
+    weight_bytes: int = 0
+    num_blocks: int = 0
+    offers: list[StreamOffer] = field(default_factory=list)
+    ledgers: list[Ledger] = field(default_factory=list)
+    record: CaptureRecord | None = None
+    pool_bytes: int = 0
+    lazy_capacity: int = 0
+    loops: list[Any] = field(default_factory=list)
+    number: int = 0  # its name for clients, which no other group ever has
+    opened_at: Address | None = None  # its engine, for clients
+    is_draining: bool = False  # it takes no new requests
+    opened_s: float = 0.0  # when it began to serve
+    is_rejoined: bool = False  # survivors of another group are part of it
+    lost_because: str = ""  # its epoch is over; other groups serve on
+    lost_s: float = 0.0  # when it was known to be lost
+    lost_ranks: set[GroupRank] = field(default_factory=set)  # as far as is known
+    is_left: bool = False  # by its survivors, which wait for another group
+    is_given_up: bool = False  # nothing of it waits for another group
+
+    @property
+    def address(self) -> Address:
+        """Where clients reach its engine."""
+        assert self.opened_at is not None, "opened before it is asked for"
+        return self.opened_at
+
+    @property
+    def entry(self) -> GroupEntry:
+        """What clients know of it."""
+        return GroupEntry(
+            str(self.number),
+            self.address,
+            self.num_blocks * self.planner.layout.within_group.dp,
+            self.planner.cache_spec.tokens_per_block,
+            self.is_draining,
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """Requests that it can run at once."""
+        planner = self.planner
+        return planner.config.scheduler.max_num_seqs * planner.layout.within_group.dp
+
+    @property
+    def captured(self) -> CaptureRecord:
+        assert self.record is not None
+        return self.record
+
+    @property
+    def name(self) -> str:
+        """For messages, e.g. ``the group of ranks 2, 3``."""
+        return f"the group of ranks {', '.join(map(str, self.workers.ranks))}"
+
+    def way_back(self) -> Way:
+        """Return how the lost group comes back, as far as is known by now."""
+        if self.is_given_up:
+            return "REBUILD"
+        recovery = self.planner.config.recovery
+        return way_back(
+            Failure(
+                {},
+                frozenset(self.lost_ranks),
+                may_resume=recovery.resume_s > 0 and recovery.restarts_per_hour > 0,
+                is_over=True,
+                size=len(self.workers.ranks),
+                served_s=self.lost_s - self.opened_s if self.is_rejoined else None,
+            )
+        )
+
+    def give_up(self) -> None:
+        """End what is left of its workers, and free its places: it does not come back."""
+        if not self.is_given_up:
+            self.is_given_up, self.is_left = True, False
+            self.workers.kill()
+
+    def kill(self) -> None:
+        """End what is left of its actors now."""
+        if self.engine is not None:
+            ray.kill(self.engine)
+        self.workers.kill()
+
+
+def group_report(group: LockstepGroup) -> dict[str, Any]:
+    """Return plan, buckets and ranks as plain values; what is not known yet is empty."""
+    record = group.record
+    return {
+        "device": group.device,
+        "plan": None if record is None else plan_report(record.plan),
+        "rollbacks": [] if record is None else record.rollbacks,
+        "pool_bytes": group.pool_bytes,
+        "weight_bytes": group.weight_bytes,
+        "num_blocks": group.num_blocks,
+        "ranks": [_rank_report(group, index) for index in range(len(group.ledgers))],
+    }
+
+
+def _rank_report(group: LockstepGroup, index: int) -> dict[str, Any]:
+    ledger, info = group.ledgers[index], group.workers.infos[index]
+    measured = [entry.measured or 0 for entry in ledger.entries if entry.unit == "streams"]
+    return {
+        "rank": ledger.rank,
+        "host": info.host,
+        "node": info.node_ip,
+        "npu_ids": list(info.npu_ids),
+        "pid": info.pid,
+        "streams": {
+            "offered": ledger.offered_streams,
+            "taken": group.offers[index].taken,
+            "predicted": ledger.predicted_streams,
+            "measured": sum(measured),
+        },
+        "ledger": msgspec.to_builtins(ledger),
+        "warnings": ledger.warnings(),
+    }

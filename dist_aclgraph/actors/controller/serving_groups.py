@@ -1,0 +1,524 @@
+"""The groups of a serving deployment: opened, added, drained and replaced while others serve.
+
+What changes is told to the engines, whose clients hear of it from any of them (``Groups``). A group
+that drains gets no new requests, ends what it has, and is given back. One change at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from dist_aclgraph.actors.cluster import placement
+from dist_aclgraph.actors.cluster.ray_errors import ours
+from dist_aclgraph.actors.cluster.spares import Spares
+from dist_aclgraph.actors.controller.group_watch import GroupWatch
+from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup, group_report
+from dist_aclgraph.actors.controller.startup import EPOCH, OnGraph, OnPhase, Startup, side_by_side
+from dist_aclgraph.actors.controller.state import State
+from dist_aclgraph.actors.controller.survivors import gather_survivors
+from dist_aclgraph.actors.controller.term import Term
+from dist_aclgraph.actors.controller.traffic_watch import TrafficWatches
+from dist_aclgraph.actors.engine.engine import EngineSettings
+from dist_aclgraph.actors.forks.fork_server import Forks
+from dist_aclgraph.actors.host import run_directory
+from dist_aclgraph.actors.wire.addresses import Address
+from dist_aclgraph.actors.wire.messages import Groups
+from dist_aclgraph.actors.worker.worker_group import bundles_of_groups, fetch
+from dist_aclgraph.config import Config
+from dist_aclgraph.errors import (
+    ConfigError,
+    DistAclGraphError,
+    EngineUnavailableError,
+    PlacementError,
+    RollError,
+    WorkerError,
+)
+from dist_aclgraph.planning.chip import Chip
+from dist_aclgraph.planning.exchange import ExchangeRule
+from dist_aclgraph.planning.planner import Planner
+from dist_aclgraph.topology import Ranks, WorldRank
+
+logger = logging.getLogger(__name__)
+
+ANSWER_S = 10.0  # beyond the time that an engine was given
+OF_THE_INGRESS = ("model", "name", "seed")  # what ingress replicas have read already
+
+
+class ServingGroups:
+    """Owns the groups of a deployment from the moment that they serve.
+
+    Args:
+        deployment: its name, with which those of placement groups begin.
+        term: what there was of the deployment before.
+        planner: of the first groups.
+        spares: places for lost ones.
+        forks: what starts processes of this machine.
+        on_phase, on_graph: told how far a change is; see ``Startup``.
+
+    Attributes:
+        groups: those that clients know of. A lost one is there until another takes its place.
+        starting: those that are about to be.
+        num_wanted: how many ought to take requests.
+        part: of a change that has several, which is under way, e.g. "group 2 of 3".
+    """
+
+    def __init__(
+        self,
+        deployment: str,
+        term: Term,
+        planner: Planner,
+        spares: Spares,
+        forks: Forks,
+        on_phase: OnPhase,
+        on_graph: OnGraph,
+    ) -> None:
+        self._deployment = deployment
+        self._token = term.token
+        self._planner = planner
+        self._spares = spares
+        self._forks = forks
+        self._on_phase = on_phase
+        self._on_graph = on_graph
+        self._started_s = time.monotonic()
+        self._changing = threading.Lock()
+        self._version = term.first_version
+        self._next_number = term.first_group
+        self._num_ranks = 0
+        self.groups: list[LockstepGroup] = []
+        self.starting: list[LockstepGroup] = []
+        self.num_wanted = term.num_groups or len(planner.layout.lockstep_groups)
+        self.part = ""
+        self.max_model_len = term.max_model_len
+        self.traffic = TrafficWatches()
+        self.watch = GroupWatch(planner.config.timeouts.link_s)
+
+    @property
+    def config(self) -> Config:
+        """Of groups that are added: that of the group that came up last."""
+        return self._planner.config
+
+    @property
+    def taking(self) -> list[LockstepGroup]:
+        """The groups that take requests, the oldest first."""
+        return [g for g in self.groups if not g.lost_because and not g.is_draining]
+
+    @property
+    def serves(self) -> bool:
+        """Whether a group is left that runs requests."""
+        return any(not group.lost_because for group in self.groups)
+
+    @property
+    def listed(self) -> Groups:
+        """What clients are told of the groups."""
+        return Groups(self._version, tuple(group.entry for group in self.groups))
+
+    @property
+    def num_missing(self) -> int:
+        return max(0, self.num_wanted - len(self.taking))
+
+    @property
+    def is_changing(self) -> bool:
+        return self._changing.locked()
+
+    @property
+    def addresses(self) -> list[Address]:
+        return [group.address for group in self.groups]
+
+    # ---- changes
+
+    def open(self, planner: Planner, scopes: Sequence[list[LockstepGroup]]) -> None:
+        """Send groups that have captured their graphs into their loops, and let clients know.
+
+        Raises:
+            ConfigError: requests that were promised to fit do not fit into their caches.
+            WorkerError: a rank did not come into its loop.
+        """
+        new = [group for scope in scopes for group in scope]
+        longest = min(
+            planner.cache_spec.longest_request(group.num_blocks, planner.max_model_len)
+            for group in new
+        )
+        if longest < self.max_model_len:
+            raise ConfigError(
+                f"a new group holds requests of at most {longest} tokens, and "
+                f"{self.max_model_len} are promised; raise kv.num_blocks or max_model_len"
+            )
+        self.max_model_len = self.max_model_len or longest
+        side_by_side(self._open, new)
+        for group in new:
+            group.opened_s = time.monotonic()
+            group.number, self._next_number = self._next_number, self._next_number + 1
+            self._num_ranks = max(self._num_ranks, 1 + max(group.workers.ranks))
+        self.groups += new
+        self._planner = planner
+        self.watch.add(new)
+        for scope in scopes:
+            self.traffic.add(scope)
+        self._publish()
+
+    def scale(self, count: int, room_s: float = placement.ROOM_S) -> None:
+        """Have so many groups take requests; dead ones are given back.
+
+        Other changes may begin while it waits for room.
+
+        Args:
+            room_s: how long to wait for NPUs.
+
+        Raises:
+            ConfigError: ``count`` is not positive.
+            PlacementError: there are not so many NPUs.
+            EngineUnavailableError: another change is under way.
+            DistAclGraphError: new groups did not come up; the others serve on.
+        """
+        check_count(count)
+        with self._change():
+            self.give_up_lost(are_replaced=False)
+        if count > len(self.taking):
+            self.check_room(count - len(self.taking), room_s)
+        with self._change():
+            missing = count - len(self.taking)
+            if missing > 0:
+                self._add(self._planner, missing)
+            self.num_wanted = count
+            self._give_back(self._lost)
+            self._drain(self.taking[count:])
+
+    def replace_one(self) -> None:
+        """Start a group where one is missing. A lost one, of which clients know, then goes.
+
+        What is left of the lost one is part of the new one, where that is possible.
+
+        Raises:
+            PlacementError: there is no room for a group.
+            EngineUnavailableError: another change is under way.
+            DistAclGraphError: the new group did not come up; the others serve on.
+        """
+        with self._change():
+            lost = sorted(self._lost, key=lambda group: not group.is_left)[:1]
+            for group in lost:
+                logger.warning("group %d is replaced: %s", group.number, group.lost_because)
+            if self.num_missing and not any(map(self._rejoin, lost)):
+                self._add(self._planner, 1)
+            self._give_back(lost)
+            self._ask_for_spares()
+
+    def _rejoin(self, group: LockstepGroup) -> bool:
+        """Make another group of the survivors that have left this one; return whether it serves."""
+        if not group.is_left:
+            return False
+        lost = group.lost_ranks
+        try:
+            self._start(group.planner, lambda startup: startup.rejoin(group.workers, lost))
+        except (DistAclGraphError, RayError) as e:
+            logger.warning("survivors of group %d make no other group: %s", group.number, e)
+            group.give_up()
+            self._make_room()
+            return False
+        except BaseException:
+            group.give_up()
+            raise
+        return True
+
+    def roll(self, config: Config) -> None:
+        """Replace all groups by groups of another configuration, one after the other.
+
+        A new group comes before an old one goes where there is room for both, else after it. Where
+        this configuration's roll has ended early, it goes on with the groups that are left.
+
+        Raises:
+            ConfigError: the configuration changes what only a new service can, or promises less.
+            PlacementError: one group is all there is room for.
+            EngineUnavailableError: another change is under way.
+            RollError: it has ended early; says which group runs what.
+            DistAclGraphError: the first new group did not come up; nothing has changed.
+        """
+        planner = Planner.from_config(config)
+        for key in OF_THE_INGRESS:
+            old, new = getattr(self.config, key), getattr(config, key)
+            if old != new:
+                raise ConfigError(
+                    f"{key} changes, which ingresses have read; start a new service for it"
+                )
+        with self._change():
+            self.give_up_lost(are_replaced=False)
+            before = left = self.taking
+            if planner.config == self.config:
+                unfinished = [g for g in before if g.planner is not self._planner]
+                planner, left = (self._planner, unfinished) if unfinished else (planner, before)
+            for done, group in enumerate(left):
+                self.part = f"group {done + 1} of {len(left)}"
+                try:
+                    self._replace(group, planner)
+                except (DistAclGraphError, RayError) as e:
+                    cause = ours(e, "starting a group")
+                    if self.taking == before:
+                        raise cause from e
+                    raise RollError(self._early_end(planner, cause)) from e
+            self._spares.release()  # groups of this configuration may be of another size
+            self._ask_for_spares()
+
+    def _replace(self, group: LockstepGroup, planner: Planner) -> None:
+        request = bundles_of_groups(planner.config, 1)
+        if placement.has_room(request, 1):
+            self._add(planner, 1)
+            self._drain([group])
+        elif len(self.taking) > 1:
+            self._drain([group])
+            self._add(planner, 1)
+        else:
+            free = placement.count_npus(request, placement.free_nodes())
+            raise PlacementError(
+                f"the only group is to be replaced, and another one needs {request.size} NPUs; "
+                f"free are {free}; add some, or stop the service and start it anew"
+            )
+
+    def _early_end(self, planner: Planner, cause: DistAclGraphError) -> str:
+        """Say how the groups stand after a roll that failed."""
+        new = [g.number for g in self.taking if g.planner is planner]
+        old = [g.number for g in self.taking if g.planner is not planner]
+        missing = f", {self.num_missing} of {self.num_wanted} groups are missing"
+        return (
+            f"the roll has ended early: {cause}; {_named(new)} the new configuration, "
+            f"{_named(old)} the one from before{missing if self.num_missing else ''}; roll again "
+            "to go on, or roll back by the other configuration"
+        )
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        if not self._changing.acquire(blocking=False):
+            raise EngineUnavailableError("the groups are being changed already; try again later")
+        try:
+            yield
+        finally:
+            self._on_phase(State.SERVING)
+            self.part = ""
+            self._changing.release()
+
+    def check_room(self, count: int, wait_s: float) -> None:
+        """Return if there are NPUs for so many groups more, or come to be within ``wait_s``.
+
+        Raises:
+            PlacementError: there are not.
+        """
+        request = bundles_of_groups(self.config, count)
+        if not placement.has_room(request, count, wait_s):
+            free = placement.count_npus(request, placement.free_nodes())
+            raise PlacementError(
+                f"{count} groups more need {count * request.size} NPUs; free are {free}; "
+                "add nodes, or ask for fewer groups"
+            )
+
+    @property
+    def _lost(self) -> list[LockstepGroup]:
+        """Groups whose epoch is over, and that clients know of; the oldest first."""
+        return [group for group in self.groups if group.lost_because]
+
+    def find_place(self) -> None:
+        """Have a place for a missing group: of a lost one that its survivors leave, or any other.
+
+        Other changes may begin while it waits for room.
+
+        Raises:
+            PlacementError: there is none.
+            EngineUnavailableError: another change is under way.
+        """
+        with self._change():
+            for group in self._lost:
+                if self._may_rejoin(group) and gather_survivors(group):
+                    return
+                group.give_up()
+            if self._spares.give():
+                return
+        self.check_room(1, placement.ROOM_S)
+
+    def give_up_lost(self, *, are_replaced: bool) -> None:
+        """Free the places of lost groups that nobody will join again.
+
+        Args:
+            are_replaced: whether any is replaced at all.
+        """
+        for group in self._lost:
+            if not (are_replaced and self._may_rejoin(group)):
+                group.give_up()
+
+    def _may_rejoin(self, group: LockstepGroup) -> bool:
+        # It has weights of its own configuration, and what is missing is of the newest.
+        return group.planner is self._planner and group.way_back() == "REJOIN"
+
+    def _make_room(self) -> None:
+        """Have NPUs for a group in the place of a lost one: a spare's at once, where there is one.
+
+        What Ray counts as free may be on a node of whose death it does not know yet.
+
+        Raises:
+            PlacementError: there are none.
+        """
+        if not self._spares.give():
+            self.check_room(1, placement.ROOM_S)
+
+    def _ask_for_spares(self) -> None:
+        try:
+            self._spares.refill(bundles_of_groups(self.config, 1))
+        except PlacementError as e:  # when there are nodes again, so are spares
+            logger.warning("no spares are held: %s", e)
+
+    def _add(self, planner: Planner, count: int) -> None:
+        """Start groups beside those that serve."""
+        size = len(planner.layout.lockstep_groups[0])
+        ranks = ranks_of_groups(size, self._num_ranks, count)
+        self._start(planner, lambda startup: startup.run(ranks, deployment=self._deployment))
+
+    def _start(self, planner: Planner, run: Callable[[Startup], None]) -> None:
+        """Have groups come up beside those that serve: nothing is left of them if one fails."""
+        new: list[LockstepGroup] = []
+        self.starting = new
+        self._on_phase(State.PLACING)
+        startup = Startup(planner, new, self._forks, self._on_phase, self._on_graph)
+        try:
+            run(startup)
+            self.open(planner, startup.scopes)
+        except BaseException:
+            for group in new:
+                group.kill()
+            if not startup.has_placed:
+                self._forks.renew()  # what starts processes may hang
+            raise
+        finally:
+            self.starting = []
+
+    def _drain(self, groups: Sequence[LockstepGroup]) -> None:
+        """Let groups end what they have, side by side, and give each back that has."""
+        if not groups:
+            return
+        for group in groups:
+            group.is_draining = True
+        version = self._publish()
+        self._on_phase(State.DRAINING)
+        draining: dict[Any, LockstepGroup] = {}
+        for group in groups:
+            timeout_s = group.planner.config.timeouts.drain_s
+            draining[group.engine.drain.remote(version, timeout_s)] = group
+        deadline_s = time.monotonic() + ANSWER_S
+        deadline_s += max(group.planner.config.timeouts.drain_s for group in groups)
+        while draining:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            ready, _ = ray.wait(list(draining), num_returns=1, timeout=left_s)
+            for ref in ready or list(draining):
+                group = draining.pop(ref)
+                if problem := _problem_of_drain(ref, group) if ready else "it does not answer":
+                    logger.warning("%s has not drained: %s", group.name, problem)
+                self._give_back([group])
+
+    def _give_back(self, groups: Sequence[LockstepGroup]) -> None:
+        if not groups:
+            return
+        for group in groups:
+            self.watch.remove(group)
+            self.traffic.remove(group)
+            self.groups.remove(group)
+        self._publish()
+        stop_groups(groups, self.config.timeouts.stop_s)
+        run_directory.sweep()  # of engines that died on this node
+
+    def _publish(self) -> int:
+        """Tell all engines which groups there are; return the version of the list."""
+        self._version += 1
+        listed = self.listed
+        for group in self.groups:
+            group.engine.set_groups.remote(listed)
+        return self._version
+
+    # ---- one group
+
+    def _open(self, group: LockstepGroup) -> None:
+        """Send a group's workers into their loops, and learn where clients reach its engine."""
+        planner = group.planner
+        timeout_s = planner.config.timeouts.join_s
+        asking = group.engine.channel_addresses.remote(group.workers.node_ids)
+        group.loops = group.workers.start_loops(ray.get(asking, timeout=timeout_s))
+        report = {
+            **group_report(group),
+            "emulated": group.workers.is_emulated,
+            "block_size": planner.config.kv.block_size,
+            "max_model_len": planner.max_model_len,
+            "mode_reasons": list(planner.mode_reasons),
+            "ready_seconds": time.monotonic() - self._started_s,
+        }
+        chip = Chip(group.offers[0].device, group.offers[0].cann)
+        exchange = ExchangeRule.from_config(planner.config, planner.facts, chip)
+        settings = EngineSettings(
+            epoch=EPOCH,
+            num_blocks=group.num_blocks,
+            max_model_len=planner.max_model_len,
+            vocab_size=planner.facts.vocab_size,
+            plan=group.captured.plan,
+            costs=group.captured.costs,
+            lazy_capacity=group.lazy_capacity,
+            exchange=exchange,
+            counts_shared_blocks=chip.counts_shared_blocks(planner.config, planner.facts),
+            token=self._token,
+            report=report,
+        )
+        serving: Any = group.engine.serve.remote(settings)
+        # A worker that dies on its way into the loop must not leave us waiting.
+        ready, _ = ray.wait([serving, *group.loops], num_returns=1, timeout=timeout_s)
+        if not ready:
+            raise WorkerError(f"no step loop within {timeout_s:g} s", phase="CAPTURING")
+        if ready[0] != serving:
+            fetch(ready[0], group.workers.ranks[group.loops.index(ready[0])], "CAPTURING")
+        group.opened_at = ray.get(serving, timeout=timeout_s)
+
+
+def ranks_of_groups(size: int, first: int, count: int) -> list[Ranks]:
+    """Return the world ranks of groups of ``size``, one group behind the other."""
+    starts = range(first, first + count * size, size)
+    return [tuple(map(WorldRank, range(start, start + size))) for start in starts]
+
+
+def check_count(count: int) -> None:
+    """Return if a deployment may have so many groups.
+
+    Raises:
+        ConfigError: it may not.
+    """
+    if count < 1:
+        raise ConfigError(f"{count} groups were asked for; a deployment has at least 1")
+
+
+def stop_groups(groups: Sequence[LockstepGroup], timeout_s: float) -> None:
+    """Stop in order: engines say goodbye, workers leave, what is left is killed."""
+    stopping = [
+        ref
+        for group in groups
+        if group.engine is not None
+        for ref in (group.engine.stop.remote(), *group.loops)
+    ]
+    if stopping:
+        ray.wait(stopping, num_returns=len(stopping), timeout=timeout_s)
+    for group in groups:
+        group.kill()
+
+
+def _problem_of_drain(ref: Any, group: LockstepGroup) -> str:
+    """Return why a group has not ended what it had, "" where it has."""
+    try:
+        if ray.get(ref):
+            return ""
+        return f"it took more than {group.planner.config.timeouts.drain_s:g} s"
+    except RayError as e:  # it has died meanwhile: what it had has ended, or goes on elsewhere
+        return str(ours(e, f"draining group {group.number}"))
+
+
+def _named(numbers: Sequence[int]) -> str:
+    """Groups with the verb that follows, e.g. ``groups 0, 2 run``."""
+    if len(numbers) == 1:
+        return f"group {numbers[0]} runs"
+    return f"groups {', '.join(map(str, numbers))} run" if numbers else "no group runs"

@@ -1,0 +1,357 @@
+"""From configuration to captured graphs: what a deployment does once, all its groups in parallel.
+
+The lockstep groups of a deployment have nothing to wait for in each other until one plan is made
+for all of them. Each phase has a deadline; an error names the rank and the phase.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
+
+import ray
+
+from dist_aclgraph.actors.capture.graph_transaction import GraphTransaction
+from dist_aclgraph.actors.capture.lockstep_capture import (
+    CaptureRecord,
+    agree,
+    capture_plan,
+    probe_graphs,
+)
+from dist_aclgraph.actors.cluster import placement
+from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup
+from dist_aclgraph.actors.controller.state import State
+from dist_aclgraph.actors.engine.engine import Engine
+from dist_aclgraph.actors.forks.fork_server import Forks
+from dist_aclgraph.actors.worker.worker import WorkerInfo
+from dist_aclgraph.actors.worker.worker_group import (
+    WorkerGroup,
+    bundles_of_groups,
+    for_each_rank,
+    place_group,
+    refill_group,
+    runtime_environment,
+)
+from dist_aclgraph.errors import WorkerError
+from dist_aclgraph.models.read_ahead import ALONE, Neighbour
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.ledger import Ledger
+from dist_aclgraph.planning.plan import GraphPlan
+from dist_aclgraph.planning.planner import Planner
+from dist_aclgraph.topology import GroupRank, Ranks
+
+EPOCH = 1  # the first of a group; each time that it comes back in place, the next one begins
+MIB = 1 << 20
+TRIAL_BLOCKS = 2  # a cache for padding rows alone: they use the dummy block
+
+T = TypeVar("T")
+Part = TypeVar("Part")
+OnPhase = Callable[[State], object]
+OnGraph = Callable[[int, int, str], None]  # captured so far, of how many, and what comes next
+
+
+class Startup:
+    """The phases. Owns nothing: what it starts is in ``groups``, which belong to the controller."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        groups: list[LockstepGroup],
+        forks: Forks,
+        on_phase: OnPhase,
+        on_graph: OnGraph,
+    ) -> None:
+        self._planner = planner
+        self._config = planner.config
+        self._groups = groups
+        self._forks = forks
+        self._enter = on_phase
+        self._show = on_graph
+        self._phase = State.PLACING
+        self._moving = threading.Lock()
+        self._python: str | None = None  # what starts processes in place of Ray's own command
+
+    @property
+    def has_placed(self) -> bool:
+        """Whether all processes have come up."""
+        return self._phase is not State.PLACING
+
+    def run(self, ranks: Sequence[Ranks], *, deployment: str) -> None:
+        """Run all phases up to captured graphs.
+
+        Args:
+            ranks: world ranks of each group.
+
+        Raises:
+            DistAclGraphError: the first error of any group.
+        """
+        self._python = self._fork_command(ranks)
+        self._place(ranks, deployment)
+        self._come_up()
+
+    def rejoin(self, left: WorkerGroup, lost: Collection[GroupRank]) -> None:
+        """Run all phases for one group of survivors and of workers in the places of lost ones.
+
+        Args:
+            left: the workers of the lost group, as its ranks; those not ``lost`` have left it.
+
+        Raises:
+            DistAclGraphError: the first error.
+        """
+        self._python = self._fork_command([left.ranks])
+        workers = refill_group(self._config, left, lost, EPOCH, python=self._python)
+        self._groups.append(LockstepGroup(workers, self._planner, is_rejoined=True))
+        self._come_up()
+
+    def _come_up(self) -> None:
+        """From places that are given to captured graphs."""
+        self._find_out()
+        self._go(State.JOINING)
+        self._each(self._join)
+        self._go(State.LOADING)
+        self._each(self._load)
+        self._go(State.NEGOTIATING)
+        self._each(self._make_runners)
+        self._each(self._ask_offers)
+        side_by_side(self._plan_groups, self.scopes)
+
+    def _fork_command(self, ranks: Sequence[Ranks]) -> str | None:
+        """Return what ranks and engines are forked by, where they would wait for cores.
+
+        On a cluster of one node alone: of others, nobody here knows where their Python is.
+        """
+        if len(placement.cluster_nodes()) > 1:
+            return None
+        return self._forks.command(self._config, len(ranks) + sum(map(len, ranks)))
+
+    @property
+    def scopes(self) -> list[list[LockstepGroup]]:
+        """The groups that share a plan."""
+        if self._config.graph.scope == "group":
+            return [[group] for group in self._groups]
+        return [self._groups]
+
+    def _go(self, phase: State) -> None:
+        self._phase = phase
+        self._enter(phase)
+
+    def _go_on_to_capture(self) -> None:
+        """The first scope with a plan leads there; others may still negotiate theirs."""
+        with self._moving:
+            if self._phase is State.NEGOTIATING:
+                self._go(State.CAPTURING)
+                for group in self._groups:
+                    group.workers.phase = self._phase.value
+
+    def _each(self, work: Callable[[LockstepGroup], T]) -> list[T]:
+        return side_by_side(work, self._groups)
+
+    def _place(self, ranks: Sequence[Ranks], deployment: str) -> None:
+        request = bundles_of_groups(self._config, len(ranks))
+
+        def place(members: Ranks) -> WorkerGroup | Exception:
+            try:
+                return place_group(
+                    self._config,
+                    members,
+                    EPOCH,
+                    request,
+                    deployment=deployment,
+                    python=self._python,
+                )
+            except Exception as e:  # raised once all have an answer: who was placed is given back
+                return e
+
+        placed = side_by_side(place, ranks)
+        self._groups += [
+            LockstepGroup(found, self._planner)
+            for found in placed
+            if isinstance(found, WorkerGroup)
+        ]
+        for found in placed:
+            if isinstance(found, Exception):
+                raise found
+
+    def _find_out(self) -> None:
+        """Start engines beside the workers, and learn where those are."""
+        for group in self._groups:
+            assert group.workers.bundles is not None
+            group.engine = self._engine_at(placement.leading_node(group.workers.bundles))
+        timeouts = self._config.timeouts
+        # Libraries that others load while they join are loaded before a forked worker exists.
+        timeout_s = timeouts.place_s + (timeouts.join_s if self._python is not None else 0.0)
+        self._each(lambda group: group.workers.find_out(timeout_s))
+
+    def _join(self, group: LockstepGroup) -> None:
+        timeouts, workers = self._config.timeouts, group.workers
+        timeout_s = timeouts.join_s
+        leader = workers.infos[0]
+        spans_nodes = len(set(workers.node_ids)) > 1
+        opening = group.engine.open.remote(
+            workers.ranks,
+            workers.workers,
+            node_id=leader.node_id,
+            workers_host=leader.node_ip if spans_nodes else None,
+            clients_host=leader.node_ip if placement.may_have_others(leader.node_ip) else None,
+        )
+        prepared = [(self._neighbour(info), workers.beside(info)) for info in workers.infos]
+        workers.call("prepare", "JOINING", timeouts.load_s, prepared.__getitem__)
+        rendezvous = ray.get(opening, timeout=2 * timeout_s)
+        if spans_nodes:
+            rendezvous = ray.get(workers.workers[0].open_meeting.remote(), timeout=timeout_s)
+        devices = workers.call(
+            "join",
+            "JOINING",
+            timeout_s,
+            _places(workers, rendezvous),
+        )
+        group.device = devices[0]
+
+    def _engine_at(self, node_id: str) -> Any:
+        """Start an engine beside the first worker: its node is the one that ranks meet at."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        actor = ray.remote(
+            num_cpus=0, max_restarts=0, max_concurrency=6, concurrency_groups={"control": 1}
+        )(Engine)
+        options: dict[str, Any] = {
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)
+        }
+        if self._python is not None:
+            options["runtime_env"] = runtime_environment(self._config, self._python)
+        return actor.options(**options).remote(self._config)
+
+    def _load(self, group: LockstepGroup) -> None:
+        loaded = group.workers.call("load", "LOADING", self._config.timeouts.load_s)
+        group.weight_bytes = max(loaded)
+
+    def _neighbour(self, worker: WorkerInfo) -> Neighbour:
+        """Return a worker's place among those of its node that load, of all groups."""
+        if worker.has_weights:
+            return ALONE
+        infos = [info for group in self._groups for info in group.workers.infos]
+        loading = [info for info in infos if not info.has_weights]
+        there = [info.pid for info in loading if info.node_id == worker.node_id]
+        return Neighbour(there.index(worker.pid), len(there))
+
+    # ---- the plan
+
+    def _make_runners(self, group: LockstepGroup) -> None:
+        """Have every rank make a runner that can try things out: its cache holds dummies only."""
+        timeout_s = self._config.timeouts.negotiate_s
+        query_len = self._config.speculative.num_tokens + 1
+        # Run eagerly where no graph is captured.
+        smallest = BatchDescriptor(query_len, 1, query_len, "FULL")
+        largest = self._planner.largest_graphs or [smallest]
+        # Padding, too, has a length of one: CANN 8.5 wants a block for each request.
+        num_blocks = max(TRIAL_BLOCKS, *(graph.num_reqs for graph in largest))
+        group.workers.call(
+            "make_runner",
+            "NEGOTIATING",
+            timeout_s,
+            for_each_rank(num_blocks, self._planner.max_model_len, largest),
+        )
+        # An eager step of each kind creates HCCL domains and side streams: offers count them.
+        for graph in largest:
+            answers = group.workers.carry_out("prepare", timeout_s, graph)
+            for rank, answer in zip(group.workers.ranks, answers, strict=True):
+                if answer.failure is not None:
+                    raise WorkerError(answer.message, rank, "NEGOTIATING")
+
+    def _ask_offers(self, group: LockstepGroup) -> None:
+        """Collect the offers, and probes for them where the budget model wants some."""
+        timeout_s = self._config.timeouts.negotiate_s
+        group.offers = group.workers.call("offer", "NEGOTIATING", timeout_s)
+        if self._config.graph.budget_model == "calibrated":
+            largest = self._planner.largest_graphs
+            group.offers = probe_graphs(self._transaction(group), largest, group.offers)
+
+    def _plan_groups(self, groups: list[LockstepGroup]) -> None:
+        """Negotiate one plan over ``groups``, size the caches with what it leaves, capture it."""
+        config, planner = self._config, self._planner
+        negotiated = planner.negotiate([offer for group in groups for offer in group.offers])
+        plan = negotiated.plan
+        offer_of = {offer.rank: offer for offer in negotiated.offers}
+        for group in groups:
+            group.lazy_capacity = negotiated.lazy_capacity
+            group.offers = [offer_of[offer.rank] for offer in group.offers]
+        if plan.families:
+            self._go_on_to_capture()
+
+        def capture(group: LockstepGroup) -> None:
+            reserved = planner.reserved_bytes(plan, negotiated.offers)
+            group.num_blocks = planner.cache_spec.choose_num_blocks(
+                config,
+                min(offer.free_bytes - reserved[offer.rank] for offer in group.offers),
+                planner.max_model_len,
+            )
+            group.workers.call(
+                "make_cache",
+                self._phase.value,
+                config.timeouts.negotiate_s,
+                for_each_rank(group.num_blocks),
+            )
+            group.ledgers = [Ledger.predict(o, plan, planner.budget_model) for o in group.offers]
+            group.record = self._capture(group, plan)
+
+        side_by_side(capture, groups)
+
+        def capture_again(index: int, plan: GraphPlan) -> CaptureRecord:
+            group = groups[index]
+            group.record = self._capture(group, plan)
+            return group.record
+
+        agree([group.captured for group in groups], capture_again)
+
+    def _capture(self, group: LockstepGroup, plan: GraphPlan) -> CaptureRecord:
+        transaction = self._transaction(group)
+        if group.record is not None:  # captured before, with another plan
+            transaction.release(group.record.plan.capture_order)
+
+        def show(record: CaptureRecord, graph: BatchDescriptor | None) -> None:
+            done, total = len(record.costs), record.plan.num_graphs
+            left = min(offer.available for offer in group.offers)
+            detail = _progress_of(record, graph, left)
+            self._show(done, total, detail)
+
+        record = capture_plan(transaction, plan, group.ledgers, show)
+        timeout_s = self._config.timeouts.negotiate_s
+        held = group.workers.call("pool_bytes", self._phase.value, timeout_s)
+        group.pool_bytes = max(held)
+        for ledger, count in zip(group.ledgers, held, strict=True):
+            ledger.measure("graph pool", count, "bytes")
+        return record
+
+    def _transaction(self, group: LockstepGroup) -> GraphTransaction:
+        timeouts = self._config.timeouts
+        return GraphTransaction(group.workers, timeouts.negotiate_s, timeouts.capture_s)
+
+
+def side_by_side(work: Callable[[Part], T], parts: Sequence[Part]) -> list[T]:
+    """Have all parts of a deployment work at the same time; return what each gave.
+
+    Raises:
+        Exception: the first that failed; the others' actors are about to be stopped.
+    """
+    pool = concurrent.futures.ThreadPoolExecutor(len(parts), "group")
+    try:
+        working = [pool.submit(work, part) for part in parts]
+        for done in concurrent.futures.as_completed(working):
+            done.result()
+        return [future.result() for future in working]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _progress_of(record: CaptureRecord, graph: BatchDescriptor | None, available: int) -> str:
+    """What is captured next, and what the graphs before it have left on the tightest rank."""
+    left = available - sum(cost.streams for cost in record.costs.values())
+    held = sum(cost.bytes for cost in record.costs.values())
+    return f"{graph or 'done'}; {left} streams left, {held / MIB:.1f} MiB taken"
+
+
+def _places(workers: WorkerGroup, rendezvous: str) -> Callable[[int], tuple[Any, ...]]:
+    """Arguments of ``Worker.join``: world rank, place in the group, and where the group meets."""
+    return lambda index: (workers.ranks[index], index, rendezvous)

@@ -1,0 +1,105 @@
+"""Which workers of a lost group may join another one, with the weights that they have.
+
+A worker survives if its process answers, its step loop ended in order or with its engine, its
+device can be stopped and comes back, and what failed there has not spoiled its memory. Any other
+one is ended here, and the bundle that it had is free when this returns.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup
+from dist_aclgraph.actors.controller.startup import EPOCH
+from dist_aclgraph.actors.worker.worker_group import fetch, stop_devices
+from dist_aclgraph.errors import DistAclGraphError, EngineDeadError
+from dist_aclgraph.topology import GroupRank
+
+END_S = 5.0  # for a process that was killed
+
+logger = logging.getLogger(__name__)
+
+
+def gather_survivors(group: LockstepGroup) -> bool:
+    """Have the workers that survive leave their group; note in it who is lost.
+
+    Returns:
+        Whether they may join another group: some are left, and the places of the others free.
+    """
+    config = group.planner.config
+    timeout_s = min(config.recovery.resume_s, config.timeouts.link_s)
+    left = [GroupRank(i) for i in range(len(group.workers.ranks))]
+    group.lost_ranks |= set(_failed(group, left))
+    left = _without(left, group.lost_ranks)
+    stopping = stop_devices([group.workers.workers[i] for i in left], timeout_s, lambda: None)
+    group.lost_ranks |= {left[i] for i in stopping}
+    left = _without(left, group.lost_ranks)
+    group.lost_ranks |= set(_leave(group, left, timeout_s))
+    group.lost_ranks |= set(_failed(group, _without(left, group.lost_ranks)))
+    group.is_left = group.way_back() == "REJOIN" and _end(group, sorted(group.lost_ranks))
+    return group.is_left
+
+
+def _without(ranks: Sequence[GroupRank], others: Collection[GroupRank]) -> list[GroupRank]:
+    return [rank for rank in ranks if rank not in others]
+
+
+def _failed(group: LockstepGroup, ranks: Sequence[GroupRank]) -> list[GroupRank]:
+    """Return those whose step loop is over, but not in order."""
+    loops = {group.loops[rank]: rank for rank in ranks}
+    over = ray.wait(list(loops), num_returns=len(loops), timeout=0)[0] if loops else []
+    return [loops[loop] for loop in over if _has_failed(group, loops[loop], loop)]
+
+
+def _has_failed(group: LockstepGroup, rank: GroupRank, done: Any) -> bool:
+    """Return whether a finished call of a worker has raised, but for its engine's death."""
+    world_rank = group.workers.ranks[rank]
+    try:
+        fetch(done, world_rank, "SERVING")
+    except EngineDeadError:
+        return False
+    except DistAclGraphError as e:
+        logger.info("rank %d does not survive: %s", world_rank, e)
+        return True
+    return False
+
+
+def _leave(group: LockstepGroup, ranks: Sequence[GroupRank], timeout_s: float) -> list[GroupRank]:
+    """Have workers leave their group; return those that do not.
+
+    An engine that hangs, or a dead one of another node, ends no loop.
+    """
+    for rank in ranks:
+        group.workers.workers[rank].dismiss.remote()
+    leaving = {group.workers.workers[rank].leave.remote(EPOCH): rank for rank in ranks}
+    done = ray.wait(list(leaving), num_returns=len(leaving), timeout=timeout_s)[0] if ranks else []
+    return [
+        rank for ref, rank in leaving.items() if ref not in done or _has_failed(group, rank, ref)
+    ]
+
+
+def _end(group: LockstepGroup, ranks: Sequence[GroupRank]) -> bool:
+    """Kill workers; return whether all of them have ended.
+
+    Ray counts as dead whatever it was asked to kill, and knows nothing of nodes that have just
+    gone. So survivors end the processes of their own node.
+    """
+    workers, infos = group.workers.workers, group.workers.infos
+    ending = []
+    for rank in ranks:
+        ray.kill(workers[rank])
+        node = infos[rank].node_id
+        neighbours = [i for i, info in enumerate(infos) if info.node_id == node and i not in ranks]
+        if not neighbours:
+            return False
+        ending.append(workers[neighbours[0]].end_neighbour.remote(infos[rank].pid, END_S))
+    try:
+        return all(ray.get(ending, timeout=2 * END_S))
+    except RayError as e:
+        logger.info("survivors end nobody: %s", e)
+        return False

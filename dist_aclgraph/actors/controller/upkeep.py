@@ -1,0 +1,248 @@
+"""What a deployment does of itself while it serves, on a thread of its own.
+
+It replaces lost groups, has more or fewer of them where requests want it (``serve.autoscale``),
+chooses graphs again for the traffic, and removes what engines of this node have left that were
+stopped for long before they ended. No engine is waited for: one that hangs would hold up all.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import ray
+from ray.exceptions import RayError
+
+from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup
+from dist_aclgraph.actors.controller.serving_groups import ServingGroups
+from dist_aclgraph.actors.host import run_directory
+from dist_aclgraph.errors import DistAclGraphError
+from dist_aclgraph.planning.autoscale import Autoscaler, Demand
+from dist_aclgraph.planning.restarts import Backoff, RestartBudget
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.2
+COUNT_S = 1.0  # between two counts of what runs and waits
+GROWTH_PAUSE_S = 30.0  # after a first try to add a group that failed
+SWEEP_S = 10.0
+
+
+class Change(Protocol):
+    """A change of the groups that was begun."""
+
+    def is_alive(self) -> bool:
+        """Whether it is under way."""
+
+
+def begin_thread(change: Callable[[], None]) -> Change:
+    """Change the groups on a thread of its own: that takes long, and looks go on."""
+    thread = threading.Thread(target=change, daemon=True)
+    thread.start()
+    return thread
+
+
+class Upkeep:
+    """Owns what was tried, and when.
+
+    Args:
+        on_service: told at every look whether a group serves.
+        clock: in seconds; does not go back.
+        begin: begins a change, and does not wait for it.
+        count_requests: returns how many requests run and wait in groups; None asks their engines.
+
+    Attributes:
+        trouble: why groups are missing and the last try to replace one failed, or "".
+    """
+
+    def __init__(
+        self,
+        serving: ServingGroups,
+        on_service: Callable[[bool], None],
+        clock: Callable[[], float] = time.monotonic,
+        begin: Callable[[Callable[[], None]], Change] = begin_thread,
+        count_requests: Callable[[Sequence[LockstepGroup]], tuple[int, int]] | None = None,
+    ) -> None:
+        config = serving.config
+        self.trouble = ""
+        self._serving = serving
+        self._on_service = on_service
+        self._restarts = RestartBudget(config.recovery.restarts_per_hour)
+        autoscale = config.serve.autoscale
+        self._autoscaler = Autoscaler(autoscale) if autoscale.max_groups else None
+        self._growth = Backoff(GROWTH_PAUSE_S)
+        self._count_requests = count_requests or Demands().look
+        self._next_count_s = self._next_sweep_s = 0.0
+        self._clock = clock
+        self._begin = begin
+        self._change: Change | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="upkeep", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(LOOK_S):
+            self.look()
+
+    def look(self) -> None:
+        """Do what is due now; for one thread."""
+        now_s = self._clock()
+        for look in (
+            self._look_for_service,
+            self._serving.traffic.look,
+            self._look_for_missing,
+            self._autoscale,
+            self._sweep,
+        ):
+            try:
+                look(now_s)
+            except Exception:  # whatever it is: the next look may go well
+                logger.exception("looking after the groups failed")
+
+    @property
+    def _is_changing(self) -> bool:
+        is_changing = self._change is not None and self._change.is_alive()
+        return is_changing or self._serving.is_changing
+
+    @property
+    def ends_recovery(self) -> str:
+        """Why no lost group is replaced any more, or "" while one is being started, or may be."""
+        if self._is_changing or self._restarts.is_left(self._clock()):
+            return ""
+        return (
+            f"it is not started again: recovery.restarts_per_hour allows {self._restarts.per_hour}"
+            f"{f', and the last failed: {self.trouble}' if self.trouble else ''}"
+        )
+
+    @property
+    def failure(self) -> str:
+        """Why the deployment serves no more, or "" while a group does, or may again."""
+        watch = self._serving.watch
+        # In this order: a group serves a moment before it is watched.
+        if self._serving.serves or watch.trouble:
+            return watch.trouble
+        failure, end = watch.failure(), self.ends_recovery
+        return f"{failure}; {end}" if failure and end else ""
+
+    def _look_for_service(self, now_s: float) -> None:
+        self._on_service(self._serving.serves)
+
+    def _sweep(self, now_s: float) -> None:
+        if now_s >= self._next_sweep_s:
+            self._next_sweep_s = now_s + SWEEP_S
+            run_directory.sweep()
+
+    # ---- groups that are missing
+
+    def _look_for_missing(self, now_s: float) -> None:
+        if not self._is_changing:
+            is_left = bool(self._serving.num_missing) and self._restarts.is_left(now_s)
+            self._serving.give_up_lost(are_replaced=is_left)
+        if not self._serving.num_missing:
+            self.trouble = ""
+        elif self._is_changing or not self._restarts.is_due(now_s):
+            return
+        elif self._restarts.is_left(now_s):
+            self._change = self._begin(self._replace)
+        else:
+            self._complain(
+                f"recovery.restarts_per_hour allows {self._restarts.per_hour}, and they were taken"
+            )
+
+    def _replace(self) -> None:
+        """Start a group for one that is missing; if that fails, it is tried again later."""
+        try:
+            self._serving.find_place()
+            was_left = self._restarts.take(self._clock())
+            assert was_left, "looked at before"
+            self._serving.replace_one()
+        except Exception as e:  # whatever it is: what serves goes on
+            self._restarts.failed(self._clock())
+            self._complain(str(e))
+        else:
+            self._restarts.succeeded()
+            self.trouble = ""
+
+    def _complain(self, reason: str) -> None:
+        if reason != self.trouble:
+            self.trouble = reason
+            logger.error(
+                "%d of %d groups are missing and could not be replaced: %s",
+                self._serving.num_missing,
+                self._serving.num_wanted,
+                reason,
+            )
+
+    # ---- as many as requests want
+
+    def _autoscale(self, now_s: float) -> None:
+        if self._autoscaler is None or now_s < self._next_count_s or self._is_changing:
+            return
+        self._next_count_s = now_s + COUNT_S
+        taking = self._serving.taking
+        if not taking:
+            return  # those that are missing come first
+        running, waiting = self._count_requests(taking)
+        rows = min(group.num_rows for group in taking)
+        demand = Demand(len(taking), running, waiting, rows, self._serving.num_missing)
+        wanted = self._autoscaler.decide(now_s, demand)
+        if wanted < len(taking) or (wanted > len(taking) and self._growth.is_due(now_s)):
+            logger.info("%d groups, as %d requests run and %d wait", wanted, running, waiting)
+            self._change = self._begin(partial(self._scale, wanted))
+
+    def _scale(self, count: int) -> None:
+        try:
+            self._serving.scale(count, room_s=0.0)  # the next try is soon enough
+        except (DistAclGraphError, RayError) as e:
+            self._growth.failed(self._clock())
+            pause_s = self._growth.pause_s(self._clock())
+            logger.warning(
+                "requests want %d groups; none is added for %.0f s, because the last try failed: "
+                "%s",
+                count,
+                pause_s,
+                e,
+            )
+        except Exception:  # whatever it is: what serves goes on
+            self._growth.failed(self._clock())
+            logger.exception("changing the number of groups to %d failed", count)
+        else:
+            self._growth.succeeded()
+
+
+class Demands:
+    """What each group's engine said last of its requests."""
+
+    def __init__(self) -> None:
+        self._asked: dict[int, Any] = {}
+        self._said: dict[int, tuple[int, int]] = {}
+
+    def look(self, groups: Sequence[LockstepGroup]) -> tuple[int, int]:
+        """Ask those that have answered again; return how many requests run and wait in all."""
+        numbers = {group.number for group in groups}
+        self._asked = {n: ref for n, ref in self._asked.items() if n in numbers}
+        self._said = {n: said for n, said in self._said.items() if n in numbers}
+        for group in groups:
+            self._ask(group)
+        running, waiting = zip(*self._said.values(), strict=True) if self._said else ((), ())
+        return sum(running), sum(waiting)
+
+    def _ask(self, group: LockstepGroup) -> None:
+        ref = self._asked.get(group.number)
+        if ref is not None:
+            if not ray.wait([ref], timeout=0)[0]:
+                return
+            try:
+                self._said[group.number] = ray.get(ref)
+            except RayError:
+                return  # the watch over lives will hear of it
+        self._asked[group.number] = group.engine.demand.remote()

@@ -1,0 +1,225 @@
+"""The life of a deployment's controller: who starts one keeps asking how it stands, and starts
+another when it is gone.
+
+Ray ends all that a controller has started when it dies. So another one begins anew, with as many
+groups of the latest configuration; the requests of the lost groups wait at their clients meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, RayError
+
+from dist_aclgraph.actors.cluster import placement
+from dist_aclgraph.actors.cluster.local_ray import NAMESPACE, find_forks
+from dist_aclgraph.actors.controller.controller import Controller, Progress, Service
+from dist_aclgraph.actors.controller.term import Standing, Term
+from dist_aclgraph.actors.forks.fork_server import ForkAddress, Forks
+from dist_aclgraph.actors.host import processes
+from dist_aclgraph.actors.worker.worker_group import fetch
+from dist_aclgraph.config import Config
+from dist_aclgraph.planning.restarts import RestartBudget
+from dist_aclgraph.topology import NO_RANK, ParallelLayout
+
+POLL_S = 0.1
+LOOK_S = 1.0
+JOIN_S = 5.0  # longer than any wait for an answer
+NAME_S = 30.0  # until Ray has given a dead controller's name back
+LEASES = 2  # of its engines, in which a controller has to answer
+
+logger = logging.getLogger(__name__)
+
+OnProgress = Callable[[Progress], None]
+
+
+def make_controller(config: Config, name: str, term: Term, forks: ForkAddress | None = None) -> Any:
+    """Start a controller's process, on this node: no other node's death may end it.
+
+    Args:
+        forks: what it, and its workers, are forked by.
+
+    Raises:
+        RayError: it cannot be started.
+        ValueError: the name is taken.
+    """
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    actor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=8)(Controller)
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options = {"name": name, "namespace": NAMESPACE, "scheduling_strategy": here}
+    if forks is not None:
+        options["runtime_env"] = {"py_executable": forks.command}
+    return actor.options(**options).remote(config, name, term, forks)
+
+
+def end_by_force(controller: Any, name: str) -> None:
+    """Take from a controller what it may not have given back, its life included."""
+    with suppress(RayError):
+        ray.kill(controller)
+        placement.release_all(name)
+
+
+def progress_of(controller: Any, work: Any) -> Iterator[Progress | None]:
+    """Yield, until ``work`` of the controller is over, how far it is, or that is not known.
+
+    A late answer is no failure: work has limits of its own, and on a busy machine the controller's
+    process alone may take longer to come than an answer should. What has become of a controller
+    that is gone, ``work`` itself says.
+    """
+    asked = None
+    while not ray.wait([work], timeout=POLL_S)[0]:
+        progress, asked = None, asked or controller.progress.remote()
+        if ray.wait([asked], timeout=POLL_S)[0]:
+            with suppress(RayError):
+                progress = ray.get(asked)
+            asked = None
+        yield progress
+
+
+class ControllerKeeper:
+    """Owns a deployment's controller from the moment that it serves.
+
+    Args:
+        controller: the first, which serves.
+        name: of the deployment, and so of all its controllers.
+        has_ray: whether there is still a Ray that another one could be started on.
+        forks: what controllers, and their workers, are forked by, on a Ray of this process's own.
+        make: starts a controller's process; see ``make_controller``.
+
+    Attributes:
+        controller: the one of now. It may be dead already.
+        progress: how far the start of another one is; "" while one is there.
+        failure: why there will be no other one; "" before that.
+    """
+
+    def __init__(
+        self,
+        controller: Any,
+        name: str,
+        config: Config,
+        service: Service,
+        has_ray: Callable[[], bool] = lambda: True,
+        forks: Forks | None = None,
+        make: Callable[[Config, str, Term, ForkAddress | None], Any] = make_controller,
+    ) -> None:
+        self.controller = controller
+        self._make_controller = make
+        self._has_ray = has_ray
+        self._forks = forks
+        self.progress = ""
+        self.failure = ""
+        self._name = name
+        self._process = self._handle_of(service)
+        num_groups = len(ParallelLayout.from_config(config.parallel).lockstep_groups)
+        self._standing = Standing(config, num_groups)
+        self._term = Term(0, service.token, service.max_model_len)
+        self._silence_s = LEASES * config.timeouts.link_s
+        self._restarts = RestartBudget(config.recovery.restarts_per_hour)
+        self._making = threading.Lock()  # no controller is made once it is stopped
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="controller-keeper", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> Any:
+        """Start no other controller, and ask no more; return the last one."""
+        with self._making:
+            self._stopping.set()
+        self._thread.join(JOIN_S)  # a question to a Ray that was left would start another Ray
+        return self.controller
+
+    def end_by_force(self) -> None:
+        """Take from the last controller what it may not have given back, its life included."""
+        end_by_force(self.controller, self._name)
+        # Ray asks it to end, which a stopped one does not hear; and has not started a forked one.
+        processes.kill_handles(self._process)
+
+    def _run(self) -> None:
+        while not self._stopping.wait(LOOK_S) and not self.failure:
+            try:
+                death = self._look()
+                if death and self._has_ray():  # else any question hangs
+                    self._replace(death)
+            except RayError as e:  # of Ray itself, which whoever started it watches
+                logger.debug("asking the controller failed: %s", e)
+            except Exception:  # whatever it is: the next look may go well
+                logger.exception("looking after the controller failed")
+
+    def _look(self) -> str:
+        """Ask the controller how it stands; return why it counts as dead, or ""."""
+        asked, began_s = self.controller.standing.remote(), time.monotonic()
+        while not ray.wait([asked], timeout=LOOK_S)[0]:
+            if self._stopping.is_set():
+                return ""
+            if time.monotonic() - began_s > self._silence_s:
+                return f"the controller has not answered for {self._silence_s:g} s"
+        try:
+            self._standing = ray.get(asked)
+        except ActorDiedError:
+            return "the controller has died"
+        return ""
+
+    def _replace(self, death: str) -> None:
+        """Start controllers, as long as the budget lasts, until one serves."""
+        logger.error("%s, and all groups with it: another one is started", death)
+        self.progress = death
+        while not self._stopping.is_set():
+            if not self._restarts.take(time.monotonic()):
+                allowed = f"recovery.restarts_per_hour allows {self._restarts.per_hour}"
+                self.failure = f"{death}; it is not started again: {allowed}"
+                return
+            try:
+                self._start_another()
+            except Exception as e:  # whatever it is: the budget ends what fails for good
+                logger.error("the controller could not be started again: %s", e)
+                death = f"{death}, and starting another failed: {e}"
+                self._restarts.failed(time.monotonic())
+                while not self._restarts.is_due(time.monotonic()):
+                    if self._stopping.wait(POLL_S):
+                        return
+            else:
+                self._restarts.succeeded()
+                self.progress = ""
+                return
+
+    def _start_another(self) -> None:
+        self.end_by_force()
+        number = self._term.number + 1
+        self._term = replace(self._term, number=number, num_groups=self._standing.num_groups)
+        self._make()
+        if self._stopping.is_set():
+            return
+        starting = self.controller.start.remote()
+        for progress in progress_of(self.controller, starting):
+            if self._stopping.is_set():
+                return
+            self.progress = f"another controller: {progress or 'PLACING'}"
+        self._process = self._handle_of(fetch(starting, NO_RANK, "PLACING"))
+
+    def _make(self) -> None:
+        """Make a controller of the same name, once Ray has forgotten the last one's."""
+        deadline_s = time.monotonic() + NAME_S
+        while True:
+            with self._making:
+                if self._stopping.is_set():
+                    return
+                try:
+                    config = self._standing.config
+                    forks = find_forks(self._forks, config)
+                    self.controller = self._make_controller(config, self._name, self._term, forks)
+                    return
+                except ValueError:
+                    if time.monotonic() > deadline_s:
+                        raise
+            time.sleep(POLL_S)
+
+    def _handle_of(self, service: Service) -> list[int]:
+        """Return the handle of its controller's process, where it may be a forked one."""
+        return [] if self._forks is None else processes.open_handles({service.pid})

@@ -1,0 +1,258 @@
+"""Starting a deployment from a driver or an ingress, and holding on to it."""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
+
+from dist_aclgraph.actors.client.outage import Outlook
+from dist_aclgraph.actors.cluster.local_ray import CONTROLLER, LocalRay, find_forks, start_ray
+from dist_aclgraph.actors.cluster.ray_errors import ours
+from dist_aclgraph.actors.controller.controller import Service
+from dist_aclgraph.actors.controller.term import Term
+from dist_aclgraph.actors.deployment.controller_life import (
+    ControllerKeeper,
+    OnProgress,
+    end_by_force,
+    make_controller,
+    progress_of,
+)
+from dist_aclgraph.actors.forks.fork_server import ForkAddress, Forks
+from dist_aclgraph.actors.host import run_directory
+from dist_aclgraph.actors.wire.addresses import Address
+from dist_aclgraph.actors.worker.worker_group import fetch
+from dist_aclgraph.config import Config
+from dist_aclgraph.device import emulator
+from dist_aclgraph.device.decision import decide_device
+from dist_aclgraph.device.torch_build import check_torch
+from dist_aclgraph.environment import ray_address
+from dist_aclgraph.errors import EngineDeadError, RayDiedError
+from dist_aclgraph.planning.planner import Planner
+from dist_aclgraph.shapes.model_spec import read_model_spec
+from dist_aclgraph.shapes.weight_files import check_weight_files
+from dist_aclgraph.topology import NO_RANK
+
+ANSWER_S, STOP_S = 10.0, 60.0  # limits of the controller's answers
+
+# What the controller has not answered: it may be dead, or busy, and its keeper will know.
+UNKNOWN = (ActorDiedError, GetTimeoutError)
+
+
+class Deployment:
+    """A serving deployment.
+
+    Owns what keeps its controller alive, and the connection to Ray where it had to make one.
+
+    Args:
+        local_ray: the Ray that was started for it.
+        owns_connection: whether this process had no connection to Ray before.
+    """
+
+    def __init__(
+        self,
+        keeper: ControllerKeeper,
+        service: Service,
+        *,
+        local_ray: LocalRay | None = None,
+        owns_connection: bool = False,
+    ) -> None:
+        self._keeper = keeper
+        self._is_shut_down = False
+        self._local_ray = local_ray
+        self._owns_connection = owns_connection
+        self.node_id: str = ray.get_runtime_context().get_node_id()
+        self.token = service.token
+        self.max_model_len = service.max_model_len
+
+    @property
+    def _controller(self) -> Any:
+        return self._keeper.controller
+
+    @property
+    def addresses(self) -> list[Address]:
+        """Of the engines of all groups, now.
+
+        Raises:
+            EngineDeadError: the deployment does not serve.
+        """
+        try:
+            service: Service = ray.get(self._controller.service.remote(), timeout=ANSWER_S)
+        except RayError as e:
+            raise EngineDeadError(str(ours(e, "asking for the groups"))) from e
+        return service.addresses
+
+    def report(self) -> dict[str, Any]:
+        """Return plan, buckets with their counters, eager steps by reason, ranks and memory."""
+        try:
+            return dict(ray.get(self._controller.report.remote(), timeout=2 * ANSWER_S))
+        except RayError as e:
+            raise ours(e, "asking for a report") from e
+
+    def check(self) -> None:
+        """Return if the deployment serves, or may again.
+
+        Raises:
+            EngineDeadError: it does not; says why.
+        """
+        self._raise_end()
+        if self._keeper.progress:
+            return
+        try:
+            failure = ray.get(self._controller.check.remote(), timeout=ANSWER_S)
+        except UNKNOWN:
+            return
+        except RayError as e:
+            self._raise_end()
+            raise EngineDeadError(str(ours(e, "asking the controller"))) from e
+        if failure:
+            raise EngineDeadError(failure)
+
+    def outlook(self) -> Outlook:
+        """Say what becomes of the deployment; for clients that know no group that serves.
+
+        Raises:
+            EngineDeadError: nobody can say.
+        """
+        self._raise_end()
+        if progress := self._keeper.progress:
+            return Outlook(progress=progress)
+        try:
+            found: Outlook = ray.get(self._controller.outlook.remote(), timeout=ANSWER_S)
+        except UNKNOWN:
+            return Outlook(progress="the controller does not answer")
+        except RayError as e:
+            self._raise_end()
+            raise EngineDeadError(str(ours(e, "asking for the groups"))) from e
+        return found
+
+    def _raise_end(self) -> None:
+        if self._local_ray is not None and self._local_ray.death:
+            raise RayDiedError(self._local_ray.death)
+        if self._is_shut_down:
+            raise EngineDeadError("the deployment was shut down")
+        if self._keeper.failure:
+            raise EngineDeadError(self._keeper.failure)
+
+    def scale(self, count: int) -> None:
+        """Have so many groups take requests, while those that stay serve on.
+
+        Raises:
+            DistAclGraphError: it could not be done; what serves goes on.
+        """
+        fetch(self._controller.scale.remote(count), NO_RANK, "SERVING")
+
+    def roll(self, config: Config) -> None:
+        """Replace all groups by groups of another configuration, without a failed request.
+
+        Raises:
+            DistAclGraphError: it could not be done; what serves goes on.
+        """
+        check(config)
+        fetch(self._controller.roll.remote(config), NO_RANK, "SERVING")
+
+    def shut_down(self) -> None:
+        """Stop all that was started. Safe to call twice."""
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
+        controller = self._keeper.stop()
+        if self._local_ray is None or not self._local_ray.death:
+            with suppress(RayError):  # It may be gone already, and its actors with it.
+                ray.get(controller.shut_down.remote(), timeout=STOP_S)
+            self._keeper.end_by_force()
+        _leave_ray(self._local_ray, self._owns_connection)
+
+
+def check(config: Config) -> None:
+    """Return if nothing that this process can read is against the deployment.
+
+    Raises:
+        ConfigError, ModelError: the model cannot be served, or not so.
+        DeviceError: torch is built for CUDA.
+    """
+    Planner.from_config(config)
+    read_model_spec(config.model)
+    if config.weights == "checkpoint":
+        check_weight_files(config.model)
+    check_torch()
+
+
+def start(
+    config: Config, on_progress: OnProgress | None = None, lent: ForkAddress | None = None
+) -> Deployment:
+    """Bring a deployment up, on this process's Ray cluster, or as ``start_ray`` finds one.
+
+    What the files of the model refuse is refused here, before anything is built or started.
+
+    Args:
+        lent: forks the processes of a Ray that is started here, where it can; see ``Forks``.
+
+    Raises:
+        ConfigError, ModelError: the model cannot be served, or not so.
+        DeviceError: torch is built for CUDA, or there is no such device.
+        RayDiedError: the Ray that was started for it has died.
+        DistAclGraphError: typed, naming rank and phase where a worker failed; nothing is left.
+    """
+    check(config)
+    owns_connection = not ray.is_initialized()
+    # In a cluster that is there already, this node needs no device: workers look at theirs.
+    is_local = owns_connection and ray_address() is None
+    config = decide_device(config, "here" if is_local else "cluster")
+    if is_local and config.device.kind == "emulated":
+        emulator.build()
+    forks = Forks(lent) if is_local else None
+    try:
+        local_ray = start_ray(config, forks) if owns_connection else None
+    except BaseException:
+        if forks is not None:
+            forks.close()
+        raise
+    if local_ray is not None:
+        # What is left of Ray would keep the engine; without it, clients learn of the end at once.
+        started = local_ray
+        local_ray.watch(lambda _: started.kill())
+    controller, name = None, f"{CONTROLLER}-{secrets.token_hex(4)}"
+    try:
+        term = Term(0, secrets.token_hex(16))
+        controller = make_controller(config, name, term, find_forks(forks, config))
+        service = _wait_for(controller, local_ray, on_progress)
+    except BaseException as e:
+        if controller is not None and (local_ray is None or not local_ray.death):
+            end_by_force(controller, name)
+        _leave_ray(local_ray, owns_connection)
+        if local_ray is not None and local_ray.death:
+            raise RayDiedError(local_ray.death) from e
+        if isinstance(e, RayError):
+            raise ours(e, "starting the deployment") from e
+        raise
+
+    def has_ray() -> bool:
+        return local_ray is None or not local_ray.death
+
+    keeper = ControllerKeeper(controller, name, config, service, has_ray, forks)
+    return Deployment(keeper, service, local_ray=local_ray, owns_connection=owns_connection)
+
+
+def _wait_for(
+    controller: Any, local_ray: LocalRay | None, on_progress: OnProgress | None
+) -> Service:
+    starting = controller.start.remote()
+    for progress in progress_of(controller, starting):
+        if local_ray is not None and local_ray.death:
+            raise RayDiedError(local_ray.death)
+        if on_progress is not None and progress is not None:
+            on_progress(progress)
+    service: Service = fetch(starting, NO_RANK, "PLACING")
+    return service
+
+
+def _leave_ray(local_ray: LocalRay | None, owns_connection: bool) -> None:
+    if local_ray is not None:
+        local_ray.stop()
+        run_directory.sweep()  # engines that were killed have left theirs
+    elif owns_connection:
+        ray.shutdown()

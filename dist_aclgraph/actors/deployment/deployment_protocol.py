@@ -1,0 +1,42 @@
+"""What an ingress or an LLM object needs of a deployment, whoever has started it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from dist_aclgraph.actors.client.outage import Outlook
+from dist_aclgraph.actors.wire.addresses import Address
+from dist_aclgraph.config import Config
+
+
+class Deployment(Protocol):
+    """A running deployment."""
+
+    node_id: str  # where this process is, as Ray calls it
+    token: str
+    max_model_len: int
+
+    @property
+    def addresses(self) -> list[Address]:
+        """Of the engines of all groups, now."""
+        ...
+
+    def report(self) -> dict[str, Any]:
+        """Return plan, buckets with their counters, eager steps by reason, ranks and memory."""
+        ...
+
+    def check(self) -> None:
+        """Raise EngineDeadError if the deployment does not serve, and will not."""
+        ...
+
+    def outlook(self) -> Outlook:
+        """Say what becomes of the deployment, for clients that know no group that serves."""
+        ...
+
+    def shut_down(self) -> None:
+        """Stop all that was started."""
+        ...
+
+
+StartDeployment = Callable[[Config], Deployment]

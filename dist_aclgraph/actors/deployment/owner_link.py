@@ -1,0 +1,203 @@
+"""How an ingress asks the process that owns its deployment: over a Unix socket, in MessagePack.
+
+Whoever starts both holds the socket that listens. So either of them may die: its successor goes on
+with the other, and a question that nobody answers yet is asked again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import socket
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import Literal, Protocol, TypeVar
+
+import msgspec
+
+from dist_aclgraph.actors.client.outage import Outlook
+from dist_aclgraph.actors.wire.addresses import Address
+from dist_aclgraph.actors.wire.sockets import read_frame
+from dist_aclgraph.errors import NotAMessageError
+
+T = TypeVar("T")
+
+MAX_BYTES = 16 << 20  # of one message
+WAITING = 64  # connections, most of them of questions that were given up
+LOOK_S, LOOK_MS = 0.05, 500
+CONNECT_S = 1.0
+STANDING_S = 1.0  # limits of answers: what is known already,
+SEARCH_S = 30.0  # and what Ray has to be asked for; longer than the deployment's own limits
+
+logger = logging.getLogger(__name__)
+encode = msgspec.msgpack.Encoder().encode
+
+
+class Question(msgspec.Struct, frozen=True):
+    """What an ingress asks, and whether it lets requests in."""
+
+    what: Literal["standing", "reach", "outlook"]
+    is_open: bool = False
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """What becomes of the requests.
+
+    Attributes:
+        end: why no more are to be let in; "" while they are.
+        drain_s: how long those that are in may take to end.
+    """
+
+    end: str = ""
+    drain_s: float = 0.0
+
+
+class Reach(msgspec.Struct, frozen=True):
+    """Where a deployment is reached now, and what its clients must know."""
+
+    addresses: list[Address]
+    token: str
+    max_model_len: int
+    node_id: str
+
+
+class Answers(Protocol):
+    """What the owner of a deployment says; asked on any thread."""
+
+    def standing(self, is_open: bool) -> Standing: ...
+
+    def reach(self) -> Reach | None:
+        """Return None while nobody can be reached."""
+        ...
+
+    def outlook(self) -> Outlook: ...
+
+
+def listen_for_ingress(path: str) -> socket.socket:
+    """Return a socket that listens, for whoever owns the deployment."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(WAITING)
+    listener.setblocking(False)
+    return listener
+
+
+class OwnerLink:
+    """The owner's end, while it is a context: a thread for each connection, and one that accepts.
+
+    Args:
+        listener: borrowed; of ``listen_for_ingress``.
+    """
+
+    def __init__(self, listener: socket.socket, answers: Answers) -> None:
+        self._listener = listener
+        self._answers = answers
+        self._lock = threading.Lock()
+        self._num_linked = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._accept, name="owner-link", daemon=True)
+
+    def __enter__(self) -> OwnerLink:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def wait_until_left(self, seconds: float) -> bool:
+        """Return whether no ingress has a connection, after so many seconds at the latest."""
+        until_s = time.monotonic() + seconds
+        while self._num_linked and time.monotonic() < until_s:
+            time.sleep(LOOK_S)
+        return not self._num_linked
+
+    def _accept(self) -> None:
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
+        while not self._ended.is_set():
+            if poll.poll(LOOK_MS):
+                with contextlib.suppress(OSError):
+                    accepted, _ = self._listener.accept()
+                    accepted.setblocking(True)
+                    peer = Connection(accepted.detach())
+                    self._count(1)
+                    threading.Thread(target=self._serve, args=(peer,), daemon=True).start()
+
+    def _serve(self, peer: Connection) -> None:
+        decoder = msgspec.msgpack.Decoder(Question)
+        try:
+            with peer:
+                while True:
+                    peer.send_bytes(self._answer(read_frame(decoder, peer.recv_bytes(MAX_BYTES))))
+        except (EOFError, OSError):
+            pass  # it has left, or does not want the answer any more
+        except NotAMessageError as e:
+            logger.warning("%s", e)
+        finally:
+            self._count(-1)
+
+    def _answer(self, question: Question) -> bytes:
+        match question.what:
+            case "standing":
+                return encode(self._answers.standing(question.is_open))
+            case "reach":
+                return encode(self._answers.reach())
+            case "outlook":
+                return encode(self._answers.outlook())
+
+    def _count(self, more: int) -> None:
+        with self._lock:
+            self._num_linked += more
+
+
+class Owner:
+    """The ingress's end, asked by one thread: the owner of now, whichever process that is."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._peer: Connection | None = None
+
+    def standing(self, *, is_open: bool) -> Standing | None:
+        """Say whether requests are let in; return what becomes of them, None without an answer."""
+        return self._ask(Question("standing", is_open), Standing, STANDING_S)
+
+    def reach(self) -> Reach | None:
+        """Return None where nobody can say, or nobody can be reached."""
+        return self._ask(Question("reach"), Reach | None, SEARCH_S)  # type: ignore[arg-type]
+
+    def outlook(self) -> Outlook:
+        found = self._ask(Question("outlook"), Outlook, SEARCH_S)
+        return found or Outlook(progress="the deployment is being started again")
+
+    def close(self) -> None:
+        """Leave. Any thread, also while a question is asked: it has no answer then. Idempotent."""
+        peer, self._peer = self._peer, None
+        if peer is not None:
+            peer.close()
+
+    def _ask(self, question: Question, kind: type[T], limit_s: float) -> T | None:
+        """Return the answer, None where there was none in time."""
+        try:
+            peer = self._peer = self._peer or self._connect()
+            peer.send_bytes(encode(question))
+            if peer.poll(limit_s):
+                frame = peer.recv_bytes(MAX_BYTES)
+                return read_frame(msgspec.msgpack.Decoder(kind), frame)
+        except (EOFError, OSError, NotAMessageError) as e:
+            logger.debug("the owner of the deployment does not answer: %s", e)
+        self.close()  # a late answer must not be taken for the next one
+        return None
+
+    def _connect(self) -> Connection:
+        opened = socket.socket(socket.AF_UNIX)
+        try:
+            opened.settimeout(CONNECT_S)  # while there is no owner, nobody takes who queues
+            opened.connect(self._path)
+            opened.settimeout(None)
+        except OSError:
+            opened.close()
+            raise
+        return Connection(opened.detach())

@@ -1,0 +1,87 @@
+"""Finding a deployment that another process of this cluster has started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util import list_named_actors
+
+from dist_aclgraph.actors.cluster.local_ray import CONTROLLER, join_ray
+from dist_aclgraph.actors.cluster.ray_errors import ours
+from dist_aclgraph.actors.deployment.controller_life import OnProgress, progress_of
+from dist_aclgraph.actors.worker.worker_group import fetch
+from dist_aclgraph.config import Config
+from dist_aclgraph.errors import PlacementError
+from dist_aclgraph.topology import NO_RANK
+
+
+class RunningDeployment:
+    """The controller of a deployment that somebody else has started, and will stop."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._controller = ray.get_actor(name)
+
+    def scale(self, count: int, on_progress: OnProgress) -> None:
+        """Have so many groups take requests; see ``ServingGroups.scale``."""
+        self._wait_for(self._controller.scale.remote(count), on_progress)
+
+    def roll(self, config: Config, on_progress: OnProgress) -> None:
+        """Replace all groups; see ``ServingGroups.roll``."""
+        self._wait_for(self._controller.roll.remote(config), on_progress)
+
+    def _wait_for(self, change: Any, on_progress: OnProgress) -> None:
+        """Say how far a change is, until it is over.
+
+        Raises:
+            DistAclGraphError: it could not be done; what serves goes on.
+        """
+        for progress in progress_of(self._controller, change):
+            if progress is not None:
+                on_progress(progress)
+        fetch(change, NO_RANK, "SERVING")
+
+
+@contextmanager
+def running_deployment(
+    name: str | None = None, local_ray: str | None = None
+) -> Iterator[RunningDeployment]:
+    """Join the Ray cluster of a deployment for a while; see ``join_ray``.
+
+    Args:
+        name: of the controller, where several deployments run.
+        local_ray: address of a Ray that a service has started for itself, where there are several.
+
+    Raises:
+        PlacementError: there is no cluster, no such deployment, or more than one.
+    """
+    owns_connection = not ray.is_initialized()
+    if owns_connection:
+        join_ray(local_ray)
+    try:
+        try:
+            names = [n for n in list_named_actors() if n.startswith(f"{CONTROLLER}-")]
+        except RayError as e:
+            raise ours(e, "looking for deployments") from e
+        yield RunningDeployment(choose_deployment(sorted(names), name))
+    finally:
+        if owns_connection:
+            ray.shutdown()
+
+
+def choose_deployment(names: list[str], wanted: str | None) -> str:
+    """Return the deployment that is meant.
+
+    Raises:
+        PlacementError: none is, or several may be.
+    """
+    if wanted is not None and wanted not in names:
+        raise PlacementError(f"no deployment {wanted!r} runs; there are: {', '.join(names) or '-'}")
+    if wanted is None and len(names) != 1:
+        found = f"{len(names)} deployments run: {', '.join(names)}; say which by --deployment"
+        raise PlacementError(found if names else "no deployment runs on this Ray cluster")
+    return wanted or names[0]

@@ -1,0 +1,241 @@
+"""The engine actor of one lockstep group: the loop on a thread of its own, and calls about it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import ray
+
+from dist_aclgraph.actors.capture.graph_changes import ChannelRanks, GraphChanges
+from dist_aclgraph.actors.capture.graph_transaction import GraphTransaction
+from dist_aclgraph.actors.engine.engine_loop import EngineLoop
+from dist_aclgraph.actors.engine.resumption import Resumption
+from dist_aclgraph.actors.host.processes import leave_with_raylet
+from dist_aclgraph.actors.host.run_directory import RunDirectory
+from dist_aclgraph.actors.wire.addresses import Address, Place
+from dist_aclgraph.actors.wire.client_links import ClientLinks
+from dist_aclgraph.actors.wire.lease import Lease, leave_with
+from dist_aclgraph.actors.wire.messages import Groups
+from dist_aclgraph.actors.wire.step_channel import ChannelAddress, StepSender
+from dist_aclgraph.actors.worker.worker_group import ask_workers, stop_devices
+from dist_aclgraph.config import Config
+from dist_aclgraph.context.shards import Shards
+from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.dispatcher import GraphDispatcher
+from dist_aclgraph.planning.exchange import ExchangeRule
+from dist_aclgraph.planning.lazy import LazyGraphs
+from dist_aclgraph.planning.plan import CaptureCost, GraphPlan
+from dist_aclgraph.planning.rebucketing import Action
+from dist_aclgraph.planning.traffic import Traffic
+from dist_aclgraph.scheduler.scheduler import Scheduler
+from dist_aclgraph.topology import ParallelLayout, WorldRank
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What a group's engine must know, after negotiation and capture."""
+
+    epoch: int
+    num_blocks: int
+    max_model_len: int
+    vocab_size: int
+    plan: GraphPlan
+    costs: dict[BatchDescriptor, CaptureCost]
+    lazy_capacity: int
+    exchange: ExchangeRule
+    counts_shared_blocks: bool
+    token: str
+    report: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SeenTraffic:
+    """What a group has seen: its plan (None while that changes), batches, and step times."""
+
+    plan: GraphPlan | None
+    traffic: Traffic
+    step_seconds: dict[BatchDescriptor, float]
+
+
+class Engine:
+    """Owns the loop, its sockets and their directory.
+
+    Its process starts beside those of the workers; ``open`` tells it of them.
+    """
+
+    def __init__(self, config: Config) -> None:
+        leave_with_raylet()
+        self._config = config
+        self._directory = RunDirectory()
+        self._world_ranks: tuple[WorldRank, ...] = ()
+        self._channel: StepSender | None = None
+        self._clients_at: Place | None = None
+        self._resumption: Resumption | None = None
+        self._loop: EngineLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._lease = Lease(config.timeouts.link_s)
+        leave_with(self._lease, "this engine")
+
+    # ---- answered at any time, on a thread of its own
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def ping(self, number: int) -> None:
+        """Give the controller a sign of life, which renews the lease."""
+        self._lease.renew(number)
+
+    # ---- from its start to its end
+
+    def open(
+        self,
+        world_ranks: Sequence[WorldRank],
+        workers: Sequence[Any],
+        *,
+        node_id: str,
+        workers_host: str | None,
+        clients_host: str | None,
+    ) -> str:
+        """Open the step channel; workers may connect from now on.
+
+        Args:
+            node_id: where this actor runs, as Ray calls it.
+            workers_host, clients_host: this node's own address, where there may be workers, or
+                clients, on other nodes; else None.
+
+        Returns:
+            Where workers that are all on this node meet for HCCL: a file.
+        """
+        place = Place(node_id, self._directory.path, workers_host, self._config.cluster.port_range)
+        self._world_ranks = tuple(world_ranks)
+        self._clients_at = replace(place, host=clients_host)
+        self._channel = StepSender(world_ranks, place, partial(ask_workers, workers))
+        stop, resume_s = partial(stop_devices, workers), self._config.recovery.resume_s
+        self._resumption = Resumption(self._channel, world_ranks, stop, resume_s)
+        return f"file://{self._directory.path}/rendezvous"
+
+    def channel_addresses(self, node_ids: Sequence[str]) -> list[ChannelAddress]:
+        """Return where workers find the step channel, by their nodes."""
+        assert self._channel is not None
+        return [self._channel.address_for(node_id) for node_id in node_ids]
+
+    def serve(self, settings: EngineSettings) -> Address:
+        """Wait for all workers to listen, start the loop, and return the clients' address."""
+        assert self._channel is not None and self._clients_at is not None
+        assert self._resumption is not None
+        config = self._config
+        layout = ParallelLayout.from_config(config.parallel).within_group
+        self._channel.wait_for_workers(config.timeouts.join_s, lambda: None)
+        dispatcher = GraphDispatcher(
+            settings.plan, LazyGraphs.from_config(config, settings.lazy_capacity)
+        )
+        scheduler = Scheduler(
+            config.scheduler,
+            [
+                BlockPool(
+                    settings.num_blocks,
+                    Shards.from_config(config).tokens_per_block,
+                    prefix_cache=config.shares_prefixes,
+                    counts_shared=settings.counts_shared_blocks,
+                )
+                for _ in range(layout.dp)
+            ],
+            dispatcher,
+            max_model_len=settings.max_model_len,
+            epoch=settings.epoch,
+            num_drafts=config.speculative.num_tokens,
+            tp=layout.tp,
+            pcp=layout.pcp,
+            choose_exchange=settings.exchange.choose,
+            exact=config.recovery.exact,
+        )
+        ranks = ChannelRanks(
+            self._channel,
+            self._world_ranks,
+            lambda: scheduler.epoch,
+            self._check,
+            pool_bytes=settings.report["pool_bytes"],
+        )
+        timeouts = config.timeouts
+        clients = ClientLinks(self._clients_at, settings.token, timeouts.link_s)
+        self._loop = EngineLoop(
+            scheduler,
+            self._channel,
+            clients,
+            vocab_size=settings.vocab_size,
+            step_timeout_s=timeouts.step_s,
+            turn_timeout_s=timeouts.link_s,
+            is_held=self._lease.is_held,
+            steps_in_flight=config.scheduler.steps_in_flight,
+            changes=GraphChanges(
+                dispatcher,
+                GraphTransaction(ranks, timeouts.negotiate_s, timeouts.capture_s),
+                settings.costs,
+            ),
+            resumption=self._resumption,
+            report=lambda: {**settings.report, "pool_bytes": ranks.pool_bytes},
+        )
+        # What exists now lives as long as the engine: collections need not look at it again.
+        gc.collect()
+        gc.freeze()
+        self._thread = threading.Thread(target=self._loop.run, name="engine-loop", daemon=True)
+        self._thread.start()
+        return clients.address
+
+    def _check(self) -> None:
+        assert self._loop is not None
+        self._loop.check()
+
+    def take_traffic(self) -> SeenTraffic:
+        """Return what the group has seen since the last call."""
+        assert self._loop is not None
+        loop = self._loop
+        return SeenTraffic(loop.plan, loop.take_traffic(), loop.step_seconds())
+
+    def change_plan(self, plan: GraphPlan, actions: Sequence[Action]) -> None:
+        """Move to another graph plan while serving."""
+        assert self._loop is not None
+        self._loop.change_plan(plan, actions)
+
+    def set_groups(self, groups: Groups) -> None:
+        """Have clients told which groups the deployment has."""
+        assert self._loop is not None
+        self._loop.set_groups(groups)
+
+    def drain(self, version: int, timeout_s: float) -> bool:
+        """Wait for the end of what runs; see ``EngineLoop.drain``."""
+        assert self._loop is not None
+        return self._loop.drain(version, timeout_s)
+
+    def fail(self, reason: str) -> None:
+        """A worker is gone."""
+        if self._loop is not None:
+            self._loop.fail(reason)
+
+    def wait_for_end(self) -> str:
+        """Return why the group serves no more, when that is so: the engine's death notice."""
+        assert self._loop is not None
+        return self._loop.wait_for_end()
+
+    def demand(self) -> tuple[int, int]:
+        """Return how many requests run, and how many wait."""
+        assert self._loop is not None
+        return self._loop.demand()
+
+    def report(self) -> dict[str, Any]:
+        return {**self._loop.report(), "engine_pid": os.getpid()} if self._loop is not None else {}
+
+    def stop(self) -> None:
+        """End the loop and say goodbye to the workers."""
+        if self._loop is not None and self._thread is not None:
+            self._loop.stop()
+            self._thread.join(timeout=self._config.timeouts.stop_s)
+        self._directory.remove()

@@ -1,0 +1,403 @@
+"""The loop of one lockstep group: take requests in, decide a step, send it, hand its tokens out.
+
+Runs on one thread of the engine actor and owns the scheduler and the step channel; the clients are
+another thread's (``client_links.py``). What step n brought is handed to the clients while the
+workers run step n + 1.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dist_aclgraph.actors.capture.graph_changes import GraphChanges
+from dist_aclgraph.actors.engine.engine_report import LoopCounts, group_metrics, group_report
+from dist_aclgraph.actors.engine.recipients import Recipients
+from dist_aclgraph.actors.engine.resumption import Resumption
+from dist_aclgraph.actors.wire.client_links import ClientLinks, Link
+from dist_aclgraph.actors.wire.messages import Groups, Submit
+from dist_aclgraph.actors.wire.step_channel import StepSender
+from dist_aclgraph.errors import (
+    DeviceFaultError,
+    DistAclGraphError,
+    EngineDeadError,
+    InvalidParameterError,
+    NonFiniteLogitsError,
+    WorkerLostError,
+)
+from dist_aclgraph.ints import INT_BYTES, unpack_ints
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.plan import GraphPlan
+from dist_aclgraph.planning.rebucketing import Action
+from dist_aclgraph.planning.traffic import Traffic
+from dist_aclgraph.scheduler.outputs import StepOutputs
+from dist_aclgraph.scheduler.request import Request
+from dist_aclgraph.scheduler.scheduler import Scheduler
+from dist_aclgraph.steps.delta import last_words
+from dist_aclgraph.steps.step import Pause, StepPlan, StepResult
+from dist_aclgraph.token_ids import check_token_ids
+
+STOPPING = "the deployment is stopping"
+NON_FINITE = (
+    "the model computed NaN or infinity for this request, twice: its weights may be damaged, or "
+    "too large for the dtype (bfloat16 holds numbers that are infinite in float16)"
+)
+IDLE_S = 0.1  # without work, between two looks around
+UNHELD_S = 0.01  # between two looks whether the group is this engine's again
+MEAN_FROM, MEAN_OF = 16, 200  # steps
+
+
+@dataclass
+class _Mean:
+    """A running mean that forgets slowly."""
+
+    value: float = 0.0
+    count: int = 0
+
+    def add(self, value: float) -> None:
+        self.count = min(self.count + 1, MEAN_OF)
+        self.value += (value - self.value) / self.count
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A step in flight, how long it took to decide and to send, and when it was sent."""
+
+    plan: StepPlan
+    schedule_s: float
+    send_s: float
+    at_s: float
+
+
+class EngineLoop:
+    """State of a serving lockstep group.
+
+    Args:
+        vocab_size: of the model; a prompt with another token id is refused.
+        changes: what becomes of the group's graphs while it serves.
+        resumption: brings the group back where its device or a link fails.
+        report: what is known of the ranks; part of every report.
+        steps_in_flight: how many are sent before the first of them is answered.
+        step_timeout_s: a step that takes longer ends the epoch.
+        turn_timeout_s: host work that takes longer between two waits is stuck. Waits have limits of
+            their own.
+        is_held: whether the group is still this engine's to serve; while it is not, nothing is
+            sent to workers or clients.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        channel: StepSender,
+        links: ClientLinks,
+        *,
+        vocab_size: int,
+        step_timeout_s: float,
+        turn_timeout_s: float,
+        is_held: Callable[[], bool],
+        steps_in_flight: int,
+        changes: GraphChanges,
+        resumption: Resumption,
+        report: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._scheduler = scheduler
+        self._channel = channel
+        self._links = links
+        self._vocab_size = vocab_size
+        self._step_timeout_s = step_timeout_s
+        self._turn_timeout_s = turn_timeout_s
+        self.is_held = is_held
+        self._steps_in_flight = steps_in_flight
+        self._flying: deque[_Sent] = deque()
+        self._received_s = 0.0  # when the last result came
+        self._changes = changes
+        self._resumption = resumption
+        self._report = report
+        self._recipients = Recipients()
+        self._seen_s = time.monotonic()  # when the loop last showed that it goes on
+        self._failure = ""
+        self._has_dismissed = False
+        self._stopping = False
+        self._drains_from = 0  # version of the clients' groups in which this one drains
+        self._drained = threading.Event()
+        self._timings_us: Counter[str] = Counter()
+        self._counted: Counter[str] = Counter()
+        self._num_steps = 0
+        self._step_times: defaultdict[BatchDescriptor, _Mean] = defaultdict(_Mean)
+        self._num_tokens: Counter[str] = Counter()
+
+    # ---- any thread
+
+    def fail(self, reason: str) -> None:
+        """Say that a worker is gone: every request ends with this reason, and so do later ones."""
+        self._failure = self._failure or reason
+        self._links.wake()
+
+    def failure_now(self) -> str:
+        """Return why nothing is served, or "" while all is well."""
+        stuck_s = time.monotonic() - self._seen_s
+        # Where the whole process stood still, its loop is not to blame; the lease is gone, too.
+        if not self._failure and stuck_s > self._turn_timeout_s and self.is_held():
+            return f"the engine's loop has been stuck on its host for {stuck_s:.1f} s"
+        return self._failure
+
+    def pause_now(self) -> str:
+        """Return why no step runs while the group comes back; "" where that takes a moment."""
+        return self._resumption.pause_now()
+
+    def stop(self) -> None:
+        self._stopping = True
+
+    def wait_for_end(self) -> str:
+        """Wait until nothing is served any more, and return why."""
+        while not (reason := self.failure_now()) and not self._stopping:
+            time.sleep(IDLE_S)
+        return reason or STOPPING
+
+    def set_groups(self, groups: Groups) -> None:
+        """Have clients told which groups the deployment has."""
+        self._links.set_groups(groups)
+
+    def drain(self, version: int, timeout_s: float) -> bool:
+        """Wait until all clients route by this version of the groups, which sends nothing here any
+        more, and what they sent before is done. Return False where that takes too long.
+        """
+        self._drains_from = version
+        return self._drained.wait(timeout_s)
+
+    def change_plan(self, plan: GraphPlan, actions: Sequence[Action]) -> None:
+        """Move to another graph plan, in quiet steps."""
+        self._changes.change_plan(plan, actions)
+
+    @property
+    def plan(self) -> GraphPlan | None:
+        """The graph plan that holds, or None while it changes."""
+        return None if self._changes.is_changing else self._scheduler.dispatcher.plan
+
+    def take_traffic(self) -> Traffic:
+        """Return how often batches of each size ran since the last call."""
+        return self._scheduler.dispatcher.take_traffic()
+
+    def demand(self) -> tuple[int, int]:
+        """Return how many requests run, and how many wait."""
+        stats = self._scheduler.stats()
+        return stats["running"], stats["waiting"]
+
+    def step_seconds(self) -> dict[BatchDescriptor, float]:
+        """Return how long a step takes that replays each graph, on average; of those that were
+        replayed often enough to say.
+        """
+        means = list(self._step_times.items())
+        return {graph: mean.value for graph, mean in means if mean.count >= MEAN_FROM}
+
+    # ---- the loop's thread
+
+    def run(self) -> None:
+        """Serve until stopped. A failed epoch keeps answering clients, with errors."""
+        outputs = StepOutputs()
+        self._links.start(self)
+        try:
+            while not self._stopping:
+                self._seen_s = time.monotonic()
+                if not self.is_held():
+                    time.sleep(UNHELD_S)
+                    continue
+                if self._failure:
+                    self._serve_failure()
+                    self._dismiss_workers()
+                    continue
+                is_last = self._drains_from and self._links.have_confirmed(self._drains_from)
+                try:
+                    outputs = self._turn(outputs)
+                    if is_last and not len(outputs) and not self._scheduler.has_work:
+                        self._drained.set()
+                except DeviceFaultError as e:
+                    outputs = self._resume(e)
+                except DistAclGraphError as e:
+                    self.fail(str(e))
+                except Exception as e:  # Clients must hear of it, whatever it is.
+                    self.fail(f"{type(e).__name__}: {e}")
+        finally:
+            self._dismiss_workers()
+            self._end_requests(STOPPING)
+            self._links.close()
+
+    def _turn(self, outputs: StepOutputs) -> StepOutputs:
+        """Decide one step, hand out the outputs of an earlier one, and return those of the next."""
+        self._take(0)
+        is_due = self._changes.is_due(not self._scheduler.has_work, not self._scheduler.waiting)
+        if is_due and not self._flying:
+            self._deliver(outputs)  # nobody waits for a capture with a token that is there
+            outputs = StepOutputs()
+            self._changes.advance()
+        start_s = time.perf_counter()
+        plan = None if is_due and self._flying else self._scheduler.schedule()
+        scheduled_s = time.perf_counter()
+        if plan is not None:
+            self._channel.send(plan)
+            sent_s = time.perf_counter()
+            self._flying.append(_Sent(plan, scheduled_s - start_s, sent_s - scheduled_s, sent_s))
+        elif self._flying:
+            self._channel.send(Pause(self._scheduler.epoch))
+        self._deliver(outputs)
+        if not self._flying:
+            self._take(IDLE_S)
+            return StepOutputs()
+        if plan is not None and len(self._flying) < self._steps_in_flight:
+            return StepOutputs()
+        return self._land()
+
+    def _land(self) -> StepOutputs:
+        """Wait for the oldest step in flight; return what it has brought."""
+        sent = self._flying.popleft()
+        plan = sent.plan
+        results = self._channel.receive(plan, self._step_timeout_s, self.check)
+        received_s = time.perf_counter()
+        outputs = self._scheduler.update(results)
+        done_s = time.perf_counter()
+        took_s = received_s - max(sent.at_s, self._received_s)
+        self._received_s = received_s
+        self._num_steps += 1
+        self._resumption.note_step()
+        if plan.graph is not None:
+            self._step_times[plan.graph].add(took_s)
+        self._num_tokens["generation"] += outputs.num_tokens
+        for request in outputs.failed:
+            link, number = self._recipients.pop(request.request_id)
+            self._links.send(link, last_words(number, NonFiniteLogitsError(NON_FINITE)))
+        first = next(result for result in results if result.rank == 0)
+        if first.timings_us:
+            self._book(sent, first, took_s, done_s - received_s)
+        return outputs
+
+    def _resume(self, error: DeviceFaultError) -> StepOutputs:
+        """Have the group come back, if it can; return what was not handed out yet: nothing."""
+        try:
+            comeback = self._resumption.run(error, self._scheduler.epoch, self.check)
+        except DistAclGraphError as e:
+            self.fail(str(e))
+        else:
+            self._flying.clear()
+            self._scheduler.rewind(comeback.epoch)
+            if not comeback.keeps_kv:
+                self._scheduler.lose_kv()
+        return StepOutputs()
+
+    def check(self) -> None:
+        """While a step runs: end the wait when a worker is known to be gone.
+
+        Raises:
+            WorkerLostError: it is.
+        """
+        self._seen_s = time.monotonic()
+        if self._failure:
+            raise WorkerLostError(self._failure)
+        if self._stopping:
+            raise EngineDeadError(STOPPING)
+
+    def _book(self, sent: _Sent, result: StepResult, took_s: float, update_s: float) -> None:
+        """Add one step's host times, in microseconds, and what was counted, split by mode."""
+        graph = sent.plan.graph
+        mode = "eager" if graph is None else graph.mode.lower()
+        worker_us = sum(result.timings_us.values())
+        stages = {
+            "schedule": sent.schedule_s * 1e6,
+            # Workers begin a step before the one before is answered.
+            "message": max(0.0, (sent.send_s + took_s) * 1e6 - worker_us),
+            "result": update_s * 1e6,
+            **result.timings_us,
+            **result.overlapped_us,
+        }
+        for stage, duration_us in stages.items():
+            self._timings_us[f"{mode}.{stage}"] += duration_us  # type: ignore[assignment]
+        self._timings_us[f"{mode}.steps"] += 1
+        self._counted.update({f"{mode}.{what}": n for what, n in result.counted.items()})
+
+    # ---- clients
+
+    def _take(self, timeout_s: float) -> None:
+        """Take in all that clients want; wait up to ``timeout_s`` for the first of it."""
+        for link, wish in self._links.take(timeout_s):
+            if isinstance(wish, Submit):
+                self._submit(link, wish)
+            elif wish is not None:
+                self._abort(link, wish.request_id)
+            else:
+                for request_id in self._recipients.remove_link(link):
+                    self._scheduler.abort(request_id)
+
+    def _abort(self, link: Link, request_id: str) -> None:
+        if self._recipients.is_owner(link, request_id):
+            self._recipients.remove(request_id)
+            self._scheduler.abort(request_id)
+
+    def _submit(self, link: Link, submit: Submit) -> None:
+        try:
+            if self._failure:
+                raise EngineDeadError(self._failure)
+            if len(submit.prompt) % INT_BYTES:
+                raise InvalidParameterError("the prompt's bytes are not an int32 array", "prompt")
+            prompt = unpack_ints(submit.prompt)
+            check_token_ids(prompt, self._vocab_size, "prompt")
+            request = Request(
+                submit.request_id,
+                prompt,
+                submit.sampling,
+                max_tokens=submit.max_tokens,
+                stop_token_ids=submit.stop_token_ids,
+                cache_salt=submit.cache_salt,
+            )
+            self._scheduler.add(request)
+        except DistAclGraphError as e:
+            self._links.send(link, last_words(submit.number, e))
+            return
+        request.key = self._recipients.add(submit.request_id, link, submit.number)
+        self._num_tokens["prompt"] += request.num_prompt_tokens
+
+    def _deliver(self, outputs: StepOutputs) -> None:
+        """Send each client one message with the tokens of all its requests."""
+        for link, deltas in self._recipients.hand_out(outputs):
+            self._links.send(link, deltas)
+
+    def _dismiss_workers(self) -> None:
+        """Have workers leave their loops, once: no step follows."""
+        if not self._has_dismissed:
+            self._has_dismissed = True
+            self._channel.close(self._scheduler.epoch)
+
+    def _serve_failure(self) -> None:
+        """End what runs, and answer whoever still asks."""
+        self._scheduler.abort_all("error")
+        self._end_requests(self._failure)
+        self._take(IDLE_S)
+        if self._drains_from:
+            self._drained.set()
+
+    def _end_requests(self, reason: str) -> None:
+        for link, number in self._recipients.remove_all():
+            self._links.send(link, last_words(number, EngineDeadError(reason)))
+
+    # ---- what clients may ask
+
+    def metrics(self) -> dict[str, Any]:
+        """Counters and gauges of this group, for /metrics."""
+        tokens = self._num_tokens
+        resumptions = dict(self._resumption.counts)
+        counts = LoopCounts(tokens["prompt"], tokens["generation"], self._num_steps, resumptions)
+        return group_metrics(self._scheduler, counts, dict(self._changes.costs), self._report())
+
+    def report(self) -> dict[str, Any]:
+        """Plan, buckets with their counters, eager steps by reason, ranks: see ``LLM.report``."""
+        ranks_report = self._report()
+        return {
+            **ranks_report,
+            **group_report(self._scheduler, dict(self._changes.costs), self.step_seconds()),
+            "rollbacks": [*ranks_report.get("rollbacks", []), *self._changes.failures],
+            "metrics": self.metrics(),
+            "timings_us": dict(self._timings_us),
+            "counted": dict(self._counted),
+        }

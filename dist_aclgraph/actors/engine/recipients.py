@@ -1,0 +1,98 @@
+"""Who gets what a step brought: the client of each request, in columns by the request's key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from dist_aclgraph.actors.wire.client_links import Link
+from dist_aclgraph.scheduler.outputs import StepOutputs
+from dist_aclgraph.steps.delta import StepDeltas
+
+NOBODY = -1
+FIRST_CAPACITY = 64
+
+
+class Recipients:
+    """Owns the keys of requests. The loop's thread alone uses it.
+
+    The key of a request that is over may be in outputs that are not handed out yet: it is given
+    to another one only after that.
+    """
+
+    def __init__(self) -> None:
+        self._key_of: dict[str, int] = {}
+        self._links: list[Link] = []
+        self._link_of = np.full(FIRST_CAPACITY, NOBODY, np.int32)  # by key: index in _links
+        self._number_of = np.zeros(FIRST_CAPACITY, np.int32)  # by key: what the client calls it
+        self._free = list(range(FIRST_CAPACITY))
+        self._left: list[int] = []  # keys that outputs may still have
+
+    def add(self, request_id: str, link: Link, number: int) -> int:
+        """Note whose a request is; return its key."""
+        if link not in self._links:
+            self._links.append(link)
+        if not self._free:
+            self._grow()
+        key = self._key_of[request_id] = self._free.pop()
+        self._link_of[key], self._number_of[key] = self._links.index(link), number
+        return key
+
+    def is_owner(self, link: Link, request_id: str) -> bool:
+        key = self._key_of.get(request_id)
+        return key is not None and self._links[self._link_of[key]] is link
+
+    def remove(self, request_id: str) -> None:
+        """Forget a request."""
+        key = self._key_of.pop(request_id)
+        self._link_of[key] = NOBODY
+        self._left.append(key)
+
+    def pop(self, request_id: str) -> tuple[Link, int]:
+        """Forget a request; return its link, and what the client calls it."""
+        key = self._key_of[request_id]
+        link, number = self._links[self._link_of[key]], int(self._number_of[key])
+        self.remove(request_id)
+        return link, number
+
+    def remove_link(self, link: Link) -> list[str]:
+        """Forget a link, and return the requests that it had."""
+        requests = [request_id for request_id in self._key_of if self.is_owner(link, request_id)]
+        for request_id in requests:
+            self.remove(request_id)
+        if link in self._links:
+            index = self._links.index(link)
+            del self._links[index]
+            self._link_of[self._link_of > index] -= 1
+        return requests
+
+    def remove_all(self) -> Iterator[tuple[Link, int]]:
+        """Forget all requests; yield of each its link, and what the client calls it."""
+        for request_id in list(self._key_of):
+            yield self.pop(request_id)
+
+    def hand_out(self, outputs: StepOutputs) -> Iterator[tuple[Link, StepDeltas]]:
+        """Yield what each client is to be told, and forget the requests that are over."""
+        if len(outputs):
+            links = self._link_of[outputs.keys]
+            numbers = self._number_of[outputs.keys]
+            counts = np.bincount(links + 1, minlength=len(self._links) + 1)[1:]
+            for index in np.flatnonzero(counts).tolist():
+                if counts[index] == len(outputs):
+                    yield self._links[index], outputs.deltas(numbers)
+                else:
+                    picked = np.flatnonzero(links == index)
+                    yield self._links[index], outputs.deltas(numbers[picked], picked)
+            for index in outputs.finish_reasons:
+                if links[index] != NOBODY:
+                    self.remove(outputs.requests[index].request_id)
+        self._free += self._left
+        self._left.clear()
+
+    def _grow(self) -> None:
+        capacity = len(self._link_of)
+        self._free += range(capacity, 2 * capacity)
+        nobody = np.full(capacity, NOBODY, np.int32)
+        self._link_of = np.concatenate([self._link_of, nobody])
+        self._number_of = np.concatenate([self._number_of, nobody])

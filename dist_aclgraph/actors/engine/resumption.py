@@ -1,0 +1,141 @@
+"""Bringing a group back whose device or link has failed while all of its processes live.
+
+All ranks abort what they run, from beside, as whoever launches may wait for the device. When the
+last one has, which is where they meet, each brings its device and its communicators back and says
+so. Weights, KV and graphs stay, and no request begins again: the engine decides the interrupted
+steps anew. Where KV was in faulty memory, requests are computed again from their first token.
+Whatever goes wrong on the way ends the epoch of the group as a dead worker does, and so does a rank
+that takes too long.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from dist_aclgraph.actors.wire.step_channel import StepSender
+from dist_aclgraph.errors import DeviceFault, DeviceFaultError, WorkerLostError
+from dist_aclgraph.planning.way_back import SOUND_STEPS, Failure, way_back
+from dist_aclgraph.steps.step import Resume
+from dist_aclgraph.topology import GroupRank, WorldRank
+
+# Stops the devices of all ranks within so many seconds, and says of each that did not stop why;
+# meanwhile it calls the function now and then.
+StopDevices = Callable[[float, Callable[[], None]], Mapping[GroupRank, str]]
+
+MOMENT_S = 1.0  # what takes longer is told
+
+logger = logging.getLogger(__name__)
+
+
+class Comeback(NamedTuple):
+    """How a group came back.
+
+    Attributes:
+        epoch: its next one.
+        keeps_kv: whether the KV cache holds what was written to it.
+    """
+
+    epoch: int
+    keeps_kv: bool
+
+
+class Resumption:
+    """Owns how often the group has come back, and decides with that whether it may again.
+
+    Attributes:
+        counts: how often it came back, by what had stopped a device.
+
+    Args:
+        stop: see ``StopDevices``.
+        timeout_s: limit of coming back; 0 never tries.
+    """
+
+    def __init__(
+        self,
+        channel: StepSender,
+        world_ranks: Sequence[WorldRank],
+        stop: StopDevices,
+        timeout_s: float,
+    ) -> None:
+        self._channel = channel
+        self._world_ranks = tuple(world_ranks)
+        self._stop = stop
+        self._timeout_s = timeout_s
+        self._in_a_row = 0
+        self._num_sound = 0  # steps since the last failure
+        self._begun: tuple[float, str] | None = None  # when the group stopped, and why
+        self.counts: Counter[DeviceFault] = Counter()
+
+    def pause_now(self) -> str:
+        """Return why the group runs no step, if that is so for longer than a moment. Any thread."""
+        begun = self._begun
+        if begun is None or time.monotonic() - begun[0] < MOMENT_S:
+            return ""
+        return f"the group comes back from a failure, and goes on where it was: {begun[1]}"
+
+    def note_step(self) -> None:
+        """A step has run."""
+        self._num_sound += 1
+        if self._num_sound == SOUND_STEPS:
+            self._in_a_row = 0
+
+    def run(self, error: DeviceFaultError, epoch: int, check: Callable[[], None]) -> Comeback:
+        """Bring the group back, into its next epoch, in which workers know no rows.
+
+        Args:
+            error: what the first rank has reported.
+            check: ends every wait where it raises.
+
+        Raises:
+            WorkerLostError: the group does not come back.
+        """
+        self._begun = time.monotonic(), str(error)
+        try:
+            return self._come_back(error, epoch, check)
+        finally:
+            self._begun = None
+
+    def _come_back(
+        self, error: DeviceFaultError, epoch: int, check: Callable[[], None]
+    ) -> Comeback:
+        begin_s = time.monotonic()
+        faults = {GroupRank(self._world_ranks.index(WorldRank(error.rank))): error.fault}
+        may_resume = self._timeout_s > 0
+        known = Failure(faults, in_a_row=self._in_a_row, may_resume=may_resume)
+        if way_back(known) == "REBUILD":
+            raise error
+        deadline_s = begin_s + self._timeout_s
+
+        def left_s() -> float:
+            return max(0.0, deadline_s - time.monotonic())
+
+        silent = self._stop(self._timeout_s, check)
+        known = Failure(faults, frozenset(silent), self._in_a_row, may_resume)
+        way = way_back(known)
+        if way == "REBUILD":
+            raise self._failed(error, silent)
+        keeps_kv = way == "RESUME"
+        self._channel.send(Resume(epoch, epoch + 1, keeps_kv))
+        if silent := self._channel.receive_resumed(epoch + 1, left_s(), check):
+            raise self._failed(error, silent)
+        self._in_a_row += 1
+        self._num_sound = 0
+        self.counts[error.fault] += 1
+        logger.warning(
+            "the group came back within %.2f s, in epoch %d, %s its KV: %s",
+            time.monotonic() - begin_s,
+            epoch + 1,
+            "with" if keeps_kv else "without",
+            error,
+        )
+        return Comeback(epoch + 1, keeps_kv)
+
+    def _failed(self, error: DeviceFaultError, reasons: Mapping[GroupRank, str]) -> WorkerLostError:
+        rank, reason = min(reasons.items())
+        return WorkerLostError(
+            f"it did not come back ({reason}) after {error}", self._world_ranks[rank], "SERVING"
+        )

@@ -1,0 +1,1 @@
+"""Processes of this machine, and the folder of a service's run."""

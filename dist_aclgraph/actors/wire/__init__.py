@@ -1,0 +1,1 @@
+"""What crosses processes: sockets and keys, messages, steps, and links that notice silence."""

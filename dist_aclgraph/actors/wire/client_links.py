@@ -1,0 +1,326 @@
+"""The engine's end of the links to its clients: one I/O thread that is never busy with a step.
+
+It reads what clients send, answers their beats while a step runs, and numbers what goes to them. A
+link ends when its client says goodbye, begins anew, sends junk, stays silent or stops reading; the
+loop is told, and aborts what the client had.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import threading
+import time
+from collections import deque
+from typing import Any, Protocol
+
+import zmq
+
+from dist_aclgraph.actors.wire.addresses import Listener, Place
+from dist_aclgraph.actors.wire.messages import (
+    MAX_UNREAD_BYTES,
+    Abort,
+    Beat,
+    Deltas,
+    FromEngine,
+    Goodbye,
+    Groups,
+    Hello,
+    Pulse,
+    Query,
+    Refused,
+    Submit,
+    ToEngine,
+    answer,
+    encoder,
+    to_engine_decoder,
+)
+from dist_aclgraph.actors.wire.sockets import Silence, Wakeup, has_message, read_frame
+from dist_aclgraph.errors import NotAMessageError
+from dist_aclgraph.steps.delta import StepDeltas
+
+# Frames for one peer. Only strangers, who have no limit in bytes, can come near.
+MAX_QUEUED_FRAMES = 1 << 16
+FRAMES_A_TURN = 256  # so that a flood of frames delays no beat
+BEATS_OF_A_SILENCE = 20
+LAST_WORDS_MS = 200
+UNHELD_S = 0.01  # between two looks whether clients may be answered again
+
+
+class Answers(Protocol):
+    """What the I/O thread asks of the loop; answered at any time, on any thread."""
+
+    def failure_now(self) -> str:
+        """Return why nothing is served, or "" while all is well."""
+        ...
+
+    def pause_now(self) -> str:
+        """Return why no step runs for now, though the group will go on; "" while steps run."""
+        ...
+
+    def is_held(self) -> bool:
+        """Whether clients may be answered, and learn that this engine lives."""
+        ...
+
+    def report(self) -> dict[str, Any]: ...
+
+    def metrics(self) -> dict[str, Any]: ...
+
+
+class Link:
+    """One connection of one client. The I/O thread's, but for its identity.
+
+    Attributes:
+        unread: number and bytes of each message that the client has not confirmed.
+        waiting_tokens: what waits here for its requests, as it says.
+        groups_version: of the groups that it routes by.
+    """
+
+    def __init__(self, routing_id: bytes, client: str, silence: Silence) -> None:
+        self.routing_id = routing_id
+        self.client = client
+        self.silence = silence
+        self.number = 0
+        self.unread: deque[tuple[int, int]] = deque()
+        self.unread_bytes = 0
+        self.waiting_tokens = 0
+        self.groups_version = 0
+
+    def book(self, num_bytes: int) -> None:
+        self.unread.append((self.number, num_bytes))
+        self.unread_bytes += num_bytes
+
+    def confirm(self, number: int) -> None:
+        while self.unread and self.unread[0][0] <= number:
+            self.unread_bytes -= self.unread.popleft()[1]
+
+
+Event = tuple[Link, Submit | Abort | None]  # None: the link is over, and all that it asked for
+
+
+class ClientLinks:
+    """Owns the clients' socket and the I/O thread.
+
+    Args:
+        place: where the socket listens.
+        token: what clients must know.
+        link_s: a client that is silent for longer is gone.
+        max_unread_bytes: a client that has more to read is cut off.
+
+    Attributes:
+        address: where clients connect.
+
+    Raises:
+        PlacementError: no port is free.
+    """
+
+    def __init__(
+        self, place: Place, token: str, link_s: float, max_unread_bytes: int = MAX_UNREAD_BYTES
+    ) -> None:
+        self._token = token
+        self._link_s = link_s
+        self._beat_s = link_s / BEATS_OF_A_SILENCE
+        self._max_unread_bytes = max_unread_bytes
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.ROUTER)
+        # Where a frame cannot go, an error and not its silent loss.
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_FRAMES)
+        self._listener = Listener(self._context, place)
+        self.address = self._listener.bind(self._socket, "clients")
+        self._links: dict[bytes, Link] = {}
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._outgoing: deque[tuple[Link, StepDeltas]] = deque()
+        self._wakeup = Wakeup()
+        self._closing = threading.Event()
+        self._told = "", ""  # the failure, and the pause, that clients know of
+        self._setting = threading.Lock()
+        self._groups = Groups(0, ())
+        self._told_groups = self._groups
+        self._thread: threading.Thread | None = None
+
+    # ---- the loop's thread
+
+    def start(self, answers: Answers) -> None:
+        """Serve clients from now on."""
+        self._thread = threading.Thread(
+            target=self._run, args=(answers,), name="client-links", daemon=True
+        )
+        self._thread.start()
+
+    def take(self, timeout_s: float) -> list[Event]:
+        """Return what clients want, waiting up to ``timeout_s`` for the first of it."""
+        events: list[Event] = []
+        try:
+            events.append(self._events.get(timeout_s > 0, timeout_s or None))
+            while True:
+                events.append(self._events.get_nowait())
+        except queue.Empty:
+            return events
+
+    def send(self, link: Link, deltas: StepDeltas) -> None:
+        """Send deltas, in order; a link that is over takes none."""
+        self._outgoing.append((link, deltas))
+        self._wakeup.wake()
+
+    def wake(self) -> None:
+        """Have a new failure told at once."""
+        self._wakeup.wake()
+
+    def set_groups(self, groups: Groups) -> None:
+        """Have all clients told of the deployment's groups; any thread. Of several calls, which may
+        overtake each other, the latest version holds.
+        """
+        with self._setting:
+            self._groups = max(self._groups, groups, key=lambda g: g.version)
+        self._wakeup.wake()
+
+    def have_confirmed(self, version: int) -> bool:
+        """Whether all clients route by this version of the groups, or a later one; any thread.
+
+        What they sent before they did is in ``take`` by then.
+        """
+        return all(link.groups_version >= version for link in list(self._links.values()))
+
+    def close(self) -> None:
+        """Send what is left to be sent, and end the thread."""
+        self._closing.set()
+        self._wakeup.wake()
+        if self._thread is not None:
+            self._thread.join()
+        self._socket.close(linger=LAST_WORDS_MS)
+        self._listener.close()
+        self._context.term()
+        self._wakeup.close()
+
+    # ---- the I/O thread
+
+    def _run(self, answers: Answers) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wakeup.fileno(), zmq.POLLIN)
+        turned_s = time.monotonic()
+        while not self._closing.is_set():
+            poller.poll(int(self._beat_s * 1000))
+            self._wakeup.drain()
+            if not answers.is_held():
+                self._closing.wait(UNHELD_S)
+                continue
+            is_drained = self._receive(answers)
+            self._send_deltas()
+            self._tell(answers.failure_now(), answers.pause_now())
+            self._tell_groups()
+            now_s = time.monotonic()
+            if is_drained:
+                self._look_for_silence(now_s - turned_s)
+            turned_s = now_s
+        self._send_deltas()
+
+    def _receive(self, answers: Answers) -> bool:
+        """Read what is there; return whether that was all."""
+        for _ in range(FRAMES_A_TURN):
+            if not has_message(self._socket):
+                return True
+            routing_id, *frames = self._socket.recv_multipart()
+            try:
+                message = read_frame(to_engine_decoder, b"".join(frames))
+            except NotAMessageError as e:
+                if (link := self._links.get(routing_id)) is not None:
+                    self._cut(link, str(e))
+                continue
+            self._serve(routing_id, message, answers)
+        return False
+
+    def _serve(self, routing_id: bytes, message: ToEngine, answers: Answers) -> None:
+        if isinstance(message, Hello):
+            self._welcome(routing_id, message)
+            return
+        link = self._links.get(routing_id)
+        if link is None:
+            return
+        link.silence.heard()
+        if isinstance(message, Submit | Abort):
+            self._events.put((link, message))
+        elif isinstance(message, Beat):
+            link.confirm(message.received)
+            link.waiting_tokens = message.waiting_tokens
+            link.groups_version = message.groups_version
+            self._post(link, self._pulse(link))
+        elif isinstance(message, Query):
+            ask = answers.report if message.what == "report" else answers.metrics
+            self._post(link, answer(message, ask()))
+        elif isinstance(message, Goodbye):
+            self._end(link)
+
+    def _welcome(self, routing_id: bytes, hello: Hello) -> None:
+        if not secrets.compare_digest(hello.token.encode(), self._token.encode()):
+            self._write(routing_id, encoder.encode(Refused("wrong token")))
+            return
+        for link in list(self._links.values()):
+            if link.client == hello.client or link.routing_id == routing_id:
+                self._end(link)
+        link = Link(routing_id, hello.client, Silence(self._link_s, 2 * self._beat_s))
+        self._links[routing_id] = link
+        # Before it counts as an answer: who drains gets nothing.
+        if self._told_groups.version:
+            self._post(link, self._told_groups)
+        self._post(link, self._pulse(link))
+
+    def _pulse(self, link: Link) -> Pulse:
+        failure, pause = self._told
+        return Pulse(failure, self._others_tokens(link), pause)
+
+    def _others_tokens(self, link: Link) -> int:
+        return sum(other.waiting_tokens for other in self._links.values() if other is not link)
+
+    def _send_deltas(self) -> None:
+        while self._outgoing:
+            link, deltas = self._outgoing.popleft()
+            if self._links.get(link.routing_id) is not link:
+                continue
+            link.number += 1
+            frame = encoder.encode(Deltas(deltas, link.number))
+            link.book(len(frame))
+            if link.unread_bytes > self._max_unread_bytes:
+                self._cut(link, f"the client has left {link.unread_bytes} bytes unread")
+            elif not self._write(link.routing_id, frame):
+                self._cut(link, f"the client has left {len(link.unread)} messages unread")
+
+    def _tell(self, failure: str, pause: str) -> None:
+        if (failure, pause) != self._told:
+            self._told = failure, pause
+            for link in list(self._links.values()):
+                self._post(link, self._pulse(link))
+
+    def _tell_groups(self) -> None:
+        groups = self._groups
+        if groups is not self._told_groups:
+            self._told_groups = groups
+            for link in list(self._links.values()):
+                self._post(link, groups)
+
+    def _look_for_silence(self, elapsed_s: float) -> None:
+        for link in list(self._links.values()):
+            if link.silence.listen(elapsed_s):
+                self._cut(link, f"the client was silent for {link.silence.silent_s:.1f} s")
+
+    def _cut(self, link: Link, reason: str) -> None:
+        self._end(link)
+        self._write(link.routing_id, encoder.encode(Refused(reason)))
+
+    def _end(self, link: Link) -> None:
+        if self._links.get(link.routing_id) is link:
+            del self._links[link.routing_id]
+            self._events.put((link, None))
+
+    def _post(self, link: Link, message: FromEngine) -> None:
+        if not self._write(link.routing_id, encoder.encode(message)):
+            self._end(link)
+
+    def _write(self, routing_id: bytes, frame: bytes) -> bool:
+        """Send a frame; return whether its way is open."""
+        try:
+            self._socket.send_multipart([routing_id, frame], zmq.NOBLOCK)
+        except zmq.ZMQError:  # the peer is gone (EHOSTUNREACH), or reads nothing (EAGAIN)
+            return False
+        return True

@@ -1,0 +1,163 @@
+"""A client's end of the link to one engine. The client's I/O thread alone uses it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Literal, get_args
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from dist_aclgraph.actors.wire.addresses import Endpoint
+from dist_aclgraph.actors.wire.messages import (
+    Answer,
+    Beat,
+    Deltas,
+    Groups,
+    Hello,
+    Pulse,
+    Refused,
+    ToEngine,
+    encoder,
+    from_engine_decoder,
+)
+from dist_aclgraph.actors.wire.sockets import MAX_MESSAGE_BYTES, Silence, has_message, read_frame
+from dist_aclgraph.errors import EngineDeadError, NotAMessageError
+
+FRAMES_A_TURN = 256  # so that a flood of tokens delays no beat
+BEATS_OF_A_SILENCE = 20
+LAST_WORDS_MS = 100
+# Why a link is lost: its engine's process has ended, is silent, says that its group serves no more,
+# wants no such client, or has sent what cannot be.
+LossKind = Literal["gone", "silent", "failed", "refused", "broken"]
+LOSS_KINDS: tuple[LossKind, ...] = get_args(LossKind)
+REFUSALS = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+class EngineLink:
+    """One connection. After an error it is over: close it, and open another one.
+
+    Args:
+        link_s: an engine that is silent for longer is gone.
+
+    Attributes:
+        is_welcome: whether the engine has answered on this connection, and serves.
+        is_lost: whether this connection is over; set by whoever has caught its error.
+        loss_kind: why, once an error has said so.
+        others_tokens: what waits at the engine for other clients, as it said last.
+        pause: why it runs no step for now, likewise; "" while it does.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: Endpoint,
+        hello: Hello,
+        link_s: float,
+    ) -> None:
+        self.is_welcome = False
+        self.is_lost = False
+        self.loss_kind: LossKind = "failed"
+        self.others_tokens = 0
+        self.pause = ""
+        self._received = 0
+        self._silence = Silence(link_s, 2 * link_s / BEATS_OF_A_SILENCE)
+        self._beaten_s = time.monotonic()
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        # No limit that discards or blocks: what we send is bounded by the requests that are open.
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | REFUSALS)
+        endpoint.connect(self._socket)
+        self.send(hello)
+
+    @property
+    def sockets(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """What to poll."""
+        return self._socket, self._monitor
+
+    def send(self, message: ToEngine) -> None:
+        self._socket.send(encoder.encode(message), zmq.NOBLOCK)
+
+    def receive(self) -> Iterator[Deltas | Answer | Groups]:
+        """Yield what the engine has sent.
+
+        Raises:
+            EngineDeadError: the link is lost; says why.
+        """
+        for _ in range(FRAMES_A_TURN):
+            if not has_message(self._socket):
+                break
+            try:
+                message = read_frame(from_engine_decoder, self._socket.recv())
+            except NotAMessageError as e:
+                raise self._lost("broken", f"the engine has sent junk: {e}") from None
+            self._silence.heard()
+            if isinstance(message, Refused):
+                raise self._lost("refused", f"the engine refused the connection: {message.reason}")
+            if isinstance(message, Pulse):
+                if message.failure:
+                    raise self._lost("failed", message.failure)
+                self.is_welcome = True
+                self.others_tokens = message.others_tokens
+                self.pause = message.pause
+                continue
+            if isinstance(message, Deltas):
+                if message.number != self._received + 1:
+                    raise self._lost(
+                        "broken",
+                        f"message {message.number} of the engine came after {self._received}: "
+                        "what is between them is lost",
+                    )
+                self._received = message.number
+                self._check(message)
+            yield message
+        else:
+            return  # there may be more, which counts even if the connection has ended since
+        if has_message(self._monitor):
+            if recv_monitor_message(self._monitor)["event"] & REFUSALS:
+                raise self._lost(
+                    "refused",
+                    "the engine refused the connection: the keys are not those of its deployment, "
+                    "or it was just ending",
+                )
+            raise self._lost("gone", "the connection to the engine has ended: its process is gone")
+
+    def beat(self, waiting_tokens: int, groups_version: int) -> None:
+        """Give a sign of life, and see whether the engine gives any; see ``Beat``.
+
+        Raises:
+            EngineDeadError: it has been silent for too long.
+        """
+        now_s = time.monotonic()
+        elapsed_s, self._beaten_s = now_s - self._beaten_s, now_s
+        if self.is_lost:
+            return
+        if not has_message(self._socket) and self._silence.listen(elapsed_s):
+            silent_s = self._silence.silent_s
+            raise self._lost("silent", f"the engine has been silent for {silent_s:.1f} s")
+        if self.is_welcome:  # else our greeting still waits for an engine
+            self.send(Beat(self._received, waiting_tokens, groups_version))
+
+    def close(self, linger_ms: int = LAST_WORDS_MS) -> None:
+        """End the connection. Idempotent."""
+        if self._socket.closed:
+            return
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(linger_ms)
+
+    def _check(self, message: Deltas) -> None:
+        try:
+            message.step.check()
+        except NotAMessageError as e:
+            raise self._lost("broken", f"the engine has sent junk: {e}") from None
+
+    def _lost(self, kind: LossKind, reason: str) -> EngineDeadError:
+        self.loss_kind = kind
+        return EngineDeadError(reason)

@@ -1,0 +1,269 @@
+"""Steps between an engine and the workers on its node: a Unix socket for each of them.
+
+A frame is its length in four bytes, and its bytes. The system keeps bytes in order, wakes who
+waits, tells at once when a peer's process is gone, and keeps nothing when both are. Who comes in
+must be of this user, reach the engine's directory, and know the token that Ray hands over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import socket
+import struct
+from collections import deque
+from dataclasses import dataclass, field
+
+from dist_aclgraph.actors.wire.sockets import MAX_MESSAGE_BYTES
+from dist_aclgraph.errors import EngineDeadError, NotAMessageError
+
+LENGTH = struct.Struct("<I")
+READ_BYTES = 1 << 16
+MAX_UNREAD_BYTES = 2 * MAX_MESSAGE_BYTES  # by a worker that stands still; then it is cut off
+MAX_WAITING_CONNECTIONS = 64
+FAREWELL_S = 0.2  # for the last frame to a worker that reads slowly
+CREDENTIALS = struct.Struct("3i")  # process, user, group
+
+
+@dataclass(frozen=True)
+class SocketFile:
+    """Where workers on the engine's node connect, and what they say first."""
+
+    path: str
+    token: str = field(repr=False)
+
+
+class Frames:
+    """The bytes of a connection, cut into frames."""
+
+    def __init__(self) -> None:
+        self._received = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Take bytes in; return the frames that are whole by them.
+
+        Raises:
+            NotAMessageError: one is longer than a frame may be.
+        """
+        if not self._received and 0 < self._end(data) == len(data):  # nearly always
+            return [data[LENGTH.size :]]
+        self._received += data
+        found = []
+        while 0 < (end := self._end(self._received)) <= len(self._received):
+            found.append(bytes(self._received[LENGTH.size : end]))
+            del self._received[:end]
+        return found
+
+    @staticmethod
+    def _end(data: bytes | bytearray) -> int:
+        """Return where the first frame ends, 0 while that is not known."""
+        if len(data) < LENGTH.size:
+            return 0
+        (size,) = LENGTH.unpack_from(data)
+        if size > MAX_MESSAGE_BYTES:
+            raise NotAMessageError(f"a frame has {size} bytes, {MAX_MESSAGE_BYTES} are taken")
+        return LENGTH.size + int(size)
+
+
+class _Peer:
+    """A connection at the engine. It is a worker's once it has said the token."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.frames = Frames()
+        self.unsent = bytearray()
+        self.is_worker = False
+
+
+class LocalPeers:
+    """The engine's end. Owns the socket file and all connections; for one thread.
+
+    Attributes:
+        num_workers: that have come.
+        num_lost: of them, whose connections have ended.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.num_workers = 0
+        self.num_lost = 0
+        self.address = SocketFile(path, secrets.token_hex(16))
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(path)
+        os.chmod(path, 0o600)
+        self._listener.listen(MAX_WAITING_CONNECTIONS)
+        self._listener.setblocking(False)
+        self._peers: dict[int, _Peer] = {}  # by file descriptor
+        self._arrived: deque[bytes] = deque()
+        self._epoll = select.epoll()
+        self._epoll.register(self._listener, select.EPOLLIN)
+
+    def fileno(self) -> int:
+        """Return what is ready to be read where ``wait`` would find something."""
+        return self._epoll.fileno()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until something comes, and take it in; say whether it did."""
+        found = self._epoll.poll(timeout_s)
+        for fd, events in found:
+            peer = self._peers.get(fd)
+            if peer is None:
+                self._accept()
+                continue
+            if events & ~select.EPOLLOUT:
+                self._read(peer)
+            if events & select.EPOLLOUT and fd in self._peers:
+                self._flush(peer)
+        return bool(found)
+
+    def take(self) -> bytes | None:
+        """Return the next frame of any worker, None where nothing has come."""
+        return self._arrived.popleft() if self._arrived else None
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame to every worker. One that does not read keeps nobody waiting."""
+        data = LENGTH.pack(len(frame)) + frame
+        for peer in list(self._peers.values()):
+            if peer.is_worker:
+                self._send(peer, data)
+
+    def close(self) -> None:
+        """Send what is left to those who read it soon, and end all connections."""
+        for peer in list(self._peers.values()):
+            if peer.unsent:
+                peer.connection.settimeout(FAREWELL_S)
+                with contextlib.suppress(OSError):
+                    peer.connection.sendall(peer.unsent)
+            peer.connection.close()
+        self._peers.clear()
+        self._epoll.close()
+        self._listener.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.address.path)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # it has left already
+            connection, _ = self._listener.accept()
+            credentials = connection.getsockopt(
+                socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size
+            )
+            if CREDENTIALS.unpack(credentials)[1] != os.getuid():
+                connection.close()
+                return
+            connection.setblocking(False)
+            self._peers[connection.fileno()] = _Peer(connection)
+            self._epoll.register(connection, select.EPOLLIN)
+
+    def _read(self, peer: _Peer) -> None:
+        try:
+            data = peer.connection.recv(READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        try:
+            for frame in peer.frames.feed(data):
+                if peer.is_worker:
+                    self._arrived.append(frame)
+                elif secrets.compare_digest(frame, self.address.token.encode()):
+                    peer.is_worker = True
+                    self.num_workers += 1
+                else:
+                    raise NotAMessageError("not the channel's token")
+        except NotAMessageError:
+            data = b""
+        if not data:
+            self._cut(peer)
+
+    def _send(self, peer: _Peer, data: bytes) -> None:
+        """Send as much as the connection takes, and the rest when it takes more."""
+        sent = 0 if peer.unsent else self._sent(peer, data)
+        if sent < len(data):
+            if not peer.unsent:
+                self._epoll.modify(peer.connection, select.EPOLLIN | select.EPOLLOUT)
+            peer.unsent += data[sent:]
+            if len(peer.unsent) > MAX_UNREAD_BYTES:
+                self._cut(peer)
+
+    def _flush(self, peer: _Peer) -> None:
+        del peer.unsent[: self._sent(peer, peer.unsent)]
+        if not peer.unsent:
+            self._epoll.modify(peer.connection, select.EPOLLIN)
+
+    @staticmethod
+    def _sent(peer: _Peer, data: bytes | bytearray) -> int:
+        """Send; return how many bytes need not be sent any more."""
+        try:
+            return peer.connection.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError:  # reading says so, behind what the worker has sent before
+            return len(data)
+
+    def _cut(self, peer: _Peer) -> None:
+        self.num_lost += peer.is_worker
+        del self._peers[peer.connection.fileno()]
+        self._epoll.unregister(peer.connection)
+        peer.connection.close()
+
+
+class LocalEngine:
+    """A worker's end. Owns its connection; for one thread."""
+
+    def __init__(self, address: SocketFile) -> None:
+        """Connect.
+
+        Raises:
+            EngineDeadError: nobody listens.
+        """
+        self._frames = Frames()
+        self._arrived: deque[bytes] = deque()
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._connection.connect(address.path)
+        except OSError as e:
+            self._connection.close()
+            raise EngineDeadError(f"the engine does not listen for its workers: {e}") from None
+        self._readable = select.poll()
+        self._readable.register(self._connection, select.POLLIN)
+        self.send(address.token.encode())
+
+    def has_message(self) -> bool:
+        """Say whether ``receive`` would return at once."""
+        return bool(self._arrived or self._readable.poll(0))
+
+    def receive(self) -> bytes:
+        """Return the next frame.
+
+        Raises:
+            EngineDeadError: the engine's process is gone, or it sends what cannot be.
+        """
+        try:
+            while not self._arrived:
+                data = self._connection.recv(READ_BYTES)
+                if not data:
+                    raise EngineDeadError("the connection to the engine has ended")
+                self._arrived += self._frames.feed(data)
+        except (OSError, NotAMessageError) as e:
+            raise EngineDeadError(f"the connection to the engine has failed: {e}") from None
+        return self._arrived.popleft()
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame.
+
+        Raises:
+            EngineDeadError: the engine's process is gone.
+        """
+        try:
+            self._connection.sendall(LENGTH.pack(len(frame)) + frame)
+        except OSError as e:
+            raise EngineDeadError(f"the connection to the engine has failed: {e}") from None
+
+    def end(self) -> None:
+        """Have ``receive`` and ``send`` raise from now on. Any thread."""
+        with contextlib.suppress(OSError):  # closed already
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._connection.close()

@@ -1,0 +1,171 @@
+"""What crosses between an engine and its clients, over one ZeroMQ ROUTER (engine) / DEALER pair.
+
+Plain MessagePack, as between engine and workers (``steps/step.py``); each message is one frame.
+A client says ``Hello`` first, and ``Beat`` regularly; an engine answers both with ``Pulse``, a
+wrong token with ``Refused``, and ignores who has not said ``Hello``. After ``Hello``, and whenever
+they change, it names all ``Groups``. A link that fails at one end
+takes its requests with it: the client ends them with an error, the engine aborts them.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from dist_aclgraph import errors
+from dist_aclgraph.actors.wire.addresses import Address
+from dist_aclgraph.steps.delta import RequestDelta, StepDeltas
+from dist_aclgraph.steps.step import RowSampling
+
+RequestNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Tokens = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+QueryKind = Literal["report", "metrics"]
+# Sent to a client and not confirmed by it: more means that it has stopped reading.
+MAX_UNREAD_BYTES = 128 << 20
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """First message on a connection. An earlier connection of the same client is over by it."""
+
+    token: str
+    client: str
+
+
+class Beat(msgspec.Struct, frozen=True, tag="beat"):
+    """A sign of life.
+
+    Attributes:
+        received: the number of the last ``Deltas`` that were read.
+        waiting_tokens: what waits at this engine for the client's requests, see ``Router``.
+        groups_version: of the last ``Groups`` that were read; what comes after it was routed by it.
+    """
+
+    received: int = 0
+    waiting_tokens: Tokens = 0
+    groups_version: int = 0
+
+
+class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
+    """The client leaves, and wants nothing of what still runs for it."""
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    """A new request. ``sampling.seed`` is final: who submits has drawn one where none was given.
+
+    ``number`` is what deltas call it; no other request of the connection has it meanwhile.
+    """
+
+    request_id: str
+    number: RequestNumber
+    prompt: bytes  # int32 [num_tokens], and behind it the output that the request has already
+    sampling: RowSampling
+    max_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+    cache_salt: str = ""  # cached blocks are shared with requests of the same salt only
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Stop a request and free what it holds; unknown ids are ignored."""
+
+    request_id: str
+
+
+class Query(msgspec.Struct, frozen=True, tag="query"):
+    """A question; the answer repeats its id."""
+
+    query_id: int
+    what: QueryKind
+
+
+class Deltas(msgspec.Struct, frozen=True, tag="deltas"):
+    """One message per step for all requests of one client.
+
+    ``number`` counts them on each connection, from 1: a gap means that tokens are lost.
+    """
+
+    step: StepDeltas
+    number: int
+
+
+class Pulse(msgspec.Struct, frozen=True, tag="pulse"):
+    """The engine's sign of life.
+
+    Attributes:
+        failure: why it serves no more, "" where it does.
+        pause: why no step runs for now, though its group will go on, "" where steps run.
+        others_tokens: what waits here for requests of other clients, as they say.
+    """
+
+    failure: str = ""
+    others_tokens: Tokens = 0
+    pause: str = ""
+
+
+class GroupEntry(msgspec.Struct, frozen=True):
+    """A lockstep group as clients know it.
+
+    Attributes:
+        name: a number that no other group of the deployment ever has.
+        address: of its engine.
+        cache_blocks: of the KV caches of all its data-parallel ranks.
+        tokens_per_block: of those.
+        is_draining: it takes no new requests.
+    """
+
+    name: str
+    address: Address
+    cache_blocks: int
+    tokens_per_block: int
+    is_draining: bool = False
+
+
+class Groups(msgspec.Struct, frozen=True, tag="groups"):
+    """All groups of the deployment; every engine tells its clients, and the latest version holds.
+
+    Requests end where they run; a group that is not there any more has none.
+    """
+
+    version: int
+    groups: tuple[GroupEntry, ...]
+
+
+class Answer(msgspec.Struct, frozen=True, tag="answer"):
+    """Answer to a query: a JSON object."""
+
+    query_id: int
+    body: bytes
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The engine does not serve this client, or no longer: nothing follows on this connection."""
+
+    reason: str
+
+
+ToEngine = Hello | Beat | Submit | Abort | Query | Goodbye
+FromEngine = Deltas | Pulse | Groups | Answer | Refused
+
+encoder = msgspec.msgpack.Encoder()
+to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+from_engine_decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+
+
+def answer(query: Query, body: dict[str, Any]) -> Answer:
+    return Answer(query.query_id, json.dumps(body).encode())
+
+
+def failed(request_id: str, error: errors.DistAclGraphError) -> RequestDelta:
+    """Return the last delta of a request that ends with ``error``."""
+    return RequestDelta(
+        request_id, finish_reason="error", error=str(error), error_kind=type(error).__name__
+    )
+
+
+def error_of(delta: RequestDelta) -> errors.DistAclGraphError:
+    """Return the typed error that a failed request's last delta describes."""
+    kind = getattr(errors, delta.error_kind, None)
+    if not (isinstance(kind, type) and issubclass(kind, errors.DistAclGraphError)):
+        kind = errors.DistAclGraphError
+    return kind(delta.error or "the request failed")

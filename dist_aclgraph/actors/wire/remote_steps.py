@@ -1,0 +1,123 @@
+"""Steps between an engine and workers on other nodes.
+
+ZeroMQ with CURVE keys: PUB/SUB for plans, PUSH/PULL for results; ``addresses.py`` says where.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import zmq
+
+from dist_aclgraph.actors.wire.addresses import Endpoint, Listener, Place
+from dist_aclgraph.actors.wire.sockets import MAX_MESSAGE_BYTES, has_message
+from dist_aclgraph.errors import EngineDeadError
+
+LOOK_MS = 500  # between two looks whether a wait should end
+WORKERS_OF_FRAME = {b"\x01": 1, b"\x00": -1}  # frames of XPUB: a subscription to all, and its end
+FAREWELL_MS = 200  # for the last frame; a dead worker must not hold us
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """Where workers on other nodes find their engine: one endpoint for each direction."""
+
+    plans: Endpoint
+    results: Endpoint
+
+
+class RemotePeers:
+    """The engine's end. Owns both sockets; for one thread.
+
+    Attributes:
+        num_workers: workers that are connected.
+
+    Raises:
+        PlacementError: no port is free.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.num_workers = 0
+        self._context = zmq.Context(io_threads=1)
+        self._plans = self._context.socket(zmq.XPUB)
+        # Every worker subscribes to the same topic. Verboser: each that comes or leaves is told of.
+        self._plans.setsockopt(zmq.XPUB_VERBOSER, 1)
+        self._results = self._context.socket(zmq.PULL)
+        self._plans.setsockopt(zmq.LINGER, 0)
+        self._results.setsockopt(zmq.LINGER, 0)
+        self._listener = Listener(self._context, place)
+        self._plans_at = self._listener.bind(self._plans, "plans")
+        self._results_at = self._listener.bind(self._results, "results")
+        self._poller = zmq.Poller()
+        self._poller.register(self._plans, zmq.POLLIN)
+        self._poller.register(self._results, zmq.POLLIN)
+
+    def address_for(self, node_id: str) -> Endpoints:
+        """Return where workers on another node connect."""
+        return Endpoints(self._plans_at.seen_from(node_id), self._results_at.seen_from(node_id))
+
+    def wait(self, timeout_s: float, beside: int | None = None) -> bool:
+        """Wait until something comes here, or to the file ``beside``; say whether it did."""
+        if beside is not None and beside not in self._poller:
+            self._poller.register(beside, zmq.POLLIN)
+        found = self._poller.poll(int(timeout_s * 1e3))
+        while has_message(self._plans):
+            self.num_workers += WORKERS_OF_FRAME.get(self._plans.recv(), 0)
+        return bool(found)
+
+    def take(self) -> bytes | None:
+        """Return the next frame of any worker, None where nothing has come."""
+        return self._results.recv() if has_message(self._results) else None
+
+    def send(self, frame: bytes) -> None:
+        self._plans.send(frame)
+
+    def close(self) -> None:
+        self._plans.close(linger=FAREWELL_MS)
+        self._results.close(linger=0)
+        self._listener.close()
+        self._context.term()
+
+
+class RemoteEngine:
+    """A worker's end. Owns both sockets; for one thread."""
+
+    def __init__(self, address: Endpoints) -> None:
+        self._is_over = threading.Event()
+        self._context = zmq.Context(io_threads=1)
+        self._plans = self._context.socket(zmq.SUB)
+        self._results = self._context.socket(zmq.PUSH)
+        for socket in (self._plans, self._results):
+            socket.setsockopt(zmq.LINGER, FAREWELL_MS)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        address.results.connect(self._results)
+        self._plans.setsockopt(zmq.SUBSCRIBE, b"")
+        address.plans.connect(self._plans)
+
+    def has_message(self) -> bool:
+        """Say whether ``receive`` would return at once."""
+        return has_message(self._plans)
+
+    def receive(self) -> bytes:
+        """Return the next frame.
+
+        Raises:
+            EngineDeadError: see ``end``; whether the engine lives is not known here.
+        """
+        while not self._plans.poll(LOOK_MS):
+            if self._is_over.is_set():
+                raise EngineDeadError("the engine on another node is given up")
+        return self._plans.recv()
+
+    def end(self) -> None:
+        """Have ``receive`` raise where it waits. Any thread."""
+        self._is_over.set()
+
+    def send(self, frame: bytes) -> None:
+        self._results.send(frame)
+
+    def close(self) -> None:
+        self._plans.close()
+        self._results.close()
+        self._context.term()

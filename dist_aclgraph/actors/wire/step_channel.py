@@ -1,0 +1,303 @@
+"""The hot path between an engine and its workers: plans out to all, results back from all.
+
+Unix sockets for workers on the engine's node (``local_steps.py``), ZeroMQ for those on others
+(``remote_steps.py``); MessagePack inside. Every message carries epoch and step; stale ones are
+dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from dist_aclgraph.actors.wire.addresses import Place, reached_here_alone
+from dist_aclgraph.actors.wire.local_steps import LocalEngine, LocalPeers, SocketFile
+from dist_aclgraph.actors.wire.remote_steps import Endpoints, RemoteEngine, RemotePeers
+from dist_aclgraph.actors.wire.sockets import read_frame
+from dist_aclgraph.actors.wire.standing import Ask, Places, judge
+from dist_aclgraph.errors import (
+    DeviceFaultError,
+    NotAMessageError,
+    WorkerLostError,
+    WorkerStartTimeoutError,
+)
+from dist_aclgraph.planning.commands import GraphAnswer, GraphCommand
+from dist_aclgraph.steps.step import (
+    FromWorker,
+    Pause,
+    Resume,
+    Resumed,
+    Shutdown,
+    StepPlan,
+    StepResult,
+    ToWorker,
+    encoder,
+    from_worker_decoder,
+    to_worker_decoder,
+)
+from dist_aclgraph.topology import GroupRank, WorldRank
+
+POLL_S = 0.1  # how often a wait looks whether it should end
+GONE_S = 1.0  # after a worker's connection has ended, for others to say what they know of it
+SOCKET_FILE = "steps"
+
+logger = logging.getLogger(__name__)
+
+
+ChannelAddress = SocketFile | Endpoints  # where a worker finds its engine
+
+
+class Deadline:
+    """A limit for several waits together."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.at_s = time.monotonic() + timeout_s
+
+    def shorten(self, timeout_s: float) -> None:
+        """Let so much time be left at most."""
+        self.at_s = min(self.at_s, time.monotonic() + timeout_s)
+
+
+def nobody_says(ranks: Sequence[GroupRank]) -> Places:
+    """The answers of ranks that cannot be asked."""
+    return dict.fromkeys(ranks)
+
+
+class StepSender:
+    """The engine's end. Owns what it is reached by, on its node and from others."""
+
+    def __init__(
+        self,
+        world_ranks: Sequence[WorldRank],
+        place: Place,
+        ask: Ask = nobody_says,
+    ) -> None:
+        """Bind.
+
+        Args:
+            world_ranks: of the group's workers, which answer with their ranks in the group.
+            place: where the sockets listen.
+            ask: where ranks stand that did not answer in time.
+
+        Raises:
+            PlacementError: no port is free.
+        """
+        self._world_ranks = tuple(world_ranks)
+        self._num_workers = len(world_ranks)
+        self._ask = ask
+        self._place = place
+        self._local = LocalPeers(f"{place.directory}/{SOCKET_FILE}")
+        self._remote: RemotePeers | None = None
+        if place.host is not None:
+            try:
+                self._remote = RemotePeers(place)
+            except BaseException:
+                self._local.close()
+                raise
+
+    def address_for(self, node_id: str) -> ChannelAddress:
+        """Return where a worker on a node finds this end.
+
+        Raises:
+            PlacementError: the engine expects no worker on other nodes than its own.
+        """
+        if node_id == self._place.node_id:
+            return self._local.address
+        if self._remote is None:
+            raise reached_here_alone(self._place.node_id, node_id)
+        return self._remote.address_for(node_id)
+
+    def wait_for_workers(self, timeout_s: float, check: Callable[[], None]) -> None:
+        """Return when every worker listens; plans sent earlier would be lost.
+
+        Raises:
+            WorkerStartTimeoutError: not all did in time.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while (connected := self._num_connected()) < self._num_workers:
+            check()
+            if time.monotonic() > deadline_s:
+                raise WorkerStartTimeoutError(
+                    f"{connected} of {self._num_workers} workers listened for steps within "
+                    f"{timeout_s:g} s",
+                    phase="CAPTURING",
+                )
+            self._wait()
+
+    def _num_connected(self) -> int:
+        remote = 0 if self._remote is None else self._remote.num_workers
+        return self._local.num_workers + remote
+
+    def send(self, message: ToWorker) -> None:
+        frame = encoder.encode(message)
+        self._local.send(frame)
+        if self._remote is not None:
+            self._remote.send(frame)
+
+    def receive(
+        self, plan: StepPlan, timeout_s: float, check: Callable[[], None]
+    ) -> list[StepResult]:
+        """Return the results of ``plan`` from all workers, in order of arrival.
+
+        Raises:
+            WorkerLostError: a worker failed or did not answer in time; names the rank.
+        """
+        results: dict[GroupRank, StepResult] = {}
+        deadline = Deadline(timeout_s)
+        while len(results) < self._num_workers:
+            result = self._next(f"step {plan.step}", set(results), deadline, check)
+            if not isinstance(result, StepResult) or result.step < plan.step:
+                continue
+            if result.epoch != plan.epoch:
+                continue
+            if result.error:
+                raise self._failure(result)
+            if result.step == plan.step:
+                results[GroupRank(result.rank)] = result
+        return list(results.values())
+
+    def _failure(self, result: StepResult) -> WorkerLostError:
+        """The error for what a rank has reported."""
+        rank = self._world_ranks[result.rank]
+        if result.fault is None:
+            return WorkerLostError(result.error, rank, "SERVING")
+        return DeviceFaultError(result.error, rank, "SERVING", result.fault)
+
+    def receive_resumed(
+        self, epoch: int, timeout_s: float, check: Callable[[], None]
+    ) -> dict[GroupRank, str]:
+        """Return why ranks have not come back in this epoch; empty where all have.
+
+        Raises:
+            WorkerLostError: a worker did not answer in time; names the rank.
+        """
+        errors: dict[GroupRank, str] = {}
+        deadline = Deadline(timeout_s)
+        while len(errors) < self._num_workers:
+            answer = self._next("coming back", set(errors), deadline, check)
+            if isinstance(answer, Resumed) and answer.epoch == epoch:
+                errors[GroupRank(answer.rank)] = answer.error
+        return {rank: error for rank, error in errors.items() if error}
+
+    def receive_votes(
+        self, command: GraphCommand, timeout_s: float, check: Callable[[], None]
+    ) -> list[GraphAnswer]:
+        """Return the answers to ``command`` from all workers, in rank order.
+
+        Raises:
+            WorkerLostError: a worker did not answer in time; names the rank.
+        """
+        votes: dict[GroupRank, GraphAnswer] = {}
+        deadline = Deadline(timeout_s)
+        while len(votes) < self._num_workers:
+            vote = self._next(f"'{command}'", set(votes), deadline, check)
+            if not isinstance(vote, GraphAnswer) or vote.number != command.number:
+                continue
+            if vote.epoch == command.epoch:
+                votes[GroupRank(vote.rank)] = vote
+        return [votes[rank] for rank in sorted(votes)]
+
+    def _next(
+        self, what: str, answered: set[GroupRank], deadline: Deadline, check: Callable[[], None]
+    ) -> FromWorker:
+        while True:
+            while (frame := self._take()) is None:
+                if self._wait() and (frame := self._take()) is not None:
+                    break
+                check()
+                if self._local.num_lost:
+                    deadline.shorten(GONE_S)
+                if time.monotonic() > deadline.at_s:
+                    raise self._silence(what, answered, deadline.timeout_s)
+            try:
+                message = read_frame(from_worker_decoder, frame)
+            except NotAMessageError as e:
+                logger.debug("dropped: %s", e)
+                continue
+            if 0 <= message.rank < self._num_workers:
+                return message
+
+    def _wait(self) -> bool:
+        """Wait for something to come, for a while; say whether it did."""
+        if self._remote is None:
+            return self._local.wait(POLL_S)
+        found = self._remote.wait(POLL_S, beside=self._local.fileno())
+        self._local.wait(0)
+        return found
+
+    def _take(self) -> bytes | None:
+        """Return the next frame of any worker, None where nothing has come."""
+        frame = self._local.take()
+        if frame is None and self._remote is not None:
+            frame = self._remote.take()
+        return frame
+
+    def _silence(self, what: str, answered: set[GroupRank], timeout_s: float) -> WorkerLostError:
+        missing = [r for r in map(GroupRank, range(self._num_workers)) if r not in answered]
+        verdict = judge(self._world_ranks, self._ask(missing))
+        when = f"within {timeout_s:g} s"
+        if self._local.num_lost:
+            when = "before a worker's connection ended"
+        return WorkerLostError(
+            f"{what} was not answered by {verdict.silent} {when}: {verdict.where}",
+            verdict.rank,
+            "SERVING",
+        )
+
+    def close(self, epoch: int) -> None:
+        """Tell workers to leave their loop, and close the sockets."""
+        try:
+            self.send(Shutdown(epoch))
+        finally:
+            self._local.close()
+            if self._remote is not None:
+                self._remote.close()
+
+
+class StepReceiver:
+    """A worker's end. Owns its connection."""
+
+    def __init__(self, address: ChannelAddress) -> None:
+        """Connect.
+
+        Raises:
+            EngineDeadError: on the engine's node, nobody listens.
+        """
+        self._engine: LocalEngine | RemoteEngine
+        if isinstance(address, SocketFile):
+            self._engine = LocalEngine(address)
+        else:
+            self._engine = RemoteEngine(address)
+
+    def has_message(self) -> bool:
+        """Say whether ``receive`` would find a message."""
+        return self._engine.has_message()
+
+    def receive(self, epoch: int) -> StepPlan | GraphCommand | Pause | Resume | None:
+        """Return the next message of ``epoch``, or None when the engine shuts down.
+
+        What is no message is dropped.
+
+        Raises:
+            EngineDeadError: on the engine's node, its process is gone; or see ``end``.
+        """
+        while True:
+            try:
+                message = read_frame(to_worker_decoder, self._engine.receive())
+            except NotAMessageError as e:
+                logger.debug("dropped: %s", e)
+                continue
+            if message.epoch == epoch:
+                return None if isinstance(message, Shutdown) else message
+
+    def send(self, result: FromWorker) -> None:
+        self._engine.send(encoder.encode(result))
+
+    def end(self) -> None:
+        """Have ``receive`` raise as if the engine's process were gone. Any thread."""
+        self._engine.end()
+
+    def close(self) -> None:
+        self._engine.close()

@@ -1,0 +1,1 @@
+"""The actor of one rank, and all ranks of a group as one."""

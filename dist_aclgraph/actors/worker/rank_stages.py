@@ -1,0 +1,383 @@
+"""What a rank is at each stage of its start: one value each, which the next is made from.
+
+``join_rank`` gives a ``JoinedRank``, its ``load`` a ``LoadedRank``, its ``make_runner`` a
+``RunningRank``; ``leave`` leads from there back to a ``LoadedRank``, which may join again. Heavy
+imports happen inside, after Ray has set the process's environment: torch_npu reads it once, at
+import.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from dist_aclgraph.actors.worker.stream_ledger import StreamLedger
+from dist_aclgraph.config import Config
+from dist_aclgraph.device.bad_memory import MemoryRange, lies_in
+from dist_aclgraph.device.kind import DeviceKind
+from dist_aclgraph.environment import launch_blocking, visible_devices
+from dist_aclgraph.errors import DeviceError, DeviceFault
+from dist_aclgraph.kv.cache_spec import KVCacheSpec
+from dist_aclgraph.planning.budget import StreamOffer, max_piecewise_sizes
+from dist_aclgraph.planning.chip import Chip
+from dist_aclgraph.planning.commands import GraphCommand
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.exchange import ExchangeRule
+from dist_aclgraph.planning.memory import RankMemory
+from dist_aclgraph.planning.modes import GraphSupport, normalise_mode
+from dist_aclgraph.planning.plan import CaptureCost
+from dist_aclgraph.planning.way_back import LOSES_KV
+from dist_aclgraph.shapes.model_facts import ModelFacts, read_model_facts
+from dist_aclgraph.shapes.model_spec import ModelSpec, read_model_spec
+from dist_aclgraph.topology import GroupRank, ParallelLayout, Ranks, WorldRank
+
+if TYPE_CHECKING:
+    from dist_aclgraph.comm.groups import RankGroups
+    from dist_aclgraph.device.npu import Npu
+    from dist_aclgraph.engine.model_runner import ModelRunner
+    from dist_aclgraph.layers.experts import ExpertSetup
+    from dist_aclgraph.models.decoder import Decoder
+
+NoteProgress = Callable[[int, int], None]  # bytes of weights loaded, and in all
+
+
+def join_rank(
+    config: Config,
+    rank: WorldRank,
+    group_rank: GroupRank,
+    rendezvous: str,
+    meeting: socket.socket | None = None,
+) -> JoinedRank:
+    """Open the device and join the lockstep group that meets at ``rendezvous``.
+
+    Args:
+        meeting: what listens there, at the rank that leads a group over several nodes.
+
+    Raises:
+        ConfigError: the chip is not one of those that plans assume, or does not take what the
+            configuration wants.
+    """
+    from dist_aclgraph.device.npu import open_npu
+
+    # In this process's environment, that of its node: nobody else can see it.
+    normalise_mode(config.graph.mode, GraphSupport(), launch_blocking=launch_blocking())
+    facts = read_model_facts(config.model)
+    npu = open_npu(config.device, rank, deterministic=needs_fixed_sums(config, facts))
+    chip = Chip(npu.name, npu.cann)
+    _check_chip(config, facts, chip, npu.kind, rank)
+    exchange = ExchangeRule.from_config(config, facts, chip)
+    streams = StreamLedger(npu)
+    has_mc2 = exchange.mc2_buffer_mb is not None
+    layout = ParallelLayout.from_config(config.parallel, mc2=has_mc2).within_group
+    groups = _join_groups(config, layout, group_rank, exchange, rendezvous, meeting)
+    streams.book("joining HCCL groups")
+    return JoinedRank(config, rank, group_rank, npu, groups, layout, exchange, streams)
+
+
+def _join_groups(
+    config: Config,
+    layout: ParallelLayout,
+    group_rank: GroupRank,
+    exchange: ExchangeRule,
+    rendezvous: str,
+    meeting: socket.socket | None,
+) -> RankGroups:
+    from dist_aclgraph.comm.groups import join_lockstep_group, make_groups
+
+    timeouts, size = config.timeouts, layout.world_size
+    if size > 1:
+        join_lockstep_group(rendezvous, group_rank, size, timeouts.join_s, meeting)
+    return make_groups(layout, group_rank, exchange.mc2_buffer_mb, watchdog_s=timeouts.watchdog_s)
+
+
+def _check_chip(
+    config: Config, facts: ModelFacts, chip: Chip, kind: DeviceKind, rank: WorldRank
+) -> None:
+    whose = f"the NPU of rank {rank}"
+    if kind == "emulated":
+        if config.device.emulator.strict:
+            chip.check(config, facts, whose)
+        return
+    chip.check_assumed(config, whose)
+    chip.check(config, facts, whose)
+
+
+@contextmanager
+def _host_threads(num_processes: int) -> Iterator[None]:
+    """Have torch compute on this process's share of the cores, as one of ``num_processes``."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_processes))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def needs_fixed_sums(config: Config, facts: ModelFacts) -> bool:
+    """Whether collectives must give the same sum in every run and on every rank.
+
+    Ranks with the same tokens route them, and accept drafts, each for itself: sums that differ in
+    the last bit would part them.
+    """
+    if config.device.deterministic is not None:
+        return config.device.deterministic
+    decides_itself = facts.moe or config.speculative.num_tokens > 0
+    return config.parallel.tp * config.parallel.pcp > 1 and decides_itself
+
+
+@dataclass(frozen=True)
+class JoinedRank:
+    """A rank with an open device and its communication groups."""
+
+    config: Config
+    rank: WorldRank
+    group_rank: GroupRank
+    npu: Npu
+    groups: RankGroups
+    layout: ParallelLayout  # of the lockstep group
+    exchange: ExchangeRule
+    streams: StreamLedger
+
+    @property
+    def domains(self) -> tuple[Ranks, ...]:
+        """The communication domains that this rank is part of."""
+        return self.layout.domains_of(self.group_rank)
+
+    def join_again(self, rendezvous: str, meeting: socket.socket | None) -> JoinedRank:
+        """Join a group of the same layout that meets anew, once the last one has been left.
+
+        Weights and layers notice nothing: they communicate through it from now on.
+        """
+        streams = StreamLedger(self.npu)
+        self.groups.become(
+            _join_groups(
+                self.config, self.layout, self.group_rank, self.exchange, rendezvous, meeting
+            )
+        )
+        streams.book("joining HCCL groups")
+        return replace(self, streams=streams)
+
+    def load(self, note_progress: NoteProgress, num_neighbours: int) -> LoadedRank:
+        """Load this rank's weights.
+
+        Args:
+            num_neighbours: ranks of this node, itself counted, that load at the same time.
+
+        Raises:
+            ConfigError: the device does not hold them, or no KV blocks beside them.
+        """
+        from dist_aclgraph.engine.model_runner import TORCH_DTYPES
+        from dist_aclgraph.models.checkpoint import Checkpoint
+        from dist_aclgraph.models.decoder import Decoder
+        from dist_aclgraph.models.dummy_weights import DummyCheckpoint
+        from dist_aclgraph.models.loading import WeightSource
+
+        config = self.config
+        spec = read_model_spec(config.model)
+        before = self.npu.memory().free_bytes
+        total, done = self._check_needs(spec, before), 0
+
+        def note(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+            note_progress(min(done, total), total)
+
+        note(0)
+        dtype, device = TORCH_DTYPES[config.dtype], self.npu.device
+        quantises = config.quantization == "w8a8"
+        checkpoint: WeightSource = (
+            DummyCheckpoint(dtype, device=device, quantises=quantises)
+            if config.weights == "dummy"
+            else Checkpoint(config.model, dtype, device=device, quantises=quantises)
+        )
+        with _host_threads(num_neighbours):
+            model = Decoder(
+                spec,
+                self.groups,
+                checkpoint,
+                device=self.npu.device,
+                max_len=config.max_model_len or spec.max_position_embeddings,
+                drafts=config.speculative.num_tokens > 0,
+                note=note,
+                experts=self._make_expert_setup(spec),
+            )
+        self.npu.synchronize()
+        self.npu.give_back()  # what weights were cut out of
+        note_progress(total, total)
+        return LoadedRank(self, model, before - self.npu.memory().free_bytes)
+
+    def _check_needs(self, spec: ModelSpec, free_bytes: int) -> int:
+        """Refuse, before anything is read, what cannot be had or cannot fit by known bytes.
+
+        Returns:
+            The bytes of the weights.
+        """
+        config, facts = self.config, read_model_facts(self.config.model)
+        # What HCCL takes is documented and not measured: no reason to refuse.
+        memory = RankMemory.from_config(config, facts, spec, free_bytes, has_hccl_buffers=False)
+        memory.check(config, f"the NPU of rank {self.rank}")
+        KVCacheSpec.from_config(config, facts).choose_num_blocks(
+            config, memory.free_bytes, config.max_model_len or facts.max_position_embeddings
+        )
+        return memory.weight_bytes
+
+    def _make_expert_setup(self, spec: ModelSpec) -> ExpertSetup:
+        from dist_aclgraph.layers.experts import ExpertSetup
+        from dist_aclgraph.layers.shared_experts import SideStream
+
+        has_shared = spec.experts is not None and spec.experts.num_shared > 0
+        side = SideStream() if has_shared and self.config.graph.overlap_shared_experts else None
+        self.streams.book("side stream of shared experts, and the pool that all streams are of")
+        product = self.exchange.mc2.product if self.exchange.mc2 is not None else None
+        return ExpertSetup(
+            self.groups,
+            self.config.parallel.expert_capacity,
+            side,
+            mc2_sends_scales=product is not None and product.takes_scales,
+        )
+
+
+@dataclass(frozen=True)
+class LoadedRank:
+    """A rank that holds its weights."""
+
+    joined: JoinedRank
+    model: Decoder
+    weight_bytes: int
+
+    def join_again(self, rendezvous: str, meeting: socket.socket | None) -> LoadedRank:
+        """See ``JoinedRank.join_again``."""
+        return replace(self, joined=self.joined.join_again(rendezvous, meeting))
+
+    def make_runner(
+        self, num_blocks: int, max_len: int, graphs: list[BatchDescriptor]
+    ) -> RunningRank:
+        """Make a runner with a KV cache for trying things out, and buffers for all ``graphs``."""
+        from dist_aclgraph.device.npu import translated
+        from dist_aclgraph.engine.model_runner import ModelRunner
+        from dist_aclgraph.layers.context_parallel import ContextParallel
+
+        joined, config = self.joined, self.joined.config
+        with translated("allocating the buffers of graphs"):
+            runner = ModelRunner(
+                config,
+                joined.npu,
+                self.model,
+                num_blocks=num_blocks,
+                max_len=max_len,
+                graphs=graphs,
+                owns_output=joined.groups.tp.rank == joined.groups.pcp.rank == 0,
+                choose_exchange=joined.exchange.choose,
+                context=ContextParallel.of(joined.groups),
+            )
+        joined.streams.book("main, update and capture streams")
+        return RunningRank(self, runner)
+
+
+@dataclass(frozen=True)
+class RunningRank:
+    """A rank that runs steps and captures graphs."""
+
+    loaded: LoadedRank
+    runner: ModelRunner
+
+    @property
+    def joined(self) -> JoinedRank:
+        return self.loaded.joined
+
+    def leave(self) -> LoadedRank:
+        """Leave the group, some of whose ranks may be gone; the device has been stopped.
+
+        Graphs, caches and communicators go, weights stay.
+
+        Raises:
+            DeviceError: the device does not come back.
+        """
+        from dist_aclgraph.comm.groups import leave_lockstep_group
+
+        self.joined.npu.restart(resumes_groups=False)
+        self.runner.close()  # graphs hold addresses of communicators
+        leave_lockstep_group()
+        return self.loaded
+
+    def locate(self, memory: Sequence[MemoryRange]) -> DeviceFault:
+        """Return what an error of such memory is, by what lies there; ``uce`` where none is told.
+
+        What torch's allocator does not have is a library's, or of nobody that is known.
+        """
+        caches = [
+            MemoryRange(t.data_ptr(), t.data_ptr() + t.nbytes) for t in self.runner.cache_tensors()
+        ]
+        if not memory or not lies_in(memory, self.joined.npu.tensor_memory()):
+            return "uce"
+        return "uce_kv" if lies_in(memory, caches) else "uce_tensor"
+
+    def resume(self, *, keeps_kv: bool = True) -> None:
+        """Bring the device back from an abort; graphs stay, and so does KV, unless nobody will read
+        it any more.
+
+        Raises:
+            DeviceError: it does not come back, or memory is faulty that holds what is needed.
+        """
+        npu = self.joined.npu
+        if memory := npu.bad_memory():
+            fault = self.locate(memory)
+            if keeps_kv or fault not in LOSES_KV:
+                raise DeviceError(f"memory is faulty, and nobody has told of it ({fault})")
+        npu.restart()
+        self.runner.forget_steps()
+        if not keeps_kv:
+            self.runner.clear_cache()
+
+    def make_cache(self, num_blocks: int) -> None:
+        """Allocate the KV cache, of as many blocks as every other rank's."""
+        from dist_aclgraph.device.npu import translated
+
+        with translated("allocating the KV cache"):
+            self.runner.make_cache(num_blocks)
+
+    def book_domains(self) -> None:
+        """Before the offer: a domain takes its streams at its first collective."""
+        sizes = " and ".join(str(len(ranks)) for ranks in self.joined.domains) or "no"
+        mode = self.joined.config.device.expansion
+        self.joined.streams.book(f"HCCL domains of {sizes} ranks, expanded by {mode}")
+
+    def offer(self) -> StreamOffer:
+        """Say what this rank can give to graphs.
+
+        Called after eager steps, when the HCCL domains and side streams exist, and before any
+        capture: with software queues the count does not rise again when graphs are released.
+        """
+        joined = self.joined
+        chips = ",".join(map(str, visible_devices() or (os.getpid(),)))
+        return StreamOffer(
+            rank=joined.rank,
+            available=joined.npu.available_streams(),
+            counts_graphs=self.runner.free_streams is not None,
+            reserve=joined.config.graph.reserve_streams,
+            free_bytes=joined.npu.memory().free_bytes,
+            device=joined.npu.name,
+            cann=joined.npu.cann,
+            card=f"{socket.gethostname()}:{chips}",
+            max_sizes=max_piecewise_sizes(joined.npu.name),
+            taken=dict(joined.streams.taken),
+        )
+
+    def move(self, command: GraphCommand) -> CaptureCost:
+        """Do one move of a graph transaction, and return what it took."""
+        assert command.graph is not None
+        if command.action == "capture":
+            return self.runner.capture(command.graph)
+        if command.action == "prepare":
+            self.runner.warm_up(command.graph)
+        elif command.action == "commit":
+            self.runner.commit(command.graph)
+        else:
+            self.runner.release(command.graph)
+        return CaptureCost()

@@ -1,0 +1,472 @@
+"""The worker actor: one NPU, one rank. Cold phases are calls; steps come over the step channel.
+
+Ray knows the phases by name; what they do to the rank is in ``rank_stages``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from dist_aclgraph.actors.host.processes import end_process, leave_with_raylet
+from dist_aclgraph.actors.wire.addresses import open_meeting, url_host
+from dist_aclgraph.actors.wire.lease import Lease, leave_with
+from dist_aclgraph.actors.wire.step_channel import ChannelAddress, StepReceiver
+from dist_aclgraph.actors.worker.rank_stages import JoinedRank, LoadedRank, RunningRank, join_rank
+from dist_aclgraph.config import Config
+from dist_aclgraph.device import emulator
+from dist_aclgraph.device.bad_memory import MemoryRange, touches
+from dist_aclgraph.device.kind import DeviceKind, resolve_kind
+from dist_aclgraph.environment import prepare_network, visible_devices
+from dist_aclgraph.errors import (
+    DeviceError,
+    DeviceFault,
+    DistAclGraphError,
+    EngineDeadError,
+    RankDisagreementError,
+)
+from dist_aclgraph.models.read_ahead import ALONE, Neighbour, read_ahead
+from dist_aclgraph.planning.budget import StreamOffer
+from dist_aclgraph.planning.commands import GraphAnswer, GraphCommand
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.plan import CaptureCost, GraphPlan
+from dist_aclgraph.planning.way_back import MAY_SURVIVE
+from dist_aclgraph.shapes.weight_files import weight_files
+from dist_aclgraph.steps.step import Pause, Resume, Resumed, StepPlan, StepResult
+from dist_aclgraph.topology import NO_RANK, GroupRank, WorldRank
+
+NO_PLAN = GraphPlan(version=0, mode="NONE", budget_model="legacy-last")
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """Where a worker landed."""
+
+    node_id: str
+    node_ip: str
+    host: str
+    pid: int
+    npu_ids: tuple[int, ...]
+    kind: DeviceKind = "emulated"
+    has_weights: bool = False  # of the group that it was in
+
+
+class Worker:
+    """State of one rank, from placement to death. A worker is never restarted.
+
+    It may outlive its group: it leaves that, and joins the next one with the weights it has.
+    """
+
+    def __init__(self, config: Config, epoch: int) -> None:
+        self._config = config
+        self._epoch = epoch
+        self._rank = NO_RANK
+        self._phase = "PLACING"
+        self._last_step = -1
+        self._neighbour = ALONE
+        self._neighbours: dict[int, int] = {}  # handles of other ranks' processes, by their ids
+        self._progress = (0, 0)  # bytes of weights loaded, and in all
+        self._doing = ""
+        self._is_told_to_stop = False  # so that steps fail, in whatever way
+        self._leaving = threading.Lock()
+        self._is_sound = True  # what its device's memory holds, but for KV and for
+        self._bad_memory: set[MemoryRange] = set()  # of tensors, what was faulty
+        self._plan = NO_PLAN
+        self._meeting: socket.socket | None = None
+        self._stage: JoinedRank | LoadedRank | RunningRank | None = None
+        self._lease = Lease(config.timeouts.link_s)
+        self._channel: StepReceiver | None = None  # while the step loop runs
+
+    @property
+    def _joined(self) -> JoinedRank | None:
+        stage = self._stage
+        return stage if stage is None or isinstance(stage, JoinedRank) else stage.joined
+
+    @property
+    def _running(self) -> RunningRank:
+        assert isinstance(self._stage, RunningRank), "the controller calls the phases in order"
+        return self._stage
+
+    # ---- answered at any time, on a thread of its own
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def ping(self, number: int | None = None) -> dict[str, Any]:
+        """Say where this worker stands: rank, phase, last step, progress of loading.
+
+        ``waits`` says whether its host waits for the device.
+
+        Args:
+            number: of the controller's questions while this serves; each renews the lease.
+        """
+        if number is not None:
+            self._lease.renew(number)
+        joined = self._joined
+        return {
+            "rank": self._rank,
+            "phase": self._phase,
+            "step": self._last_step,
+            "doing": self._doing,
+            "waits": joined is not None and joined.npu.is_waiting,
+            "progress": self._progress,
+        }
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def stop_device(self, timeout_s: float) -> None:
+        """Abort what the device runs; the step loop hears of it as of an error of its device.
+
+        A device that does not stop in time ends the process.
+
+        Raises:
+            DeviceError: it cannot be stopped.
+        """
+        with self._leaving:
+            if not isinstance(self._stage, RunningRank):
+                return  # it has left the group that this was said of
+            self._is_told_to_stop = True
+            self._stage.joined.npu.stop(timeout_s)
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def dismiss(self) -> None:
+        """End the step loop, as if the engine's process were gone."""
+        if self._channel is not None:
+            self._channel.end()
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def end_neighbour(self, pid: int, timeout_s: float) -> bool:
+        """End another rank's process, if it has not ended; return whether it is gone in time."""
+        handle = self._neighbours.get(pid)
+        return handle is not None and end_process(handle, timeout_s)
+
+    # ---- phases, in order
+
+    def describe(self) -> WorkerInfo:
+        """Say where this worker landed. From now on it leaves with the raylet that started it."""
+        if self._stage is None:
+            leave_with_raylet()
+        context = ray.get_runtime_context()
+        return WorkerInfo(
+            node_id=context.get_node_id(),
+            node_ip=ray.util.get_node_ip_address(),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            npu_ids=visible_devices() or (),
+            kind=resolve_kind(self._config.device.kind),
+            has_weights=isinstance(self._stage, LoadedRank),
+        )
+
+    def prepare(self, neighbour: Neighbour, pids: Sequence[int]) -> None:
+        """Begin to read weights ahead; build the emulated NPU where this node lacks it.
+
+        Args:
+            pids: processes of the other ranks of the group that are on this node.
+        """
+        self._meet_neighbours(pids)
+        if self._stage is not None:
+            return  # it has been in a group
+        self._neighbour = neighbour
+        if self._config.weights != "dummy":
+            read_ahead(weight_files(self._config.model), neighbour)
+        if resolve_kind(self._config.device.kind) == "emulated":
+            emulator.build()
+
+    def _meet_neighbours(self, pids: Sequence[int]) -> None:
+        for handle in self._neighbours.values():
+            os.close(handle)
+        self._neighbours.clear()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):  # calls will say so
+                self._neighbours[pid] = os.pidfd_open(pid)
+
+    def open_meeting(self) -> str:
+        """Return where a group that spans nodes meets, at this rank, which leads it.
+
+        Raises:
+            PlacementError: no port is free.
+        """
+        host = ray.util.get_node_ip_address()
+        ports, timeout_s = self._config.cluster.port_range, self._config.timeouts.join_s
+        self._meeting = open_meeting(host, ports, timeout_s)
+        return f"tcp://{url_host(host)}:{self._meeting.getsockname()[1]}"
+
+    def join(self, rank: WorldRank, group_rank: GroupRank, rendezvous: str) -> str:
+        """Open the device and join the lockstep group; return the device in plain words.
+
+        A worker that has weights already keeps them, and the device; it has its old ranks again.
+
+        Args:
+            group_rank: place in the lockstep group; answers carry it.
+        """
+        self._rank, self._phase = rank, "JOINING"
+        if rendezvous.startswith("tcp://"):
+            prepare_network(self._config.device, ray.util.get_node_ip_address())
+        else:
+            prepare_network(self._config.device)
+        meeting, self._meeting = self._meeting, None
+        if isinstance(self._stage, JoinedRank | LoadedRank):
+            joined = self._joined
+            assert joined is not None
+            assert (joined.rank, joined.group_rank) == (rank, group_rank), "weights are a rank's"
+            self._stage = self._stage.join_again(rendezvous, meeting)
+            return joined.npu.description
+        self._stage = join_rank(self._config, rank, group_rank, rendezvous, meeting)
+        return self._stage.npu.description
+
+    def load(self) -> int:
+        """Load this rank's weights, where it has none; return their bytes.
+
+        As ``JoinedRank.load``.
+        """
+        self._phase = "LOADING"
+        if isinstance(self._stage, LoadedRank):
+            return self._stage.weight_bytes
+        assert isinstance(self._stage, JoinedRank)
+        self._stage = self._stage.load(self._note_progress, self._neighbour.count)
+        return self._stage.weight_bytes
+
+    def leave(self, epoch: int) -> None:
+        """Leave the lockstep group, which is lost; device and weights stay, for the next one.
+
+        Weights go, too, where memory was faulty that cannot be given back without them. Called when
+        the device has been stopped; waits until the step loop is over.
+
+        Args:
+            epoch: of the next group.
+
+        Raises:
+            DeviceError: the device does not come back, or nobody knows what its memory holds.
+        """
+        if not self._is_sound or not self._knows_bad_memory():
+            raise DeviceError(f"rank {self._rank} cannot trust its memory any more")
+        self._lease.give_back()
+        self._lease = Lease(self._config.timeouts.link_s)
+        with self._leaving:  # whoever wants the device stopped, too, wants it before or never
+            self._stage = self._running.leave()
+        gc.unfreeze()
+        self._give_back()
+        if self._is_bad_memory_held():
+            self._stage = self._stage.joined  # weights lie there, or beside it
+            self._give_back()
+            if self._is_bad_memory_held():
+                raise DeviceError(f"rank {self._rank} cannot give back memory that was faulty")
+        self._bad_memory.clear()
+        self._epoch, self._plan, self._last_step = epoch, NO_PLAN, -1
+        self._is_told_to_stop = False
+
+    def _knows_bad_memory(self) -> bool:
+        """Take note of all faulty memory; return whether it was of tensors, if there is any."""
+        memory = self._running.joined.npu.bad_memory()
+        self._bad_memory.update(memory)
+        return not memory or self._running.locate(memory) != "uce"
+
+    def _is_bad_memory_held(self) -> bool:
+        """Return whether memory that was faulty is still for tensors, now or to come."""
+        if not self._bad_memory:
+            return False
+        assert self._joined is not None
+        return touches(tuple(self._bad_memory), self._joined.npu.tensor_memory())
+
+    def _give_back(self) -> None:
+        """Give memory back to the device that nothing refers to."""
+        gc.collect()
+        assert self._joined is not None
+        self._joined.npu.give_back()
+
+    def _note_progress(self, done: int, total: int) -> None:
+        self._progress = (done, total)
+
+    def make_runner(self, num_blocks: int, max_len: int, graphs: list[BatchDescriptor]) -> None:
+        """Make a runner with a KV cache for trying things out, and buffers for all ``graphs``."""
+        assert isinstance(self._stage, LoadedRank)
+        self._phase = "NEGOTIATING"
+        self._stage = self._stage.make_runner(num_blocks, max_len, graphs)
+
+    def make_cache(self, num_blocks: int) -> None:
+        """Allocate the KV cache, of as many blocks as every other rank's."""
+        self._running.make_cache(num_blocks)
+
+    def offer(self) -> StreamOffer:
+        """Say what this rank can give to graphs, once eager steps have run."""
+        offer = self._running.offer()
+        self._phase = "CAPTURING"
+        return offer
+
+    def carry_out(self, command: GraphCommand) -> GraphAnswer:
+        """Do one move of a graph transaction: a call before serving, a message while serving."""
+        from dist_aclgraph.device.failures import classify
+
+        rank = self._running
+        self._doing = str(command)
+        cost, failure, message = CaptureCost(), None, ""
+        try:
+            if command.plan is not None:
+                self.adopt(command.plan)
+            else:
+                cost = rank.move(command)
+                if self._phase == "NEGOTIATING":
+                    rank.book_domains()
+        except DistAclGraphError as e:
+            failure, message = classify(e), str(e)
+            if failure == "operator" and (fault := self._fault_of(e)) is not None:
+                self._note_fault(fault)
+        self._doing = ""
+        return GraphAnswer(
+            command.epoch,
+            command.number,
+            rank.joined.group_rank,
+            failure=failure,
+            message=message,
+            plan_hash=self._plan.hash,
+            cost=cost,
+            free_streams=rank.runner.free_streams,
+            live_bytes=rank.runner.pool_memory.live_bytes,
+            pool_bytes=rank.runner.pool_memory.total_bytes,
+        )
+
+    def adopt(self, plan: GraphPlan) -> None:
+        """Hold a plan: from now on, steps must name its version."""
+        self._plan = plan
+
+    def pool_bytes(self) -> int:
+        """Bytes that all captured graphs together hold."""
+        return self._running.runner.pool_memory.total_bytes
+
+    def check_plan(self, step: StepPlan) -> None:
+        """Refuse a step that was decided for another graph plan than the one held here.
+
+        Raises:
+            RankDisagreementError: names both versions.
+        """
+        if step.plan_version != self._plan.version:
+            raise RankDisagreementError(
+                f"step {step.step} names graph plan {step.plan_version}, this rank holds "
+                f"{self._plan.version}",
+                self._rank,
+                "SERVING",
+            )
+
+    def execute(self, step: StepPlan) -> StepResult:
+        """Run one step alone.
+
+        Raises:
+            RankDisagreementError: see ``check_plan``.
+            DeviceError: the device failed.
+        """
+        self.check_plan(step)
+        rank = self._running
+        return rank.runner.execute(step, rank.joined.groups.dp_rank, rank.joined.group_rank)
+
+    def launch(self, step: StepPlan, report: Callable[[StepResult], None]) -> None:
+        """Queue one step; ``report`` takes the result of the oldest one where it has ended.
+
+        Raises:
+            RankDisagreementError: see ``check_plan``.
+            DeviceError: the device failed.
+        """
+        self._last_step = step.step
+        self.check_plan(step)
+        rank = self._running
+        rank.runner.launch(step, rank.joined.groups.dp_rank, rank.joined.group_rank, report)
+
+    def run_loop(self, address: ChannelAddress) -> None:
+        """Execute steps until the engine says goodbye.
+
+        With two steps in flight, one is answered when the next is queued behind it. Any failure is
+        reported. Where the device stopped with an error that is known, this rank waits for what
+        the engine makes of it, and runs nothing before it was resumed; any other failure ends this
+        process's part: the group is then rebuilt or stopped.
+        """
+        self._phase = "SERVING"
+        leave_with(self._lease, f"rank {self._rank}")
+        self._channel = channel = StepReceiver(address)
+        # What exists now lives as long as the worker: collections need not look at it again.
+        gc.collect()
+        gc.freeze()
+        is_stopped = False
+        try:
+            while (plan := channel.receive(self._epoch)) is not None:
+                if isinstance(plan, Resume):
+                    answer = self._resume(plan)
+                    is_stopped = bool(answer.error)
+                    channel.send(answer)
+                elif is_stopped:
+                    continue
+                elif isinstance(plan, GraphCommand):
+                    channel.send(self.carry_out(plan))
+                else:
+                    try:
+                        self._run_step(plan, channel)
+                    except EngineDeadError:
+                        raise
+                    except Exception as e:
+                        fault = self._report_failure(e, channel)
+                        if fault is None:
+                            raise
+                        is_stopped = True
+        finally:
+            self._channel = None
+            channel.close()
+
+    def _run_step(self, plan: StepPlan | Pause, channel: StepReceiver) -> None:
+        runner = self._running.runner
+        with self._running.joined.npu.launching():
+            if isinstance(plan, Pause):
+                channel.send(runner.finish())
+                return
+            self.launch(plan, channel.send)
+            runner.prepare_next(channel.has_message)
+
+    def _report_failure(self, error: Exception, channel: StepReceiver) -> DeviceFault | None:
+        """Tell the engine; return what stopped the device, where that is known."""
+        joined, fault = self._running.joined, self._fault_of(error)
+        self._note_fault(fault)
+        # Of the step behind the last one, as that may have been answered: errors of earlier ones
+        # are not looked at.
+        step = self._last_step + 1
+        channel.send(
+            StepResult(self._epoch, step, joined.group_rank, error=str(error), fault=fault)
+        )
+        return fault
+
+    def _note_fault(self, fault: DeviceFault | None) -> None:
+        """Remember whether weights are still what was loaded."""
+        self._is_sound = self._is_sound and fault in MAY_SURVIVE
+
+    def _fault_of(self, error: Exception) -> DeviceFault | None:
+        """Return what stopped the device, where that is known."""
+        npu = self._running.joined.npu
+        fault = npu.fault_of(error) if isinstance(error, DeviceError) else None
+        if fault == "uce":
+            return self._locate_bad_memory()
+        return "stopped" if fault is None and self._is_told_to_stop else fault
+
+    def _locate_bad_memory(self) -> DeviceFault:
+        """Return what an error of memory is, by what lies there."""
+        try:
+            memory = self._running.joined.npu.bad_memory()
+        except DeviceError:
+            return "uce"
+        self._bad_memory.update(memory)
+        return self._running.locate(memory)
+
+    def _resume(self, order: Resume) -> Resumed:
+        """Bring the device back, and follow the group into its next epoch."""
+        rank = self._running
+        self._doing, error = "coming back", ""
+        try:
+            rank.resume(keeps_kv=order.keeps_kv)
+            self._bad_memory.clear()
+            self._epoch, self._is_told_to_stop = order.next_epoch, False
+        except DistAclGraphError as e:
+            error = str(e)
+            # What is not known is not "stopped" here: the device was to come back.
+            self._note_fault(rank.joined.npu.fault_of(e))
+        self._doing = ""
+        return Resumed(order.next_epoch, rank.joined.group_rank, error)

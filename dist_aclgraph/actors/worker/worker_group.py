@@ -1,0 +1,373 @@
+"""The workers of one lockstep group: started together, called together, killed together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup
+
+from dist_aclgraph.actors.cluster import placement
+from dist_aclgraph.actors.cluster.placement import BundleRequest
+from dist_aclgraph.actors.cluster.ray_errors import of_worker
+from dist_aclgraph.actors.wire.standing import Places, judge
+from dist_aclgraph.actors.wire.step_channel import ChannelAddress
+from dist_aclgraph.actors.worker.worker import Worker, WorkerInfo
+from dist_aclgraph.config import Config
+from dist_aclgraph.environment import child_environment
+from dist_aclgraph.errors import (
+    DistAclGraphError,
+    PlacementError,
+    WorkerLostError,
+    WorkerStartTimeoutError,
+)
+from dist_aclgraph.planning.commands import GraphAction, GraphAnswer, GraphCommand
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.plan import GraphPlan
+from dist_aclgraph.topology import GroupRank, ParallelLayout, WorldRank
+
+PEERS_OF_A_FAILURE_S = 5.0  # how long ranks are waited for once one of them has failed
+
+ASK_S = 2.0  # limit of asking ranks where they stand
+LOOK_S = 0.1  # between two looks whether a wait should end
+
+
+@dataclass
+class WorkerGroup:
+    """Handles in rank order.
+
+    Owns the actors and their placement group. Knows nothing of what the calls mean.
+
+    Attributes:
+        ranks: world rank of each worker.
+        request: by which its bundles were got.
+        bundles: None once another group has them, and the workers that were left.
+        infos: where each landed.
+        slots: which of them, as they were asked for, each worker has.
+    """
+
+    ranks: tuple[WorldRank, ...]
+    workers: list[Any]
+    request: BundleRequest
+    bundles: PlacementGroup | None
+    infos: list[WorkerInfo] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    phase: str = "NEGOTIATING"  # what a failing graph transaction is part of
+    _num_commands: int = 0
+
+    def call(
+        self,
+        method: str,
+        phase: str,
+        timeout_s: float,
+        arguments: Callable[[int], tuple[Any, ...]] | None = None,
+    ) -> list[Any]:
+        """Call a method on all workers and return their answers in rank order.
+
+        Args:
+            arguments: from a worker's index to the arguments of its call; none by default.
+
+        A rank that reports a failure may have left its peers alone in a collective: they get a
+        moment longer, and no more.
+
+        Raises:
+            WorkerLostError: a worker died, the others are not waited for; or one reported a failure
+                that others did not come back from.
+            WorkerStartTimeoutError: some did not answer; names them, and whom to blame if it shows.
+            DistAclGraphError: what a worker raised.
+        """
+        refs = [
+            getattr(worker, method).remote(*(arguments(i) if arguments else ()))
+            for i, worker in enumerate(self.workers)
+        ]
+        index_of = {ref: i for i, ref in enumerate(refs)}
+        answers: dict[int, Any] = {}
+        deadline_s = time.monotonic() + timeout_s
+        waiting = list(refs)
+        while waiting:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            ready, waiting = ray.wait(waiting, num_returns=1, timeout=left_s)
+            if not ready:
+                failed = next((answer for answer in answers.values() if _has_failed(answer)), None)
+                silent = sorted(index_of[ref] for ref in waiting)
+                raise self._silence(method, phase, timeout_s, silent, failed)
+            index = index_of[ready[0]]
+            answers[index] = fetch(ready[0], self.ranks[index], phase)
+            if _has_failed(answers[index]):
+                deadline_s = min(deadline_s, time.monotonic() + PEERS_OF_A_FAILURE_S)
+        return [answers[i] for i in range(len(refs))]
+
+    def _silence(
+        self,
+        method: str,
+        phase: str,
+        timeout_s: float,
+        silent: Sequence[int],
+        failed: GraphAnswer | None,
+    ) -> DistAclGraphError:
+        """The error for workers that did not answer: theirs, or of the rank that they wait for."""
+        verdict = judge(self.ranks, ask_workers(self.workers, [GroupRank(i) for i in silent]))
+        if failed is not None:
+            return WorkerLostError(
+                f"{method} failed, and {verdict.silent} did not come back from it: "
+                f"{failed.message}",
+                self.ranks[failed.rank],
+                phase,
+            )
+        return WorkerStartTimeoutError(
+            f"{verdict.doing or method} was not answered by {verdict.silent} within "
+            f"{timeout_s:g} s: {verdict.where}",
+            verdict.rank,
+            phase,
+        )
+
+    def find_out(self, timeout_s: float) -> None:
+        """Learn where the workers landed, and give neighbouring ranks to neighbouring NPUs.
+
+        Where some have been in a group before, all keep their ranks.
+
+        Raises:
+            WorkerStartTimeoutError, WorkerLostError: a worker did not come up.
+            PlacementError: ranks have devices of different kinds, or none of their own; or one came
+                up on another node than its predecessor.
+        """
+        infos: list[WorkerInfo] = self.call("describe", "PLACING", timeout_s)
+        if self.infos:
+            for rank, before, now in zip(self.ranks, self.infos, infos, strict=True):
+                if before.node_id != now.node_id:
+                    raise PlacementError(f"rank {rank} was on {before.host}, and is on {now.host}")
+            order = list(range(len(infos)))
+        else:
+            order = placement.rank_order([(info.node_id, info.npu_ids) for info in infos])
+        self.workers = [self.workers[i] for i in order]
+        self.slots = [self.slots[i] for i in order]
+        self.infos = [infos[i] for i in order]
+        check_devices(self.infos)
+
+    @property
+    def node_ids(self) -> list[str]:
+        """The nodes of the ranks, as Ray calls them."""
+        return [info.node_id for info in self.infos]
+
+    def beside(self, worker: WorkerInfo) -> list[int]:
+        """Return the processes of the other ranks on a worker's node."""
+        return [
+            info.pid
+            for info in self.infos
+            if info.node_id == worker.node_id and info.pid != worker.pid
+        ]
+
+    @property
+    def is_emulated(self) -> bool:
+        return all(info.kind == "emulated" for info in self.infos)
+
+    def carry_out(
+        self,
+        action: GraphAction,
+        timeout_s: float,
+        graph: BatchDescriptor | None = None,
+        plan: GraphPlan | None = None,
+    ) -> list[GraphAnswer]:
+        """Have every rank do one move of a graph transaction.
+
+        Raises:
+            WorkerError: as ``call`` does.
+        """
+        self._num_commands += 1
+        command = GraphCommand(0, self._num_commands, action, graph, plan)
+        return self.call("carry_out", self.phase, timeout_s, for_each_rank(command))
+
+    def start_loops(self, addresses: Sequence[ChannelAddress]) -> list[Any]:
+        """Send every worker into its step loop; the returned references are the death notices.
+
+        Args:
+            addresses: where each rank finds the step channel.
+        """
+        return [
+            worker.run_loop.remote(address)
+            for worker, address in zip(self.workers, addresses, strict=True)
+        ]
+
+    def progress(self) -> list[dict[str, Any]]:
+        """Return where those workers stand that say so."""
+        places = ask_workers(self.workers, [GroupRank(i) for i in range(len(self.workers))])
+        return [place for place in places.values() if place is not None]
+
+    def kill(self) -> None:
+        """End all workers now; a hung one too."""
+        for worker in self.workers:
+            ray.kill(worker)
+        if self.bundles is not None:
+            placement.release(self.bundles)
+
+
+def for_each_rank(*arguments: Any) -> Callable[[int], tuple[Any, ...]]:
+    """Arguments of a call that are the same for every rank."""
+    return lambda _: arguments
+
+
+def _has_failed(answer: Any) -> bool:
+    return isinstance(answer, GraphAnswer) and answer.failure is not None
+
+
+def fetch(ref: Any, rank: int, phase: str) -> Any:
+    """Return the value of a finished call, with Ray's errors as ours.
+
+    Raises:
+        WorkerLostError: the actor is dead, or raised something that is not ours.
+        DistAclGraphError: what the worker raised.
+    """
+    try:
+        return ray.get(ref)
+    except RayError as e:
+        raise of_worker(e, rank, phase) from None
+
+
+def check_devices(infos: Sequence[WorkerInfo]) -> None:
+    """Refuse ranks that would not run on the same kind of device, or share one.
+
+    Raises:
+        PlacementError: says which nodes have what.
+    """
+    host_of_kind = {info.kind: info.host for info in infos}
+    if len(host_of_kind) > 1:
+        found = " and ".join(f"{kind} on {host}" for kind, host in sorted(host_of_kind.items()))
+        raise PlacementError(
+            f"the nodes of one group have different devices ({found}); choose nodes with "
+            "cluster.labels, or set device.kind"
+        )
+    for info in infos:
+        if info.kind == "npu" and not info.npu_ids:
+            raise PlacementError(
+                f"{info.host} has NPUs of which Ray knows nothing, so that all ranks would take "
+                f"the first; {placement.START}"
+            )
+
+
+def place_group(
+    config: Config,
+    ranks: Sequence[int],
+    epoch: int,
+    request: BundleRequest,
+    *,
+    deployment: str,
+    python: str | None = None,
+) -> WorkerGroup:
+    """Place and start the workers of one group; ``find_out`` waits for them.
+
+    Args:
+        request: what one group takes; see ``bundles_of_groups``.
+        deployment: its name, with which that of the placement group begins.
+        python: the command that starts them in place of Ray's own.
+
+    Raises:
+        PlacementError: no room.
+    """
+    bundles = placement.reserve(request, config.timeouts.place_s, f"{deployment}/{ranks[0]}")
+    slots = [index // request.ranks_of_bundle for index in range(len(ranks))]
+    workers = [_start_worker(config, epoch, bundles, request, slot, python) for slot in slots]
+    return WorkerGroup(tuple(map(WorldRank, ranks)), workers, request, bundles, slots=slots)
+
+
+def refill_group(
+    config: Config,
+    left: WorkerGroup,
+    lost: Collection[GroupRank],
+    epoch: int,
+    *,
+    python: str | None = None,
+) -> WorkerGroup:
+    """Start workers in the places of those that a group has lost; ``find_out`` waits for them.
+
+    The new group has the bundles of ``left``, and its other workers with them.
+
+    Args:
+        python: as in ``place_group``.
+    """
+    request, bundles = left.request, left.bundles
+    assert bundles is not None, "given to one other group only"
+    workers = list(left.workers)
+    for rank in lost:
+        workers[rank] = _start_worker(config, epoch, bundles, request, left.slots[rank], python)
+    left.workers, left.bundles = [], None
+    return WorkerGroup(left.ranks, workers, request, bundles, left.infos, left.slots)
+
+
+def _start_worker(
+    config: Config,
+    epoch: int,
+    bundles: PlacementGroup,
+    request: BundleRequest,
+    slot: int,
+    python: str | None,
+) -> Any:
+    actor = ray.remote(concurrency_groups={"control": 1}, max_restarts=0)(Worker)
+    options = placement.actor_options(bundles, request, slot)
+    environment = runtime_environment(config, python)
+    return actor.options(runtime_env=environment, **options).remote(config, epoch)
+
+
+def bundles_of_groups(config: Config, num_groups: int) -> BundleRequest:
+    """Return what each of the groups that are to be placed takes of the cluster as it is now.
+
+    Raises:
+        PlacementError: the cluster has not the NPUs for so many groups, used or not.
+    """
+    return placement.plan_bundles(
+        ParallelLayout.from_config(config.parallel),
+        num_groups,
+        placement.cluster_nodes(),
+        config.cluster.labels,
+        tp_across_nodes=config.parallel.tp_across_nodes,
+        may_be_undeclared=config.device.kind != "npu",
+    )
+
+
+def runtime_environment(config: Config, python: str | None) -> dict[str, Any]:
+    """Return what Ray starts a process of ours with; ``python`` as in ``place_group``."""
+    environment: dict[str, Any] = {"env_vars": child_environment(config)}
+    return environment if python is None else environment | {"py_executable": python}
+
+
+def stop_devices(
+    workers: Sequence[Any], timeout_s: float, check: Callable[[], None]
+) -> dict[GroupRank, str]:
+    """Have all workers stop their devices; return why some did not.
+
+    Args:
+        timeout_s: limit; a worker that takes longer ends itself.
+        check: called now and then; ends the wait where it raises.
+    """
+    refs = {worker.stop_device.remote(timeout_s): i for i, worker in enumerate(workers)}
+    deadline_s = time.monotonic() + timeout_s
+    waiting, silent = list(refs), dict[GroupRank, str]()
+    while waiting:
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=LOOK_S)
+        check()
+        for ref in ready:
+            index = refs[ref]
+            try:
+                fetch(ref, index, "")
+            except DistAclGraphError as e:
+                silent[GroupRank(index)] = str(e)
+        if waiting and time.monotonic() > deadline_s:
+            late = f"its device did not stop within {timeout_s:g} s"
+            return silent | {GroupRank(refs[ref]): late for ref in waiting}
+    return silent
+
+
+def ask_workers(workers: Sequence[Any], ranks: Sequence[GroupRank]) -> Places:
+    """Return where workers stand, asked on their control threads."""
+    refs = {rank: workers[rank].ping.remote() for rank in ranks}
+    ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=ASK_S)
+    places: dict[GroupRank, dict[str, Any] | None] = {}
+    for rank, ref in refs.items():
+        try:
+            places[rank] = ray.get(ref) if ref in ready else None
+        except RayError:
+            places[rank] = None
+    return places

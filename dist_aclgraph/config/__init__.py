@@ -1,0 +1,50 @@
+"""The configuration: one YAML file becomes one frozen, checked tree.
+
+Each file here holds the keys of one section; ``tree`` joins them, ``loading`` reads YAML.
+"""
+
+from __future__ import annotations
+
+from dist_aclgraph.config.cluster import ClusterConfig
+from dist_aclgraph.config.device import DeviceConfig, EmulatorConfig, FaultConfig, HcclExpansion
+from dist_aclgraph.config.loading import load_config, make_config, parse_overrides
+from dist_aclgraph.config.section import Section
+from dist_aclgraph.config.serve import AutoscaleConfig, ServeConfig
+from dist_aclgraph.config.tree import (
+    DECODE_MODES,
+    BudgetModelName,
+    Config,
+    ExchangeSetting,
+    GraphConfig,
+    GraphMode,
+    KVConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    TimeoutConfig,
+)
+
+__all__ = [
+    "DECODE_MODES",
+    "AutoscaleConfig",
+    "BudgetModelName",
+    "ClusterConfig",
+    "Config",
+    "DeviceConfig",
+    "EmulatorConfig",
+    "ExchangeSetting",
+    "FaultConfig",
+    "GraphConfig",
+    "GraphMode",
+    "HcclExpansion",
+    "KVConfig",
+    "ParallelConfig",
+    "SchedulerConfig",
+    "Section",
+    "ServeConfig",
+    "SpeculativeConfig",
+    "TimeoutConfig",
+    "load_config",
+    "make_config",
+    "parse_overrides",
+]

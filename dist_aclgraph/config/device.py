@@ -1,0 +1,213 @@
+"""The configuration's keys of the device: the chip, its runtime, and the emulated NPU."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from dist_aclgraph.config.section import Section
+
+HcclExpansion = Literal["AIV", "AICPU", "FFTS"]
+A2_CHIPS, A3_CHIPS = "Ascend910B", "Ascend910_93"  # how their names begin
+DOCUMENTED_GIB = {"Ascend910B4": 32}  # memory of a chip, where it is not 64 GiB
+ASSUMED_CANN = "9.1.0"  # goes with the newest torch_npu whose partner is published
+PORTS = r"^(auto|[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?)*)$"
+
+
+FaultKind = Literal["fail", "stall", "die", "link", "remote", "retry", "memory", "ecc", "uce"]
+
+
+class FaultConfig(Section):
+    """A fault that the emulator injects, for tests."""
+
+    op: str = Field(
+        "",
+        description="operator, e.g. aclnnMm or HcclAllReduce; alloc: device memory in a capture; "
+        "or a call: aclrtDeviceTaskAbort, HcclCommResume",
+    )
+    when: Literal["execute", "capture"] = Field(
+        "execute", description="which calls count: executions, replays too, or recordings"
+    )
+    call: int = Field(1, ge=1, description="at which of its calls")
+    kind: FaultKind = Field(
+        "fail",
+        description="what happens at that call; die ends the process as kill -9 does; from link "
+        "on, the device stops with that error; uce: memory turns bad, and whatever touches it "
+        "stops the device",
+    )
+    rank: int | None = Field(None, ge=0, description="on which world rank; null means all")
+    stall_s: float = Field(60.0, gt=0, description="how long a stall lasts")
+    operand: int = Field(
+        0, ge=0, description="kind uce: in the memory of which of the operator's tensors"
+    )
+    offset: int = Field(0, ge=0, description="kind uce: so many bytes behind the tensor's begin")
+    file: str = Field(
+        "",
+        description="a file that arms a fault in workers that run, by words of "
+        "emulator/README.md such as fault_op=aclnnMm fault_kind=stall; whom it strikes takes it "
+        "away",
+    )
+
+
+class EmulatorConfig(Section):
+    """The emulated NPU; nothing here matters on hardware."""
+
+    strict: bool = Field(True, description="refuse what the documented operators refuse")
+    trace: bool = Field(False, description="print every launch and every error to the worker's log")
+    streams: int = Field(2048, ge=1, le=65536, description="stream ids of one device")
+    streams_by_rank: dict[int, int] = Field(
+        default_factory=dict, description="stream ids where a world rank differs"
+    )
+    memory_mb: int = Field(4096, ge=16, description="device memory, counted and not reserved")
+    memory_mb_by_rank: dict[int, int] = Field(
+        default_factory=dict, description="device memory where a world rank differs"
+    )
+    kernels: Literal["compute", "skip", "timed"] = Field(
+        "compute",
+        description="skip leaves out arithmetic, to measure host time alone; timed too, and "
+        "the device is busy for as long as a chip would be, by a model (docs/device-time.md)",
+    )
+    choices: int = Field(
+        1,
+        ge=1,
+        description="kernels skip and timed: among so many tokens argmax chooses by chance; a "
+        "draft then passes once in so many, and with 1 always",
+    )
+    rates: str | None = Field(
+        None,
+        description="YAML or JSON file of rates for kernels timed, by the names of "
+        "docs/device-time.md; they replace the table's",
+    )
+    accounting: Literal["pinned", "software_sq"] = Field(
+        "pinned", description="how captured graphs take streams, as old or as new drivers do"
+    )
+    soc: str = Field("Ascend910B1", description="name of the chip; device.soc goes before it")
+    cann: str = Field(
+        ASSUMED_CANN,
+        pattern=r"^(8\.5|9\.[0-9]+)\.[0-9]+$",
+        description="version of CANN whose rules the operators follow: 8.5 or 9",
+    )
+    wait_s: int = Field(60, ge=1, description="limit of a wait on the device")
+    fault: FaultConfig = FaultConfig()
+    second_fault: FaultConfig = FaultConfig()
+
+
+class DeviceConfig(Section):
+    """Which device runs the model."""
+
+    kind: Literal["auto", "npu", "emulated"] = Field(
+        "auto", description="auto takes a real NPU where one answers, else the emulator"
+    )
+    task_queue: Literal[0, 1] | None = Field(
+        None,
+        description="torch_npu's TASK_QUEUE_ENABLE: 1 dispatches operators from a second thread; "
+        "null is 1 on NPUs, and 0 on the emulator, where that thread has no core of its own",
+    )
+    expandable_segments: bool | None = Field(
+        None,
+        description="let torch_npu's allocator grow its segments, against fragments; null is on "
+        "with NPUs alone",
+    )
+    deterministic: bool | None = Field(
+        None,
+        description="sum in a fixed order in collectives (HCCL_DETERMINISTIC), which makes them "
+        "slower; null does so where several ranks run the same tokens (tp, pcp), and each decides "
+        "for itself what must be the same on all: with experts, and with drafts",
+    )
+    hccl_expansion: HcclExpansion | None = Field(
+        None,
+        description="who unrolls a collective: vector cores, AI CPU, or the host with FFTS+; it "
+        "decides what communication costs in streams; null leaves it to HCCL, and plans with what "
+        "its documents say of the chip: AICPU of an A3, FFTS of an A2",
+    )
+    hccl_buffer_mb: int = Field(
+        200,
+        ge=1,
+        le=65536,
+        description="HCCL's buffer of a communication domain (HCCL_BUFFSIZE)",
+    )
+    mc2_buffer_mb: int | None = Field(
+        None,
+        ge=1,
+        le=65536,
+        description="HCCL's buffer of the domain that MC2 has for itself; larger batches than it "
+        "holds travel another way; null is what the largest batch of MC2 needs",
+    )
+    hccl_interfaces: str | None = Field(
+        None,
+        min_length=1,
+        description="network interfaces of HCCL between nodes (HCCL_SOCKET_IFNAME), e.g. eth0, or "
+        "=eth0 for this one alone, or ^docker for all others; null takes the address that Ray has "
+        "of the node (HCCL_IF_IP) where a group spans nodes. What the environment of a node's "
+        "`ray start` has of these variables goes before all keys",
+    )
+    hccl_host_ports: str | None = Field(
+        None,
+        pattern=PORTS,
+        description="ports of HCCL on the host (HCCL_HOST_SOCKET_PORT_RANGE), e.g. 60000-60050, or "
+        "auto; several ranks on a node need as many",
+    )
+    hccl_npu_ports: str | None = Field(
+        None,
+        pattern=PORTS,
+        description="ports of HCCL on the NPU (HCCL_NPU_SOCKET_PORT_RANGE), likewise",
+    )
+    gloo_interface: str | None = Field(
+        None,
+        min_length=1,
+        description="network interface of Gloo (GLOO_SOCKET_IFNAME), e.g. eth0, for libraries that "
+        "use it beside this runtime, which makes no groups of Gloo",
+    )
+    soc: str | None = Field(
+        None,
+        description="name of the chip that plans assume, e.g. Ascend910B1 (an A2) or "
+        "Ascend910_9391 (an A3); the emulator is that chip, too; null asks the first NPU of this "
+        "machine, and is an A2 where there is none",
+    )
+    cann: str | None = Field(
+        None,
+        pattern=r"^[0-9]+\.[0-9]+",
+        description="version of CANN that plans for NPUs assume; null asks likewise, and is "
+        f"{ASSUMED_CANN} where there is none",
+    )
+    memory_mb: int | None = Field(
+        None,
+        ge=16,
+        description="memory of each NPU that plans assume; null asks likewise, and is what is "
+        "documented of the chip where there is none: 32 GiB of an Ascend910B4, 64 GiB of others",
+    )
+    emulator: EmulatorConfig = EmulatorConfig()
+
+    @property
+    def chip(self) -> str:
+        """The chip that plans assume."""
+        return self.soc or (A2_CHIPS if self.kind == "npu" else self.emulator.soc)
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The keys of what an NPU is that nobody has given, and no NPU has been asked for."""
+        return tuple(key for key in ("soc", "cann", "memory_mb") if getattr(self, key) is None)
+
+    @property
+    def npu_cann(self) -> str:
+        """The version of CANN that plans for NPUs assume."""
+        return self.cann or ASSUMED_CANN
+
+    @property
+    def npu_bytes(self) -> int:
+        """The memory of an NPU that plans assume."""
+        if self.memory_mb is not None:
+            return self.memory_mb << 20
+        return DOCUMENTED_GIB.get(self.chip, 64) << 30
+
+    @property
+    def assumed(self) -> str:
+        """What plans assume of each NPU, in words."""
+        gib = f"{self.npu_bytes / (1 << 30):.4g} GiB"
+        return f"each NPU is an {self.chip} with {gib} under CANN {self.npu_cann}"
+
+    @property
+    def expansion(self) -> HcclExpansion:
+        """Who unrolls collectives, as plans assume."""
+        return self.hccl_expansion or ("AICPU" if self.chip.startswith(A3_CHIPS) else "FFTS")

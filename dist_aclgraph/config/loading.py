@@ -1,0 +1,172 @@
+"""One YAML file becomes one frozen, checked tree: the only reader of YAML.
+
+``load_config(path, overrides)`` rejects unknown keys and bad values with the key, the value and
+what is allowed. Overrides are dotted keys: ``{"parallel.tp": 2}``, or ``parallel.tp=2`` on a
+command line.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import yaml
+
+from dist_aclgraph.config.tree import Config
+from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.shipped import shipped
+
+MAX_YAML_CHARS, MAX_YAML_VALUES = 64 << 10, 100_000  # PyYAML takes seconds for more
+MAX_SHOWN_ERRORS = 5
+
+
+def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Read a YAML file, apply dotted overrides, and check the whole.
+
+    ``configs/x.yaml`` is that of the package where the working directory has none.
+    A relative ``model`` is taken from the working directory if it exists there, else from the
+    directory that holds the file's folder (``configs/x.yaml`` names ``models/y`` beside it).
+
+    Raises:
+        ConfigError: the file cannot be read, a key is unknown, or a value is not allowed.
+    """
+    path = _find_config(Path(path))
+    try:
+        raw = _read_yaml(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ConfigError(f"cannot read the configuration {path}: {e.strerror}") from e
+    except ValueError as e:
+        raise ConfigError(f"{path} is not YAML: {e}") from e
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} must hold a mapping of keys, not {type(raw).__name__}")
+    for key, value in (overrides or {}).items():
+        _set(raw, key, value)
+    config = make_config(raw)
+    return config.model_copy(update={"model": _find_model(config.model, path)})
+
+
+def make_config(raw: Mapping[str, Any]) -> Config:
+    """Check a mapping and return the frozen tree.
+
+    Raises:
+        ConfigError: names each bad key, its value and what is allowed.
+    """
+    try:
+        return Config.model_validate(_lists_to_tuples(dict(raw)))
+    except pydantic.ValidationError as e:
+        shown = [_explain(error) for error in e.errors()[:MAX_SHOWN_ERRORS]]
+        raise ConfigError("; ".join(shown)) from None
+
+
+def parse_overrides(arguments: Iterable[str]) -> dict[str, Any]:
+    """Turn ``key=value`` arguments into overrides; values are read as YAML (``4``, ``[1, 2]``).
+
+    Raises:
+        ConfigError: an argument has no ``=``, or its value is not YAML.
+    """
+    overrides = {}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"{argument!r} is not of the form key=value")
+        try:
+            overrides[key] = _read_yaml(value)
+        except ValueError as e:
+            raise ConfigError(f"the value of {key} is not YAML: {value!r:.200}") from e
+    return overrides
+
+
+def _set(raw: dict[str, Any], dotted: str, value: Any) -> None:
+    node: dict[Any, Any] = raw
+    *parents, last = dotted.split(".")
+    for parent in parents:
+        child = node.get(parent)
+        if child is None:
+            child = node[parent] = {}
+        if not isinstance(child, dict):
+            raise ConfigError(f"{dotted} cannot be set: {parent} is {child!r}, not a section")
+        node = child
+    # Keys of maps by rank are numbers.
+    node[int(last) if last.isdecimal() else last] = value
+
+
+def _read_yaml(text: str) -> Any:
+    """Return what a YAML text holds.
+
+    An alias is a copy of what it stands for: a few lines may hold more values than there is memory.
+
+    Raises:
+        ValueError: it is not YAML, or holds too many values.
+    """
+    if len(text) > MAX_YAML_CHARS:
+        raise ValueError(f"it has {len(text)} characters; at most {MAX_YAML_CHARS} are read")
+    room = itertools.repeat(None, MAX_YAML_VALUES)
+
+    def copied(value: Any) -> Any:
+        if next(room, True):
+            raise ValueError(f"it holds more than {MAX_YAML_VALUES} values")
+        if isinstance(value, dict):
+            return {key: copied(item) for key, item in value.items()}
+        return [copied(item) for item in value] if isinstance(value, list) else value
+
+    try:
+        return copied(yaml.safe_load(text))
+    except yaml.YAMLError as e:
+        raise ValueError(" ".join(str(e).split())) from e
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _lists_to_tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _lists_to_tuples(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return tuple(_lists_to_tuples(item) for item in value)
+    return value
+
+
+def _explain(error: Any) -> str:
+    key = ".".join(str(part) for part in error["loc"]) or "configuration"
+    if error["type"] == "extra_forbidden":
+        return (
+            f"{key} is not a known key (value {error['input']!r:.200}); {_known_keys(error['loc'])}"
+        )
+    if error["type"] == "missing":
+        return f"{key} is missing"
+    message = error["msg"].removeprefix("Value error, ")
+    if key == "configuration" or isinstance(error["input"], dict):
+        return message if key == "configuration" else f"{key}: {message}"
+    return f"{key} is {error['input']!r:.200}: {message[0].lower()}{message[1:]}"
+
+
+def _known_keys(location: tuple[Any, ...]) -> str:
+    section: Any = Config
+    for part in location[:-1]:
+        section = section.model_fields[part].annotation
+    where = ".".join(str(part) for part in location[:-1]) or "the top level"
+    return f"known in {where}: {', '.join(section.model_fields)}"
+
+
+def _find_config(given: Path) -> Path:
+    if given.exists() or given.is_absolute() or not shipped(str(given)).is_file():
+        return given
+    return shipped(str(given))
+
+
+def _find_model(model: str, config_path: Path) -> str:
+    given = Path(model).expanduser()
+    candidates = (
+        [given]
+        if given.is_absolute()
+        else [
+            Path.cwd() / given,
+            config_path.resolve().parent.parent / given,
+        ]
+    )
+    for candidate in candidates:
+        if candidate.is_dir():
+            return str(candidate.resolve())
+    return str(given)

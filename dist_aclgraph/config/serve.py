@@ -1,0 +1,122 @@
+"""The configuration's keys of the HTTP service."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from dist_aclgraph.config.section import Section
+
+
+class AutoscaleConfig(Section):
+    """How many lockstep groups serve, by the requests that wait."""
+
+    min_groups: int = Field(1, ge=1, le=4096, description="groups that always serve")
+    max_groups: int = Field(
+        0, ge=0, le=4096, description="groups that may serve; 0 leaves their number alone"
+    )
+    target_waiting: int = Field(
+        8, ge=1, description="requests that may wait for each group, before another one is started"
+    )
+    up_s: float = Field(15.0, ge=0, description="how long more must have waited")
+    down_s: float = Field(
+        300.0,
+        ge=0,
+        description="how long nobody must have waited, and half of the other groups have been "
+        "enough, before one is given back",
+    )
+
+    @model_validator(mode="after")
+    def _check_order(self) -> AutoscaleConfig:
+        if self.max_groups and self.max_groups < self.min_groups:
+            raise ValueError(
+                f"max_groups is {self.max_groups}; it must be at least min_groups "
+                f"({self.min_groups}), or 0"
+            )
+        return self
+
+
+class ServeConfig(Section):
+    """The HTTP service."""
+
+    host: str = Field("127.0.0.1", description="address to bind; loopback unless you choose else")
+    port: int = Field(8000, ge=1, le=65535, description="port to bind")
+    max_body_bytes: int = Field(
+        2 << 20,
+        ge=1024,
+        le=64 << 20,
+        description="largest request body; while one is parsed everything else waits, about 20 ms "
+        "for 2 MiB, which hold the ids of 160,000 tokens or more",
+    )
+    body_s: float = Field(
+        60.0,
+        gt=0,
+        description="how long a client may take to send a body; 60 s let 2 MiB through at 35 kB/s",
+    )
+    max_bodies_mib: int = Field(
+        1024,
+        ge=1,
+        description="MiB of request bodies that one ingress holds at once; beyond, requests get a "
+        "503. A body counts from its first byte until its request is answered, and twice under "
+        "`dist-aclgraph serve`, whose journal of the connection holds it as well",
+    )
+    max_header_bytes: int = Field(
+        32 << 10,
+        ge=1024,
+        le=1 << 20,
+        description="largest request line and headers, and largest trailers of a body in chunks; "
+        "browsers send less than 16 KiB",
+    )
+    header_s: float = Field(
+        10.0, gt=0, description="how long a client may take to send the headers of a request"
+    )
+    stall_s: float = Field(
+        60.0,
+        gt=0,
+        description="after so long without reading, while an answer waits, a client is cut off",
+    )
+    max_connections: int = Field(
+        4096,
+        ge=1,
+        le=65536,
+        description="connections at once; each takes a descriptor and some 100 KiB at most",
+    )
+    api_keys_file: str | None = Field(
+        None,
+        description="file with an API key on each line, one of which every request but /health, "
+        "/ready and / must bring; DIST_ACLGRAPH_API_KEY adds one",
+    )
+    insecure: bool = Field(False, description="serve beyond loopback without an API key, to anyone")
+    allowed_hosts: tuple[str, ...] = Field(
+        (), description="further names in the Host header; on loopback, names of it are known"
+    )
+    lenient: bool = Field(False, description="ignore unknown request fields instead of a 400")
+    generation_s: float | None = Field(
+        None,
+        gt=0,
+        description="how long an answer may take from when its request is accepted; one that takes "
+        "longer ends with a 408, or with an error in its stream; null sets no limit",
+    )
+    drain_s: float = Field(10.0, ge=0, description="how long a stop waits for running requests")
+    vllm_metrics: bool = Field(
+        False,
+        description="expose metrics under vLLM's names, too, for its boards; those that mean the "
+        "same here",
+    )
+    autoscale: AutoscaleConfig = AutoscaleConfig()
+    replicas: int = Field(
+        1,
+        ge=1,
+        le=256,
+        description="processes that serve HTTP under Ray Serve, each for itself; `dist-aclgraph "
+        "serve` is one",
+    )
+
+    @model_validator(mode="after")
+    def _check_bodies(self) -> ServeConfig:
+        if self.max_bodies_mib << 20 < 2 * self.max_body_bytes:
+            raise ValueError(
+                f"max_bodies_mib is {self.max_bodies_mib}; one body may have max_body_bytes "
+                f"({self.max_body_bytes}) and is held twice: raise max_bodies_mib to "
+                f"{-(-2 * self.max_body_bytes >> 20)}, or lower max_body_bytes"
+            )
+        return self

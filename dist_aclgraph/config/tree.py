@@ -1,0 +1,421 @@
+"""All keys of the configuration, their limits, and the rules between them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from dist_aclgraph.config.cluster import ClusterConfig
+from dist_aclgraph.config.device import DeviceConfig
+from dist_aclgraph.config.recovery import RecoveryConfig
+from dist_aclgraph.config.section import Section
+from dist_aclgraph.config.serve import ServeConfig
+
+GraphMode = Literal["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
+BudgetModelName = Literal[
+    "legacy-0.11",
+    "legacy-0.13",
+    "legacy-0.20",
+    "legacy-last",
+    "cann-pinned",
+    "cann-software-sq",
+    "calibrated",
+]
+DECODE_MODES = ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")  # decode steps have graphs of their own
+ExchangeSetting = Literal["auto", "all_gather", "all_to_all", "mc2"]
+
+MAX_WEIGHT = 1e15  # of traffic; sums of larger ones lose the smaller, and at last are infinite
+
+
+class ParallelConfig(Section):
+    """How the model is spread over NPUs."""
+
+    tp: int = Field(
+        1, ge=1, le=1024, description="tensor parallel size: NPUs that share each layer"
+    )
+    dp: int = Field(
+        1,
+        ge=1,
+        le=4096,
+        description="data parallel size: copies of the model, of attention alone where ep spreads "
+        "the experts",
+    )
+    ep: int = Field(
+        1,
+        ge=1,
+        le=4096,
+        description="expert parallel size: ranks that share one set of experts, a multiple of tp x "
+        "pcp; 1 for dense models",
+    )
+    exchange: ExchangeSetting = Field(
+        "auto",
+        description="how tokens travel to experts of other ranks; auto decides for each size of "
+        "batch, see `dist-aclgraph plan`",
+    )
+    expert_capacity: float = Field(
+        2.0,
+        ge=1.0,
+        description="room of an all_to_all, as a multiple of what random routing needs; steps that "
+        "find too little are run again with all_gather",
+    )
+    dcp: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="decode context parallel size: shards of a request's KV cache, on ranks that "
+        "would hold copies of it: 1, or pcp times a divisor of tp (latent attention) or of tp / KV "
+        "heads, up to 16",
+    )
+    pcp: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="prefill context parallel size: ranks that split the prompts of a tensor "
+        "parallel group between them; they multiply the NPUs",
+    )
+    cp_interleave: int = Field(
+        1,
+        ge=1,
+        description="neighbouring tokens that go to the same of dcp shards; divides kv.block_size",
+    )
+
+    tp_across_nodes: bool = Field(
+        False,
+        description="let a tensor parallel group span nodes where none has NPUs for the whole of "
+        "it; its ranks wait for each other twice a layer, over what links the nodes",
+    )
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.dp * self.pcp
+
+
+class GraphConfig(Section):
+    """Which graphs are captured, and how many a rank may afford."""
+
+    mode: GraphMode = Field("FULL_DECODE_ONLY", description="NONE runs every step eagerly")
+    sizes: tuple[int, ...] | None = Field(
+        None,
+        description="capture sizes in tokens, of which the plan holds as many as every rank can "
+        "afford; larger batches run eagerly, and graph.lazy may add others while serving; null "
+        "chooses 1, 2, 4, then steps of 8 and 16 up to the largest batch",
+    )
+    mixed_sizes: tuple[int, ...] | None = Field(
+        None, description="the same for mixed batches, in mode FULL_AND_PIECEWISE"
+    )
+    max_tokens: int = Field(
+        512,
+        ge=1,
+        le=131072,
+        description="tokens of the largest graph; larger batches run eagerly: their kernels take "
+        "longer than it takes to launch them, so that a graph gains little",
+    )
+    traffic: dict[int, float] | None = Field(
+        None,
+        description="how often batches of so many tokens are expected, to choose sizes for; null "
+        "expects small ones most often",
+    )
+    mixed_traffic: dict[int, float] | None = Field(
+        None, description="the same for mixed batches, in mode FULL_AND_PIECEWISE"
+    )
+    budget_model: BudgetModelName = Field(
+        "calibrated", description="prices graphs in streams; see `dist-aclgraph plan`"
+    )
+    reserve_streams: int = Field(
+        0, ge=0, le=2048, description="streams of a rank that no graph may take"
+    )
+    send_ahead: bool = Field(
+        True, description="send the next step's attention lengths while the host would wait"
+    )
+    scope: Literal["cluster", "group"] = Field(
+        "cluster", description="one plan for all lockstep groups, or one for each"
+    )
+    overlap_shared_experts: bool = Field(
+        False, description="run shared experts on a stream of their own, beside the routed ones"
+    )
+    lazy: Literal["off", "decode", "on"] = Field(
+        "decode",
+        description="capture shapes outside the plan when they come often: none, those of decode "
+        "batches, or all",
+    )
+
+    @field_validator("lazy", mode="before")
+    @classmethod
+    def _read_switch(cls, value: object) -> object:
+        """YAML reads ``on`` and ``off`` as true and false."""
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+    lazy_capacity: int = Field(
+        12, ge=0, le=1024, description="lazy graphs at once; streams and bytes are kept for them"
+    )
+    lazy_min_tokens: int = Field(
+        4096,
+        ge=1,
+        description="tokens run eagerly or as padding before a shape gets a lazy graph",
+    )
+    lazy_retry_steps: int = Field(
+        10_000, ge=1, description="steps for which a shape that could not be captured is left alone"
+    )
+    rebucket_s: float = Field(
+        30.0, ge=0, description="how often sizes are chosen again for the traffic seen; 0 is never"
+    )
+    rebucket_gain: float = Field(
+        0.05, gt=0, lt=1, description="share of the expected cost that a new plan must save"
+    )
+    rebucket_min_steps: int = Field(
+        256, ge=1, description="steps that must have been seen before sizes are chosen again"
+    )
+    traffic_half_life_s: float = Field(
+        600.0, gt=0, description="after so long, a step counts half in the traffic"
+    )
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> GraphConfig:
+        for sizes in (self.sizes, self.mixed_sizes):
+            if sizes is not None and (
+                not sizes or min(sizes) < 1 or list(sizes) != sorted(set(sizes))
+            ):
+                raise ValueError(
+                    f"sizes {list(sizes)} must be positive token counts, each larger than the one "
+                    "before"
+                )
+        for traffic in (self.traffic, self.mixed_traffic):
+            if traffic is not None and not all(
+                n >= 1 and 0 <= weight <= MAX_WEIGHT for n, weight in traffic.items()
+            ):
+                raise ValueError(
+                    f"traffic maps positive token counts to weights from 0 to {MAX_WEIGHT:g}"
+                )
+        for key in ("mixed_sizes", "mixed_traffic"):
+            if getattr(self, key) is not None and self.mode != "FULL_AND_PIECEWISE":
+                remedy = key.removeprefix("mixed_")
+                raise ValueError(
+                    f"{key} has no effect in mode {self.mode}: set mode to FULL_AND_PIECEWISE, or "
+                    f"use {remedy}"
+                )
+        return self
+
+
+class SchedulerConfig(Section):
+    """What one step may hold."""
+
+    max_num_seqs: int = Field(
+        32, ge=1, le=4096, description="requests that run at once on each data parallel rank"
+    )
+    max_num_batched_tokens: int = Field(
+        512,
+        ge=1,
+        le=131072,
+        description="tokens of one step on each data parallel rank, drafts included; longer "
+        "prompts run in chunks",
+    )
+    long_prompt_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="tokens of one prompt in a step, as long as other requests want to run; null "
+        "is a quarter of max_num_batched_tokens",
+    )
+    steps_in_flight: int = Field(
+        2,
+        ge=1,
+        le=2,
+        description="steps that are decided before the first of them has run: with 2, the next one "
+        "is queued on the device while one runs; with 1, the device waits for the host",
+    )
+    max_waiting: int = Field(1024, ge=1, description="requests that may wait; more are refused")
+    prefix_cache: bool = Field(True, description="reuse blocks of equal prompt beginnings")
+
+    @property
+    def prompt_share(self) -> int:
+        """Tokens of one prompt in a step, as long as other requests want to run."""
+        return self.long_prompt_tokens or max(1, self.max_num_batched_tokens // 4)
+
+
+class KVConfig(Section):
+    """The paged KV cache."""
+
+    block_size: int = Field(128, ge=16, le=1024, multiple_of=16, description="tokens per block")
+    num_blocks: int | None = Field(
+        None, ge=2, description="blocks per rank; null sizes the cache from free device memory"
+    )
+    memory_fraction: float = Field(
+        0.8, gt=0.0, le=0.98, description="part of free device memory that KV blocks may take"
+    )
+    max_bytes: int = Field(1 << 40, ge=1 << 16, description="most bytes of KV blocks per rank")
+
+
+class SpeculativeConfig(Section):
+    """Multi-token prediction."""
+
+    num_tokens: int = Field(
+        0, ge=0, le=3, description="draft tokens of each request and step; 0 is off"
+    )
+
+
+class TimeoutConfig(Section):
+    """How long each phase may take, in seconds; an overrun names rank and phase."""
+
+    place_s: float = Field(60.0, gt=0, description="placing the worker actors")
+    join_s: float = Field(120.0, gt=0, description="opening devices and forming HCCL groups")
+    load_s: float = Field(600.0, gt=0, description="loading weights")
+    negotiate_s: float = Field(60.0, gt=0, description="offers, plan and its confirmation")
+    capture_s: float = Field(120.0, gt=0, description="capturing one bucket")
+    step_s: float = Field(60.0, gt=0, description="one step, from plan to the last answer")
+    stop_s: float = Field(10.0, gt=0, description="an orderly stop, before workers are killed")
+    drain_s: float = Field(
+        600.0,
+        gt=0,
+        description="how long a group that is taken out of service waits for its running requests",
+    )
+    link_s: float = Field(
+        10.0, gt=0, description="silence after which an engine, a client or a worker counts as gone"
+    )
+
+    @property
+    def collective_s(self) -> int:
+        """How long the device waits in a collective for other ranks.
+
+        Longer than the step's deadline, at which a lost rank is found out: its peers must not fail
+        before, and be blamed.
+        """
+        return math.ceil(self.step_s + self.link_s)
+
+    @property
+    def watchdog_s(self) -> float:
+        """When torch_npu ends a process whose collective does not end: after HCCL has said why."""
+        return self.collective_s + self.link_s
+
+
+class Config(Section):
+    """A whole deployment."""
+
+    model: str = Field(description="directory of a Hugging Face checkpoint")
+    served_model_name: str | None = Field(
+        None, description="name in the API; null: the directory's"
+    )
+    dtype: Literal["bfloat16", "float16", "float32"] = Field(
+        "bfloat16", description="type of weights, activations and KV cache"
+    )
+    quantization: Literal["w8a8"] | None = Field(
+        None,
+        description="w8a8 makes the matrices of layers int8 while loading; null leaves weights as "
+        "the checkpoint has them, in int8 too",
+    )
+    weights: Literal["checkpoint", "dummy"] = Field(
+        "checkpoint",
+        description="dummy makes zeros of the model's shapes instead of reading its files, to see "
+        "what steps take: answers mean nothing",
+    )
+    max_model_len: int | None = Field(
+        None,
+        ge=2,
+        description="longest prompt plus output; null takes the model's, or what the cache holds",
+    )
+    seed: int | None = Field(
+        None,
+        ge=0,
+        lt=2**31,
+        description="seeds requests that bring none: each replica that serves HTTP draws the same "
+        "seeds after every start, and no two replicas draw the same. With null seeds differ after "
+        "every start, too; `LLM` takes null as 0",
+    )
+    parallel: ParallelConfig = ParallelConfig()
+    graph: GraphConfig = GraphConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    kv: KVConfig = KVConfig()
+    speculative: SpeculativeConfig = SpeculativeConfig()
+    device: DeviceConfig = DeviceConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    serve: ServeConfig = ServeConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
+    timeouts: TimeoutConfig = TimeoutConfig()
+    profile: bool = Field(False, description="measure a step's host time by stage")
+
+    @property
+    def name(self) -> str:
+        return self.served_model_name or Path(self.model).name
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether a request may use blocks that another one has computed."""
+        return self.scheduler.prefix_cache and not self.recovery.exact
+
+    @model_validator(mode="after")
+    def _check_interleave(self) -> Config:
+        interleave, block_size = self.parallel.cp_interleave, self.kv.block_size
+        if block_size % interleave:
+            raise ValueError(
+                f"parallel.cp_interleave is {interleave}; it must divide kv.block_size "
+                f"({block_size})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Config:
+        graph, limits, query_len = self.graph, self.scheduler, self.speculative.num_tokens + 1
+        decodes = graph.mode in DECODE_MODES
+        largest = limits.max_num_seqs * query_len if decodes else limits.max_num_batched_tokens
+        self._check_each_size("sizes", graph.sizes, largest, query_len if decodes else 1)
+        largest = limits.max_num_batched_tokens
+        self._check_each_size("mixed_sizes", graph.mixed_sizes, largest, 1)
+        return self
+
+    def _check_each_size(
+        self, key: str, sizes: tuple[int, ...] | None, largest: int, query_len: int
+    ) -> None:
+        for size in sizes or ():
+            if size > self.graph.max_tokens:
+                raise ValueError(
+                    f"graph.{key} has {size}; graph.max_tokens is {self.graph.max_tokens}: drop "
+                    "the size, or raise that"
+                )
+            if size > largest:
+                raise ValueError(
+                    f"graph.{key} has {size}; no batch has more than {largest} tokens by scheduler "
+                    "and speculative: drop the size, or raise those"
+                )
+            if size % query_len:
+                raise ValueError(
+                    f"graph.{key} has {size}; with drafts, decode batches have a multiple of "
+                    f"{query_len} tokens"
+                )
+
+    @model_validator(mode="after")
+    def _check_exact(self) -> Config:
+        graph, rows, drafts = self.graph, self.scheduler.max_num_seqs, self.speculative.num_tokens
+        if not self.recovery.exact:
+            return self
+        if drafts:
+            raise ValueError(
+                f"recovery.exact cannot be had with speculative.num_tokens ({drafts}): which "
+                "tokens a step computes together depends on how many drafts pass; set one of them "
+                "to its default"
+            )
+        if graph.mode != "FULL_DECODE_ONLY":
+            raise ValueError(
+                f"recovery.exact cannot be had with graph.mode {graph.mode}: all steps that decode "
+                "must replay one graph, and prompts none; set FULL_DECODE_ONLY"
+            )
+        if graph.sizes not in (None, (rows,)) or rows > graph.max_tokens:
+            sizes = None if graph.sizes is None else list(graph.sizes)
+            raise ValueError(
+                f"recovery.exact needs one graph, of scheduler.max_num_seqs ({rows}) requests; "
+                f"graph.sizes is {sizes}, graph.max_tokens {graph.max_tokens}: leave out the "
+                "sizes, and let a graph hold as many tokens"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_tokens(self) -> Config:
+        # A step that cannot hold every running request would starve the latest of them.
+        limits, drafts = self.scheduler, self.speculative.num_tokens
+        if limits.max_num_batched_tokens < limits.max_num_seqs * (drafts + 1):
+            with_drafts = f" x (1 + speculative.num_tokens {drafts})" if drafts else ""
+            raise ValueError(
+                f"scheduler.max_num_batched_tokens ({limits.max_num_batched_tokens}) must be at "
+                f"least max_num_seqs ({limits.max_num_seqs}){with_drafts}"
+            )
+        return self
