@@ -66,44 +66,44 @@ demo-model: setup-bench ## Train a demo model again, half an hour on one core; D
 	$(BIN)/python models/make_$(DEMO).py
 
 bench-decode: setup-bench emulator ## Decode against transformers, and host time by stage
-	$(BIN)/python -m dist_aclgraph.bench.decode
+	$(BIN)/python -m benchmarks.decode
 
 TP ?= 8
 bench-tp8: setup-bench emulator ## Graph modes on eight ranks by turns, or TP=2
-	$(BIN)/python -m dist_aclgraph.bench.tp8 --tp $(TP)
+	$(BIN)/python -m benchmarks.tp8 --tp $(TP)
 
 bench-moe: setup-bench emulator ## Experts on four ranks: graphs, drafts, overlap and exchanges by turns
-	$(BIN)/python -m dist_aclgraph.bench.moe
+	$(BIN)/python -m benchmarks.moe
 
 bench-context: setup-bench emulator ## Contexts over eight ranks: caches in shards, decoding, prompts
-	$(BIN)/python -m dist_aclgraph.bench.context
+	$(BIN)/python -m benchmarks.context
 
 bench-start: setup-bench emulator ## Groups that start side by side, against one alone
-	$(BIN)/python -m dist_aclgraph.bench.start
+	$(BIN)/python -m benchmarks.start
 
 bench-overlap: setup-bench emulator ## What a modelled device waits for, with one and two steps in flight
-	$(BIN)/python -m dist_aclgraph.bench.overlap
+	$(BIN)/python -m benchmarks.overlap
 
 bench-load: setup-bench emulator ## Loading 4 GiB of weights on four ranks, against reading them once
-	$(BIN)/python -m dist_aclgraph.bench.load
+	$(BIN)/python -m benchmarks.load
 
 SEED ?= 1
 FAULTS ?= 12
 SHAPE ?= replicas
 chaos: setup-dev emulator ## Faults against a service: SEED=1 FAULTS=12 SHAPE=replicas, experts or streams
-	$(BIN)/python -m dist_aclgraph.chaos --seed $(SEED) --faults $(FAULTS) --shape $(SHAPE)
+	$(BIN)/python -m tools.chaos --seed $(SEED) --faults $(FAULTS) --shape $(SHAPE)
 
 bench-overload: setup-dev emulator ## What readers notice of ten times too many requests, readers that stall, huge bodies
-	$(BIN)/python -m dist_aclgraph.chaos.overload
+	$(BIN)/python -m tools.chaos.overload
 
 bench-step: setup-bench emulator ## The host's work in a decode step, part by part
-	$(BIN)/python -m dist_aclgraph.bench.step
+	$(BIN)/python -m benchmarks.step
 
 bench-messages: setup-bench ## A plan to all workers of a node and their results back
-	$(BIN)/python -m dist_aclgraph.bench.messages
+	$(BIN)/python -m benchmarks.messages
 
 bench-serve: setup-bench ## A token from the engine to the client's socket, beside a bare uvicorn
-	$(BIN)/python -m dist_aclgraph.bench.serve
+	$(BIN)/python -m benchmarks.serve
 
 EMULATED := ! ls /dev/davinci[0-9]* >/dev/null 2>&1
 emulator: setup ## Build the emulated NPU where there is no real one

@@ -99,6 +99,17 @@ def candidate_families(config: Config) -> tuple[GraphFamily, ...]:
     return tuple(found)
 
 
+def asked_sizes(
+    mode: str, decode: Sequence[int], mixed: Sequence[int]
+) -> dict[str, tuple[int, ...]]:
+    """Return the keys of ``graph`` that ask for these sizes, as far as the mode has them."""
+    if mode == "FULL_AND_PIECEWISE":
+        return {"sizes": tuple(decode), "mixed_sizes": tuple(mixed)}
+    if mode == "NONE":
+        return {}
+    return {"sizes": tuple(decode if mode == "FULL_DECODE_ONLY" else mixed)}
+
+
 def lazy_families(config: Config) -> tuple[GraphFamily, ...]:
     """Return the graphs that may be captured on demand, for shapes that the plan leaves out."""
     mode, lazy = config.graph.mode, config.graph.lazy

@@ -15,10 +15,9 @@ import msgspec
 
 from dist_aclgraph.actors.capture.graph_transaction import GraphTransaction
 from dist_aclgraph.actors.capture.lockstep_capture import capture_plan, probe_graphs
-from dist_aclgraph.bench.engine import asked_sizes
 from dist_aclgraph.config import Config, make_config
 from dist_aclgraph.errors import CaptureError, StreamBudgetError
-from dist_aclgraph.planning.buckets import GraphFamily, candidate_families
+from dist_aclgraph.planning.buckets import GraphFamily, asked_sizes, candidate_families
 from dist_aclgraph.planning.budget import Workload, make_budget_model, total
 from dist_aclgraph.planning.ledger import Ledger
 from dist_aclgraph.planning.negotiation import negotiate

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from dist_aclgraph.bench.engine import asked_sizes
 from dist_aclgraph.config import Config
 from dist_aclgraph.kv.cache_spec import KVCacheSpec
+from dist_aclgraph.planning.buckets import asked_sizes
 from tests.checkpoints import make_prompts
 from tests.deployments import greedy_params, make_deployment_config
 from tests.lockstep import Lockstep, lockstep

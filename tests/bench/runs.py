@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+ROOT = Path(__file__).parents[2]
 WARNING = "emulated NPU on the CPU; not an NPU figure"
 
 
@@ -21,7 +22,8 @@ class Bench(NamedTuple):
 def run_bench(name: str, size: Sequence[str], out: Path) -> Bench:
     """In a process of its own: the emulator's settings and Ray hold for the life of one."""
     done = subprocess.run(
-        [sys.executable, "-m", f"dist_aclgraph.bench.{name}", *size, "--out", str(out)],
+        [sys.executable, "-m", f"benchmarks.{name}", *size, "--out", str(out)],
+        cwd=ROOT,
         capture_output=True,
         text=True,
     )

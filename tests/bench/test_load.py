@@ -6,8 +6,9 @@ from math import prod
 
 import pytest
 
+from benchmarks.load import make_shape
+from benchmarks.start import Phases
 from dist_aclgraph.actors.controller.controller import Progress
-from dist_aclgraph.bench.load import LoadingTime, make_shape
 
 
 @pytest.mark.parametrize("num_bytes", [1e9, 4e9])
@@ -18,11 +19,12 @@ def test_a_shape_takes_about_the_bytes_that_were_asked_for(num_bytes: float) -> 
 
 
 def test_only_the_state_of_loading_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([10.0, 13.5])
+    clock = iter([10.0, 13.5, 14.0, 15.0])
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
-    loading = LoadingTime()
+    phases = Phases()
 
     for state in ("PLACING", "LOADING", "LOADING", "NEGOTIATING", "CAPTURING"):
-        loading(Progress(state))
+        phases.show(Progress(state))
+    phases.end()
 
-    assert loading.seconds == 3.5
+    assert phases.seconds["LOADING"] == 3.5

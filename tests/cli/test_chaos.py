@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 600.0
-COMMAND = [sys.executable, "-u", "-m", "dist_aclgraph.chaos", "--seed=1", "--only=kill_worker"]
+COMMAND = [sys.executable, "-u", "-m", "tools.chaos", "--seed=1", "--only=kill_worker"]
 
 
 @pytest.fixture

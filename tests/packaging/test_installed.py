@@ -22,6 +22,8 @@ SOURCES = (
     "setup.py",
     "README.md",
     "dist_aclgraph",
+    "benchmarks",
+    "tools",
     "configs",
     "models",
     "emulator",
@@ -79,7 +81,7 @@ def test_types_are_shipped(installation: Installation) -> None:
     assert (installation.packages / "dist_aclgraph" / "py.typed").exists()
 
 
-def test_nothing_of_tests_and_tools_is_shipped(installation: Installation) -> None:
+def test_nothing_of_tests_benches_and_tools_is_shipped(installation: Installation) -> None:
     names = zipfile.ZipFile(installation.wheel).namelist()
 
     assert {name.split("/")[0].split("-")[0] for name in names} == {"dist_aclgraph"}

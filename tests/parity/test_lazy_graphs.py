@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dist_aclgraph.bench.engine import asked_sizes
+from dist_aclgraph.planning.buckets import asked_sizes
 from tests.deployments import deployed, greedy_params, make_deployment_config, serving
 from tests.lockstep import lockstep
 from tests.parity.conftest import NUM_TOKENS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dist_aclgraph.bench.scheduler import make_scheduler, measure
+from benchmarks.scheduler import make_scheduler, measure
 
 
 def test_the_bench_measures_a_batch_that_decodes_to_the_end() -> None:

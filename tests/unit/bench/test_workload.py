@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_aclgraph.bench.workload import (
+from benchmarks.workload import (
     Delivery,
     decode_workload,
     mean_stages,

@@ -9,10 +9,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_aclgraph.chaos.answers import Answer, longest_pause
-from dist_aclgraph.chaos.outcome import Outcome, Sight, judge
-from dist_aclgraph.chaos.plan import Fault, Kind, Strike
-from dist_aclgraph.chaos.report import COLUMNS, TOTAL, lines_of, sentence_of
+from tools.chaos.answers import Answer, longest_pause
+from tools.chaos.outcome import Outcome, Sight, judge
+from tools.chaos.plan import Fault, Kind, Strike
+from tools.chaos.report import COLUMNS, TOTAL, lines_of, sentence_of
 
 STRIKE = Strike(1, Fault(Kind.KILL_WORKER), 10, 0)
 WANTED = Answer(0, "abc", 200, False, "length", 3)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dist_aclgraph.chaos.overload import BUSY, OK, TOKENS, Reply, gaps, goodput
+from tools.chaos.overload import BUSY, OK, TOKENS, Reply, gaps, goodput
 
 
 def make_reply(start_s: float, gap_s: float = 0.1, count: int = TOKENS, **words: object) -> Reply:

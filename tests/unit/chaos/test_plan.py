@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_aclgraph.chaos.plan import FIRSTS, GROUP_ENDING, IN_RECOVERY, Fault, Kind, make_plan
+from tools.chaos.plan import FIRSTS, GROUP_ENDING, IN_RECOVERY, Fault, Kind, make_plan
 
 kinds = st.lists(st.sampled_from(FIRSTS), min_size=1, unique=True)
 seeds = st.integers(0, 1 << 30)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from dist_aclgraph.config import Config, make_config
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.planning.buckets import (
+    asked_sizes,
     buffer_sizes,
     candidate_families,
     capture_sizes,
@@ -43,6 +44,23 @@ def test_every_size_is_a_whole_number_of_requests(max_num_seqs, query_len, max_t
 
 def make(**changes: Any) -> Config:
     return make_config({"model": "m", **changes})
+
+
+@pytest.mark.parametrize(
+    ("mode", "captured"),
+    [
+        ("NONE", []),
+        ("FULL_DECODE_ONLY", [(1, 6)]),
+        ("PIECEWISE", [(32, 256)]),
+        ("FULL_AND_PIECEWISE", [(1, 6), (32, 256)]),
+    ],
+)
+def test_a_mode_is_asked_for_the_sizes_that_it_has(
+    mode: str, captured: list[tuple[int, ...]]
+) -> None:
+    config = make(graph={"mode": mode, **asked_sizes(mode, (1, 6), (32, 256))})
+
+    assert [family.buckets for family in candidate_families(config)] == captured
 
 
 def test_asked_sizes_are_the_ones_that_are_captured() -> None:

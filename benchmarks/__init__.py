@@ -1,0 +1,1 @@
+"""The benches behind ``make bench-*``. A bench prints times and asserts none."""

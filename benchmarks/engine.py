@@ -1,0 +1,75 @@
+"""A deployment of a bench, whose clients decode batches of equal requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.workload import Run, decode_workload, run_workload
+from dist_aclgraph.actors.client.engine_client import EngineClient
+from dist_aclgraph.actors.deployment import deployment
+from dist_aclgraph.actors.deployment.controller_life import OnProgress
+from dist_aclgraph.config import make_config
+
+NUM_WORDS = 1000  # different token ids in prompts
+LIMIT_S = 300.0  # of each phase of a start, as deployments that start together share the cores
+
+
+class DecodeEngine:
+    """A deployment that decodes batches of equal requests. Use as a context manager.
+
+    Attributes:
+        config: of the deployment.
+        deployment, client: inside the context.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        max_batch: int,
+        *,
+        on_progress: OnProgress | None = None,
+        scheduler: Mapping[str, Any] | None = None,
+        **sections: Any,
+    ) -> None:
+        self._on_progress = on_progress
+        self.config = make_config(
+            {
+                "model": str(model),
+                "profile": True,
+                "scheduler": {
+                    "max_num_seqs": max_batch,
+                    "max_num_batched_tokens": 8192,
+                    "prefix_cache": False,
+                    **(scheduler or {}),
+                },
+                "max_model_len": 1024,
+                "timeouts": {"place_s": LIMIT_S, "join_s": LIMIT_S, "negotiate_s": LIMIT_S},
+                **sections,
+            }
+        )
+
+    def __enter__(self) -> DecodeEngine:
+        self.deployment = deployment.start(self.config, self._on_progress)
+        self.client = EngineClient(
+            self.deployment.addresses,
+            self.deployment.token,
+            node_id=self.deployment.node_id,
+            link_s=self.config.timeouts.link_s,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+        self.deployment.shut_down()
+
+    def decode(self, batch: int, prompt_len: int, steps: int, **sampling: Any) -> Run:
+        """Decode ``steps`` tokens for ``batch`` random prompts of ``prompt_len`` tokens.
+
+        Args:
+            sampling: parameters of the requests; greedy where there are none.
+        """
+        arrivals = decode_workload(batch, prompt_len, steps, NUM_WORDS)
+        return run_workload(self.client, f"decode-{time.monotonic_ns()}", arrivals, **sampling)

@@ -1,0 +1,55 @@
+"""The floor of ``make bench-messages``: bytes to all workers of a node, and bytes back."""
+
+from __future__ import annotations
+
+import select
+import socket
+
+READ_BYTES = 1 << 16
+
+
+class BarePeers:
+    """Unix sockets that carry bytes, with neither frames nor messages, checks nor faults.
+
+    Attributes:
+        address: of the socket file.
+        num_workers: that have come.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.address = path
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(path)
+        self._listener.listen()
+        self._peers: dict[int, socket.socket] = {}  # by file descriptor
+        self._epoll = select.epoll()
+
+    @property
+    def num_workers(self) -> int:
+        return len(self._peers)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for one worker to come; none may."""
+        self._listener.settimeout(timeout_s)
+        try:
+            connection, _ = self._listener.accept()
+        except TimeoutError:
+            return
+        self._peers[connection.fileno()] = connection
+        self._epoll.register(connection, select.EPOLLIN)
+
+    def round(self, data: bytes) -> None:
+        """Send bytes to every worker, and return when each has answered."""
+        for peer in self._peers.values():
+            peer.send(data)
+        left = len(self._peers)
+        while left:
+            for fd, _ in self._epoll.poll():
+                self._peers[fd].recv(READ_BYTES)
+                left -= 1
+
+    def close(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
+        self._epoll.close()
+        self._listener.close()

@@ -1,0 +1,75 @@
+"""The workers of ``make bench-messages``, as a program: a worker answers every plan at once.
+
+The workers are forked from one process, as a deployment forks them where it has more workers than
+cores: pages that they share stay in the cache from one wake-up to the next.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+
+from dist_aclgraph.actors.wire.addresses import Endpoint
+from dist_aclgraph.actors.wire.local_steps import LocalEngine, SocketFile
+from dist_aclgraph.actors.wire.remote_steps import Endpoints, RemoteEngine
+from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.steps.step import StepPlan, StepResult, encoder, to_worker_decoder
+
+BATCH = 32
+ANSWER = b"a" * 64  # of a worker that does nothing else
+READ_BYTES = 1 << 16
+
+
+def written(address: SocketFile | Endpoints | str) -> str:
+    """Return an address as the line that ``main`` reads."""
+    if isinstance(address, str):
+        return json.dumps({"bare": address})
+    if isinstance(address, SocketFile):
+        return json.dumps({"path": address.path, "token": address.token})
+    return json.dumps({"plans": address.plans.url, "results": address.results.url})
+
+
+def work(rank: int, line: str) -> None:
+    """Be a worker, until something else than a plan comes."""
+    address = json.loads(line)
+    if "bare" in address:
+        answer_anything(address["bare"])
+    elif "path" in address:
+        answer_plans(rank, LocalEngine(SocketFile(**address)))
+    else:
+        ends = Endpoints(Endpoint(address["plans"]), Endpoint(address["results"]))
+        answer_plans(rank, RemoteEngine(ends))
+
+
+def answer_plans(rank: int, engine: LocalEngine | RemoteEngine) -> None:
+    tokens = pack_ints([1] * BATCH) if rank == 0 else b""
+    while isinstance(plan := to_worker_decoder.decode(engine.receive()), StepPlan):
+        engine.send(encoder.encode(StepResult(plan.epoch, plan.step, rank, tokens)))
+    engine.close()
+
+
+def answer_anything(path: str) -> None:
+    """Send a few bytes for whatever comes, until the connection ends."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect(path)
+        while connection.recv(READ_BYTES):
+            connection.send(ANSWER)
+
+
+def main() -> None:
+    """Fork a worker for each line, say their processes' ids, and wait for their ends."""
+    pids = []
+    for rank, line in enumerate(sys.stdin.read().splitlines()):
+        if not (pid := os.fork()):
+            work(rank, line)
+            os._exit(0)
+        pids.append(pid)
+    print(json.dumps(pids), flush=True)
+    for pid in pids:
+        os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    main()

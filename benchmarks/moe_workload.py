@@ -1,0 +1,40 @@
+"""Chat requests for the demo model: their drafts are those of real answers."""
+
+from __future__ import annotations
+
+import itertools
+
+from benchmarks.workload import Arrival
+from dist_aclgraph.text.tokenizer import Tokenizer
+
+ANIMALS = ("fox", "cat", "dog", "owl", "bear", "duck", "frog", "lion")
+NAMES = ("Mia", "Tom")
+# Answers to stories are longer than any run; these end after a few tokens.
+QUESTIONS = ("Who are you?", "Count from 3 to 9.", "Hello!", "Count down from 12.")
+EXTRA_TOKENS = 8  # of all requests but the first, which is to end first
+LATER_TOKENS = 6
+
+
+def chat_workload(tokenizer: Tokenizer, batch: int, steps: int) -> list[Arrival]:
+    """Return ``batch`` requests for stories that arrive at once."""
+    asks = [
+        f"Tell me a story about a {animal} named {name}." for name in NAMES for animal in ANIMALS
+    ]
+    return [
+        Arrival(_prompt(tokenizer, ask), steps + (EXTRA_TOKENS if index else 0))
+        for index, ask in enumerate(itertools.islice(itertools.cycle(asks), batch))
+    ]
+
+
+def mixed_chat_workload(tokenizer: Tokenizer, batch: int, steps: int) -> list[Arrival]:
+    """Return ``batch`` requests for stories, and a question at every fourth token of the first."""
+    later = [
+        Arrival(_prompt(tokenizer, question), LATER_TOKENS, at)
+        for question, at in zip(itertools.cycle(QUESTIONS), range(2, steps - 2, 4), strict=False)
+    ]
+    return chat_workload(tokenizer, batch, steps) + later
+
+
+def _prompt(tokenizer: Tokenizer, ask: str) -> list[int]:
+    text = tokenizer.render_chat([{"role": "user", "content": ask}])
+    return tokenizer.encode(text, add_special_tokens=False)

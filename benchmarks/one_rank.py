@@ -1,0 +1,164 @@
+"""One rank of a tensor parallel group, alone in this process: operators of a step, bytes of pools.
+
+The rank has the weights and shapes of rank 0. Its peers are missing, so each collective is an
+operator on the rank's own memory of the same shape: sizes are right, values mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dist_aclgraph.comm.groups import ALONE, CommGroup, RankGroups
+from dist_aclgraph.config import Config
+from dist_aclgraph.device.npu import Npu, open_npu, runtime
+from dist_aclgraph.engine.model_runner import TORCH_DTYPES, ModelRunner
+from dist_aclgraph.models.checkpoint import Checkpoint
+from dist_aclgraph.models.decoder import Decoder
+from dist_aclgraph.planning.buckets import candidate_families
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.shapes.model_spec import read_model_spec
+
+DUMMY_BLOCKS = 2
+
+
+class LoneGroup(CommGroup):
+    """A group whose other members are missing: collectives keep their shapes, no values."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x.mul_(1)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device).copy_(x)
+
+
+@dataclass(frozen=True)
+class PoolSizes:
+    """Bytes of graph pools on one rank.
+
+    Attributes:
+        alone: by graph, what it takes from the device with a pool of its own.
+        needs: by graph, the most that its tensors hold at once.
+        shared: what all take with one pool, largest first.
+    """
+
+    alone: dict[str, int]
+    needs: dict[str, int]
+    shared: int
+
+
+class OneRank:
+    """Rank 0 of ``config.parallel.tp``, on the device that ``config`` means.
+
+    Attributes:
+        npu: the device; operators on the host use one thread.
+    """
+
+    def __init__(self, config: Config) -> None:
+        torch.set_num_threads(1)
+        self.npu: Npu = open_npu(config.device, 0)
+        self._max_len = config.max_model_len or 0
+        tp = config.parallel.tp
+        group = LoneGroup(tuple(range(tp)), 0) if tp > 1 else ALONE
+        self._model = Decoder(
+            read_model_spec(config.model),
+            RankGroups(tp=group, ep=ALONE),
+            Checkpoint(
+                config.model,
+                TORCH_DTYPES[config.dtype],
+                quantises=config.quantization == "w8a8",
+            ),
+            device=self.npu.device,
+            max_len=self._max_len,
+        )
+
+    def pool_sizes(self, config: Config) -> PoolSizes:
+        """Capture every graph of a configuration into a pool of its own, then all into one."""
+        graphs = _graphs_of(config)
+        runner = self.make_runner(config, graphs)
+        alone, needs = {}, {}
+        for graph in graphs:
+            runner.warm_up(graph)
+            runtime().reset_peak_memory_stats()
+            before = runtime().memory_allocated()
+            alone[str(graph)] = runner.capture(graph).bytes
+            needs[str(graph)] = runtime().max_memory_allocated() - before
+            runner.release(graph)
+        for graph in graphs:
+            runner.capture(graph)
+        shared = runner.pool_memory.total_bytes
+        for graph in graphs:
+            runner.release(graph)
+        return PoolSizes(alone, needs, shared)
+
+    def num_operators(self, config: Config, batch: int) -> int:
+        """Count what a decode step launches, from token ids to the most probable tokens."""
+        graph = BatchDescriptor(batch, batch, 1, "FULL")
+        runner = self.make_runner(config, [graph])
+        runner.warm_up(graph)
+        with LaunchCount() as launches:
+            runner.capture(graph)
+        runner.release(graph)
+        return int(launches.count)
+
+    def make_runner(
+        self, config: Config, graphs: Sequence[BatchDescriptor], num_blocks: int = DUMMY_BLOCKS
+    ) -> ModelRunner:
+        return ModelRunner(
+            config,
+            self.npu,
+            self._model,
+            # One for each request of padding, which some chips count.
+            num_blocks=max(num_blocks, *(graph.num_reqs for graph in graphs)),
+            max_len=self._max_len,
+            graphs=graphs,
+            owns_output=True,
+        )
+
+
+class LaunchCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operators that give the device work: neither views nor bare allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        self.count += _has_work(func, tree_leaves((args, kwargs)), tree_leaves(outputs))
+        return outputs
+
+
+def _has_work(func: Any, inputs: list[Any], outputs: list[Any]) -> bool:
+    """Whether it writes to memory that was there, or fills memory that is new."""
+    name = func._schema.name.partition("::")[2]
+    if name.startswith(("empty", "new_empty")) or name.endswith("workspace"):
+        return False
+    writes: bool = func._schema.is_mutable or func._overloadname == "out"
+    return writes or not _storages(outputs) <= _storages(inputs)
+
+
+def _storages(values: list[Any]) -> set[int]:
+    return {value.untyped_storage().data_ptr() for value in values if isinstance(value, Tensor)}
+
+
+def _graphs_of(config: Config) -> list[BatchDescriptor]:
+    """All graphs that a configuration captures where every rank can afford them, largest first."""
+    graphs = [
+        family.describe(bucket, config.scheduler.max_num_seqs)
+        for family in candidate_families(config)
+        for bucket in family.buckets
+    ]
+    return sorted(graphs, key=lambda graph: -graph.num_tokens)

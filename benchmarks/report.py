@@ -1,0 +1,176 @@
+"""Tables and figures of benches: a table names each column once, and all charts look alike."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich.table import Table as TerminalTable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+GROUP_WIDTH = 0.8  # of the room between two ticks
+SCALES = {"K": 1 << 10, "M": 1 << 20}
+
+Row = Mapping[str, Any]
+
+
+class Table(NamedTuple):
+    """A table of words and numbers: words in the first column, numbers in the others."""
+
+    title: str
+    headings: Sequence[str]
+    lines: Sequence[Sequence[str]]
+
+    def for_terminal(self) -> TerminalTable:
+        table = TerminalTable(title=self.title)
+        for index, heading in enumerate(self.headings):
+            table.add_column(heading, justify="right" if index else "left")
+        for line in self.lines:
+            table.add_row(*line)
+        return table
+
+    def for_document(self) -> Iterator[str]:
+        """Yield the lines of the table in markdown."""
+        rule = ["---"] + ["---:"] * (len(self.headings) - 1)
+        yield from (f"| {' | '.join(line)} |" for line in (self.headings, rule, *self.lines))
+
+
+class Report(NamedTuple):
+    """The results of a bench for people.
+
+    Attributes:
+        what: what was measured, in a few words.
+        tables: for the terminal and for a document.
+        aim: what the figures should be, in a sentence; "" where no aim is set.
+    """
+
+    what: str
+    tables: Sequence[Table]
+    aim: str = ""
+
+    def heading(self, results: Row) -> str:
+        """Return what was measured, and what it ran on."""
+        before, after = results["load"]
+        return (
+            f"{self.what} on {results['cores']} cores, load of the machine {before:.1f} before and "
+            f"{after:.1f} after; {results['note']}. {self.aim}"
+        ).rstrip()
+
+    def for_document(self, results: Row) -> str:
+        lines = [self.heading(results), ""]
+        for table in self.tables:
+            lines += [*table.for_document(), ""]
+        return "\n".join(lines)
+
+
+class Cells(string.Formatter):
+    """Formats cells: ``{size!K:.0f}`` divides by 1,024, ``!M`` by its square; None is a dash."""
+
+    def convert_field(self, value: Any, conversion: Any) -> Any:
+        if conversion in SCALES and value is not None:
+            return value / SCALES[conversion]
+        return value
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        return "-" if value is None else str(super().format_field(value, format_spec))
+
+    def of(self, row: Row, text: str) -> str:
+        return self.vformat(text, (), row)
+
+    def value(self, row: Row, field: str) -> Any:
+        return self.get_field(field, (), row)[0]
+
+
+CELLS = Cells()
+
+
+def make_table(title: str, columns: Mapping[str, str], rows: Sequence[Row]) -> Table:
+    """Return a table with one line for each row.
+
+    Args:
+        columns: for each heading the format of its cells, see ``Cells``.
+    """
+    lines = [[CELLS.of(row, cell) for cell in columns.values()] for row in rows]
+    return Table(title, list(columns), lines)
+
+
+@contextmanager
+def sheet(
+    path: Path,
+    results: Row,
+    title: str,
+    shape: tuple[int, int] = (2, 2),
+    size: tuple[float, float] = (13, 9),
+) -> Iterator[tuple[Figure, list[Axes]]]:
+    """Yield a figure and its charts, row by row; save the figure at the end."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    yield figure, list(figure.subplots(*shape, squeeze=False).flat)
+    before, after = results["load"]
+    figure.suptitle(
+        f"{title}, on {results['cores']} CPU cores with a load of {before:.1f} to {after:.1f}\n"
+        f"{results['note']}"
+    )
+    figure.savefig(path, dpi=110)
+
+
+def draw_bars(
+    axes: Axes,
+    rows: Sequence[Row],
+    title: str,
+    *,
+    group: str,
+    series: str,
+    height: str,
+    dots: str = "",
+    mark: str = "",
+    label: str = "",
+    unit: str = "",
+    line: float | None = None,
+    has_legend: bool = True,
+) -> None:
+    """Draw one bar for each row: the bars of all series side by side, group by group.
+
+    Args:
+        group, series, label: formats (see ``Cells``) of the words below a group of bars, of a
+            bar's entry in the legend, and of the words above a bar.
+        height: the field of a bar's value, such as ``ratio[median]``.
+        dots: the field of more values, such as those of single rounds.
+        mark: the field of a value to compare a bar with.
+        line: a value to compare all bars with.
+    """
+    groups = list(dict.fromkeys(CELLS.of(row, group) for row in rows))
+    names = list(dict.fromkeys(CELLS.of(row, series) for row in rows))
+    width = GROUP_WIDTH / len(names)
+    for index, name in enumerate(names):
+        found = [row for row in rows if CELLS.of(row, series) == name]
+        offset = (index - (len(names) - 1) / 2) * width
+        places = [groups.index(CELLS.of(row, group)) + offset for row in found]
+        bars = axes.bar(
+            places, [CELLS.value(row, height) for row in found], width * 0.95, label=name
+        )
+        if label:
+            words = [CELLS.of(row, label) for row in found]
+            axes.bar_label(bars, words, fontsize="x-small", padding=6 if dots else 2)
+        for place, row in zip(places, found, strict=True):
+            if dots:
+                values = CELLS.value(row, dots)
+                axes.plot([place] * len(values), values, "k.", markersize=3)
+            if mark:
+                axes.plot([place], [CELLS.value(row, mark)], "k_", markersize=12)
+    if line is not None:
+        axes.axhline(line, color="gray", linestyle=":")
+    axes.set_xticks(range(len(groups)), groups)
+    axes.set_title(title, loc="left")
+    axes.set_ylabel(unit)
+    axes.margins(y=0.25)
+    axes.grid(axis="y", alpha=0.3)
+    if has_legend:
+        axes.legend(fontsize="small")

@@ -1,0 +1,293 @@
+"""``make bench-serve``: the cost of a token from an engine's message to the client's socket.
+
+A paced engine gives each stream a token at every step, over the links that engines have. The bench
+measures the CPU time of the processes that serve HTTP, for each token, and the time from a step's
+result to the client's frame. Beside ``dist-aclgraph serve`` it runs a bare uvicorn that sends the
+same frames, which is the floor, and Ray Serve with its own proxy and with HAProxy. All servers take
+turns in one run. CPU times are meaningful on a busy machine, wall times are not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import Progress
+
+from benchmarks.command import numbers, report_bench, run_command
+from benchmarks.report import Report, draw_bars, make_table, sheet
+from benchmarks.serve_client import Ask, make_request, run_client
+from benchmarks.serve_on_ray import ray_serve
+from benchmarks.serve_servers import Server, floor, pid_of, plain, spawn
+from dist_aclgraph.config import Config, make_config
+from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.shipped import shipped
+from dist_aclgraph.text.tokenizer import Tokenizer
+
+TEXT = "The device never waits for the host, and tokens never wait for their readers. "
+PATH = "/v1/chat/completions"
+WARM_UP = 20  # steps
+SETTLE_S = 0.05  # from the last step until its frames are sent
+FRAMES_BEFORE = 1  # of a stream, with the assistant's role
+GOAL_CPU_US, GOAL_LATENCY_MS = 20.0, 1.0
+COLUMNS = {
+    "server": "{server}",
+    "streams": "{streams}",
+    "CPU us a token": "{cpu_us:.1f}",
+    "of the floor": "{of_floor:.2f}",
+    "result to frame, ms p50": "{latency_ms_p50:.2f}",
+    "p99": "{latency_ms_p99:.2f}",
+}
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Steps of a turn, and the time between two of them."""
+
+    steps: int
+    interval_s: float
+
+
+def main(
+    streams: Annotated[str, typer.Option(help="Requests that are streamed together.")] = "1,8,32",
+    steps: Annotated[int, typer.Option(help="Tokens of a stream.")] = 400,
+    interval_ms: Annotated[float, typer.Option(help="Between two steps.")] = 5.0,
+    repeats: Annotated[int, typer.Option(help="Rounds.")] = 3,
+    on_ray: Annotated[bool, typer.Option(help="Ray Serve besides.")] = True,
+    apart: Annotated[bool, typer.Option(help="Servers on one core, all else on others.")] = False,
+    out: Annotated[Path, typer.Option(help="Where results go.")] = Path("bench-results"),
+) -> None:
+    """Measure, print and save."""
+    pace, sizes = Pace(steps, interval_ms / 1e3), numbers(streams)
+    report_bench(
+        "serve",
+        out,
+        lambda folder, bar: measure(
+            folder, bar, sizes, pace, repeats, on_ray=on_ray, is_apart=apart
+        ),
+        report,
+        draw,
+    )
+
+
+def measure(
+    folder: Path,
+    bar: Progress,
+    sizes: Sequence[int],
+    pace: Pace,
+    repeats: int,
+    *,
+    on_ray: bool,
+    is_apart: bool,
+) -> dict[str, Any]:
+    """Stream by turns; return one row for each server and number of streams.
+
+    Args:
+        is_apart: servers have a core where no client preempts them, as with clients elsewhere.
+    """
+    config = make_config(
+        {
+            "model": str(shipped("models/tiny-qwen3")),
+            "scheduler": {"max_num_seqs": max(sizes)},
+            "max_model_len": pace.steps + 128,
+        }
+    )
+    tokens = Tokenizer(config.model).encode(TEXT)
+    request = make_request(PATH, _body(config, pace.steps))
+    with ExitStack() as stack:
+        client = stack.enter_context(Client())
+        served = stack.enter_context(plain(config, folder))
+        # One turn to warm up, and for the frames that the floor sends.
+        frames = turn(client, served, request, 1, pace, tokens).frames
+        servers = [stack.enter_context(floor(_by_steps(frames))), served]
+        for name in ("proxy", "haproxy") if on_ray else ():
+            (place := folder / name).mkdir()
+            on_it = ray_serve(config, place, haproxy=name == "haproxy")
+            servers.append(stack.enter_context(on_it))
+            turn(client, servers[-1], request, 1, pace, tokens)
+        if is_apart:
+            part_cores(servers, client)
+        turns: dict[tuple[str, int], list[Turn]] = {}
+        order = [(size, server) for _ in range(repeats) for size in sizes for server in servers]
+        task = bar.add_task("", total=len(order))
+        for size, server in order:
+            bar.update(task, description=f"{server.name}, {size} streams")
+            found = turn(client, server, request, size, pace, tokens)
+            turns.setdefault((server.name, size), []).append(found)
+            bar.advance(task)
+    return {
+        "rows": [_row(name, size, found) for (name, size), found in turns.items()],
+        "floor": servers[0].name,
+        "steps": pace.steps,
+        "interval_ms": pace.interval_s * 1e3,
+        "repeats": repeats,
+        "goals": {"cpu_us": GOAL_CPU_US, "latency_ms": GOAL_LATENCY_MS},
+        "is_apart": is_apart,
+        "note": "a paced engine without a model; CPU time of this machine",
+    }
+
+
+class Client:
+    """Owns the process that reads streams."""
+
+    def __enter__(self) -> Client:
+        self._asks, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=run_client, args=(theirs,), daemon=True)
+        self._process.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._asks.send(None)
+        self._process.join(1.0)
+        self._process.kill()
+
+    @property
+    def pid(self) -> int:
+        return pid_of(self._process)
+
+    def begin(self, ask: Ask) -> Connection:
+        """Have streams opened; what came of them can be received once they have ended."""
+        self._asks.send(ask)
+        return self._asks
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one turn brought: CPU time of a token, all latencies, and one stream's frames."""
+
+    cpu_us: float
+    latencies_ms: list[float]
+    frames: list[bytes]
+
+
+def turn(
+    client: Client,
+    server: Server,
+    request: bytes,
+    num_streams: int,
+    pace: Pace,
+    tokens: Sequence[int],
+) -> Turn:
+    """Stream once."""
+    answer = client.begin(Ask(server.port, request, num_streams))
+    server.source.wait_for(num_streams)
+    begun_s, sent_s = 0.0, []
+    next_s = time.monotonic() + SETTLE_S
+    for step in range(pace.steps):
+        time.sleep(max(0.0, next_s - time.monotonic()))
+        next_s += pace.interval_s
+        if step == WARM_UP:
+            begun_s = cpu_seconds(server.pids)
+        sent_s.append(time.monotonic())
+        server.source.step(tokens[step % len(tokens)], is_last=step == pace.steps - 1)
+    time.sleep(SETTLE_S)
+    used_s = cpu_seconds(server.pids) - begun_s
+    arrivals_s, frames = answer.recv()
+    num_tokens = num_streams * (pace.steps - WARM_UP)
+    return Turn(
+        used_s / num_tokens * 1e6,
+        [
+            (arrived_s - at_s) * 1e3
+            for stream in arrivals_s
+            for arrived_s, at_s in zip(
+                stream[FRAMES_BEFORE + WARM_UP :], sent_s[WARM_UP:], strict=False
+            )
+        ],
+        frames,
+    )
+
+
+def part_cores(servers: Sequence[Server], client: Client) -> None:
+    """Give the servers one core, and the rest to the client and to this process's engine."""
+    *others, last = sorted(os.sched_getaffinity(0))
+    if not others:
+        raise ConfigError("--apart needs two cores, and this process may use one; leave it out")
+    places = {os.getpid(): others, client.pid: others}
+    places |= {pid: [last] for server in servers for pid in server.pids}
+    for pid, cores in places.items():
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(int(task), cores)
+
+
+def cpu_seconds(pids: Sequence[int]) -> float:
+    """Return the CPU time that processes have used so far, to the nanosecond."""
+    # The system's own number of the clock of a process's CPU time.
+    return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)
+
+
+def _body(config: Config, max_tokens: int) -> bytes:
+    return json.dumps(
+        {
+            "model": config.name,
+            "messages": [{"role": "user", "content": "Count."}],
+            "max_tokens": max_tokens,
+            "stream": True,
+        }
+    ).encode()
+
+
+def _by_steps(frames: Sequence[bytes]) -> list[bytes]:
+    """Return what goes out at each step: what is before the first token's frame goes with it."""
+    first, last = FRAMES_BEFORE + 1, len(frames) - 1
+    return [b"".join(frames[:first]), *frames[first : last - 1], b"".join(frames[last - 1 :])]
+
+
+def _row(name: str, num_streams: int, turns: Sequence[Turn]) -> dict[str, Any]:
+    latencies = sorted(latency for turn in turns for latency in turn.latencies_ms)
+    return {
+        "server": name,
+        "streams": num_streams,
+        "cpu_us": statistics.median(turn.cpu_us for turn in turns),
+        "rounds_cpu_us": [turn.cpu_us for turn in turns],
+        "latency_ms_p50": statistics.median(latencies),
+        "latency_ms_p99": latencies[int(0.99 * len(latencies))],
+    }
+
+
+def report(results: dict[str, Any]) -> Report:
+    """Return what a token costs."""
+    floors = {
+        row["streams"]: row["cpu_us"]
+        for row in results["rows"]
+        if row["server"] == results["floor"]
+    }
+    rows = [{**row, "of_floor": row["cpu_us"] / floors[row["streams"]]} for row in results["rows"]]
+    return Report(
+        f"{results['steps']} steps, {results['interval_ms']:g} ms apart, medians of "
+        f"{results['repeats']} rounds"
+        f"{', servers on one core and all else on the other,' * results['is_apart']}",
+        [make_table("A token from the engine to the socket", COLUMNS, rows)],
+        f"Aim: {GOAL_CPU_US:g} us and {GOAL_LATENCY_MS:g} ms.",
+    )
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Draw CPU time of a token, and how long it is on its way."""
+    bars = partial(draw_bars, rows=results["rows"], group="{streams} streams", series="{server}")
+    title = f"{results['steps']} steps, {results['interval_ms']:g} ms apart"
+    with sheet(path, results, title, (1, 2), (12, 4.6)) as (_, (cpu, latency)):
+        bars(
+            cpu, title="CPU time of a token: median (bar), of each round (dots)",
+            height="cpu_us", dots="rounds_cpu_us",
+            label="{cpu_us:.3g}", unit="us", line=GOAL_CPU_US,
+        )  # fmt: skip
+        bars(
+            latency, title="From a step's result to the client's frame: median",
+            height="latency_ms_p50", label="{latency_ms_p50:.3g}", unit="ms",
+            line=GOAL_LATENCY_MS, has_legend=False,
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    run_command(main)

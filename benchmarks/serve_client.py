@@ -1,0 +1,87 @@
+"""The client of ``make bench-serve``: one thread reads all streams as their bytes come."""
+
+from __future__ import annotations
+
+import re
+import selectors
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+
+READ_BYTES = 1 << 16
+FRAME_END = b"\n\n"
+FRAMES = re.compile(rb"data: .*?\n\n", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """So many streams of one request, at a server of this machine."""
+
+    port: int
+    request: bytes
+    num_streams: int
+
+
+@dataclass
+class Stream:
+    """One reply.
+
+    Attributes:
+        arrivals_s: when each frame's end was read, on the system's monotonic clock.
+        received: all its bytes.
+    """
+
+    arrivals_s: list[float] = field(default_factory=list)
+    received: bytearray = field(default_factory=bytearray)
+
+    def take(self, data: bytes, now_s: float) -> bool:
+        """Note what came; return whether that was all."""
+        seen = max(0, len(self.received) - 1)  # the first byte of a frame's end may be there
+        self.received += data
+        self.arrivals_s += [now_s] * self.received.count(FRAME_END, seen)
+        return not data or self.received.endswith(b"\r\n0\r\n\r\n")
+
+    @property
+    def frames(self) -> list[bytes]:
+        return FRAMES.findall(bytes(self.received))
+
+
+def read_streams(ask: Ask) -> list[Stream]:
+    """Open the streams, and read them to their ends."""
+    with selectors.DefaultSelector() as selector:
+        streams = [Stream() for _ in range(ask.num_streams)]
+        for stream in streams:
+            connection = socket.create_connection(("127.0.0.1", ask.port))
+            connection.sendall(ask.request)
+            selector.register(connection, selectors.EVENT_READ, stream)
+        while selector.get_map():
+            for key, _ in selector.select():
+                opened = key.fileobj
+                assert isinstance(opened, socket.socket)
+                if key.data.take(opened.recv(READ_BYTES), time.monotonic()):
+                    selector.unregister(opened)
+                    opened.close()
+    return streams
+
+
+def run_client(asks: Connection) -> None:
+    """Answer each ``Ask`` with the arrivals of all streams and the first one's frames."""
+    while (ask := asks.recv()) is not None:
+        streams = read_streams(ask)
+        asks.send(([stream.arrivals_s for stream in streams], streams[0].frames))
+
+
+def make_request(path: str, body: bytes) -> bytes:
+    """Return an HTTP request, after which the connection is over."""
+    lines: Sequence[bytes] = (
+        b"POST %s HTTP/1.1" % path.encode(),
+        b"Host: 127.0.0.1",
+        b"Content-Type: application/json",
+        b"Content-Length: %d" % len(body),
+        b"Connection: close",
+        b"",
+        body,
+    )
+    return b"\r\n".join(lines)

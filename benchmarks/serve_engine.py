@@ -1,0 +1,123 @@
+"""The sources of tokens for the servers of ``make bench-serve``, one token a stream and step."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from dist_aclgraph.actors.client.outage import Outlook
+from dist_aclgraph.actors.wire.addresses import Address, Place
+from dist_aclgraph.actors.wire.client_links import ClientLinks, Link
+from dist_aclgraph.actors.wire.messages import Submit
+from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.steps.delta import Note, StepDeltas
+
+NODE, TOKEN = "node", "a-token-of-this-bench"
+LINK_S = 10.0
+TAKE_S = 0.1
+
+
+class Source(Protocol):
+    """Where the tokens of a server's streams come from."""
+
+    def wait_for(self, num_streams: int) -> None:
+        """Return when so many streams are open."""
+        ...
+
+    def step(self, token_id: int, *, is_last: bool) -> None:
+        """Give each open stream a token."""
+        ...
+
+
+class PacedEngine:
+    """The engine's end of the links to clients, as in serving, with a clock in place of a model."""
+
+    def __init__(self, directory: Path) -> None:
+        self._links = ClientLinks(Place(NODE, str(directory)), TOKEN, LINK_S)
+        self._links.start(self)
+        self._numbers: dict[Link, list[int]] = {}
+
+    @property
+    def address(self) -> Address:
+        return self._links.address
+
+    def wait_for(self, num_streams: int) -> None:
+        while sum(map(len, self._numbers.values())) < num_streams:
+            for link, wish in self._links.take(TAKE_S):
+                if isinstance(wish, Submit):
+                    self._numbers.setdefault(link, []).append(wish.number)
+
+    def step(self, token_id: int, *, is_last: bool) -> None:
+        for link, numbers in self._numbers.items():
+            notes = (
+                tuple(Note(i, finish_reason="length") for i in range(len(numbers)))
+                if is_last
+                else ()
+            )
+            tokens = pack_ints([token_id] * len(numbers))
+            self._links.send(link, StepDeltas(pack_ints(numbers), tokens, notes=notes))
+        if is_last:
+            self._numbers.clear()
+
+    def close(self) -> None:
+        self._links.close()
+
+    # ---- what the links ask
+
+    def failure_now(self) -> str:
+        return ""
+
+    def pause_now(self) -> str:
+        return ""
+
+    def is_held(self) -> bool:
+        return True
+
+    def report(self) -> dict[str, Any]:
+        return {}
+
+    def metrics(self) -> dict[str, Any]:
+        return {}
+
+
+class ByteSource:
+    """The floor's steps: a byte for each. The floor answers a byte for each stream that opens."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def wait_for(self, num_streams: int) -> None:
+        opened = 0
+        while opened < num_streams:
+            opened += len(self._connection.recv(num_streams - opened))
+
+    def step(self, token_id: int, *, is_last: bool) -> None:
+        self._connection.send(b"\0")
+
+
+@dataclass
+class PacedDeployment:
+    """The deployment of one paced engine of another process, for who serves it."""
+
+    address: Address
+    max_model_len: int
+    node_id: str = NODE
+    token: str = TOKEN
+
+    @property
+    def addresses(self) -> list[Address]:
+        return [self.address]
+
+    def report(self) -> dict[str, Any]:
+        return {}
+
+    def check(self) -> None:
+        """It lives as long as the bench."""
+
+    def outlook(self) -> Outlook:
+        return Outlook(failure="the bench is over")
+
+    def shut_down(self) -> None:
+        """The bench ends its engine itself."""

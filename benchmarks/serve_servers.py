@@ -1,0 +1,152 @@
+"""The servers that ``make bench-serve`` compares, each in processes of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from benchmarks.serve_engine import ByteSource, PacedDeployment, PacedEngine, Source
+from dist_aclgraph.actors.host import processes
+from dist_aclgraph.cli.serve import serve_in_processes
+from dist_aclgraph.config import Config
+
+START_S = 120.0
+POLL_S = 0.05
+EXIT_S = 20.0
+spawn = multiprocessing.get_context("spawn")
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that answers at ``port``. ``pids`` are the processes on a token's way."""
+
+    name: str
+    port: int
+    pids: tuple[int, ...]
+    source: Source
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def running(process: SpawnProcess) -> Iterator[None]:
+    """Start a process; in the end it is told to stop, and killed where it does not."""
+    process.start()
+    try:
+        yield
+    finally:
+        if process.pid is not None and process.is_alive():
+            os.kill(process.pid, signal.SIGTERM)
+        process.join(EXIT_S)
+        process.kill()
+
+
+def pid_of(process: SpawnProcess) -> int:
+    assert process.pid is not None
+    return process.pid
+
+
+def wait_for(process: SpawnProcess, port: int, path: str) -> None:
+    """Return when the server is ready.
+
+    Raises:
+        RuntimeError: its process has ended.
+        TimeoutError: it was not in time.
+    """
+    deadline_s = time.monotonic() + START_S
+    while time.monotonic() < deadline_s:
+        if not process.is_alive():
+            raise RuntimeError(f"the server for port {port} ended with code {process.exitcode}")
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=START_S)
+        try:
+            connection.request("GET", path)
+            if connection.getresponse().status == 200:
+                return
+        except OSError:
+            pass
+        finally:
+            connection.close()
+        time.sleep(POLL_S)
+    raise TimeoutError(f"the server at port {port} was not ready within {START_S:g} s")
+
+
+@contextmanager
+def plain(config: Config, directory: Path) -> Iterator[Server]:
+    """``dist-aclgraph serve`` as it is, with its supervisor, in front of a paced engine."""
+    engine = PacedEngine(directory)
+    found = PacedDeployment(engine.address, config.max_model_len or 4096)
+    config = config.model_copy(
+        update={"serve": config.serve.model_copy(update={"port": free_port()})}
+    )
+    process = spawn.Process(target=_serve, args=(config, found))
+    try:
+        with running(process):
+            wait_for(process, config.serve.port, "/ready")
+            supervisor = pid_of(process)
+            pids = supervisor, *sorted(processes.children(supervisor))
+            yield Server("dist-aclgraph serve", config.serve.port, pids, engine)
+    finally:
+        engine.close()
+
+
+def _serve(config: Config, found: PacedDeployment) -> None:
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        serve_in_processes(config, lambda config, on_progress: found)
+
+
+@contextmanager
+def floor(frames: Sequence[bytes]) -> Iterator[Server]:
+    """uvicorn with an application that sends these frames, one a step, and does nothing else."""
+    ours, theirs = socket.socketpair()
+    port = free_port()
+    process = spawn.Process(target=_serve_frames, args=(port, frames, theirs))
+    with ours, theirs, running(process):
+        wait_for(process, port, "/ready")
+        yield Server("bare uvicorn", port, (pid_of(process),), ByteSource(ours))
+
+
+def _serve_frames(port: int, frames: Sequence[bytes], steps: socket.socket) -> None:
+    streams: set[asyncio.Queue[None]] = set()
+    steps.setblocking(False)
+    headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+
+    def take_steps() -> None:
+        for _ in steps.recv(4096):
+            for stream in streams:
+                stream.put_nowait(None)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            asyncio.get_running_loop().add_reader(steps, take_steps)
+            return
+        while (await receive()).get("more_body"):
+            pass
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        if scope["method"] == "POST":
+            stream: asyncio.Queue[None] = asyncio.Queue()
+            streams.add(stream)
+            steps.send(b"\0")
+            for frame in frames:
+                await stream.get()
+                await send({"type": "http.response.body", "body": frame, "more_body": True})
+            streams.remove(stream)
+        await send({"type": "http.response.body"})
+
+    uvicorn.run(app, port=port, loop="uvloop", http="httptools", log_config=None, access_log=False)

@@ -1,0 +1,194 @@
+"""``make bench-step``: the host's work in a decode step, part by part, with kernels skipped.
+
+The engine's scheduler and a worker's runner take turns in one process, without messages and
+clients. All requests decode, so a step differs from the previous one by one token of each request.
+A row shows the time that a tenth of the steps does not exceed, because other work of the machine
+adds to the rest. The figures are of the emulator and say nothing about an NPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+
+from benchmarks.checkpoints import Shape, write_checkpoint
+from benchmarks.command import numbers, report_bench, run_command
+from benchmarks.one_rank import OneRank
+from benchmarks.report import Report, Table
+from dist_aclgraph.config import Config, make_config
+from dist_aclgraph.device.npu import Npu
+from dist_aclgraph.device.step_measures import WORKER_STAGES
+from dist_aclgraph.engine.model_runner import ModelRunner
+from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.planning.buckets import GraphFamily
+from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.dispatcher import GraphDispatcher
+from dist_aclgraph.planning.plan import GraphPlan
+from dist_aclgraph.scheduler.request import Request
+from dist_aclgraph.scheduler.scheduler import Scheduler
+from dist_aclgraph.steps.step import (
+    RowSampling,
+    StepPlan,
+    StepResult,
+    encoder,
+    from_worker_decoder,
+    to_worker_decoder,
+)
+
+PROMPT_TOKENS, MAX_LEN, NUM_BLOCKS = 100, 1024, 512
+WARM_UP = 40  # steps, the prompts among them
+ENGINE_PARTS = ("schedule", "encode the plan", "decode results", "take in")
+NOTE = "emulated NPU on the CPU, kernels skipped; not an NPU figure"
+
+
+def main(
+    layers: Annotated[str, typer.Option(help="Of models.")] = "4,28",
+    batches: Annotated[str, typer.Option(help="Requests that decode.")] = "1,8,32",
+    steps: Annotated[int, typer.Option(help="That are measured.")] = 400,
+    random: Annotated[bool, typer.Option(help="Temperature, top-p and seeds.")] = False,
+    out: Annotated[Path, typer.Option(help="Where results go.")] = Path("bench-results"),
+) -> None:
+    """Measure, print and save."""
+    sizes = numbers(batches)
+    report_bench(
+        "step",
+        out,
+        lambda folder, _: measure_all(folder, numbers(layers), sizes, steps, random=random),
+        report,
+    )
+
+
+def measure_all(
+    folder: Path, layers: Sequence[int], sizes: tuple[int, ...], steps: int, *, random: bool
+) -> dict[str, Any]:
+    """Return the times of a step for each model and number of requests."""
+    found: list[dict[str, Any]] = []
+    for count in layers:
+        npu, runner, config = make_worker(folder, count, sizes)
+        for batch in sizes:
+            us = measure(npu, runner, config, batch, steps, random=random)
+            found.append({"layers": count, "batch": batch, "random": random, "us": us})
+        runner.close()
+    return {"note": NOTE, "rows": found}
+
+
+def report(results: dict[str, Any]) -> Report:
+    """Return the time of each part; a column for each model and number of requests."""
+    columns = {f"{row['layers']} x {row['batch']}": row["us"] for row in results["rows"]}
+    parts = dict.fromkeys(part for us in columns.values() for part in us)
+    lines = [[part, *(f"{us.get(part, 0.0):.0f}" for us in columns.values())] for part in parts]
+    table = Table("Host time of a step, layers x requests", ["part, us", *columns], lines)
+    return Report("Steps of an engine and a worker in one process", [table])
+
+
+def make_worker(
+    folder: Path, layers: int, sizes: tuple[int, ...]
+) -> tuple[Npu, ModelRunner, Config]:
+    """Return a rank alone in this process, with graphs of these sizes."""
+    shape = Shape(hidden=512, layers=layers, heads=8, kv_heads=2, ffn=1024)
+    path = write_checkpoint(shape, folder / shape.name, torch.bfloat16)
+    config = make_config(
+        {
+            "model": str(path),
+            "profile": True,
+            "dtype": "bfloat16",
+            "max_model_len": MAX_LEN,
+            "scheduler": {"max_num_seqs": max(sizes), "prefix_cache": False},
+            "device": {"kind": "emulated", "emulator": {"kernels": "skip", "strict": False}},
+        }
+    )
+    rank = OneRank(config)
+    graphs = [BatchDescriptor(size, size, 1, "FULL") for size in sizes]
+    runner = rank.make_runner(config, graphs, NUM_BLOCKS)
+    for graph in sorted(graphs, key=lambda graph: -graph.num_tokens):
+        runner.warm_up(graph)
+        runner.capture(graph)
+        runner.commit(graph)
+    gc.collect()
+    gc.freeze()
+    return rank.npu, runner, config
+
+
+def make_scheduler(
+    config: Config, batch: int, sizes: tuple[int, ...], steps: int, *, random: bool
+) -> Scheduler:
+    """Return a scheduler whose requests all decode for so many steps."""
+    plan = GraphPlan(
+        version=1,
+        mode="FULL_DECODE_ONLY",
+        families=(GraphFamily(run_mode="FULL", query_len=1, buckets=sizes),),
+        max_num_seqs=config.scheduler.max_num_seqs,
+        budget_model="legacy-last",
+    )
+    pools = [BlockPool(NUM_BLOCKS, config.kv.block_size)]
+    scheduler = Scheduler(config.scheduler, pools, GraphDispatcher(plan), max_model_len=MAX_LEN)
+    for index in range(batch):
+        prompt = np.arange(PROMPT_TOKENS, dtype=np.int32) + index
+        drawn: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": index}
+        sampling = RowSampling(num_prompt_tokens=PROMPT_TOKENS, **drawn if random else {})
+        request = Request(str(index), prompt, sampling, max_tokens=steps, stop_token_ids=[])
+        request.key = index
+        scheduler.add(request)
+    return scheduler
+
+
+def measure(
+    npu: Npu, runner: ModelRunner, config: Config, batch: int, steps: int, *, random: bool
+) -> dict[str, float]:
+    """Return what a tenth of the steps does not exceed, in microseconds by part."""
+    scheduler = make_scheduler(config, batch, (batch,), steps + 2 * WARM_UP, random=random)
+    each = list(run_steps(npu, runner, scheduler, steps + WARM_UP))[WARM_UP:]
+    while runner.is_busy:
+        scheduler.update([runner.finish()])
+    parts = [part for part in (*ENGINE_PARTS, *WORKER_STAGES) if part in each[0]]
+    found = {part: _tenth([step[part] for step in each]) for part in parts}
+    found["engine"] = _tenth([sum(step[part] for part in ENGINE_PARTS) for step in each])
+    found["worker"] = _tenth(
+        [sum(step[part] for part in parts if part in WORKER_STAGES) for step in each]
+    )
+    return found
+
+
+def run_steps(
+    npu: Npu, runner: ModelRunner, scheduler: Scheduler, steps: int
+) -> Iterator[dict[str, float]]:
+    """Yield the microseconds of each step by part: those that the engine's turn had, and those of
+    the worker's step that it answered.
+    """
+    for _ in range(steps):
+        laps, answered = [time.perf_counter()], list[StepResult]()
+        plan = scheduler.schedule()
+        laps.append(time.perf_counter())
+        data = encoder.encode(plan)
+        laps.append(time.perf_counter())
+        message = to_worker_decoder.decode(data)
+        assert isinstance(message, StepPlan)
+        with npu.launching():
+            runner.launch(message, 0, 0, answered.append)
+        answers = [encoder.encode(result) for result in answered]
+        launched_s = time.perf_counter()
+        results: list[Any] = [from_worker_decoder.decode(answer) for answer in answers]
+        laps.append(laps[-1] + time.perf_counter() - launched_s)
+        updating_s = time.perf_counter()
+        scheduler.update(results)
+        laps.append(laps[-1] + time.perf_counter() - updating_s)
+        took = zip(ENGINE_PARTS, laps, laps[1:], strict=False)
+        engine = {part: (end - begin) * 1e6 for part, begin, end in took}
+        for result in results:
+            assert isinstance(result, StepResult)
+            yield {**engine, **result.timings_us}
+
+
+def _tenth(values: list[float]) -> float:
+    return sorted(values)[len(values) // 10]
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,1 +1,0 @@
-"""The benches behind ``make bench-*``; they print times and assert none."""

@@ -1,0 +1,111 @@
+"""``make chaos``: run a plan of faults against a service, and print what each one cost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.command import run_command
+from benchmarks.report import Table
+from dist_aclgraph.errors import ConfigError
+from tools.chaos.disk import small_disk
+from tools.chaos.outcome import Outcome
+from tools.chaos.plan import FIRSTS, Kind, Strike, make_plan
+from tools.chaos.report import COLUMNS, lines_of, sentence_of
+from tools.chaos.rig import Rig
+from tools.chaos.shapes import SHAPES, Shape
+
+SHARE = 0.05  # of all deltas: a fault strikes before
+
+
+def run_plan(
+    shape: Shape, plan: list[Strike], room: Path | None, console: Console
+) -> Iterator[Outcome]:
+    """Carry out a plan; print a line for each strike as soon as it is over, and yield what it did.
+
+    What was started is ended when the iterator is closed.
+    """
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.description}"), console=console) as bar:
+        task = bar.add_task("", total=len(plan))
+        with Rig(shape, room, lambda text: bar.update(task, description=text)) as rig:
+            for strike in plan:
+                outcome = rig.run(strike)
+                bar.console.print(sentence_of(outcome), markup=False, highlight=False)
+                bar.advance(task)
+                yield outcome
+            if left := rig.stop():
+                bar.console.print(f"left behind in the end: {', '.join(left)}", markup=False)
+
+
+def chosen_kinds(only: str) -> tuple[Kind, ...]:
+    """Return the faults whose names are in a list with commas; all for "".
+
+    Raises:
+        ConfigError: there is none of a name.
+    """
+    names = [name.strip() for name in only.split(",") if name.strip()]
+    known = {kind.name.lower(): kind for kind in FIRSTS}
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"there is no fault {unknown[0]!r}; there are: {', '.join(known)}")
+    return tuple(known[name] for name in names) or FIRSTS
+
+
+def main(
+    seed: Annotated[int, typer.Option(help="what the plan follows from")] = 1,
+    faults: Annotated[int, typer.Option(help="how many are tried")] = 12,
+    shape: Annotated[str, typer.Option(help=f"the deployment: {', '.join(SHAPES)}")] = "replicas",
+    only: Annotated[str, typer.Option(help="names of faults, with commas between them")] = "",
+) -> None:
+    """Run faults against a service, and print a table of what each one cost."""
+    if shape not in SHAPES:
+        raise ConfigError(f"there is no shape {shape!r}; there are: {', '.join(SHAPES)}")
+    # What was started is ended then, too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    console = Console(width=200 if not os.isatty(1) else None)
+    found = SHAPES[shape]
+    kinds = chosen_kinds(only)
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder, small_disk(Path(folder)) as room:
+        if room is None and Kind.FULL_DISK in kinds:
+            console.print("No small disk can be mounted here: no fault fills one.")
+            kinds = tuple(kind for kind in kinds if kind is not Kind.FULL_DISK)
+        max_deltas = int(SHARE * found.num_streams * found.num_tokens)
+        plan = make_plan(seed, faults, max_deltas=max_deltas, kinds=kinds)
+        for strike in plan:
+            console.print(str(strike), markup=False, highlight=False)
+        outcomes: list[Outcome] = []
+        try:
+            for outcome in run_plan(found, plan, room, console):
+                outcomes.append(outcome)
+        finally:  # what was tried is told, whatever ends it
+            minutes = (time.monotonic() - began_s) / 60
+            print_table(f"{shape}, seed {seed}", outcomes, minutes, console)
+    if not all(outcome.is_good for outcome in outcomes):
+        raise SystemExit(1)
+
+
+def print_table(what: str, outcomes: list[Outcome], minutes: float, console: Console) -> None:
+    """Print the table for people, then the same for a document."""
+    title = (
+        f"{what}, {len(outcomes)} faults, {os.cpu_count()} cores, load {os.getloadavg()[2]:.1f}, "
+        f"{minutes:.0f} min"
+    )
+    table = Table(title, COLUMNS, list(lines_of(outcomes)))
+    console.print(table.for_terminal())
+    for line in (title, "", *table.for_document()):
+        print(line)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,110 @@
+"""What a strike did: from what clients and watchers saw to one row of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tools.chaos.answers import (
+    Answer,
+    count_different,
+    first_after,
+    longest_pause,
+)
+from tools.chaos.plan import Strike
+
+
+@dataclass(frozen=True)
+class Sight:
+    """One look at ``/ready``.
+
+    Attributes:
+        serving: groups that take requests; 0 also where nobody answers.
+    """
+
+    at_s: float
+    serving: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one strike did. Seconds after it; None for what did not happen.
+
+    Attributes:
+        tried: requests that were sent.
+        lost: of those that were accepted, the ones that did not get their answer.
+        refused: with 429 or 503, and told when to come again.
+        unready_s: until ``/ready`` knew of fewer groups.
+        new_tokens_s: until each stream had a delta after the fault was known.
+        pause_s: the longest time that a stream stood still.
+        recovered_s: until all groups served again.
+        exit_code: of the service, if it ended.
+        left: what was there afterwards and should not have been.
+        error: what the first lost request was told.
+        said: the last line of a service that ended.
+    """
+
+    strike: Strike
+    tried: int
+    lost: int
+    refused: int
+    different: int
+    unready_s: float | None
+    new_tokens_s: float | None
+    pause_s: float | None
+    recovered_s: float | None
+    exit_code: int | None
+    left: tuple[str, ...]
+    error: str
+    said: str
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing was lost, differs or was left behind, and the service goes on."""
+        return not (self.lost or self.different or self.left) and self.exit_code is None
+
+
+def judge(
+    strike: Strike,
+    answers: Sequence[Answer],
+    wanted: Sequence[Answer],
+    sights: Sequence[Sight],
+    *,
+    struck_s: float,
+    num_groups: int,
+    recovered_s: float | None,
+    exit_code: int | None,
+    left: Sequence[str],
+    said: str,
+) -> Outcome:
+    """Return what a strike did.
+
+    Args:
+        wanted: answers of a run without faults, by their bodies.
+        struck_s: when it struck; ``recovered_s`` is on the same clock.
+    """
+    known_s = first_without(sights, struck_s, num_groups)
+    news = [] if known_s is None else [first_after(a.times_s, known_s) for a in answers]
+    pauses = [longest_pause(answer.times_s, struck_s) for answer in answers]
+    lost = [answer for answer in answers if answer.is_lost]
+    return Outcome(
+        strike,
+        tried=len(answers),
+        lost=len(lost),
+        refused=sum(answer.is_refused for answer in answers),
+        different=count_different(answers, wanted),
+        unready_s=None if known_s is None else known_s - struck_s,
+        new_tokens_s=max((at_s - struck_s for at_s in news if at_s), default=None),
+        pause_s=max((pause.length_s for pause in pauses if pause), default=None),
+        recovered_s=None if recovered_s is None or known_s is None else recovered_s - struck_s,
+        exit_code=exit_code,
+        left=tuple(left),
+        said=said,
+        error=next((a.error or f"HTTP {a.status}, not to the end" for a in lost), ""),
+    )
+
+
+def first_without(sights: Sequence[Sight], struck_s: float, num_groups: int) -> float | None:
+    """Return when, after a strike, fewer groups than all were seen first."""
+    seen = (s.at_s for s in sights if s.at_s >= struck_s and s.serving < num_groups)
+    return min(seen, default=None)

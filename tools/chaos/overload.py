@@ -1,0 +1,359 @@
+"""``make bench-overload``: what readers notice of others who ask ten times too much, or stall.
+
+One service of the emulated NPU, as people start it. Its peak is measured with as many clients as
+it has places; then requests come at ten times that rate, whoever is served or refused; then eight
+readers beside 64 that read nothing; then beside bodies that are huge. Clients and service share
+this machine's cores, so that figures count as ratios within one run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from benchmarks.command import run_command
+from benchmarks.report import Table
+from benchmarks.workload import percentile
+from tools.chaos.service import Service, new_folder
+from tools.chaos.shapes import SHAPES
+
+PATH = "/v1/completions"
+TOKENS, LONG_TOKENS, READ_TOKENS = 100, 1500, 600  # of a request; of one that stalls; of a reader
+NUM_PLACES, NUM_WAITING = 72, 8
+NUM_READERS, NUM_STALLED = 8, 64
+TIMES = 10  # the peak's rate
+PING_S, RUNNING_S = 0.01, 10.0
+OK, TOO_MANY, BUSY = 200, 429, 503
+spawn = multiprocessing.get_context("spawn")
+SHAPE = replace(
+    SHAPES["streams"],
+    num_tokens=TOKENS,
+    overrides=(
+        *SHAPES["streams"].overrides,
+        "parallel.tp=1",
+        f"graph.sizes=[8,{NUM_PLACES}]",
+        f"scheduler.max_num_seqs={NUM_PLACES}",
+        f"scheduler.max_waiting={NUM_WAITING}",
+        "kv.num_blocks=2000",
+    ),
+)
+
+
+@dataclass
+class Reply:
+    """What a client saw, in seconds of the monotonic clock; status 0 where nothing came."""
+
+    asked_s: float
+    status: int = 0
+    head_s: float = 0.0
+    says_when: bool = False  # a refusal that has Retry-After
+    deltas_s: list[float] = field(default_factory=list)
+    is_whole: bool = False
+
+    @property
+    def is_refused(self) -> bool:
+        return self.status in (TOO_MANY, BUSY)
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return [b - a for a, b in zip(self.deltas_s, self.deltas_s[1:], strict=False)]
+
+
+class Visitor:
+    """Asks a service over connections of its own: little work for each, as cores are shared."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    async def ask(self, body: bytes) -> Reply:
+        """Send a request and read all of its answer."""
+        reply = Reply(time.monotonic())
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
+            async with self._sent(body) as reader:
+                head = await reader.readuntil(b"\r\n\r\n")
+                reply.head_s = time.monotonic()
+                reply.status = int(head.split(maxsplit=2)[1])
+                reply.says_when = b"\nretry-after:" in head.lower()
+                tail = b""
+                while chunk := await reader.read(65536):
+                    count = chunk.count(b'"text":')
+                    reply.deltas_s += [time.monotonic()] * count
+                    reply.is_whole = reply.is_whole or b"[DONE]" in tail + chunk
+                    tail = chunk[-len(b"[DONE]") :]
+        return reply
+
+    async def stall(self, body: bytes) -> None:
+        """Send a request and read nothing, until this is cancelled."""
+        async with self._sent(body, limit=1):
+            await asyncio.Event().wait()
+
+    @asynccontextmanager
+    async def _sent(self, body: bytes, limit: int = 65536) -> AsyncIterator[asyncio.StreamReader]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port, limit=limit)
+        try:
+            writer.write(
+                f"POST {PATH} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
+                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+                + body
+            )
+            with suppress(ConnectionError):  # who is refused early need not be read to the end
+                await writer.drain()
+            yield reader
+        finally:
+            writer.transport.abort()
+
+
+class Pings:
+    """Asks again and again whether the service lives, from a process that does nothing else.
+
+    Attributes:
+        seconds: how long each answer took; once the block is over.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._end, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=_ping, args=(port, theirs), daemon=True)
+        self.seconds: list[float] = []
+
+    def __enter__(self) -> Pings:
+        self._process.start()
+        self._end.recv()  # it has begun
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._end.send(None)
+        self.seconds = self._end.recv()
+        self._process.join()
+
+
+def _ping(port: int, told: Connection) -> None:
+    """Ask until something is told; tell that it has begun, and in the end how long answers took."""
+    found: list[float] = []
+    told.send(None)
+    while not told.poll(PING_S):
+        asked_s = time.monotonic()
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            while connection.recv(4096):
+                pass
+        found.append(time.monotonic() - asked_s)
+    told.send(found)
+
+
+def body_of(count: int, prompt: Any = None) -> bytes:
+    """Return a request for so many tokens, streamed."""
+    words = {"model": SHAPE.config, "prompt": prompt or [70, 71, 72], "max_tokens": count,
+             "ignore_eos": True, "stream": True, "temperature": 0}  # fmt: skip
+    return json.dumps(words).encode()
+
+
+async def at_the_peak(visitor: Visitor, seconds: float) -> list[Reply]:
+    """Keep all places busy for so long."""
+    until_s = time.monotonic() + seconds
+    replies: list[Reply] = []
+
+    async def client() -> None:
+        while time.monotonic() < until_s:
+            replies.append(await visitor.ask(body_of(TOKENS)))
+
+    await asyncio.gather(*(client() for _ in range(NUM_PLACES)))
+    return replies
+
+
+async def at_a_rate(visitor: Visitor, per_second: float, seconds: float) -> list[Reply]:
+    """Send requests evenly, whatever became of those before."""
+    tasks: list[asyncio.Task[Reply]] = []
+    start_s = time.monotonic()
+    while (now_s := time.monotonic() - start_s) < seconds:
+        while len(tasks) < now_s * per_second:
+            tasks.append(asyncio.create_task(visitor.ask(body_of(TOKENS))))
+        await asyncio.sleep(0.001)
+    return list(await asyncio.gather(*tasks))
+
+
+async def readers(visitor: Visitor) -> list[Reply]:
+    """Have a few readers each read an answer, side by side."""
+    return list(
+        await asyncio.gather(*(visitor.ask(body_of(READ_TOKENS)) for _ in range(NUM_READERS)))
+    )
+
+
+@asynccontextmanager
+async def beside(works: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+    """Run work beside what is in the block, and end it with the block."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def send_huge_bodies(visitor: Visitor) -> None:
+    """Send what is too large again and again: a body, a prompt, a word."""
+    bodies = [b" " * (32 << 20), body_of(1, [70] * 200_000), body_of(1, "a" * (1 << 20))]
+    while True:
+        for body in bodies:
+            await visitor.ask(body)
+            await asyncio.sleep(0.05)
+
+
+async def measure(service: Service, seconds: float, say: Callable[[str], None]) -> dict[str, Any]:
+    """Return all figures; seconds, tokens a second and bytes."""
+    port = int(service.url.rpartition(":")[2])
+    visitor = Visitor(port)
+    await at_the_peak(visitor, 2.0)  # warm
+    say("the peak")
+    peak = goodput(await at_the_peak(visitor, seconds))
+    rate = TIMES * peak / TOKENS
+    say(f"{rate:.0f} requests a second")
+    pids = service.pids("serve:ingress") + service.pids("ray::Engine")
+    before = resident_bytes(pids)
+    flood = await at_a_rate(visitor, rate, seconds)
+    after = resident_bytes(pids)
+    refused = [reply for reply in flood if reply.is_refused]
+    served = [reply for reply in flood if reply.status == OK]
+    say("readers alone")
+    alone = await readers(visitor)
+    say("readers that stall")
+    async with beside(visitor.stall(body_of(LONG_TOKENS)) for _ in range(NUM_STALLED)):
+        await wait_for_running(service, NUM_STALLED)
+        stalled = await readers(visitor)
+    say("as many that read")
+    async with beside(drop(visitor.ask(body_of(LONG_TOKENS))) for _ in range(NUM_STALLED)):
+        await wait_for_running(service, NUM_STALLED)
+        reading = await readers(visitor)
+    say("huge bodies")
+    with Pings(port) as quiet:
+        await readers(visitor)
+    with Pings(port) as huge:
+        async with beside([send_huge_bodies(visitor)]):
+            await readers(visitor)
+    return {
+        "peak": peak,
+        "rate": rate,
+        "goodput": goodput(flood) / peak,
+        "served": len(served),
+        "cut": sum(not reply.is_whole for reply in served),
+        "refused": len(refused),
+        "lost": len(flood) - len(served) - len(refused),
+        "told_when": sum(reply.says_when for reply in refused),
+        "refusal_s": spread([reply.head_s - reply.asked_s for reply in refused]),
+        "memory": after / before,
+        "alone_s": gaps(alone),
+        "stalled_s": gaps(stalled),
+        "reading_s": gaps(reading),
+        "pings_s": {"quiet": spread(quiet.seconds), "huge": spread(huge.seconds)},
+    }
+
+
+async def drop(work: Coroutine[Any, Any, Any]) -> None:
+    await work
+
+
+async def wait_for_running(service: Service, count: int) -> None:
+    """Wait until so many requests run; goes on after a while, as some may be over already."""
+    until_s = time.monotonic() + RUNNING_S
+    while (await asyncio.to_thread(service.metrics)).get("num_requests_running", 0) < count:
+        if time.monotonic() > until_s:
+            return
+        await asyncio.sleep(0.05)
+
+
+def goodput(replies: Iterable[Reply]) -> float:
+    """Return the tokens a second of answers that are whole, from the first token to the last."""
+    whole = [reply.deltas_s for reply in replies if reply.is_whole]
+    if not whole:
+        return 0.0
+    taken_s = max(times[-1] for times in whole) - min(times[0] for times in whole)
+    return TOKENS * len(whole) / taken_s
+
+
+def gaps(replies: Iterable[Reply]) -> dict[str, float]:
+    """Return the spread of the pauses between two tokens of an answer, in seconds."""
+    return spread([gap for reply in replies for gap in reply.gaps_s])
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return median, 99th percentile and maximum; zeros where there is no value."""
+    values = values or [0.0]
+    return {"p50": percentile(values, 50), "p99": percentile(values, 99), "max": max(values)}
+
+
+def resident_bytes(pids: Iterable[int]) -> int:
+    """Return the memory that processes hold, those that live."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = 0
+    for pid in pids:
+        with suppress(OSError):
+            total += page * int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return total
+
+
+def main(
+    seconds: Annotated[float, typer.Option(help="of the peak, and of the overload")] = 20.0,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Measure and print."""
+    console = Console(stderr=True)
+    with console.status("starting") as status:
+        service = Service(SHAPE, new_folder(None))
+        try:
+            service.wait_until_ready()
+            found = asyncio.run(measure(service, seconds, status.update))
+        finally:
+            service.end()
+    found["load"] = os.getloadavg()[0]
+    print(json.dumps(found)) if as_json else Console().print(table(found).for_terminal())
+
+
+def table(found: dict[str, Any]) -> Table:
+    """Return the figures beside their aims."""
+    refusal, quiet, huge = found["refusal_s"], found["pings_s"]["quiet"], found["pings_s"]["huge"]
+    alone, stalled, reading = (found[f"{name}_s"] for name in ("alone", "stalled", "reading"))
+    rows = {
+        f"goodput at {TIMES} times the rate": (f"{found['goodput']:.2f} of the peak", ">= 0.9"),
+        "served, refused, neither": (
+            f"{found['served']}, {found['refused']}, {found['lost']}",
+            "none is neither",
+        ),
+        "refused without Retry-After": (str(found["refused"] - found["told_when"]), "0"),
+        "served and cut off": (str(found["cut"]), "0"),
+        "a refusal, p50 and p99": (ms(refusal["p50"], refusal["p99"]), "< 100 ms"),
+        "memory of ingress and engine after it": (f"{found['memory']:.2f} of before", "< 1.1"),
+        "pauses of readers alone, p50 and p99": (ms(alone["p50"], alone["p99"]), ""),
+        f"beside {NUM_STALLED} that read": (ms(reading["p50"], reading["p99"]), ""),
+        f"beside {NUM_STALLED} that stall": (
+            ms(stalled["p50"], stalled["p99"]),
+            "< 1.2 of those that read",
+        ),
+        "/health beside readers, p99 and longest": (ms(quiet["p99"], quiet["max"]), ""),
+        "and beside huge bodies": (ms(huge["p99"], huge["max"]), "< 50 ms more"),
+    }
+    return Table(
+        "emulated NPU on the CPU; not an NPU figure",
+        ("what", "seen", "aim"),
+        [(what, *found) for what, found in rows.items()],
+    )
+
+
+def ms(*seconds: float) -> str:
+    return ", ".join(f"{value * 1e3:.1f} ms" for value in seconds)
+
+
+if __name__ == "__main__":
+    run_command(main)

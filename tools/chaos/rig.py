@@ -1,0 +1,327 @@
+"""Carrying out strikes: load, fault, waiting, and looking at what is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dist_aclgraph.actors.host import processes
+from tools.chaos import disk
+from tools.chaos.answers import Answer
+from tools.chaos.clients import Clients, Hangup
+from tools.chaos.outcome import Outcome, Sight, judge
+from tools.chaos.plan import Kind, Strike
+from tools.chaos.service import LOOK_S, ChaosError, Service, new_folder, wait_for
+from tools.chaos.shapes import STALL_S, Shape
+
+ANSWERS_S = 300.0  # limit of all answers together, after a strike
+RECOVERY_S = 240.0
+KNOWN_S = 90.0  # until a fault is known, and until an armed one has struck
+SETTLE_S = 30.0
+FULL_S = 20.0  # how long the disk stays full
+OVERLOAD, SLOW_COPIES = 12, 4
+WORKER, ENGINE, CONTROLLER, RAYLET = "ray::Worker", "ray::Engine", "ray::Controller", "raylet"
+OWNER, INGRESS = "serve:owner", "serve:ingress"
+BUSY = ("num_requests_running", "num_requests_waiting", "held_requests", "kv_cache_usage")
+PROCESSES = {
+    Kind.KILL_WORKER: WORKER,
+    Kind.STOP_WORKER: WORKER,
+    Kind.FULL_DISK: WORKER,
+    Kind.KILL_ENGINE: ENGINE,
+    Kind.STOP_ENGINE: ENGINE,
+    Kind.KILL_CONTROLLER: CONTROLLER,
+    Kind.KILL_RAYLET: RAYLET,
+    Kind.KILL_OWNER: OWNER,
+    Kind.STOP_OWNER: OWNER,
+    Kind.KILL_INGRESS: INGRESS,
+    Kind.STOP_INGRESS: INGRESS,
+}
+STOPS = (Kind.STOP_WORKER, Kind.STOP_ENGINE, Kind.STOP_INGRESS, Kind.STOP_OWNER)
+ARMED = (
+    Kind.PREFILL_DEATH,
+    Kind.OPERATOR_FAILS,
+    Kind.LINK_FAILS,
+    Kind.BAD_KV,
+    Kind.BAD_WEIGHT,
+    Kind.STALL,
+)
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Watcher:
+    """Looks at ``/ready`` again and again, on a thread, while it is a context."""
+
+    service: Service
+    sights: list[Sight] = field(default_factory=list)
+    _ended: threading.Event = field(default_factory=threading.Event)
+
+    def __enter__(self) -> Watcher:
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(LOOK_S):
+            self.sights.append(self.service.look())
+
+    def knows_since(self, struck_s: float) -> bool:
+        """Whether fewer groups than all were seen since then."""
+        groups = self.service.shape.num_groups
+        return any(s.serving < groups and s.at_s >= struck_s for s in list(self.sights))
+
+
+class Rig:
+    """Owns the service that is struck, until it ends; then there is another one.
+
+    Args:
+        room: a folder on a small disk for temporary files, or None for the system's.
+        say: told what happens, in one line each.
+    """
+
+    def __init__(self, shape: Shape, room: Path | None, say: Say) -> None:
+        self._shape = shape
+        self._room = room
+        self._full: threading.Timer | None = None  # while the disk is full
+        self._say = say
+        self._service: Service | None = None
+        self._wanted: list[Answer] = []
+        self._usual: dict[str, int] = {}
+
+    def __enter__(self) -> Rig:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._service is not None:
+            self._service.kill()
+
+    # ---- the service
+
+    def service(self) -> Service:
+        """Return a service of which all groups serve, with answers of a run without faults.
+
+        Raises:
+            ChaosError: it did not come up, or gives wrong answers without any fault.
+        """
+        if self._service is None:
+            self._say("starting the service")
+            self._service = Service(self._shape, new_folder(self._room))
+            self._service.wait_until_ready()
+            self._usual = self._things()
+        if not self._wanted:
+            self._say("asking for answers without a fault")
+            self._wanted = self._ask_quietly(self._service)
+        return self._service
+
+    def _ask_quietly(self, service: Service) -> list[Answer]:
+        clients = Clients(service.url, dict(enumerate(self._shape.bodies())))
+        clients.start()
+        clients.join(ANSWERS_S)
+        if bad := [a for a in clients.answers if not a.is_whole]:
+            raise ChaosError(f"without any fault a request failed: {bad[0].error}")
+        return clients.answers
+
+    def stop(self) -> list[str]:
+        """Stop the service, if one runs; return what it left behind."""
+        service, self._service = self._service, None
+        return [] if service is None else service.end()
+
+    # ---- one strike
+
+    def run(self, strike: Strike) -> Outcome:
+        """Carry out a strike."""
+        service = self.service()
+        kind = strike.fault.kind
+        normal = self._clients(service, self._shape.num_streams)
+        others = self._other_clients(service, kind, normal)
+        # Before there is load: finding processes takes a while on a busy machine.
+        if self._full is not None:  # faults are armed by a file on that disk
+            self._full.join()
+        victim = self._victim(service, kind, strike.target)
+        if kind is Kind.PREFILL_DEATH:
+            service.arm(fault_op=self._shape.operator, fault_kind="die")
+        stopped: list[int] = []
+        with Watcher(service) as watcher:
+            began_s = time.monotonic()
+            normal.start()
+            if kind is not Kind.PREFILL_DEATH:
+                normal.wait_for_deltas(strike.after_deltas, ANSWERS_S)
+                began_s = time.monotonic()
+            self._say("striking")
+            if others is not None:
+                others.start()
+            stopped += self._strike(service, kind, victim)
+            if kind is Kind.STOP_OWNER:  # no request feels it before
+                wait_for(lambda: watcher.knows_since(began_s), KNOWN_S)
+            self._second(service, strike, watcher, began_s)
+            self._say("waiting for answers")
+            answers = self._collect([normal, *([others] if others else [])])
+            recovered_s = self._wait_for_groups(service)
+        exit_code = service.exit_code
+        said = "" if exit_code is None else service.error()
+        left: list[str] = []
+        if recovered_s is not None:
+            left += self._left(service, stopped)
+        elif exit_code is None:
+            left.append("not all groups serve")
+        if recovered_s is None:
+            left += self.stop()
+        return judge(
+            strike,
+            answers,
+            self._wanted,
+            watcher.sights,
+            struck_s=began_s,
+            num_groups=self._shape.num_groups,
+            recovered_s=recovered_s,
+            exit_code=exit_code,
+            left=left,
+            said=said,
+        )
+
+    def _clients(self, service: Service, count: int, **options: Any) -> Clients:
+        bodies = self._shape.bodies()
+        return Clients(service.url, {i: bodies[i] for i in range(count)}, **options)
+
+    def _other_clients(self, service: Service, kind: Kind, normal: Clients) -> Clients | None:
+        """Return the clients that are the fault, where it is one of clients."""
+        bodies = self._shape.bodies()
+        few = range(self._shape.num_streams)
+        long = range(self._shape.num_streams, len(bodies))
+
+        def read_late(answer: Answer) -> None:
+            normal.join(ANSWERS_S)
+
+        def vanish(answer: Answer) -> None:
+            if len(answer.times_s) >= 3 * answer.body:
+                raise Hangup
+
+        def chosen(numbers: Sequence[int]) -> Mapping[int, Any]:
+            return {i: bodies[i] for i in numbers}
+
+        match kind:
+            case Kind.SLOW_READERS:
+                return Clients(
+                    service.url, chosen(long), copies=SLOW_COPIES, before_delta=read_late,
+                    has_small_buffer=True,
+                )  # fmt: skip
+            case Kind.VANISHING:
+                return Clients(service.url, chosen(few), copies=2, before_delta=vanish)
+            case Kind.OVERLOAD:
+                return Clients(service.url, chosen(few), copies=OVERLOAD)
+            case _:
+                return None
+
+    def _victim(self, service: Service, kind: Kind, target: int) -> int | None:
+        """Return the process that a fault is about, None where it is about none.
+
+        Raises:
+            ChaosError: there is none, and none comes.
+        """
+        if kind not in PROCESSES:
+            return None
+        pids: list[int] = []
+
+        def are_there() -> bool:
+            pids[:] = service.pids(PROCESSES[kind])
+            return bool(pids)
+
+        if not wait_for(are_there, KNOWN_S):
+            raise ChaosError(f"there is no process left for the fault {kind.value!r}")
+        return pids[target % len(pids)]
+
+    def _strike(self, service: Service, kind: Kind, victim: int | None) -> list[int]:
+        """Let a fault happen; return the processes that it has stopped."""
+        match kind:
+            case Kind.OPERATOR_FAILS:
+                service.arm(fault_op=self._shape.operator)
+            case Kind.LINK_FAILS:
+                service.arm(fault_op=self._shape.collective, fault_kind="link")
+            case Kind.BAD_KV:
+                service.arm(fault_op=self._shape.attention, fault_kind="uce", fault_operand=1)
+            case Kind.BAD_WEIGHT:
+                service.arm(fault_op=self._shape.linear, fault_kind="uce", fault_operand=1)
+            case Kind.STALL:
+                service.arm(fault_op=self._shape.collective, fault_kind="stall", stall_s=STALL_S)
+            case Kind.FULL_DISK:
+                assert self._room is not None, "such plans need a small disk"
+                disk.fill(self._room)
+                self._full = threading.Timer(FULL_S, disk.make_room, [self._room])
+                self._full.start()
+        if kind in ARMED:
+            wait_for(lambda: not service.fault_file.exists(), KNOWN_S)
+        if victim is None:
+            return []
+        with contextlib.suppress(ProcessLookupError):  # it has ended with its group meanwhile
+            os.kill(victim, signal.SIGSTOP if kind in STOPS else signal.SIGKILL)
+        return [victim] if kind in STOPS else []
+
+    def _second(self, service: Service, strike: Strike, watcher: Watcher, struck_s: float) -> None:
+        match strike.fault.second:
+            case None:
+                return
+            case Kind.CAPTURE_DEATH:
+                service.arm(fault_op=self._shape.operator, fault_when="capture", fault_kind="die")
+            case Kind.CAPTURE_MEMORY:
+                service.arm(fault_op="alloc")
+            case second:
+                wait_for(lambda: watcher.knows_since(struck_s), KNOWN_S)
+                self._strike(service, second, self._victim(service, second, strike.target))
+
+    def _collect(self, all_clients: Sequence[Clients]) -> list[Answer]:
+        until_s = time.monotonic() + ANSWERS_S
+        for clients in all_clients:
+            clients.join(max(0.0, until_s - time.monotonic()))
+        return [answer for clients in all_clients for answer in clients.answers]
+
+    def _wait_for_groups(self, service: Service) -> float | None:
+        """Return when all groups served, None if that did not come."""
+        groups = self._shape.num_groups
+        wait_for(lambda: service.has_ended or service.serving() == groups, RECOVERY_S)
+        return time.monotonic() if service.serving() == groups else None
+
+    # ---- what is left
+
+    def _left(self, service: Service, stopped: Sequence[int]) -> list[str]:
+        """Return what a strike has left in a service that serves again."""
+        left = []
+        if service.disarm():
+            left.append("a fault that struck nobody")
+        for pid in stopped:
+            if pid in processes.living():
+                os.kill(pid, signal.SIGCONT)
+        if not wait_for(lambda: not set(stopped) & processes.living(), SETTLE_S):
+            left.append("a process that was stopped, and lives")
+        if not wait_for(lambda: not self._busy(service), SETTLE_S):
+            left += [f"{name} {value:g}" for name, value in self._busy(service).items()]
+        if not wait_for(lambda: not self._more(), SETTLE_S):
+            left += [f"{count} more {name}" for name, count in self._more().items()]
+        return left
+
+    def _busy(self, service: Service) -> dict[str, float]:
+        found = service.metrics()
+        return {name: found[name] for name in BUSY if found.get(name, 0.0)}
+
+    def _things(self) -> dict[str, int]:
+        """Return how many there are of what a strike may leave behind."""
+        assert self._service is not None
+        names = (WORKER, ENGINE, CONTROLLER, RAYLET, OWNER, INGRESS)
+        counts = {name: len(self._service.pids(name)) for name in names}
+        counts["run directories"] = len(self._service.dead_run_directories())
+        return counts | {"segments of shared memory": len(self._service.dead_segments())}
+
+    def _more(self) -> dict[str, int]:
+        things = self._things()
+        return {name: n - self._usual[name] for name, n in things.items() if n > self._usual[name]}

@@ -1,0 +1,250 @@
+"""A service in processes of its own: started as people do, struck, and ended without a trace.
+
+It leads a session, and all temporary files of its processes are in one folder: so what belongs to
+it can be told from what others run on this machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from dist_aclgraph.actors.host import processes, run_directory
+from dist_aclgraph.environment import environment_with
+from dist_aclgraph.errors import DistAclGraphError
+from dist_aclgraph.shipped import shipped
+from tools.chaos.outcome import Sight
+from tools.chaos.shapes import Shape
+
+START_S, END_S, LOOK_S, ANSWER_S = 240.0, 60.0, 0.05, 10.0
+SHARED_MEMORY = Path("/dev/shm")
+SEGMENTS = ("emulated_hccl_", "meeting_of_")  # how names of HCCL's begin
+TEMPORARY = "TMPDIR"
+QUOTED_LINES = 15
+
+
+class ChaosError(DistAclGraphError):
+    """The rig cannot go on."""
+
+
+class Service:
+    """Owns the processes of a service, and the folder of their temporary files.
+
+    Args:
+        folder: exists, is empty, and has a short name: sockets are in it.
+    """
+
+    def __init__(self, shape: Shape, folder: Path) -> None:
+        self.shape = shape
+        self.folder = folder
+        self.fault_file = folder / "armed"
+        self._port = _free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
+        self._segments = _segments()
+        self._log = folder / "log"
+        config = shipped("configs") / f"{shape.config}.yaml"
+        command = [
+            *(sys.executable, "-m", "dist_aclgraph.cli.main", "serve", str(config)),
+            *shape.overrides,
+            f"device.emulator.fault.file={self.fault_file}",
+            f"--port={self._port}",
+        ]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment_with({TEMPORARY: str(folder)}),
+                start_new_session=True,
+            )
+        self._http = httpx.Client(base_url=self.url, timeout=ANSWER_S)
+
+    # ---- what it says
+
+    def wait_until_ready(self) -> None:
+        """Return once all groups serve.
+
+        Raises:
+            ChaosError: it did not come up; quotes its last words.
+        """
+        if not wait_for(lambda: self.serving() == self.shape.num_groups or self.has_ended, START_S):
+            raise ChaosError(f"the service is not ready after {START_S:g} s: {self.last_words()}")
+        if self.has_ended:
+            raise ChaosError(f"the service has ended at its start: {self.last_words()}")
+
+    def serving(self) -> int:
+        """Return how many groups take requests, 0 where nobody answers."""
+        try:
+            reply = self._http.get("/ready")
+            return int(reply.json()["groups"]["serving"]) if reply.is_success else 0
+        except (httpx.HTTPError, ValueError, KeyError):
+            return 0
+
+    def look(self) -> Sight:
+        at_s = time.monotonic()
+        return Sight(at_s, self.serving())
+
+    def metrics(self) -> dict[str, float]:
+        """Return the sums of its gauges and counters over their labels; none where it is silent."""
+        try:
+            lines = self._http.get("/metrics").text.splitlines()
+        except httpx.HTTPError:
+            return {}
+        found: dict[str, float] = {}
+        for line in lines:
+            if not line.startswith("#"):
+                name, _, value = line.rpartition(" ")
+                name = name.partition("{")[0].removeprefix("dist_aclgraph_")
+                found[name] = found.get(name, 0.0) + float(value)
+        return found
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.poll()
+
+    def last_words(self) -> str:
+        text = self._log.read_text(errors="replace") if self._log.exists() else ""
+        return "\n".join(text.splitlines()[-QUOTED_LINES:])
+
+    def error(self) -> str:
+        """Return its last line that says why it has ended, or ""."""
+        lines = [line for line in self.last_words().splitlines() if line.startswith("error:")]
+        return lines[-1] if lines else ""
+
+    # ---- its processes
+
+    def pids(self, name: str) -> list[int]:
+        """Return its processes whose names begin so, the oldest first."""
+        return sorted(p for p in self._all() if processes.name_of(p).startswith(name))
+
+    def _all(self) -> set[int]:
+        """Return all its processes that live: of its session, or with its temporary folder."""
+        leader = self._process.pid
+        own = {pid for pid in processes.living() if processes.session_of(pid) == leader}
+        return own | processes.with_variable(TEMPORARY, str(self.folder))
+
+    def dead_segments(self) -> list[str]:
+        """Return segments of HCCL's that came since the start, and whose makers are gone."""
+        # Others' services may make some meanwhile; their makers live.
+        return sorted(name for name in _segments() - self._segments if _is_dead(name))
+
+    def dead_run_directories(self) -> list[str]:
+        """Return those whose owners are gone."""
+        found = []
+        for path in run_directory.directories(self.folder):
+            with run_directory.held_if_free(path) as is_free:
+                if is_free:
+                    found.append(path.name)
+        return sorted(found)
+
+    # ---- faults of emulated NPUs
+
+    def arm(self, **words: Any) -> None:
+        """Arm a fault; see ``fault_file`` in emulator/README.md."""
+        new = self.fault_file.with_suffix(".new")
+        new.write_text(" ".join(f"{key}={value}" for key, value in words.items()))
+        new.rename(self.fault_file)
+
+    def disarm(self) -> bool:
+        """Take back what is armed; return whether it had struck nobody."""
+        try:
+            self.fault_file.unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    # ---- its end
+
+    def end(self) -> list[str]:
+        """Stop it in order, and by force where it does not; return what it has left behind."""
+        self._http.close()
+        if not self.has_ended:
+            self._process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)
+        left = self._left_behind()
+        self.kill()
+        return left
+
+    def kill(self) -> None:
+        """End all that is left of it now."""
+        self._http.close()
+        wait_for(self._kill_once, END_S)
+        self._process.wait(END_S)
+        for name in self.dead_segments():
+            (SHARED_MEMORY / name).unlink(missing_ok=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _kill_once(self) -> bool:
+        """End what lives; return whether nothing did: what was just being started shows later."""
+        alive = self._all()
+        processes.kill_all(alive)
+        return not alive
+
+    def _left_behind(self) -> list[str]:
+        """Return what is there although the service has ended, after a moment for it to go."""
+        wait_for(lambda: not self._all(), END_S)
+        left = [f"process {processes.name_of(pid)}" for pid in sorted(self._all())]
+        left += [f"shared memory {name}" for name in self.dead_segments()]
+        found = run_directory.directories(self.folder)
+        left += [f"{path.name} of {self.folder.name}" for path in found]
+        if _is_taken(self._port):
+            left.append("its port")
+        return left
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
+    """Return whether a condition has come true within so long."""
+    until_s = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(LOOK_S)
+    return True
+
+
+def new_folder(parent: Path | None) -> Path:
+    """Return a folder for a service's temporary files, with a short name."""
+    return Path(tempfile.mkdtemp(prefix="s-", dir=parent))
+
+
+def _segments() -> set[str]:
+    found = SHARED_MEMORY.iterdir() if SHARED_MEMORY.is_dir() else ()
+    return {path.name for path in found if path.name.startswith(SEGMENTS)}
+
+
+def _is_dead(segment: str) -> bool:
+    """Whether the process that a segment bears the id of is gone."""
+    with contextlib.suppress(ValueError, OSError):
+        name = segment
+        if not segment.startswith(SEGMENTS[0]):
+            name = (SHARED_MEMORY / segment).read_text()
+        return not processes.name_of(int(name.removeprefix(SEGMENTS[0]).partition("_")[0]))
+    return True
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _is_taken(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
