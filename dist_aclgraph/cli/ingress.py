@@ -16,8 +16,8 @@ from dist_aclgraph.cli.opened import Opened
 from dist_aclgraph.errors import EngineUnavailableError
 from dist_aclgraph.serve.api import make_api
 from dist_aclgraph.serve.front import Front
-from dist_aclgraph.serve.http_server import HttpServer
-from dist_aclgraph.serve.kept import Keeper
+from dist_aclgraph.serve.http.server import HttpServer
+from dist_aclgraph.serve.resume.holder import HolderLink
 from dist_aclgraph.serve.state import ApiState, open_state
 
 POLL_S = 0.1
@@ -26,19 +26,20 @@ OVER = Standing("the service has ended")
 
 
 def serve_http(
-    opened: Opened, life: int, beat: Callable[[], None], keeper: Keeper | None = None
+    opened: Opened, life: int, beat: Callable[[], None], link: HolderLink | None = None
 ) -> None:
     """Serve until the service is over.
 
     Args:
         life: read end of a pipe that nobody writes to: it ends once the service is over.
         beat: called every second or two, from the event loop.
-        keeper: keeps what is being answered beyond this process, and has what the one before left.
+        link: to the process that holds connections, with those that a previous process has left;
+            None where no connection outlives this process.
 
     Raises:
         EngineUnavailableError: no request can be served any more, and the service goes on.
     """
-    server = HttpServer(opened.config.serve, opened.http, beat, keeper)
+    server = HttpServer(opened.config.serve, opened.http, beat, link)
     front = Front("the service is starting")
     server.start(front)
     owner = Owner(opened.owner_path)

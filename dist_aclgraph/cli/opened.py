@@ -17,7 +17,7 @@ from dist_aclgraph.cli.checks import check_deployment
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.serve.access import Access, read_access
-from dist_aclgraph.serve.http_server import listen
+from dist_aclgraph.serve.http.server import listen
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 OWNER = "owner"  # the name of the socket at which the owner of the deployment is asked

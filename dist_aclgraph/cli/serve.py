@@ -57,7 +57,8 @@ def serve_in_processes(config: Config, start: Start | None = None) -> None:
             if forks is not None:
                 forks.disown()
 
-        _allow_connections(config.serve.max_connections)
+        if config.recovery.keep_answers:
+            _allow_connections(config.serve.max_connections)
         supervisor = Supervisor(
             partial(own_deployment, opened, start),
             partial(serve_http, opened),
@@ -66,6 +67,7 @@ def serve_in_processes(config: Config, start: Start | None = None) -> None:
             end_s=config.serve.drain_s + END_S,
             forks=lent,
             on_fork=disown,
+            holds_connections=config.recovery.keep_answers,
         )
         raise SystemExit(supervisor.run())
 

@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 
 from dist_aclgraph.actors.forks.fork_server import ForkAddress
@@ -26,7 +27,7 @@ from dist_aclgraph.cli.pulse import Pulse
 from dist_aclgraph.cli.signals import SIGNALS, Signals
 from dist_aclgraph.errors import DistAclGraphError, RayDiedError
 from dist_aclgraph.planning.restarts import Backoff, RestartBudget
-from dist_aclgraph.serve.kept import Keep, Keeper
+from dist_aclgraph.serve.resume.holder import ConnectionHolder, HolderLink
 
 OWNER, INGRESS = "serve:owner", "serve:ingress"  # names of processes
 OWNS, SERVES = "the process that owns the deployment", "the process that serves HTTP"
@@ -39,7 +40,7 @@ SETTLED_S = 10.0  # an ingress that has lived so long did not die of its start
 LOOK_S = 1.0  # between two looks whether they live; they beat about as often
 
 Own = Callable[[Signals, Pulse], None]
-ServeHttp = Callable[[int, Callable[[], None], Keeper], None]
+ServeHttp = Callable[[int, Callable[[], None], HolderLink | None], None]
 
 
 class Supervisor:
@@ -49,14 +50,15 @@ class Supervisor:
         own: the owner's whole life: until a signal. It beats all the time while it starts and
             serves.
         serve_http: the ingress's whole life: until the pipe whose read end it gets is closed. Its
-            event loop calls the second argument every second or two. The third keeps what it is
-            answering, for the ingress that comes behind it.
+            event loop calls the second argument every second. By the third, its connections outlive
+            it, and the next ingress goes on with them.
         restarts: of owner and ingress, counted together; its pauses are the owner's.
         silent_s: what stands still for longer is killed.
         end_s: so is an owner that was signalled and has not ended within so long.
         forks: a child of this process that stays when an owner dies, and forks what owners start.
         on_fork: called first in each process.
         backoff: pauses between ingresses that end soon after their start.
+        holds_connections: whether the connections of an ingress outlive it.
     """
 
     def __init__(
@@ -69,6 +71,8 @@ class Supervisor:
         forks: ForkAddress | None = None,
         on_fork: Callable[[], None] = lambda: None,
         backoff: Backoff | None = None,
+        *,
+        holds_connections: bool = True,
     ) -> None:
         self._silent_s = silent_s
         self._end_s = end_s
@@ -79,7 +83,8 @@ class Supervisor:
         self._forks = forks
         self._on_fork = on_fork
         self._owner_pulse, self._ingress_pulse = Pulse(), Pulse()
-        self._keep = Keep()
+        self._holds_connections = holds_connections
+        self._holder = ConnectionHolder()
         self._has_served = False  # whether an owner that has ended had served
         # Owners keep the end for writing open as well: it closes when they and this one are gone.
         self._life, self._life_end = os.pipe()
@@ -106,7 +111,7 @@ class Supervisor:
             code = self._wait()
         os.close(self._life_end)
         self._end_ingress()
-        self._keep.close()
+        self._holder.close()
         return code
 
     # ---- in this process
@@ -124,7 +129,7 @@ class Supervisor:
         if received is None or received.si_signo not in WAITED:
             return None
         if received.si_signo == signal.SIGIO:
-            self._keep.take_in()
+            self._holder.take_in()
             return None
         if received.si_signo != signal.SIGCHLD:
             return self._stop(received.si_signo)
@@ -188,7 +193,7 @@ class Supervisor:
                 self._ingress_due_s = now_s + self._backoff.pause_s(now_s)
                 self._backoff.failed(now_s)
                 return None
-        self._keep.close()
+        self._holder.close()
         if self._is_stopping:
             return None
         self._failure = FAILURE if code < 0 or code == CRASHED else max(code, FAILURE)
@@ -208,7 +213,6 @@ class Supervisor:
                 self._start_ingress()
                 self._ingress_due_s = math.inf
             except OSError as e:
-                self._keep.forgo()
                 self._ingress_due_s = _pause(SERVES, self._backoff, e)
 
     def _start_owner(self) -> None:
@@ -218,8 +222,8 @@ class Supervisor:
     def _start_ingress(self) -> None:
         self._ingress_pulse.begin()
         self._ingress_began_s = time.monotonic()
-        with self._keep.open() as link:
-            self._ingress = self._fork(INGRESS, partial(self._be_ingress, link))
+        with self._holder.open() if self._holds_connections else nullcontext() as end:
+            self._ingress = self._fork(INGRESS, partial(self._be_ingress, end))
 
     def _look(self) -> None:
         """Kill what stands still, and an owner that does not end."""
@@ -255,7 +259,7 @@ class Supervisor:
                 processes.kill_all({self._ingress})
             else:
                 signal.sigtimedwait({signal.SIGCHLD}, 0.1)
-                self._keep.take_in()  # what was closed there ends only when it is closed here
+                self._holder.take_in()  # what was closed there ends only when it is closed here
 
     def _end_orphans(self) -> None:
         while True:
@@ -292,7 +296,7 @@ class Supervisor:
         return pid
 
     def _be_owner(self) -> None:
-        self._keep.close()
+        self._holder.close()
         with Signals() as signals:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED)
             try:
@@ -302,12 +306,13 @@ class Supervisor:
             finally:
                 signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
-    def _be_ingress(self, link: socket.socket) -> None:
+    def _be_ingress(self, end: socket.socket | None) -> None:
         for number in SIGNALS:  # the owner says when it is to drain
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED)
         os.close(self._life_end)
-        self._serve_http(self._life, self._ingress_pulse.beat, self._keep.become_keeper(link))
+        link = None if end is None else self._holder.become_link(end)
+        self._serve_http(self._life, self._ingress_pulse.beat, link)
 
 
 def _ended() -> Iterator[tuple[int, int]]:

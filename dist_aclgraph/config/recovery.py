@@ -20,6 +20,15 @@ class RecoveryConfig(Section):
         "that double from 1 s. What dies more often has a cause that starting again does not mend: "
         "once none serves and none may be started, the service ends",
     )
+    keep_answers: bool = Field(
+        True,
+        description="whether answers outlive the process that serves HTTP: when it dies, another "
+        "one goes on with them, over the same connections. For that the first process of "
+        "`dist-aclgraph serve` holds two descriptors of each connection, and each request and its "
+        "answer are written to memory. With false, none of this is done: another process still "
+        "serves half a second later, but all connections end with the process that died, and "
+        "their clients have to ask again",
+    )
     exact: bool = Field(
         False,
         description="compute output that a request has already, when it goes on in another group, "

@@ -56,8 +56,8 @@ class ServeConfig(Section):
         1024,
         ge=1,
         description="MiB of request bodies that one ingress holds at once; beyond, requests get a "
-        "503. A body counts from its first byte until its request is answered, and twice under "
-        "`dist-aclgraph serve`, whose journal of the connection holds it as well",
+        "503. A body counts from its first byte until its request is answered, and twice where "
+        "recovery.keep_answers has `dist-aclgraph serve` keep it for another process as well",
     )
     max_header_bytes: int = Field(
         32 << 10,

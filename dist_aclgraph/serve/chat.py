@@ -10,10 +10,10 @@ from starlette.responses import Response
 
 from dist_aclgraph.serve.body import read_body, receive_body
 from dist_aclgraph.serve.generation import ChoicePiece, Generation
-from dist_aclgraph.serve.journal import Chance
 from dist_aclgraph.serve.logprobs import chat_logprobs
 from dist_aclgraph.serve.openai_types import ChatRequest
 from dist_aclgraph.serve.reply import Reply, reply
+from dist_aclgraph.serve.resume.journal import Chance
 from dist_aclgraph.serve.state import ApiState
 
 

@@ -15,9 +15,9 @@ from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.serve.access import Access
 from dist_aclgraph.serve.body import HeldBody
 from dist_aclgraph.serve.errors import error_response
-from dist_aclgraph.serve.journal import JOURNAL, RESUMED
+from dist_aclgraph.serve.http.refusal import Refusal
 from dist_aclgraph.serve.places import full_error
-from dist_aclgraph.serve.refusal import Refusal
+from dist_aclgraph.serve.resume.journal import JOURNAL, RESUMED
 from dist_aclgraph.serve.state import ApiState
 
 GENERATING = frozenset({"/v1/chat/completions", "/v1/completions"})

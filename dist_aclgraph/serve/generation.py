@@ -17,7 +17,7 @@ from dist_aclgraph.errors import EngineUnavailableError
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.serve.errors import GenerationTimeoutError
 from dist_aclgraph.serve.inbox import Inbox
-from dist_aclgraph.serve.journal import Journal
+from dist_aclgraph.serve.resume.journal import Journal
 from dist_aclgraph.serve.state import ApiState
 from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.step import RowLogprobs

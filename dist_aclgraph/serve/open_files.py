@@ -21,7 +21,7 @@ def _allow_open_files(wanted: int) -> int:
 
 def allow_connections(max_connections: int) -> int:
     """Raise the limit for so many clients; return how many of their connections can outlive their
-    process (``kept.py``): each of those takes one descriptor more, its journal's.
+    process (``resume/``): each of those takes one descriptor more, its journal's.
     """
     others = max_connections + OTHER_FILES
     return min(max_connections, max(0, _allow_open_files(max_connections + others) - others))

@@ -15,8 +15,8 @@ from starlette.types import Receive, Scope, Send
 from dist_aclgraph.serve import sse
 from dist_aclgraph.serve.errors import json_response
 from dist_aclgraph.serve.generation import ChoicePiece, ClientGoneError, Generation, unless_gone
-from dist_aclgraph.serve.journal import Chance
 from dist_aclgraph.serve.openai_types import StreamOptions
+from dist_aclgraph.serve.resume.journal import Chance
 from dist_aclgraph.serve.state import ApiState
 
 _json = msgspec.json.Encoder()

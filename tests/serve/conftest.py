@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +9,13 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-import uvicorn
-import uvloop
 
 from dist_aclgraph.actors.client.engine_client import EngineClient
 from dist_aclgraph.config import load_config
 from dist_aclgraph.serve.access import Access
 from dist_aclgraph.serve.api import make_api
-from dist_aclgraph.serve.http_server import listen, make_server
+from dist_aclgraph.serve.http.server import HttpServer, listen
+from dist_aclgraph.serve.resume.holder import HolderLink
 from dist_aclgraph.serve.state import ApiState
 from dist_aclgraph.text.tokenizer import Tokenizer
 from tests.serve.fake_engine import NODE, TOKEN, FakeEngine, echo
@@ -53,17 +51,13 @@ def until(condition, timeout_s: float = WAIT_S) -> None:
         time.sleep(0.005)
 
 
-def open_port(
-    state: ApiState, access: Access | None = None
-) -> tuple[str, uvicorn.Server, asyncio.AbstractEventLoop]:
-    """Serve the API; return where, what ends it, and its loop."""
+def open_port(state: ApiState, access: Access | None = None) -> tuple[str, HttpServer]:
+    """Serve the API; return where, and what ends it."""
     listener = listen("127.0.0.1", 0)
-    server = make_server(make_api(state, access), state.config.serve)
-    loop = uvloop.new_event_loop()
-    serve = server.serve(sockets=[listener])
-    threading.Thread(target=loop.run_until_complete, args=[serve], daemon=True).start()
-    until(lambda: server.started)
-    return f"http://127.0.0.1:{listener.getsockname()[1]}", server, loop
+    # A process that answers is linked to a holder; nobody holds anything here.
+    server = HttpServer(state.config.serve, listener, link=HolderLink())
+    server.start(make_api(state, access))
+    return f"http://127.0.0.1:{listener.getsockname()[1]}", server
 
 
 def start(
@@ -72,17 +66,17 @@ def start(
     other: FakeEngine | None = None,
     link_s: float = WAIT_S,
     **overrides: object,
-) -> tuple[Service, uvicorn.Server]:
+) -> tuple[Service, HttpServer]:
     config = load_config(CONFIG, overrides)
     addresses = [found.address for found in (engine, other) if found is not None]
     client = EngineClient(addresses, TOKEN, node_id=NODE, link_s=link_s)
     state = ApiState(config, Tokenizer(config.model), client)
-    url, server, loop = open_port(state, access)
+    url, server = open_port(state, access)
     service = Service(
         url,
         state,
         engine,
-        loop,
+        server.loop,
         httpx.Client(base_url=url, timeout=WAIT_S),
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=WAIT_S),
     )
@@ -102,7 +96,7 @@ def serving(
     try:
         yield service
     finally:
-        server.should_exit = True
+        server.stop()
         service.state.client.close()
         engine.close()
 

@@ -20,9 +20,9 @@ from dist_aclgraph.config import load_config
 from dist_aclgraph.planning.restarts import Backoff, RestartBudget
 from dist_aclgraph.serve.api import make_api
 from dist_aclgraph.serve.front import Front
-from dist_aclgraph.serve.http_server import HttpServer, listen
-from dist_aclgraph.serve.kept import Keeper
-from dist_aclgraph.serve.kept_protocol import KeptProtocol
+from dist_aclgraph.serve.http.server import HttpServer, listen
+from dist_aclgraph.serve.resume.holder import HolderLink
+from dist_aclgraph.serve.resume.record import ConnectionRecord
 from dist_aclgraph.serve.state import ApiState
 from dist_aclgraph.text.tokenizer import Tokenizer
 from tests.serve.fake_engine import NODE, TOKEN
@@ -44,11 +44,11 @@ def main(engine_url: str, limit: str, trap: str, overrides: str) -> int:
         while not signals.wait(0.1):
             pulse.beat()
 
-    def serve_http(life: int, beat: Callable[[], None], keeper: Keeper) -> None:
+    def serve_http(life: int, beat: Callable[[], None], link: HolderLink | None) -> None:
         address = Address(NODE, Endpoint(engine_url), Endpoint(engine_url))
         client = EngineClient([address], TOKEN, node_id=NODE, link_s=5.0)
         front = Front("the test is starting")
-        server = HttpServer(config.serve, listener, beat, keeper)
+        server = HttpServer(config.serve, listener, beat, link)
         server.start(front)
         while limit and not Path(limit).exists():
             time.sleep(0.05)
@@ -60,19 +60,22 @@ def main(engine_url: str, limit: str, trap: str, overrides: str) -> int:
         server.stop()
         client.close()
 
-    write_down = KeptProtocol._write_down
+    take_read = ConnectionRecord.take_read
 
-    def die_or_write_down(protocol: KeptProtocol, data: bytes) -> None:
+    def die_or_take(record: ConnectionRecord, num_bytes: int) -> bytes:
         if trap and Path(trap).exists():
             Path(trap).unlink()
             os.kill(os.getpid(), signal.SIGKILL)
-        write_down(protocol, data)
+        return take_read(record, num_bytes)
 
-    KeptProtocol._write_down = die_or_write_down  # type: ignore[method-assign]
+    ConnectionRecord.take_read = die_or_take  # type: ignore[method-assign]
     print(listener.getsockname()[1], flush=True)
     at_once = Backoff(first_s=0.0)
     budget = RestartBudget(1000)
-    return Supervisor(own, serve_http, budget, 60.0, 60.0, backoff=at_once).run()
+    keeps = config.recovery.keep_answers
+    return Supervisor(
+        own, serve_http, budget, 60.0, 60.0, backoff=at_once, holds_connections=keeps
+    ).run()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import time
 import openai
 import pytest
 
-from dist_aclgraph.serve.journal import Chance, Journal
+from dist_aclgraph.serve.resume.journal import Chance, Journal
 from tests.serve.conftest import serving, until
 from tests.serve.test_errors import CHAT, HI, MODEL, assert_error
 

@@ -1,4 +1,4 @@
-"""What is written down of an answer, and how much of it a connection has taken."""
+"""What is written down of a connection, and who holds it beside the process that answers."""
 
 from __future__ import annotations
 
@@ -6,227 +6,378 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
-from types import SimpleNamespace
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_aclgraph.ints import pack_ints
-from dist_aclgraph.serve import journal
-from dist_aclgraph.serve.http_server import listen
-from dist_aclgraph.serve.inlet import Inlet
-from dist_aclgraph.serve.intake import Intake
-from dist_aclgraph.serve.journal import (
-    Arrival,
+from dist_aclgraph.serve.http.server import listen
+from dist_aclgraph.serve.resume.counters import read_counters
+from dist_aclgraph.serve.resume.holder import ConnectionHolder, HeldConnection, HolderLink
+from dist_aclgraph.serve.resume.journal import (
     Chance,
     Entry,
     Journal,
-    JournalFile,
     Opening,
-    use_of,
+    read_records,
+    write_opening,
 )
-from dist_aclgraph.serve.kept import MAX_LOSSES, Keep, Keeper, Kept
-from dist_aclgraph.serve.sent_bytes import BEGUN, RestTransport, num_read_bytes, num_sent_bytes
+from dist_aclgraph.serve.resume.memory import RECORD_BYTES, REQUEST_BYTES, JournalMemory
+from dist_aclgraph.serve.resume.record import CONTINUE, MAX_LOSSES, ConnectionRecord
 from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.step import RowLogprobs
 
-ARRIVALS = [Arrival(17, 117, b"POST / HTTP/1.1\r\n"), Arrival(0, 121, b"\r\n{}")]
-REQUEST = b"POST / HTTP/1.1\r\n\r\n{}"
-NUM_READ = 100
+NUM_READ, NUM_SENT = 100, 17
 OPENING = Opening(20, Chance("abc", 1700000000, 5))
+LARGE = RequestDelta("a", bytes(RECORD_BYTES))
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=3)
 REPORTS = st.builds(
     lambda ids: RowLogprobs(pack_ints(ids), tuple(-0.5 * i for i in ids), 1),
     st.lists(st.integers(0, 9), min_size=1, max_size=3),
 )
-ENTRIES = st.builds(
-    Entry,
-    index=st.integers(0, 5),
-    token_ids=TOKENS.map(pack_ints),
-    finish_reason=st.sampled_from([None, "stop", "length", "error"]),
-    logprobs=st.lists(st.none() | REPORTS, max_size=2).map(tuple),
-    num_cached_tokens=st.integers(0, 99),
-    error=st.text(max_size=5),
-    error_kind=st.sampled_from(["", "EngineDeadError"]),
+DELTAS = st.builds(
+    RequestDelta,
+    st.just("a"),
+    TOKENS.map(pack_ints),
+    st.sampled_from([None, "stop", "length", "error"]),
+    st.lists(st.none() | REPORTS, max_size=2).map(tuple),
+    st.integers(0, 99),
+    st.text(max_size=5),
+    st.sampled_from(["", "EngineDeadError"]),
 )
 
 
-def make_file() -> JournalFile:
-    file = JournalFile.make(NUM_READ)
-    assert file is not None
-    return file
+@contextmanager
+def new_memory() -> Iterator[tuple[JournalMemory, int]]:
+    memory, descriptor = JournalMemory.create(NUM_READ, NUM_SENT)
+    yield memory, descriptor
+    memory.close()
+    os.close(descriptor)
 
 
-@given(st.lists(ENTRIES, max_size=8), st.data())
-def test_a_journal_whose_writer_was_killed_goes_on_behind_its_last_whole_entry(
-    entries: list[Entry], data: st.DataObject
+def state_of(descriptor: int) -> Any:
+    """Return what another process sees; None for a journal that is void."""
+    try:
+        memory = JournalMemory(descriptor)
+    except ValueError:
+        return None
+    found = memory.num_read, memory.num_sent, memory.records()
+    memory.close()
+    return found
+
+
+class DyingWords:
+    """The words of a journal whose writer is killed at one of its stores."""
+
+    def __init__(self, words: Any, num_stores: int) -> None:
+        self._words, self._num_stores = words, num_stores
+
+    def __getitem__(self, at: int) -> int:
+        return self._words[at]
+
+    def __setitem__(self, at: int, value: int) -> None:
+        if not self._num_stores:
+            raise KeyboardInterrupt
+        self._num_stores -= 1
+        self._words[at] = value
+
+    def release(self) -> None:
+        self._words.release()
+
+
+TURNS = st.sampled_from(["append", "append large", "clear", "void"])
+
+
+@given(st.lists(TURNS, max_size=12), TURNS, st.integers(0, 6))
+def test_wherever_its_writer_is_killed_a_journal_says_what_was_before_or_what_is_then(
+    turns: list[str], last: str, num_stores: int
 ) -> None:
-    file = make_file()
-    ends = [os.fstat(file.descriptor).st_size]
-    for record in (*ARRIVALS, OPENING, *entries):
-        assert file.append(record)
-        ends.append(os.fstat(file.descriptor).st_size)
-    torn_at = data.draw(st.integers(ends[0], ends[-1]))
-    os.ftruncate(file.descriptor, torn_at)
-    num_whole = sum(end <= torn_at for end in ends) - 1
+    def take(turn: str, memory: JournalMemory, i: int) -> None:
+        if turn == "append":
+            memory.append(b"record %d" % i)
+        elif turn == "append large":
+            memory.append(bytes(5000))
+        elif turn == "clear":
+            memory.clear(NUM_READ + i + 1, NUM_SENT + i + 1)
+        else:
+            memory.void()
 
-    known = journal.read(file.descriptor)
+    with new_memory() as (memory, descriptor), new_memory() as (twin, twin_descriptor):
+        for i, turn in enumerate(turns):
+            take(turn, memory, i)
+            take(turn, twin, i)
+        before = state_of(descriptor)
+        take(last, twin, len(turns))
 
-    arrived = ARRIVALS[:num_whole]
-    assert use_of(file.descriptor) == (0 if arrived else None, False)
-    is_open = num_whole > len(ARRIVALS)
-    assert known.request == b"".join(arrival.data for arrival in arrived)
-    assert known.chance == (OPENING.chance if is_open else None)
-    assert known.num_read == (arrived[-1].num_read if arrived else NUM_READ)
-    if arrived:
-        assert known.num_sent == (OPENING.num_sent if is_open else ARRIVALS[0].num_sent)
-    assert list(known.entries) == entries[: max(0, num_whole - len(ARRIVALS) - 1)]
-    again = JournalFile(file.descriptor)
-    next_record = entries[0] if num_whole > len(ARRIVALS) and entries else ARRIVALS[1]
-    assert again.append(next_record)
-    assert journal.read(file.descriptor).request
-    file.close()
+        memory._words = DyingWords(memory._words, num_stores)  # type: ignore[assignment]
+        with suppress(KeyboardInterrupt):
+            take(last, memory, len(turns))
+
+        assert state_of(descriptor) in (before, state_of(twin_descriptor))
+        if state_of(descriptor) is not None:
+            again = JournalMemory(descriptor)
+            assert again.append(b"more")
+            assert state_of(descriptor)[2][-1] == b"more"
+            again.close()
 
 
-def test_an_entry_is_the_delta_that_it_was_made_of() -> None:
-    file = make_file()
-    for record in (*ARRIVALS, OPENING):
-        file.append(record)
-    written = Journal(OPENING.chance, file=file)
-    delta = RequestDelta("a", pack_ints([9]), "length", (None,), 3, "e", "EngineDeadError")
+@given(st.lists(st.tuples(st.integers(0, 5), DELTAS), max_size=8))
+def test_a_journal_says_which_deltas_came(deltas: list[tuple[int, RequestDelta]]) -> None:
+    with new_memory() as (memory, descriptor):
+        assert write_opening(memory, OPENING)
+        journal = Journal(OPENING.chance, memory=memory)
+        for index, delta in deltas:
+            journal.note(index, delta)
 
-    written.note(3, delta)
-
-    known = journal.read(file.descriptor)
-    assert [(entry.index, entry.delta("a")) for entry in known.entries] == [(3, delta)]
-    file.close()
+        read = JournalMemory(descriptor)
+        opening, entries = read_records(read)
+        read.close()
+    assert opening == OPENING
+    assert [(entry.index, entry.delta("a")) for entry in entries] == deltas
+    assert entries == tuple(Entry.of_delta(index, delta) for index, delta in deltas)
 
 
 @given(st.lists(st.sampled_from(["append", "void", "clear", "large"]), max_size=12))
-def test_of_a_file_that_is_void_nobody_knows_anything_until_it_is_cleared(turns: list[str]) -> None:
-    file = make_file()
-    is_void, num_records, num_clears = False, 0, 0
-    for turn in turns:
-        if turn == "clear":
-            file.clear(NUM_READ + 1)
-            is_void, num_records, num_clears = False, 0, num_clears + 1
-        elif turn == "append":
-            assert file.append(ARRIVALS[0]) == (not is_void)
-            num_records += not is_void
-        elif turn == "void":
-            file.void()
-            is_void = True
-        else:
-            assert not file.append(Arrival(0, 0, bytes(journal.MAX_BYTES)))
-            is_void = True
-        if is_void:
-            with pytest.raises(ValueError, match="not all"):
-                journal.read(file.descriptor)
-            assert os.fstat(file.descriptor).st_size < 100  # nobody needs what is in it
-        else:
-            known = journal.read(file.descriptor)
-            assert known.request == ARRIVALS[0].data * num_records
-        assert use_of(file.descriptor) == (
-            num_clears if num_records and not is_void else None,
-            is_void,
-        )
-    file.close()
-
-
-@pytest.mark.parametrize(("dies_at", "request_left"), [("pwrite", REQUEST), ("ftruncate", b"")])
-def test_a_journal_whose_writer_was_killed_while_it_cleared_it_says_all_or_nothing(
-    monkeypatch: pytest.MonkeyPatch, dies_at: str, request_left: bytes
+def test_of_a_journal_that_is_void_nobody_knows_anything_until_it_is_cleared(
+    turns: list[str],
 ) -> None:
-    file = make_file()
-    for record in (*ARRIVALS, OPENING):
-        file.append(record)
+    with new_memory() as (memory, descriptor):
+        is_void, num_records = False, 0
+        for turn in turns:
+            if turn == "clear":
+                memory.clear(NUM_READ + 1, NUM_SENT + 1)
+                is_void, num_records = False, 0
+            elif turn == "append":
+                assert memory.append(b"record") == (not is_void)
+                num_records += not is_void
+            elif turn == "void":
+                memory.void()
+                is_void = True
+            else:
+                assert not memory.append(bytes(RECORD_BYTES))
+                is_void = True
+            assert memory.is_void == is_void
+            found = state_of(descriptor)
+            assert (found is None) == is_void
+            assert found is None or len(found[2]) == num_records
 
-    def die(*_: object) -> None:
-        raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(os, dies_at, die)
-        file.clear(ARRIVALS[-1].num_read)
+@pytest.mark.parametrize("ending", ["clear", "void"])
+def test_a_large_journal_gives_its_memory_back(ending: str) -> None:
+    with new_memory() as (memory, descriptor):
+        memory.append(bytes(1 << 20))
+        assert os.fstat(descriptor).st_blocks * 512 > 1 << 20
 
-    known = journal.read(file.descriptor)
-    assert (known.request, known.num_read) == (request_left, ARRIVALS[-1].num_read)
-    again = JournalFile(file.descriptor)
-    again.append(Arrival(0, 130, b"more"))
-    assert journal.read(file.descriptor).request == request_left + b"more"
-    file.close()
+        memory.void() if ending == "void" else memory.clear(NUM_READ, NUM_SENT)
+
+        assert os.fstat(descriptor).st_blocks * 512 < 32 << 10
 
 
-def test_a_file_that_nobody_has_begun_is_none() -> None:
-    file = os.memfd_create("empty")
-    with pytest.raises(ValueError, match="not all"):
-        journal.read(file)
-    os.close(file)
+def test_what_is_no_journal_is_refused() -> None:
+    descriptor = os.memfd_create("empty")
+    with pytest.raises(ValueError, match="mmap length"):
+        JournalMemory(descriptor)
+    os.close(descriptor)
 
 
 def test_what_exceeds_its_room_is_kept_no_more() -> None:
     ended: list[None] = []
-    file = make_file()
-    kept = Journal(OPENING.chance, file=file, on_end=lambda: ended.append(None))
+    with new_memory() as (memory, descriptor):
+        journal = Journal(OPENING.chance, memory=memory, on_end=lambda: ended.append(None))
 
-    kept.note(0, RequestDelta("a", bytes(journal.MAX_BYTES)))
-    kept.note(0, RequestDelta("a", bytes(4)))
-    kept.end()
+        journal.note(0, LARGE)
+        journal.note(0, RequestDelta("a", bytes(4)))
+        journal.end()
 
-    assert not kept.is_kept
-    assert ended == [None]
-    with pytest.raises(ValueError, match="not all"):
-        journal.read(file.descriptor)
-    file.close()
+        assert ended == [None]
+        assert state_of(descriptor) is None
 
 
-class Written:
-    """A transport that takes everything."""
+# -- records of connections ------------------------------------------------------------------------
+
+
+class Connection:
+    """A connection, the process that answers on it, and the one that holds it."""
 
     def __init__(self) -> None:
-        self.data = b""
-        self.is_aborted = False
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.client = socket.create_connection(listener.getsockname())
+            self.server, _ = listener.accept()
+        self.holder = ConnectionHolder()
+        self._end = self.holder.open()
+        self.record = ConnectionRecord(HolderLink(self._end))
+        self.record.hold(self.server.fileno())
+        self.holder.take_in()
 
-    def write(self, data: bytes) -> None:
-        self.data += data
+    def read(self, data: bytes, *, is_noted: bool = True) -> None:
+        """Have the process read what the client sends, and die before it knows, or live on."""
+        self.client.sendall(data)
+        self.server.recv_into(self.record.read_buffer(), len(data), socket.MSG_WAITALL)
+        if is_noted:
+            assert self.record.take_read(len(data)) == data
 
-    def abort(self) -> None:
-        self.is_aborted = True
+    def send(self, data: bytes) -> None:
+        self.server.sendall(self.record.take_unsent(data))
+
+    def die(self) -> ConnectionRecord:
+        """Have the process die; return the record that the next process takes over."""
+        self._end.close()
+        self._end = self.holder.open()
+        link = self.holder.become_link(self._end)
+        [(number, held)] = link.left.items()
+        self.record = ConnectionRecord.take_over(link, number, held)
+        self.holder._held[number] = held  # it would be in the holder's process
+        return self.record
+
+    def close(self) -> None:
+        self.holder.close()
+        self._end.close()
+        self.client.close()
+        self.server.close()
+
+
+@pytest.fixture
+def connection() -> Iterator[Connection]:
+    found = Connection()
+    yield found
+    found.close()
+
+
+@given(
+    parts=st.lists(st.binary(min_size=1, max_size=99), min_size=1, max_size=4),
+    is_noted=st.booleans(),
+    num_losses=st.integers(1, MAX_LOSSES - 1),
+)
+def test_all_that_was_read_is_known(parts: list[bytes], is_noted: bool, num_losses: int) -> None:
+    """Whether or not the process knew of the last part before it died."""
+    connection, others = Connection(), Connection()
+    for i, part in enumerate(parts):
+        connection.read(part, is_noted=is_noted or i < len(parts) - 1)
+        others.read(b"of another client")
+
+    for _ in range(num_losses):
+        record = connection.die()
+        assert record.all_read() == b"".join(parts)
+        assert not record.is_owed
+
+    connection.close()
+    others.close()
+
+
+def test_what_is_read_behind_an_answer_is_another_request(connection: Connection) -> None:
+    for i in range(5):
+        connection.read(b"request %d" % i)
+        connection.send(b"answer")
+        connection.record.spend()
+        connection.record.clear()
+
+    connection.read(b"the last", is_noted=False)
+
+    assert connection.die().all_read() == b"the last"
+
+
+def test_a_connection_that_its_client_has_ended_does_not_go_on(connection: Connection) -> None:
+    connection.read(b"GET")
+    connection.client.shutdown(socket.SHUT_WR)
+
+    with pytest.raises(ValueError, match="the client has left"):
+        connection.die()
+
+
+def test_a_response_that_nobody_can_make_again_does_not_go_on(connection: Connection) -> None:
+    connection.read(b"GET")
+    connection.send(b"HTTP/1.1 200 OK")
+
+    with pytest.raises(ValueError, match="cannot be made again"):
+        connection.die()
+
+
+def test_a_client_that_was_told_to_send_its_body_is_not_told_again(connection: Connection) -> None:
+    connection.read(b"POST")
+    connection.send(CONTINUE)
+
+    resumed = connection.die().take_resumed()
+
+    assert resumed is not None
+    assert (resumed.journal, resumed.may_send_body) == (None, True)
+
+
+def test_a_request_at_which_processes_die_in_a_row_is_given_up(connection: Connection) -> None:
+    for _ in range(MAX_LOSSES + 1):
+        connection.die()  # nothing is under way
+    connection.read(b"POST")
+
+    for _ in range(MAX_LOSSES - 1):
+        connection.die()
+
+    with pytest.raises(ValueError, match="processes died"):
+        connection.die()
+
+
+def test_a_request_without_room_is_read_and_its_connection_is_not_held(
+    connection: Connection,
+) -> None:
+    part = bytes(1 << 15)
+    for _ in range(REQUEST_BYTES // len(part)):
+        connection.read(part)
+    assert connection.record.is_held
+
+    connection.read(part)
+    assert not connection.record.is_held
+
+    connection.record.clear()
+    assert connection.record.is_held
+
+
+def test_of_two_requests_at_once_neither_has_a_journal(connection: Connection) -> None:
+    connection.read(b"POST")
+    journal = connection.record.open_journal(OPENING.chance, is_alone=False)
+
+    journal.note(0, RequestDelta("a"))
+
+    assert not connection.die().is_owed
+
+
+def test_a_journal_that_ends_before_its_answer_is_void(connection: Connection) -> None:
+    connection.read(b"POST")
+    connection.record.open_journal(OPENING.chance, is_alone=True).end()
+
+    assert not connection.record.is_held
 
 
 @given(st.lists(st.binary(max_size=9), max_size=9), st.integers(0, 80))
 def test_of_what_is_written_again_only_the_rest_goes_out(parts: list[bytes], num: int) -> None:
-    out = Written()
-    rest = RestTransport(out, num)  # type: ignore[arg-type]
-    parts = [BEGUN, *parts]
+    record = ConnectionRecord(None)
+    record.num_omitted = num
 
-    for part in parts:
-        rest.write(part)
+    out = b"".join([record.take_unsent(part) for part in parts])
 
-    assert out.data == b"".join(parts)[num:]
-    assert rest.owes_nothing == (num <= len(b"".join(parts)))
-    assert not out.is_aborted
+    assert out == b"".join(parts)[num:]
+    assert record.num_omitted == max(0, num - len(b"".join(parts)))
 
 
-def test_a_refusal_does_not_follow_what_had_begun() -> None:
-    out = Written()
+# -- counters --------------------------------------------------------------------------------------
 
-    RestTransport(out, 20).write(b"HTTP/1.1 503 Service Unavailable\r\n")  # type: ignore[arg-type]
 
-    assert out.is_aborted
-    assert not out.data
+@contextmanager
+def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = socket.create_connection(listener.getsockname())
+        server, _ = listener.accept()
+    with client, server:
+        yield client, server
 
 
 @given(st.lists(st.tuples(st.integers(1, 40_000), st.booleans()), max_size=12))
 def test_the_kernel_says_how_many_bytes_a_connection_has_taken(
     writes: list[tuple[int, bool]],
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        client = socket.create_connection(listener.getsockname())
-        server, _ = listener.accept()
-    with client, server:
+    with connected() as (client, server):
         server.setblocking(False)
-        begun, taken = num_sent_bytes(server.fileno()), 0
+        begun, taken = read_counters(server.fileno()).num_sent, 0
         for count, reads in writes:
             try:
                 taken += server.send(bytes(count))
@@ -234,130 +385,20 @@ def test_the_kernel_says_how_many_bytes_a_connection_has_taken(
                 reads = True
             if reads:
                 client.recv(30_000)
-            assert num_sent_bytes(server.fileno()) - begun == taken
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ignoring() -> Iterator[None]:
-    """Who keeps is told by a signal when there is something to take in."""
-    before = signal.signal(signal.SIGIO, signal.SIG_IGN)
-    yield
-    signal.signal(signal.SIGIO, before)
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-@given(
-    st.lists(
-        st.sampled_from(["begin", "answer", "ask", "void", "end", "lose", "take in"]), max_size=30
-    ),
-    st.data(),
-)
-def test_who_keeps_has_what_has_begun_and_not_ended(turns: list[str], data: st.DataObject) -> None:
-    """But for a request with which too many have died, and for what nobody can go on with."""
-    before = descriptors()
-    keep = Keep()
-    link = keep.open()
-    keeper = Keeper(link)
-    files: dict[int, JournalFile] = {}
-    losses: dict[int, int | None] = {}  # with the request that is under way, None while none is
-    for turn in turns:
-        number = data.draw(st.sampled_from(sorted(files))) if files else 0
-        if turn == "begin":
-            file = make_file()
-            begun = keeper.begin(file.descriptor, file.descriptor)
-            assert begun is not None
-            files[begun], losses[begun] = file, None
-        elif turn == "ask" and files:
-            files[number].append(ARRIVALS[0])
-            if losses[number] is None:
-                losses[number] = 0
-        elif turn == "answer" and files:
-            files[number].clear(NUM_READ)
-            losses[number] = None
-        elif turn == "void" and files:
-            files[number].void()
-            losses[number] = MAX_LOSSES
-        elif turn == "end" and files:
-            keeper.end(number)
-            files.pop(number).close()
-        elif turn == "take in":
-            keep.take_in()
-        elif turn == "lose":
-            link.close()
-            for n, count in list(losses.items()):
-                if n in files and count is not None:
-                    losses[n] = count + 1
-                    if count + 1 >= MAX_LOSSES:
-                        files.pop(n).close()
-            link = keep.open()
-            keeper = Keeper(link, dict.fromkeys(files))  # type: ignore[arg-type]
-    keep.take_in()
-
-    assert len(keep) == len(files)
-    link.close()
-    keep.close()
-    for file in files.values():
-        file.close()
-    assert descriptors() == before
+            assert read_counters(server.fileno()).num_sent - begun == taken
 
 
 @given(st.lists(st.tuples(st.integers(1, 9_000), st.booleans()), max_size=12))
 def test_the_kernel_says_how_many_bytes_of_a_connection_have_been_read(
     sent: list[tuple[int, bool]],
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        client = socket.create_connection(listener.getsockname())
-        server, _ = listener.accept()
-    with client, server:
-        begun, num_read = num_read_bytes(server.fileno()), 0
+    with connected() as (client, server):
+        begun, num_read = read_counters(server.fileno()).num_read, 0
         for count, reads in sent:
             client.sendall(bytes(count))
             if reads:
                 num_read += len(server.recv(4_000))
-            assert num_read_bytes(server.fileno()) - begun == num_read
-
-
-@given(
-    parts=st.lists(st.binary(min_size=1, max_size=99), min_size=1, max_size=4),
-    is_noted=st.booleans(),
-    is_torn=st.booleans(),
-    ends=st.booleans(),
-)
-def test_all_that_was_read_is_known(
-    parts: list[bytes], is_noted: bool, is_torn: bool, ends: bool
-) -> None:
-    """Whether the process died before it had written the last part down, or while it did."""
-    intake = Intake()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        client = socket.create_connection(listener.getsockname())
-        server, _ = listener.accept()
-    with client, server:
-        file = JournalFile.make(num_read_bytes(server.fileno()))
-        assert file is not None
-        for i, part in enumerate(parts):
-            client.sendall(part)
-            server.recv_into(intake.begin(7), len(part), socket.MSG_WAITALL)
-            if is_noted or i < len(parts) - 1:
-                num_sent, num_read = (f(server.fileno()) for f in (num_sent_bytes, num_read_bytes))
-                file.append(Arrival(num_sent, num_read, intake.read(len(part))))
-        if not is_noted and is_torn:
-            os.write(file.descriptor, b"\x30\0\0\0\x94")
-        if ends:
-            client.shutdown(socket.SHUT_WR)
-        kept = Kept(server.fileno(), file.descriptor, last_read=intake.last()[1])
-
-        if ends:  # the kernel counts it like a byte: it must not be taken for one
-            with pytest.raises(ValueError, match="the client has left"):
-                kept.known()
-        else:
-            for _ in range(2):
-                known = kept.known()
-                assert known.request == b"".join(parts)
-                assert known.num_read == num_read_bytes(server.fileno())
-        file.close()
+            assert read_counters(server.fileno()).num_read - begun == num_read
 
 
 def test_urgent_data_is_data_like_all_other() -> None:
@@ -373,38 +414,88 @@ def test_urgent_data_is_data_like_all_other() -> None:
         data = b""
         while len(data) < 12:
             data += server.recv(2)
-            assert num_read_bytes(server.fileno()) == len(data)
+            assert read_counters(server.fileno()).num_read == len(data)
     assert data == b"abcdefghijkl"
 
 
-def test_nothing_of_another_connection_is_left_to_read() -> None:
-    intake, seen = Intake(), []
-    inlet = Inlet(intake, SimpleNamespace(number=3, data_received=seen.append))  # type: ignore[arg-type]
-    inlet.get_buffer(0)[:6] = b"secret"
-
-    inlet.buffer_updated(6)
-
-    assert seen == [b"secret"]
-    assert not any(intake.last()[1])
+# -- the holder ------------------------------------------------------------------------------------
 
 
-def test_a_keeper_that_cannot_say_anything_keeps_nothing_and_says_it_later() -> None:
-    keep, read, write = Keep(), *os.pipe()
-    keeper = Keeper(keep.open())
+@pytest.fixture(scope="module", autouse=True)
+def ignoring() -> Iterator[None]:
+    """A holder is told by a signal when there is something to take in."""
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGIO, before)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@given(
+    st.lists(st.sampled_from(["begin", "void", "end", "lose", "take in"]), max_size=30),
+    st.data(),
+)
+def test_a_holder_has_what_has_begun_and_not_ended(turns: list[str], data: st.DataObject) -> None:
+    """But for connections with a journal that was void when its process ended."""
+    before = descriptors()
+    holder = ConnectionHolder()
+    end = holder.open()
+    link = HolderLink(end)
+    journals: dict[int, tuple[JournalMemory, int]] = {}
+    for turn in turns:
+        number = data.draw(st.sampled_from(sorted(journals))) if journals else 0
+        if turn == "begin":
+            memory, descriptor = JournalMemory.create(0, 0)
+            begun = link.begin(descriptor, descriptor)
+            assert begun is not None
+            journals[begun] = memory, descriptor
+        elif turn == "void" and journals:
+            journals[number][0].void()
+        elif turn == "end" and journals:
+            link.end(number)
+            close(*journals.pop(number))
+        elif turn == "take in":
+            holder.take_in()
+        elif turn == "lose":
+            end.close()
+            for n in [n for n, (memory, _) in journals.items() if memory.is_void]:
+                close(*journals.pop(n))
+            end = holder.open()
+            link = HolderLink(end, dict.fromkeys(journals, HeldConnection(0, 0)))
+    holder.take_in()
+
+    assert len(holder) == len(journals)
+    end.close()
+    holder.close()
+    for journal in journals.values():
+        close(*journal)
+    assert descriptors() == before
+
+
+def close(memory: JournalMemory, descriptor: int) -> None:
+    memory.close()
+    os.close(descriptor)
+
+
+def test_a_link_that_is_full_holds_nothing_and_says_later_what_has_ended() -> None:
+    holder, read, write = ConnectionHolder(), *os.pipe()
+    link = HolderLink(holder.open())
     numbers = []
-    while (number := keeper.begin(read, write)) is not None:
+    while (number := link.begin(read, write)) is not None:
         numbers.append(number)
         assert len(numbers) < 100_000
 
     for number in numbers:
-        keeper.end(number)
-    assert len(keep) == 0
-    keep.take_in()
-    assert len(keep) == len(numbers)
-    keeper.flush()
-    keep.take_in()
+        link.end(number)
+    assert len(holder) == 0
+    holder.take_in()
+    assert len(holder) == len(numbers)
+    link.flush()
+    holder.take_in()
 
-    assert len(keep) == 0
-    keep.close()
+    assert len(holder) == 0
+    holder.close()
     os.close(read)
     os.close(write)

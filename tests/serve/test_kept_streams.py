@@ -26,7 +26,7 @@ import pytest
 from dist_aclgraph.actors.host import processes
 from dist_aclgraph.actors.wire.messages import Submit
 from dist_aclgraph.ints import INT_BYTES
-from dist_aclgraph.serve.kept import MAX_LOSSES
+from dist_aclgraph.serve.resume.record import MAX_LOSSES
 from tests.serve.conftest import until
 from tests.serve.fake_engine import FakeEngine
 from tests.slow import slow
@@ -356,18 +356,31 @@ def test_a_request_right_behind_a_large_answer_goes_on_like_all_others(service: 
     assert answer.bodies == plain[0].bodies + plain[1].bodies
 
 
-def test_two_requests_at_once_on_one_connection_end_with_their_process(service: Service) -> None:
-    """Of the second one nobody else knows: better no answer than a wait for ever."""
+@pytest.mark.parametrize("num_before", [20, 200])
+def test_of_two_requests_at_once_on_one_connection_none_waits_for_ever(
+    service: Service, num_before: int
+) -> None:
+    """The process dies within the first answer, which goes on with the second one behind it, or
+    within the second, of which nobody else knows: then the connection ends.
+    """
+    [plain] = service.ask_all([KINDS["chat"]])
+    answer = Answer()
     with service.connect() as client, client.makefile("rb") as stream:
         client.sendall(KINDS["chat"])
-        assert stream.readline().startswith(b"HTTP/1.1 200")
+        service.wait_for_tokens(1)
         client.sendall(KINDS["chat"])
         service.wait_until_read(client)
+        with service.stopped_after(num_before):
+            service.kill()
 
-        service.kill()
-
-        with pytest.raises((AssertionError, OSError, ValueError)):
-            Answer().read(stream)
+        answer.read(stream)
+        assert answer.bodies == plain.bodies
+        if num_before < 150:
+            answer.read(stream)
+            assert answer.bodies == 2 * plain.bodies
+        else:
+            with pytest.raises((AssertionError, OSError, ValueError)):
+                answer.read(stream)
 
 
 def stop(pid: int) -> None:
@@ -635,6 +648,43 @@ def test_of_a_request_that_is_refused_in_the_end_nothing_comes_to_the_next(
         assert len(service.engine.submitted[-1].prompt) == INT_BYTES
 
 
+def test_an_answer_that_has_begun_is_not_refused_in_the_end(tmp_path: Path) -> None:
+    limit = tmp_path / "limit"
+    limit.write_text("1024")
+    with serving(limit=limit) as service, service.connect() as client:
+        client.sendall(post("completions", prompt="a b c", max_tokens=500, stream=True))
+        until(lambda: service.engine.metrics["generation_tokens"] > 80, WAIT_S)
+        limit.write_text("100")
+
+        service.kill()
+
+        answer = b""
+        with suppress(ConnectionResetError):
+            while more := client.recv(1 << 16):
+                answer += more
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert b"HTTP/1.1 400" not in answer
+        assert b"[DONE]" not in answer
+
+
+def test_without_keeping_connections_end_with_their_process_and_another_one_serves() -> None:
+    with serving(**{"recovery.keep_answers": False}) as service:
+        before = service.num_descriptors_at_rest()
+        plain = service.ask(KINDS["chat"])
+        with service.connect() as client, client.makefile("rb") as stream:
+            client.sendall(KINDS["chat"])
+            until(lambda: service.engine.num_running == 1, WAIT_S)
+            assert service.num_descriptors == before
+
+            service.kill()
+
+            with pytest.raises((AssertionError, OSError, ValueError)):
+                Answer().read(stream)
+        until(lambda: service.engine.num_running == 0, WAIT_S)
+        answer = service.ask(KINDS["chat"])
+        assert (answer.error, answer.bodies) == ("", plain.bodies)
+
+
 @pytest.mark.parametrize("ending", ["X-Request-Id: abc\r\n", slow("Connection: close\r\n")])
 def test_trailers_of_a_request_are_no_headers(service: Service, ending: str) -> None:
     data = KINDS["chat"].partition(b"\r\n\r\n")[2]
@@ -658,9 +708,10 @@ def test_a_request_at_which_processes_die_in_a_row_is_given_up() -> None:
         answers: list[Answer] = []
         asking = threading.Thread(target=lambda: answers.append(service.ask(KINDS["chat"])))
         asking.start()
-        until(lambda: service.engine.num_running > 0, WAIT_S)
+        submitted = service.engine.submitted
 
-        for _ in range(MAX_LOSSES):
+        for num_before in range(MAX_LOSSES):  # one that has not come to the request does not count
+            until(lambda num=num_before: len(submitted) > num, WAIT_S)
             service.kill()
 
         asking.join()

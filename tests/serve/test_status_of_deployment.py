@@ -32,10 +32,10 @@ def service(ray_cluster):
         state = open_state(
             config, Tokenizer(config.model), running, node_id=running.node_id, ask=running.outlook
         )
-        url, server, _ = open_port(state)
+        url, server = open_port(state)
         with httpx.Client(base_url=url, timeout=120) as http:
             yield SimpleNamespace(url=url, http=http)
-        server.should_exit = True
+        server.stop()
         state.client.close()
     finally:
         running.shut_down()

@@ -13,7 +13,7 @@ from dist_aclgraph.config import ServeConfig
 from dist_aclgraph.serve.access import read_access
 from dist_aclgraph.serve.api import make_api
 from dist_aclgraph.serve.front import Front
-from dist_aclgraph.serve.http_server import listen, make_server
+from dist_aclgraph.serve.http.server import HttpServer, listen
 from dist_aclgraph.serve.metrics import ENGINE_METRICS
 from tests.serve.browser import NOTHING, StatusPage, open_browser, rounding_of, value_of
 from tests.serve.conftest import SILENT_S, serving
@@ -186,8 +186,8 @@ def test_texts_of_the_service_are_never_markup(browser, own_service):
 def test_a_page_that_is_opened_during_the_start_says_so_and_shows_numbers_then(browser, service):
     front = Front("the service is starting")
     listener = listen("127.0.0.1", 0)
-    server = make_server(front, service.state.config.serve)
-    threading.Thread(target=server.run, args=([listener],), daemon=True).start()
+    server = HttpServer(service.state.config.serve, listener)
+    server.start(front)
     page = StatusPage(browser, f"http://127.0.0.1:{listener.getsockname()[1]}/")
     page.tab.wait_for_selector("#banner:not([hidden])", timeout=60_000)
     assert page.tab.inner_text("#banner") == "No new numbers: the service is starting."
@@ -197,7 +197,7 @@ def test_a_page_that_is_opened_during_the_start_says_so_and_shows_numbers_then(b
     page.wait_for_numbers()
     assert not page.tab.is_visible("#banner")
     page.close()
-    server.should_exit = True
+    server.stop()
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,10 @@
-"""Refusals that are ready before anybody asks: what a service without room has time for."""
+"""Refusals that are ready before a client asks: what a service without room has time for."""
 
 from __future__ import annotations
 
-import http
 from collections.abc import Iterable
+from functools import lru_cache
+from http.client import responses
 from typing import Protocol
 
 from starlette.responses import Response
@@ -16,13 +17,11 @@ class Refusal:
     """A response as it goes over the wire, but for the headers that differ by request."""
 
     def __init__(self, response: Response) -> None:
-        status = http.HTTPStatus(response.status_code)
-        line = f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode()
-        self._head = line + _lines(response.raw_headers)
+        self._head = status_line(response.status_code) + header_lines(response.raw_headers)
         self._body = b"\r\n" + bytes(response.body)
 
     def with_headers(self, headers: RawHeaders) -> bytes:
-        return self._head + _lines(headers) + self._body
+        return self._head + header_lines(headers) + self._body
 
 
 class GatedApp(Protocol):
@@ -39,5 +38,10 @@ class GatedApp(Protocol):
         ...
 
 
-def _lines(headers: RawHeaders) -> bytes:
+@lru_cache
+def status_line(status: int) -> bytes:
+    return f"HTTP/1.1 {status} {responses.get(status, '')}\r\n".encode()
+
+
+def header_lines(headers: RawHeaders) -> bytes:
     return b"".join([b"%b: %b\r\n" % header for header in headers])

@@ -1,0 +1,1 @@
+"""HTTP over TCP: the server, its connections, and the requests on them."""

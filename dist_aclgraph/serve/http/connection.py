@@ -1,0 +1,362 @@
+"""HttpConnection: one client's connection, with limits on what the client may send, and how slowly.
+
+No proxy stands in front of it: so it bounds headers, slow senders and slow readers itself. Its
+``ConnectionRecord`` writes down what another process needs to go on with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import urllib.parse
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import httptools
+from starlette.types import ASGIApp, Scope
+
+from dist_aclgraph.config import ServeConfig
+from dist_aclgraph.serve.edge import REQUEST_ID, request_name
+from dist_aclgraph.serve.errors import plain_error
+from dist_aclgraph.serve.http.deadline import Deadline
+from dist_aclgraph.serve.http.exchange import CLOSE, CLOSE_HEADER, Exchange
+from dist_aclgraph.serve.http.refusal import GatedApp, Refusal
+from dist_aclgraph.serve.resume.counters import hang_up
+from dist_aclgraph.serve.resume.holder import HolderLink
+from dist_aclgraph.serve.resume.journal import JOURNAL, RESUMED, Chance, Journal
+from dist_aclgraph.serve.resume.record import ConnectionRecord
+from dist_aclgraph.serve.sse import WRITE
+
+log = logging.getLogger(__name__)
+IDLE_S = 5.0  # from an answer to the next request
+
+
+@dataclass
+class ServerState:
+    """What all connections of a server share.
+
+    Attributes:
+        crowded: the answer on every connection beyond ``serve.max_connections``.
+        malformed: the answer to what is not HTTP.
+        link: to the process that holds connections; None where none outlives this process.
+        headers: of every response. The server renews the date.
+        tasks: those of requests that are being answered.
+    """
+
+    app: GatedApp
+    limits: ServeConfig
+    crowded: Refusal
+    malformed: Refusal
+    link: HolderLink | None
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    connections: set[HttpConnection] = field(default_factory=set)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+class HttpConnection(asyncio.BufferedProtocol):
+    """One connection. Owns its exchanges, which are answered one by one, and its deadlines.
+
+    Args:
+        record: of a connection that a previous process has left; it is parsed from ``resume`` on.
+
+    Attributes:
+        is_writable: set while nothing waits to be sent.
+    """
+
+    def __init__(self, server: ServerState, record: ConnectionRecord | None = None) -> None:
+        self.server = server
+        self.record = record or ConnectionRecord(server.link)
+        self.is_writable = asyncio.Event()
+        self.is_writable.set()
+        self._is_suspended = record is not None
+        self._limits = server.limits
+        self._loop = asyncio.get_running_loop()
+        self._parser = httptools.HttpRequestParser(self)
+        # Requests behind one that closes the connection are no fault of that one.
+        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._deadline = Deadline(self._loop, self._end_overdue)
+        self._stall: asyncio.TimerHandle | None = None  # rings for a client that does not read
+        self._is_crowded = False
+        self._exchanges: deque[Exchange] = deque()  # the first is being answered, the others wait
+        self._last: Exchange | None = None  # that of the last request whose headers are complete
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._is_in_headers = False
+        self._is_refused = False  # the request whose body is being read has its answer
+        # Bytes since a request, a chunk or a piece of a body began: of headers, of a chunk's
+        # extension, or of trailers, which the parser keeps.
+        self._num_header_bytes = 0
+        self._has_begun = False  # one of these, with the bytes that are being parsed
+
+    def resume(self) -> None:
+        """Parse what the previous process has read of a request, and what has come since."""
+        if not self.transport.is_closing():
+            self._is_suspended = False
+            self.transport.resume_reading()
+            self._parse(self.record.all_read())
+
+    def shut_down(self) -> None:
+        """Close the connection once the requests that have come are answered."""
+        for exchange in self._exchanges:
+            exchange.keeps_alive = False
+        if not self._exchanges:
+            self.transport.close()
+
+    # -- transport -------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.transport = transport
+        transport.set_write_buffer_limits(0)  # whatever waits to be sent pauses writing
+        own = transport.get_extra_info("socket")
+        self._descriptor = own.fileno()
+        self._own_address, self._client = _address(own.getsockname), _address(own.getpeername)
+        self.server.connections.add(self)
+        self._is_crowded = len(self.server.connections) > self._limits.max_connections
+        if not self._is_crowded:
+            self.record.hold(self._descriptor)
+        if not self.record.is_owed:
+            self._deadline.set(self._limits.header_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.server.connections.discard(self)
+        self._deadline.close()
+        self.resume_writing()
+        for exchange in self._exchanges:
+            exchange.disconnect()
+        hang_up(self._descriptor)
+        self.record.close()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self.record.read_buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        data = self.record.take_read(nbytes)
+        if not self._is_suspended:
+            self._parse(data)
+        elif self.record.is_held:
+            self.transport.pause_reading()  # the rest waits at the client
+        else:
+            self._abort("sends too much")
+
+    def pause_writing(self) -> None:
+        self.is_writable.clear()
+        self._stall = self._loop.call_later(self._limits.stall_s, self._abort, "does not read")
+
+    def resume_writing(self) -> None:
+        self.is_writable.set()
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+        self._settle()
+
+    # -- exchanges -------------------------------------------------------------------------------
+
+    @property
+    def takes_more(self) -> bool:
+        """Whether what is written is sent at once, as far as anybody knows."""
+        return self.is_writable.is_set() and not self.transport.is_closing()
+
+    def write(self, data: bytes) -> None:
+        self.transport.write(self.record.take_unsent(data))
+
+    def end_response(self) -> None:
+        """The first exchange is complete."""
+        exchange = self._exchanges.popleft()
+        if self.record.num_omitted:
+            self._abort("was told more than there is")
+        self.record.spend()
+        if not exchange.keeps_alive:
+            self.transport.close()
+        if self.transport.is_closing():
+            return
+        self.transport.resume_reading()
+        if self._exchanges:
+            self._start(self._exchanges[0])
+        elif self._is_quiet:
+            self._deadline.set(IDLE_S)
+        self._settle()
+
+    def _start(self, exchange: Exchange) -> None:
+        task = self._loop.create_task(exchange.run())
+        self.server.tasks.add(task)
+        task.add_done_callback(self.server.tasks.discard)
+
+    def _open_journal(self, exchange: Exchange, chance: Chance) -> Journal:
+        """Begin the journal of a request that is accepted."""
+        is_alone = exchange is self._last and len(self._exchanges) == 1 and not self._is_in_headers
+        is_alone = is_alone and not self.transport.is_closing()
+        return self.record.open_journal(chance, is_alone=is_alone)
+
+    @property
+    def _is_quiet(self) -> bool:
+        """Whether no request is under way, but for what has not been sent."""
+        has_more = self._last is not None and self._last.has_more
+        return not (self._exchanges or has_more or self._is_in_headers or self._is_refused)
+
+    def _settle(self) -> None:
+        """Bring the record up to date once a request has been answered."""
+        if not self.record.is_spent or self.transport.is_closing():
+            return  # the end of the connection is a part of the answer
+        if not self._is_quiet:
+            self.record.void()
+        elif self.is_writable.is_set():
+            self.record.clear()
+
+    # -- parser ----------------------------------------------------------------------------------
+
+    def _parse(self, data: bytes) -> None:
+        self._has_begun = False
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # the request is answered as it is; what follows is not HTTP
+        except httptools.HttpParserError:
+            if self._has_answered_all:
+                self.write(self.server.malformed.with_headers(self.server.headers))
+            self.transport.close()
+            return
+        self._num_header_bytes = 0 if self._has_begun else self._num_header_bytes + len(data)
+        if self._num_header_bytes > self._limits.max_header_bytes:
+            self.transport.close()  # there is no whole request that could be answered
+        if self._is_quiet:  # bytes that begin no request do not hold the connection
+            self._deadline.shorten(self._limits.header_s)
+        self._settle()
+
+    def on_message_begin(self) -> None:
+        self._url, self._headers = b"", []
+        self._is_in_headers = self._has_begun = True
+        self._deadline.set(self._limits.header_s)
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_in_headers:  # trailers of a body are ignored
+            self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        self._is_in_headers = False
+        # Reading a body ends with a 408 a little earlier, where the application reads it.
+        self._deadline.set(self._limits.body_s + self._limits.header_s)
+        resumed = self.record.take_resumed()
+        owed = resumed.journal if resumed is not None else None
+        size = len(self._url) + sum(len(name) + len(value) for name, value in self._headers)
+        app: ASGIApp = self.server.app
+        if size > self._limits.max_header_bytes:
+            app = plain_error(
+                431, f"the headers exceed {self._limits.max_header_bytes} bytes", CLOSE
+            )
+        elif owed is None and self._has_answered_all and self._refuse():
+            return
+        version = self._parser.get_http_version()
+        keeps_alive = version != "1.0" and self._parser.should_keep_alive()
+        exchange = Exchange(self, app, self._make_scope(version), keeps_alive=keeps_alive)
+        exchange.expects_continue = self._expects_continue and not (
+            resumed is not None and resumed.may_send_body
+        )
+        extensions = exchange.scope["extensions"] = {WRITE: exchange.write}
+        if owed is not None:
+            extensions |= {RESUMED: True, JOURNAL: lambda _: owed}
+        elif self.server.link is not None:
+            extensions[JOURNAL] = partial(self._open_journal, exchange)
+        self._last = exchange
+        self._exchanges.append(exchange)
+        if len(self._exchanges) == 1:
+            self._start(exchange)
+        else:
+            self.transport.pause_reading()
+
+    def on_chunk_header(self) -> None:
+        self._has_begun = True
+
+    def on_body(self, body: bytes) -> None:
+        self._has_begun = True
+        if not self._is_refused and self._last is not None:
+            self._last.take_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._is_refused and self._last is not None:
+            self._last.end_body()
+        self._is_refused = False
+        if self._exchanges:
+            self._deadline.clear()
+        else:
+            self._deadline.set(IDLE_S)
+
+    @property
+    def _expects_continue(self) -> bool:
+        return any(n == b"expect" and v.lower() == b"100-continue" for n, v in self._headers)
+
+    def _make_scope(self, version: str) -> Scope:
+        url = httptools.parse_url(self._url)
+        path = url.path.decode("ascii")
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": version,
+            "server": self._own_address,
+            "client": self._client,
+            "scheme": "http",
+            "root_path": "",
+            "method": self._parser.get_method().decode("ascii"),
+            "path": urllib.parse.unquote(path) if "%" in path else path,
+            "raw_path": url.path,
+            "query_string": url.query or b"",
+            "headers": self._headers,
+        }
+
+    # -- refusals --------------------------------------------------------------------------------
+
+    @property
+    def _has_answered_all(self) -> bool:
+        """Whether an answer would be the next on this connection, and somebody reads it."""
+        return not self._exchanges and self.takes_more
+
+    def _refuse(self) -> bool:
+        """Answer at once if the application refuses the request; return whether it does."""
+        refusal: Refusal | None = self.server.crowded
+        if not self._is_crowded:
+            refusal = self.server.app.refusal(self._parser.get_method(), self._url)
+        if refusal is None:
+            return False
+        given = next((value for name, value in self._headers if name == REQUEST_ID), b"")
+        headers = [*self.server.headers, (REQUEST_ID, request_name(given))]
+        # A client that waits for our word before it sends a body gets none, and sends no body.
+        keeps_alive = (
+            not self._is_crowded
+            and not self._expects_continue
+            and self._parser.get_http_version() == "1.1"
+            and self._parser.should_keep_alive()
+        )
+        if not keeps_alive:
+            headers.append(CLOSE_HEADER)
+        self.write(refusal.with_headers(headers))
+        self.record.spend()
+        if not keeps_alive:
+            self.transport.close()
+        self._is_refused = True
+        return True
+
+    # -- ends ------------------------------------------------------------------------------------
+
+    def _end_overdue(self) -> None:
+        if self._is_quiet:
+            self.transport.close()
+        else:
+            self._abort("sends too slowly")
+
+    def _abort(self, why: str) -> None:
+        log.info("a connection of %s was closed: it %s", self._client, why)
+        self.transport.abort()
+
+
+def _address(ask: Callable[[], Any]) -> tuple[str, int] | None:
+    """Return an address as ASGI has it; None where the client has gone already."""
+    try:
+        host, port, *_ = ask()
+    except OSError:
+        return None
+    return str(host), int(port)

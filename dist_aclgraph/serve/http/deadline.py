@@ -1,0 +1,54 @@
+"""Deadline: until when a client must have done what the server waits for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+
+class Deadline:
+    """Owns one timer, which rings once the deadline has passed.
+
+    A later deadline does not touch the timer: it rings too early then, and is wound up again.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_overdue: Callable[[], None]) -> None:
+        self._loop = loop
+        self._on_overdue = on_overdue
+        self._due_s: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = 0.0
+
+    def set(self, seconds: float) -> None:
+        """Give the client so much time from now on."""
+        self._due_s = self._loop.time() + seconds
+        if self._timer is None or self._due_s < self._timer_s:
+            self._wind_up(self._due_s)
+
+    def shorten(self, seconds: float) -> None:
+        """Give the client so much time from now on, unless it has less."""
+        if self._due_s is None or self._loop.time() + seconds < self._due_s:
+            self.set(seconds)
+
+    def clear(self) -> None:
+        """Wait for nothing."""
+        self._due_s = None
+
+    def close(self) -> None:
+        """Never ring again."""
+        self._due_s = None
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _wind_up(self, at_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._timer_s = self._loop.call_at(at_s, self._ring), at_s
+
+    def _ring(self) -> None:
+        self._timer = None
+        if self._due_s is not None:
+            if self._due_s > self._timer_s:
+                self._wind_up(self._due_s)
+            else:
+                self._on_overdue()

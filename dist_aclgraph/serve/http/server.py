@@ -1,0 +1,226 @@
+"""HttpServer: a listening socket, served by an event loop in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from email.utils import formatdate
+
+import uvloop
+
+from dist_aclgraph.config import ServeConfig
+from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.serve.errors import RETRY_AFTER_S, plain_error
+from dist_aclgraph.serve.http.connection import HttpConnection, ServerState
+from dist_aclgraph.serve.http.exchange import CLOSE
+from dist_aclgraph.serve.http.refusal import GatedApp, Refusal
+from dist_aclgraph.serve.open_files import allow_connections
+from dist_aclgraph.serve.resume.counters import hang_up
+from dist_aclgraph.serve.resume.holder import HeldConnection, HolderLink
+from dist_aclgraph.serve.resume.record import ConnectionRecord
+
+log = logging.getLogger(__name__)
+SEND_BUFFER_BYTES = 64 << 10  # of each connection; by itself it grows to megabytes
+BACKLOG = 4096  # connections that wait to be accepted; beyond, clients try again after a second
+BEAT_S = 1.0  # between two signs of life, and two dates
+LOOK_S = 0.05
+STOP_S = 5.0  # for replies that are on their way when the server is stopped
+
+
+class HttpServer:
+    """Owns a thread between start and stop, and closes the socket that it serves.
+
+    Args:
+        listener: of ``listen``; connections wait there until ``start``.
+        beat: called every second, from the event loop.
+        link: to the process that holds connections; None where none outlives this process.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        listener: socket.socket,
+        beat: Callable[[], None] = lambda: None,
+        link: HolderLink | None = None,
+    ) -> None:
+        self._limits = config
+        self._socket = listener
+        self._beat = beat
+        self._link = link
+        self._owed: list[HttpConnection] = []  # connections on which an answer has been promised
+        self._thread: threading.Thread | None = None
+        self._listening: Future[asyncio.AbstractEventLoop] = Future()
+        self._stopping = asyncio.Event()
+
+    @property
+    def port(self) -> int:
+        return int(self._socket.getsockname()[1])
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop, once the server listens."""
+        return self._listening.result()
+
+    def start(self, app: GatedApp) -> None:
+        """Answer requests from now on, also on connections that a previous process has left."""
+        max_held = allow_connections(self._limits.max_connections)
+        if self._link is not None:
+            self._link.max_held = max_held
+        self._thread = threading.Thread(target=self._run, args=[app], name="http", daemon=True)
+        self._thread.start()
+
+    def let_in(self, opens: Callable[[], None]) -> None:
+        """Have ``opens`` let new requests in, and go on with answers that a previous process has
+        promised; these come before new requests.
+
+        Args:
+            opens: called on the event loop. The application answers from then on.
+        """
+
+        async def let_in() -> None:
+            opens()
+            owed, self._owed = self._owed, []
+            for connection in owed:
+                connection.resume()
+
+        asyncio.run_coroutine_threadsafe(let_in(), self.loop).result()
+
+    def stop(self) -> None:
+        """Close the port; replies that are on their way get a few seconds. Idempotent."""
+        if self._thread is not None and self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self._stopping.set)
+            self._thread.join(2 * STOP_S)
+        with contextlib.suppress(OSError):
+            self._socket.close()
+
+    # -- on the event loop -----------------------------------------------------------------------
+
+    def _run(self, app: GatedApp) -> None:
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(self._serve(app))
+        except BaseException as e:
+            if not self._listening.done():
+                self._listening.set_exception(e)
+            raise
+
+    async def _serve(self, app: GatedApp) -> None:
+        loop = asyncio.get_running_loop()
+        state = _make_state(app, self._limits, self._link)
+        await self._take_over(state)
+        server = await loop.create_server(
+            lambda: HttpConnection(state), sock=self._socket, backlog=BACKLOG
+        )
+        self._listening.set_result(loop)
+        while not self._stopping.is_set():
+            state.headers[:] = _headers()
+            self._beat()
+            if self._link is not None:
+                self._link.flush()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), BEAT_S)
+        server.close()
+        await _drain(state)
+
+    async def _take_over(self, state: ServerState) -> None:
+        """Go on with the connections that a previous process has left."""
+        if self._link is None:
+            return
+        left, self._link.left = self._link.left, {}
+        found = [await self._take(state, self._link, *each) for each in left.items()]
+        taken = [connection for connection in found if connection is not None]
+        for connection in taken:
+            if connection.record.is_owed:
+                self._owed.append(connection)
+            else:
+                connection.resume()
+        if left:
+            log.info("%d of %d connections of the previous process go on", len(taken), len(left))
+
+    async def _take(
+        self, state: ServerState, link: HolderLink, number: int, held: HeldConnection
+    ) -> HttpConnection | None:
+        own = socket.socket(fileno=held.connection)
+        own.setblocking(False)
+        try:
+            record = ConnectionRecord.take_over(link, number, held)
+            with contextlib.ExitStack() as stack:
+                stack.callback(record.close)
+                connection = HttpConnection(state, record)
+                loop = asyncio.get_running_loop()
+                await loop.connect_accepted_socket(lambda: connection, own)
+                stack.pop_all()
+            return connection
+        except (OSError, ValueError) as e:
+            log.warning("a connection that a previous process has left ends: %s", e)
+            hang_up(held.connection)
+            own.close()
+            return None
+        finally:
+            os.close(held.journal)
+
+
+def _make_state(app: GatedApp, limits: ServeConfig, link: HolderLink | None) -> ServerState:
+    crowded = plain_error(
+        503,
+        f"{limits.max_connections} connections are open; try again later",
+        {"Retry-After": str(RETRY_AFTER_S)},
+    )
+    malformed = plain_error(400, "this is no HTTP request", CLOSE)
+    return ServerState(app, limits, Refusal(crowded), Refusal(malformed), link, _headers())
+
+
+def _headers() -> list[tuple[bytes, bytes]]:
+    """Return what each response says beside what the application says."""
+    return [(b"date", formatdate(usegmt=True).encode())]
+
+
+async def _drain(state: ServerState) -> None:
+    """Let replies that are on their way end, then end all connections."""
+    until_s = asyncio.get_running_loop().time() + STOP_S
+    for connection in list(state.connections):
+        connection.shut_down()
+    while (state.connections or state.tasks) and asyncio.get_running_loop().time() < until_s:
+        await asyncio.sleep(LOOK_S)
+    for connection in list(state.connections):
+        connection.transport.abort()
+    for task in list(state.tasks):
+        task.cancel()
+    await asyncio.sleep(0)  # the connections end
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, proto)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # Connections inherit both. "Urgent" data (RFC 6093) is data like all other, else what
+            # waits to be read could not be counted (``counters.py``).
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as e:
+        raise ConfigError(
+            f"serve.port is {port}: {host}:{port} cannot be bound ({e.strerror}); "
+            "choose another with serve.port=N"
+        ) from e
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,1 @@
+"""Connections that outlive the process which answers on them (ADR 27)."""

@@ -1,0 +1,203 @@
+"""Connections, with their journals, that are held by two processes, so that they outlive one.
+
+The supervisor (``ConnectionHolder``) starts the process that serves HTTP. That process
+(``HolderLink``) sends the supervisor the descriptors of each connection and of its journal, and
+says when the connection has ended. When the process is killed, only its own descriptors are closed.
+The next process is forked with those of the supervisor, and goes on.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import itertools
+import os
+import socket
+import sys
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from dist_aclgraph.serve.resume.memory import is_void
+
+NUM_DESCRIPTORS = 2
+MESSAGE_BYTES = 64 << 10
+MAX_ENDED = 4096  # in one message
+
+
+class HolderMessage(msgspec.Struct, frozen=True):
+    """What a process says of its connections, by their numbers.
+
+    Attributes:
+        begun: a new connection, whose two descriptors come with the message; 0 for none.
+    """
+
+    ended: tuple[int, ...] = ()
+    begun: int = 0
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(HolderMessage).decode
+
+
+class HeldConnection(NamedTuple):
+    """The descriptors of a connection and of its journal."""
+
+    connection: int
+    journal: int
+
+    def close(self) -> None:
+        os.close(self.connection)
+        os.close(self.journal)
+
+
+@dataclass
+class HolderLink:
+    """The end of the process that answers; for one thread.
+
+    Attributes:
+        left: connections that the previous process has left, by their numbers.
+        max_held: how many connections may be held at once.
+    """
+
+    link: socket.socket | None = None
+    left: dict[int, HeldConnection] = field(default_factory=dict)
+    max_held: int = sys.maxsize
+    _ended: list[int] = field(default_factory=list)  # not said yet
+
+    def __post_init__(self) -> None:
+        self._numbers = itertools.count(max(self.left, default=0) + 1)
+        self._num_held = len(self.left)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more connection may be held."""
+        return self.link is not None and self._num_held < self.max_held
+
+    def begin(self, connection: int, journal: int) -> int | None:
+        """Have a connection held; return its number, or None where that is impossible."""
+        if not self.has_room:
+            return None
+        number = next(self._numbers)
+        if not self._tell(number, [connection, journal]):
+            return None
+        self._num_held += 1
+        return number
+
+    def end(self, number: int) -> None:
+        """Say that a connection has ended."""
+        self._num_held -= 1
+        self._ended.append(number)
+        self.flush()
+
+    def flush(self) -> None:
+        """Say what could not be said before."""
+        while self._ended and self._tell(0, []):
+            pass
+
+    def _tell(self, begun: int, descriptors: list[int]) -> bool:
+        if self.link is None:
+            return False
+        ended = tuple(self._ended[:MAX_ENDED])
+        rights = array.array("i", descriptors)
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if descriptors else []
+        try:
+            self.link.sendmsg([_encode(HolderMessage(ended, begun))], ancillary)
+        except OSError:  # the socket is full, too many descriptors are in it, or nobody reads it
+            return False
+        del self._ended[: len(ended)]
+        return True
+
+
+class ConnectionHolder:
+    """The end of the supervisor. Owns the descriptors that it holds."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, HeldConnection] = {}
+        self._link: socket.socket | None = None
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def open(self) -> socket.socket:
+        """Return the other end of a new link, for a process that is forked next.
+
+        SIGIO tells this process that a message has come; the signal must not end the process.
+        """
+        self._lose()
+        mine, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        mine.setblocking(False)
+        others.setblocking(False)
+        fcntl.fcntl(mine, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(mine, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+        self._link = mine
+        return others
+
+    def become_link(self, others: socket.socket) -> HolderLink:
+        """Return the link of a process that was forked. This object holds nothing any more."""
+        self._close_link()
+        left, self._held = self._held, {}
+        return HolderLink(others, left)
+
+    def take_in(self) -> None:
+        """Read what has been said."""
+        while self._link is not None:
+            try:
+                text, ancillary, flags, _ = self._link.recvmsg(
+                    MESSAGE_BYTES,
+                    socket.CMSG_SPACE(NUM_DESCRIPTORS * array.array("i").itemsize),
+                    socket.MSG_CMSG_CLOEXEC,
+                )
+            except BlockingIOError:
+                return
+            except OSError:
+                text, ancillary, flags = b"", [], 0
+            descriptors = _descriptors(ancillary)
+            if not text:
+                self._close_link()
+                return
+            message = _decode(text)
+            for number in message.ended:
+                if (held := self._held.pop(number, None)) is not None:
+                    held.close()
+            if (
+                message.begun
+                and len(descriptors) == NUM_DESCRIPTORS
+                and not flags & socket.MSG_CTRUNC
+            ):
+                self._held[message.begun] = HeldConnection(*descriptors)
+            else:  # this process may not open more: the connection ends with its process
+                for descriptor in descriptors:
+                    os.close(descriptor)
+
+    def close(self) -> None:
+        """Hold nothing. Idempotent."""
+        self._close_link()
+        for held in self._held.values():
+            held.close()
+        self._held.clear()
+
+    def _lose(self) -> None:
+        """Take in what the process that has ended said last; end connections that it has voided."""
+        self.take_in()
+        self._close_link()
+        for number, held in list(self._held.items()):
+            if is_void(held.journal):
+                del self._held[number]
+                held.close()
+
+    def _close_link(self) -> None:
+        if self._link is not None:
+            with contextlib.suppress(OSError):
+                self._link.close()
+            self._link = None
+
+
+def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    found = array.array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    return list(found)

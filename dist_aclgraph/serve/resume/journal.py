@@ -1,0 +1,142 @@
+"""Journal: what another process must know of a request that is being answered, to go on with it.
+
+An answer is a function of the request, of what is left to chance, and of the deltas that came.
+The request is in the journal's memory as it came (``memory.py``). What is left to chance is written
+down when the request is accepted, and each delta before anything of it is sent. Another process
+makes the same bytes again, leaves out those that have been sent, and goes on.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from dist_aclgraph.serve.resume.memory import JournalMemory
+from dist_aclgraph.steps.delta import FinishReason, RequestDelta
+from dist_aclgraph.steps.step import RowLogprobs
+
+JOURNAL = "dist_aclgraph.journal"  # what a server of ours offers in the extensions of its scope
+RESUMED = "dist_aclgraph.resumed"  # and where another process has accepted the request
+
+
+class Chance(msgspec.Struct, frozen=True):
+    """What nobody but chance decides of an answer, drawn once."""
+
+    name: str  # of the reply, behind its prefix
+    created_s: int
+    seed: int  # where the request brings none
+
+    @classmethod
+    def draw(cls, seed: int) -> Chance:
+        return cls(secrets.token_hex(12), int(time.time()), seed)
+
+
+class Opening(msgspec.Struct, frozen=True, array_like=True):
+    """The first record of a request: it has been accepted.
+
+    Attributes:
+        num_sent: bytes that the connection had been given before the response.
+    """
+
+    num_sent: int
+    chance: Chance
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """A record behind the first one: what one delta brought to one choice."""
+
+    index: int  # of the choice
+    token_ids: bytes
+    finish_reason: FinishReason | None
+    logprobs: tuple[RowLogprobs | None, ...]
+    num_cached_tokens: int
+    error: str
+    error_kind: str
+
+    @classmethod
+    def of_delta(cls, index: int, delta: RequestDelta) -> Entry:
+        return cls(
+            index,
+            delta.token_ids,
+            delta.finish_reason,
+            delta.logprobs,
+            delta.num_cached_tokens,
+            delta.error,
+            delta.error_kind,
+        )
+
+    def delta(self, request_id: str) -> RequestDelta:
+        return RequestDelta(
+            request_id,
+            self.token_ids,
+            self.finish_reason,
+            self.logprobs,
+            self.num_cached_tokens,
+            self.error,
+            self.error_kind,
+        )
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_opening = msgspec.msgpack.Decoder(Opening).decode
+_decode_entry = msgspec.msgpack.Decoder(Entry).decode
+
+
+class Journal:
+    """The journal of one accepted request.
+
+    Args:
+        entries: what a previous process has written down.
+        is_resumed: whether a previous process has accepted the request.
+        memory: what entries are written to; without it nothing is kept.
+        on_end: called once, when nobody writes any more.
+    """
+
+    def __init__(
+        self,
+        chance: Chance,
+        entries: tuple[Entry, ...] = (),
+        *,
+        is_resumed: bool = False,
+        memory: JournalMemory | None = None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.chance = chance
+        self.is_resumed = is_resumed
+        self._entries = entries
+        self._memory = memory
+        self._on_end = on_end
+
+    def take_entries(self) -> tuple[Entry, ...]:
+        """Return what a previous process has written down; once, as it may be large."""
+        entries, self._entries = self._entries, ()
+        return entries
+
+    def note(self, index: int, delta: RequestDelta) -> None:
+        """Write down what a choice gets, before it is sent."""
+        if self._memory is not None:
+            entry = Entry.of_delta(index, delta)
+            if not self._memory.append(_encode(entry)):
+                self.end()
+
+    def end(self) -> None:
+        """Write nothing any more. Idempotent."""
+        if self._memory is not None:
+            self._memory = None
+            self._on_end()
+
+
+def write_opening(memory: JournalMemory, opening: Opening) -> bool:
+    """Write down that a request has been accepted; return whether there was room."""
+    return memory.append(_encode(opening))
+
+
+def read_records(memory: JournalMemory) -> tuple[Opening | None, tuple[Entry, ...]]:
+    """Return what a journal holds beside the request; None while nobody has accepted it."""
+    records = memory.records()
+    if not records:
+        return None, ()
+    return _decode_opening(records[0]), tuple(map(_decode_entry, records[1:]))

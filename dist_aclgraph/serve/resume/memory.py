@@ -1,0 +1,170 @@
+"""JournalMemory: the journal of one connection, in memory that outlives the process that writes it.
+
+| offset | content |
+| --- | --- |
+| 0 | the slot in force, 1 or 2; 0 says that the journal is void |
+| 8 | slot 1, then slot 2, of four words each: see ``_NUM_READ`` and the names behind it |
+| ``REQUEST_AT`` | the request |
+| ``RECORDS_AT`` | the records, each behind its length |
+
+The kernel reads a connection straight into the part of the request, so that no byte is read and
+missing here. The kernel also says how many bytes there are (``counters.py``): those that have been
+read of the connection, less those that had been read when the journal was cleared.
+
+A process may be killed between any two instructions. Each change therefore takes effect with one
+store of one word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+
+READ_BYTES = 64 << 10  # of one connection, at once
+REQUEST_BYTES = RECORD_BYTES = 8 << 20  # an answer that needs more ends with its process
+REQUEST_AT = mmap.PAGESIZE
+RECORDS_AT = REQUEST_AT + REQUEST_BYTES
+SIZE = RECORDS_AT + RECORD_BYTES
+STAYING_BYTES = 16 << 10  # a journal that has used more gives its memory back when it is cleared
+_LENGTH = struct.Struct("=I")
+_WORD = struct.Struct("=Q")
+_VOID = 0
+_SLOT_WORDS = 4
+# The words of a slot: bytes of the connection that had been read, and sent, when the journal was
+# cleared; where the next record begins; processes that died with the request.
+_NUM_READ, _NUM_SENT, _RECORDS_END, _NUM_LOSSES = range(_SLOT_WORDS)
+
+
+class JournalMemory:
+    """One connection's journal. Owns the mapping, and with it a descriptor.
+
+    Args:
+        descriptor: of memory that ``create`` has made; the caller closes it.
+
+    Attributes:
+        num_read: bytes of the connection that had been read when the journal was cleared.
+        num_sent: bytes of the connection that had been sent then.
+        is_void: whether the journal lacks something that was read or sent.
+
+    Raises:
+        OSError: the memory cannot be mapped.
+        ValueError: the journal is void.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._map = mmap.mmap(descriptor, SIZE)
+        self._records_end = 0
+        with memoryview(self._map) as whole:
+            self._words = whole[:REQUEST_AT].cast("Q")
+            self._request = whole[REQUEST_AT:RECORDS_AT]
+        self.is_void = self._words[0] == _VOID
+        if self.is_void:
+            self.close()
+            raise ValueError("the journal lacks something that was read or sent")
+        self._use_slot(self._words[0])
+
+    @classmethod
+    def create(cls, num_read: int, num_sent: int) -> tuple[JournalMemory, int]:
+        """Return an empty journal, and a descriptor of its memory, which the caller closes.
+
+        Args:
+            num_read, num_sent: bytes of the connection so far.
+
+        Raises:
+            OSError: the system has no room for it.
+        """
+        descriptor = os.memfd_create("journal", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, SIZE)
+            os.pwrite(descriptor, b"".join(map(_WORD.pack, (1, num_read, num_sent))), 0)
+            return cls(descriptor), descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def request_buffer(self, start: int) -> memoryview:
+        """Return where more of the request is read to; it is empty where no room is left."""
+        return self._request[start : start + READ_BYTES]
+
+    def request(self, start: int, end: int) -> bytes:
+        """Return a part of the request."""
+        return self._map[REQUEST_AT + start : REQUEST_AT + end]
+
+    def append(self, record: bytes) -> bool:
+        """Add a record and return True; where it has no room, the journal becomes void."""
+        end = self._records_end + _LENGTH.size + len(record)
+        if end > RECORD_BYTES:
+            self.void()
+        if self.is_void:
+            return False
+        self._map[RECORDS_AT + self._records_end : RECORDS_AT + end] = (
+            _LENGTH.pack(len(record)) + record
+        )
+        self._words[self._slot_at + _RECORDS_END] = self._records_end = end
+        return True
+
+    def records(self) -> list[bytes]:
+        """Return all records."""
+        start, end = RECORDS_AT, RECORDS_AT + self._records_end
+        found = []
+        while start < end:
+            (length,) = _LENGTH.unpack_from(self._map, start)
+            start += _LENGTH.size
+            found.append(self._map[start : start + length])
+            start += length
+        return found
+
+    def count_loss(self) -> int:
+        """Count a process that died with the request; return how many did so far."""
+        at = self._slot_at + _NUM_LOSSES
+        self._words[at] += 1
+        return self._words[at]
+
+    def void(self) -> None:
+        """Say that nobody can go on from here, until the journal is cleared. Idempotent."""
+        if not self.is_void:
+            self.is_void = True
+            self._words[0] = _VOID
+            self._give_back()
+
+    def clear(self, num_read: int, num_sent: int) -> None:
+        """Begin anew: all requests have been answered.
+
+        Args:
+            num_read, num_sent: bytes of the connection so far.
+        """
+        num_used = max(num_read - self.num_read, self._records_end)
+        slot = 3 - self._slot
+        at = 1 + (slot - 1) * _SLOT_WORDS
+        for i, word in enumerate((num_read, num_sent, 0, 0)):
+            self._words[at + i] = word
+        self._words[0] = slot
+        self._use_slot(slot)
+        self.is_void = False
+        if num_used > STAYING_BYTES:
+            self._give_back()
+
+    def close(self) -> None:
+        """End the mapping; the memory stays for as long as another process has it."""
+        self._words.release()
+        self._request.release()
+        with contextlib.suppress(BufferError):  # the event loop is reading into it
+            self._map.close()
+
+    def _use_slot(self, slot: int) -> None:
+        self._slot = slot
+        self._slot_at = at = 1 + (slot - 1) * _SLOT_WORDS
+        self.num_read, self.num_sent = self._words[at + _NUM_READ], self._words[at + _NUM_SENT]
+        self._records_end = self._words[at + _RECORDS_END]
+
+    def _give_back(self) -> None:
+        """Give memory back to the system; it reads as zeros then."""
+        with contextlib.suppress(OSError):
+            self._map.madvise(mmap.MADV_REMOVE, REQUEST_AT, SIZE - REQUEST_AT)
+
+
+def is_void(descriptor: int) -> bool:
+    """Return whether nobody can go on with the journal in this memory."""
+    return os.pread(descriptor, _WORD.size, 0) in (b"", bytes(_WORD.size))

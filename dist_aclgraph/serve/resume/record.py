@@ -1,0 +1,223 @@
+"""ConnectionRecord: what another process needs to go on with one connection."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from dist_aclgraph.serve.resume.counters import read_counters
+from dist_aclgraph.serve.resume.holder import HeldConnection, HolderLink
+from dist_aclgraph.serve.resume.journal import (
+    Chance,
+    Entry,
+    Journal,
+    Opening,
+    read_records,
+    write_opening,
+)
+from dist_aclgraph.serve.resume.memory import READ_BYTES, JournalMemory
+
+MAX_LOSSES = 3  # processes that died with one request: it may be the cause
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_scratch = memoryview(bytearray(READ_BYTES))  # what comes over a connection that is not held
+
+
+class Resumed(NamedTuple):
+    """What a previous process has done with a request.
+
+    Attributes:
+        journal: of the answer; None where the request had not been accepted.
+        may_send_body: whether the client has been told to send its body.
+    """
+
+    journal: Journal | None
+    may_send_body: bool
+
+
+class ConnectionRecord:
+    """The record of one connection. Owns its journal's memory, and counts what is read and sent.
+
+    The journal holds one request and its answer. Where more than these is under way, or where the
+    memory has no room, the journal is void, and the connection ends with this process.
+
+    Args:
+        link: to the process that holds connections; None where no connection outlives this one.
+
+    Attributes:
+        is_spent: whether a request in the journal has been answered.
+        num_omitted: bytes of the answer that a previous process has sent.
+    """
+
+    def __init__(self, link: HolderLink | None) -> None:
+        self.is_spent = False
+        self.num_omitted = 0
+        self._link = link
+        self._descriptor = -1
+        self._number = 0  # by which the connection is held
+        self._memory: JournalMemory | None = None
+        self._num_read = self._num_sent = 0
+        self._journal: Journal | None = None  # of the request that is being answered
+        self._resumed: Resumed | None = None
+
+    @classmethod
+    def take_over(cls, link: HolderLink, number: int, held: HeldConnection) -> ConnectionRecord:
+        """Return the record of a connection that a previous process has left.
+
+        Raises:
+            OSError, ValueError: nobody can go on with the connection.
+        """
+        record = cls(link)
+        record._number = number
+        try:
+            record._resume(held)
+        except BaseException:
+            record.close()
+            raise
+        return record
+
+    def _resume(self, held: HeldConnection) -> None:
+        self._num_read, self._num_sent, is_open = read_counters(held.connection)
+        if not is_open:
+            raise ValueError("the client has left")
+        self._memory = memory = JournalMemory(held.journal)
+        opening, entries = read_records(memory)
+        if self._num_request and memory.count_loss() >= MAX_LOSSES:
+            raise ValueError(f"{MAX_LOSSES} processes died with its request")
+        num_sent = self._num_sent - (opening or memory).num_sent
+        if opening is not None:
+            self.num_omitted = num_sent
+            self._begin_journal(opening.chance, entries, is_resumed=True)
+        elif num_sent not in (0, len(CONTINUE)):
+            raise ValueError("a response has begun that cannot be made again")
+        self._resumed = Resumed(self._journal, may_send_body=bool(num_sent or opening))
+
+    # -- connection ------------------------------------------------------------------------------
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the connection outlives this process, with what is under way."""
+        return self._memory is not None and not self._memory.is_void
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether a previous process has accepted a request whose answer has not begun again."""
+        return self._resumed is not None and self._resumed.journal is not None
+
+    def hold(self, descriptor: int) -> None:
+        """Have the connection held, if there is room. Nothing may be under way on it."""
+        self._descriptor = descriptor
+        if self._memory is not None or self._link is None or not self._link.has_room:
+            return
+        try:
+            self._num_read, self._num_sent, _ = read_counters(self._descriptor)
+            memory, descriptor = JournalMemory.create(self._num_read, self._num_sent)
+        except OSError:
+            return
+        number = self._link.begin(self._descriptor, descriptor)
+        os.close(descriptor)
+        if number is None:
+            memory.close()
+        else:
+            self._number, self._memory = number, memory
+
+    def close(self) -> None:
+        """The connection has ended."""
+        if self._journal is not None:
+            self._journal.end()
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+        if self._number and self._link is not None:
+            self._link.end(self._number)
+            self._number = 0
+
+    # -- bytes -----------------------------------------------------------------------------------
+
+    def read_buffer(self) -> memoryview:
+        """Return where the next bytes of the connection are to be read to."""
+        if self._memory is not None and not self._memory.is_void:
+            if buffer := self._memory.request_buffer(self._num_request):
+                return buffer
+            self.void()
+        return _scratch
+
+    def take_read(self, num_bytes: int) -> bytes:
+        """Count bytes that have been read to ``read_buffer``, and return them."""
+        begin = self._num_request
+        self._num_read += num_bytes
+        if self._memory is None or self._memory.is_void:
+            return bytes(_scratch[:num_bytes])
+        return self._memory.request(begin, begin + num_bytes)
+
+    def all_read(self) -> bytes:
+        """Return all that has been read of a request, by this process and the previous one."""
+        return b"" if self._memory is None else self._memory.request(0, self._num_request)
+
+    def take_unsent(self, data: bytes) -> bytes:
+        """Count bytes that are to be sent; return them without those sent by a previous process."""
+        if self.num_omitted:
+            unsent = data[self.num_omitted :]
+            self.num_omitted -= len(data) - len(unsent)
+            data = unsent
+        self._num_sent += len(data)
+        return data
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def take_resumed(self) -> Resumed | None:
+        """Return what a previous process has done with the first request; None for all others."""
+        resumed, self._resumed = self._resumed, None
+        return resumed
+
+    def open_journal(self, chance: Chance, *, is_alone: bool) -> Journal:
+        """Begin the journal of a request that is accepted.
+
+        Args:
+            is_alone: whether nothing else is under way on the connection.
+        """
+        memory = self._memory
+        if memory is None or memory.is_void or self.is_spent or not is_alone:
+            return Journal(chance)
+        if not write_opening(memory, Opening(self._num_sent, chance)):
+            return Journal(chance)
+        return self._begin_journal(chance)
+
+    def spend(self) -> None:
+        """A request in the journal has been answered: nothing can be added."""
+        self.is_spent = True
+        journal, self._journal = self._journal, None
+        if journal is not None:
+            journal.end()
+
+    def clear(self) -> None:
+        """Begin anew: all requests have been answered, and all answers sent."""
+        self.is_spent = False
+        if self._memory is None:
+            self.hold(self._descriptor)
+        else:
+            self._memory.clear(self._num_read, self._num_sent)
+
+    def void(self) -> None:
+        """Say that nobody can go on with what is under way on the connection."""
+        if self._memory is not None:
+            self._memory.void()
+        if self._journal is not None:
+            self._journal.end()
+
+    @property
+    def _num_request(self) -> int:
+        """Bytes of the journal's request."""
+        return 0 if self._memory is None else self._num_read - self._memory.num_read
+
+    def _begin_journal(
+        self, chance: Chance, entries: tuple[Entry, ...] = (), *, is_resumed: bool = False
+    ) -> Journal:
+        def end() -> None:
+            if self._journal is journal:  # its answer is not complete
+                self._journal = None
+                self.void()
+
+        self._journal = journal = Journal(
+            chance, entries, is_resumed=is_resumed, memory=self._memory, on_end=end
+        )
+        return journal
