@@ -33,6 +33,7 @@ class FakeRanks:
         holds_another_plan: a rank that adopts something else.
         leaks: a rank that does not get a stream back.
         breaks: a rank whose device refuses this action.
+        keeps_bytes: a rank that holds more bytes behind a release than before.
         counts: whether the devices count what graphs take.
     """
 
@@ -42,6 +43,7 @@ class FakeRanks:
     digests: dict[tuple[int, BatchDescriptor], str] = field(default_factory=dict)
     holds_another_plan: int | None = None
     leaks: int | None = None
+    keeps_bytes: int | None = None
     breaks: tuple[int, GraphAction] | None = None
     counts: bool = True
 
@@ -95,6 +97,7 @@ class FakeRanks:
             message="as told" if failure else "",
             plan_hash=held or "",
             cost=cost,
+            live_bytes=512 * (action == "release" and state.rank == self.keeps_bytes),
             free_streams=state.streams - len(state.captured) if self.counts else None,
         )
 

@@ -191,6 +191,13 @@ def test_a_rank_that_does_not_get_its_streams_back_ends_the_start() -> None:
         run(group)
 
 
+def test_a_rank_that_does_not_get_its_bytes_back_ends_the_start() -> None:
+    group = FakeRanks(failures={(1, decode_graph(8)): "operator"}, keeps_bytes=0)
+
+    with pytest.raises(CaptureError, match="rank 0 did not get back 0 streams and 512 bytes"):
+        run(group)
+
+
 def test_ranks_whose_device_does_not_count_prove_their_bytes_alone() -> None:
     group = FakeRanks(failures={(1, decode_graph(8)): "operator"}, leaks=0, counts=False)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from unittest.mock import Mock, patch
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from dist_aclgraph.actors.cluster.placement import (
     BundleRequest,
     Node,
     has_places,
+    leading_node,
     plan_bundles,
     rank_order,
 )
@@ -270,3 +272,19 @@ def test_npus_that_ray_does_not_know_are_refused() -> None:
 
 def test_tensor_parallel_groups_stay_on_a_node_unless_the_configuration_says_so() -> None:
     assert not make_config({"model": "m"}).parallel.tp_across_nodes
+
+
+@given(layouts(), clusters, st.data())
+def test_the_node_that_leads_a_group_is_that_of_its_first_rank(
+    layout: ParallelLayout, nodes: list[Node], data: st.DataObject
+) -> None:
+    """There its engine starts, and its ranks meet."""
+    landed = [
+        (data.draw(st.sampled_from(nodes)).node_id, (npu,)) for npu in range(layout.world_size)
+    ]
+    table = {"bundles_to_node_id": {i: node for i, (node, _) in enumerate(landed)}}
+
+    with patch("dist_aclgraph.actors.cluster.placement.placement_group_table", lambda group: table):
+        leading = leading_node(Mock())
+
+    assert leading == landed[rank_order(landed)[0]][0]

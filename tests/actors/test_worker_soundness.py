@@ -16,7 +16,7 @@ from dist_aclgraph.actors.worker.worker import Worker
 from dist_aclgraph.config import make_config
 from dist_aclgraph.device.bad_memory import MemoryRange
 from dist_aclgraph.errors import DeviceError, DeviceFault, EngineDeadError
-from dist_aclgraph.steps.step import Pause
+from dist_aclgraph.steps.step import Pause, StepPlan, StepResult
 
 
 class Channel:
@@ -136,3 +136,55 @@ def test_an_engine_that_is_gone_when_it_is_answered_says_nothing_of_the_device(
     run(worker)
 
     assert leaves(worker)
+
+
+class Answered:
+    """Brings one step, and keeps what it is answered; the error comes behind the answer."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self._plans: list[StepPlan] = [plan]
+        self.sent: list[Any] = []
+
+    def receive(self, epoch: int) -> Any:
+        return self._plans.pop() if self._plans else None
+
+    def has_message(self) -> bool:
+        return False
+
+    def send(self, result: Any) -> None:
+        self.sent.append(result)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def test_an_error_behind_the_last_answer_is_none_of_the_step_that_was_answered(
+    make_worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine has done with that step, and would not look at its error."""
+    worker = make_worker(None, "link")
+    plan = StepPlan(1, 7, worker._plan.version, None, ())
+    channel = Answered(plan)
+    monkeypatch.setattr(module, "StepReceiver", lambda address: channel)
+    runner = worker._stage.runner
+    runner.launch = lambda step, dp, rank, report: report(StepResult(1, step.step, rank))
+    runner.prepare_next.side_effect = DeviceError("a link is gone")
+
+    run(worker)
+
+    answer, failure = channel.sent
+    assert (answer.step, answer.error) == (plan.step, "")
+    assert (failure.error, failure.fault) == ("a link is gone", "link")
+    assert failure.step > plan.step
+
+
+def test_a_worker_that_has_left_its_group_has_a_new_lease_for_the_next(make_worker: Any) -> None:
+    worker = make_worker(None, None)
+    run(worker)
+    before = worker._lease
+
+    assert leaves(worker)
+
+    # The old one never ends this process again; the new one may.
+    assert before.is_given_back
+    assert not worker._lease.is_given_back
