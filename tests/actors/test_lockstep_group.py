@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from dist_aclgraph.actors.controller.group_state import GROUP_TRANSITIONS, GroupState
 from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup
 from dist_aclgraph.actors.wire.addresses import Address, Endpoint
+from dist_aclgraph.actors.worker.worker_group import WorkerGroup
 from dist_aclgraph.config import load_config
 from dist_aclgraph.planning.planner import Planner
+from dist_aclgraph.planning.way_back import SOUND_S
 from tests.serve.conftest import CONFIG
 
 NO_WORKERS: Any = None
@@ -85,3 +88,21 @@ def test_the_workers_of_a_lost_group_are_killed_once() -> None:
 
     assert workers.killed == 1
     assert group.way_back() == "REBUILD"
+
+
+@pytest.mark.parametrize(
+    ("is_rejoined", "served_s", "way"),
+    [
+        (False, 0.5 * SOUND_S, "REJOIN"),
+        (True, 0.5 * SOUND_S, "REBUILD"),
+        (True, 2 * SOUND_S, "REJOIN"),
+    ],
+)
+def test_survivors_whose_next_group_is_lost_soon_make_no_other(
+    is_rejoined: bool, served_s: float, way: str
+) -> None:
+    group = make_group()
+    group.workers = cast(WorkerGroup, SimpleNamespace(ranks=(0, 1)))
+    group.is_rejoined, group.opened_s, group.lost_s = is_rejoined, 10.0, 10.0 + served_s
+
+    assert group.way_back() == way

@@ -4,12 +4,14 @@ import inspect
 import os
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 from ray.serve.exceptions import RayServeException
 
+from dist_aclgraph.config import load_config
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.serve.app import AppArgs, RefusedError, app
+from dist_aclgraph.serve.app import AppArgs, Groups, RefusedError, app
 from tests.serve.conftest import CONFIG
 from tests.slow import slow
 
@@ -71,3 +73,15 @@ def test_the_application_is_named_after_its_ingress():
     application = app(AppArgs(config=str(CONFIG)))
 
     assert application._bound_deployment.name == "ingress"
+
+
+def test_groups_of_another_version_wait_for_the_npus_of_those_that_drain():
+    """Serve gives the version before time to end its streams, and then its groups."""
+    config = load_config(CONFIG, {"serve.drain_s": 500.0})
+    started = []
+    Groups.func_or_class.__init__(Mock(), config, started.append)
+
+    [found] = started
+    ends_s = config.serve.drain_s + config.timeouts.stop_s  # of an ingress; groups come behind
+    assert found.timeouts.place_s >= config.timeouts.place_s + 2 * ends_s
+    assert found.timeouts.join_s == config.timeouts.join_s

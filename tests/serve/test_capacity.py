@@ -8,8 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from dist_aclgraph.actors.wire.messages import GroupEntry, Groups
+from dist_aclgraph.config import load_config
 from dist_aclgraph.sampling import SamplingParams
-from tests.serve.conftest import SILENT_S, Service, serving, until
+from dist_aclgraph.serve.places import Places
+from tests.serve.conftest import CONFIG, SILENT_S, Service, serving, until
 from tests.serve.fake_engine import FakeEngine
 
 
@@ -160,3 +162,17 @@ def test_metrics_count_lost_groups_by_kind_and_requests_that_went_on(service, ot
 
     until(lambda: samples(service, "resumed_requests_total") == {"": 1})
     assert samples(service, "group_losses_total") == {**kinds, 'kind="silent"': 1}
+
+
+def test_places_of_groups_that_are_lost_stay_as_requests_wait_for_others() -> None:
+    config = load_config(CONFIG, {"parallel.dp": 2})
+    counts = [2]
+    places = Places.from_config(config, lambda: counts[0])
+    whole = places.total
+
+    counts[0] = 0
+    places.take(1)
+
+    assert places.total == whole
+    counts[0] = 4
+    assert places.total == 2 * whole
