@@ -7,15 +7,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import cast
+from unittest.mock import Mock
 
 import pytest
 
 from dist_aclgraph.actors.cluster.placement import ROOM_S
 from dist_aclgraph.actors.cluster.spares import Spares
+from dist_aclgraph.actors.controller import serving_groups
+from dist_aclgraph.actors.controller.group_state import GroupState
+from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup
 from dist_aclgraph.actors.controller.serving_groups import ServingGroups
 from dist_aclgraph.actors.controller.term import Term
 from dist_aclgraph.actors.controller.upkeep import GROWTH_PAUSE_S, Upkeep
 from dist_aclgraph.actors.forks.fork_server import Forks
+from dist_aclgraph.actors.wire.addresses import Address, Endpoint
 from dist_aclgraph.config import load_config
 from dist_aclgraph.errors import PlacementError
 from dist_aclgraph.planning.planner import Planner
@@ -119,3 +124,30 @@ def test_no_change_is_refused_while_another_waits_for_room() -> None:
         groups.find_place()
 
     assert groups.looks == [(ROOM_S, False), (ROOM_S, False)]
+
+
+def test_a_lost_group_is_given_back_when_so_many_are_wanted_as_are_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stopped: list[LockstepGroup] = []
+    monkeypatch.setattr(serving_groups, "stop_groups", lambda groups, _: stopped.extend(groups))
+    crowded = CrowdedGroups()
+    crowded.watch = crowded.traffic = Mock()
+    address = Address("node", Endpoint("ipc:///nowhere"))
+    crowded.groups = serves, lost = [
+        LockstepGroup(Mock(), Planner.from_config(crowded.config), Mock(), opened_at=address)
+        for _ in range(2)
+    ]
+    for group in (serves, lost):
+        group.enter(GroupState.SERVING)
+    lost.lost_because = "rank 1 in SERVING: the process died"
+    lost.enter(GroupState.LOST)
+
+    crowded.scale(1)
+
+    assert stopped == [lost]
+    assert crowded.groups == [serves]
+    assert crowded.num_missing == 0
+    # Clients hear that it is no more.
+    [groups] = serves.engine.set_groups.remote.call_args.args
+    assert len(groups.groups) == 1

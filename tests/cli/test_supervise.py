@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from unittest.mock import Mock
 
 import pytest
 
 from dist_aclgraph.actors.host import processes
-from dist_aclgraph.planning.restarts import FIRST_PAUSE_S
+from dist_aclgraph.cli.supervise import SETTLED_S, Supervisor
+from dist_aclgraph.planning.restarts import FIRST_PAUSE_S, RestartBudget
 from tests.actors.leftovers import assert_processes_are_gone, wait_until
 from tests.slow import slow
 
@@ -607,3 +609,25 @@ def own(signals, pulse):
 
     service.process.terminate()
     assert service.end()[0] == 7
+
+
+def test_ingresses_that_live_for_long_between_their_deaths_come_back_without_longer_pauses() -> (
+    None
+):
+    supervisor = Supervisor(Mock(), Mock(), RestartBudget(100), 60.0, 60.0)
+    for _ in range(20):
+        supervisor._ingress_began_s = time.monotonic() - 2 * SETTLED_S
+
+        assert supervisor._replace_ingress(-signal.SIGKILL) is None
+
+    assert supervisor._ingress_due_s <= time.monotonic() + FIRST_PAUSE_S
+
+
+def test_ingresses_that_die_at_their_start_come_back_after_longer_and_longer_pauses() -> None:
+    supervisor = Supervisor(Mock(), Mock(), RestartBudget(100), 60.0, 60.0)
+    for _ in range(20):
+        supervisor._ingress_began_s = time.monotonic()
+
+        assert supervisor._replace_ingress(-signal.SIGKILL) is None
+
+    assert supervisor._ingress_due_s > time.monotonic() + 2 * FIRST_PAUSE_S

@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from dist_aclgraph.actors.worker.rank_stages import RunningRank
 from dist_aclgraph.comm.groups import CommGroup, RankGroups
 from dist_aclgraph.config import make_config
 from dist_aclgraph.device.npu import Npu
@@ -25,6 +27,7 @@ from dist_aclgraph.shapes.model_facts import read_model_facts
 from dist_aclgraph.shapes.model_spec import read_model_spec
 from dist_aclgraph.shapes.weight_sizes import weight_parts
 from tests.checkpoints import make_reference
+from tests.engine.runners import make_runner
 
 TINY_DEEPSEEK = Path(__file__).parents[2] / "models" / "tiny-deepseek"
 MAX_LEN = 128
@@ -146,3 +149,21 @@ def test_a_rank_holds_the_caches_and_step_buffers_that_were_computed(
     memory = RankMemory.from_config(config, facts, spec, 1 << 30, has_hccl_buffers=False)
     computed = [part.bytes for part in memory.parts if part.name in STEP_BUFFERS]
     assert len(computed) == len(STEP_BUFFERS) and sum(computed) == buffers
+
+
+def test_of_a_cache_whose_requests_are_computed_again_nothing_is_left(
+    npu: Npu, checkpoint: Path
+) -> None:
+    """Memory that was repaired holds anything: NaN behind the keys of a request would spread."""
+    runner = make_runner(npu, checkpoint)
+    device = Mock()
+    device.bad_memory.return_value = ()
+    rank = RunningRank(Mock(joined=Mock(npu=device)), runner)
+    for keeps_kv in (True, False):
+        for tensor in runner.cache_tensors():
+            tensor.fill_(torch.nan)
+
+        rank.resume(keeps_kv=keeps_kv)
+
+        assert all(bool(t.isnan().any()) == keeps_kv for t in runner.cache_tensors())
+    runner.close()
