@@ -152,44 +152,6 @@ def test_ranks_of_several_hosts_go_on_behind_what_lies_in_their_sockets(start_ra
         assert f"SUMS {both if rank in (0, 3) else sums}" in output, output
 
 
-def test_what_lies_in_a_mailbox_when_it_is_aborted_never_comes(run_ranks):
-    """Lives take turns with two sets of counters: what one leaves is seen two lives later."""
-    results = run_ranks(
-        RANKS
-        + """
-import threading
-part, got = torch.empty(1 << 20, device="npu"), []
-def pass_on(value):
-    part.fill_(value if rank == 0 else 0.0)
-    (dist.send if rank == 0 else dist.recv)(part, 1 - rank)
-    torch.npu.synchronize()
-    got.append(part.unique().tolist())
-pass_on(1.0)
-def work():  # of which the first stretch lies in the mailbox, and nobody takes it
-    torch.npu.set_device(rank)
-    attempt("WAIT", lambda: pass_on(100.0))
-for life in range(3):
-    if rank == 0:
-        waits = threading.Thread(target=work)
-        waits.start()
-        time.sleep(0.5)
-    meet(f"begun{life}")
-    stop()
-    if rank == 0:
-        waits.join(30)
-    meet(f"stopped{life}")
-    restart()
-    meet(f"restarted{life}")
-    pass_on(2.0 + life)
-print("GOT", got, flush=True)
-leave()
-""",
-        2,
-    )
-    for output in finished(results):
-        assert "GOT [[1.0], [2.0], [3.0], [4.0]]" in output, output
-
-
 def test_a_rank_that_resumes_before_a_peer_has_aborted_is_refused(run_ranks):
     results = run_ranks(
         RANKS
