@@ -1,6 +1,6 @@
 """Imported by the process that others are forked from: all that is slow to load, and no device."""
 
-from dist_aclgraph.actors import worker  # noqa: F401
+from dist_aclgraph.actors.worker import worker  # noqa: F401
 from dist_aclgraph.device import emulator
 
 emulator.preload()

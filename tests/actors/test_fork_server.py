@@ -162,7 +162,7 @@ def test_nothing_is_forked_from_a_process_with_threads(
 @pytest.mark.slow
 def test_the_server_leaves_with_who_started_it(tmp_path: Path) -> None:
     code = (
-        "from dist_aclgraph.actors import fork_server as f\n"
+        "from dist_aclgraph.actors.forks import fork_server as f\n"
         "from dist_aclgraph.config import load_config\n"
         "import signal\n"
         "print(f.ForkServer(load_config('configs/tiny-qwen3.yaml')).address.command, flush=True)\n"
@@ -301,7 +301,7 @@ def test_who_has_waited_too_long_is_not_forked_as_well(tmp_path: Path) -> None:
 
 def test_a_server_whose_starter_died_while_it_loaded_leaves(tmp_path: Path) -> None:
     code = (
-        "from dist_aclgraph.actors import fork_server as f\n"
+        "from dist_aclgraph.actors.forks import fork_server as f\n"
         "from dist_aclgraph.config import load_config\n"
         "import os\n"
         "f.ForkServer(load_config('configs/tiny-qwen3.yaml'))\n"

@@ -20,7 +20,7 @@ LOADS = {
         "from dist_aclgraph.device import npu; npu.open_npu(DeviceConfig(kind='emulated'), 0)"
     ),
     "driver": (
-        "from dist_aclgraph.actors import deployment\n"
+        "from dist_aclgraph.actors.deployment import deployment\n"
         "from dist_aclgraph.config import load_config\n"
         "deployment.start(load_config('configs/tiny-qwen3.yaml'))"
     ),
