@@ -295,6 +295,15 @@ def test_a_response_that_nobody_can_make_again_does_not_go_on(connection: Connec
         connection.die()
 
 
+def test_bytes_that_were_written_and_never_sent_do_not_go_on(connection: Connection) -> None:
+    connection.read(b"POST")
+    connection.record.take_unsent(CONTINUE)
+    connection.record.open_journal(OPENING.chance, is_alone=True)
+
+    with pytest.raises(ValueError, match="were lost"):
+        connection.die()
+
+
 def test_a_client_that_was_told_to_send_its_body_is_not_told_again(connection: Connection) -> None:
     connection.read(b"POST")
     connection.send(CONTINUE)

@@ -21,8 +21,8 @@ from starlette.types import ASGIApp, Scope
 from dist_aclgraph.config import ServeConfig
 from dist_aclgraph.serve.edge import REQUEST_ID, request_name
 from dist_aclgraph.serve.errors import plain_error
-from dist_aclgraph.serve.http.deadline import Deadline
-from dist_aclgraph.serve.http.exchange import CLOSE, CLOSE_HEADER, Exchange
+from dist_aclgraph.serve.http.deadline import ClientDeadline
+from dist_aclgraph.serve.http.exchange import CLOSE, CLOSE_HEADER, HttpExchange
 from dist_aclgraph.serve.http.refusal import GatedApp, Refusal
 from dist_aclgraph.serve.resume.counters import hang_up
 from dist_aclgraph.serve.resume.holder import HolderLink
@@ -77,11 +77,11 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._parser = httptools.HttpRequestParser(self)
         # Requests behind one that closes the connection are no fault of that one.
         self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
-        self._deadline = Deadline(self._loop, self._end_overdue)
+        self._deadline = ClientDeadline(self._loop, self._end_overdue)
         self._stall: asyncio.TimerHandle | None = None  # rings for a client that does not read
         self._is_crowded = False
-        self._exchanges: deque[Exchange] = deque()  # the first is being answered, the others wait
-        self._last: Exchange | None = None  # that of the last request whose headers are complete
+        self._exchanges: deque[HttpExchange] = deque()  # the first one is being answered
+        self._last: HttpExchange | None = None  # of the last headers that came
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._is_in_headers = False
@@ -179,12 +179,12 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._deadline.set(IDLE_S)
         self._settle()
 
-    def _start(self, exchange: Exchange) -> None:
+    def _start(self, exchange: HttpExchange) -> None:
         task = self._loop.create_task(exchange.run())
         self.server.tasks.add(task)
         task.add_done_callback(self.server.tasks.discard)
 
-    def _open_journal(self, exchange: Exchange, chance: Chance) -> Journal:
+    def _open_journal(self, exchange: HttpExchange, chance: Chance) -> Journal:
         """Begin the journal of a request that is accepted."""
         is_alone = exchange is self._last and len(self._exchanges) == 1 and not self._is_in_headers
         is_alone = is_alone and not self.transport.is_closing()
@@ -253,7 +253,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             return
         version = self._parser.get_http_version()
         keeps_alive = version != "1.0" and self._parser.should_keep_alive()
-        exchange = Exchange(self, app, self._make_scope(version), keeps_alive=keeps_alive)
+        exchange = HttpExchange(self, app, self._make_scope(version), keeps_alive=keeps_alive)
         exchange.expects_continue = self._expects_continue and not (
             resumed is not None and resumed.may_send_body
         )

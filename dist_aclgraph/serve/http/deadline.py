@@ -1,4 +1,4 @@
-"""Deadline: until when a client must have done what the server waits for."""
+"""ClientDeadline: until when a client must have done what the server waits for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 
-class Deadline:
+class ClientDeadline:
     """Owns one timer, which rings once the deadline has passed.
 
     A later deadline does not touch the timer: it rings too early then, and is wound up again.

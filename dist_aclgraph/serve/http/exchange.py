@@ -1,4 +1,4 @@
-"""Exchange: one request and its response, as ASGI gives them to an application."""
+"""HttpExchange: one request and its response, as ASGI gives them to an application."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHUNKED_HEADER = (b"transfer-encoding", b"chunked")
 WITHOUT_BODY = (204, 304)  # statuses of responses that have none
 
 
-class Exchange:
+class HttpExchange:
     """One request and its response. The head of a response waits for the first part of its body.
 
     Attributes:

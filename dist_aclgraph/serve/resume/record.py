@@ -22,7 +22,7 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _scratch = memoryview(bytearray(READ_BYTES))  # what comes over a connection that is not held
 
 
-class Resumed(NamedTuple):
+class ResumedRequest(NamedTuple):
     """What a previous process has done with a request.
 
     Attributes:
@@ -57,7 +57,7 @@ class ConnectionRecord:
         self._memory: JournalMemory | None = None
         self._num_read = self._num_sent = 0
         self._journal: Journal | None = None  # of the request that is being answered
-        self._resumed: Resumed | None = None
+        self._resumed: ResumedRequest | None = None
 
     @classmethod
     def take_over(cls, link: HolderLink, number: int, held: HeldConnection) -> ConnectionRecord:
@@ -84,12 +84,14 @@ class ConnectionRecord:
         if self._num_request and memory.count_loss() >= MAX_LOSSES:
             raise ValueError(f"{MAX_LOSSES} processes died with its request")
         num_sent = self._num_sent - (opening or memory).num_sent
+        if num_sent < 0:
+            raise ValueError("bytes that had been written were lost")
         if opening is not None:
             self.num_omitted = num_sent
             self._begin_journal(opening.chance, entries, is_resumed=True)
         elif num_sent not in (0, len(CONTINUE)):
             raise ValueError("a response has begun that cannot be made again")
-        self._resumed = Resumed(self._journal, may_send_body=bool(num_sent or opening))
+        self._resumed = ResumedRequest(self._journal, may_send_body=bool(num_sent or opening))
 
     # -- connection ------------------------------------------------------------------------------
 
@@ -164,7 +166,7 @@ class ConnectionRecord:
 
     # -- requests --------------------------------------------------------------------------------
 
-    def take_resumed(self) -> Resumed | None:
+    def take_resumed(self) -> ResumedRequest | None:
         """Return what a previous process has done with the first request; None for all others."""
         resumed, self._resumed = self._resumed, None
         return resumed
