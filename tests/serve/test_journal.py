@@ -176,6 +176,13 @@ def test_a_large_journal_gives_its_memory_back(ending: str) -> None:
         assert os.fstat(descriptor).st_blocks * 512 < 32 << 10
 
 
+def test_deaths_with_one_request_are_not_counted_for_those_behind_it() -> None:
+    with new_memory() as (memory, _):
+        for i in range(4):
+            assert [memory.count_loss() for _ in range(2)] == [1, 2]
+            memory.clear(NUM_READ + i + 1, NUM_SENT + i + 1)
+
+
 def test_what_is_no_journal_is_refused() -> None:
     descriptor = os.memfd_create("empty")
     with pytest.raises(ValueError, match="mmap length"):
