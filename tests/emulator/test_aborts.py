@@ -152,6 +152,41 @@ def test_ranks_of_several_hosts_go_on_behind_what_lies_in_their_sockets(start_ra
         assert f"SUMS {both if rank in (0, 3) else sums}" in output, output
 
 
+def test_a_message_that_nobody_has_taken_when_it_is_aborted_never_comes(run_ranks):
+    """Lives take turns with two sets of counters: what one leaves would be seen two lives later."""
+    results = run_ranks(
+        RANKS
+        + """
+part, got = torch.empty(8, device="npu"), []
+def send(value):  # it ends without a receiver, as the message fits into the mailbox
+    part.fill_(value)
+    dist.send(part, 1)
+    torch.npu.synchronize()
+def pass_on(value):
+    if rank == 0:
+        send(value)
+    else:
+        dist.recv(part, 0)
+        got.append(part.tolist()[0])
+pass_on(1.0)
+for life in range(3):
+    if rank == 0:
+        send(100.0)
+    meet(f"sent{life}")
+    stop()
+    meet(f"stopped{life}")
+    restart()
+    meet(f"restarted{life}")
+    pass_on(2.0 + life)
+print("GOT", got, flush=True)
+leave()
+""",
+        2,
+    )
+    _, second = finished(results)
+    assert "GOT [1.0, 2.0, 3.0, 4.0]" in second, second
+
+
 def test_a_rank_that_resumes_before_a_peer_has_aborted_is_refused(run_ranks):
     results = run_ranks(
         RANKS
