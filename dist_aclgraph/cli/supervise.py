@@ -259,7 +259,7 @@ class Supervisor:
                 processes.kill_all({self._ingress})
             else:
                 signal.sigtimedwait({signal.SIGCHLD}, 0.1)
-                self._holder.take_in()  # what was closed there ends only when it is closed here
+                self._holder.take_in()  # an ended connection closes when both processes close it
 
     def _end_orphans(self) -> None:
         while True:

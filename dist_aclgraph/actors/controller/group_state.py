@@ -10,7 +10,7 @@ class GroupState(Enum):
 
     STARTING: its ranks start; no client knows of it.
     SERVING: it takes requests.
-    DRAINING: it takes no new requests; those that it has end.
+    DRAINING: it takes no new requests, and finishes its own.
     LOST: a rank or the engine has failed, and its requests go on in other groups. Workers that
         still live may join another group.
     DETACHED: these workers have left the group, and wait for another one.

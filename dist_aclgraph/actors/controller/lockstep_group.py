@@ -50,7 +50,7 @@ class LockstepGroup:
     lost_because: str = ""  # the reason, once it is lost
     lost_s: float = 0.0  # when it was known to be lost
     lost_ranks: set[GroupRank] = field(default_factory=set)  # as far as is known
-    _entering: threading.Lock = field(default_factory=threading.Lock)  # of two threads, one wins
+    _entering: threading.Lock = field(default_factory=threading.Lock)  # guards state
 
     @property
     def is_lost(self) -> bool:
@@ -60,8 +60,7 @@ class LockstepGroup:
     def enter(self, to: GroupState) -> bool:
         """Enter a state if the table allows it; return whether it did.
 
-        The watch may find at any time that the group is lost, so that a change which has just
-        looked at the state can come too late.
+        The watch, in its own thread, may find a group lost after another thread has read the state.
         """
         with self._entering:
             is_allowed = to in GROUP_TRANSITIONS[self.state]

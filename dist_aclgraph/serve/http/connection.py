@@ -92,7 +92,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._has_begun = False  # one of these, with the bytes that are being parsed
 
     def resume(self) -> None:
-        """Parse what the previous process has read of a request, and what has come since."""
+        """Parse the whole request: what the previous process has read of it, and later bytes."""
         if not self.transport.is_closing():
             self._is_suspended = False
             self.transport.resume_reading()
@@ -109,7 +109,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
-        transport.set_write_buffer_limits(0)  # whatever waits to be sent pauses writing
+        transport.set_write_buffer_limits(0)  # one unsent byte calls pause_writing
         own = transport.get_extra_info("socket")
         self._descriptor = own.fileno()
         self._own_address, self._client = _address(own.getsockname), _address(own.getpeername)
@@ -156,7 +156,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     @property
     def takes_more(self) -> bool:
-        """Whether what is written is sent at once, as far as anybody knows."""
+        """Whether nothing waits to be sent, and the connection is open."""
         return self.is_writable.is_set() and not self.transport.is_closing()
 
     def write(self, data: bytes) -> None:
@@ -192,7 +192,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     @property
     def _is_quiet(self) -> bool:
-        """Whether no request is under way, but for what has not been sent."""
+        """Whether no request is under way; a part of the last answer may still wait to be sent."""
         has_more = self._last is not None and self._last.has_more
         return not (self._exchanges or has_more or self._is_in_headers or self._is_refused)
 

@@ -3,7 +3,7 @@
 The supervisor (``ConnectionHolder``) starts the process that serves HTTP. That process
 (``HolderLink``) sends the supervisor the descriptors of each connection and of its journal, and
 says when the connection has ended. When the process is killed, only its own descriptors are closed.
-The next process is forked with those of the supervisor, and goes on.
+The next process inherits the descriptors of the supervisor, and goes on with the connections.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class HolderLink:
     link: socket.socket | None = None
     left: dict[int, HeldConnection] = field(default_factory=dict)
     max_held: int = sys.maxsize
-    _ended: list[int] = field(default_factory=list)  # not said yet
+    _ended: list[int] = field(default_factory=list)  # not sent yet
 
     def __post_init__(self) -> None:
         self._numbers = itertools.count(max(self.left, default=0) + 1)
@@ -93,7 +93,7 @@ class HolderLink:
         self.flush()
 
     def flush(self) -> None:
-        """Say what could not be said before."""
+        """Send the numbers of ended connections that have not been sent."""
         while self._ended and self._tell(0, []):
             pass
 
@@ -142,7 +142,7 @@ class ConnectionHolder:
         return HolderLink(others, left)
 
     def take_in(self) -> None:
-        """Read what has been said."""
+        """Apply all messages that the link has."""
         while self._link is not None:
             try:
                 text, ancillary, flags, _ = self._link.recvmsg(
@@ -180,7 +180,7 @@ class ConnectionHolder:
         self._held.clear()
 
     def _lose(self) -> None:
-        """Take in what the process that has ended said last; end connections that it has voided."""
+        """Apply the last messages of a process that has exited; end connections that it voided."""
         self.take_in()
         self._close_link()
         for number, held in list(self._held.items()):
