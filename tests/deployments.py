@@ -13,7 +13,9 @@ import pytest
 
 from dist_aclgraph.actors.client.engine_client import EngineClient
 from dist_aclgraph.actors.client.outage import Recovery
+from dist_aclgraph.actors.cluster.local_ray import find_forks
 from dist_aclgraph.actors.deployment.deployment import Deployment, start
+from dist_aclgraph.actors.forks.fork_server import ForkAddress, Forks
 from dist_aclgraph.config import Config, make_config
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.sampling import SamplingParams
@@ -66,6 +68,26 @@ def make_deployment_config(model: Path | str, **overrides: Any) -> Config:
     return make_config(raw)
 
 
+_lent: list[Forks] = []  # of the session's Ray
+
+
+@contextmanager
+def lend_forks(config: Config) -> Iterator[Forks]:
+    """Fork the processes of all deployments that tests start meanwhile."""
+    forks = Forks()
+    _lent.append(forks)
+    try:
+        yield forks
+    finally:
+        _lent.remove(forks)
+        forks.close()
+
+
+def lent_to(config: Config) -> ForkAddress | None:
+    """Return what forks the processes of a deployment on the session's Ray."""
+    return find_forks(_lent[-1], config) if _lent else None
+
+
 @dataclass
 class Serving:
     """A deployment and a client of it."""
@@ -104,7 +126,7 @@ def deployed(test: Any) -> Any:
 @contextmanager
 def serving(config: Config) -> Iterator[Serving]:
     """Start a deployment on the Ray cluster of the session, and stop it at the end."""
-    deployment = start(config)
+    deployment = start(config, lent=lent_to(config))
     try:
         client = EngineClient(
             deployment.addresses,

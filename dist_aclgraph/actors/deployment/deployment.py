@@ -189,7 +189,7 @@ def start(
     What the files of the model refuse is refused here, before anything is built or started.
 
     Args:
-        lent: forks the processes of a Ray that is started here, where it can; see ``Forks``.
+        lent: forks the processes of a Ray of this process, where it can; see ``Forks``.
 
     Raises:
         ConfigError, ModelError: the model cannot be served, or not so.
@@ -204,7 +204,7 @@ def start(
     config = decide_device(config, "here" if is_local else "cluster")
     if is_local and config.device.kind == "emulated":
         emulator.build()
-    forks = Forks(lent) if is_local else None
+    forks = Forks(lent) if is_local or lent is not None else None
     try:
         local_ray = start_ray(config, forks) if owns_connection else None
     except BaseException:
