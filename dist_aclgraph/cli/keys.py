@@ -16,7 +16,7 @@ INTRODUCTION = """\
 
 One YAML file is one deployment. Every key stands here; unknown keys are refused. On a command line,
 `key=value` goes over the file: `parallel.tp=2`. This page is made by
-`dist-aclgraph keys > docs/configuration.md`.
+`dist-aclgraph keys > docs/use/configuration.md`.
 """
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from dist_aclgraph.cli.keys import render_keys
 from dist_aclgraph.config import Config, Section
 
-PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
+PAGE = Path(__file__).parents[3] / "docs" / "use" / "configuration.md"
 
 
 def count_keys(section: type[Section]) -> int:
@@ -20,7 +20,7 @@ def count_keys(section: type[Section]) -> int:
 
 def test_the_page_in_the_documentation_is_the_one_that_the_command_prints() -> None:
     assert PAGE.read_text(encoding="utf-8") == render_keys(), (
-        "run: dist-aclgraph keys > docs/configuration.md"
+        "run: dist-aclgraph keys > docs/use/configuration.md"
     )
 
 
