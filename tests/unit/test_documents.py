@@ -1,4 +1,4 @@
-"""The Markdown pages of the tree: their links resolve, the index is whole."""
+"""The Markdown pages of the tree: links resolve, lines are short, the index is complete."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 MENTION = re.compile(r"(?<![\w/.-])docs/[\w/-]+\.(?:md|png)")
 # Files whose comments and docstrings name pages of docs/.
 NAMING = ("*.md", "*.py", "*.h", "*.cpp", "*.sh", "*.yaml", "*.toml")
+MAX_COLUMNS = 120
 
 
 def links(page: Path) -> set[str]:
@@ -58,3 +59,14 @@ def test_the_index_has_every_page_of_the_documentation() -> None:
     pages = {page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "adr"}
 
     assert pages - linked == {index}
+
+
+def test_no_line_of_a_page_is_longer_than_120_characters() -> None:
+    long = [
+        f"{page.relative_to(ROOT)}:{number}"
+        for page in PAGES
+        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > MAX_COLUMNS
+    ]
+
+    assert not long
