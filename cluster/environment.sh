@@ -1,5 +1,5 @@
 # What every node of a cluster needs before `ray start`; start-head.sh and start-worker.sh read it.
-# Whatever is set already stays. docs/cluster.md says why each of these is here.
+# Whatever is set already stays. docs/operate/cluster.md says why each of these is here.
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export PATH="$repository/.venv/bin:$PATH"

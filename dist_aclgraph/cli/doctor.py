@@ -124,7 +124,7 @@ def _network() -> Finding:
     variables = network_variables()
     told = ", ".join(f"{name}={value}" for name, value in sorted(variables.items()))
     if problem := network_problem(variables, [name for _, name in socket.if_nameindex()]):
-        remedy = "set it in the environment of this node's `ray start`, as docs/cluster.md says"
+        remedy = "set it in the environment of this node's `ray start`: docs/operate/cluster.md"
         return Finding("network", False, problem, remedy)
     if warning := port_warning(variables):
         remedy = "reserve them: sysctl -w net.ipv4.ip_local_reserved_ports=FIRST-LAST"

@@ -65,8 +65,8 @@ class EmulatorConfig(Section):
     )
     kernels: Literal["compute", "skip", "timed"] = Field(
         "compute",
-        description="skip leaves out arithmetic, to measure host time alone; timed too, and "
-        "the device is busy for as long as a chip would be, by a model (docs/device-time.md)",
+        description="skip leaves out arithmetic, to measure host time alone; timed leaves it out, "
+        "too, and keeps the device busy for a chip's modelled time (docs/develop/device-time.md)",
     )
     choices: int = Field(
         1,
@@ -77,7 +77,7 @@ class EmulatorConfig(Section):
     rates: str | None = Field(
         None,
         description="YAML or JSON file of rates for kernels timed, by the names of "
-        "docs/device-time.md; they replace the table's",
+        "docs/develop/device-time.md; they replace the table's",
     )
     accounting: Literal["pinned", "software_sq"] = Field(
         "pinned", description="how captured graphs take streams, as old or as new drivers do"

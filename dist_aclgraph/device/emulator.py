@@ -186,7 +186,7 @@ def unaligned_operators(device: int | None = None) -> dict[str, int]:
 
 
 def rates() -> dict[str, float]:
-    """The rates of modelled time that are in force, by the names of ``docs/device-time.md``.
+    """Return the rates of modelled time by the names of ``docs/develop/device-time.md``.
 
     Raises:
         DeviceError: the emulator is not loaded.
