@@ -40,7 +40,7 @@ class Chip:
 
     @property
     def is_cann_8(self) -> bool:
-        """Whether the rules of CANN 8 hold. They are the stricter ones: an unknown CANN has them."""
+        """Whether the rules of CANN 8 hold: they are the stricter ones, and an unknown CANN's."""
         return not self.cann or self.cann.startswith("8.")
 
     def check(self, config: Config, facts: ModelFacts, whose: str) -> None:
