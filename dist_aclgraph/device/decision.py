@@ -1,5 +1,5 @@
-"""Which device a deployment runs on, decided once: everything behind it, plans first, goes by the
-configuration that is returned here. Nothing here imports torch.
+"""The device of a deployment, decided once: all later code, plans first, uses the configuration
+that is returned here. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ log = logging.getLogger(__name__)
 
 
 def decide_device(config: Config, use: Use, ask: Callable[[Config], NpuFacts] = ask_npu) -> Config:
-    """Return the configuration with the kind of device that ``auto`` means, and for NPUs with what
-    the first one of this machine is: ``device.soc``, ``cann`` and ``memory_mb``, unless given.
+    """Return the configuration with the kind of device that ``auto`` stands for. For NPUs, the
+    first NPU of this machine gives ``device.soc``, ``cann`` and ``memory_mb``, unless the
+    configuration has them.
 
     Where it cannot be asked, these stay null, and plans assume what is documented: it is no error
     unless ranks start here.
