@@ -126,7 +126,7 @@ def _queries_of(
 
 
 def _groups(requests: range, kv_lens: IntArray, max_tokens: int) -> Iterator[range]:
-    """Yield neighbouring requests whose keys fit into one chunk together; a longer request alone."""
+    """Yield neighbouring requests whose keys share one chunk; a longer request alone."""
     start, total = requests.start, 0
     for request in requests:
         length = int(kv_lens[request])

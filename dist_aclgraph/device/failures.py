@@ -63,7 +63,7 @@ def device_fault(error: BaseException) -> DeviceFault | None:
     """Return the cause of a stopped device, or None if an error does not tell it, or has another
     cause.
 
-    CANN's reason goes before the code: a call that fails may have a code of its own.
+    CANN's reason takes precedence over the code, because a failing call may have its own code.
     """
     text = str(error)
     for reason in _REASON.findall(text):

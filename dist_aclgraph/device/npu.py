@@ -231,7 +231,7 @@ class Npu:
         self._gate.open()
 
     def launching(self) -> AbstractContextManager[None]:
-        """Launch work inside this context; the work may be stopped. See ``LaunchGate.launching``."""
+        """Launch work inside; it may be stopped. See ``LaunchGate.launching``."""
         return self._gate.launching()
 
     @contextmanager
