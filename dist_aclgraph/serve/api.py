@@ -17,13 +17,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dist_aclgraph.errors import DistAclGraphError, InvalidParameterError
-from dist_aclgraph.serve import misc, openapi
-from dist_aclgraph.serve.access import Access
-from dist_aclgraph.serve.chat import chat_completions
-from dist_aclgraph.serve.completions import completions
-from dist_aclgraph.serve.edge import Edge
-from dist_aclgraph.serve.errors import error_response, plain_error
-from dist_aclgraph.serve.state import ApiState
+from dist_aclgraph.serve.http.access import Access
+from dist_aclgraph.serve.http.edge import Edge
+from dist_aclgraph.serve.openai import misc, openapi
+from dist_aclgraph.serve.openai.chat import chat_completions
+from dist_aclgraph.serve.openai.completions import completions
+from dist_aclgraph.serve.openai.errors import error_response, plain_error
+from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.version import VERSION
 
 Endpoint = Callable[[ApiState, Request], Awaitable[Response]]

@@ -8,7 +8,7 @@ import sys
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dist_aclgraph.serve.metrics import Metrics
+from dist_aclgraph.serve.observe.metrics import Metrics
 from tests.serve.conftest import serving, until
 
 MODEL = "tiny-qwen3"

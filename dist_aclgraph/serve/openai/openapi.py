@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from dist_aclgraph.serve.body import Body, strict
-from dist_aclgraph.serve.openai_types import (
+from dist_aclgraph.serve.openai.body import Body, strict
+from dist_aclgraph.serve.openai.types import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
