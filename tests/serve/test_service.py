@@ -159,6 +159,20 @@ def test_every_reference_and_path_parameter_of_the_openapi_document_is_there(ser
             assert operation["responses"]["200"]["content"]
 
 
+def test_each_operation_of_the_openapi_document_has_a_name_and_a_summary(service):
+    paths = service.http.get("/openapi.json").json()["paths"]
+    operations = [operation for path in paths.values() for operation in path.values()]
+
+    assert len({operation["operationId"] for operation in operations}) == len(operations)
+    assert all(operation["summary"] for operation in operations)
+
+
+def test_a_head_request_is_answered_without_a_body(service):
+    reply = service.http.head("/health")
+
+    assert (reply.status_code, reply.content) == (200, b"")
+
+
 def test_nothing_is_left_outstanding(service):
     until(lambda: service.state.client.num_outstanding == 0)
 

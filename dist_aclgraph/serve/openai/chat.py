@@ -18,6 +18,8 @@ from dist_aclgraph.serve.resume.journal import Chance
 
 
 async def chat_completions(state: ApiState, request: Request) -> Response:
+    """Answer messages; with ``stream``, by server-sent events."""
+
     def convert(body: ChatRequest) -> tuple[ChatRequest, list[dict[str, str]]]:
         state.admit(body.model)
         return body, body.for_template()

@@ -23,6 +23,8 @@ DEFAULT_MAX_TOKENS = 16
 
 
 async def completions(state: ApiState, request: Request) -> Response:
+    """Continue one or more prompts; with ``stream``, by server-sent events."""
+
     def convert(body: CompletionRequest) -> tuple[CompletionRequest, list[Any]]:
         state.admit(body.model)
         return body, body.prompts(state.context_len)
