@@ -15,10 +15,10 @@ from dist_aclgraph.actors.deployment.owner_link import Owner, Reach, Standing
 from dist_aclgraph.cli.opened import Opened
 from dist_aclgraph.errors import EngineUnavailableError
 from dist_aclgraph.serve.api import make_api
-from dist_aclgraph.serve.front import Front
+from dist_aclgraph.serve.http.front import Front
 from dist_aclgraph.serve.http.server import HttpServer
+from dist_aclgraph.serve.openai.state import ApiState, open_state
 from dist_aclgraph.serve.resume.holder import HolderLink
-from dist_aclgraph.serve.state import ApiState, open_state
 
 POLL_S = 0.1
 END_S = 30.0  # until an owner that was left ends the service

@@ -27,7 +27,7 @@ from dist_aclgraph.device import emulator
 from dist_aclgraph.device.kind import resolve_kind
 from dist_aclgraph.environment import prepare_ray_environment, ray_address
 from dist_aclgraph.planning.restarts import RestartBudget
-from dist_aclgraph.serve.open_files import allow_connections
+from dist_aclgraph.serve.http.open_files import allow_connections
 
 log = logging.getLogger(__name__)
 # Longer than what may hold an owner up: an answer of its controller.

@@ -10,7 +10,7 @@ import pytest
 
 from dist_aclgraph.actors.deployment.deployment import start
 from dist_aclgraph.config import load_config
-from dist_aclgraph.serve.state import open_state
+from dist_aclgraph.serve.openai.state import open_state
 from dist_aclgraph.text.tokenizer import Tokenizer
 from tests.deployments import lent_to
 from tests.serve.board import labels_of, unknown

@@ -19,12 +19,12 @@ from dist_aclgraph.errors import (
     RequestTooLongError,
     UnknownModelError,
 )
-from dist_aclgraph.serve.body import BodyBudget
-from dist_aclgraph.serve.inbox import Inbox
-from dist_aclgraph.serve.metrics import Metrics
-from dist_aclgraph.serve.places import Places
+from dist_aclgraph.serve.observe.metrics import Metrics
+from dist_aclgraph.serve.observe.status import Status
+from dist_aclgraph.serve.openai.body import BodyBudget
+from dist_aclgraph.serve.openai.inbox import Inbox
+from dist_aclgraph.serve.openai.places import Places
 from dist_aclgraph.serve.resume.journal import JOURNAL, Chance, Journal
-from dist_aclgraph.serve.status import Status
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 
