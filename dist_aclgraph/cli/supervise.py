@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 
-from dist_aclgraph.actors.forks.fork_server import ForkAddress
 from dist_aclgraph.actors.host import processes, run_directory
 from dist_aclgraph.cli.exit_codes import FAILURE, tell
 from dist_aclgraph.cli.pulse import Pulse
@@ -55,7 +54,7 @@ class Supervisor:
         restarts: of owner and ingress, counted together; its pauses are the owner's.
         silent_s: what stands still for longer is killed.
         end_s: so is an owner that was signalled and has not ended within so long.
-        forks: a child of this process that stays when an owner dies, and forks what owners start.
+        end_started: kills what an owner that has died had started, and what is no descendant.
         on_fork: called first in each process.
         backoff: pauses between ingresses that end soon after their start.
         holds_connections: whether the connections of an ingress outlive it.
@@ -68,7 +67,7 @@ class Supervisor:
         restarts: RestartBudget,
         silent_s: float,
         end_s: float,
-        forks: ForkAddress | None = None,
+        end_started: Callable[[], None] = lambda: None,
         on_fork: Callable[[], None] = lambda: None,
         backoff: Backoff | None = None,
         *,
@@ -80,7 +79,7 @@ class Supervisor:
         self._serve_http = serve_http
         self._restarts = restarts
         self._backoff = backoff or Backoff()
-        self._forks = forks
+        self._end_started = end_started
         self._on_fork = on_fork
         self._owner_pulse, self._ingress_pulse = Pulse(), Pulse()
         self._holds_connections = holds_connections
@@ -104,7 +103,7 @@ class Supervisor:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_BLOCK, WAITED)
         self._pid = os.getpid()
-        self._strangers = processes.children(self._pid)  # ``forks`` is one of them
+        self._strangers = processes.children(self._pid)
         processes.adopt_orphans()
         code = None
         while code is None:
@@ -263,10 +262,9 @@ class Supervisor:
 
     def _end_orphans(self) -> None:
         while True:
-            if self._forks is not None:
-                self._forks.end_forked()
+            self._end_started()
             orphans = processes.children(self._pid) - {self._ingress} - self._strangers
-            if not orphans:  # nobody is left who could have something forked
+            if not orphans:  # and so nothing that could start more
                 break
             processes.kill_all(orphans)
             for pid in orphans:

@@ -25,7 +25,7 @@ WAIT_S, BEATS_S = 60.0, 2.0
 
 PARTS = r"""
 SILENT_S = END_S = 60.0
-FORKS = None
+END_STARTED = lambda: None
 import os, select, signal, subprocess, sys, time
 from dist_aclgraph.cli.supervise import Supervisor
 from dist_aclgraph.errors import ConfigError, EngineDeadError, PlacementError, RayDiedError
@@ -49,7 +49,7 @@ def serve_http(life, beat, keeper):
         beat()
 """
 RUN = """
-sys.exit(Supervisor(own, serve_http, RestartBudget(2), SILENT_S, END_S, FORKS).run())
+sys.exit(Supervisor(own, serve_http, RestartBudget(2), SILENT_S, END_S, END_STARTED).run())
 """
 
 
@@ -566,8 +566,8 @@ def test_a_signal_while_another_owner_starts_ends_everything(
 def test_what_forks_for_owners_stays_and_what_it_has_forked_goes_with_them(start: Start) -> None:
     service = start(
         """
-from dist_aclgraph.actors.host import processes
 from dist_aclgraph.actors.forks.fork_server import ForkAddress
+from dist_aclgraph.actors.host import processes
 FORKING = '''
 import signal, subprocess, time
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -578,7 +578,7 @@ time.sleep(600)
 '''
 server = subprocess.Popen([sys.executable, "-c", FORKING], stdout=subprocess.PIPE, text=True)
 say(f"{server.pid} {server.stdout.readline().strip()}")
-FORKS = ForkAddress("", server.pid, processes.start_of(server.pid), ("emulated", {}))
+END_STARTED = ForkAddress("", server.pid, processes.start_of(server.pid), {}).end_forked
 """
     )
     server, forked = map(int, service.lines(3)[0].split())

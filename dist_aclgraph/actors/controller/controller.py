@@ -19,6 +19,7 @@ import ray
 from ray.exceptions import RayError
 
 from dist_aclgraph.actors.client.outage import Outlook
+from dist_aclgraph.actors.cluster.choose_starter import choose_starter
 from dist_aclgraph.actors.cluster.ray_errors import ours
 from dist_aclgraph.actors.cluster.spares import Spares
 from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup, group_report
@@ -31,7 +32,7 @@ from dist_aclgraph.actors.controller.startup import Startup
 from dist_aclgraph.actors.controller.state import State, advance
 from dist_aclgraph.actors.controller.term import Standing, Term
 from dist_aclgraph.actors.controller.upkeep import Upkeep
-from dist_aclgraph.actors.forks.fork_server import ForkAddress, Forks
+from dist_aclgraph.actors.host.process_starter import ProcessStarter
 from dist_aclgraph.actors.host.processes import leave_with_raylet
 from dist_aclgraph.actors.wire.addresses import Address
 from dist_aclgraph.actors.worker.worker_group import bundles_of_groups
@@ -79,18 +80,18 @@ class Controller:
 
     Args:
         name: of the deployment; what it holds of the cluster bears it.
-        forks: what workers may be forked by, of the process that owns the deployment.
+        starter: starts its workers; None for the one that ``choose_starter`` returns here.
     """
 
     def __init__(
-        self, config: Config, name: str, term: Term, forks: ForkAddress | None = None
+        self, config: Config, name: str, term: Term, starter: ProcessStarter | None = None
     ) -> None:
         leave_with_raylet()
         self._name = name
         self._config = config
         self._term = term
         self._spares = Spares(name, config.recovery.spares)
-        self._forks = Forks(forks)
+        self._starter = starter or choose_starter(config)
         self._entering = threading.Lock()
         self._state = State.PLACING
         self._progress = Progress(self._state.value)
@@ -178,7 +179,7 @@ class Controller:
             planner = Planner.from_config(self._config)
             for reason in planner.mode_reasons:
                 logger.warning(reason)
-            startup = Startup(planner, self._groups, self._forks, self._enter, self._show)
+            startup = Startup(planner, self._groups, self._starter, self._enter, self._show)
             ranks = list(planner.layout.lockstep_groups)
             if count := self._term.num_groups:
                 ranks = ranks_of_groups(len(ranks[0]), 0, count)
@@ -220,7 +221,7 @@ class Controller:
             self._term,
             planner,
             self._spares,
-            self._forks,
+            self._starter,
             self._show_phase,
             self._show,
         )
@@ -273,5 +274,5 @@ class Controller:
             self._serving.watch.stop()
             groups = [*self._serving.groups, *self._serving.starting]
         self._spares.release()
-        self._forks.close()
+        self._starter.close()
         stop_groups(groups, self._config.timeouts.stop_s)

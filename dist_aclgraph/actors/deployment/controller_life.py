@@ -19,11 +19,11 @@ import ray
 from ray.exceptions import ActorDiedError, RayError
 
 from dist_aclgraph.actors.cluster import placement
-from dist_aclgraph.actors.cluster.local_ray import NAMESPACE, find_forks
+from dist_aclgraph.actors.cluster.local_ray import NAMESPACE
 from dist_aclgraph.actors.controller.controller import Controller, Progress, Service
 from dist_aclgraph.actors.controller.term import Standing, Term
-from dist_aclgraph.actors.forks.fork_server import ForkAddress, Forks
 from dist_aclgraph.actors.host import processes
+from dist_aclgraph.actors.host.process_starter import ProcessStarter
 from dist_aclgraph.actors.worker.worker_group import fetch
 from dist_aclgraph.config import Config
 from dist_aclgraph.planning.restarts import RestartBudget
@@ -40,11 +40,14 @@ logger = logging.getLogger(__name__)
 OnProgress = Callable[[Progress], None]
 
 
-def make_controller(config: Config, name: str, term: Term, forks: ForkAddress | None = None) -> Any:
+def make_controller(
+    config: Config, name: str, term: Term, starter: ProcessStarter | None = None
+) -> Any:
     """Start a controller's process, on this node: no other node's death may end it.
 
     Args:
-        forks: what it, and its workers, are forked by.
+        starter: starts it and its workers; None on a cluster that others have started, where
+            the controller chooses one for its workers.
 
     Raises:
         RayError: it cannot be started.
@@ -55,9 +58,9 @@ def make_controller(config: Config, name: str, term: Term, forks: ForkAddress | 
     actor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=8)(Controller)
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {"name": name, "namespace": NAMESPACE, "scheduling_strategy": here}
-    if forks is not None:
-        options["runtime_env"] = {"py_executable": forks.command}
-    return actor.options(**options).remote(config, name, term, forks)
+    if starter is not None and (command := starter.command(config)) is not None:
+        options["runtime_env"] = {"py_executable": command}
+    return actor.options(**options).remote(config, name, term, starter)
 
 
 def end_by_force(controller: Any, name: str) -> None:
@@ -91,7 +94,7 @@ class ControllerKeeper:
         controller: the first, which serves.
         name: of the deployment, and so of all its controllers.
         has_ray: whether there is still a Ray that another one could be started on.
-        forks: what controllers, and their workers, are forked by, on a Ray of this process's own.
+        starter: starts controllers and their workers; see ``make_controller``.
         make: starts a controller's process; see ``make_controller``.
 
     Attributes:
@@ -107,13 +110,13 @@ class ControllerKeeper:
         config: Config,
         service: Service,
         has_ray: Callable[[], bool] = lambda: True,
-        forks: Forks | None = None,
-        make: Callable[[Config, str, Term, ForkAddress | None], Any] = make_controller,
+        starter: ProcessStarter | None = None,
+        make: Callable[[Config, str, Term, ProcessStarter | None], Any] = make_controller,
     ) -> None:
         self.controller = controller
         self._make_controller = make
         self._has_ray = has_ray
-        self._forks = forks
+        self._starter = starter
         self.progress = ""
         self.failure = ""
         self._name = name
@@ -138,7 +141,7 @@ class ControllerKeeper:
     def end_by_force(self) -> None:
         """Take from the last controller what it may not have given back, its life included."""
         end_by_force(self.controller, self._name)
-        # Ray asks it to end, which a stopped one does not hear; and has not started a forked one.
+        # Ray asks a process to end that it has not started itself: a stopped one does not hear.
         processes.kill_handles(self._process)
 
     def _run(self) -> None:
@@ -212,8 +215,9 @@ class ControllerKeeper:
                     return
                 try:
                     config = self._standing.config
-                    forks = find_forks(self._forks, config)
-                    self.controller = self._make_controller(config, self._name, self._term, forks)
+                    self.controller = self._make_controller(
+                        config, self._name, self._term, self._starter
+                    )
                     return
                 except ValueError:
                     if time.monotonic() > deadline_s:
@@ -221,5 +225,5 @@ class ControllerKeeper:
             time.sleep(POLL_S)
 
     def _handle_of(self, service: Service) -> list[int]:
-        """Return the handle of its controller's process, where it may be a forked one."""
-        return [] if self._forks is None else processes.open_handles({service.pid})
+        """Return what kills its controller's process, where Ray cannot."""
+        return [] if self._starter is None else self._starter.open_handles(service.pid)

@@ -10,7 +10,8 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
 from dist_aclgraph.actors.client.outage import Outlook
-from dist_aclgraph.actors.cluster.local_ray import CONTROLLER, LocalRay, find_forks, start_ray
+from dist_aclgraph.actors.cluster.choose_starter import choose_starter
+from dist_aclgraph.actors.cluster.local_ray import CONTROLLER, LocalRay, start_ray
 from dist_aclgraph.actors.cluster.ray_errors import ours
 from dist_aclgraph.actors.controller.controller import Service
 from dist_aclgraph.actors.controller.term import Term
@@ -21,8 +22,8 @@ from dist_aclgraph.actors.deployment.controller_life import (
     make_controller,
     progress_of,
 )
-from dist_aclgraph.actors.forks.fork_server import ForkAddress, Forks
 from dist_aclgraph.actors.host import run_directory
+from dist_aclgraph.actors.host.process_starter import ProcessStarter
 from dist_aclgraph.actors.wire.addresses import Address
 from dist_aclgraph.actors.worker.worker_group import fetch
 from dist_aclgraph.config import Config
@@ -182,14 +183,14 @@ def check(config: Config) -> None:
 
 
 def start(
-    config: Config, on_progress: OnProgress | None = None, lent: ForkAddress | None = None
+    config: Config, on_progress: OnProgress | None = None, starter: ProcessStarter | None = None
 ) -> Deployment:
     """Bring a deployment up, on this process's Ray cluster, or as ``start_ray`` finds one.
 
     What the files of the model refuse is refused here, before anything is built or started.
 
     Args:
-        lent: forks the processes of a Ray that is started here, where it can; see ``Forks``.
+        starter: starts the processes of a Ray that is started here.
 
     Raises:
         ConfigError, ModelError: the model cannot be served, or not so.
@@ -204,12 +205,14 @@ def start(
     config = decide_device(config, "here" if is_local else "cluster")
     if is_local and config.device.kind == "emulated":
         emulator.build()
-    forks = Forks(lent) if is_local else None
+    starter = (starter or choose_starter(config)) if is_local else None
     try:
-        local_ray = start_ray(config, forks) if owns_connection else None
+        if starter is not None:
+            starter.command(config)  # what it has to load, it loads while Ray starts
+        local_ray = start_ray(config, starter) if owns_connection else None
     except BaseException:
-        if forks is not None:
-            forks.close()
+        if starter is not None:
+            starter.close()
         raise
     if local_ray is not None:
         # What is left of Ray would keep the engine; without it, clients learn of the end at once.
@@ -218,7 +221,7 @@ def start(
     controller, name = None, f"{CONTROLLER}-{secrets.token_hex(4)}"
     try:
         term = Term(0, secrets.token_hex(16))
-        controller = make_controller(config, name, term, find_forks(forks, config))
+        controller = make_controller(config, name, term, starter)
         service = _wait_for(controller, local_ray, on_progress)
     except BaseException as e:
         if controller is not None and (local_ray is None or not local_ray.death):
@@ -233,7 +236,7 @@ def start(
     def has_ray() -> bool:
         return local_ray is None or not local_ray.death
 
-    keeper = ControllerKeeper(controller, name, config, service, has_ray, forks)
+    keeper = ControllerKeeper(controller, name, config, service, has_ray, starter)
     return Deployment(keeper, service, local_ray=local_ray, owns_connection=owns_connection)
 
 
