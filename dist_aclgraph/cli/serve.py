@@ -15,11 +15,11 @@ from functools import partial
 
 from dist_aclgraph.actors.cluster.choose_starter import choose_starter
 from dist_aclgraph.actors.deployment import deployment
+from dist_aclgraph.actors.host.liveness import SharedHeartbeat
 from dist_aclgraph.actors.host.process_starter import ProcessStarter
 from dist_aclgraph.cli.ingress import serve_http
 from dist_aclgraph.cli.opened import Opened, open_service
 from dist_aclgraph.cli.owner import Start, own_deployment
-from dist_aclgraph.cli.pulse import Pulse
 from dist_aclgraph.cli.signals import Signals
 from dist_aclgraph.cli.supervise import Supervisor
 from dist_aclgraph.config import Config
@@ -106,7 +106,7 @@ def serve_until_signal(config: Config, start: Start = deployment.start) -> None:
     with open_service(config) as opened, Signals() as signals:
         ingress = _IngressThread(opened, signals)
         try:
-            own_deployment(opened, start, signals, Pulse())
+            own_deployment(opened, start, signals, SharedHeartbeat(SILENT_S))
         finally:
             ingress.end()
 

@@ -28,6 +28,7 @@ from ray._private.services import find_gcs_addresses
 from dist_aclgraph.actors.cluster.choose_starter import choose_starter
 from dist_aclgraph.actors.cluster.ray_errors import LOGS, ours
 from dist_aclgraph.actors.host import processes
+from dist_aclgraph.actors.host.liveness import watch_processes
 from dist_aclgraph.actors.host.process_starter import ProcessStarter
 from dist_aclgraph.config import Config
 from dist_aclgraph.device import emulator
@@ -74,7 +75,7 @@ class LocalRay:
             self.death = f"{name} has died; see {LOGS}"
             on_death(self.death)
 
-        processes.watch_processes(names, tell, self._stopped)
+        watch_processes(names, tell, self._stopped)
 
     def unwatch(self) -> None:
         """From now on, its processes end because somebody stops them."""

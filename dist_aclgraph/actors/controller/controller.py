@@ -32,8 +32,8 @@ from dist_aclgraph.actors.controller.startup import Startup
 from dist_aclgraph.actors.controller.state import State, advance
 from dist_aclgraph.actors.controller.term import Standing, Term
 from dist_aclgraph.actors.controller.upkeep import Upkeep
+from dist_aclgraph.actors.host.liveness import leave_with_raylet
 from dist_aclgraph.actors.host.process_starter import ProcessStarter
-from dist_aclgraph.actors.host.processes import leave_with_raylet
 from dist_aclgraph.actors.wire.addresses import Address
 from dist_aclgraph.actors.worker.worker_group import bundles_of_groups
 from dist_aclgraph.config import Config

@@ -23,6 +23,7 @@ from dist_aclgraph.actors.cluster.local_ray import NAMESPACE
 from dist_aclgraph.actors.controller.controller import Controller, Progress, Service
 from dist_aclgraph.actors.controller.term import Standing, Term
 from dist_aclgraph.actors.host import processes
+from dist_aclgraph.actors.host.liveness import Silence
 from dist_aclgraph.actors.host.process_starter import ProcessStarter
 from dist_aclgraph.actors.worker.worker_group import fetch
 from dist_aclgraph.config import Config
@@ -33,7 +34,7 @@ POLL_S = 0.1
 LOOK_S = 1.0
 JOIN_S = 5.0  # longer than any wait for an answer
 NAME_S = 30.0  # until Ray has given a dead controller's name back
-LEASES = 2  # of its engines, in which a controller has to answer
+LEASES = 2  # of its engines, within which a controller has to answer
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +125,7 @@ class ControllerKeeper:
         num_groups = len(ParallelLayout.from_config(config.parallel).lockstep_groups)
         self._standing = Standing(config, num_groups)
         self._term = Term(0, service.token, service.max_model_len)
-        self._silence_s = LEASES * config.timeouts.link_s
+        self._silence = Silence(LEASES * config.timeouts.link_s)
         self._restarts = RestartBudget(config.recovery.restarts_per_hour)
         self._making = threading.Lock()  # no controller is made once it is stopped
         self._stopping = threading.Event()
@@ -157,12 +158,15 @@ class ControllerKeeper:
 
     def _look(self) -> str:
         """Ask the controller how it stands; return why it counts as dead, or ""."""
-        asked, began_s = self.controller.standing.remote(), time.monotonic()
+        asked, looked_s = self.controller.standing.remote(), time.monotonic()
+        self._silence.heard()
         while not ray.wait([asked], timeout=LOOK_S)[0]:
             if self._stopping.is_set():
                 return ""
-            if time.monotonic() - began_s > self._silence_s:
-                return f"the controller has not answered for {self._silence_s:g} s"
+            elapsed_s = time.monotonic() - looked_s
+            looked_s += elapsed_s
+            if self._silence.listen(elapsed_s):
+                return f"the controller has not answered for {self._silence.limit_s:g} s"
         try:
             self._standing = ray.get(asked)
         except ActorDiedError:

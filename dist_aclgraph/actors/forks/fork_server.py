@@ -27,6 +27,7 @@ from pathlib import Path
 import msgspec
 
 from dist_aclgraph.actors.host import processes
+from dist_aclgraph.actors.host.liveness import leave_with_raylet
 from dist_aclgraph.actors.host.run_directory import RunDirectory
 from dist_aclgraph.config import Config
 from dist_aclgraph.environment import (
@@ -229,7 +230,7 @@ def become(request: Request, streams: list[int]) -> None:
         os.close(fd)
     take_over_environment(request.environment)
     if raylet_pid() is not None:
-        processes.leave_with_raylet()
+        leave_with_raylet()
     _read_again()
     os.chdir(request.folder)
     sys.argv[:] = request.arguments
