@@ -13,7 +13,7 @@ import pytest
 
 from dist_aclgraph.actors.client.engine_client import EngineClient
 from dist_aclgraph.actors.client.outage import Recovery
-from dist_aclgraph.actors.deployment.deployment import Deployment, start
+from dist_aclgraph.actors.deployment.deployment import RayDeployment, start
 from dist_aclgraph.config import Config, make_config
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.sampling import SamplingParams
@@ -70,7 +70,7 @@ def make_deployment_config(model: Path | str, **overrides: Any) -> Config:
 class Serving:
     """A deployment and a client of it."""
 
-    deployment: Deployment
+    deployment: RayDeployment
     client: EngineClient
 
     def submit(self, name: str, prompt: list[int], params: SamplingParams) -> Answer:
@@ -106,10 +106,11 @@ def serving(config: Config) -> Iterator[Serving]:
     """Start a deployment on the Ray cluster of the session, and stop it at the end."""
     deployment = start(config)
     try:
+        reach = deployment.reach()
         client = EngineClient(
-            deployment.addresses,
-            deployment.token,
-            node_id=deployment.node_id,
+            reach.addresses,
+            reach.token,
+            node_id=reach.node_id,
             link_s=config.timeouts.link_s,
             recovery=Recovery.from_config(config, deployment.outlook),
         )

@@ -19,8 +19,9 @@ from rich.console import Console
 
 from dist_aclgraph.actors.client.outage import Outlook
 from dist_aclgraph.actors.deployment.deployment_protocol import Deployment
-from dist_aclgraph.actors.deployment.owner_link import OwnerLink, Reach, Standing
+from dist_aclgraph.actors.deployment.owner_link import OwnerLink, Standing
 from dist_aclgraph.actors.host.liveness import SharedHeartbeat, Silence
+from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.cli.announce import announce
 from dist_aclgraph.cli.last_start import keep_report
 from dist_aclgraph.cli.opened import Opened
@@ -193,11 +194,10 @@ class _Answers:
     def reach(self) -> Reach | None:
         running = self.running
         try:
-            if running is None or not (addresses := running.addresses):
-                return None
+            reach = None if running is None else running.reach()
         except DistAclGraphError:  # it may recover
             return None
-        return Reach(addresses, running.token, running.max_model_len, running.node_id)
+        return reach if reach is not None and reach.addresses else None
 
     def outlook(self) -> Outlook:
         running = self.running

@@ -29,9 +29,7 @@ def service(ray_cluster):
     config = load_config("configs/tiny-deepseek.yaml", {"parallel.ep": 2})
     running = start(config)
     try:
-        state = open_state(
-            config, Tokenizer(config.model), running, node_id=running.node_id, ask=running.outlook
-        )
+        state = open_state(config, Tokenizer(config.model), running.reach(), running.outlook)
         url, server = open_port(state)
         with httpx.Client(base_url=url, timeout=120) as http:
             yield SimpleNamespace(url=url, http=http)

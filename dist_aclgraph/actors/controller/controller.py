@@ -34,7 +34,7 @@ from dist_aclgraph.actors.controller.term import Standing, Term
 from dist_aclgraph.actors.controller.upkeep import Upkeep
 from dist_aclgraph.actors.host.liveness import leave_with_raylet
 from dist_aclgraph.actors.host.process_starter import ProcessStarter
-from dist_aclgraph.actors.wire.addresses import Address
+from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.actors.worker.worker_group import bundles_of_groups
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import DistAclGraphError, EngineUnavailableError, WorkerError
@@ -59,20 +59,6 @@ class Progress:
 
     def __str__(self) -> str:
         return f"{self.state} {self.done:,} of {self.total:,}" if self.total else self.state
-
-
-@dataclass(frozen=True)
-class Service:
-    """Where a serving deployment is reached, and what its clients must know.
-
-    Attributes:
-        pid: of its controller, on its node.
-    """
-
-    addresses: list[Address]
-    token: str
-    max_model_len: int
-    pid: int
 
 
 class Controller:
@@ -112,6 +98,10 @@ class Controller:
             done, total = (sum(r["progress"][i] for r in reports) for i in range(2))
             return Progress(found.state, done, total, BYTES, part)
         return found
+
+    def pid(self) -> int:
+        """Return the id of this process, on its node."""
+        return os.getpid()
 
     def check(self) -> str:
         """Return why the deployment serves no more, or "" while a group does, or may again."""
@@ -169,7 +159,7 @@ class Controller:
 
     # ---- from configuration to serving
 
-    def start(self) -> Service:
+    def start(self) -> Reach:
         """Run all phases.
 
         Raises:
@@ -215,7 +205,7 @@ class Controller:
     def _show(self, done: int, total: int, detail: str) -> None:
         self._progress = Progress(self._progress.state, done, total, detail)
 
-    def _serve(self, planner: Planner, scopes: list[list[LockstepGroup]]) -> Service:
+    def _serve(self, planner: Planner, scopes: list[list[LockstepGroup]]) -> Reach:
         serving = ServingGroups(
             self._name,
             self._term,
@@ -230,7 +220,7 @@ class Controller:
         self._serving, self._upkeep = serving, Upkeep(serving, self._see_service)
         self._enter(State.SERVING)
         self._upkeep.start()
-        return self.service()
+        return self.reach()
 
     def _see_service(self, serves: bool) -> None:
         """Go from SERVING to RECOVERING, or back."""
@@ -241,10 +231,11 @@ class Controller:
 
     # ---- while it serves
 
-    def service(self) -> Service:
+    def reach(self) -> Reach:
         """Say where the deployment is reached now."""
         serving = self._open_groups(State.RECOVERING)
-        return Service(serving.addresses, self._term.token, serving.max_model_len, os.getpid())
+        node_id = ray.get_runtime_context().get_node_id()
+        return Reach(serving.addresses, self._term.token, serving.max_model_len, node_id)
 
     def scale(self, count: int) -> None:
         """Have so many groups take requests; see ``ServingGroups.scale``."""

@@ -20,11 +20,12 @@ from ray.exceptions import ActorDiedError, RayError
 
 from dist_aclgraph.actors.cluster import placement
 from dist_aclgraph.actors.cluster.local_ray import NAMESPACE
-from dist_aclgraph.actors.controller.controller import Controller, Progress, Service
+from dist_aclgraph.actors.controller.controller import Controller, Progress
 from dist_aclgraph.actors.controller.term import Standing, Term
 from dist_aclgraph.actors.host import processes
 from dist_aclgraph.actors.host.liveness import Silence
 from dist_aclgraph.actors.host.process_starter import ProcessStarter
+from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.actors.worker.worker_group import fetch
 from dist_aclgraph.config import Config
 from dist_aclgraph.planning.restarts import RestartBudget
@@ -109,7 +110,7 @@ class ControllerKeeper:
         controller: Any,
         name: str,
         config: Config,
-        service: Service,
+        reach: Reach,
         has_ray: Callable[[], bool] = lambda: True,
         starter: ProcessStarter | None = None,
         make: Callable[[Config, str, Term, ProcessStarter | None], Any] = make_controller,
@@ -121,10 +122,10 @@ class ControllerKeeper:
         self.progress = ""
         self.failure = ""
         self._name = name
-        self._process = self._handle_of(service)
+        self._process = self._open_handles()
         num_groups = len(ParallelLayout.from_config(config.parallel).lockstep_groups)
         self._standing = Standing(config, num_groups)
-        self._term = Term(0, service.token, service.max_model_len)
+        self._term = Term(0, reach.token, reach.max_model_len)
         self._silence = Silence(LEASES * config.timeouts.link_s)
         self._restarts = RestartBudget(config.recovery.restarts_per_hour)
         self._making = threading.Lock()  # no controller is made once it is stopped
@@ -208,7 +209,8 @@ class ControllerKeeper:
             if self._stopping.is_set():
                 return
             self.progress = f"another controller: {progress or 'PLACING'}"
-        self._process = self._handle_of(fetch(starting, NO_RANK, "PLACING"))
+        fetch(starting, NO_RANK, "PLACING")
+        self._process = self._open_handles()
 
     def _make(self) -> None:
         """Make a controller of the same name, once Ray has forgotten the last one's."""
@@ -228,6 +230,10 @@ class ControllerKeeper:
                         raise
             time.sleep(POLL_S)
 
-    def _handle_of(self, service: Service) -> list[int]:
-        """Return what kills its controller's process, where Ray cannot."""
-        return [] if self._starter is None else self._starter.open_handles(service.pid)
+    def _open_handles(self) -> list[int]:
+        """Return what kills the controller's process, where Ray cannot."""
+        if self._starter is not None:
+            with suppress(RayError):  # it is dead already
+                pid = ray.get(self.controller.pid.remote(), timeout=JOIN_S)
+                return self._starter.open_handles(pid)
+        return []

@@ -13,7 +13,6 @@ from dist_aclgraph.actors.client.outage import Outlook
 from dist_aclgraph.actors.cluster.choose_starter import choose_starter
 from dist_aclgraph.actors.cluster.local_ray import CONTROLLER, LocalRay, start_ray
 from dist_aclgraph.actors.cluster.ray_errors import ours
-from dist_aclgraph.actors.controller.controller import Service
 from dist_aclgraph.actors.controller.term import Term
 from dist_aclgraph.actors.deployment.controller_life import (
     ControllerKeeper,
@@ -22,9 +21,10 @@ from dist_aclgraph.actors.deployment.controller_life import (
     make_controller,
     progress_of,
 )
+from dist_aclgraph.actors.deployment.deployment_protocol import Deployment
 from dist_aclgraph.actors.host import run_directory
 from dist_aclgraph.actors.host.process_starter import ProcessStarter
-from dist_aclgraph.actors.wire.addresses import Address
+from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.actors.worker.worker_group import fetch
 from dist_aclgraph.config import Config
 from dist_aclgraph.device import emulator
@@ -43,8 +43,8 @@ ANSWER_S, STOP_S = 10.0, 60.0  # limits of the controller's answers
 UNKNOWN = (ActorDiedError, GetTimeoutError)
 
 
-class Deployment:
-    """A serving deployment.
+class RayDeployment(Deployment):
+    """A deployment whose processes are actors of Ray.
 
     Owns what keeps its controller alive, and the connection to Ray where it had to make one.
 
@@ -56,7 +56,6 @@ class Deployment:
     def __init__(
         self,
         keeper: ControllerKeeper,
-        service: Service,
         *,
         local_ray: LocalRay | None = None,
         owns_connection: bool = False,
@@ -65,26 +64,23 @@ class Deployment:
         self._is_shut_down = False
         self._local_ray = local_ray
         self._owns_connection = owns_connection
-        self.node_id: str = ray.get_runtime_context().get_node_id()
-        self.token = service.token
-        self.max_model_len = service.max_model_len
+        self.node_id = ray.get_runtime_context().get_node_id()
 
     @property
     def _controller(self) -> Any:
         return self._keeper.controller
 
-    @property
-    def addresses(self) -> list[Address]:
-        """Of the engines of all groups, now.
+    def reach(self) -> Reach:
+        """Say where the deployment is reached now.
 
         Raises:
             EngineDeadError: the deployment does not serve.
         """
         try:
-            service: Service = ray.get(self._controller.service.remote(), timeout=ANSWER_S)
+            found: Reach = ray.get(self._controller.reach.remote(), timeout=ANSWER_S)
         except RayError as e:
             raise EngineDeadError(str(ours(e, "asking for the groups"))) from e
-        return service.addresses
+        return found
 
     def report(self) -> dict[str, Any]:
         """Return plan, buckets with their counters, eager steps by reason, ranks and memory."""
@@ -184,7 +180,7 @@ def check(config: Config) -> None:
 
 def start(
     config: Config, on_progress: OnProgress | None = None, starter: ProcessStarter | None = None
-) -> Deployment:
+) -> RayDeployment:
     """Bring a deployment up, on this process's Ray cluster, or as ``start_ray`` finds one.
 
     What the files of the model refuse is refused here, before anything is built or started.
@@ -222,7 +218,7 @@ def start(
     try:
         term = Term(0, secrets.token_hex(16))
         controller = make_controller(config, name, term, starter)
-        service = _wait_for(controller, local_ray, on_progress)
+        reach = _wait_for(controller, local_ray, on_progress)
     except BaseException as e:
         if controller is not None and (local_ray is None or not local_ray.death):
             end_by_force(controller, name)
@@ -236,21 +232,19 @@ def start(
     def has_ray() -> bool:
         return local_ray is None or not local_ray.death
 
-    keeper = ControllerKeeper(controller, name, config, service, has_ray, starter)
-    return Deployment(keeper, service, local_ray=local_ray, owns_connection=owns_connection)
+    keeper = ControllerKeeper(controller, name, config, reach, has_ray, starter)
+    return RayDeployment(keeper, local_ray=local_ray, owns_connection=owns_connection)
 
 
-def _wait_for(
-    controller: Any, local_ray: LocalRay | None, on_progress: OnProgress | None
-) -> Service:
+def _wait_for(controller: Any, local_ray: LocalRay | None, on_progress: OnProgress | None) -> Reach:
     starting = controller.start.remote()
     for progress in progress_of(controller, starting):
         if local_ray is not None and local_ray.death:
             raise RayDiedError(local_ray.death)
         if on_progress is not None and progress is not None:
             on_progress(progress)
-    service: Service = fetch(starting, NO_RANK, "PLACING")
-    return service
+    reach: Reach = fetch(starting, NO_RANK, "PLACING")
+    return reach
 
 
 def _leave_ray(local_ray: LocalRay | None, owns_connection: bool) -> None:
