@@ -64,17 +64,15 @@ def npu() -> Any:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """One local Ray cluster with eight emulated NPUs for all tests of the session.
-
-    Its processes are forked, which spares each of them seconds of imports.
-    """
+    """One local Ray cluster with eight emulated NPUs for all tests of the session."""
     import ray
 
     from dist_aclgraph.actors.cluster.local_ray import start_ray
     from tests import deployments
 
     config = deployments.make_deployment_config("unused", parallel={"tp": 8})
-    with deployments.lend_forks(config) as forks:
-        start_ray(config, forks)
+    with deployments.session_starter(config) as starter:
+        starter.command(config)  # a fork server loads while Ray starts
+        start_ray(config, starter)
         yield
         ray.shutdown()
