@@ -196,7 +196,7 @@ class Group:
 
 
 class RawClient:
-    """A client that sends what it likes."""
+    """A client that sends arbitrary messages."""
 
     def __init__(self, endpoint: Endpoint, token: str = TOKEN, name: str = "raw") -> None:
         self._context = zmq.Context()

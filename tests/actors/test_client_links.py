@@ -1,4 +1,4 @@
-"""What becomes of requests when an engine, a client, or the way between them fails."""
+"""Requests whose engine, client, or connection between both fails."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_client_that_is_held_for_a_while_misses_no_delta(
     wait_until(lambda: group.scheduler.num_requests == 60, "not all requests are there")
     reader.hold()
 
-    # The engine makes them all while nobody reads.
+    # The engine makes all deltas while no client reads.
     deadline_s = time.monotonic() + 120
     while not owns_nothing(group):
         assert time.monotonic() < deadline_s

@@ -1,4 +1,6 @@
-"""A controller that has died is replaced, whatever fails meanwhile, or the end is said."""
+"""A dead controller is replaced despite other failures, or the end of the deployment is
+reported.
+"""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def test_a_worker_that_stands_still_keeps_nobody_waiting_and_is_cut_off_in_the_e
 
 
 def die(address: SocketFile, has_answered: int) -> None:
-    """A worker's process that answers so many times and then is gone, in the middle of a frame."""
+    """A worker's process that answers a number of times and then ends in the middle of a frame."""
     worker = LocalEngine(address)
     for _ in range(has_answered):
         worker.send(worker.receive())

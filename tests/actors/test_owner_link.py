@@ -1,4 +1,4 @@
-"""How an ingress asks the owner of its deployment, and what it hears where nobody answers."""
+"""How an ingress asks the owner of its deployment, with and without an answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WAIT_S = 20.0
 
 
 class Answers:
-    """What an owner says; of its outlook nothing before it is let."""
+    """The answers of an owner; its outlook waits until the test lets it go."""
 
     def __init__(self) -> None:
         self.asked, self.may_answer = threading.Event(), threading.Event()

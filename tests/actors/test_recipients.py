@@ -1,4 +1,4 @@
-"""What clients get of a step in columns is what each of their requests got."""
+"""Clients receive a step in columns; each request gets the same deltas as alone."""
 
 from __future__ import annotations
 

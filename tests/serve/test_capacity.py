@@ -1,4 +1,4 @@
-"""A service of two groups: what it says of itself, and does, when one of them goes."""
+"""A service of two groups: its reports and answers when one of them is lost."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_metrics_count_what_each_group_was_sent(service, other):
 
 
 def samples(service: Service, name: str) -> dict[str, float]:
-    """Return a metric's values, by its labels but those that all have."""
+    """Return a metric's values by its labels, without the labels that all metrics have."""
     found = {}
     for line in service.http.get("/metrics").text.splitlines():
         if line.startswith(f"dist_aclgraph_{name}{{"):

@@ -87,7 +87,7 @@ def other():
 
 
 def until_all_have_answered(client: EngineClient) -> None:
-    """Until then, requests go to those that have."""
+    """Until then, requests go to the groups that have."""
     until(lambda: all(engine.link.is_welcome for engine in client._known()))
 
 
@@ -149,7 +149,7 @@ def test_an_engine_that_is_added_takes_requests(engine, client, other):
     until_all_have_answered(client)
     client.submit("new", [2], LONG, (), lambda delta: None)
     until(lambda: len(other.submitted) == 1)
-    # The newcomer, too, says what there is: its older word changes nothing.
+    # The new engine also lists the groups: its older list changes nothing.
     other.groups = Groups(0, ())
     until(lambda: other.last_beat.groups_version == 1)
     assert client.capacity().total == 2

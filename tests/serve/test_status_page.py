@@ -84,7 +84,7 @@ def test_numbers_under_load_lie_between_two_scrapes_and_then_equal_the_last(brow
         with under_load(own_service):
             for _ in range(3):
                 before = scrape(own_service)
-                page.wait_for_numbers(2)  # what is shown then was read after the scrape
+                page.wait_for_numbers(2)  # the next numbers were read after the scrape
                 samples = page.samples()
                 assert_in_between(samples, before, scrape(own_service))
         page.wait_for_numbers(2)

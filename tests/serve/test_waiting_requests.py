@@ -1,4 +1,4 @@
-"""Requests wait while no group serves, and nobody sees it in their tokens."""
+"""Requests wait while no group serves, and their tokens do not change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.serve.conftest import WAIT_S, until
 from tests.serve.fake_engine import NODE, TOKEN, FakeEngine
 from tests.serve.test_resumed_requests import PROMPT, by_position, wanted
 
-LINK_S = 10.0  # none is lost by silence, on a busy machine either
+LINK_S = 10.0  # no engine counts as silent, even on a busy machine
 LOADING = "LOADING 3 of 9"
 
 
@@ -83,7 +83,7 @@ class Deployment:
         self.client.submit(name, PROMPT, params, (), deltas.put, seed=11)
 
     def collect(self, name: str, count: int | None = None) -> tuple[list[int], RequestDelta]:
-        """Take so many tokens, or all."""
+        """Read a number of tokens, or all."""
         tokens: list[int] = []
         while True:
             delta = self.deltas[name].get(timeout=WAIT_S)
