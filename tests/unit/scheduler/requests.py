@@ -20,7 +20,8 @@ def submit(
 ) -> Request:
     """Return a request that ends at EOS, too, unless its parameters ignore it.
 
-    Args: output: the tokens that it has already, from a group that died.
+    Args:
+        output: the tokens that it has already, from a group that died.
     """
     ends = sorted({*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))})
     sampling = row_sampling(params, seed=0, num_prompt_tokens=len(prompt), end_ids=ends)
