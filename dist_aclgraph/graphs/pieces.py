@@ -1,8 +1,8 @@
 """A bucket captured in pieces: a graph for each segment between two attentions.
 
 Attention runs between the pieces, eagerly, with the step's own lengths, so that any mixture of
-prefill and decode replays the same graphs. What crosses from piece to piece lies in the pool that
-all graphs share: it is valid from one piece to the next of the same step, and no longer.
+prefill and decode replays the same graphs. Values between two pieces are in the pool that all
+graphs share. They are valid only from one piece to the next of the same step.
 """
 
 from __future__ import annotations
