@@ -35,7 +35,7 @@ class CapturedPieces:
         """Record the next piece; the caller keeps its outputs while later pieces read them.
 
         Raises:
-            StreamExhaustedError, OutOfDeviceMemoryError, CaptureError: release what there is.
+            StreamExhaustedError, OutOfDeviceMemoryError, CaptureError: release the recorded pieces.
         """
         made: list[tuple[Tensor, ...]] = []
         name = f"{self.descriptor}, piece {len(self.graphs)}"
@@ -56,7 +56,7 @@ class CapturedPieces:
         return self._outputs[index]
 
     def release(self) -> None:
-        """Give streams and memory back."""
+        """Release streams and memory."""
         self._outputs.clear()
         while self.graphs:
             self._recording.forget(self.graphs.pop())
