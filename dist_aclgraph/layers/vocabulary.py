@@ -59,7 +59,7 @@ class VocabularyHead:
     group: CommGroup
 
     def __call__(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[n, hidden] -> [n, vocab], written to ``out`` where one is given."""
+        """[n, hidden] -> [n, vocab], written to ``out`` if given."""
         if self.group.size == 1:
             return torch.mm(hidden, self.weight, out=out)
         parts = self.group.all_gather(torch.mm(hidden, self.weight))  # [size, n, vocab / size]
