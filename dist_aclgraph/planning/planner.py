@@ -125,12 +125,12 @@ class Planner:
         )
 
     def reserved_bytes(self, plan: GraphPlan, offers: Sequence[StreamOffer]) -> dict[int, int]:
-        """Return by rank what graphs take of its memory: those of a plan, and lazy ones.
+        """Return by rank the memory of a plan's graphs, and of lazy ones.
 
         Args:
-            offers: all that the plan was negotiated over.
+            offers: all offers of the plan's negotiation.
         """
-        # What has no room now is not kept room for: it would leave none for the cache.
+        # Keep no room for graphs that do not fit now; it would leave none for the cache.
         lazy, _ = fit_memory(self.lazy_families if plan.families else (), offers, self.budget_model)
         everything = msgspec.structs.replace(plan, families=(*plan.families, *lazy))
         return {offer.rank: pool_bytes(everything, offer, self.budget_model) for offer in offers}
@@ -142,11 +142,11 @@ class Planner:
         offers: Sequence[StreamOffer],
         step_seconds: Mapping[BatchDescriptor, float],
     ) -> tuple[GraphPlan, tuple[Action, ...]] | None:
-        """Return a plan that serves the traffic better and what leads there, or None without one.
+        """Return a plan that serves the traffic better, and the changes that lead to it; or None.
 
         Args:
-            offers: those that ``plan`` was negotiated over, before anything was captured.
-            step_seconds: what steps took that replayed each graph.
+            offers: the offers of ``plan``'s negotiation, before anything was captured.
+            step_seconds: measured time of steps by replayed graph.
         """
         return choose_again(
             plan,
@@ -159,9 +159,10 @@ class Planner:
         )
 
     def _reach(self) -> list[str]:
-        """Say which decode batches run eagerly: those above the asked sizes, or the largest graph.
+        """Return which decode batches run eagerly: those above the configured sizes, or above the
+        largest graph.
 
-        Of mixed batches everybody expects it: they are prompts.
+        Mixed batches are omitted: they contain prompts, which users expect to run eagerly.
         """
         query_len = self.config.speculative.num_tokens + 1
         largest = self.config.scheduler.max_num_seqs * query_len
@@ -174,5 +175,5 @@ class Planner:
 
 
 def content_of(offer: StreamOffer) -> bytes:
-    """Return what equal offers of two ranks have in common."""
+    """Return the properties that equal offers of two ranks share."""
     return msgspec.msgpack.encode(msgspec.structs.replace(offer, rank=0))
