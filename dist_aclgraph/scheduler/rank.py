@@ -447,7 +447,7 @@ class RankScheduler:
         """End the finished requests at their last token.
 
         Args:
-            sampled: [num_samples], whose tokens ``new`` has.
+            sampled: [num_samples], requests of the tokens in ``new``.
             is_quiet: whether none of them can end by its length.
 
         Returns:
