@@ -195,7 +195,7 @@ class SimulatedGroup:
                 self._wait(until_s, is_changed)
 
     def submit(self, name: str, arrival: Arrival) -> bool:
-        """Take a request in, whose name is a number; say whether it was not refused."""
+        """Accept a request, whose name is a number; return whether it was accepted."""
         request = Request(
             name,
             arrival.token_ids(int(name)),
@@ -211,7 +211,7 @@ class SimulatedGroup:
         return True
 
     def _run(self, plan: StepPlan, step: LastStep, on_progress: OnProgress) -> StepOutputs:
-        """Let a step run; ``step`` is what the dispatcher was asked for it."""
+        """Let a step run; ``step`` has the arguments of the dispatcher."""
         results = []
         for dp_rank, batch in enumerate(plan.batches):
             records = np.frombuffer(batch.scheduled, dtype="<i4")
@@ -238,7 +238,7 @@ class SimulatedGroup:
             on_progress()
 
     def _wait(self, until_s: float, is_changed: bool) -> None:
-        """Let time pass without a request, up to whatever comes first."""
+        """Let time pass without a request, up to the next event."""
         if is_changed or self.changes.is_changing:
             until_s = min(until_s, self.clock_s + IDLE_POLL_S)
         elif self._is_unseen:
@@ -248,7 +248,7 @@ class SimulatedGroup:
     # ---- graphs
 
     def _change_graphs(self) -> bool:
-        """Do what is due to the graphs; return whether anything was changed."""
+        """Make the due changes of graphs; return whether anything changed."""
         ranks, counts = self.ranks, self.counts
         is_planned, version = self.changes.is_changing, self.dispatcher.plan.version
         captures, releases = ranks.captures, ranks.releases
@@ -269,7 +269,7 @@ class SimulatedGroup:
         return bool(captures or releases)
 
     def _look_again(self) -> None:
-        """Where it is time, choose the buckets again, as the controller does."""
+        """If it is time, choose the buckets again, as the controller does."""
         if not self._history.is_due(self.clock_s):
             return
         self._is_unseen = False
@@ -300,9 +300,9 @@ class SimulatedGroup:
 
 
 def _probed(deployment: AssumedDeployment, offers: list[StreamOffer]) -> list[StreamOffer]:
-    """Return the offers with the probes that ranks of a calibrated budget would have captured.
+    """Return the offers with the probes that ranks would have captured for a calibrated budget.
 
-    With them, buckets are chosen again by the times of steps, else by their tokens.
+    With these probes, buckets are chosen again by the times of steps; otherwise by their tokens.
     """
     config, model = deployment.config, deployment.budget_model
     if model.name != "calibrated":
@@ -328,7 +328,7 @@ def _probed(deployment: AssumedDeployment, offers: list[StreamOffer]) -> list[St
 
 
 def _times(traffic: Traffic, count: int) -> Traffic:
-    """Return the traffic of so many groups that see the same."""
+    """Return the traffic of so many groups with equal traffic."""
     return Traffic(
         decode={tokens: weight * count for tokens, weight in traffic.decode.items()},
         mixed={tokens: weight * count for tokens, weight in traffic.mixed.items()},
