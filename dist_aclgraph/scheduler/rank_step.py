@@ -248,8 +248,9 @@ class Flight:
     """A step of one rank, from its decision to its result.
 
     Attributes:
-        indices: [num_reqs], of its requests among the running ones now; -1 is one that has left.
-        is_quiet: no request can end by its length, or fill a block, in it.
+        indices: [num_reqs], current indices of its requests among the running ones; -1 for a
+            request that has left.
+        is_quiet: whether no request can end by its length, or fill a block, in it.
         cleaned: blocks that are cleaned before it.
     """
 
@@ -260,20 +261,21 @@ class Flight:
 
     @property
     def places(self) -> Places:
-        """[num_reqs], ``indices`` also where they are a slice."""
+        """[num_reqs], ``indices`` as an array, also if it is a slice."""
         at = self.indices
         return np.arange(self.step.num_reqs) if isinstance(at, slice) else at
 
     def move(self, moves: Places) -> None:
-        """Follow the running requests, of which some have left."""
+        """Update the indices after some running requests have left."""
         places = self.places
         self.indices = np.where(places < 0, -1, moves[places])
 
 
 def largest_of(steps: Sequence[RankStep]) -> tuple[int, int, int]:
-    """Return tokens, requests and uniform query length of a graph that holds each of the steps.
+    """Return tokens, requests and uniform query length of a graph that is large enough for each of
+    the steps.
 
-    The query length is 0 where they do not all have the same.
+    The query length is 0 if the steps differ in it.
     """
     if len(steps) == 1:
         return steps[0].shape
