@@ -35,8 +35,8 @@ PROMPT_TOKENS = 100
 def make_scheduler(
     num_reqs: int, num_steps: int, *, num_waiting: int = 0, num_clients: int = 1
 ) -> tuple[Scheduler, Recipients]:
-    """Return a scheduler whose ``num_reqs`` requests all decode for ``num_steps`` steps, and whose
-    they are.
+    """Return a scheduler whose ``num_reqs`` requests all decode for ``num_steps`` steps, and these
+    requests.
     """
     length = PROMPT_TOKENS + num_steps + 100
     buckets = capture_sizes(num_reqs, num_reqs)
@@ -82,7 +82,7 @@ def run_step(scheduler: Scheduler, token_ids: bytes) -> tuple[StepPlan, StepOutp
 
 
 def hand_out(recipients: Recipients, outputs: StepOutputs) -> int:
-    """Encode what clients are told of a step; return the nanoseconds of CPU."""
+    """Encode the messages of a step for clients; return the nanoseconds of CPU."""
     begin = time.thread_time_ns()
     for _, deltas in recipients.hand_out(outputs):
         client_encoder.encode(Deltas(deltas, 1))
