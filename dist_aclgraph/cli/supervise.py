@@ -17,7 +17,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 
 from dist_aclgraph.actors.forks.fork_server import ForkAddress
@@ -40,7 +39,7 @@ SETTLED_S = 10.0  # an ingress that has lived so long did not die of its start
 LOOK_S = 1.0  # between two looks whether they live; they beat about as often
 
 Own = Callable[[Signals, Pulse], None]
-ServeHttp = Callable[[int, Callable[[], None], HolderLink | None], None]
+ServeHttp = Callable[[int, Callable[[], None], HolderLink], None]
 
 
 class Supervisor:
@@ -58,7 +57,6 @@ class Supervisor:
         forks: a child of this process that stays when an owner dies, and forks what owners start.
         on_fork: called first in each process.
         backoff: pauses between ingresses that end soon after their start.
-        holds_connections: whether the connections of an ingress outlive it.
     """
 
     def __init__(
@@ -71,8 +69,6 @@ class Supervisor:
         forks: ForkAddress | None = None,
         on_fork: Callable[[], None] = lambda: None,
         backoff: Backoff | None = None,
-        *,
-        holds_connections: bool = True,
     ) -> None:
         self._silent_s = silent_s
         self._end_s = end_s
@@ -83,7 +79,6 @@ class Supervisor:
         self._forks = forks
         self._on_fork = on_fork
         self._owner_pulse, self._ingress_pulse = Pulse(), Pulse()
-        self._holds_connections = holds_connections
         self._holder = ConnectionHolder()
         self._has_served = False  # whether an owner that has ended had served
         # Owners keep the end for writing open as well: it closes when they and this one are gone.
@@ -222,7 +217,7 @@ class Supervisor:
     def _start_ingress(self) -> None:
         self._ingress_pulse.begin()
         self._ingress_began_s = time.monotonic()
-        with self._holder.open() if self._holds_connections else nullcontext() as end:
+        with self._holder.open() as end:
             self._ingress = self._fork(INGRESS, partial(self._be_ingress, end))
 
     def _look(self) -> None:
@@ -306,13 +301,12 @@ class Supervisor:
             finally:
                 signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
-    def _be_ingress(self, end: socket.socket | None) -> None:
+    def _be_ingress(self, end: socket.socket) -> None:
         for number in SIGNALS:  # the owner says when it is to drain
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED)
         os.close(self._life_end)
-        link = None if end is None else self._holder.become_link(end)
-        self._serve_http(self._life, self._ingress_pulse.beat, link)
+        self._serve_http(self._life, self._ingress_pulse.beat, self._holder.become_link(end))
 
 
 def _ended() -> Iterator[tuple[int, int]]:

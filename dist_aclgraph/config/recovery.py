@@ -23,11 +23,10 @@ class RecoveryConfig(Section):
     keep_answers: bool = Field(
         True,
         description="whether answers outlive the process that serves HTTP: when it dies, another "
-        "one goes on with them, over the same connections. For that the first process of "
-        "`dist-aclgraph serve` holds two descriptors of each connection, and each request and its "
-        "answer are written to memory. With false, none of this is done: another process still "
-        "serves half a second later, but all connections end with the process that died, and "
-        "their clients have to ask again",
+        "one goes on with them, over the same connections. For that a supervisor holds two "
+        "descriptors of each connection, and each request and its answer are written to memory. "
+        "With false, `dist-aclgraph serve` is one process without any of this, and its death ends "
+        "the service: systemd or Kubernetes has to start it again",
     )
     exact: bool = Field(
         False,
