@@ -8,7 +8,6 @@ Annotations are evaluated here, because Serve looks at the class of the builder'
 
 import asyncio
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -24,7 +23,7 @@ from dist_aclgraph.actors.client.outage import Outlook
 from dist_aclgraph.actors.deployment import deployment
 from dist_aclgraph.actors.deployment.deployment_protocol import StartDeployment
 from dist_aclgraph.actors.deployment.llm import start_on_ray
-from dist_aclgraph.actors.wire.addresses import Address
+from dist_aclgraph.actors.deployment.owner_link import Reach
 from dist_aclgraph.config import Config, load_config
 from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.serve.api import make_api
@@ -39,8 +38,8 @@ STAY_AGAIN_S, HEARD_S = 1.0, 2.0
 
 
 class RefusedError(click.ClickException, RayServeException):  # type: ignore[misc]  # untyped
-    """What cannot be served, in one sentence: ``serve run`` prints errors of click so, and
-    ``serve status`` those of Serve; all others come with a traceback.
+    """The application cannot be served. ``serve run`` prints errors of click, and ``serve status``
+    those of Serve, as one sentence; all others come with a traceback.
     """
 
 
@@ -58,17 +57,8 @@ class AppArgs(pydantic.BaseModel):
         return load_config(self.config, overrides)
 
 
-@dataclass(frozen=True)
-class Connection:
-    """What a client of a deployment must know; see ``Service``."""
-
-    addresses: list[Address]
-    token: str
-    max_model_len: int
-
-
 @serve.deployment(name="groups", max_ongoing_requests=MAX_ONGOING_REQUESTS)
-class Groups:
+class GroupsReplica:
     """Owns the deployment that all ingress replicas use."""
 
     def __init__(self, config: Config, start: StartDeployment = start_on_ray) -> None:
@@ -77,18 +67,18 @@ class Groups:
         timeouts = config.timeouts.model_copy(update={"place_s": place_s})
         self._deployment = start(config.model_copy(update={"timeouts": timeouts}))
 
-    async def connection(self) -> Connection:
+    async def reach(self) -> Reach:
         """Return where the deployment is reached now."""
         running = self._deployment
         addresses = await asyncio.to_thread(lambda: running.addresses)
-        return Connection(addresses, running.token, running.max_model_len)
+        return Reach(addresses, running.token, running.max_model_len, running.node_id)
 
     async def outlook(self) -> Outlook:
         """Say what becomes of the deployment."""
         return await asyncio.to_thread(self._deployment.outlook)
 
     async def stay(self) -> None:
-        """Wait for ever. While an ingress has this call open, Serve does not end this replica."""
+        """Wait forever. While an ingress has this call open, Serve does not end this replica."""
         await asyncio.Event().wait()
 
     async def check_health(self) -> None:
@@ -113,7 +103,7 @@ class Ingress:
     ) -> None:
         self._access = access
         self._stay = asyncio.create_task(_stay(groups))
-        connection = await groups.connection.remote()
+        reach = await groups.reach.remote()
         tokenizer = await asyncio.to_thread(Tokenizer, config.model)
         node_id = ray.get_runtime_context().get_node_id()
 
@@ -128,7 +118,7 @@ class Ingress:
 
         replica = serve.get_replica_context().rank.rank
         self._state = open_state(
-            config, tokenizer, connection, node_id=node_id, ask=ask, replica=replica
+            config, tokenizer, reach, node_id=node_id, ask=ask, replica=replica
         )
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -136,7 +126,7 @@ class Ingress:
         return make_api(self._state, self._access, names_requests=False)
 
     async def check_health(self) -> None:
-        """Fail once all groups are dead: those that Serve starts instead are elsewhere."""
+        """Fail once all groups are dead: this ingress cannot reach those that Serve starts next."""
         self._state.check()
 
     async def __del__(self) -> None:
@@ -157,7 +147,7 @@ def _leave_s(config: Config) -> float:
 
 
 async def _stay(groups: Any) -> None:
-    """Have a call to the groups open, for ever: to those that Serve starts in their place, too."""
+    """Keep one call to the groups open, forever; after a replacement, one to the new groups."""
     while True:
         call = groups.stay.remote()
         try:
@@ -169,8 +159,8 @@ async def _stay(groups: Any) -> None:
 
 
 async def _take_back(call: Any) -> None:
-    """Cancel a call, and wait until that has been heard: nobody else tells a replica that who
-    waits for its answer is gone.
+    """Cancel a call, and wait until its replica knows: a replica learns from nothing else that its
+    caller has gone.
     """
     call.cancel()
     with suppress(asyncio.CancelledError, RayError, RayServeException, TimeoutError):
@@ -181,8 +171,9 @@ async def _take_back(call: Any) -> None:
 def make_app(config: Config, start: StartDeployment = start_on_ray) -> serve.Application:
     """Bind the ingress to a checked configuration.
 
-    Where the proxy listens, and what it allows of connections, is Serve's to say: ``serve.host``,
-    ``serve.port`` and the limits on headers, readers and connections have no effect here.
+    Ray Serve's own configuration says where its proxy listens and how it limits connections:
+    ``serve.host``, ``serve.port`` and the limits on headers, readers and connections have no effect
+    here.
 
     Raises:
         ConfigError: the API keys cannot be read.
@@ -195,8 +186,8 @@ def make_app(config: Config, start: StartDeployment = start_on_ray) -> serve.App
         "health_check_timeout_s": 30.0,
         "max_constructor_retry_count": 1,
     }
-    ingress: Any = Ingress  # the decorators made a Serve deployment of it, as of Groups
-    groups: Any = Groups
+    ingress: Any = Ingress  # the decorators made a Serve deployment of it, as of GroupsReplica
+    groups: Any = GroupsReplica
     # The groups outlive the ingresses, which end what they have let in.
     owner = groups.options(
         num_replicas=1,

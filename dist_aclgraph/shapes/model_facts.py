@@ -1,6 +1,6 @@
 """What planning must know of a model, of any architecture: from config.json and weight headers.
 
-A ``ModelSpec`` is that and what a decoder of ours needs beside.
+A ``ModelSpec`` holds these facts and the details of a supported decoder.
 """
 
 from __future__ import annotations
