@@ -115,12 +115,12 @@ def serve(
 ) -> None:
     """Serve the OpenAI API until Ctrl-C or SIGTERM; on 127.0.0.1:8000 unless told otherwise."""
     with _user_errors():
-        from dist_aclgraph.cli.serve import serve_in_processes
+        from dist_aclgraph.cli.serve import serve as serve_deployment
         from dist_aclgraph.config import load_config, parse_overrides
 
         given = {"serve.host": host, "serve.port": port}
         options = {key: value for key, value in given.items() if value is not None}
-        serve_in_processes(load_config(config, parse_overrides(overrides or []) | options))
+        serve_deployment(load_config(config, parse_overrides(overrides or []) | options))
 
 
 @cli.command()

@@ -1,5 +1,7 @@
 """``dist-aclgraph serve``: an ingress that serves HTTP, and the owner of the deployment behind it.
 
+They are two processes under a supervisor, or with ``recovery.keep_answers: false`` one process.
+
 The port is taken before anything is started, and answers until everything is stopped. Ray Serve has
 no part in it: where a cluster is joined, its applications and its proxies stay as they are.
 """
@@ -33,6 +35,14 @@ SILENT_S = 30.0
 END_S = 180.0  # more than an ingress drains: for what stops a deployment, which has limits itself
 
 
+def serve(config: Config, start: Start | None = None) -> None:
+    """Serve until a signal; see ``serve_in_processes`` and ``serve_until_signal``."""
+    if config.recovery.keep_answers:
+        serve_in_processes(config, start)
+    else:
+        serve_until_signal(config, start or deployment.start)
+
+
 def serve_in_processes(config: Config, start: Start | None = None) -> None:
     """Serve until a signal, from two processes of which either may die and is replaced.
 
@@ -54,8 +64,7 @@ def serve_in_processes(config: Config, start: Start | None = None) -> None:
             opened.directory.disown()
             starter.disown()
 
-        if config.recovery.keep_answers:
-            _allow_connections(config.serve.max_connections)
+        _allow_connections(config.serve.max_connections)
         supervisor = Supervisor(
             partial(own_deployment, opened, start),
             partial(serve_http, opened),
@@ -64,7 +73,6 @@ def serve_in_processes(config: Config, start: Start | None = None) -> None:
             end_s=config.serve.drain_s + END_S,
             end_started=starter.end_started,
             on_fork=disown,
-            holds_connections=config.recovery.keep_answers,
         )
         raise SystemExit(supervisor.run())
 
@@ -96,7 +104,7 @@ def _starter_of(config: Config, is_on_own_ray: bool) -> Iterator[ProcessStarter]
 
 
 def serve_until_signal(config: Config, start: Start = deployment.start) -> None:
-    """Serve until a signal, both from this process: what dies ends it.
+    """Serve until a signal, from this process alone: its death ends the service.
 
     Raises:
         ConfigError, ModelError: see ``open_service``.

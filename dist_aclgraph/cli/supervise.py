@@ -17,7 +17,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 
 from dist_aclgraph.actors.host import processes, run_directory
@@ -38,7 +37,7 @@ WAITED = {signal.SIGCHLD, signal.SIGIO, *SIGNALS}
 SETTLED_S = 10.0  # an ingress that has lived so long did not die of its start
 
 Own = Callable[[Signals, SharedHeartbeat], None]
-ServeHttp = Callable[[int, Callable[[], None], HolderLink | None], None]
+ServeHttp = Callable[[int, Callable[[], None], HolderLink], None]
 
 
 class Supervisor:
@@ -56,7 +55,6 @@ class Supervisor:
         end_started: kills what an owner that has died had started, and what is no descendant.
         on_fork: called first in each process.
         backoff: pauses between ingresses that end soon after their start.
-        holds_connections: whether the connections of an ingress outlive it.
     """
 
     def __init__(
@@ -69,8 +67,6 @@ class Supervisor:
         end_started: Callable[[], None] = lambda: None,
         on_fork: Callable[[], None] = lambda: None,
         backoff: Backoff | None = None,
-        *,
-        holds_connections: bool = True,
     ) -> None:
         self._silent_s = silent_s
         self._look_s = beat_s(silent_s)
@@ -83,7 +79,6 @@ class Supervisor:
         self._on_fork = on_fork
         self._owner_heartbeat = SharedHeartbeat(silent_s)
         self._ingress_heartbeat = SharedHeartbeat(silent_s)
-        self._holds_connections = holds_connections
         self._holder = ConnectionHolder()
         self._has_served = False  # whether an owner that has ended had served
         # Owners keep the end for writing open as well: it closes when they and this one are gone.
@@ -223,7 +218,7 @@ class Supervisor:
     def _start_ingress(self) -> None:
         self._ingress_heartbeat.begin()
         self._ingress_began_s = time.monotonic()
-        with self._holder.open() if self._holds_connections else nullcontext() as end:
+        with self._holder.open() as end:
             self._ingress = self._fork(INGRESS, partial(self._be_ingress, end))
 
     def _look(self, elapsed_s: float) -> None:
@@ -306,12 +301,12 @@ class Supervisor:
             finally:
                 signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
-    def _be_ingress(self, end: socket.socket | None) -> None:
+    def _be_ingress(self, end: socket.socket) -> None:
         for number in SIGNALS:  # the owner says when it is to drain
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED)
         os.close(self._life_end)
-        link = None if end is None else self._holder.become_link(end)
+        link = self._holder.become_link(end)
         self._serve_http(self._life, self._ingress_heartbeat.beat, link)
 
 

@@ -302,7 +302,7 @@ def test_a_client_that_leaves_before_the_first_frame_frees_the_engine(service):
 
     assert [message["type"] for message in sent] == ["http.response.start"]
     until(lambda: len(service.engine.aborted) == 1 and service.engine.num_running == 0)
-    until(lambda: service.state.places.taken == 0)
+    until(lambda: service.state.slots.taken == 0)
 
 
 def test_tokens_without_text_bring_frames_of_their_own(service):

@@ -667,24 +667,6 @@ def test_an_answer_that_has_begun_is_not_refused_in_the_end(tmp_path: Path) -> N
         assert b"[DONE]" not in answer
 
 
-def test_without_keeping_connections_end_with_their_process_and_another_one_serves() -> None:
-    with serving(**{"recovery.keep_answers": False}) as service:
-        before = service.num_descriptors_at_rest()
-        plain = service.ask(KINDS["chat"])
-        with service.connect() as client, client.makefile("rb") as stream:
-            client.sendall(KINDS["chat"])
-            until(lambda: service.engine.num_running == 1, WAIT_S)
-            assert service.num_descriptors == before
-
-            service.kill()
-
-            with pytest.raises((AssertionError, OSError, ValueError)):
-                Answer().read(stream)
-        until(lambda: service.engine.num_running == 0, WAIT_S)
-        answer = service.ask(KINDS["chat"])
-        assert (answer.error, answer.bodies) == ("", plain.bodies)
-
-
 @pytest.mark.parametrize("ending", ["X-Request-Id: abc\r\n", slow("Connection: close\r\n")])
 def test_trailers_of_a_request_are_no_headers(service: Service, ending: str) -> None:
     data = KINDS["chat"].partition(b"\r\n\r\n")[2]

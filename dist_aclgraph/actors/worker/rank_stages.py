@@ -31,7 +31,7 @@ from dist_aclgraph.planning.memory import RankMemory
 from dist_aclgraph.planning.modes import GraphSupport, normalise_mode
 from dist_aclgraph.planning.plan import CaptureCost
 from dist_aclgraph.planning.way_back import LOSES_KV
-from dist_aclgraph.shapes.model_facts import ModelFacts, read_model_facts
+from dist_aclgraph.shapes.model_facts import ModelFacts
 from dist_aclgraph.shapes.model_spec import ModelSpec, read_model_spec
 from dist_aclgraph.topology import GroupRank, ParallelLayout, Ranks, WorldRank
 
@@ -65,17 +65,17 @@ def join_rank(
 
     # In this process's environment, that of its node: nobody else can see it.
     normalise_mode(config.graph.mode, GraphSupport(), launch_blocking=launch_blocking())
-    facts = read_model_facts(config.model)
-    npu = open_npu(config.device, rank, deterministic=needs_fixed_sums(config, facts))
+    spec = read_model_spec(config.model)
+    npu = open_npu(config.device, rank, deterministic=needs_fixed_sums(config, spec))
     chip = Chip(npu.name, npu.cann)
-    _check_chip(config, facts, chip, npu.kind, rank)
-    exchange = ExchangeRule.from_config(config, facts, chip)
+    _check_chip(config, spec, chip, npu.kind, rank)
+    exchange = ExchangeRule.from_config(config, spec, chip)
     streams = StreamLedger(npu)
     has_mc2 = exchange.mc2_buffer_mb is not None
     layout = ParallelLayout.from_config(config.parallel, mc2=has_mc2).within_group
     groups = _join_groups(config, layout, group_rank, exchange, rendezvous, meeting)
     streams.book("joining HCCL groups")
-    return JoinedRank(config, rank, group_rank, npu, groups, layout, exchange, streams)
+    return JoinedRank(config, spec, rank, group_rank, npu, groups, layout, exchange, streams)
 
 
 def _join_groups(
@@ -136,6 +136,7 @@ class JoinedRank:
     """A rank with an open device and its communication groups."""
 
     config: Config
+    spec: ModelSpec
     rank: WorldRank
     group_rank: GroupRank
     npu: Npu
@@ -178,10 +179,9 @@ class JoinedRank:
         from dist_aclgraph.models.dummy_weights import DummyCheckpoint
         from dist_aclgraph.models.loading import WeightSource
 
-        config = self.config
-        spec = read_model_spec(config.model)
+        config, spec = self.config, self.spec
         before = self.npu.memory().free_bytes
-        total, done = self._check_needs(spec, before), 0
+        total, done = self._check_needs(before), 0
 
         def note(num_bytes: int) -> None:
             nonlocal done
@@ -205,34 +205,37 @@ class JoinedRank:
                 max_len=config.max_model_len or spec.max_position_embeddings,
                 drafts=config.speculative.num_tokens > 0,
                 note=note,
-                experts=self._make_expert_setup(spec),
+                experts=self._make_expert_setup(),
             )
         self.npu.synchronize()
         self.npu.give_back()  # what weights were cut out of
         note_progress(total, total)
         return LoadedRank(self, model, before - self.npu.memory().free_bytes)
 
-    def _check_needs(self, spec: ModelSpec, free_bytes: int) -> int:
+    def _check_needs(self, free_bytes: int) -> int:
         """Refuse, before anything is read, what cannot be had or cannot fit by known bytes.
 
         Returns:
             The bytes of the weights.
         """
-        config, facts = self.config, read_model_facts(self.config.model)
+        config, spec = self.config, self.spec
         # What HCCL takes is documented and not measured: no reason to refuse.
-        memory = RankMemory.from_config(config, facts, spec, free_bytes, has_hccl_buffers=False)
+        memory = RankMemory.from_config(config, spec, free_bytes, has_hccl_buffers=False)
         memory.check(config, f"the NPU of rank {self.rank}")
-        KVCacheSpec.from_config(config, facts).choose_num_blocks(
-            config, memory.free_bytes, config.max_model_len or facts.max_position_embeddings
+        KVCacheSpec.from_config(config, spec).choose_num_blocks(
+            config, memory.free_bytes, config.max_model_len or spec.max_position_embeddings
         )
         return memory.weight_bytes
 
-    def _make_expert_setup(self, spec: ModelSpec) -> ExpertSetup:
+    def _make_expert_setup(self) -> ExpertSetup:
         from dist_aclgraph.layers.experts import ExpertSetup
         from dist_aclgraph.layers.shared_experts import SideStream
 
-        has_shared = spec.experts is not None and spec.experts.num_shared > 0
-        side = SideStream() if has_shared and self.config.graph.overlap_shared_experts else None
+        side = (
+            SideStream()
+            if self.spec.has_shared_experts and self.config.graph.overlap_shared_experts
+            else None
+        )
         self.streams.book("side stream of shared experts, and the pool that all streams are of")
         product = self.exchange.mc2.product if self.exchange.mc2 is not None else None
         return ExpertSetup(

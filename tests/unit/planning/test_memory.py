@@ -17,7 +17,7 @@ from dist_aclgraph.context.prompt_split import PromptSplit
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.planning.memory import GIB, MIB, RankMemory, largest_eager_step
 from dist_aclgraph.shapes.activation_sizes import activation_bytes
-from dist_aclgraph.shapes.model_facts import ModelFacts, read_model_facts
+from dist_aclgraph.shapes.model_facts import ModelFacts
 from dist_aclgraph.shapes.model_spec import read_model_spec
 
 SHAPE = Path(__file__).parents[3] / "configs" / "shapes" / "deepseek-v3"
@@ -32,7 +32,6 @@ def make(**changes: Any) -> Config:
 def account(config: Config, *, device_bytes: int = 64 * GIB, hccl: bool = True) -> RankMemory:
     return RankMemory.from_config(
         config,
-        read_model_facts(config.model),
         read_model_spec(config.model),
         device_bytes,
         has_hccl_buffers=hccl,
@@ -176,9 +175,7 @@ def test_an_unknown_shape_takes_what_its_files_do() -> None:
         architecture="X", num_layers=2, num_heads=4, num_kv_heads=4, head_dim=64,
         max_position_embeddings=128, weight_bytes=1000,
     )  # fmt: skip
-    memory = RankMemory.from_config(
-        make(parallel={"tp": 4}), facts, None, GIB, has_hccl_buffers=False
-    )
+    memory = RankMemory.from_config(make(parallel={"tp": 4}), facts, GIB, has_hccl_buffers=False)
 
     assert memory.taken_bytes == 250 and memory.graph_bytes == memory.eager_bytes == 0
 
