@@ -11,7 +11,7 @@ import gc
 import select
 from collections.abc import Callable
 
-from dist_aclgraph.actors.deployment.owner_link import Owner, Standing
+from dist_aclgraph.actors.deployment.owner_link import Admission, Owner
 from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.cli.opened import Opened
 from dist_aclgraph.errors import EngineUnavailableError
@@ -23,7 +23,7 @@ from dist_aclgraph.serve.state import ApiState, open_state
 
 POLL_S = 0.1
 END_S = 30.0  # until an owner that was left ends the service
-OVER = Standing("the service has ended")
+OVER = Admission("the service has ended")
 
 
 def serve_http(
@@ -58,10 +58,10 @@ def serve_http(
 def _wait_for_deployment(owner: Owner, life: int) -> Reach | None:
     """Return where the engines are, None where the service ends before they are there."""
     while not _is_over(life, POLL_S):
-        standing = owner.standing(is_open=False)
-        if standing is not None and standing.end:
+        admission = owner.admission(is_open=False)
+        if admission is not None and admission.end:
             return None
-        if standing is not None and (reach := owner.reach()):
+        if admission is not None and (reach := owner.reach()):
             return reach
     return None
 
@@ -76,12 +76,12 @@ def _serve(
         # What was imported and built so far is not looked through at every collection.
         gc.collect()
         gc.freeze()
-        owner.standing(is_open=True)  # said before: who is served finds the service announced
+        owner.admission(is_open=True)  # said before: who is served finds the service announced
         api = make_api(state, opened.access)
         server.let_in(lambda: front.open(api))
-        standing = _wait_for_end(state, owner, life)
-        state.drain(standing.drain_s)
-        front.close(standing.end)
+        admission = _wait_for_end(state, owner, life)
+        state.drain(admission.drain_s)
+        front.close(admission.end)
     except EngineUnavailableError as e:
         failure = e
         front.close(f"the service has ended: {e}")
@@ -94,16 +94,16 @@ def _serve(
         raise failure
 
 
-def _wait_for_end(state: ApiState, owner: Owner, life: int) -> Standing:
+def _wait_for_end(state: ApiState, owner: Owner, life: int) -> Admission:
     """Return once no more requests are to be let in.
 
     Raises:
         EngineUnavailableError: none can be served any more; says why.
     """
     while not _is_over(life, POLL_S):
-        standing = owner.standing(is_open=True)
-        if standing is not None and standing.end:
-            return standing
+        admission = owner.admission(is_open=True)
+        if admission is not None and admission.end:
+            return admission
         state.check()
     return OVER
 

@@ -33,7 +33,7 @@ Overrides = Annotated[
 ]
 Host = Annotated[str | None, typer.Option(help="address to listen on, as serve.host=ADDRESS")]
 Port = Annotated[int | None, typer.Option(help="port to listen on, as serve.port=N")]
-Groups = Annotated[int, typer.Argument(help="lockstep groups that take requests, 1 or more")]
+NumGroups = Annotated[int, typer.Argument(help="lockstep groups that take requests, 1 or more")]
 DeploymentName = Annotated[
     str | None, typer.Option(help="name of its controller, where several deployments run")
 ]
@@ -222,7 +222,7 @@ def simulate(
 
 
 @cli.command()
-def scale(groups: Groups, deployment: DeploymentName = None, ray: LocalRay = None) -> None:
+def scale(groups: NumGroups, deployment: DeploymentName = None, ray: LocalRay = None) -> None:
     """Have a running deployment serve with so many groups; returns when it does.
 
     New ones start beside those that serve; of too many, the newest end what they have, and leave.

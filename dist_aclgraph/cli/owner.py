@@ -19,7 +19,7 @@ from rich.console import Console
 
 from dist_aclgraph.actors.client.outage import Outlook
 from dist_aclgraph.actors.deployment.deployment_protocol import Deployment
-from dist_aclgraph.actors.deployment.owner_link import OwnerLink, Standing
+from dist_aclgraph.actors.deployment.owner_link import Admission, OwnerLink
 from dist_aclgraph.actors.host.liveness import SharedHeartbeat, Silence
 from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.cli.announce import announce
@@ -65,7 +65,7 @@ def own_deployment(
         SystemExit: a signal came before anything was served; 128 and its number.
     """
     config, console = opened.config, Console(stderr=True)
-    answers = _Answers()
+    answers = _IngressAnswers()
     with OwnerLink(opened.link, answers) as link:
         try:
             console.print(f"Starting {config.name} on {config.parallel.world_size} NPUs ...")
@@ -91,7 +91,7 @@ def _started(
     start: Start,
     signals: Signals,
     console: Console,
-    answers: _Answers,
+    answers: _IngressAnswers,
     heartbeat: SharedHeartbeat,
 ) -> Iterator[Deployment]:
     """Start a deployment and stop it afterwards; a signal before it serves ends the process."""
@@ -129,7 +129,7 @@ def _watch(
     config: Config,
     running: Deployment,
     signals: Signals,
-    answers: _Answers,
+    answers: _IngressAnswers,
     heartbeat: SharedHeartbeat,
 ) -> None:
     """Return once a signal has come.
@@ -163,7 +163,7 @@ def _announced(config: Config, running: Deployment) -> bool:
     return True
 
 
-class _Answers:
+class _IngressAnswers:
     """What the ingress is told. Owned by the main thread, read by those of the link.
 
     Attributes:
@@ -176,20 +176,20 @@ class _Answers:
         self.running: Deployment | None = None
         self.progress = "the deployment is being started"
         self.is_open = False
-        self._standing = Standing()
+        self._admission = Admission()
 
     def end(self, reason: str, drain_s: float) -> None:
         """Have no more requests let in, and those that are in end within so long."""
-        self._standing = Standing(reason, drain_s)
+        self._admission = Admission(reason, drain_s)
 
     @property
     def leave_s(self) -> float:
         """How long an ingress may take to leave; nothing where it is not to."""
-        return self._standing.drain_s + LEAVE_S if self._standing.end else 0.0
+        return self._admission.drain_s + LEAVE_S if self._admission.end else 0.0
 
-    def standing(self, is_open: bool) -> Standing:
+    def admission(self, is_open: bool) -> Admission:
         self.is_open = self.is_open or is_open
-        return self._standing
+        return self._admission
 
     def reach(self) -> Reach | None:
         running = self.running
@@ -202,7 +202,7 @@ class _Answers:
     def outlook(self) -> Outlook:
         running = self.running
         if running is None:
-            return Outlook(failure=self._standing.end, progress=self.progress)
+            return Outlook(failure=self._admission.end, progress=self.progress)
         try:
             return replace(running.outlook(), node_id=running.node_id)
         except RayDiedError as e:

@@ -5,8 +5,9 @@ go on with another engine, from the tokens that they have (``token_log.py``). Wh
 they wait for one (``outage.py``), or end with an error where none will come, so that nobody hangs.
 Another link is opened in its place, and the engine is used again once it answers.
 
-Which engines there are, any of them says (``Groups``): requests go to those that take some, by the
-rule of ``scheduler/routing.py``, and who drains is left once it has no request any more.
+Any engine says which engines there are (``GroupList``). Requests go to the engines that take some,
+by the rule of ``scheduler/routing.py``. The client leaves an engine that drains once the engine has
+no request of this client.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from dist_aclgraph.actors.client.known_engine import Capacity, GroupState, KnownEngine
+from dist_aclgraph.actors.client.known_engine import Capacity, KnownEngine, SeenGroupState
 from dist_aclgraph.actors.client.outage import Outage, Recovery
 from dist_aclgraph.actors.client.token_log import MAX_LOSSES, OnDelta, OpenRequest
 from dist_aclgraph.actors.host.liveness import beat_s
@@ -44,7 +45,7 @@ from dist_aclgraph.actors.wire.messages import (
     Answer,
     Deltas,
     Goodbye,
-    Groups,
+    GroupList,
     Hello,
     Query,
     QueryKind,
@@ -303,7 +304,7 @@ class EngineClient:
         with self._lock:
             return Capacity.of(self._engines.values())
 
-    def states(self) -> dict[str, GroupState]:
+    def states(self) -> dict[str, SeenGroupState]:
         """Return what each group does, by their names."""
         with self._lock:
             return {engine.name: engine.state for engine in self._engines.values()}
@@ -477,7 +478,7 @@ class EngineClient:
                 self._groups_version = -1
                 self._node_id = node_id or self._node_id
 
-    def _adopt(self, groups: Groups) -> None:
+    def _adopt(self, groups: GroupList) -> None:
         """Take in which groups there are. None at all would be no news, but an end."""
         if groups.version <= self._groups_version or not groups.groups:
             return
@@ -502,7 +503,7 @@ class EngineClient:
             for message in engine.link.receive():
                 if isinstance(message, Answer):
                     self._answered(engine, message)
-                elif isinstance(message, Groups):
+                elif isinstance(message, GroupList):
                     self._adopt(message)
                 else:
                     self._deliver(engine, message)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from dist_aclgraph.actors.client.token_log import OpenRequest
 from dist_aclgraph.actors.wire.engine_link import EngineLink
 
-GroupState = Literal["serving", "draining", "lost"]
+SeenGroupState = Literal["serving", "draining", "lost"]
 
 
 @dataclass(eq=False)
@@ -39,7 +39,7 @@ class KnownEngine:
         self.link = self.open_link()
 
     @property
-    def state(self) -> GroupState:
+    def state(self) -> SeenGroupState:
         if self.dead_because:
             return "lost"
         return "draining" if self.is_draining else "serving"

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dist_aclgraph.actors.client.token_log import OpenRequest
-from dist_aclgraph.actors.wire.messages import Groups
+from dist_aclgraph.actors.wire.messages import GroupList
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import DistAclGraphError
 
 ASK_S = 0.2  # between an answer and the next question
-NO_GROUPS = Groups(0, ())
+NO_GROUPS = GroupList(0, ())
 
 logger = logging.getLogger(__name__)
 
@@ -33,14 +33,14 @@ class Outlook:
         node_id: where the client is, as that deployment's Ray calls it; "" for as before.
     """
 
-    groups: Groups = NO_GROUPS
+    groups: GroupList = NO_GROUPS
     failure: str = ""
     progress: str = ""
     token: str = ""
     node_id: str = ""
 
 
-Ask = Callable[[], Outlook]
+AskOutlook = Callable[[], Outlook]
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class Recovery:
         wait_s: how long a request waits for a group.
     """
 
-    ask: Ask
+    ask: AskOutlook
     wait_s: float
 
     @classmethod
-    def from_config(cls, config: Config, ask: Ask) -> Recovery | None:
+    def from_config(cls, config: Config, ask: AskOutlook) -> Recovery | None:
         """Return None where lost groups are not replaced."""
         recovery = config.recovery
         return cls(ask, recovery.wait_s) if recovery.restarts_per_hour else None
@@ -143,7 +143,7 @@ class Outage:
 class Questions:
     """Asks for outlooks on a thread of its own, for as long as they are wanted."""
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: AskOutlook) -> None:
         self._ask = ask
         self._answer: Outlook | None = None
         self._wanted = threading.Event()

@@ -30,7 +30,7 @@ from dist_aclgraph.actors.controller.serving_groups import (
 )
 from dist_aclgraph.actors.controller.startup import Startup
 from dist_aclgraph.actors.controller.state import State, advance
-from dist_aclgraph.actors.controller.term import Standing, Term
+from dist_aclgraph.actors.controller.term import Handover, Term
 from dist_aclgraph.actors.controller.upkeep import Upkeep
 from dist_aclgraph.actors.host.liveness import leave_with_raylet
 from dist_aclgraph.actors.host.process_starter import ProcessStarter
@@ -107,11 +107,11 @@ class Controller:
         """Return why the deployment serves no more, or "" while a group does, or may again."""
         return self._failure if self._upkeep is None else self._upkeep.failure
 
-    def standing(self) -> Standing:
+    def handover(self) -> Handover:
         """Say what another controller would begin with; and that this one lives."""
         if self._serving is None:
-            return Standing(self._config, self._term.num_groups)
-        return Standing(self._serving.config, self._serving.num_wanted)
+            return Handover(self._config, self._term.num_groups)
+        return Handover(self._serving.config, self._serving.num_wanted)
 
     def outlook(self) -> Outlook:
         """Say what becomes of the deployment, for clients that know no group that serves."""

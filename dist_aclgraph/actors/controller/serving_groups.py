@@ -1,7 +1,7 @@
 """The groups of a serving deployment: opened, added, drained and replaced while others serve.
 
-What changes is told to the engines, whose clients hear of it from any of them (``Groups``). A group
-that drains gets no new requests, ends what it has, and is given back. One change at a time.
+Engines are told of each change, and tell their clients (``GroupList``). A group that drains gets no
+new requests, ends its running ones, and is given back. There is one change at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dist_aclgraph.actors.engine.engine import EngineSettings
 from dist_aclgraph.actors.host import run_directory
 from dist_aclgraph.actors.host.process_starter import ProcessStarter
 from dist_aclgraph.actors.wire.addresses import Address
-from dist_aclgraph.actors.wire.messages import Groups
+from dist_aclgraph.actors.wire.messages import GroupList
 from dist_aclgraph.actors.worker.worker_group import bundles_of_groups, fetch
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import (
@@ -117,9 +117,9 @@ class ServingGroups:
         return any(not group.is_lost for group in self.groups)
 
     @property
-    def listed(self) -> Groups:
+    def listed(self) -> GroupList:
         """What clients are told of the groups."""
-        return Groups(self._version, tuple(group.entry for group in self.groups))
+        return GroupList(self._version, tuple(group.entry for group in self.groups))
 
     @property
     def num_missing(self) -> int:

@@ -38,7 +38,7 @@ class Term:
 
 
 @dataclass(frozen=True)
-class Standing:
+class Handover:
     """What another controller would have to begin with, if this one died now."""
 
     config: Config

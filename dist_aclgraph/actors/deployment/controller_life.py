@@ -21,7 +21,7 @@ from ray.exceptions import ActorDiedError, RayError
 from dist_aclgraph.actors.cluster import placement
 from dist_aclgraph.actors.cluster.local_ray import NAMESPACE
 from dist_aclgraph.actors.controller.controller import Controller, Progress
-from dist_aclgraph.actors.controller.term import Standing, Term
+from dist_aclgraph.actors.controller.term import Handover, Term
 from dist_aclgraph.actors.host import processes
 from dist_aclgraph.actors.host.liveness import Silence
 from dist_aclgraph.actors.host.process_starter import ProcessStarter
@@ -124,7 +124,7 @@ class ControllerKeeper:
         self._name = name
         self._process = self._open_handles()
         num_groups = len(ParallelLayout.from_config(config.parallel).lockstep_groups)
-        self._standing = Standing(config, num_groups)
+        self._handover = Handover(config, num_groups)
         self._term = Term(0, reach.token, reach.max_model_len)
         self._silence = Silence(LEASES * config.timeouts.link_s)
         self._restarts = RestartBudget(config.recovery.restarts_per_hour)
@@ -159,7 +159,7 @@ class ControllerKeeper:
 
     def _look(self) -> str:
         """Ask the controller how it stands; return why it counts as dead, or ""."""
-        asked, looked_s = self.controller.standing.remote(), time.monotonic()
+        asked, looked_s = self.controller.handover.remote(), time.monotonic()
         self._silence.heard()
         while not ray.wait([asked], timeout=LOOK_S)[0]:
             if self._stopping.is_set():
@@ -169,7 +169,7 @@ class ControllerKeeper:
             if self._silence.listen(elapsed_s):
                 return f"the controller has not answered for {self._silence.limit_s:g} s"
         try:
-            self._standing = ray.get(asked)
+            self._handover = ray.get(asked)
         except ActorDiedError:
             return "the controller has died"
         return ""
@@ -200,7 +200,7 @@ class ControllerKeeper:
     def _start_another(self) -> None:
         self.end_by_force()
         number = self._term.number + 1
-        self._term = replace(self._term, number=number, num_groups=self._standing.num_groups)
+        self._term = replace(self._term, number=number, num_groups=self._handover.num_groups)
         self._make()
         if self._stopping.is_set():
             return
@@ -220,7 +220,7 @@ class ControllerKeeper:
                 if self._stopping.is_set():
                     return
                 try:
-                    config = self._standing.config
+                    config = self._handover.config
                     self.controller = self._make_controller(
                         config, self._name, self._term, self._starter
                     )

@@ -28,7 +28,7 @@ MAX_BYTES = 16 << 20  # of one message
 WAITING = 64  # connections, most of them of questions that were given up
 LOOK_S, LOOK_MS = 0.05, 500
 CONNECT_S = 1.0
-STANDING_S = 1.0  # limits of answers: what is known already,
+ADMISSION_S = 1.0  # limits of answers: what is known already,
 SEARCH_S = 30.0  # and what Ray has to be asked for; longer than the deployment's own limits
 
 logger = logging.getLogger(__name__)
@@ -38,11 +38,11 @@ encode = msgspec.msgpack.Encoder().encode
 class Question(msgspec.Struct, frozen=True):
     """What an ingress asks, and whether it lets requests in."""
 
-    what: Literal["standing", "reach", "outlook"]
+    what: Literal["admission", "reach", "outlook"]
     is_open: bool = False
 
 
-class Standing(msgspec.Struct, frozen=True):
+class Admission(msgspec.Struct, frozen=True):
     """What becomes of the requests.
 
     Attributes:
@@ -54,10 +54,10 @@ class Standing(msgspec.Struct, frozen=True):
     drain_s: float = 0.0
 
 
-class Answers(Protocol):
+class OwnerAnswers(Protocol):
     """What the owner of a deployment says; asked on any thread."""
 
-    def standing(self, is_open: bool) -> Standing: ...
+    def admission(self, is_open: bool) -> Admission: ...
 
     def reach(self) -> Reach | None:
         """Return None while nobody can be reached."""
@@ -82,7 +82,7 @@ class OwnerLink:
         listener: borrowed; of ``listen_for_ingress``.
     """
 
-    def __init__(self, listener: socket.socket, answers: Answers) -> None:
+    def __init__(self, listener: socket.socket, answers: OwnerAnswers) -> None:
         self._listener = listener
         self._answers = answers
         self._lock = threading.Lock()
@@ -132,8 +132,8 @@ class OwnerLink:
 
     def _answer(self, question: Question) -> bytes:
         match question.what:
-            case "standing":
-                return encode(self._answers.standing(question.is_open))
+            case "admission":
+                return encode(self._answers.admission(question.is_open))
             case "reach":
                 return encode(self._answers.reach())
             case "outlook":
@@ -151,9 +151,9 @@ class Owner:
         self._path = path
         self._peer: Connection | None = None
 
-    def standing(self, *, is_open: bool) -> Standing | None:
+    def admission(self, *, is_open: bool) -> Admission | None:
         """Say whether requests are let in; return what becomes of them, None without an answer."""
-        return self._ask(Question("standing", is_open), Standing, STANDING_S)
+        return self._ask(Question("admission", is_open), Admission, ADMISSION_S)
 
     def reach(self) -> Reach | None:
         """Return None where nobody can say, or nobody can be reached."""

@@ -21,7 +21,7 @@ from dist_aclgraph.actors.host.liveness import Lease, leave_with, leave_with_ray
 from dist_aclgraph.actors.host.run_directory import RunDirectory
 from dist_aclgraph.actors.wire.addresses import Address, Place
 from dist_aclgraph.actors.wire.client_links import ClientLinks
-from dist_aclgraph.actors.wire.messages import Groups
+from dist_aclgraph.actors.wire.messages import GroupList
 from dist_aclgraph.actors.wire.step_channel import ChannelAddress, StepSender
 from dist_aclgraph.actors.worker.worker_group import ask_workers, stop_devices
 from dist_aclgraph.config import Config
@@ -204,7 +204,7 @@ class Engine:
         assert self._loop is not None
         self._loop.change_plan(plan, actions)
 
-    def set_groups(self, groups: Groups) -> None:
+    def set_groups(self, groups: GroupList) -> None:
         """Have clients told which groups the deployment has."""
         assert self._loop is not None
         self._loop.set_groups(groups)

@@ -18,8 +18,8 @@ from dist_aclgraph.actors.capture.graph_changes import GraphChanges
 from dist_aclgraph.actors.engine.engine_report import LoopCounts, group_metrics, group_report
 from dist_aclgraph.actors.engine.recipients import Recipients
 from dist_aclgraph.actors.engine.resumption import Resumption
-from dist_aclgraph.actors.wire.client_links import ClientLinks, Link
-from dist_aclgraph.actors.wire.messages import Groups, Submit
+from dist_aclgraph.actors.wire.client_links import ClientLink, ClientLinks
+from dist_aclgraph.actors.wire.messages import GroupList, Submit
 from dist_aclgraph.actors.wire.step_channel import StepSender
 from dist_aclgraph.errors import (
     DeviceFaultError,
@@ -158,7 +158,7 @@ class EngineLoop:
             time.sleep(IDLE_S)
         return reason or STOPPING
 
-    def set_groups(self, groups: Groups) -> None:
+    def set_groups(self, groups: GroupList) -> None:
         """Have clients told which groups the deployment has."""
         self._links.set_groups(groups)
 
@@ -330,12 +330,12 @@ class EngineLoop:
                 for request_id in self._recipients.remove_link(link):
                     self._scheduler.abort(request_id)
 
-    def _abort(self, link: Link, request_id: str) -> None:
+    def _abort(self, link: ClientLink, request_id: str) -> None:
         if self._recipients.is_owner(link, request_id):
             self._recipients.remove(request_id)
             self._scheduler.abort(request_id)
 
-    def _submit(self, link: Link, submit: Submit) -> None:
+    def _submit(self, link: ClientLink, submit: Submit) -> None:
         try:
             if self._failure:
                 raise EngineDeadError(self._failure)

@@ -137,7 +137,7 @@ class ForkServer:
         self._directory.remove()
 
 
-class Request(msgspec.Struct):
+class ForkRequest(msgspec.Struct):
     """What a process is started with."""
 
     arguments: list[str]
@@ -154,7 +154,7 @@ def load() -> None:
         importlib.import_module(name)
 
 
-def serve(listener: socket.socket, parent: int) -> tuple[Request, list[int]] | None:
+def serve(listener: socket.socket, parent: int) -> tuple[ForkRequest, list[int]] | None:
     """Fork a process for each client.
 
     Args:
@@ -208,21 +208,21 @@ def _fork() -> int:
         return -1
 
 
-def _receive(connection: socket.socket) -> tuple[Request, list[int]]:
+def _receive(connection: socket.socket) -> tuple[ForkRequest, list[int]]:
     """Raises: OSError, ValueError: it is no request."""
     _, streams, _, _ = socket.recv_fds(connection, 1, 3)
     try:
         data = b""
         while (chunk := connection.recv(CHUNK)) and len(data) <= REQUEST_BYTES:
             data += chunk
-        return msgspec.json.decode(data, type=Request), streams
+        return msgspec.json.decode(data, type=ForkRequest), streams
     except (OSError, ValueError):
         for fd in streams:
             os.close(fd)
         raise
 
 
-def become(request: Request, streams: list[int]) -> None:
+def become(request: ForkRequest, streams: list[int]) -> None:
     """Run the program that a client was started for, as if Python had been started with it."""
     os.setpgid(0, 0)
     for target, fd in enumerate(streams):

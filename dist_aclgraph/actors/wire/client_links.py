@@ -23,11 +23,11 @@ from dist_aclgraph.actors.wire.messages import (
     Abort,
     Beat,
     Deltas,
+    EngineStatus,
     FromEngine,
     Goodbye,
-    Groups,
+    GroupList,
     Hello,
-    Pulse,
     Query,
     Refused,
     Submit,
@@ -47,7 +47,7 @@ LAST_WORDS_MS = 200
 UNHELD_S = 0.01  # between two looks whether clients may be answered again
 
 
-class Answers(Protocol):
+class LoopAnswers(Protocol):
     """What the I/O thread asks of the loop; answered at any time, on any thread."""
 
     def failure_now(self) -> str:
@@ -67,7 +67,7 @@ class Answers(Protocol):
     def metrics(self) -> dict[str, Any]: ...
 
 
-class Link:
+class ClientLink:
     """One connection of one client. The I/O thread's, but for its identity.
 
     Attributes:
@@ -95,7 +95,8 @@ class Link:
             self.unread_bytes -= self.unread.popleft()[1]
 
 
-Event = tuple[Link, Submit | Abort | None]  # None: the link is over, and all that it asked for
+# None: the link is over, and with it all requests of its client.
+Event = tuple[ClientLink, Submit | Abort | None]
 
 
 class ClientLinks:
@@ -128,20 +129,20 @@ class ClientLinks:
         self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_FRAMES)
         self._listener = Listener(self._context, place)
         self.address = self._listener.bind(self._socket, "clients")
-        self._links: dict[bytes, Link] = {}
+        self._links: dict[bytes, ClientLink] = {}
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._outgoing: deque[tuple[Link, StepDeltas]] = deque()
+        self._outgoing: deque[tuple[ClientLink, StepDeltas]] = deque()
         self._wakeup = Wakeup()
         self._closing = threading.Event()
         self._told = "", ""  # the failure, and the pause, that clients know of
         self._setting = threading.Lock()
-        self._groups = Groups(0, ())
+        self._groups = GroupList(0, ())
         self._told_groups = self._groups
         self._thread: threading.Thread | None = None
 
     # ---- the loop's thread
 
-    def start(self, answers: Answers) -> None:
+    def start(self, answers: LoopAnswers) -> None:
         """Serve clients from now on."""
         self._thread = threading.Thread(
             target=self._run, args=(answers,), name="client-links", daemon=True
@@ -158,7 +159,7 @@ class ClientLinks:
         except queue.Empty:
             return events
 
-    def send(self, link: Link, deltas: StepDeltas) -> None:
+    def send(self, link: ClientLink, deltas: StepDeltas) -> None:
         """Send deltas, in order; a link that is over takes none."""
         self._outgoing.append((link, deltas))
         self._wakeup.wake()
@@ -167,7 +168,7 @@ class ClientLinks:
         """Have a new failure told at once."""
         self._wakeup.wake()
 
-    def set_groups(self, groups: Groups) -> None:
+    def set_groups(self, groups: GroupList) -> None:
         """Have all clients told of the deployment's groups; any thread. Of several calls, which may
         overtake each other, the latest version holds.
         """
@@ -195,7 +196,7 @@ class ClientLinks:
 
     # ---- the I/O thread
 
-    def _run(self, answers: Answers) -> None:
+    def _run(self, answers: LoopAnswers) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wakeup.fileno(), zmq.POLLIN)
@@ -216,7 +217,7 @@ class ClientLinks:
             turned_s = now_s
         self._send_deltas()
 
-    def _receive(self, answers: Answers) -> bool:
+    def _receive(self, answers: LoopAnswers) -> bool:
         """Read what is there; return whether that was all."""
         for _ in range(FRAMES_A_TURN):
             if not has_message(self._socket):
@@ -231,7 +232,7 @@ class ClientLinks:
             self._serve(routing_id, message, answers)
         return False
 
-    def _serve(self, routing_id: bytes, message: ToEngine, answers: Answers) -> None:
+    def _serve(self, routing_id: bytes, message: ToEngine, answers: LoopAnswers) -> None:
         if isinstance(message, Hello):
             self._welcome(routing_id, message)
             return
@@ -245,7 +246,7 @@ class ClientLinks:
             link.confirm(message.received)
             link.waiting_tokens = message.waiting_tokens
             link.groups_version = message.groups_version
-            self._post(link, self._pulse(link))
+            self._post(link, self._status(link))
         elif isinstance(message, Query):
             ask = answers.report if message.what == "report" else answers.metrics
             self._post(link, answer(message, ask()))
@@ -259,18 +260,18 @@ class ClientLinks:
         for link in list(self._links.values()):
             if link.client == hello.client or link.routing_id == routing_id:
                 self._end(link)
-        link = Link(routing_id, hello.client, Silence(self._link_s))
+        link = ClientLink(routing_id, hello.client, Silence(self._link_s))
         self._links[routing_id] = link
         # Before it counts as an answer: who drains gets nothing.
         if self._told_groups.version:
             self._post(link, self._told_groups)
-        self._post(link, self._pulse(link))
+        self._post(link, self._status(link))
 
-    def _pulse(self, link: Link) -> Pulse:
+    def _status(self, link: ClientLink) -> EngineStatus:
         failure, pause = self._told
-        return Pulse(failure, self._others_tokens(link), pause)
+        return EngineStatus(failure, self._others_tokens(link), pause)
 
-    def _others_tokens(self, link: Link) -> int:
+    def _others_tokens(self, link: ClientLink) -> int:
         return sum(other.waiting_tokens for other in self._links.values() if other is not link)
 
     def _send_deltas(self) -> None:
@@ -290,7 +291,7 @@ class ClientLinks:
         if (failure, pause) != self._told:
             self._told = failure, pause
             for link in list(self._links.values()):
-                self._post(link, self._pulse(link))
+                self._post(link, self._status(link))
 
     def _tell_groups(self) -> None:
         groups = self._groups
@@ -304,16 +305,16 @@ class ClientLinks:
             if link.silence.listen(elapsed_s):
                 self._cut(link, f"the client was silent for {link.silence.silent_s:.1f} s")
 
-    def _cut(self, link: Link, reason: str) -> None:
+    def _cut(self, link: ClientLink, reason: str) -> None:
         self._end(link)
         self._write(link.routing_id, encoder.encode(Refused(reason)))
 
-    def _end(self, link: Link) -> None:
+    def _end(self, link: ClientLink) -> None:
         if self._links.get(link.routing_id) is link:
             del self._links[link.routing_id]
             self._events.put((link, None))
 
-    def _post(self, link: Link, message: FromEngine) -> None:
+    def _post(self, link: ClientLink, message: FromEngine) -> None:
         if not self._write(link.routing_id, encoder.encode(message)):
             self._end(link)
 

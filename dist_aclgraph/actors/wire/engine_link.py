@@ -15,9 +15,9 @@ from dist_aclgraph.actors.wire.messages import (
     Answer,
     Beat,
     Deltas,
-    Groups,
+    EngineStatus,
+    GroupList,
     Hello,
-    Pulse,
     Refused,
     ToEngine,
     encoder,
@@ -84,7 +84,7 @@ class EngineLink:
     def send(self, message: ToEngine) -> None:
         self._socket.send(encoder.encode(message), zmq.NOBLOCK)
 
-    def receive(self) -> Iterator[Deltas | Answer | Groups]:
+    def receive(self) -> Iterator[Deltas | Answer | GroupList]:
         """Yield what the engine has sent.
 
         Raises:
@@ -100,7 +100,7 @@ class EngineLink:
             self._silence.heard()
             if isinstance(message, Refused):
                 raise self._lost("refused", f"the engine refused the connection: {message.reason}")
-            if isinstance(message, Pulse):
+            if isinstance(message, EngineStatus):
                 if message.failure:
                     raise self._lost("failed", message.failure)
                 self.is_welcome = True

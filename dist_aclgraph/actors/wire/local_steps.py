@@ -35,7 +35,7 @@ class SocketFile:
     token: str = field(repr=False)
 
 
-class Frames:
+class FrameReader:
     """The bytes of a connection, cut into frames."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class _Peer:
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
-        self.frames = Frames()
+        self.frames = FrameReader()
         self.unsent = bytearray()
         self.is_worker = False
 
@@ -217,7 +217,7 @@ class LocalEngine:
         Raises:
             EngineDeadError: nobody listens.
         """
-        self._frames = Frames()
+        self._frames = FrameReader()
         self._arrived: deque[bytes] = deque()
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

@@ -1,10 +1,10 @@
 """What crosses between an engine and its clients, over one ZeroMQ ROUTER (engine) / DEALER pair.
 
 Plain MessagePack, as between engine and workers (``steps/step.py``); each message is one frame.
-A client says ``Hello`` first, and ``Beat`` regularly; an engine answers both with ``Pulse``, a
-wrong token with ``Refused``, and ignores who has not said ``Hello``. After ``Hello``, and whenever
-they change, it names all ``Groups``. A link that fails at one end
-takes its requests with it: the client ends them with an error, the engine aborts them.
+A client says ``Hello`` first, and ``Beat`` regularly; an engine answers both with an
+``EngineStatus``, and a wrong token with ``Refused``. It ignores a peer that has not said ``Hello``.
+After ``Hello``, and whenever the groups change, it sends the ``GroupList``. A link that fails at
+one end takes its requests with it: the client ends them with an error, the engine aborts them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     Attributes:
         received: the number of the last ``Deltas`` that were read.
         waiting_tokens: what waits at this engine for the client's requests, see ``Router``.
-        groups_version: of the last ``Groups`` that were read; what comes after it was routed by it.
+        groups_version: of the last ``GroupList`` that was read; later requests are routed by it.
     """
 
     received: int = 0
@@ -89,7 +89,7 @@ class Deltas(msgspec.Struct, frozen=True, tag="deltas"):
     number: int
 
 
-class Pulse(msgspec.Struct, frozen=True, tag="pulse"):
+class EngineStatus(msgspec.Struct, frozen=True, tag="status"):
     """The engine's sign of life.
 
     Attributes:
@@ -121,7 +121,7 @@ class GroupEntry(msgspec.Struct, frozen=True):
     is_draining: bool = False
 
 
-class Groups(msgspec.Struct, frozen=True, tag="groups"):
+class GroupList(msgspec.Struct, frozen=True, tag="groups"):
     """All groups of the deployment; every engine tells its clients, and the latest version holds.
 
     Requests end where they run; a group that is not there any more has none.
@@ -145,7 +145,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 ToEngine = Hello | Beat | Submit | Abort | Query | Goodbye
-FromEngine = Deltas | Pulse | Groups | Answer | Refused
+FromEngine = Deltas | EngineStatus | GroupList | Answer | Refused
 
 encoder = msgspec.msgpack.Encoder()
 to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

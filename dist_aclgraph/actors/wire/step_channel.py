@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from dist_aclgraph.actors.wire.addresses import Place, reached_here_alone
+from dist_aclgraph.actors.wire.blame import AskRanks, RankStatuses, judge
 from dist_aclgraph.actors.wire.local_steps import LocalEngine, LocalPeers, SocketFile
 from dist_aclgraph.actors.wire.remote_steps import Endpoints, RemoteEngine, RemotePeers
 from dist_aclgraph.actors.wire.sockets import read_frame
-from dist_aclgraph.actors.wire.standing import Ask, Places, judge
 from dist_aclgraph.errors import (
     DeviceFaultError,
     NotAMessageError,
@@ -60,7 +60,7 @@ class Deadline:
         self.at_s = min(self.at_s, time.monotonic() + timeout_s)
 
 
-def nobody_says(ranks: Sequence[GroupRank]) -> Places:
+def nobody_says(ranks: Sequence[GroupRank]) -> RankStatuses:
     """The answers of ranks that cannot be asked."""
     return dict.fromkeys(ranks)
 
@@ -72,7 +72,7 @@ class StepSender:
         self,
         world_ranks: Sequence[WorldRank],
         place: Place,
-        ask: Ask = nobody_says,
+        ask: AskRanks = nobody_says,
     ) -> None:
         """Bind.
 

@@ -14,7 +14,7 @@ from ray.util.placement_group import PlacementGroup
 from dist_aclgraph.actors.cluster import placement
 from dist_aclgraph.actors.cluster.placement import BundleRequest
 from dist_aclgraph.actors.cluster.ray_errors import of_worker
-from dist_aclgraph.actors.wire.standing import Places, judge
+from dist_aclgraph.actors.wire.blame import RankStatuses, judge
 from dist_aclgraph.actors.wire.step_channel import ChannelAddress
 from dist_aclgraph.actors.worker.worker import Worker, WorkerInfo
 from dist_aclgraph.config import Config
@@ -360,7 +360,7 @@ def stop_devices(
     return silent
 
 
-def ask_workers(workers: Sequence[Any], ranks: Sequence[GroupRank]) -> Places:
+def ask_workers(workers: Sequence[Any], ranks: Sequence[GroupRank]) -> RankStatuses:
     """Return where workers stand, asked on their control threads."""
     refs = {rank: workers[rank].ping.remote() for rank in ranks}
     ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=ASK_S)

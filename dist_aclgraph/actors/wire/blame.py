@@ -1,4 +1,4 @@
-"""Where ranks stand that do not answer, and which of them is to blame.
+"""What ranks that do not answer are doing, and which of them is to blame.
 
 A rank that waits for its device may wait for its peers in a collective. The rank that they wait for
 is stuck elsewhere, or does not even say where it stands.
@@ -12,8 +12,9 @@ from typing import Any
 
 from dist_aclgraph.topology import NO_RANK, GroupRank, WorldRank
 
-Places = Mapping[GroupRank, dict[str, Any] | None]  # what ``Worker.ping`` says; None for no answer
-Ask = Callable[[Sequence[GroupRank]], Places]
+# What ``Worker.ping`` says; None for no answer.
+RankStatuses = Mapping[GroupRank, dict[str, Any] | None]
+AskRanks = Callable[[Sequence[GroupRank]], RankStatuses]
 
 
 @dataclass(frozen=True)
@@ -31,23 +32,23 @@ class Verdict:
     doing: str
 
 
-def judge(world_ranks: Sequence[WorldRank], places: Places) -> Verdict:
+def judge(world_ranks: Sequence[WorldRank], statuses: RankStatuses) -> Verdict:
     """Say who is to blame among ranks that did not answer.
 
     Args:
         world_ranks: of the whole group.
     """
-    silent = sorted(places)
-    blamed = [r for r in silent if (place := places[r]) is None or not place["waits"]] or silent
+    silent = sorted(statuses)
+    blamed = [r for r in silent if (status := statuses[r]) is None or not status["waits"]] or silent
     return Verdict(
         world_ranks[blamed[0]] if len(blamed) == 1 else NO_RANK,
         f"rank {', '.join(str(world_ranks[rank]) for rank in silent)}",
-        "; ".join(f"rank {world_ranks[rank]} {_standing(places[rank])}" for rank in silent),
-        next((place["doing"] for place in places.values() if place and place["doing"]), ""),
+        "; ".join(f"rank {world_ranks[rank]} {_status_of(statuses[rank])}" for rank in silent),
+        next((status["doing"] for status in statuses.values() if status and status["doing"]), ""),
     )
 
 
-def _standing(place: dict[str, Any] | None) -> str:
-    if place is None:
+def _status_of(status: dict[str, Any] | None) -> str:
+    if status is None:
         return "does not say where it stands"
-    return "waits for its device" if place["waits"] else "is stuck on its host"
+    return "waits for its device" if status["waits"] else "is stuck on its host"
