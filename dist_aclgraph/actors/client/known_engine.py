@@ -1,4 +1,4 @@
-"""What a client knows of the deployment's engines, and what that leaves of it to serve."""
+"""A client's view of the deployment's engines, and of the capacity that they have."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SeenGroupState = Literal["serving", "draining", "lost"]
 
 @dataclass(eq=False)
 class KnownEngine:
-    """One engine. The client's lock guards what is not the link.
+    """One engine. The client's lock guards everything but the link.
 
     Attributes:
         name: of its group.
@@ -47,11 +47,11 @@ class KnownEngine:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What is left of a deployment, in lockstep groups.
+    """The lockstep groups of a deployment, counted by what they do.
 
     Attributes:
         serving: groups that take requests.
-        draining: those that end what they have.
+        draining: groups that end their running requests.
         lost: why groups are dead, by their names.
     """
 

@@ -1,4 +1,4 @@
-"""Places that are held free for groups that lose theirs, as with a node that dies."""
+"""Places that are kept free for groups that lose their places, as when a node dies."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Spares:
             self._held.append(placement.reserve(request, timeout_s, self._name))
 
     def give(self) -> bool:
-        """Let go of one place, for who asks for it next; return whether there was one."""
+        """Release one place for the next placement; return whether there was one."""
         for group in self._held:
             if placement.is_placed(group):
                 self._held.remove(group)
