@@ -29,7 +29,7 @@ from dist_aclgraph.actors.cluster.local_ray import CONTROLLER, NAMESPACE
 from dist_aclgraph.errors import PlacementError
 from dist_aclgraph.topology import ParallelLayout
 
-# An emulated NPU needs no resource of its own; the little CPU lets Ray spread and account.
+# An emulated NPU needs no resource; by the small share of a CPU, Ray counts and spreads ranks.
 EMULATED_RANK = {"CPU": 0.001}
 START = "start nodes with --resources='{\"NPU\": 8}'"
 ROOM_S, POLL_S = 5.0, 0.1
@@ -150,7 +150,7 @@ def plan_bundles(
 
 
 def has_places(request: BundleRequest, nodes: Sequence[Node], num_groups: int) -> bool:
-    """Whether so many groups find their places on these nodes, whichever Ray takes first."""
+    """Whether so many groups fit on these nodes, in any order in which Ray takes nodes."""
     if "NPU" not in request.rank:
         return True  # they are emulated, and any node will do
     unit = request.ranks_of_node
@@ -304,8 +304,7 @@ def release_all(prefix: str) -> None:
 def release_dead() -> None:
     """Give back the bundles of deployments whose controllers and drivers are both gone.
 
-    As when ``release_all`` should have been called by a replica of Ray Serve that was killed: its
-    job lives for ever.
+    A replica of Ray Serve that is killed cannot call ``release_all``, and its job never ends.
     """
     for entry in placement_group_table().values():
         found = OF_A_CONTROLLER.match(entry["name"])

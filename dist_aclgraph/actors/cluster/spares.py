@@ -10,12 +10,12 @@ from dist_aclgraph.errors import PlacementError
 
 
 class Spares:
-    """Owns placement groups that nothing runs in. One that was given is asked for again: Ray has
-    it ready as soon as there is room, as when a node comes back.
+    """Owns empty placement groups. A released one is requested again: Ray places it once there is
+    room, as when a node comes back.
 
     Args:
-        deployment: its name, with which those of the placement groups begin.
-        count: how many lockstep groups they are for.
+        deployment: its name; names of the placement groups begin with it.
+        count: how many lockstep groups there are places for.
     """
 
     def __init__(self, deployment: str, count: int) -> None:

@@ -46,14 +46,14 @@ class _Heartbeat:
 
 
 class GroupWatch:
-    """Finds out which group is lost and why, ends what is left of it, and watches the others.
+    """Finds lost groups and their reasons, ends their other processes, and watches the others.
 
     Args:
-        link_s: an engine or a worker that is silent for longer is gone: ``timeouts.link_s``.
+        link_s: an engine or a worker that is silent for longer is lost: ``timeouts.link_s``.
     """
 
     def __init__(self, link_s: float) -> None:
-        self._lock = threading.Lock()  # of what is watched
+        self._lock = threading.Lock()  # guards groups, references and heartbeats
         self._groups: list[LockstepGroup] = []
         self._link_s = link_s
         self._beat_s = beat_s(link_s)
@@ -87,14 +87,14 @@ class GroupWatch:
                 self._heartbeats += beats
 
     def remove(self, group: LockstepGroup) -> None:
-        """Watch a group no more: what ends of it from now on was ended by somebody."""
+        """Stop watching a group: from now on its processes are ended on purpose."""
         with self._lock:
             self._groups.remove(group)
             self._forget(group)
             self._heartbeats = [beat for beat in self._heartbeats if beat[0] is not group]
 
     def _forget(self, group: LockstepGroup) -> None:
-        """Watch a group's ends no more. Its engine is still asked: it tells its clients why."""
+        """Stop watching a group's ends. Its engine is still asked: it tells its clients why."""
         self._owner = {ref: owner for ref, owner in self._owner.items() if owner[0] is not group}
         self._heartbeats = [b for b in self._heartbeats if b[0] is not group or b[1] is None]
 
@@ -110,7 +110,7 @@ class GroupWatch:
 
     @property
     def trouble(self) -> str:
-        """Why nobody would hear of a group's death, or ""."""
+        """Why the death of a group would not be found, or ""."""
         if self._stopping.is_set() or self._thread.is_alive():
             return ""
         return "the watch over the workers has ended; restart the deployment"
@@ -180,11 +180,10 @@ class GroupWatch:
     def _lose(self, group: LockstepGroup, reason: str, rank: WorldRank | None = None) -> None:
         """End the epoch of a group: its requests get the reason.
 
-        Its workers are killed; where some may join another group, they are left to whoever has them
-        do that.
+        Its workers are killed, unless some of them may join another group (``survivors.py``).
 
         Args:
-            rank: whose process is lost, if it is known.
+            rank: the rank whose process is lost, if it is known.
         """
         with self._lock:
             if group not in self._groups:

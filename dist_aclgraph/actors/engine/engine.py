@@ -1,4 +1,4 @@
-"""The engine actor of one lockstep group: the loop on a thread of its own, and calls about it."""
+"""The engine actor of one lockstep group: its loop, on a thread, and the controller's calls."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What a group's engine must know, after negotiation and capture."""
+    """What a group's engine gets once its graphs are captured."""
 
     epoch: int
     num_blocks: int
@@ -59,7 +59,7 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class SeenTraffic:
-    """What a group has seen: its plan (None while that changes), batches, and step times."""
+    """A group's plan (None while the plan changes), its batches, and its step times."""
 
     plan: GraphPlan | None
     traffic: Traffic
@@ -85,7 +85,7 @@ class Engine:
         self._lease = Lease(config.timeouts.link_s)
         leave_with(self._lease, "this engine")
 
-    # ---- answered at any time, on a thread of its own
+    # ---- answered at any time, on the control thread
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def ping(self, number: int) -> None:
@@ -220,7 +220,7 @@ class Engine:
             self._loop.fail(reason)
 
     def wait_for_end(self) -> str:
-        """Return why the group serves no more, when that is so: the engine's death notice."""
+        """Wait until the group has ended, and return why: the engine's death notice."""
         assert self._loop is not None
         return self._loop.wait_for_end()
 

@@ -1,4 +1,4 @@
-"""Who gets what a step brought: the client of each request, in columns by the request's key."""
+"""The clients that get a step's outputs: one for each request, in columns by the request's key."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Recipients:
         self._left: list[int] = []  # keys that outputs may still have
 
     def add(self, request_id: str, link: ClientLink, number: int) -> int:
-        """Note whose a request is; return its key."""
+        """Record the client of a request; return the request's key."""
         if link not in self._links:
             self._links.append(link)
         if not self._free:
@@ -57,7 +57,7 @@ class Recipients:
         return link, number
 
     def remove_link(self, link: ClientLink) -> list[str]:
-        """Forget a link, and return the requests that it had."""
+        """Remove a link, and return its requests."""
         requests = [request_id for request_id in self._key_of if self.is_owner(link, request_id)]
         for request_id in requests:
             self.remove(request_id)

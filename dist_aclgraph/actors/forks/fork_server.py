@@ -1,11 +1,11 @@
-"""Forking workers from one process that has loaded what takes seconds to load.
+"""Forking workers from one process that has imported their libraries.
 
-Importing Ray, torch and torch_npu keeps a core busy for seconds in every worker. Where a machine
-has fewer cores than processes that are about to start, those wait for each other: there, one
-process imports once, and the others are forked from it, then and whenever one is replaced. It
-opens no device and has no thread, so what it forks is as good as new. Ray starts workers by
-``fork_client.py`` then (``py_executable`` of their runtime environment), which hands over
-arguments, environment and output; the rest is Ray's.
+Importing Ray, torch and torch_npu keeps a core busy for seconds in every worker. If a machine has
+fewer cores than processes that start, the processes wait for each other. There, one process imports
+once, and the others are forked from it, at the start and at each replacement. It opens no device
+and has no thread, so a forked process is like a new one. Ray starts workers by ``fork_client.py``
+(``py_executable`` of their runtime environment), which hands over arguments, environment and
+output; everything else is Ray's.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from dist_aclgraph.environment import (
 )
 
 CLIENT = Path(__file__).with_name("fork_client.py")
-REQUEST_S, REQUEST_BYTES = 10.0, 4 << 20  # limits of what a client sends
+REQUEST_S, REQUEST_BYTES = 10.0, 4 << 20  # limits of a client's request
 STOP_S, LOOK_S = 5.0, 0.02
 # Ray's native part reads both once, when it is loaded, which may be before Ray is there. Only
 # processes of a Ray's first job may be forked then. Raylets are watched by forked processes
@@ -63,7 +63,7 @@ CHUNK = 1 << 16
 
 @dataclass(frozen=True)
 class ForkAddress:
-    """A server as any process of this machine knows it, whoever owns it.
+    """A fork server, for any process of this machine.
 
     Attributes:
         path: of its socket.
@@ -87,8 +87,9 @@ class ForkAddress:
         return self._lives and is_alike and processes.is_running(self.pid)
 
     def end_forked(self) -> None:
-        """Kill all that it has forked, and wait a while for their ends. Of a dead server, nobody
-        knows.
+        """Kill the processes that it has forked, and wait a while for their ends.
+
+        The processes of a dead server cannot be found.
         """
         until_s = time.monotonic() + STOP_S
         while self._lives and (forked := processes.children(self.pid)):
@@ -138,7 +139,7 @@ class ForkServer:
 
 
 class ForkRequest(msgspec.Struct):
-    """What a process is started with."""
+    """The arguments, folder and environment of a process to fork."""
 
     arguments: list[str]
     folder: str
@@ -158,13 +159,13 @@ def serve(listener: socket.socket, parent: int) -> tuple[ForkRequest, list[int]]
     """Fork a process for each client.
 
     Args:
-        parent: a handle of the process that started this one, with which it ends.
+        parent: a handle of the process that started the server, which ends with it.
 
     Returns:
-        In each of them, what it was started with, and its standard streams; in the server None,
-        when the process that started it has ended.
+        In each forked process, its request and its standard streams; in the server None, once its
+        parent has ended.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forked processes leave no zombies
     poll = select.poll()
     poll.register(listener, select.POLLIN)
     poll.register(parent, select.POLLIN)
@@ -175,9 +176,9 @@ def serve(listener: socket.socket, parent: int) -> tuple[ForkRequest, list[int]]
             try:
                 request, streams = _receive(connection)
             except (OSError, ValueError):
-                continue  # the client sees it, and helps itself
+                continue  # without an answer, the client becomes Python itself
             is_ours = request.environment.get(JOB_VARIABLE, ray_job()) == ray_job()
-            # One that has waited for too long has helped itself.
+            # A client that has waited for too long has become Python itself.
             pid = _fork() if is_ours and not _has_left(connection) else -1
             if pid == 0:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -200,7 +201,7 @@ def _has_left(client: socket.socket) -> bool:
 
 
 def _fork() -> int:
-    """As ``os.fork``, or -1 where the system has no room: the client helps itself then."""
+    """As ``os.fork``, or -1 if the system refuses: then the client becomes Python itself."""
     try:
         return os.fork()
     except OSError as e:
@@ -245,11 +246,11 @@ def _read_again() -> None:
 
 
 def main() -> None:
-    """Load, then fork for whoever asks at the socket that was inherited."""
+    """Load, then fork a process for each client of the inherited socket."""
     started_by = int(sys.argv[2])
     parent = os.pidfd_open(os.getppid())
     if os.getppid() != started_by:
-        return  # it is gone already, and whoever adopted this process may live for ever
+        return  # the parent has ended already
     with socket.socket(fileno=int(sys.argv[1])) as listener:
         load()
         if len(list(Path("/proc/self/task").iterdir())) > 1:

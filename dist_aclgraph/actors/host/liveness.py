@@ -1,9 +1,9 @@
 """Whether other processes live: every wait for a sign of life, and every watch over a process.
 
-There are three mechanisms. A *silence* counts how long a peer gives no sign, over whatever link. A
-*heartbeat* is the sign of a process on the same machine, in memory that it shares with its parent.
-A *process watch* learns of an end at once, from the kernel. A lease is what the holder of a place
-makes of the signs that it answers.
+There are three mechanisms. A *silence* counts how long a peer sends no sign of life over a link. A
+*heartbeat* is the sign of life of a child process, in memory that it shares with its parent. A
+*process watch* learns of the end of a process at once, from the kernel. A *lease* is the other side
+of a silence: the process that sends the signs may act only while it is asked for them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dist_aclgraph.environment import raylet_pid
 
 BEATS_OF_A_SILENCE = 20  # signs of life that a peer misses before it counts as dead
-WATCH_MS = 1000  # between two looks whether the watch is over
+WATCH_MS = 1000  # between two checks whether the watch is to stop
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class SharedHeartbeat:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Give signs from a thread in this context, whose work has limits of its own."""
+        """Beat from a thread within this context, whose work has its own limits."""
         has_ended = threading.Event()
 
         def run() -> None:
@@ -183,7 +183,7 @@ class Lease:
 
 
 def leave_with(lease: Lease, who: str) -> None:
-    """End this process once the lease is over; from a thread of its own."""
+    """End this process once the lease is over; a thread checks it."""
 
     def watch() -> None:
         while not lease.look():
@@ -197,9 +197,7 @@ def leave_with(lease: Lease, who: str) -> None:
 
 
 def leave_with_raylet() -> None:
-    """End this process when the raylet ends that started it, or its parent where none did: at once,
-    whatever its threads are waiting for.
-    """
+    """End this process at once when its raylet ends; without a raylet, when its parent ends."""
 
     def leave(name: str) -> None:
         os._exit(1)

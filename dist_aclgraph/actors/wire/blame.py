@@ -1,7 +1,7 @@
 """What ranks that do not answer are doing, and which of them is to blame.
 
-A rank that waits for its device may wait for its peers in a collective. The rank that they wait for
-is stuck elsewhere, or does not even say where it stands.
+A rank that waits for its device may be waiting for its peers in a collective. The rank to blame is
+the one that is stuck on its host, or that does not answer at all.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Verdict:
     """Attributes:
     rank: the one to blame, or NO_RANK where several may be.
     silent: the ranks that did not answer, e.g. ``rank 4, 5``.
-    where: where each of them stands.
-    doing: what they are doing, "" where nobody says.
+    where: what each of them waits for.
+    doing: the operation that they are in, "" if none of them tells.
     """
 
     rank: WorldRank

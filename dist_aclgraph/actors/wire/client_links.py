@@ -1,8 +1,8 @@
 """The engine's end of the links to its clients: one I/O thread that is never busy with a step.
 
-It reads what clients send, answers their beats while a step runs, and numbers what goes to them. A
-link ends when its client says goodbye, begins anew, sends junk, stays silent or stops reading; the
-loop is told, and aborts what the client had.
+It reads the messages of clients, answers their beats while a step runs, and numbers the messages to
+them. A link ends when its client says goodbye, connects again, sends junk, stays silent or stops
+reading; the loop is told, and aborts the client's requests.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from dist_aclgraph.actors.wire.sockets import Wakeup, has_message, read_frame
 from dist_aclgraph.errors import NotAMessageError
 from dist_aclgraph.steps.delta import StepDeltas
 
-# Frames for one peer. Only strangers, who have no limit in bytes, can come near.
+# Frames for one peer. Clients reach their limit in bytes first; other peers have no such limit.
 MAX_QUEUED_FRAMES = 1 << 16
 FRAMES_A_TURN = 256  # so that a flood of frames delays no beat
 LAST_WORDS_MS = 200
@@ -179,12 +179,12 @@ class ClientLinks:
     def have_confirmed(self, version: int) -> bool:
         """Whether all clients route by this version of the groups, or a later one; any thread.
 
-        What they sent before they did is in ``take`` by then.
+        The requests that they routed by earlier versions are in ``take`` by then.
         """
         return all(link.groups_version >= version for link in list(self._links.values()))
 
     def close(self) -> None:
-        """Send what is left to be sent, and end the thread."""
+        """Send all deltas that are queued, and end the thread."""
         self._closing.set()
         self._wakeup.wake()
         if self._thread is not None:
@@ -218,7 +218,7 @@ class ClientLinks:
         self._send_deltas()
 
     def _receive(self, answers: LoopAnswers) -> bool:
-        """Read what is there; return whether that was all."""
+        """Read frames; return whether the socket is empty."""
         for _ in range(FRAMES_A_TURN):
             if not has_message(self._socket):
                 return True
@@ -262,7 +262,7 @@ class ClientLinks:
                 self._end(link)
         link = ClientLink(routing_id, hello.client, Silence(self._link_s))
         self._links[routing_id] = link
-        # Before it counts as an answer: who drains gets nothing.
+        # Before the status, after which the client sends requests: the list may name a drain.
         if self._told_groups.version:
             self._post(link, self._told_groups)
         self._post(link, self._status(link))

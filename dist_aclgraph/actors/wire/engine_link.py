@@ -28,8 +28,8 @@ from dist_aclgraph.errors import EngineDeadError, NotAMessageError
 
 FRAMES_A_TURN = 256  # so that a flood of tokens delays no beat
 LAST_WORDS_MS = 100
-# Why a link is lost: its engine's process has ended, is silent, says that its group serves no more,
-# wants no such client, or has sent what cannot be.
+# Why a link is lost: the engine's process has ended, is silent, reports the end of its group,
+# refuses the client, or has sent junk.
 LossKind = Literal["gone", "silent", "failed", "refused", "broken"]
 LOSS_KINDS: tuple[LossKind, ...] = get_args(LossKind)
 REFUSALS = (
@@ -47,10 +47,10 @@ class EngineLink:
 
     Attributes:
         is_welcome: whether the engine has answered on this connection, and serves.
-        is_lost: whether this connection is over; set by whoever has caught its error.
+        is_lost: whether this connection is over; set where its error is caught.
         loss_kind: why, once an error has said so.
-        others_tokens: what waits at the engine for other clients, as it said last.
-        pause: why it runs no step for now, likewise; "" while it does.
+        others_tokens: the tokens that wait at the engine for other clients, by its last status.
+        pause: why the engine runs no step for now, by its last status; "" while it does.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class EngineLink:
         if not has_message(self._socket) and self._silence.listen(elapsed_s):
             silent_s = self._silence.silent_s
             raise self._lost("silent", f"the engine has been silent for {silent_s:.1f} s")
-        if self.is_welcome:  # else our greeting still waits for an engine
+        if self.is_welcome:  # else the Hello still waits for an engine
             self.send(Beat(self._received, waiting_tokens, groups_version))
 
     def close(self, linger_ms: int = LAST_WORDS_MS) -> None:

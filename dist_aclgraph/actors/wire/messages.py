@@ -52,14 +52,14 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
-    """A new request. ``sampling.seed`` is final: who submits has drawn one where none was given.
+    """A new request. ``sampling.seed`` is final: the client draws one if the user gives none.
 
-    ``number`` is what deltas call it; no other request of the connection has it meanwhile.
+    Deltas name the request by ``number``, which no other request of the connection has meanwhile.
     """
 
     request_id: str
     number: RequestNumber
-    prompt: bytes  # int32 [num_tokens], and behind it the output that the request has already
+    prompt: bytes  # int32 [num_tokens]: the prompt, then the output that the request has already
     sampling: RowSampling
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
@@ -93,9 +93,9 @@ class EngineStatus(msgspec.Struct, frozen=True, tag="status"):
     """The engine's sign of life.
 
     Attributes:
-        failure: why it serves no more, "" where it does.
-        pause: why no step runs for now, though its group will go on, "" where steps run.
-        others_tokens: what waits here for requests of other clients, as they say.
+        failure: why the engine has ended, "" while it serves.
+        pause: why no step runs for now, though the group will go on; "" while steps run.
+        others_tokens: the tokens that wait here for other clients, by their own count.
     """
 
     failure: str = ""
@@ -124,7 +124,7 @@ class GroupEntry(msgspec.Struct, frozen=True):
 class GroupList(msgspec.Struct, frozen=True, tag="groups"):
     """All groups of the deployment; every engine tells its clients, and the latest version holds.
 
-    Requests end where they run; a group that is not there any more has none.
+    A group that is not in the list has no requests: they end where they run.
     """
 
     version: int
