@@ -7,7 +7,6 @@ deployment (``owner_link.py``), and is told to drain before the deployment is st
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -218,7 +217,6 @@ class _Checks:
         self._running = running
         self._failure: EngineUnavailableError | None = None
         self._silence = Silence(SILENT_S)
-        self._called_s = time.monotonic()  # when ``raise_failure`` was called last
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="checks", daemon=True)
 
@@ -237,9 +235,7 @@ class _Checks:
             raise self._failure
         if self._failure is not None:
             raise EngineUnavailableError(f"the service has ended: {self._failure}")
-        elapsed_s = time.monotonic() - self._called_s
-        self._called_s += elapsed_s
-        if self._silence.listen(elapsed_s):
+        if self._silence.listen():
             raise EngineDeadError(
                 f"the service has ended: Ray has not answered for {SILENT_S:.0f} s"
             )

@@ -94,7 +94,7 @@ class Supervisor:
         self._ingress_began_s = 0.0
         # Children that this process had before it became the supervisor, as by a shell's exec.
         self._strangers: set[int] = set()
-        self._looked_s = time.monotonic()
+        self._next_look_s = 0.0
         self._is_stopping = False
         self._end_by_s = math.inf  # for an owner that was signalled
         self._failure = 0  # exit code of an ingress that has failed by itself
@@ -122,10 +122,9 @@ class Supervisor:
         self._start_due()
         due_in_s = min(self._owner_due_s, self._ingress_due_s) - time.monotonic()
         received = signal.sigtimedwait(WAITED, min(self._look_s, max(0.0, due_in_s)))
-        elapsed_s = time.monotonic() - self._looked_s
-        if elapsed_s >= self._look_s:
-            self._looked_s += elapsed_s
-            self._look(elapsed_s)
+        if time.monotonic() >= self._next_look_s:
+            self._next_look_s = time.monotonic() + self._look_s
+            self._look()
         # Where this process was stopped meanwhile, and continued, Python returns memory that was
         # never set: any number, or the signal of an earlier wait, which does no harm again.
         if received is None or received.si_signo not in WAITED:
@@ -227,7 +226,7 @@ class Supervisor:
         with self._holder.open() if self._holds_connections else nullcontext() as end:
             self._ingress = self._fork(INGRESS, partial(self._be_ingress, end))
 
-    def _look(self, elapsed_s: float) -> None:
+    def _look(self) -> None:
         """Kill a process that has no heartbeat, and an owner that does not end."""
         if time.monotonic() > self._end_by_s:
             self._end_by_s = math.inf
@@ -237,7 +236,7 @@ class Supervisor:
             (self._owner, self._owner_heartbeat, OWNS),
             (self._ingress, self._ingress_heartbeat, SERVES),
         ):
-            if pid and heartbeat.listen(elapsed_s):
+            if pid and heartbeat.listen():
                 _say(f"warning: {what} has stood still for {self._silent_s:g} s; it is killed")
                 heartbeat.rest()
                 os.kill(pid, signal.SIGKILL)

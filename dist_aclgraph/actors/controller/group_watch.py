@@ -34,13 +34,13 @@ class _Heartbeat:
         self._answer = ask(self._number)
         self._silence = Silence(link_s)
 
-    def listen(self, elapsed_s: float) -> str:
+    def listen(self) -> str:
         """Return why the actor counts as lost, or "" while it answers."""
         if ray.wait([self._answer], timeout=0)[0]:
             self._silence.heard()
             self._number += 1
             self._answer = self._ask(self._number)  # that it is dead is seen by other ends
-        elif self._silence.listen(elapsed_s):
+        elif self._silence.listen():
             return f"it has not answered for {self._silence.silent_s:.1f} s, not even a heartbeat"
         return ""
 
@@ -123,7 +123,7 @@ class GroupWatch:
     # ---- the thread
 
     def _run(self) -> None:
-        beaten_s = time.monotonic()
+        next_beat_s = 0.0
         while not self._stopping.is_set():
             with self._lock:
                 watched = list(self._owner)
@@ -136,10 +136,9 @@ class GroupWatch:
                 return
             for ended in ready:
                 self._see_end(ended)
-            elapsed_s = time.monotonic() - beaten_s
-            if elapsed_s >= self._beat_s:
-                beaten_s += elapsed_s
-                self._listen(elapsed_s)
+            if time.monotonic() >= next_beat_s:
+                next_beat_s = time.monotonic() + self._beat_s
+                self._listen()
 
     def _see_end(self, ended: Any) -> None:
         with self._lock:
@@ -164,11 +163,11 @@ class GroupWatch:
         with self._lock:
             self._owner.pop(ended, None)
 
-    def _listen(self, elapsed_s: float) -> None:
+    def _listen(self) -> None:
         with self._lock:
             heartbeats = list(self._heartbeats)
         for group, rank, heartbeat in heartbeats:
-            reason = heartbeat.listen(elapsed_s)
+            reason = heartbeat.listen()
             if not reason or group.is_lost:
                 continue
             if rank is not None:

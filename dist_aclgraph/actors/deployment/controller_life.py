@@ -22,7 +22,7 @@ from dist_aclgraph.actors.cluster.local_ray import NAMESPACE
 from dist_aclgraph.actors.controller.controller import Controller, Progress
 from dist_aclgraph.actors.controller.term import Handover, Term
 from dist_aclgraph.actors.host import processes
-from dist_aclgraph.actors.host.liveness import Silence
+from dist_aclgraph.actors.host.liveness import Silence, beat_s
 from dist_aclgraph.actors.host.process_starter import ProcessStarter
 from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.actors.worker.worker_group import fetch
@@ -158,14 +158,12 @@ class ControllerKeeper:
 
     def _look(self) -> str:
         """Ask the controller for its handover; return why it counts as dead, or ""."""
-        asked, looked_s = self.controller.handover.remote(), time.monotonic()
+        asked = self.controller.handover.remote()
         self._silence.heard()
-        while not ray.wait([asked], timeout=LOOK_S)[0]:
+        while not ray.wait([asked], timeout=beat_s(self._silence.limit_s))[0]:
             if self._stopping.is_set():
                 return ""
-            elapsed_s = time.monotonic() - looked_s
-            looked_s += elapsed_s
-            if self._silence.listen(elapsed_s):
+            if self._silence.listen():
                 return f"the controller has not answered for {self._silence.limit_s:g} s"
         try:
             self._handover = ray.get(asked)

@@ -31,11 +31,9 @@ from dist_aclgraph.actors.host.liveness import leave_with_raylet
 from dist_aclgraph.actors.host.run_directory import RunDirectory
 from dist_aclgraph.config import Config
 from dist_aclgraph.environment import (
-    JOB_VARIABLE,
     RAYLET_VARIABLE,
     child_environment,
     python_environment,
-    ray_job,
     raylet_pid,
     take_over_environment,
 )
@@ -46,6 +44,7 @@ STOP_S, LOOK_S = 5.0, 0.02
 # Ray's native part reads both once, when it is loaded, which may be before Ray is there. Only
 # processes of a Ray's first job may be forked then. Raylets are watched by forked processes
 # themselves: the server is given a process that never ends.
+JOB_VARIABLE = "RAY_JOB_ID"
 SERVER_VARIABLES = {JOB_VARIABLE: "01000000", RAYLET_VARIABLE: "1"}
 MODULES = (
     "ray._private.workers.default_worker",
@@ -107,6 +106,7 @@ class ForkServer:
     """Owns a server for processes of this machine; they outlive it."""
 
     def __init__(self, config: Config) -> None:
+        variables = SERVER_VARIABLES | python_environment(config)
         self._directory = RunDirectory()
         path = f"{self._directory.path}/forks"
         try:
@@ -114,11 +114,18 @@ class ForkServer:
                 listener.bind(path)
                 listener.listen(socket.SOMAXCONN)
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", __name__, str(listener.fileno()), str(os.getpid())],
+                    [
+                        sys.executable,
+                        "-m",
+                        __name__,
+                        str(listener.fileno()),
+                        str(os.getpid()),
+                        variables[JOB_VARIABLE],
+                    ],
                     pass_fds=[listener.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,  # libraries say things when they are loaded
-                    env=SERVER_VARIABLES | python_environment(config),
+                    env=variables,
                     process_group=0,  # signals for the service are not for it
                 )
         except BaseException:
@@ -155,11 +162,12 @@ def load() -> None:
         importlib.import_module(name)
 
 
-def serve(listener: socket.socket, parent: int) -> tuple[ForkRequest, list[int]] | None:
+def serve(listener: socket.socket, parent: int, job: str) -> tuple[ForkRequest, list[int]] | None:
     """Fork a process for each client.
 
     Args:
         parent: a handle of the process that started the server, which ends with it.
+        job: of Ray's; processes of others load for themselves.
 
     Returns:
         In each forked process, its request and its standard streams; in the server None, once its
@@ -177,7 +185,7 @@ def serve(listener: socket.socket, parent: int) -> tuple[ForkRequest, list[int]]
                 request, streams = _receive(connection)
             except (OSError, ValueError):
                 continue  # without an answer, the client becomes Python itself
-            is_ours = request.environment.get(JOB_VARIABLE, ray_job()) == ray_job()
+            is_ours = request.environment.get(JOB_VARIABLE, job) == job
             # A client that has waited for too long has become Python itself.
             pid = _fork() if is_ours and not _has_left(connection) else -1
             if pid == 0:
@@ -257,7 +265,7 @@ def main() -> None:
             return  # a library has started a thread, which a forked process would lack
         gc.collect()
         gc.freeze()  # collections in forked processes leave shared memory alone
-        forked = serve(listener, parent)
+        forked = serve(listener, parent, sys.argv[3])
     if forked is not None:
         become(*forked)
 

@@ -37,19 +37,25 @@ class Silence:
 
     Args:
         limit_s: more is too long.
+        clock: in seconds; does not go back.
     """
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit_s = limit_s
         self._turn_s = 2 * beat_s(limit_s)  # the most that one turn of the listener counts
-        self.silent_s = 0.0
+        self._clock = clock
+        self.heard()
 
     def heard(self) -> None:
-        self.silent_s = 0.0
+        self.silent_s, self._turned_s = 0.0, self._clock()
 
-    def listen(self, elapsed_s: float) -> bool:
-        """Count a turn in which nothing was heard; return whether the silence is too long."""
-        self.silent_s += min(elapsed_s, self._turn_s)
+    def listen(self) -> bool:
+        """Count a turn in which nothing was heard; return whether the silence is too long.
+
+        To be called about every ``beat_s``.
+        """
+        turned_s, self._turned_s = self._turned_s, self._clock()
+        self.silent_s += min(self._turned_s - turned_s, self._turn_s)
         return self.silent_s > self.limit_s
 
 
@@ -60,14 +66,15 @@ class SharedHeartbeat:
 
     Args:
         limit_s: silence of more than that is too long.
+        clock: in seconds; does not go back.
     """
 
     REST, FIRST, LAST = 0, 1, 255  # values of the byte; at rest, no sign is expected
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._shared = mmap.mmap(-1, 2)  # the byte, and whether the process serves
         self._seen = self.REST
-        self._silence = Silence(limit_s)
+        self._silence = Silence(limit_s, clock)
 
     def beat(self, *, serves: bool = True) -> None:
         """Give a sign. More of them are expected from now on."""
@@ -108,11 +115,11 @@ class SharedHeartbeat:
         """Whether the process has given a sign that it serves."""
         return bool(self._shared[1])
 
-    def listen(self, elapsed_s: float) -> bool:
-        """Look for a sign; return whether the process has been silent for too long."""
+    def listen(self) -> bool:
+        """Look for a sign, about every ``beat_s``; return whether silence has been too long."""
         before, self._seen = self._seen, self._shared[0]
         if self._seen == before != self.REST:
-            return self._silence.listen(elapsed_s)
+            return self._silence.listen()
         self._silence.heard()
         return False
 
@@ -138,13 +145,13 @@ class Lease:
         self._limit_s = limit_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._seen_s = self._looked_s = clock()
+        self._seen_s = clock()
         self._renewed_s: float | None = None
         self._number = 0  # of the last question
         self._counts_from = 0  # the first question that renews
         self.is_given_back = False
         # The holder's own stops do not end the lease: the process that gave the place decides.
-        self._silence = Silence(2 * limit_s)
+        self._silence = Silence(2 * limit_s, clock)
 
     def renew(self, number: int) -> None:
         """Answer a question."""
@@ -167,11 +174,10 @@ class Lease:
     def look(self) -> bool:
         """Return whether the lease is over; for one thread, every ``look_s``."""
         with self._lock:
-            now_s = self._see()
-            elapsed_s, self._looked_s = now_s - self._looked_s, now_s
+            self._see()
             if self._renewed_s is None or self.is_given_back:
                 return False
-            return self._silence.listen(elapsed_s)
+            return self._silence.listen()
 
     def _see(self) -> float:
         """Return the time, and find out whether this process was stopped until now."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import queue
 import secrets
 import threading
-import time
 from collections import deque
 from typing import Any, Protocol
 
@@ -200,7 +199,6 @@ class ClientLinks:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wakeup.fileno(), zmq.POLLIN)
-        turned_s = time.monotonic()
         while not self._closing.is_set():
             poller.poll(int(self._beat_s * 1000))
             self._wakeup.drain()
@@ -211,10 +209,8 @@ class ClientLinks:
             self._send_deltas()
             self._tell(answers.failure_now(), answers.pause_now())
             self._tell_groups()
-            now_s = time.monotonic()
             if is_drained:
-                self._look_for_silence(now_s - turned_s)
-            turned_s = now_s
+                self._look_for_silence()
         self._send_deltas()
 
     def _receive(self, answers: LoopAnswers) -> bool:
@@ -300,9 +296,9 @@ class ClientLinks:
             for link in list(self._links.values()):
                 self._post(link, groups)
 
-    def _look_for_silence(self, elapsed_s: float) -> None:
+    def _look_for_silence(self) -> None:
         for link in list(self._links.values()):
-            if link.silence.listen(elapsed_s):
+            if link.silence.listen():
                 self._cut(link, f"the client was silent for {link.silence.silent_s:.1f} s")
 
     def _cut(self, link: ClientLink, reason: str) -> None:

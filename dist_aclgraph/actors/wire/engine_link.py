@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Literal, get_args
 
@@ -67,7 +66,6 @@ class EngineLink:
         self.pause = ""
         self._received = 0
         self._silence = Silence(link_s)
-        self._beaten_s = time.monotonic()
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         # No limit that discards or blocks: what we send is bounded by the requests that are open.
@@ -134,11 +132,9 @@ class EngineLink:
         Raises:
             EngineDeadError: it has been silent for too long.
         """
-        now_s = time.monotonic()
-        elapsed_s, self._beaten_s = now_s - self._beaten_s, now_s
         if self.is_lost:
             return
-        if not has_message(self._socket) and self._silence.listen(elapsed_s):
+        if not has_message(self._socket) and self._silence.listen():
             silent_s = self._silence.silent_s
             raise self._lost("silent", f"the engine has been silent for {silent_s:.1f} s")
         if self.is_welcome:  # else the Hello still waits for an engine
