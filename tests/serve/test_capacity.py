@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dist_aclgraph.actors.wire.messages import GroupEntry, Groups
+from dist_aclgraph.actors.wire.messages import GroupEntry, GroupList
 from dist_aclgraph.config import load_config
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.serve.openai.completion_slots import CompletionSlots
@@ -64,7 +64,7 @@ def test_a_draining_group_is_counted_and_gets_nothing(service, other):
         GroupEntry("0", service.engine.address, 100, 16),
         GroupEntry("1", other.address, 100, 16, is_draining=True),
     )
-    service.engine.groups = Groups(1, entries)
+    service.engine.groups = GroupList(1, entries)
     until(lambda: groups(service)["draining"] == 1)
 
     assert groups(service) == {"serving": 1, "draining": 1, "lost": 0, "total": 2}
@@ -109,7 +109,7 @@ def test_a_group_that_drains_keeps_its_places(service, other):
     for i in range(2):
         service.state.client.submit(str(i), [i], SamplingParams(max_tokens=100000), (), deltas.put)
     service.state.slots.take(1024 + 16)
-    service.engine.groups = Groups(1, entries)
+    service.engine.groups = GroupList(1, entries)
     until(lambda: groups(service)["draining"] == 1)
 
     assert ask(service) == 200

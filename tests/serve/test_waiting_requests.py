@@ -12,7 +12,7 @@ import pytest
 from dist_aclgraph.actors.client.engine_client import EngineClient
 from dist_aclgraph.actors.client.outage import Outlook, Recovery
 from dist_aclgraph.actors.client.token_log import MAX_LOSSES
-from dist_aclgraph.actors.wire.messages import GroupEntry, Groups, error_of
+from dist_aclgraph.actors.wire.messages import GroupEntry, GroupList, error_of
 from dist_aclgraph.errors import EngineDeadError, EngineUnavailableError
 from dist_aclgraph.ints import INT_BYTES
 from dist_aclgraph.sampling import SamplingParams
@@ -67,13 +67,13 @@ class Deployment:
         engine = self.new_engine()
         number = len(self.engines) - 1
         entry = GroupEntry(str(number), engine.address, 100, 16)
-        self.outlook = Outlook(Groups(number, (entry,)))
+        self.outlook = Outlook(GroupList(number, (entry,)))
         return engine
 
     def begin_anew(self) -> FakeEngine:
         """Have another deployment in the place of this one: it counts groups from 0."""
         engine = self.new_engine(token="another-token")
-        groups = Groups(1, (GroupEntry("0", engine.address, 100, 16),))
+        groups = GroupList(1, (GroupEntry("0", engine.address, 100, 16),))
         self.outlook = Outlook(groups, token="another-token")
         return engine
 
