@@ -37,6 +37,11 @@ def resolve_kind(kind: Literal["auto", "npu", "emulated"]) -> DeviceKind:
     return "npu" if has_npu else "emulated"
 
 
+def is_emulated_here(kind: Literal["auto", "npu", "emulated"]) -> bool:
+    """Whether this machine runs an emulated NPU for ``kind``; false for an NPU that is missing."""
+    return kind != "npu" and resolve_kind(kind) == "emulated"
+
+
 def emulator_settings(config: DeviceConfig, rank: int) -> dict[str, str | int | bool]:
     """Return the emulator's settings for one world rank."""
     emulated = config.emulator

@@ -8,10 +8,10 @@ Annotations are evaluated here, because Serve looks at the class of the builder'
 
 import asyncio
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import click
+import msgspec
 import pydantic
 import ray
 import yaml
@@ -24,12 +24,12 @@ from dist_aclgraph.actors.client.outage import Outlook
 from dist_aclgraph.actors.deployment import deployment
 from dist_aclgraph.actors.deployment.deployment_protocol import StartDeployment
 from dist_aclgraph.actors.deployment.llm import start_on_ray
-from dist_aclgraph.actors.wire.addresses import Address
+from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.config import Config, load_config
 from dist_aclgraph.errors import DistAclGraphError
-from dist_aclgraph.serve.access import Access, read_access
 from dist_aclgraph.serve.api import make_api
-from dist_aclgraph.serve.state import open_state
+from dist_aclgraph.serve.http.access import Access, read_access
+from dist_aclgraph.serve.openai.state import open_state
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 DEFAULT_CONFIG = "configs/tiny-qwen3.yaml"  # of the working directory, or the package's own
@@ -58,15 +58,6 @@ class AppArgs(pydantic.BaseModel):
         return load_config(self.config, overrides)
 
 
-@dataclass(frozen=True)
-class Connection:
-    """What a client of a deployment must know; see ``Service``."""
-
-    addresses: list[Address]
-    token: str
-    max_model_len: int
-
-
 @serve.deployment(name="groups", max_ongoing_requests=MAX_ONGOING_REQUESTS)
 class Groups:
     """Owns the deployment that all ingress replicas use."""
@@ -77,11 +68,9 @@ class Groups:
         timeouts = config.timeouts.model_copy(update={"place_s": place_s})
         self._deployment = start(config.model_copy(update={"timeouts": timeouts}))
 
-    async def connection(self) -> Connection:
+    async def reach(self) -> Reach:
         """Return where the deployment is reached now."""
-        running = self._deployment
-        addresses = await asyncio.to_thread(lambda: running.addresses)
-        return Connection(addresses, running.token, running.max_model_len)
+        return await asyncio.to_thread(self._deployment.reach)
 
     async def outlook(self) -> Outlook:
         """Say what becomes of the deployment."""
@@ -113,7 +102,7 @@ class Ingress:
     ) -> None:
         self._access = access
         self._stay = asyncio.create_task(_stay(groups))
-        connection = await groups.connection.remote()
+        reach = await groups.reach.remote()
         tokenizer = await asyncio.to_thread(Tokenizer, config.model)
         node_id = ray.get_runtime_context().get_node_id()
 
@@ -127,9 +116,8 @@ class Ingress:
             return found
 
         replica = serve.get_replica_context().rank.rank
-        self._state = open_state(
-            config, tokenizer, connection, node_id=node_id, ask=ask, replica=replica
-        )
+        reach = msgspec.structs.replace(reach, node_id=node_id)
+        self._state = open_state(config, tokenizer, reach, ask, replica)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         # Serve's proxy names requests, and answers with the name.

@@ -12,18 +12,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dist_aclgraph.actors.client.engine_client import EngineClient
+from dist_aclgraph.actors.host.liveness import SharedHeartbeat
 from dist_aclgraph.actors.wire.addresses import Address, Endpoint
-from dist_aclgraph.cli.pulse import Pulse
 from dist_aclgraph.cli.signals import Signals
 from dist_aclgraph.cli.supervise import Supervisor
 from dist_aclgraph.config import load_config
 from dist_aclgraph.planning.restarts import Backoff, RestartBudget
 from dist_aclgraph.serve.api import make_api
-from dist_aclgraph.serve.front import Front
+from dist_aclgraph.serve.http.front import Front
 from dist_aclgraph.serve.http.server import HttpServer, listen
+from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.resume.holder import HolderLink
 from dist_aclgraph.serve.resume.record import ConnectionRecord
-from dist_aclgraph.serve.state import ApiState
 from dist_aclgraph.text.tokenizer import Tokenizer
 from tests.serve.fake_engine import NODE, TOKEN
 
@@ -40,9 +40,9 @@ def main(engine_url: str, limit: str, trap: str, overrides: str) -> int:
     tokenizer = Tokenizer(config.model)
     listener = listen("127.0.0.1", 0)
 
-    def own(signals: Signals, pulse: Pulse) -> None:
+    def own(signals: Signals, heartbeat: SharedHeartbeat) -> None:
         while not signals.wait(0.1):
-            pulse.beat()
+            heartbeat.beat()
 
     def serve_http(life: int, beat: Callable[[], None], link: HolderLink | None) -> None:
         address = Address(NODE, Endpoint(engine_url), Endpoint(engine_url))

@@ -157,7 +157,7 @@ UNPICKLERS = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "
 EVALUATORS = {"eval", "exec", "__import__"}
 LOADERS_THAT_UNPICKLE = {"torch.load", "np.load", "numpy.load"}
 # Ray says in no other way with which program it starts workers.
-ASSIGNED = {("actors.cluster.local_ray", "ray_constants")}
+ASSIGNED = {("actors.forks.forking_starter", "ray_constants")}
 
 
 def relative_imports(module: Module) -> Iterator[tuple[int, str]]:

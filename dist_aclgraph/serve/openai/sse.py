@@ -18,7 +18,7 @@ import msgspec
 from starlette.types import Scope, Send
 
 from dist_aclgraph.errors import DistAclGraphError
-from dist_aclgraph.serve.errors import error_body
+from dist_aclgraph.serve.openai.errors import error_body
 
 log = logging.getLogger(__name__)
 WRITE = "dist_aclgraph.write"

@@ -9,9 +9,8 @@ import shutil
 import socket
 import sys
 import time
-from dataclasses import dataclass
 
-from dist_aclgraph.cli.ascend_versions import (
+from dist_aclgraph.cli.doctor.ascend_versions import (
     CANN_OF_TORCH_NPU,
     DRIVER,
     MIN_DRIVER,
@@ -19,8 +18,10 @@ from dist_aclgraph.cli.ascend_versions import (
     read_cann_version,
     read_driver_version,
 )
+from dist_aclgraph.cli.doctor.finding import Finding
+from dist_aclgraph.cli.doctor.network import network_problem, overridden_warning, port_warning
+from dist_aclgraph.cli.doctor.npu_host import npu_host_findings
 from dist_aclgraph.cli.last_start import last_start
-from dist_aclgraph.cli.network import network_problem, overridden_warning, port_warning
 from dist_aclgraph.device import torch_build
 from dist_aclgraph.device.cann import load_problem, load_remedy
 from dist_aclgraph.device.kind import npus_here
@@ -29,27 +30,6 @@ from dist_aclgraph.environment import ascend_toolkit, network_variables
 MIN_SHM_BYTES = 256 << 20
 PYTHONS = ((3, 11), (3, 12), (3, 13))
 PINNED = {"torch": torch_build.VERSION, "torch-npu": "2.13.0", "ray": "2.60.0"}
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at.
-
-    Attributes:
-        remedy: what to do where it is not ok, or only a warning.
-        is_warning: this machine is of use, but not for everything, or not as fast as it could be.
-    """
-
-    name: str
-    is_ok: bool
-    found: str
-    remedy: str = ""
-    is_warning: bool = False
-
-    @property
-    def mark(self) -> str:
-        """How the line begins."""
-        return "warn" if self.is_warning else "ok  " if self.is_ok else "FIX "
 
 
 def examine() -> list[Finding]:
@@ -62,7 +42,9 @@ def examine() -> list[Finding]:
     compiler = compiler_finding(npus, emulator.missing_tools(), is_emulator_built=is_built)
     versions = [_package(name, wanted) for name, wanted in PINNED.items()]
     packages = [_python(), *versions, _torch_build()]
-    ascend = [_cann(), cann_libraries_finding(), _driver()] if npus else []
+    ascend = (
+        [*npu_host_findings(npus), _cann(), cann_libraries_finding(), _driver()] if npus else []
+    )
     machine = [device, *ascend, compiler, _shared_memory(), _network(), _port(8000)]
     return [*packages, *machine, *_graphs()]
 

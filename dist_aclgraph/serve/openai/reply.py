@@ -12,12 +12,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from dist_aclgraph.serve import sse
-from dist_aclgraph.serve.errors import json_response
-from dist_aclgraph.serve.generation import ChoicePiece, ClientGoneError, Generation, unless_gone
-from dist_aclgraph.serve.openai_types import StreamOptions
+from dist_aclgraph.serve.openai import sse
+from dist_aclgraph.serve.openai.errors import json_response
+from dist_aclgraph.serve.openai.generation import (
+    ChoicePiece,
+    ClientGoneError,
+    Generation,
+    unless_gone,
+)
+from dist_aclgraph.serve.openai.state import ApiState
+from dist_aclgraph.serve.openai.types import StreamOptions
 from dist_aclgraph.serve.resume.journal import Chance
-from dist_aclgraph.serve.state import ApiState
 
 _json = msgspec.json.Encoder()
 CLIENT_GONE = 499  # only ever logged: nobody is there to read it

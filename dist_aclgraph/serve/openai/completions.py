@@ -10,19 +10,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dist_aclgraph.errors import InvalidParameterError, RequestTooLongError
-from dist_aclgraph.serve.body import read_body, receive_body
-from dist_aclgraph.serve.errors import json_response
-from dist_aclgraph.serve.generation import ChoicePiece, Generation, Usage
-from dist_aclgraph.serve.logprobs import completion_logprobs
-from dist_aclgraph.serve.openai_types import CompletionRequest
-from dist_aclgraph.serve.reply import Reply, reply
+from dist_aclgraph.serve.openai.body import read_body, receive_body
+from dist_aclgraph.serve.openai.errors import json_response
+from dist_aclgraph.serve.openai.generation import ChoicePiece, Generation, Usage
+from dist_aclgraph.serve.openai.logprobs import completion_logprobs
+from dist_aclgraph.serve.openai.reply import Reply, reply
+from dist_aclgraph.serve.openai.state import ApiState
+from dist_aclgraph.serve.openai.types import CompletionRequest
 from dist_aclgraph.serve.resume.journal import Chance
-from dist_aclgraph.serve.state import ApiState
 
 DEFAULT_MAX_TOKENS = 16
 
 
 async def completions(state: ApiState, request: Request) -> Response:
+    """Continue one or more prompts; with ``stream``, by server-sent events."""
+
     def convert(body: CompletionRequest) -> tuple[CompletionRequest, list[Any]]:
         state.admit(body.model)
         return body, body.prompts(state.context_len)

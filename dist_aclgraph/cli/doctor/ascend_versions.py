@@ -20,12 +20,12 @@ def read_cann_version(toolkit: Path) -> str | None:
         toolkit / "version.cfg",
         *sorted(toolkit.glob("*-linux/ascend_toolkit_install.info")),
     ]
-    return next((found for path in places if (found := _read_version(path))), None)
+    return next((found for path in places if (found := read_version(path))), None)
 
 
 def read_driver_version(path: Path = DRIVER) -> str | None:
     """Return the version of the driver, e.g. 25.2.0; None where there is none."""
-    return _read_version(path)
+    return read_version(path)
 
 
 def is_driver_new_enough(version: str) -> bool:
@@ -34,7 +34,7 @@ def is_driver_new_enough(version: str) -> bool:
     return numbers >= MIN_DRIVER
 
 
-def _read_version(path: Path) -> str | None:
+def read_version(path: Path) -> str | None:
     """Return the first version in a file of lines such as ``version=9.1.0`` or ``[9.1.0:x]``."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")

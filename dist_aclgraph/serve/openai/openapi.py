@@ -1,19 +1,22 @@
-"""Schemas for the OpenAPI document: bodies from their structs, replies and errors by hand."""
+"""The OpenAPI document: bodies from the structs that read them, replies and errors by hand."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
-from dist_aclgraph.serve.body import Body, strict
-from dist_aclgraph.serve.openai_types import (
+from dist_aclgraph.serve.openai.body import Body, strict
+from dist_aclgraph.serve.openai.types import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     Message,
     TokenizeRequest,
 )
+from dist_aclgraph.version import VERSION
 
 Json = dict[str, Any]
 REF = "#/components/schemas/{name}"
@@ -82,8 +85,27 @@ ERROR = _object(
 )
 
 
-def components(*, lenient: bool) -> dict[str, Json]:
-    """Return the schemas that ``operation`` refers to, by name."""
+def document(endpoints: Mapping[str, Mapping[str, Callable[..., Any]]], *, lenient: bool) -> Json:
+    """Return the OpenAPI document.
+
+    Args:
+        endpoints: by method and path; a path is described by the docstring of its endpoint.
+    """
+    paths: Json = {}
+    for method, found in endpoints.items():
+        for path, endpoint in found.items():
+            plain = path.replace(":path", "")  # Starlette's converter
+            paths[plain] = {method: _operation(plain, endpoint)}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "dist_aclgraph", "version": VERSION},
+        "paths": paths,
+        "components": {"schemas": _schemas(lenient)},
+    }
+
+
+def _schemas(lenient: bool) -> dict[str, Json]:
+    """Return the schemas that operations refer to, by name."""
     kinds = [*BODIES.values(), Message]
     _, found = msgspec.json.schema_components(
         [kind if lenient else strict(kind) for kind in kinds], ref_template=REF
@@ -91,7 +113,7 @@ def components(*, lenient: bool) -> dict[str, Json]:
     return {**found, "Error": ERROR}
 
 
-def operation(path: str) -> Json:
+def _operation(path: str, endpoint: Callable[..., Any]) -> Json:
     """Return what the document says of a path: its parameters, its body and its replies."""
     errors = {
         str(status): {"description": text, "content": _json({"$ref": REF.format(name="Error")})}
@@ -104,7 +126,11 @@ def operation(path: str) -> Json:
         reply["content"] = _json(REPLIES[path])
     if path.startswith("/v1/") and path in BODIES:
         reply["content"]["text/event-stream"] = {"schema": _STRING}
-    found: Json = {"responses": {"200": reply, **errors}}
+    found: Json = {
+        "operationId": endpoint.__name__,
+        "summary": inspect.getdoc(endpoint),
+        "responses": {"200": reply, **errors},
+    }
     if path in BODIES:
         schema = {"$ref": REF.format(name=BODIES[path].__name__)}
         found["requestBody"] = {"content": _json(schema), "required": True}

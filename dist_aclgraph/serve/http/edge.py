@@ -12,13 +12,13 @@ from functools import lru_cache
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dist_aclgraph.errors import DistAclGraphError
-from dist_aclgraph.serve.access import Access
-from dist_aclgraph.serve.body import HeldBody
-from dist_aclgraph.serve.errors import error_response
+from dist_aclgraph.serve.http.access import Access
 from dist_aclgraph.serve.http.refusal import Refusal
-from dist_aclgraph.serve.places import full_error
+from dist_aclgraph.serve.openai.body import HeldBody
+from dist_aclgraph.serve.openai.errors import error_response
+from dist_aclgraph.serve.openai.places import full_error
+from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.resume.journal import JOURNAL, RESUMED
-from dist_aclgraph.serve.state import ApiState
 
 GENERATING = frozenset({"/v1/chat/completions", "/v1/completions"})
 _GENERATING_BYTES = frozenset(path.encode() for path in GENERATING)

@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import Raw
 
 from dist_aclgraph.errors import InvalidParameterError, RequestTooLongError
-from dist_aclgraph.serve.body import decode
+from dist_aclgraph.serve.openai.body import decode
 
 _BEGINNING = re.compile(rb"\[\s*([^\d\s\]-]?)")  # an array, and what begins its first item
 

@@ -20,8 +20,8 @@ from prometheus_client.core import Metric
 from starlette.responses import Response
 
 from dist_aclgraph.actors.client.engine_client import EngineClient
-from dist_aclgraph.serve.history import History
-from dist_aclgraph.serve.metrics import LABELS, PREFIX, RANK_LABELS, Metrics
+from dist_aclgraph.serve.observe.history import History
+from dist_aclgraph.serve.observe.metrics import LABELS, PREFIX, RANK_LABELS, Metrics
 from dist_aclgraph.version import VERSION
 
 PAGE = Path(__file__).with_name("status.html").read_bytes()

@@ -10,12 +10,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dist_aclgraph.errors import EngineUnavailableError
-from dist_aclgraph.serve.body import read_body, receive_body
-from dist_aclgraph.serve.counted import decode_ids
-from dist_aclgraph.serve.errors import json_response
-from dist_aclgraph.serve.openai_types import DetokenizeRequest, TokenizeRequest
-from dist_aclgraph.serve.state import ApiState
-from dist_aclgraph.serve.status import page_response
+from dist_aclgraph.serve.observe.status import page_response
+from dist_aclgraph.serve.openai.body import read_body, receive_body
+from dist_aclgraph.serve.openai.counted import decode_ids
+from dist_aclgraph.serve.openai.errors import json_response
+from dist_aclgraph.serve.openai.state import ApiState
+from dist_aclgraph.serve.openai.types import DetokenizeRequest, TokenizeRequest
 from dist_aclgraph.version import VERSION
 
 MAX_TOKENS = 1 << 16  # that one request may tokenize, or turn into text

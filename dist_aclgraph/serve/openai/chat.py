@@ -8,16 +8,18 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dist_aclgraph.serve.body import read_body, receive_body
-from dist_aclgraph.serve.generation import ChoicePiece, Generation
-from dist_aclgraph.serve.logprobs import chat_logprobs
-from dist_aclgraph.serve.openai_types import ChatRequest
-from dist_aclgraph.serve.reply import Reply, reply
+from dist_aclgraph.serve.openai.body import read_body, receive_body
+from dist_aclgraph.serve.openai.generation import ChoicePiece, Generation
+from dist_aclgraph.serve.openai.logprobs import chat_logprobs
+from dist_aclgraph.serve.openai.reply import Reply, reply
+from dist_aclgraph.serve.openai.state import ApiState
+from dist_aclgraph.serve.openai.types import ChatRequest
 from dist_aclgraph.serve.resume.journal import Chance
-from dist_aclgraph.serve.state import ApiState
 
 
 async def chat_completions(state: ApiState, request: Request) -> Response:
+    """Answer messages; with ``stream``, by server-sent events."""
+
     def convert(body: ChatRequest) -> tuple[ChatRequest, list[dict[str, str]]]:
         state.admit(body.model)
         return body, body.for_template()

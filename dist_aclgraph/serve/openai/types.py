@@ -19,15 +19,15 @@ from dist_aclgraph.sampling import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
-from dist_aclgraph.serve import schemas
-from dist_aclgraph.serve.body import Body, decode
-from dist_aclgraph.serve.counted import (
+from dist_aclgraph.serve.openai import schemas
+from dist_aclgraph.serve.openai.body import Body, decode
+from dist_aclgraph.serve.openai.counted import (
     check_num_strings,
     decode_ids,
     decode_prompts,
     decode_strings,
 )
-from dist_aclgraph.serve.schemas import MAX_MESSAGES, MAX_PARTS, MAX_PROMPTS
+from dist_aclgraph.serve.openai.schemas import MAX_MESSAGES, MAX_PARTS, MAX_PROMPTS
 
 MAX_CHOICES = 16
 MAX_CACHE_SALT_CHARS = 256

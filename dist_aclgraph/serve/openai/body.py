@@ -20,7 +20,7 @@ from starlette.types import Message, Receive
 
 from dist_aclgraph.config import ServeConfig
 from dist_aclgraph.errors import InvalidParameterError, QueueFullError
-from dist_aclgraph.serve.errors import BodyTimeoutError, BodyTooLargeError
+from dist_aclgraph.serve.openai.errors import BodyTimeoutError, BodyTooLargeError
 
 B = TypeVar("B", bound="Body")
 R = TypeVar("R")

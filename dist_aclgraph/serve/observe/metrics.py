@@ -18,8 +18,8 @@ from prometheus_client.registry import Collector
 
 from dist_aclgraph.actors.client.engine_client import EngineClient
 from dist_aclgraph.errors import EngineDeadError
-from dist_aclgraph.serve.frequent import FrequentHistogram
-from dist_aclgraph.serve.vllm_names import vllm_names
+from dist_aclgraph.serve.observe.frequent import FrequentHistogram
+from dist_aclgraph.serve.observe.vllm_names import vllm_names
 
 PREFIX = "dist_aclgraph_"
 LABELS = ("model_name", "replica")  # of every metric

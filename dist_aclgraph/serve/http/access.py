@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from dist_aclgraph.config import ServeConfig
 from dist_aclgraph.environment import API_KEY_VARIABLE, api_key
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.serve.errors import ForbiddenError, NotJsonError, UnauthorizedError
+from dist_aclgraph.serve.openai.errors import ForbiddenError, NotJsonError, UnauthorizedError
 
 # For probes, which have no key, and for the status page, which asks people for theirs.
 OPEN_PATHS = ("/health", "/ready", "/")

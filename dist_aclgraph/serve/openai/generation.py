@@ -15,10 +15,10 @@ from starlette.types import Receive
 from dist_aclgraph.actors.wire.messages import error_of
 from dist_aclgraph.errors import EngineUnavailableError
 from dist_aclgraph.sampling import SamplingParams
-from dist_aclgraph.serve.errors import GenerationTimeoutError
-from dist_aclgraph.serve.inbox import Inbox
+from dist_aclgraph.serve.openai.errors import GenerationTimeoutError
+from dist_aclgraph.serve.openai.inbox import Inbox
+from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.resume.journal import Journal
-from dist_aclgraph.serve.state import ApiState
 from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.step import RowLogprobs
 from dist_aclgraph.text.output import OutputText, end_ids

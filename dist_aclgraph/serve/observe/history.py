@@ -18,7 +18,7 @@ from typing import Any
 from prometheus_client.core import Metric
 
 from dist_aclgraph.actors.client.engine_client import EngineClient
-from dist_aclgraph.serve.metrics import PREFIX
+from dist_aclgraph.serve.observe.metrics import PREFIX
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ import time
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dist_aclgraph.errors import EngineUnavailableError
-from dist_aclgraph.serve.edge import Edge
-from dist_aclgraph.serve.errors import error_response
+from dist_aclgraph.serve.http.edge import Edge
 from dist_aclgraph.serve.http.refusal import Refusal
-from dist_aclgraph.serve.status import page_response
+from dist_aclgraph.serve.observe.status import page_response
+from dist_aclgraph.serve.openai.errors import error_response
 
 PATIENCE_S, LOOK_S = 3.0, 0.02
 
