@@ -135,7 +135,7 @@ def _serve_longest(engines: dict[int, DecodeEngine], blocks: int) -> list[dict[s
     found: list[dict[str, Any]] = []
     for shards, engine in engines.items():
         with engine:
-            longest = engine.deployment.max_model_len
+            longest = engine.deployment.reach().max_model_len
             common = found[0]["longest"] if found else longest
             runs = [
                 run_workload(engine.client, name, decode_workload(1, n - ANSWER, ANSWER, VOCAB))

@@ -53,10 +53,11 @@ class DecodeEngine:
 
     def __enter__(self) -> DecodeEngine:
         self.deployment = deployment.start(self.config, self._on_progress)
+        reach = self.deployment.reach()
         self.client = EngineClient(
-            self.deployment.addresses,
-            self.deployment.token,
-            node_id=self.deployment.node_id,
+            reach.addresses,
+            reach.token,
+            node_id=reach.node_id,
             link_s=self.config.timeouts.link_s,
         )
         return self

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dist_aclgraph.actors.client.outage import Outlook
-from dist_aclgraph.actors.wire.addresses import Address, Place
+from dist_aclgraph.actors.wire.addresses import Address, Place, Reach
 from dist_aclgraph.actors.wire.client_links import ClientLinks, Link
 from dist_aclgraph.actors.wire.messages import Submit
 from dist_aclgraph.ints import pack_ints
@@ -104,11 +104,9 @@ class PacedDeployment:
     address: Address
     max_model_len: int
     node_id: str = NODE
-    token: str = TOKEN
 
-    @property
-    def addresses(self) -> list[Address]:
-        return [self.address]
+    def reach(self) -> Reach:
+        return Reach([self.address], TOKEN, self.max_model_len, self.node_id)
 
     def report(self) -> dict[str, Any]:
         return {}

@@ -18,7 +18,7 @@ HCCL_EXPANSION_NAMES: dict[HcclExpansion, str] = {"AIV": "AIV", "AICPU": "AI_CPU
 
 EMULATED_VARIABLE = "EMULATED_NPU"  # read by the emulated libraries too
 RAYLET_VARIABLE = "RAY_RAYLET_PID"  # which Ray gives to all that a raylet starts
-JOB_VARIABLE, FIRST_JOB = "RAY_JOB_ID", "01000000"  # likewise; and that of a Ray's first driver
+JOB_VARIABLE = "RAY_JOB_ID"  # likewise
 # Plans and limits count with these: on all nodes they are what the configuration says.
 CONFIGURED_HCCL = {
     "HCCL_EXEC_TIMEOUT": "timeouts.step_s",
@@ -49,17 +49,6 @@ def python_environment(config: Config) -> dict[str, str]:
     """
     paths = os.pathsep.join(filter(None, sys.path))
     return {**os.environ, **child_environment(config), "PYTHONPATH": paths}
-
-
-def fork_environment(config: Config) -> dict[str, str]:
-    """Environment of a Python that is to fork processes of a Ray, which may not be there yet.
-
-    Two variables Ray's native part reads once, when it is loaded. Only processes of the job may be
-    forked then. The raylet it only watches, which processes of ours do themselves: so it is given
-    one that never ends.
-    """
-    early = {JOB_VARIABLE: FIRST_JOB, RAYLET_VARIABLE: "1"}
-    return early | python_environment(config)
 
 
 def ray_job() -> str | None:

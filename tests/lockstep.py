@@ -15,7 +15,7 @@ import msgspec
 from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup, group_report
 from dist_aclgraph.actors.controller.startup import Startup
 from dist_aclgraph.actors.engine import engine_report
-from dist_aclgraph.actors.forks.fork_server import Forks
+from dist_aclgraph.actors.host.process_starter import ProcessStarter
 from dist_aclgraph.config import Config
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.kv.block_pool import BlockPool
@@ -36,10 +36,12 @@ class ForkedStartup(Startup):
     """The phases of a deployment, whose ranks exist already."""
 
     def __init__(self, planner: Planner, group: LockstepGroup, meeting: str) -> None:
-        super().__init__(planner, [group], Forks(), lambda phase: None, lambda *progress: None)
+        super().__init__(
+            planner, [group], ProcessStarter(), lambda phase: None, lambda *progress: None
+        )
         self._meeting = meeting
 
-    def _fork_command(self, ranks: Sequence[Ranks]) -> str | None:
+    def _start_command(self) -> str | None:
         return None  # there is no Ray
 
     def _place(self, ranks: Sequence[Ranks], deployment: str) -> None:

@@ -11,7 +11,8 @@ import gc
 import select
 from collections.abc import Callable
 
-from dist_aclgraph.actors.deployment.owner_link import Owner, Reach, Standing
+from dist_aclgraph.actors.deployment.owner_link import Owner, Standing
+from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.cli.opened import Opened
 from dist_aclgraph.errors import EngineUnavailableError
 from dist_aclgraph.serve.api import make_api
@@ -69,8 +70,7 @@ def _serve(
     opened: Opened, life: int, server: HttpServer, front: Front, owner: Owner, reach: Reach
 ) -> None:
     asker = Owner(opened.owner_path)  # asked on a thread of its own
-    config, node_id = opened.config, reach.node_id
-    state = open_state(config, opened.tokenizer, reach, node_id=node_id, ask=asker.outlook)
+    state = open_state(opened.config, opened.tokenizer, reach, asker.outlook)
     failure = None
     try:
         # What was imported and built so far is not looked through at every collection.

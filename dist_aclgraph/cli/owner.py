@@ -8,6 +8,7 @@ stopped.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,12 +19,13 @@ from rich.console import Console
 
 from dist_aclgraph.actors.client.outage import Outlook
 from dist_aclgraph.actors.deployment.deployment_protocol import Deployment
-from dist_aclgraph.actors.deployment.owner_link import OwnerLink, Reach, Standing
+from dist_aclgraph.actors.deployment.owner_link import OwnerLink, Standing
+from dist_aclgraph.actors.host.liveness import SharedHeartbeat, Silence
+from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.cli.announce import announce
 from dist_aclgraph.cli.last_start import keep_report
 from dist_aclgraph.cli.opened import Opened
 from dist_aclgraph.cli.progress import StartProgress
-from dist_aclgraph.cli.pulse import Pulse
 from dist_aclgraph.cli.signals import Signals
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import (
@@ -49,12 +51,12 @@ def own_deployment(
     opened: Opened,
     start: Start,
     signals: Signals,
-    pulse: Pulse,
+    heartbeat: SharedHeartbeat,
 ) -> None:
     """Start a deployment, and keep it until a signal; then drain and stop all that was started.
 
     Args:
-        pulse: beats while it starts and serves.
+        heartbeat: beats while it starts and serves.
 
     Raises:
         RayDiedError: the Ray that was started for it has died; another deployment may take its
@@ -67,9 +69,9 @@ def own_deployment(
     with OwnerLink(opened.link, answers) as link:
         try:
             console.print(f"Starting {config.name} on {config.parallel.world_size} NPUs ...")
-            with _started(config, start, signals, console, answers, pulse) as running:
+            with _started(config, start, signals, console, answers, heartbeat) as running:
                 try:
-                    _watch(config, running, signals, answers, pulse)
+                    _watch(config, running, signals, answers, heartbeat)
                     console.print("Draining ...")
                     answers.end("the server is stopping", config.serve.drain_s)
                 except RayDiedError:
@@ -90,11 +92,11 @@ def _started(
     signals: Signals,
     console: Console,
     answers: _Answers,
-    pulse: Pulse,
+    heartbeat: SharedHeartbeat,
 ) -> Iterator[Deployment]:
     """Start a deployment and stop it afterwards; a signal before it serves ends the process."""
     try:
-        with pulse.starting(), StartProgress(console) as show:
+        with heartbeat.starting(), StartProgress(console) as show:
 
             def report(progress: Any) -> None:
                 signals.take_over()  # Ray has installed handlers of its own meanwhile
@@ -124,7 +126,11 @@ def _started(
 
 
 def _watch(
-    config: Config, running: Deployment, signals: Signals, answers: _Answers, pulse: Pulse
+    config: Config,
+    running: Deployment,
+    signals: Signals,
+    answers: _Answers,
+    heartbeat: SharedHeartbeat,
 ) -> None:
     """Return once a signal has come.
 
@@ -136,14 +142,14 @@ def _watch(
         try:
             is_over = False
             while not is_over:
-                pulse.beat()
+                heartbeat.beat()
                 is_over = signals.wait(POLL_S)
                 if answers.is_open and not is_announced:
                     is_announced = _announced(config, running)
                 if not is_over:
                     checks.raise_failure()
         finally:
-            pulse.rest()
+            heartbeat.rest()
 
 
 def _announced(config: Config, running: Deployment) -> bool:
@@ -188,11 +194,10 @@ class _Answers:
     def reach(self) -> Reach | None:
         running = self.running
         try:
-            if running is None or not (addresses := running.addresses):
-                return None
+            reach = None if running is None else running.reach()
         except DistAclGraphError:  # it may recover
             return None
-        return Reach(addresses, running.token, running.max_model_len, running.node_id)
+        return reach if reach is not None and reach.addresses else None
 
     def outlook(self) -> Outlook:
         running = self.running
@@ -213,7 +218,8 @@ class _Checks:
     def __init__(self, running: Deployment) -> None:
         self._running = running
         self._failure: EngineUnavailableError | None = None
-        self._num_turns = 0  # calls of ``raise_failure`` since the last answer
+        self._silence = Silence(SILENT_S)
+        self._called_s = time.monotonic()  # when ``raise_failure`` was called last
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="checks", daemon=True)
 
@@ -227,16 +233,14 @@ class _Checks:
         self._thread.join(JOIN_S)
 
     def raise_failure(self) -> None:
-        """Raise what ends the service; to be called every ``POLL_S``.
-
-        Calls are counted, and no time: a service that was stopped as a whole goes on.
-        """
+        """Raise what ends the service; to be called every ``POLL_S``."""
         if isinstance(self._failure, RayDiedError):
             raise self._failure
         if self._failure is not None:
             raise EngineUnavailableError(f"the service has ended: {self._failure}")
-        self._num_turns += 1
-        if self._num_turns * POLL_S > SILENT_S:
+        elapsed_s = time.monotonic() - self._called_s
+        self._called_s += elapsed_s
+        if self._silence.listen(elapsed_s):
             raise EngineDeadError(
                 f"the service has ended: Ray has not answered for {SILENT_S:.0f} s"
             )
@@ -247,4 +251,4 @@ class _Checks:
                 self._running.check()
             except EngineUnavailableError as e:
                 self._failure = e
-            self._num_turns = 0
+            self._silence.heard()

@@ -15,18 +15,16 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 
-from dist_aclgraph.actors.cluster.local_ray import find_forks
+from dist_aclgraph.actors.cluster.choose_starter import choose_starter
 from dist_aclgraph.actors.deployment import deployment
-from dist_aclgraph.actors.forks.fork_server import Forks
+from dist_aclgraph.actors.host.liveness import SharedHeartbeat
+from dist_aclgraph.actors.host.process_starter import ProcessStarter
 from dist_aclgraph.cli.ingress import serve_http
 from dist_aclgraph.cli.opened import Opened, open_service
 from dist_aclgraph.cli.owner import Start, own_deployment
-from dist_aclgraph.cli.pulse import Pulse
 from dist_aclgraph.cli.signals import Signals
 from dist_aclgraph.cli.supervise import Supervisor
 from dist_aclgraph.config import Config
-from dist_aclgraph.device import emulator
-from dist_aclgraph.device.kind import resolve_kind
 from dist_aclgraph.environment import prepare_ray_environment, ray_address
 from dist_aclgraph.planning.restarts import RestartBudget
 from dist_aclgraph.serve.http.open_files import allow_connections
@@ -57,15 +55,14 @@ def serve_in_processes(config: Config, start: Start | None = None) -> None:
         ConfigError, DeviceError, ModelError: see ``open_service``.
         SystemExit: in the end; what was wrong later is told on stderr.
     """
-    with open_service(config) as opened, _standing_forks(opened.config, start) as forks:
+    is_on_own_ray = start is None and ray_address() is None
+    with open_service(config) as opened, _starter_of(opened.config, is_on_own_ray) as starter:
         config = opened.config
-        lent = find_forks(forks, config)
-        start = start or partial(deployment.start, lent=lent)
+        start = start or partial(deployment.start, starter=starter)
 
         def disown() -> None:
             opened.directory.disown()
-            if forks is not None:
-                forks.disown()
+            starter.disown()
 
         _allow_connections(config.serve.max_connections)
         supervisor = Supervisor(
@@ -74,7 +71,7 @@ def serve_in_processes(config: Config, start: Start | None = None) -> None:
             RestartBudget(config.recovery.restarts_per_hour),
             silent_s=max(SILENT_S, 2 * config.timeouts.link_s),
             end_s=config.serve.drain_s + END_S,
-            forks=lent,
+            end_started=starter.end_started,
             on_fork=disown,
         )
         raise SystemExit(supervisor.run())
@@ -93,19 +90,17 @@ def _allow_connections(max_connections: int) -> None:
 
 
 @contextmanager
-def _standing_forks(config: Config, start: Start | None) -> Iterator[Forks | None]:
-    """Have what forks the processes of the service's Ray load before Ray is there, and stay when
-    the owner of the deployment dies. None where Ray is not the service's, or where the emulated NPU
-    is still to be built.
+def _starter_of(config: Config, is_on_own_ray: bool) -> Iterator[ProcessStarter]:
+    """Yield the starter of the processes of the service's Ray. What it loads is loaded before Ray
+    is there, and stays when the owner of the deployment dies.
     """
-    # A node of somebody else's cluster may have no device.
-    is_ours = start is None and ray_address() is None
-    if not is_ours or (resolve_kind(config.device.kind) != "npu" and not emulator.is_built()):
-        yield None
+    if not is_on_own_ray:  # a node of somebody else's cluster may have no device
+        yield ProcessStarter()
         return
     prepare_ray_environment(is_local=True)
-    with closing(Forks()) as forks:
-        yield forks
+    with closing(choose_starter(config)) as starter:
+        starter.command(config)
+        yield starter
 
 
 def serve_until_signal(config: Config, start: Start = deployment.start) -> None:
@@ -119,7 +114,7 @@ def serve_until_signal(config: Config, start: Start = deployment.start) -> None:
     with open_service(config) as opened, Signals() as signals:
         ingress = _IngressThread(opened, signals)
         try:
-            own_deployment(opened, start, signals, Pulse())
+            own_deployment(opened, start, signals, SharedHeartbeat(SILENT_S))
         finally:
             ingress.end()
 

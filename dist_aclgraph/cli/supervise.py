@@ -19,10 +19,9 @@ import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from dist_aclgraph.actors.forks.fork_server import ForkAddress
 from dist_aclgraph.actors.host import processes, run_directory
+from dist_aclgraph.actors.host.liveness import SharedHeartbeat, beat_s
 from dist_aclgraph.cli.exit_codes import FAILURE, tell
-from dist_aclgraph.cli.pulse import Pulse
 from dist_aclgraph.cli.signals import SIGNALS, Signals
 from dist_aclgraph.errors import DistAclGraphError, RayDiedError
 from dist_aclgraph.planning.restarts import Backoff, RestartBudget
@@ -36,9 +35,8 @@ OF_SIGNALS = 128  # from here on, exit codes are of signals
 END_S = 30.0  # for an ingress, once the service is over
 WAITED = {signal.SIGCHLD, signal.SIGIO, *SIGNALS}
 SETTLED_S = 10.0  # an ingress that has lived so long did not die of its start
-LOOK_S = 1.0  # between two looks whether they live; they beat about as often
 
-Own = Callable[[Signals, Pulse], None]
+Own = Callable[[Signals, SharedHeartbeat], None]
 ServeHttp = Callable[[int, Callable[[], None], HolderLink], None]
 
 
@@ -54,7 +52,7 @@ class Supervisor:
         restarts: of owner and ingress, counted together; its pauses are the owner's.
         silent_s: what stands still for longer is killed.
         end_s: so is an owner that was signalled and has not ended within so long.
-        forks: a child of this process that stays when an owner dies, and forks what owners start.
+        end_started: kills what an owner that has died had started, and what is no descendant.
         on_fork: called first in each process.
         backoff: pauses between ingresses that end soon after their start.
     """
@@ -66,19 +64,21 @@ class Supervisor:
         restarts: RestartBudget,
         silent_s: float,
         end_s: float,
-        forks: ForkAddress | None = None,
+        end_started: Callable[[], None] = lambda: None,
         on_fork: Callable[[], None] = lambda: None,
         backoff: Backoff | None = None,
     ) -> None:
         self._silent_s = silent_s
+        self._look_s = beat_s(silent_s)
         self._end_s = end_s
         self._own = own
         self._serve_http = serve_http
         self._restarts = restarts
         self._backoff = backoff or Backoff()
-        self._forks = forks
+        self._end_started = end_started
         self._on_fork = on_fork
-        self._owner_pulse, self._ingress_pulse = Pulse(), Pulse()
+        self._owner_heartbeat = SharedHeartbeat(silent_s)
+        self._ingress_heartbeat = SharedHeartbeat(silent_s)
         self._holder = ConnectionHolder()
         self._has_served = False  # whether an owner that has ended had served
         # Owners keep the end for writing open as well: it closes when they and this one are gone.
@@ -88,7 +88,7 @@ class Supervisor:
         self._ingress_began_s = 0.0
         # Children of before: of a shell, say, that has become this process.
         self._strangers: set[int] = set()
-        self._next_look_s = 0.0
+        self._looked_s = time.monotonic()
         self._is_stopping = False
         self._end_by_s = math.inf  # for an owner that was signalled
         self._failure = 0  # exit code of an ingress that has failed by itself
@@ -99,7 +99,7 @@ class Supervisor:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_BLOCK, WAITED)
         self._pid = os.getpid()
-        self._strangers = processes.children(self._pid)  # ``forks`` is one of them
+        self._strangers = processes.children(self._pid)
         processes.adopt_orphans()
         code = None
         while code is None:
@@ -115,10 +115,11 @@ class Supervisor:
         """Wait for a signal, or the end of a child; return the exit code once all is over."""
         self._start_due()
         due_in_s = min(self._owner_due_s, self._ingress_due_s) - time.monotonic()
-        received = signal.sigtimedwait(WAITED, min(LOOK_S, max(0.0, due_in_s)))
-        if time.monotonic() >= self._next_look_s:
-            self._next_look_s = time.monotonic() + LOOK_S
-            self._look()
+        received = signal.sigtimedwait(WAITED, min(self._look_s, max(0.0, due_in_s)))
+        elapsed_s = time.monotonic() - self._looked_s
+        if elapsed_s >= self._look_s:
+            self._looked_s += elapsed_s
+            self._look(elapsed_s)
         # Where this process was stopped meanwhile, and continued, Python returns memory that was
         # never set: any number, or the signal of an earlier wait, which does no harm again.
         if received is None or received.si_signo not in WAITED:
@@ -151,7 +152,7 @@ class Supervisor:
     def _replace_owner(self, code: int) -> int | None:
         """Have another owner started, or return the exit code of the service."""
         self._owner = 0
-        served, before = self._owner_pulse.has_served, self._has_served
+        served, before = self._owner_heartbeat.has_served, self._has_served
         self._has_served = served or before
         self._end_orphans()
         final = OF_SIGNALS - code if code < 0 else FAILURE if code in (AGAIN, CRASHED) else code
@@ -211,28 +212,28 @@ class Supervisor:
                 self._ingress_due_s = _pause(SERVES, self._backoff, e)
 
     def _start_owner(self) -> None:
-        self._owner_pulse.begin()
+        self._owner_heartbeat.begin()
         self._owner = self._fork(OWNER, self._be_owner)
 
     def _start_ingress(self) -> None:
-        self._ingress_pulse.begin()
+        self._ingress_heartbeat.begin()
         self._ingress_began_s = time.monotonic()
         with self._holder.open() as end:
             self._ingress = self._fork(INGRESS, partial(self._be_ingress, end))
 
-    def _look(self) -> None:
+    def _look(self, elapsed_s: float) -> None:
         """Kill what stands still, and an owner that does not end."""
         if time.monotonic() > self._end_by_s:
             self._end_by_s = math.inf
             _say(f"error: {OWNS} has not ended for {self._end_s:g} s; it is killed")
             os.kill(self._owner, signal.SIGKILL)
-        for pid, pulse, what in (
-            (self._owner, self._owner_pulse, OWNS),
-            (self._ingress, self._ingress_pulse, SERVES),
+        for pid, heartbeat, what in (
+            (self._owner, self._owner_heartbeat, OWNS),
+            (self._ingress, self._ingress_heartbeat, SERVES),
         ):
-            if pid and pulse.look() * LOOK_S > self._silent_s:
+            if pid and heartbeat.listen(elapsed_s):
                 _say(f"warning: {what} has stood still for {self._silent_s:g} s; it is killed")
-                pulse.rest()
+                heartbeat.rest()
                 os.kill(pid, signal.SIGKILL)
 
     def _may_restart(self, why: str, what: str) -> bool:
@@ -258,10 +259,9 @@ class Supervisor:
 
     def _end_orphans(self) -> None:
         while True:
-            if self._forks is not None:
-                self._forks.end_forked()
+            self._end_started()
             orphans = processes.children(self._pid) - {self._ingress} - self._strangers
-            if not orphans:  # nobody is left who could have something forked
+            if not orphans:  # and so nothing that could start more
                 break
             processes.kill_all(orphans)
             for pid in orphans:
@@ -297,7 +297,7 @@ class Supervisor:
             try:
                 # If its supervisor is killed, the service drains and stops.
                 processes.signal_with_parent(signal.SIGTERM, self._pid)
-                self._own(signals, self._owner_pulse)
+                self._own(signals, self._owner_heartbeat)
             finally:
                 signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
@@ -306,7 +306,8 @@ class Supervisor:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED)
         os.close(self._life_end)
-        self._serve_http(self._life, self._ingress_pulse.beat, self._holder.become_link(end))
+        link = self._holder.become_link(end)
+        self._serve_http(self._life, self._ingress_heartbeat.beat, link)
 
 
 def _ended() -> Iterator[tuple[int, int]]:

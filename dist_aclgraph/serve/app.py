@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 import click
+import msgspec
 import pydantic
 import ray
 import yaml
@@ -23,7 +24,7 @@ from dist_aclgraph.actors.client.outage import Outlook
 from dist_aclgraph.actors.deployment import deployment
 from dist_aclgraph.actors.deployment.deployment_protocol import StartDeployment
 from dist_aclgraph.actors.deployment.llm import start_on_ray
-from dist_aclgraph.actors.deployment.owner_link import Reach
+from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.config import Config, load_config
 from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.serve.api import make_api
@@ -69,9 +70,7 @@ class GroupsReplica:
 
     async def reach(self) -> Reach:
         """Return where the deployment is reached now."""
-        running = self._deployment
-        addresses = await asyncio.to_thread(lambda: running.addresses)
-        return Reach(addresses, running.token, running.max_model_len, running.node_id)
+        return await asyncio.to_thread(self._deployment.reach)
 
     async def outlook(self) -> Outlook:
         """Say what becomes of the deployment."""
@@ -117,9 +116,8 @@ class Ingress:
             return found
 
         replica = serve.get_replica_context().rank.rank
-        self._state = open_state(
-            config, tokenizer, reach, node_id=node_id, ask=ask, replica=replica
-        )
+        reach = msgspec.structs.replace(reach, node_id=node_id)
+        self._state = open_state(config, tokenizer, reach, ask, replica)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         # Serve's proxy names requests, and answers with the name.

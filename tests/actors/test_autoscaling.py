@@ -19,7 +19,7 @@ from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup
 from dist_aclgraph.actors.controller.serving_groups import ServingGroups
 from dist_aclgraph.actors.controller.term import Term
 from dist_aclgraph.actors.controller.upkeep import GROWTH_PAUSE_S, Upkeep
-from dist_aclgraph.actors.forks.fork_server import Forks
+from dist_aclgraph.actors.host.process_starter import ProcessStarter
 from dist_aclgraph.actors.wire.addresses import Address, Endpoint
 from dist_aclgraph.config import load_config
 from dist_aclgraph.errors import PlacementError
@@ -74,7 +74,7 @@ class CrowdedGroups(ServingGroups):
     def __init__(self) -> None:
         planner = Planner.from_config(load_config(CONFIG))
         super().__init__(
-            "test", Term(0, ""), planner, Spares("test", 0), Forks(),
+            "test", Term(0, ""), planner, Spares("test", 0), ProcessStarter(),
             lambda phase: None, lambda done, total, detail: None,
         )  # fmt: skip
         self.looks: list[tuple[float, bool]] = []

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import ray
 
-from dist_aclgraph.actors.controller.controller import Progress, Service
+from dist_aclgraph.actors.controller.controller import Progress
 from dist_aclgraph.actors.controller.term import Standing
 from dist_aclgraph.actors.deployment.controller_life import ControllerKeeper
+from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.config import Config, load_config
 from tests.actors.leftovers import wait_until
 from tests.serve.conftest import CONFIG
@@ -28,8 +29,11 @@ class Controller:
     def __init__(self, config: Config) -> None:
         self._config = config
 
-    def start(self) -> Service:
-        return Service([], "token", 16, os.getpid())
+    def start(self) -> Reach:
+        return Reach([], "token", 16, "node")
+
+    def pid(self) -> int:
+        return os.getpid()
 
     def standing(self) -> Standing:
         return Standing(self._config, 1)
@@ -58,8 +62,8 @@ def keep() -> Iterator[Callable[[FullDisk], ControllerKeeper]]:
     def make(disk: FullDisk) -> ControllerKeeper:
         config = load_config(CONFIG, {"recovery.restarts_per_hour": 2})
         first = FullDisk(0).make(config)
-        service = ray.get(first.start.remote(), timeout=120)
-        keepers.append(ControllerKeeper(first, NAME, config, service, make=disk.make))
+        reach = ray.get(first.start.remote(), timeout=120)
+        keepers.append(ControllerKeeper(first, NAME, config, reach, make=disk.make))
         ray.kill(first)
         return keepers[-1]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shlex
 import signal
 import socket
@@ -16,13 +17,14 @@ from typing import Any
 
 import pytest
 
-from dist_aclgraph.actors.forks.fork_server import ForkAddress, Forks, ForkServer, is_crowded
+from dist_aclgraph.actors.forks import forking_starter
+from dist_aclgraph.actors.forks.fork_server import ForkAddress, ForkServer
+from dist_aclgraph.actors.forks.forking_starter import ForkingStarter
 from dist_aclgraph.actors.host import processes
-from dist_aclgraph.config import load_config
+from dist_aclgraph.config import Config, load_config
 from tests.actors.leftovers import assert_processes_are_gone, wait_until
 
 CONFIG = load_config("configs/tiny-qwen3.yaml")
-NOTHING: Any = ("emulated", {})
 
 # What stands in for Ray's own program: says what it was started with.
 PROGRAM = """
@@ -183,65 +185,95 @@ def test_the_server_leaves_with_who_started_it(tmp_path: Path) -> None:
     assert_processes_are_gone(servers)
 
 
-def test_a_start_is_crowded_where_it_has_more_processes_than_cores() -> None:
-    cores = len(os.sched_getaffinity(0))
-
-    assert not is_crowded(cores)
-    assert is_crowded(cores + 1)
+def server_of(starter: ForkingStarter) -> str:
+    """Return the path of the server that a starter names."""
+    command = starter.command(CONFIG)
+    assert command is not None
+    return shlex.split(command)[-1]
 
 
 @pytest.mark.slow
 def test_a_server_stays_for_later_starts_and_is_replaced_when_it_is_gone(tmp_path: Path) -> None:
-    crowd = len(os.sched_getaffinity(0)) + 1
     others = processes.children(os.getpid())
-    with closing(Forks()) as forks:
-        assert forks.address(CONFIG, 1) is None
-
-        address = forks.address(CONFIG, crowd)
-        assert address is not None
-        assert Starter(address.command, tmp_path).run()["has_loaded"]
-        assert forks.address(CONFIG, 1) == address
+    with closing(ForkingStarter()) as starter:
+        path = server_of(starter)
+        assert Starter(starter.command(CONFIG) or "", tmp_path).run()["has_loaded"]
+        assert server_of(starter) == path
 
         servers = processes.children(os.getpid()) - others
         processes.kill_all(servers)
         assert_processes_are_gone(servers)
-        again = forks.address(CONFIG, crowd)
-        assert again not in (None, address)
-        assert not Path(address.path).exists()
+        assert server_of(starter) != path
+        assert not Path(path).exists()
 
 
 def test_what_loads_something_else_has_a_server_of_its_own() -> None:
-    crowd = len(os.sched_getaffinity(0)) + 1
     others = processes.children(os.getpid())
     device = CONFIG.device.model_copy(update={"hccl_buffer_mb": 300})
-    with closing(Forks()) as forks:
-        address = forks.address(CONFIG, crowd)
+    with closing(ForkingStarter()) as starter:
+        command = starter.command(CONFIG)
 
-        other = forks.address(CONFIG.model_copy(update={"device": device}), crowd)
-
-        assert None not in (address, other)
-        assert address != other
+        assert starter.command(CONFIG.model_copy(update={"device": device})) != command
         assert len(processes.children(os.getpid()) - others) == 1
 
 
-@pytest.mark.slow
-def test_one_that_is_lent_comes_first_and_is_left_where_it_is(tmp_path: Path) -> None:
-    crowd = len(os.sched_getaffinity(0)) + 1
-    with closing(Forks()) as owner:
-        lent = owner.address(CONFIG, crowd)
-        assert lent is not None
-        with closing(Forks(lent)) as borrower:
-            assert borrower.address(CONFIG, 1) == lent
-            os.kill(lent.pid, signal.SIGSTOP)
-            wait_until(lambda: not processes.is_running(lent.pid), "it does not stop")
-            own = borrower.address(CONFIG, crowd)
-            assert own not in (None, lent)
-            os.kill(lent.pid, signal.SIGCONT)
-            wait_until(lambda: borrower.address(CONFIG, crowd) == lent, "it is not used again")
-            borrower.renew()
-            assert borrower.address(CONFIG, crowd) not in (None, lent)
+def sent(starter: ForkingStarter) -> ForkingStarter:
+    """Return the starter that another process gets."""
+    found = pickle.loads(pickle.dumps(starter))
+    assert isinstance(found, ForkingStarter)
+    return found
 
-        assert Starter(lent.command, tmp_path).run()["has_loaded"]
+
+@pytest.mark.slow
+def test_a_server_of_another_process_comes_first_and_is_left_where_it_is(tmp_path: Path) -> None:
+    others = processes.children(os.getpid())
+    with closing(ForkingStarter()) as owner:
+        path = server_of(owner)
+        [lent] = processes.children(os.getpid()) - others
+        with closing(sent(owner)) as borrower:
+            assert server_of(borrower) == path
+            os.kill(lent, signal.SIGSTOP)
+            wait_until(lambda: not processes.is_running(lent), "it does not stop")
+            assert server_of(borrower) != path
+            os.kill(lent, signal.SIGCONT)
+            wait_until(lambda: server_of(borrower) == path, "it is not used again")
+            borrower.renew()
+            assert server_of(borrower) != path
+
+        assert Starter(owner.command(CONFIG) or "", tmp_path).run()["has_loaded"]
+
+
+def test_a_forked_process_leaves_the_server_to_its_parent() -> None:
+    with closing(ForkingStarter()) as owner:
+        path = server_of(owner)
+        child = os.fork()
+        if child == 0:  # as the owner of a deployment does, under its supervisor
+            owner.disown()
+            is_same = server_of(owner) == path
+            owner.close()
+            os._exit(0 if is_same else 1)
+
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert server_of(owner) == path
+        assert Path(path).exists()
+
+
+def test_where_no_server_can_be_made_each_process_loads_for_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(config: Config) -> ForkServer:
+        raise OSError("no room")
+
+    monkeypatch.setattr(forking_starter, "ForkServer", refuse)
+    with closing(ForkingStarter()) as starter:
+        assert starter.command(CONFIG) == shlex.quote(sys.executable)
+
+
+def test_a_closed_starter_makes_no_server() -> None:
+    starter = ForkingStarter()
+    starter.close()
+
+    assert starter.command(CONFIG) == shlex.quote(sys.executable)
 
 
 @pytest.mark.slow
@@ -261,7 +293,7 @@ def test_what_it_has_forked_ends_and_the_server_stays(forks: Starter, tmp_path: 
 
 def test_of_a_process_id_that_means_another_nothing_is_ended() -> None:
     with subprocess.Popen(["sleep", "60"]) as child:
-        stale = ForkAddress("gone", os.getpid(), processes.start_of(os.getpid()) - 1, NOTHING)
+        stale = ForkAddress("gone", os.getpid(), processes.start_of(os.getpid()) - 1, {})
 
         stale.end_forked()
 

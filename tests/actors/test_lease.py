@@ -14,8 +14,8 @@ from unittest.mock import Mock
 import pytest
 
 from dist_aclgraph.actors.engine.engine import Engine
+from dist_aclgraph.actors.host.liveness import Lease
 from dist_aclgraph.actors.wire.addresses import Place
-from dist_aclgraph.actors.wire.lease import Lease
 from dist_aclgraph.actors.wire.step_channel import StepSender
 from dist_aclgraph.actors.worker.rank_stages import RunningRank
 from dist_aclgraph.actors.worker.worker import Worker

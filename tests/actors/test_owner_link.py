@@ -9,10 +9,10 @@ from dist_aclgraph.actors.client.outage import Outlook
 from dist_aclgraph.actors.deployment.owner_link import (
     Owner,
     OwnerLink,
-    Reach,
     Standing,
     listen_for_ingress,
 )
+from dist_aclgraph.actors.wire.addresses import Reach
 
 WAIT_S = 20.0
 

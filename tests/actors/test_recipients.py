@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_aclgraph.actors.engine.recipients import Recipients
+from dist_aclgraph.actors.host.liveness import Silence
 from dist_aclgraph.actors.wire.client_links import Link
 from dist_aclgraph.actors.wire.messages import Deltas, encoder, from_engine_decoder
-from dist_aclgraph.actors.wire.sockets import Silence
 from dist_aclgraph.errors import NotAMessageError
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.scheduler.outputs import StepOutputs
@@ -22,7 +22,7 @@ NUM_CLIENTS = 3
 
 
 def make_link(name: str) -> Link:
-    return Link(name.encode(), name, Silence(1.0, 1.0))
+    return Link(name.encode(), name, Silence(1.0))
 
 
 def make_request(name: str, num_cached: int = 0) -> Request:

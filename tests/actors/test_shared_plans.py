@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup
 from dist_aclgraph.actors.controller.startup import Startup
-from dist_aclgraph.actors.forks.fork_server import Forks
+from dist_aclgraph.actors.host.process_starter import ProcessStarter
 from dist_aclgraph.actors.worker.worker_group import WorkerGroup
 from dist_aclgraph.config import load_config
 from dist_aclgraph.planning.budget import StreamOffer
@@ -35,7 +35,9 @@ def test_a_group_that_captures_a_smaller_plan_keeps_no_graph_of_the_larger_one()
         for rank in workers.ranks
     ]
     group = LockstepGroup(cast(WorkerGroup, workers), planner, offers=offers, ledgers=ledgers)
-    startup = Startup(planner, [group], Forks(), lambda phase: None, lambda *progress: None)
+    startup = Startup(
+        planner, [group], ProcessStarter(), lambda phase: None, lambda *progress: None
+    )
     larger, smaller = make_plan(1, 2, 4, 8), make_plan(1, 8, version=2)
 
     for plan in (larger, smaller):

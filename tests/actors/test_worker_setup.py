@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ray._private.runtime_env.context import RuntimeEnvContext
 from ray.core.generated.common_pb2 import PYTHON
 
-from dist_aclgraph.actors.forks.fork_server import WORKER_SETUP
+from dist_aclgraph.actors.forks.forking_starter import WORKER_SETUP
 from dist_aclgraph.actors.forks.worker_setup import command_of, take_over
 
 WAIT_S = 60.0

@@ -25,7 +25,7 @@ WAIT_S, BEATS_S = 60.0, 2.0
 
 PARTS = r"""
 SILENT_S = END_S = 60.0
-FORKS = None
+END_STARTED = lambda: None
 import os, select, signal, subprocess, sys, time
 from dist_aclgraph.cli.supervise import Supervisor
 from dist_aclgraph.errors import ConfigError, EngineDeadError, PlacementError, RayDiedError
@@ -34,11 +34,11 @@ from dist_aclgraph.planning.restarts import RestartBudget
 def say(text):  # in one piece, as several processes speak
     os.write(1, f"{text}\n".encode())
 
-def own(signals, pulse):
-    pulse.beat()
+def own(signals, heartbeat):
+    heartbeat.beat()
     say("owns")
     while not signals.wait(0.1):
-        pulse.beat()
+        heartbeat.beat()
     say("stopped in order")
     sys.exit(7)
 
@@ -49,18 +49,18 @@ def serve_http(life, beat, keeper):
         beat()
 """
 RUN = """
-sys.exit(Supervisor(own, serve_http, RestartBudget(2), SILENT_S, END_S, FORKS).run())
+sys.exit(Supervisor(own, serve_http, RestartBudget(2), SILENT_S, END_S, END_STARTED).run())
 """
 
 
 # The owner's end takes LATE_S, in which it gives no sign.
 ENDS_LATE = """
 plainly = own
-def own(signals, pulse):
+def own(signals, heartbeat):
     try:
-        plainly(signals, pulse)
+        plainly(signals, heartbeat)
     finally:
-        pulse.rest()
+        heartbeat.rest()
         time.sleep(LATE_S)
 """
 
@@ -224,11 +224,11 @@ def test_an_owner_that_stands_still_while_it_starts_is_replaced(start: Start) ->
         STANDS_STILL_FIRST
         + """
 plainly = own
-def own(signals, pulse):
-    with pulse.starting():
+def own(signals, heartbeat):
+    with heartbeat.starting():
         time.sleep(5.0)  # which is no silence
         stand_still_in(2)
-    plainly(signals, pulse)
+    plainly(signals, heartbeat)
 """
     )
     service.lines(2)
@@ -301,12 +301,12 @@ def test_an_owner_that_is_killed_is_replaced_and_what_it_had_started_is_ended(st
     service = start(
         """
 plainly = own
-def own(signals, pulse):
+def own(signals, heartbeat):
     # What it starts starts others, which lead sessions of their own, as Ray's daemons do.
     start = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
     subprocess.run([sys.executable, "-c", start])
     subprocess.Popen(["sleep", "600"])
-    plainly(signals, pulse)
+    plainly(signals, heartbeat)
 """
     )
     service.lines(2)
@@ -433,8 +433,8 @@ os.fork = fork
 
 
 LOSES_RAY = """
-def own(signals, pulse):
-    pulse.beat()
+def own(signals, heartbeat):
+    heartbeat.beat()
     say("owns")
     raise RayDiedError("the raylet has died")
 """
@@ -460,7 +460,7 @@ def test_an_owner_that_loses_its_ray_is_replaced_until_no_restart_is_left(start:
     ],
 )
 def test_a_start_that_fails_is_not_tried_again(start: Start, ending: str, code: int) -> None:
-    service = start(f"\ndef own(signals, pulse):\n    say('owns')\n    {ending}\n")
+    service = start(f"\ndef own(signals, heartbeat):\n    say('owns')\n    {ending}\n")
 
     ended, said, wrong = service.end()
 
@@ -475,11 +475,11 @@ def test_a_deployment_that_does_not_come_up_again_is_tried_again(start: Start, e
 import mmap
 starts = mmap.mmap(-1, 1)
 plainly = own
-def own(signals, pulse):
+def own(signals, heartbeat):
     starts[0] += 1
     if starts[0] == 2:
         raise {error}("there is no room yet")
-    plainly(signals, pulse)
+    plainly(signals, heartbeat)
 """
     )
     service.lines(2)
@@ -566,8 +566,8 @@ def test_a_signal_while_another_owner_starts_ends_everything(
 def test_what_forks_for_owners_stays_and_what_it_has_forked_goes_with_them(start: Start) -> None:
     service = start(
         """
-from dist_aclgraph.actors.host import processes
 from dist_aclgraph.actors.forks.fork_server import ForkAddress
+from dist_aclgraph.actors.host import processes
 FORKING = '''
 import signal, subprocess, time
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -578,7 +578,7 @@ time.sleep(600)
 '''
 server = subprocess.Popen([sys.executable, "-c", FORKING], stdout=subprocess.PIPE, text=True)
 say(f"{server.pid} {server.stdout.readline().strip()}")
-FORKS = ForkAddress("", server.pid, processes.start_of(server.pid), ("emulated", {}))
+END_STARTED = ForkAddress("", server.pid, processes.start_of(server.pid), {}).end_forked
 """
     )
     server, forked = map(int, service.lines(3)[0].split())
@@ -597,10 +597,10 @@ def test_orphans_that_end_while_the_service_runs_do_not_stay_as_zombies(start: S
     service = start(
         """
 plainly = own
-def own(signals, pulse):
+def own(signals, heartbeat):
     nested = "import subprocess; subprocess.Popen(['sleep', '0.2'])"
     subprocess.run([sys.executable, "-c", nested])
-    plainly(signals, pulse)
+    plainly(signals, heartbeat)
 """
     )
     service.lines(2)

@@ -47,8 +47,8 @@ def say(value):
     print("ready", json.dumps(value, default=bytes.decode), flush=True)
 
 with LLM(sys.argv[1], json.loads(sys.argv[2])) as llm:
-    ranks, running = llm.report()["ranks"], llm._deployment
-    seen = [address.seen_from(running.node_id) for address in running.addresses]
+    ranks, reach = llm.report()["ranks"], llm._deployment.reach()
+    seen = [address.seen_from(reach.node_id) for address in reach.addresses]
     say([ranks, [dataclasses.asdict(endpoint) for endpoint in seen]])
     for line in sys.stdin:
         prompts, count = json.loads(line)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dist_aclgraph.actors.client.engine_client import EngineClient
+from dist_aclgraph.actors.host.liveness import SharedHeartbeat
 from dist_aclgraph.actors.wire.addresses import Address, Endpoint
-from dist_aclgraph.cli.pulse import Pulse
 from dist_aclgraph.cli.signals import Signals
 from dist_aclgraph.cli.supervise import Supervisor
 from dist_aclgraph.config import load_config
@@ -40,9 +40,9 @@ def main(engine_url: str, limit: str, trap: str, overrides: str) -> int:
     tokenizer = Tokenizer(config.model)
     listener = listen("127.0.0.1", 0)
 
-    def own(signals: Signals, pulse: Pulse) -> None:
+    def own(signals: Signals, heartbeat: SharedHeartbeat) -> None:
         while not signals.wait(0.1):
-            pulse.beat()
+            heartbeat.beat()
 
     def serve_http(life: int, beat: Callable[[], None], link: HolderLink | None) -> None:
         address = Address(NODE, Endpoint(engine_url), Endpoint(engine_url))

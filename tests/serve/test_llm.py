@@ -4,6 +4,7 @@ import pytest
 
 from dist_aclgraph.actors.client.outage import Outlook
 from dist_aclgraph.actors.deployment.llm import LLM
+from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.config import load_config
 from dist_aclgraph.errors import (
     DeviceError,
@@ -21,12 +22,13 @@ class FakeDeployment:
 
     node_id = NODE
     token = TOKEN
-    max_model_len = 2048
 
     def __init__(self) -> None:
         self.engine = FakeEngine()
-        self.addresses = [self.engine.address]
         self.is_running = True
+
+    def reach(self) -> Reach:
+        return Reach([self.engine.address], self.token, 2048, self.node_id)
 
     def report(self) -> dict[str, object]:
         return {"plan_version": 1}

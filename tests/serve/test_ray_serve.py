@@ -115,7 +115,6 @@ def start_one(config, found=sys.argv[3]):
             self.token = secrets.token_hex(8)
             self.engine.close()
             self.engine = FakeEngine(by_position, step_s=0.02, token=self.token)
-            self.addresses = [self.engine.address]
 
         def outlook(self):
             entry = GroupEntry("0", self.engine.address, 100, 16)

@@ -32,9 +32,9 @@ import zmq
 from dist_aclgraph.actors.client.known_engine import Capacity, GroupState, KnownEngine
 from dist_aclgraph.actors.client.outage import Outage, Recovery
 from dist_aclgraph.actors.client.token_log import MAX_LOSSES, OnDelta, OpenRequest
+from dist_aclgraph.actors.host.liveness import beat_s
 from dist_aclgraph.actors.wire.addresses import Address
 from dist_aclgraph.actors.wire.engine_link import (
-    BEATS_OF_A_SILENCE,
     LOSS_KINDS,
     EngineLink,
     LossKind,
@@ -113,7 +113,7 @@ class EngineClient:
             self._add(str(index), address, CACHE_BLOCKS, TOKENS_PER_BLOCK)
         # Groups that run requests. Only the I/O thread writes it, so that reading needs no lock.
         self.num_groups = len(self._engines)
-        self._beat_s = link_s / BEATS_OF_A_SILENCE
+        self._beat_s = beat_s(link_s)
         self._owner: dict[str, tuple[KnownEngine, int]] = {}  # and the request's number there
         self.num_resumed = 0  # requests that another engine went on with
         self._losses: Counter[LossKind] = Counter()

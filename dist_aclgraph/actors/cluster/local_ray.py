@@ -25,15 +25,16 @@ from ray._private.authentication.authentication_token_setup import (
 )
 from ray._private.services import find_gcs_addresses
 
+from dist_aclgraph.actors.cluster.choose_starter import choose_starter
 from dist_aclgraph.actors.cluster.ray_errors import LOGS, ours
-from dist_aclgraph.actors.forks.fork_server import WORKER_SETUP, ForkAddress, Forks
 from dist_aclgraph.actors.host import processes
+from dist_aclgraph.actors.host.liveness import watch_processes
+from dist_aclgraph.actors.host.process_starter import ProcessStarter
 from dist_aclgraph.config import Config
 from dist_aclgraph.device import emulator
 from dist_aclgraph.device.kind import resolve_kind
 from dist_aclgraph.environment import RAYLET_VARIABLE, prepare_ray_environment, ray_address
 from dist_aclgraph.errors import PlacementError
-from dist_aclgraph.topology import ParallelLayout
 
 NAMESPACE = "dist_aclgraph"
 CONTROLLER = "controller"  # names of controllers: this, and eight random digits
@@ -49,15 +50,15 @@ logger = logging.getLogger(__name__)
 
 
 class LocalRay:
-    """A Ray that this process has started. Owns its processes, and what forks its workers.
+    """A Ray that this process has started. Owns its processes, and the starter of its workers.
 
     Args:
         daemons: names of its processes, by process id.
     """
 
-    def __init__(self, daemons: dict[int, str], forks: Forks | None = None) -> None:
+    def __init__(self, daemons: dict[int, str], starter: ProcessStarter) -> None:
         self._daemons = daemons
-        self._forks = forks
+        self._starter = starter
         raylets = [pid for pid, name in daemons.items() if name == RAYLET]
         self._raylets = raylets
         # Its agents outlive it for up to a minute, and hide what they were started with.
@@ -74,7 +75,7 @@ class LocalRay:
             self.death = f"{name} has died; see {LOGS}"
             on_death(self.death)
 
-        processes.watch_processes(names, tell, self._stopped)
+        watch_processes(names, tell, self._stopped)
 
     def unwatch(self) -> None:
         """From now on, its processes end because somebody stops them."""
@@ -87,8 +88,7 @@ class LocalRay:
         for _ in range(KILL_ROUNDS):  # one that was just being started shows a moment later
             processes.kill_all(self._workers())
             time.sleep(KILL_PAUSE_S)
-        if self._forks is not None:
-            self._forks.end_forked()
+        self._starter.end_started()
 
     def stop(self) -> None:
         """End it in order, or by force where it cannot be any more."""
@@ -96,22 +96,21 @@ class LocalRay:
         if self.death:
             self.kill()
         ray.shutdown()
-        if self._forks is not None:
-            self._forks.end_forked()
-            self._forks.close()
+        self._starter.end_started()
+        self._starter.close()
 
     def _workers(self) -> set[int]:
         found = [processes.with_variable(RAYLET_VARIABLE, str(pid)) for pid in self._raylets]
         return set().union(*found)
 
 
-def start_ray(config: Config, forks: Forks | None = None) -> LocalRay | None:
+def start_ray(config: Config, starter: ProcessStarter | None = None) -> LocalRay | None:
     """Join the Ray cluster that RAY_ADDRESS names, else start Ray on this machine alone.
 
     A local Ray declares a node's NPUs, or as many as are needed, where they are emulated.
 
     Args:
-        forks: of whoever starts processes on a Ray that is started; belongs to that Ray then.
+        starter: starts the processes of a Ray that is started, which then owns it.
 
     Returns:
         The Ray that was started; None where one was joined.
@@ -132,31 +131,21 @@ def start_ray(config: Config, forks: Forks | None = None) -> LocalRay | None:
         # As many as a node has, so that a second deployment of this process finds some.
         num_npus = max(NPUS_OF_A_NODE, config.parallel.world_size)
         acl = _emulated_acl() if is_emulated else nullcontext()
-        # One that has to be started loads while Ray starts. Workers that Ray starts ahead, which
-        # are not forked, would only take the cores.
-        is_forked = find_forks(forks, config) is not None
-        with own_process_group(), _own_worker_setup(), acl:
+        starter = starter or choose_starter(config)
+        with own_process_group(), starter.ray_settings() as settings, acl:
             return _start(
-                forks=forks,
+                starter,
                 num_cpus=max(4, os.cpu_count() or 1),
                 resources={"NPU": num_npus} if is_emulated else None,
                 object_store_memory=OBJECT_STORE_BYTES,
                 include_dashboard=False,
-                _system_config={"prestart_worker_first_driver": not is_forked},
+                _system_config=settings,
             )
     except Exception as e:
         raise ours(e, "starting Ray" if address is None else f"joining Ray at {address}") from e
 
 
-def find_forks(forks: Forks | None, config: Config) -> ForkAddress | None:
-    """Return what forks all processes of a deployment, where they would wait for cores."""
-    if forks is None:
-        return None
-    layout = ParallelLayout.from_config(config.parallel)
-    return forks.address(config, layout.world_size + len(layout.lockstep_groups))
-
-
-def _start(forks: Forks | None = None, **options: Any) -> LocalRay:
+def _start(starter: ProcessStarter, **options: Any) -> LocalRay:
     """Start Ray, again where a busy machine takes longer than the half minute that Ray gives it."""
     before = processes.children(os.getpid())
     for attempt in range(1, START_ATTEMPTS + 1):
@@ -170,7 +159,7 @@ def _start(forks: Forks | None = None, **options: Any) -> LocalRay:
                 raise
             logger.warning("Ray took too long to start, and is started again")
     started = processes.children(os.getpid()) - before
-    return LocalRay({pid: processes.name_of(pid) for pid in started}, forks)
+    return LocalRay({pid: processes.name_of(pid) for pid in started}, starter)
 
 
 def join_ray(local_address: str | None) -> None:
@@ -252,17 +241,6 @@ def own_process_group() -> Iterator[None]:
     finally:
         with suppress(PermissionError):
             os.setpgid(0, group)
-
-
-@contextmanager
-def _own_worker_setup() -> Iterator[None]:
-    """Have Ray start workers by our program, where it would look for its own."""
-    name = ray_constants.SETUP_WORKER_FILENAME
-    ray_constants.SETUP_WORKER_FILENAME = str(WORKER_SETUP)  # joined to a folder: this one stays
-    try:
-        yield
-    finally:
-        ray_constants.SETUP_WORKER_FILENAME = name
 
 
 @contextmanager

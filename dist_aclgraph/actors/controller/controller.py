@@ -19,6 +19,7 @@ import ray
 from ray.exceptions import RayError
 
 from dist_aclgraph.actors.client.outage import Outlook
+from dist_aclgraph.actors.cluster.choose_starter import choose_starter
 from dist_aclgraph.actors.cluster.ray_errors import ours
 from dist_aclgraph.actors.cluster.spares import Spares
 from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup, group_report
@@ -31,9 +32,9 @@ from dist_aclgraph.actors.controller.startup import Startup
 from dist_aclgraph.actors.controller.state import State, advance
 from dist_aclgraph.actors.controller.term import Standing, Term
 from dist_aclgraph.actors.controller.upkeep import Upkeep
-from dist_aclgraph.actors.forks.fork_server import ForkAddress, Forks
-from dist_aclgraph.actors.host.processes import leave_with_raylet
-from dist_aclgraph.actors.wire.addresses import Address
+from dist_aclgraph.actors.host.liveness import leave_with_raylet
+from dist_aclgraph.actors.host.process_starter import ProcessStarter
+from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.actors.worker.worker_group import bundles_of_groups
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import DistAclGraphError, EngineUnavailableError, WorkerError
@@ -60,37 +61,23 @@ class Progress:
         return f"{self.state} {self.done:,} of {self.total:,}" if self.total else self.state
 
 
-@dataclass(frozen=True)
-class Service:
-    """Where a serving deployment is reached, and what its clients must know.
-
-    Attributes:
-        pid: of its controller, on its node.
-    """
-
-    addresses: list[Address]
-    token: str
-    max_model_len: int
-    pid: int
-
-
 class Controller:
     """Owns the plan, the states, and all actors of a deployment.
 
     Args:
         name: of the deployment; what it holds of the cluster bears it.
-        forks: what workers may be forked by, of the process that owns the deployment.
+        starter: starts its workers; None for the one that ``choose_starter`` returns here.
     """
 
     def __init__(
-        self, config: Config, name: str, term: Term, forks: ForkAddress | None = None
+        self, config: Config, name: str, term: Term, starter: ProcessStarter | None = None
     ) -> None:
         leave_with_raylet()
         self._name = name
         self._config = config
         self._term = term
         self._spares = Spares(name, config.recovery.spares)
-        self._forks = Forks(forks)
+        self._starter = starter or choose_starter(config)
         self._entering = threading.Lock()
         self._state = State.PLACING
         self._progress = Progress(self._state.value)
@@ -111,6 +98,10 @@ class Controller:
             done, total = (sum(r["progress"][i] for r in reports) for i in range(2))
             return Progress(found.state, done, total, BYTES, part)
         return found
+
+    def pid(self) -> int:
+        """Return the id of this process, on its node."""
+        return os.getpid()
 
     def check(self) -> str:
         """Return why the deployment serves no more, or "" while a group does, or may again."""
@@ -168,7 +159,7 @@ class Controller:
 
     # ---- from configuration to serving
 
-    def start(self) -> Service:
+    def start(self) -> Reach:
         """Run all phases.
 
         Raises:
@@ -178,7 +169,7 @@ class Controller:
             planner = Planner.from_config(self._config)
             for reason in planner.mode_reasons:
                 logger.warning(reason)
-            startup = Startup(planner, self._groups, self._forks, self._enter, self._show)
+            startup = Startup(planner, self._groups, self._starter, self._enter, self._show)
             ranks = list(planner.layout.lockstep_groups)
             if count := self._term.num_groups:
                 ranks = ranks_of_groups(len(ranks[0]), 0, count)
@@ -214,13 +205,13 @@ class Controller:
     def _show(self, done: int, total: int, detail: str) -> None:
         self._progress = Progress(self._progress.state, done, total, detail)
 
-    def _serve(self, planner: Planner, scopes: list[list[LockstepGroup]]) -> Service:
+    def _serve(self, planner: Planner, scopes: list[list[LockstepGroup]]) -> Reach:
         serving = ServingGroups(
             self._name,
             self._term,
             planner,
             self._spares,
-            self._forks,
+            self._starter,
             self._show_phase,
             self._show,
         )
@@ -229,7 +220,7 @@ class Controller:
         self._serving, self._upkeep = serving, Upkeep(serving, self._see_service)
         self._enter(State.SERVING)
         self._upkeep.start()
-        return self.service()
+        return self.reach()
 
     def _see_service(self, serves: bool) -> None:
         """Go from SERVING to RECOVERING, or back."""
@@ -240,10 +231,11 @@ class Controller:
 
     # ---- while it serves
 
-    def service(self) -> Service:
+    def reach(self) -> Reach:
         """Say where the deployment is reached now."""
         serving = self._open_groups(State.RECOVERING)
-        return Service(serving.addresses, self._term.token, serving.max_model_len, os.getpid())
+        node_id = ray.get_runtime_context().get_node_id()
+        return Reach(serving.addresses, self._term.token, serving.max_model_len, node_id)
 
     def scale(self, count: int) -> None:
         """Have so many groups take requests; see ``ServingGroups.scale``."""
@@ -273,5 +265,5 @@ class Controller:
             self._serving.watch.stop()
             groups = [*self._serving.groups, *self._serving.starting]
         self._spares.release()
-        self._forks.close()
+        self._starter.close()
         stop_groups(groups, self._config.timeouts.stop_s)

@@ -13,13 +13,12 @@ from ray.exceptions import RayError
 from dist_aclgraph.actors.cluster.ray_errors import death_of
 from dist_aclgraph.actors.controller.group_state import GroupState
 from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup
-from dist_aclgraph.actors.wire.sockets import Silence
+from dist_aclgraph.actors.host.liveness import Silence, beat_s
 from dist_aclgraph.actors.worker.worker_group import fetch
 from dist_aclgraph.errors import DistAclGraphError, EngineDeadError
 from dist_aclgraph.topology import GroupRank, WorldRank
 
 WATCH_S = 0.2
-BEATS_OF_A_SILENCE = 20
 
 
 class _Heartbeat:
@@ -33,7 +32,7 @@ class _Heartbeat:
         self._ask = ask
         self._number = 1
         self._answer = ask(self._number)
-        self._silence = Silence(link_s, 2 * link_s / BEATS_OF_A_SILENCE)
+        self._silence = Silence(link_s)
 
     def listen(self, elapsed_s: float) -> str:
         """Return why the actor counts as lost, or "" while it answers."""
@@ -57,7 +56,7 @@ class GroupWatch:
         self._lock = threading.Lock()  # of what is watched
         self._groups: list[LockstepGroup] = []
         self._link_s = link_s
-        self._beat_s = link_s / BEATS_OF_A_SILENCE
+        self._beat_s = beat_s(link_s)
         # None stands for the engine.
         self._owner: dict[Any, tuple[LockstepGroup, WorldRank | None]] = {}
         self._heartbeats: list[tuple[LockstepGroup, WorldRank | None, _Heartbeat]] = []

@@ -28,8 +28,8 @@ from dist_aclgraph.actors.controller.survivors import gather_survivors
 from dist_aclgraph.actors.controller.term import Term
 from dist_aclgraph.actors.controller.traffic_watch import TrafficWatches
 from dist_aclgraph.actors.engine.engine import EngineSettings
-from dist_aclgraph.actors.forks.fork_server import Forks
 from dist_aclgraph.actors.host import run_directory
+from dist_aclgraph.actors.host.process_starter import ProcessStarter
 from dist_aclgraph.actors.wire.addresses import Address
 from dist_aclgraph.actors.wire.messages import Groups
 from dist_aclgraph.actors.worker.worker_group import bundles_of_groups, fetch
@@ -61,7 +61,7 @@ class ServingGroups:
         term: what there was of the deployment before.
         planner: of the first groups.
         spares: places for lost ones.
-        forks: what starts processes of this machine.
+        starter: starts the processes of groups.
         on_phase, on_graph: told how far a change is; see ``Startup``.
 
     Attributes:
@@ -77,7 +77,7 @@ class ServingGroups:
         term: Term,
         planner: Planner,
         spares: Spares,
-        forks: Forks,
+        starter: ProcessStarter,
         on_phase: OnPhase,
         on_graph: OnGraph,
     ) -> None:
@@ -85,7 +85,7 @@ class ServingGroups:
         self._token = term.token
         self._planner = planner
         self._spares = spares
-        self._forks = forks
+        self._starter = starter
         self._on_phase = on_phase
         self._on_graph = on_graph
         self._started_s = time.monotonic()
@@ -383,7 +383,7 @@ class ServingGroups:
         new: list[LockstepGroup] = []
         self.starting = new
         self._on_phase(State.PLACING)
-        startup = Startup(planner, new, self._forks, self._on_phase, self._on_graph)
+        startup = Startup(planner, new, self._starter, self._on_phase, self._on_graph)
         try:
             run(startup)
             self.open(planner, startup.scopes)
@@ -391,7 +391,7 @@ class ServingGroups:
             for group in new:
                 group.kill()
             if not startup.has_placed:
-                self._forks.renew()  # what starts processes may hang
+                self._starter.renew()
             raise
         finally:
             self.starting = []

@@ -24,7 +24,7 @@ from dist_aclgraph.actors.cluster import placement
 from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup
 from dist_aclgraph.actors.controller.state import State
 from dist_aclgraph.actors.engine.engine import Engine
-from dist_aclgraph.actors.forks.fork_server import Forks
+from dist_aclgraph.actors.host.process_starter import ProcessStarter
 from dist_aclgraph.actors.worker.worker import WorkerInfo
 from dist_aclgraph.actors.worker.worker_group import (
     WorkerGroup,
@@ -59,14 +59,14 @@ class Startup:
         self,
         planner: Planner,
         groups: list[LockstepGroup],
-        forks: Forks,
+        starter: ProcessStarter,
         on_phase: OnPhase,
         on_graph: OnGraph,
     ) -> None:
         self._planner = planner
         self._config = planner.config
         self._groups = groups
-        self._forks = forks
+        self._starter = starter
         self._enter = on_phase
         self._show = on_graph
         self._phase = State.PLACING
@@ -87,7 +87,7 @@ class Startup:
         Raises:
             DistAclGraphError: the first error of any group.
         """
-        self._python = self._fork_command(ranks)
+        self._python = self._start_command()
         self._place(ranks, deployment)
         self._come_up()
 
@@ -100,7 +100,7 @@ class Startup:
         Raises:
             DistAclGraphError: the first error.
         """
-        self._python = self._fork_command([left.ranks])
+        self._python = self._start_command()
         workers = refill_group(self._config, left, lost, EPOCH, python=self._python)
         self._groups.append(LockstepGroup(workers, self._planner, is_rejoined=True))
         self._come_up()
@@ -117,14 +117,11 @@ class Startup:
         self._each(self._ask_offers)
         side_by_side(self._plan_groups, self.scopes)
 
-    def _fork_command(self, ranks: Sequence[Ranks]) -> str | None:
-        """Return what ranks and engines are forked by, where they would wait for cores.
-
-        On a cluster of one node alone: of others, nobody here knows where their Python is.
-        """
+    def _start_command(self) -> str | None:
+        """Return the command of ranks and engines; that of Ray where they may be on other nodes."""
         if len(placement.cluster_nodes()) > 1:
             return None
-        return self._forks.command(self._config, len(ranks) + sum(map(len, ranks)))
+        return self._starter.command(self._config)
 
     @property
     def scopes(self) -> list[list[LockstepGroup]]:
@@ -180,7 +177,7 @@ class Startup:
             assert group.workers.bundles is not None
             group.engine = self._engine_at(placement.leading_node(group.workers.bundles))
         timeouts = self._config.timeouts
-        # Libraries that others load while they join are loaded before a forked worker exists.
+        # A command of ours may load, before a process exists, what others load while they join.
         timeout_s = timeouts.place_s + (timeouts.join_s if self._python is not None else 0.0)
         self._each(lambda group: group.workers.find_out(timeout_s))
 

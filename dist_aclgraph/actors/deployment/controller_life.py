@@ -19,11 +19,13 @@ import ray
 from ray.exceptions import ActorDiedError, RayError
 
 from dist_aclgraph.actors.cluster import placement
-from dist_aclgraph.actors.cluster.local_ray import NAMESPACE, find_forks
-from dist_aclgraph.actors.controller.controller import Controller, Progress, Service
+from dist_aclgraph.actors.cluster.local_ray import NAMESPACE
+from dist_aclgraph.actors.controller.controller import Controller, Progress
 from dist_aclgraph.actors.controller.term import Standing, Term
-from dist_aclgraph.actors.forks.fork_server import ForkAddress, Forks
 from dist_aclgraph.actors.host import processes
+from dist_aclgraph.actors.host.liveness import Silence
+from dist_aclgraph.actors.host.process_starter import ProcessStarter
+from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.actors.worker.worker_group import fetch
 from dist_aclgraph.config import Config
 from dist_aclgraph.planning.restarts import RestartBudget
@@ -33,18 +35,21 @@ POLL_S = 0.1
 LOOK_S = 1.0
 JOIN_S = 5.0  # longer than any wait for an answer
 NAME_S = 30.0  # until Ray has given a dead controller's name back
-LEASES = 2  # of its engines, in which a controller has to answer
+LEASES = 2  # of its engines, within which a controller has to answer
 
 logger = logging.getLogger(__name__)
 
 OnProgress = Callable[[Progress], None]
 
 
-def make_controller(config: Config, name: str, term: Term, forks: ForkAddress | None = None) -> Any:
+def make_controller(
+    config: Config, name: str, term: Term, starter: ProcessStarter | None = None
+) -> Any:
     """Start a controller's process, on this node: no other node's death may end it.
 
     Args:
-        forks: what it, and its workers, are forked by.
+        starter: starts it and its workers; None on a cluster that others have started, where
+            the controller chooses one for its workers.
 
     Raises:
         RayError: it cannot be started.
@@ -55,9 +60,9 @@ def make_controller(config: Config, name: str, term: Term, forks: ForkAddress | 
     actor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=8)(Controller)
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {"name": name, "namespace": NAMESPACE, "scheduling_strategy": here}
-    if forks is not None:
-        options["runtime_env"] = {"py_executable": forks.command}
-    return actor.options(**options).remote(config, name, term, forks)
+    if starter is not None and (command := starter.command(config)) is not None:
+        options["runtime_env"] = {"py_executable": command}
+    return actor.options(**options).remote(config, name, term, starter)
 
 
 def end_by_force(controller: Any, name: str) -> None:
@@ -91,7 +96,7 @@ class ControllerKeeper:
         controller: the first, which serves.
         name: of the deployment, and so of all its controllers.
         has_ray: whether there is still a Ray that another one could be started on.
-        forks: what controllers, and their workers, are forked by, on a Ray of this process's own.
+        starter: starts controllers and their workers; see ``make_controller``.
         make: starts a controller's process; see ``make_controller``.
 
     Attributes:
@@ -105,23 +110,23 @@ class ControllerKeeper:
         controller: Any,
         name: str,
         config: Config,
-        service: Service,
+        reach: Reach,
         has_ray: Callable[[], bool] = lambda: True,
-        forks: Forks | None = None,
-        make: Callable[[Config, str, Term, ForkAddress | None], Any] = make_controller,
+        starter: ProcessStarter | None = None,
+        make: Callable[[Config, str, Term, ProcessStarter | None], Any] = make_controller,
     ) -> None:
         self.controller = controller
         self._make_controller = make
         self._has_ray = has_ray
-        self._forks = forks
+        self._starter = starter
         self.progress = ""
         self.failure = ""
         self._name = name
-        self._process = self._handle_of(service)
+        self._process = self._open_handles()
         num_groups = len(ParallelLayout.from_config(config.parallel).lockstep_groups)
         self._standing = Standing(config, num_groups)
-        self._term = Term(0, service.token, service.max_model_len)
-        self._silence_s = LEASES * config.timeouts.link_s
+        self._term = Term(0, reach.token, reach.max_model_len)
+        self._silence = Silence(LEASES * config.timeouts.link_s)
         self._restarts = RestartBudget(config.recovery.restarts_per_hour)
         self._making = threading.Lock()  # no controller is made once it is stopped
         self._stopping = threading.Event()
@@ -138,7 +143,7 @@ class ControllerKeeper:
     def end_by_force(self) -> None:
         """Take from the last controller what it may not have given back, its life included."""
         end_by_force(self.controller, self._name)
-        # Ray asks it to end, which a stopped one does not hear; and has not started a forked one.
+        # Ray asks a process to end that it has not started itself: a stopped one does not hear.
         processes.kill_handles(self._process)
 
     def _run(self) -> None:
@@ -154,12 +159,15 @@ class ControllerKeeper:
 
     def _look(self) -> str:
         """Ask the controller how it stands; return why it counts as dead, or ""."""
-        asked, began_s = self.controller.standing.remote(), time.monotonic()
+        asked, looked_s = self.controller.standing.remote(), time.monotonic()
+        self._silence.heard()
         while not ray.wait([asked], timeout=LOOK_S)[0]:
             if self._stopping.is_set():
                 return ""
-            if time.monotonic() - began_s > self._silence_s:
-                return f"the controller has not answered for {self._silence_s:g} s"
+            elapsed_s = time.monotonic() - looked_s
+            looked_s += elapsed_s
+            if self._silence.listen(elapsed_s):
+                return f"the controller has not answered for {self._silence.limit_s:g} s"
         try:
             self._standing = ray.get(asked)
         except ActorDiedError:
@@ -201,7 +209,8 @@ class ControllerKeeper:
             if self._stopping.is_set():
                 return
             self.progress = f"another controller: {progress or 'PLACING'}"
-        self._process = self._handle_of(fetch(starting, NO_RANK, "PLACING"))
+        fetch(starting, NO_RANK, "PLACING")
+        self._process = self._open_handles()
 
     def _make(self) -> None:
         """Make a controller of the same name, once Ray has forgotten the last one's."""
@@ -212,14 +221,19 @@ class ControllerKeeper:
                     return
                 try:
                     config = self._standing.config
-                    forks = find_forks(self._forks, config)
-                    self.controller = self._make_controller(config, self._name, self._term, forks)
+                    self.controller = self._make_controller(
+                        config, self._name, self._term, self._starter
+                    )
                     return
                 except ValueError:
                     if time.monotonic() > deadline_s:
                         raise
             time.sleep(POLL_S)
 
-    def _handle_of(self, service: Service) -> list[int]:
-        """Return the handle of its controller's process, where it may be a forked one."""
-        return [] if self._forks is None else processes.open_handles({service.pid})
+    def _open_handles(self) -> list[int]:
+        """Return what kills the controller's process, where Ray cannot."""
+        if self._starter is not None:
+            with suppress(RayError):  # it is dead already
+                pid = ray.get(self.controller.pid.remote(), timeout=JOIN_S)
+                return self._starter.open_handles(pid)
+        return []

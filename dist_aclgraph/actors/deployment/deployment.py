@@ -10,9 +10,9 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
 from dist_aclgraph.actors.client.outage import Outlook
-from dist_aclgraph.actors.cluster.local_ray import CONTROLLER, LocalRay, find_forks, start_ray
+from dist_aclgraph.actors.cluster.choose_starter import choose_starter
+from dist_aclgraph.actors.cluster.local_ray import CONTROLLER, LocalRay, start_ray
 from dist_aclgraph.actors.cluster.ray_errors import ours
-from dist_aclgraph.actors.controller.controller import Service
 from dist_aclgraph.actors.controller.term import Term
 from dist_aclgraph.actors.deployment.controller_life import (
     ControllerKeeper,
@@ -21,9 +21,10 @@ from dist_aclgraph.actors.deployment.controller_life import (
     make_controller,
     progress_of,
 )
-from dist_aclgraph.actors.forks.fork_server import ForkAddress, Forks
+from dist_aclgraph.actors.deployment.deployment_protocol import Deployment
 from dist_aclgraph.actors.host import run_directory
-from dist_aclgraph.actors.wire.addresses import Address
+from dist_aclgraph.actors.host.process_starter import ProcessStarter
+from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.actors.worker.worker_group import fetch
 from dist_aclgraph.config import Config
 from dist_aclgraph.device import emulator
@@ -42,8 +43,8 @@ ANSWER_S, STOP_S = 10.0, 60.0  # limits of the controller's answers
 UNKNOWN = (ActorDiedError, GetTimeoutError)
 
 
-class Deployment:
-    """A serving deployment.
+class RayDeployment(Deployment):
+    """A deployment whose processes are actors of Ray.
 
     Owns what keeps its controller alive, and the connection to Ray where it had to make one.
 
@@ -55,7 +56,6 @@ class Deployment:
     def __init__(
         self,
         keeper: ControllerKeeper,
-        service: Service,
         *,
         local_ray: LocalRay | None = None,
         owns_connection: bool = False,
@@ -64,26 +64,23 @@ class Deployment:
         self._is_shut_down = False
         self._local_ray = local_ray
         self._owns_connection = owns_connection
-        self.node_id: str = ray.get_runtime_context().get_node_id()
-        self.token = service.token
-        self.max_model_len = service.max_model_len
+        self.node_id = ray.get_runtime_context().get_node_id()
 
     @property
     def _controller(self) -> Any:
         return self._keeper.controller
 
-    @property
-    def addresses(self) -> list[Address]:
-        """Of the engines of all groups, now.
+    def reach(self) -> Reach:
+        """Say where the deployment is reached now.
 
         Raises:
             EngineDeadError: the deployment does not serve.
         """
         try:
-            service: Service = ray.get(self._controller.service.remote(), timeout=ANSWER_S)
+            found: Reach = ray.get(self._controller.reach.remote(), timeout=ANSWER_S)
         except RayError as e:
             raise EngineDeadError(str(ours(e, "asking for the groups"))) from e
-        return service.addresses
+        return found
 
     def report(self) -> dict[str, Any]:
         """Return plan, buckets with their counters, eager steps by reason, ranks and memory."""
@@ -182,14 +179,14 @@ def check(config: Config) -> None:
 
 
 def start(
-    config: Config, on_progress: OnProgress | None = None, lent: ForkAddress | None = None
-) -> Deployment:
+    config: Config, on_progress: OnProgress | None = None, starter: ProcessStarter | None = None
+) -> RayDeployment:
     """Bring a deployment up, on this process's Ray cluster, or as ``start_ray`` finds one.
 
     What the files of the model refuse is refused here, before anything is built or started.
 
     Args:
-        lent: forks the processes of a Ray that is started here, where it can; see ``Forks``.
+        starter: starts the processes of a Ray that is started here, or was started by this process.
 
     Raises:
         ConfigError, ModelError: the model cannot be served, or not so.
@@ -204,12 +201,15 @@ def start(
     config = decide_device(config, "here" if is_local else "cluster")
     if is_local and config.device.kind == "emulated":
         emulator.build()
-    forks = Forks(lent) if is_local else None
+    if starter is None and is_local:
+        starter = choose_starter(config)
     try:
-        local_ray = start_ray(config, forks) if owns_connection else None
+        if starter is not None:
+            starter.command(config)  # what it has to load, it loads while Ray starts
+        local_ray = start_ray(config, starter) if owns_connection else None
     except BaseException:
-        if forks is not None:
-            forks.close()
+        if starter is not None:
+            starter.close()
         raise
     if local_ray is not None:
         # What is left of Ray would keep the engine; without it, clients learn of the end at once.
@@ -218,8 +218,8 @@ def start(
     controller, name = None, f"{CONTROLLER}-{secrets.token_hex(4)}"
     try:
         term = Term(0, secrets.token_hex(16))
-        controller = make_controller(config, name, term, find_forks(forks, config))
-        service = _wait_for(controller, local_ray, on_progress)
+        controller = make_controller(config, name, term, starter)
+        reach = _wait_for(controller, local_ray, on_progress)
     except BaseException as e:
         if controller is not None and (local_ray is None or not local_ray.death):
             end_by_force(controller, name)
@@ -233,21 +233,19 @@ def start(
     def has_ray() -> bool:
         return local_ray is None or not local_ray.death
 
-    keeper = ControllerKeeper(controller, name, config, service, has_ray, forks)
-    return Deployment(keeper, service, local_ray=local_ray, owns_connection=owns_connection)
+    keeper = ControllerKeeper(controller, name, config, reach, has_ray, starter)
+    return RayDeployment(keeper, local_ray=local_ray, owns_connection=owns_connection)
 
 
-def _wait_for(
-    controller: Any, local_ray: LocalRay | None, on_progress: OnProgress | None
-) -> Service:
+def _wait_for(controller: Any, local_ray: LocalRay | None, on_progress: OnProgress | None) -> Reach:
     starting = controller.start.remote()
     for progress in progress_of(controller, starting):
         if local_ray is not None and local_ray.death:
             raise RayDiedError(local_ray.death)
         if on_progress is not None and progress is not None:
             on_progress(progress)
-    service: Service = fetch(starting, NO_RANK, "PLACING")
-    return service
+    reach: Reach = fetch(starting, NO_RANK, "PLACING")
+    return reach
 
 
 def _leave_ray(local_ray: LocalRay | None, owns_connection: bool) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from dist_aclgraph.actors.client.outage import Outlook
-from dist_aclgraph.actors.wire.addresses import Address
+from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.config import Config
 
 
@@ -14,12 +14,9 @@ class Deployment(Protocol):
     """A running deployment."""
 
     node_id: str  # where this process is, as Ray calls it
-    token: str
-    max_model_len: int
 
-    @property
-    def addresses(self) -> list[Address]:
-        """Of the engines of all groups, now."""
+    def reach(self) -> Reach:
+        """Say where the deployment is reached now; raise EngineDeadError if it does not serve."""
         ...
 
     def report(self) -> dict[str, Any]:

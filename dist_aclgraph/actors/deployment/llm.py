@@ -83,10 +83,12 @@ class LLM:
         self._client: EngineClient | None = None
         self._deployment: Deployment | None = (start or start_on_ray)(self.config)
         try:
+            reach = self._deployment.reach()
+            self._context_len = reach.max_model_len
             self._client = EngineClient(
-                self._deployment.addresses,
-                self._deployment.token,
-                node_id=self._deployment.node_id,
+                reach.addresses,
+                reach.token,
+                node_id=reach.node_id,
                 link_s=self.config.timeouts.link_s,
                 recovery=Recovery.from_config(self.config, self._deployment.outlook),
             )
@@ -181,14 +183,12 @@ class LLM:
         self.tokenizer.check_ids(ids, "prompt")
         if not ids:
             raise InvalidParameterError("a prompt must hold at least one token", "prompt")
-        assert self._deployment is not None
-        context_len = self._deployment.max_model_len
-        room = context_len - len(ids)
+        room = self._context_len - len(ids)
         wanted = max(room, 1) if params.max_tokens is None else params.max_tokens
         if wanted > room:
             raise RequestTooLongError(
-                f"the maximum context length is {context_len} tokens; the prompt has {len(ids)} "
-                f"and {wanted} more were asked for",
+                f"the maximum context length is {self._context_len} tokens; the prompt has "
+                f"{len(ids)} and {wanted} more were asked for",
                 "prompt",
             )
         seed = self._seeds.randrange(2**31) if params.seed is None else params.seed

@@ -18,7 +18,7 @@ from typing import Literal, Protocol, TypeVar
 import msgspec
 
 from dist_aclgraph.actors.client.outage import Outlook
-from dist_aclgraph.actors.wire.addresses import Address
+from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.actors.wire.sockets import read_frame
 from dist_aclgraph.errors import NotAMessageError
 
@@ -52,15 +52,6 @@ class Standing(msgspec.Struct, frozen=True):
 
     end: str = ""
     drain_s: float = 0.0
-
-
-class Reach(msgspec.Struct, frozen=True):
-    """Where a deployment is reached now, and what its clients must know."""
-
-    addresses: list[Address]
-    token: str
-    max_model_len: int
-    node_id: str
 
 
 class Answers(Protocol):

@@ -17,11 +17,10 @@ from dist_aclgraph.actors.capture.graph_changes import ChannelRanks, GraphChange
 from dist_aclgraph.actors.capture.graph_transaction import GraphTransaction
 from dist_aclgraph.actors.engine.engine_loop import EngineLoop
 from dist_aclgraph.actors.engine.resumption import Resumption
-from dist_aclgraph.actors.host.processes import leave_with_raylet
+from dist_aclgraph.actors.host.liveness import Lease, leave_with, leave_with_raylet
 from dist_aclgraph.actors.host.run_directory import RunDirectory
 from dist_aclgraph.actors.wire.addresses import Address, Place
 from dist_aclgraph.actors.wire.client_links import ClientLinks
-from dist_aclgraph.actors.wire.lease import Lease, leave_with
 from dist_aclgraph.actors.wire.messages import Groups
 from dist_aclgraph.actors.wire.step_channel import ChannelAddress, StepSender
 from dist_aclgraph.actors.worker.worker_group import ask_workers, stop_devices

@@ -20,7 +20,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,22 +27,26 @@ from pathlib import Path
 import msgspec
 
 from dist_aclgraph.actors.host import processes
+from dist_aclgraph.actors.host.liveness import leave_with_raylet
 from dist_aclgraph.actors.host.run_directory import RunDirectory
 from dist_aclgraph.config import Config
-from dist_aclgraph.device.kind import DeviceKind, resolve_kind
 from dist_aclgraph.environment import (
     JOB_VARIABLE,
+    RAYLET_VARIABLE,
     child_environment,
-    fork_environment,
+    python_environment,
     ray_job,
     raylet_pid,
     take_over_environment,
 )
 
 CLIENT = Path(__file__).with_name("fork_client.py")
-WORKER_SETUP = Path(__file__).with_name("worker_setup.py")
 REQUEST_S, REQUEST_BYTES = 10.0, 4 << 20  # limits of what a client sends
 STOP_S, LOOK_S = 5.0, 0.02
+# Ray's native part reads both once, when it is loaded, which may be before Ray is there. Only
+# processes of a Ray's first job may be forked then. Raylets are watched by forked processes
+# themselves: the server is given a process that never ends.
+SERVER_VARIABLES = {JOB_VARIABLE: "01000000", RAYLET_VARIABLE: "1"}
 MODULES = (
     "ray._private.workers.default_worker",
     "dist_aclgraph.actors.controller.controller",
@@ -58,11 +61,6 @@ MODULES = (
 CHUNK = 1 << 16
 
 
-def is_crowded(num_processes: int) -> bool:
-    """Whether so many processes, which start at once, would wait for this machine's cores."""
-    return num_processes > len(os.sched_getaffinity(0))
-
-
 @dataclass(frozen=True)
 class ForkAddress:
     """A server as any process of this machine knows it, whoever owns it.
@@ -70,13 +68,13 @@ class ForkAddress:
     Attributes:
         path: of its socket.
         start: of its process, see ``processes.start_of``.
-        loaded: see ``_loaded_by``.
+        variables: of its processes, which decide how libraries are loaded.
     """
 
     path: str
     pid: int
     start: int
-    loaded: tuple[DeviceKind, dict[str, str]]
+    variables: dict[str, str]
 
     @property
     def command(self) -> str:
@@ -85,7 +83,8 @@ class ForkAddress:
 
     def serves(self, config: Config) -> bool:
         """Whether it runs, and has loaded what processes of this configuration load."""
-        return self._lives and self.loaded == _loaded_by(config) and processes.is_running(self.pid)
+        is_alike = self.variables == child_environment(config)
+        return self._lives and is_alike and processes.is_running(self.pid)
 
     def end_forked(self) -> None:
         """Kill all that it has forked, and wait a while for their ends. Of a dead server, nobody
@@ -107,7 +106,6 @@ class ForkServer:
     """Owns a server for processes of this machine; they outlive it."""
 
     def __init__(self, config: Config) -> None:
-        loaded = _loaded_by(config)
         self._directory = RunDirectory()
         path = f"{self._directory.path}/forks"
         try:
@@ -115,25 +113,19 @@ class ForkServer:
                 listener.bind(path)
                 listener.listen(socket.SOMAXCONN)
                 self._process = subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-m",
-                        __name__,
-                        str(listener.fileno()),
-                        str(os.getpid()),
-                        loaded[0],
-                    ],
+                    [sys.executable, "-m", __name__, str(listener.fileno()), str(os.getpid())],
                     pass_fds=[listener.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,  # libraries say things when they are loaded
-                    env=fork_environment(config),
+                    env=SERVER_VARIABLES | python_environment(config),
                     process_group=0,  # signals for the service are not for it
                 )
         except BaseException:
             self._directory.remove()
             raise
         pid = self._process.pid
-        self.address = ForkAddress(path, pid, processes.start_of(pid), loaded)
+        start = processes.start_of(pid)
+        self.address = ForkAddress(path, pid, start, child_environment(config))
 
     def disown(self) -> None:
         """Leave it to the parent, in a process that was forked."""
@@ -145,81 +137,6 @@ class ForkServer:
         self._directory.remove()
 
 
-def _loaded_by(config: Config) -> tuple[DeviceKind, dict[str, str]]:
-    """Return what decides which libraries processes of a configuration load, and how."""
-    return resolve_kind(config.device.kind), child_environment(config)
-
-
-class Forks:
-    """The server of this machine, from the first crowded start until the end. Any thread.
-
-    Args:
-        lent: of a process that outlives this one, which may be forked by it. It comes first for as
-            long as it serves; behind it, there is one that belongs to this object.
-    """
-
-    def __init__(self, lent: ForkAddress | None = None) -> None:
-        self._lent = lent
-        self._is_forked = lent is not None
-        self._server: ForkServer | None = None
-        self._is_closed = False
-        self._lock = threading.Lock()
-
-    def address(self, config: Config, num_processes: int) -> ForkAddress | None:
-        """Return what forks processes of a configuration; None where each loads for itself.
-
-        Args:
-            num_processes: that start at once.
-        """
-        with self._lock:
-            if self._lent is not None and self._lent.serves(config):
-                return self._lent
-            if self._server is not None and not self._server.address.serves(config):
-                self._drop()
-            if self._server is None and is_crowded(num_processes) and not self._is_closed:
-                self._server = ForkServer(config)
-            return None if self._server is None else self._server.address
-
-    def command(self, config: Config, num_processes: int) -> str | None:
-        """Return what Ray starts a process with in place of Python; None for what it takes itself.
-
-        To what a forked process starts Ray would hand on its own command: there Python is named.
-        """
-        found = self.address(config, num_processes)
-        if found is not None:
-            return found.command
-        return shlex.quote(sys.executable) if self._is_forked else None
-
-    def renew(self) -> None:
-        """Have the next start find another server, as this one may hang."""
-        with self._lock:
-            self._lent = None
-            self._drop()
-
-    def end_forked(self) -> None:
-        """Kill all that was forked."""
-        with self._lock:
-            lent, server = self._lent, self._server
-        for address in (lent, None if server is None else server.address):
-            if address is not None:
-                address.end_forked()
-
-    def disown(self) -> None:
-        """Leave it to the parent, in a process that was forked."""
-        if self._server is not None:
-            self._server.disown()
-
-    def close(self) -> None:
-        with self._lock:
-            self._is_closed = True
-            self._drop()
-
-    def _drop(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-
-
 class Request(msgspec.Struct):
     """What a process is started with."""
 
@@ -228,11 +145,11 @@ class Request(msgspec.Struct):
     environment: dict[str, str]
 
 
-def load(kind: DeviceKind) -> None:
+def load() -> None:
     """Import what workers and engines import on their way to serving; open no device."""
     from dist_aclgraph.device.npu import load_torch_npu
 
-    load_torch_npu(kind)
+    load_torch_npu("emulated")
     for name in MODULES:
         importlib.import_module(name)
 
@@ -313,7 +230,7 @@ def become(request: Request, streams: list[int]) -> None:
         os.close(fd)
     take_over_environment(request.environment)
     if raylet_pid() is not None:
-        processes.leave_with_raylet()
+        leave_with_raylet()
     _read_again()
     os.chdir(request.folder)
     sys.argv[:] = request.arguments
@@ -329,12 +246,12 @@ def _read_again() -> None:
 
 def main() -> None:
     """Load, then fork for whoever asks at the socket that was inherited."""
-    started_by, kind = int(sys.argv[2]), sys.argv[3]
+    started_by = int(sys.argv[2])
     parent = os.pidfd_open(os.getppid())
     if os.getppid() != started_by:
         return  # it is gone already, and whoever adopted this process may live for ever
     with socket.socket(fileno=int(sys.argv[1])) as listener:
-        load("npu" if kind == "npu" else "emulated")
+        load()
         if len(list(Path("/proc/self/task").iterdir())) > 1:
             return  # a library has started a thread, which a forked process would lack
         gc.collect()

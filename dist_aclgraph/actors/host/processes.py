@@ -1,4 +1,4 @@
-"""Processes of this machine: leaving with a parent, and hearing at once of the death of others."""
+"""Processes of this machine: finding them, handles of them, ending them."""
 
 from __future__ import annotations
 
@@ -7,62 +7,10 @@ import ctypes
 import os
 import select
 import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-from dist_aclgraph.environment import raylet_pid
-
-WATCH_MS = 1000  # between two looks whether the watch is over
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36  # linux/prctl.h
-
-
-def leave_with_raylet() -> None:
-    """End this process when the raylet ends that started it, or its parent where none did: at once,
-    whatever its threads are waiting for.
-    """
-
-    def leave(name: str) -> None:
-        os._exit(1)
-
-    watch_processes({raylet_pid() or os.getppid(): "raylet"}, leave)
-
-
-def watch_processes(
-    names: dict[int, str], on_death: Callable[[str], None], stop: threading.Event | None = None
-) -> None:
-    """Call ``on_death`` with the name of the first of these processes that ends, on a thread.
-
-    Args:
-        names: by process id.
-        stop: ends the watch, once set.
-    """
-    fd_to_name: dict[int, str] = {}
-    for pid, name in names.items():
-        try:
-            fd_to_name[os.pidfd_open(pid)] = name
-        except ProcessLookupError:
-            on_death(name)
-            return
-    threading.Thread(
-        target=_watch, args=(fd_to_name, on_death, stop), name="process-watch", daemon=True
-    ).start()
-
-
-def _watch(
-    fd_to_name: dict[int, str], on_death: Callable[[str], None], stop: threading.Event | None
-) -> None:
-    poll = select.poll()
-    for fd in fd_to_name:
-        poll.register(fd, select.POLLIN)
-    ready: list[tuple[int, int]] = []
-    while not ready and not (stop is not None and stop.is_set()):
-        ready = poll.poll(WATCH_MS)
-    first = fd_to_name[ready[0][0]] if ready else ""
-    for fd in fd_to_name:
-        os.close(fd)
-    if first and not (stop is not None and stop.is_set()):
-        on_death(first)
 
 
 def set_name(name: str) -> None:

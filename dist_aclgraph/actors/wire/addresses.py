@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
@@ -78,6 +79,22 @@ class Address:
         if self.tcp is None:
             raise reached_here_alone(self.node_id, node_id)
         return self.tcp
+
+
+class Reach(msgspec.Struct, frozen=True):
+    """Where a deployment is reached now, and what its clients must know.
+
+    Attributes:
+        addresses: of the engines of all groups.
+        token: what clients prove by that they are the deployment's.
+        max_model_len: the longest request that clients may send.
+        node_id: the node of the deployment's owner, as Ray calls it.
+    """
+
+    addresses: list[Address]
+    token: str
+    max_model_len: int
+    node_id: str
 
 
 def reached_here_alone(engines: str, other: str) -> PlacementError:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import zmq
 
+from dist_aclgraph.actors.host.liveness import Silence, beat_s
 from dist_aclgraph.actors.wire.addresses import Listener, Place
 from dist_aclgraph.actors.wire.messages import (
     MAX_UNREAD_BYTES,
@@ -35,14 +36,13 @@ from dist_aclgraph.actors.wire.messages import (
     encoder,
     to_engine_decoder,
 )
-from dist_aclgraph.actors.wire.sockets import Silence, Wakeup, has_message, read_frame
+from dist_aclgraph.actors.wire.sockets import Wakeup, has_message, read_frame
 from dist_aclgraph.errors import NotAMessageError
 from dist_aclgraph.steps.delta import StepDeltas
 
 # Frames for one peer. Only strangers, who have no limit in bytes, can come near.
 MAX_QUEUED_FRAMES = 1 << 16
 FRAMES_A_TURN = 256  # so that a flood of frames delays no beat
-BEATS_OF_A_SILENCE = 20
 LAST_WORDS_MS = 200
 UNHELD_S = 0.01  # between two looks whether clients may be answered again
 
@@ -119,7 +119,7 @@ class ClientLinks:
     ) -> None:
         self._token = token
         self._link_s = link_s
-        self._beat_s = link_s / BEATS_OF_A_SILENCE
+        self._beat_s = beat_s(link_s)
         self._max_unread_bytes = max_unread_bytes
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
@@ -259,7 +259,7 @@ class ClientLinks:
         for link in list(self._links.values()):
             if link.client == hello.client or link.routing_id == routing_id:
                 self._end(link)
-        link = Link(routing_id, hello.client, Silence(self._link_s, 2 * self._beat_s))
+        link = Link(routing_id, hello.client, Silence(self._link_s))
         self._links[routing_id] = link
         # Before it counts as an answer: who drains gets nothing.
         if self._told_groups.version:

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from dist_aclgraph.actors.host.liveness import Silence
 from dist_aclgraph.actors.wire.addresses import Endpoint
 from dist_aclgraph.actors.wire.messages import (
     Answer,
@@ -22,11 +23,10 @@ from dist_aclgraph.actors.wire.messages import (
     encoder,
     from_engine_decoder,
 )
-from dist_aclgraph.actors.wire.sockets import MAX_MESSAGE_BYTES, Silence, has_message, read_frame
+from dist_aclgraph.actors.wire.sockets import MAX_MESSAGE_BYTES, has_message, read_frame
 from dist_aclgraph.errors import EngineDeadError, NotAMessageError
 
 FRAMES_A_TURN = 256  # so that a flood of tokens delays no beat
-BEATS_OF_A_SILENCE = 20
 LAST_WORDS_MS = 100
 # Why a link is lost: its engine's process has ended, is silent, says that its group serves no more,
 # wants no such client, or has sent what cannot be.
@@ -66,7 +66,7 @@ class EngineLink:
         self.others_tokens = 0
         self.pause = ""
         self._received = 0
-        self._silence = Silence(link_s, 2 * link_s / BEATS_OF_A_SILENCE)
+        self._silence = Silence(link_s)
         self._beaten_s = time.monotonic()
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)

@@ -60,27 +60,3 @@ class Wakeup:
     def close(self) -> None:
         self._out.close()
         self._in.close()
-
-
-class Silence:
-    """How long a peer has been silent, without the time in which we did not listen ourselves.
-
-    A process that was stopped, or that starved, must not blame its peers for it.
-
-    Args:
-        limit_s: more is too long.
-        turn_s: the most that one turn of the listening thread counts.
-    """
-
-    def __init__(self, limit_s: float, turn_s: float) -> None:
-        self.limit_s = limit_s
-        self._turn_s = turn_s
-        self.silent_s = 0.0
-
-    def heard(self) -> None:
-        self.silent_s = 0.0
-
-    def listen(self, elapsed_s: float) -> bool:
-        """Count a turn in which nothing was heard; return whether the silence is too long."""
-        self.silent_s += min(elapsed_s, self._turn_s)
-        return self.silent_s > self.limit_s

@@ -16,9 +16,9 @@ from typing import Any
 
 import ray
 
-from dist_aclgraph.actors.host.processes import end_process, leave_with_raylet
+from dist_aclgraph.actors.host.liveness import Lease, leave_with, leave_with_raylet
+from dist_aclgraph.actors.host.processes import end_process
 from dist_aclgraph.actors.wire.addresses import open_meeting, url_host
-from dist_aclgraph.actors.wire.lease import Lease, leave_with
 from dist_aclgraph.actors.wire.step_channel import ChannelAddress, StepReceiver
 from dist_aclgraph.actors.worker.rank_stages import JoinedRank, LoadedRank, RunningRank, join_rank
 from dist_aclgraph.config import Config

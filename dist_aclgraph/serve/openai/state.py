@@ -6,13 +6,12 @@ import asyncio
 import random
 import secrets
 import time
-from typing import Protocol
 
 from starlette.types import Scope
 
 from dist_aclgraph.actors.client.engine_client import EngineClient
 from dist_aclgraph.actors.client.outage import Ask, Recovery
-from dist_aclgraph.actors.wire.addresses import Address
+from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import (
     EngineUnavailableError,
@@ -120,40 +119,26 @@ class ApiState:
         return f"{prefix}-{secrets.token_hex(12)}"
 
 
-class Reachable(Protocol):
-    """What must be known of a deployment in order to use it."""
-
-    @property
-    def addresses(self) -> list[Address]: ...
-
-    @property
-    def token(self) -> str: ...
-
-    @property
-    def max_model_len(self) -> int: ...
-
-
 def open_state(
     config: Config,
     tokenizer: Tokenizer,
-    deployment: Reachable,
-    *,
-    node_id: str,
+    reach: Reach,
     ask: Ask,
     replica: int = 0,
 ) -> ApiState:
-    """Connect to a deployment's engines from a node; ``client.close`` of the state ends it.
+    """Connect to a deployment's engines; ``client.close`` of the state ends it.
 
     Args:
+        reach: its ``node_id`` is this process's node.
         ask: the deployment's controller, what becomes of it.
         replica: see ``ApiState``.
     """
     client = EngineClient(
-        deployment.addresses,
-        deployment.token,
-        node_id=node_id,
+        reach.addresses,
+        reach.token,
+        node_id=reach.node_id,
         link_s=config.timeouts.link_s,
         recovery=Recovery.from_config(config, ask),
     )
-    config = config.model_copy(update={"max_model_len": deployment.max_model_len})
+    config = config.model_copy(update={"max_model_len": reach.max_model_len})
     return ApiState(config, tokenizer, client, replica=replica)
