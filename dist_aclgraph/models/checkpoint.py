@@ -224,7 +224,9 @@ class Checkpoint:
             return self._file(self._file_of[name]).get_slice(name)
         except SafetensorError as e:
             file = self._directory / self._file_of[name]
-            raise MissingTensorError(f"{file} has no tensor {name}, though the index says") from e
+            raise MissingTensorError(
+                f"{file} has no tensor {name}, though the index names that file"
+            ) from e
 
     def _file(self, file_name: str) -> Any:
         if file_name not in self._open:

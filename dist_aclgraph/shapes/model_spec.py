@@ -179,7 +179,8 @@ def _checked(config: ModelConfig, experts: ExpertSpec) -> ExpertSpec:
     if rest or not 1 <= experts.top_groups <= experts.num_groups:
         raise ModelError(
             f"{config.path} asks for {experts.top_groups} of {experts.num_groups} groups among "
-            f"{experts.num_experts} experts; groups must be equal, and there must be so many"
+            f"{experts.num_experts} experts; n_group must divide the experts, and topk_group is at "
+            "most n_group"
         )
     if not 1 <= experts.top_k <= experts.top_groups * per_group:
         raise ModelError(

@@ -48,7 +48,8 @@ def tensor_files(directory: Path) -> dict[str, str]:
     single = _file_named(directory, SINGLE)
     if not single.exists():
         raise ModelError(
-            f"{directory} has neither {SINGLE} nor {INDEX}, nor one other file that ends like these"
+            f"{directory} has neither {SINGLE} nor {INDEX}, nor a single other file whose name "
+            "ends like one of them"
         )
     return dict.fromkeys(read_header(single), single.name)
 

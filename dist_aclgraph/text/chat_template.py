@@ -141,26 +141,24 @@ class _Process:
             self._first = b""
             reply: dict[str, str] = template_process.receive(self._incoming)
         except TimeoutError:
-            found = f"more than {self._limits.wait_s:g} s"
+            why = f"takes more than {self._limits.wait_s:g} s"
         except (EOFError, OSError):
-            found = self._reached_limit()
+            why = self._why_ended()
         else:
             return reply
         raise InvalidParameterError(
-            f"the chat template takes {found} to render the messages; send shorter messages, or "
-            "correct the template",
-            "messages",
+            f"the chat template {why}; send shorter messages, or correct the template", "messages"
         )
 
-    def _reached_limit(self) -> str:
-        """Say what the process took; it has closed its socket."""
+    def _why_ended(self) -> str:
+        """Return what the template did that ended the process."""
         limits = self._limits
         code: int = self._process.wait()
         if code == -signal.SIGPROF:
-            return f"more than {limits.cpu_s:g} s of processor time"
+            return f"takes more than {limits.cpu_s:g} s of processor time"
         if code == template_process.OUT_OF_MEMORY:
-            return f"more than {limits.memory_bytes >> 20} MiB of memory"
-        return f"down the process that has (exit code {code})"
+            return f"takes more than {limits.memory_bytes >> 20} MiB of memory"
+        return f"has ended the process that renders it (exit code {code})"
 
     @property
     def pid(self) -> int:

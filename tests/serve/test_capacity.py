@@ -75,13 +75,13 @@ def test_a_draining_group_is_counted_and_gets_nothing(service, other):
 def test_places_follow_the_groups_that_there_are(service, other):
     """One group is configured; the other one came by scaling."""
     slots, of_a_group = service.state.slots, 1024 + 16  # scheduler.max_waiting, max_num_seqs
-    slots.take(2 * of_a_group - 1)
+    slots.acquire(2 * of_a_group - 1)
     assert ask(service) == 200
     until(lambda: slots.taken == 2 * of_a_group - 1)
-    slots.take(1)
+    slots.acquire(1)
     assert ask(service) == 503
 
-    slots.give_back(of_a_group)
+    slots.release(of_a_group)
     assert ask(service) == 200
     other.silent = True
     until(lambda: service.state.client.losses())
@@ -94,7 +94,7 @@ def test_places_follow_the_groups_that_there_are(service, other):
     service.engine.silent = True
     until(lambda: len(service.state.client.losses()) == 2)
     assert slots.is_full  # as many as are configured, while requests wait for a group
-    slots.give_back(1)
+    slots.release(1)
     assert not slots.is_full
 
 
@@ -108,7 +108,7 @@ def test_a_group_that_drains_keeps_its_places(service, other):
     until(lambda: service.state.client.query("metrics").keys() == {"0", "1"})
     for i in range(2):
         service.state.client.submit(str(i), [i], SamplingParams(max_tokens=100000), (), deltas.put)
-    service.state.slots.take(1024 + 16)
+    service.state.slots.acquire(1024 + 16)
     service.engine.groups = GroupList(1, entries)
     until(lambda: groups(service)["draining"] == 1)
 
@@ -171,7 +171,7 @@ def test_places_of_groups_that_are_lost_stay_as_requests_wait_for_others() -> No
     whole = slots.total
 
     counts[0] = 0
-    slots.take(1)
+    slots.acquire(1)
 
     assert slots.total == whole
     counts[0] = 4

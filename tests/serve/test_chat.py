@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 
 import openai
@@ -11,7 +12,9 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.serve.api import make_api
 from dist_aclgraph.serve.openai.state import ApiState
+from dist_aclgraph.text.chat_template import ChatTemplate, RenderLimits
 from tests.serve.conftest import until
+from tests.serve.test_errors import assert_error
 
 MODEL = "tiny-qwen3"
 HI = [{"role": "user", "content": "Hi"}]
@@ -315,3 +318,26 @@ def test_tokens_without_text_bring_frames_of_their_own(service):
     )
 
     assert reply.text.count("data: {") == 1 + 5
+
+
+def test_a_template_at_its_limit_is_a_400_and_other_chats_are_answered(own_service):
+    service = own_service
+    service.state.tokenizer._template = ChatTemplate(
+        "{% for i in range(messages[0].content | int) %}{% for j in range(99999) %}{% endfor %}"
+        "{% endfor %}fine",
+        {},
+        RenderLimits(cpu_s=1),
+    )
+    with ThreadPoolExecutor(2) as clients:
+        endless = [{"role": "user", "content": "99999"}]
+        body = {"model": MODEL, "messages": endless, "max_tokens": 1}
+        hangs = clients.submit(service.http.post, "/v1/chat/completions", json=body)
+
+        for _ in range(3):
+            reply = service.http.post("/tokenize", json={"model": MODEL, "messages": HI})
+            assert reply.json()["tokens"] == service.state.tokenizer.encode("fine")
+        assert not hangs.done()
+        error = assert_error(hangs.result())
+
+    assert error["param"] == "messages"
+    assert error["message"].startswith("the chat template takes more than 1 s of processor time;")

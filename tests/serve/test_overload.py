@@ -59,7 +59,7 @@ def test_a_place_that_becomes_free_is_given_away(own_service):
 def test_more_choices_than_places_are_refused(own_service):
     service = own_service
     total = service.state.config.scheduler.max_waiting + 16
-    service.state.slots.take(total - 2)
+    service.state.slots.acquire(total - 2)
 
     reply = service.http.post(TEXT, json={"model": MODEL, "prompt": [70], "n": 3, "max_tokens": 1})
 

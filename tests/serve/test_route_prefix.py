@@ -74,9 +74,9 @@ def test_completions_take_places_and_give_them_back(service: Service) -> None:
 def test_a_full_service_refuses(service: Service) -> None:
     slots = service.state.slots
     num_free = service.state.config.scheduler.max_waiting + 16
-    slots.take(num_free)
+    slots.acquire(num_free)
 
     reply = ask(service, "POST", PREFIX + TEXT, json=BODY, headers=BEARER)
 
-    slots.give_back(num_free)
+    slots.release(num_free)
     assert_error(reply, 503)

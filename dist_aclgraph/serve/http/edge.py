@@ -62,7 +62,7 @@ class Edge:
             self._access.check(method, path, headers)
             if method == "POST" and path in GENERATING:
                 self._state.admit(None)
-                self._state.slots.take(1, is_owed=is_owed)
+                self._state.slots.acquire(1, is_owed=is_owed)
         except DistAclGraphError as e:
             await error_response(e)(scope, receive, send)
             return
@@ -74,7 +74,7 @@ class Edge:
         finally:
             body.release()
             if method == "POST" and path in GENERATING:
-                self._state.slots.give_back(1)
+                self._state.slots.release(1)
 
 
 @lru_cache

@@ -110,7 +110,9 @@ class HttpExchange:
             self._head = self._make_head(message["status"], message.get("headers", ()))
             return
         if self.is_complete or (self._head is None and not self._has_begun):
-            raise RuntimeError("a part of a body has come before its response, or behind it")
+            raise RuntimeError(
+                "a part of a body came before the head of its response, or after its end"
+            )
         body, has_more = message.get("body", b""), message.get("more_body", False)
         parts = []
         if self._head is not None:

@@ -158,7 +158,7 @@ class HttpServer:
                 stack.pop_all()
             return connection
         except (OSError, ValueError) as e:
-            log.warning("a connection that a previous process has left ends: %s", e)
+            log.warning("a connection of the previous process cannot go on: %s", e)
             hang_up(held.connection)
             own.close()
             return None

@@ -47,7 +47,7 @@ class CompletionSlots:
         """Whether none is free."""
         return self._taken >= self.total
 
-    def take(self, count: int, *, is_owed: bool = False) -> None:
+    def acquire(self, count: int, *, is_owed: bool = False) -> None:
         """Take slots.
 
         Args:
@@ -61,7 +61,7 @@ class CompletionSlots:
             raise full_error(self._taken, total)
         self._taken += count
 
-    def give_back(self, count: int) -> None:
+    def release(self, count: int) -> None:
         self._taken -= count
 
 

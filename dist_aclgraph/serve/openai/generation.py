@@ -110,7 +110,7 @@ class Generation:
         inbox = self.state.inbox()
         now_s = time.monotonic()
         num_others = len(self.prompts) * self.num_choices - 1
-        self.state.slots.take(num_others, is_owed=self.journal.is_resumed)
+        self.state.slots.acquire(num_others, is_owed=self.journal.is_resumed)
         self._num_slots = num_others
         self._num_open = num_others + 1
         chance = self.journal.chance.seed
@@ -133,7 +133,7 @@ class Generation:
         if self._timer is not None:
             self._timer.cancel()
         self.journal.end()
-        self.state.slots.give_back(self._num_slots)
+        self.state.slots.release(self._num_slots)
         self._num_slots = 0
         for choice in self._choices:
             if not choice.is_done:
