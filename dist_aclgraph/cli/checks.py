@@ -1,4 +1,4 @@
-"""What is refused before anything is started: by files and shapes, in a second."""
+"""Checks of files and shapes, which take a second, before anything is started."""
 
 from __future__ import annotations
 

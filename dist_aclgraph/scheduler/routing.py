@@ -23,11 +23,11 @@ WORTH_OF_CACHED = 2
 
 
 def choose_group(waiting: Sequence[int], cached: Sequence[int], first: int = 0) -> int:
-    """Return the index of the group where the least waits, less what is cached there.
+    """Return the index of the group with the fewest waiting tokens, less its cached tokens.
 
-    So the group has at most ``WORTH_OF_CACHED * cached`` tokens more to do than the one that has
-    least, and equal beginnings meet as long as that is so. Of equals, the one with more cached,
-    then the next one from ``first`` on.
+    The group has at most ``WORTH_OF_CACHED * cached`` more tokens to do than the least busy group.
+    Within this limit, prompts with the same beginning go to the same group. Of equal groups, the
+    one with more cached tokens is chosen, then the next one from ``first`` on.
 
     Args:
         waiting: tokens that wait at each group, at least one group.
