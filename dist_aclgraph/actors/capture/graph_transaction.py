@@ -19,7 +19,7 @@ from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.plan import CaptureCost, CaptureFailure, GraphPlan
 
 
-class Ranks(Protocol):
+class GraphRanks(Protocol):
     """All ranks of one lockstep group, for changes of their graphs."""
 
     @property
@@ -50,7 +50,7 @@ class GraphTransaction:
         work_s: limit of preparing a graph, and of capturing it.
     """
 
-    ranks: Ranks
+    ranks: GraphRanks
     vote_s: float
     work_s: float
 
