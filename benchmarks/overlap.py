@@ -1,9 +1,9 @@
 """``make bench-overlap``: idle time of an NPU between steps, with one and with two in flight.
 
-The device is modelled and the host is real: kernels take the time that ``docs/device-time.md``
-gives them, weights do not exist, and the host does all its work of serving. The bench shows the
-time of a decode step, the part in which the device was busy, and the reason of each wait in the
-rest. Ranks of tensor parallel deployments share this machine's cores, which makes them late, too.
+The device is modelled (``docs/develop/device-time.md``) and the host is real: the host does all of
+its work in serving, and there are no weights. The bench shows the time of a decode step, the part
+in which the device was busy, and the reason of each wait in the rest. Ranks of tensor parallel
+deployments share the cores of this machine; this makes the ranks late, too.
 The figures say nothing about an NPU.
 """
 

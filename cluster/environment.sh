@@ -1,5 +1,5 @@
 # What every node of a cluster needs before `ray start`; start-head.sh and start-worker.sh read it.
-# Whatever is set already stays. docs/cluster.md says why each of these is here.
+# Whatever is set already stays. docs/operate/cluster.md says why each of these is here.
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export PATH="$repository/.venv/bin:$PATH"
@@ -14,11 +14,22 @@ read_cann() {
   case $options in *e*) set -e ;; esac
   case $options in *u*) set -u ;; esac
 }
-for script in ascend-toolkit/set_env.sh nnal/atb/set_env.sh; do
-  script="${ASCEND_INSTALL_PATH:-/usr/local/Ascend}/$script"
-  if [ -f "$script" ]; then
-    read_cann "$script"
-  fi
+installed=${ASCEND_INSTALL_PATH:-/usr/local/Ascend}
+scripts=()
+if [ -z "${ASCEND_HOME_PATH:-}" ]; then
+  # From 8.5 on CANN is in cann/, before in ascend-toolkit/. The newer one wins, as in 'dist-aclgraph doctor'.
+  for script in "$installed"/{cann,ascend-toolkit}/set_env.sh; do
+    if [ -f "$script" ]; then
+      scripts+=("$script")
+      break
+    fi
+  done
+fi
+if [ -f "$installed/nnal/atb/set_env.sh" ]; then
+  scripts+=("$installed/nnal/atb/set_env.sh")
+fi
+for script in ${scripts[@]+"${scripts[@]}"}; do
+  read_cann "$script"
 done
 
 # Who reaches Ray runs code: nobody does without the token, which is the same on all nodes.

@@ -68,10 +68,11 @@ def ray_cluster() -> Iterator[None]:
     import ray
 
     from dist_aclgraph.actors.cluster.local_ray import start_ray
-    from dist_aclgraph.config import make_config
+    from tests import deployments
 
-    start_ray(
-        make_config({"model": "unused", "parallel": {"tp": 8}, "device": {"kind": "emulated"}})
-    )
-    yield
-    ray.shutdown()
+    config = deployments.make_deployment_config("unused", parallel={"tp": 8})
+    with deployments.session_starter(config) as starter:
+        starter.command(config)  # a fork server loads while Ray starts
+        start_ray(config, starter)
+        yield
+        ray.shutdown()

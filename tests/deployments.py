@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,9 @@ import pytest
 
 from dist_aclgraph.actors.client.engine_client import EngineClient
 from dist_aclgraph.actors.client.outage import Recovery
+from dist_aclgraph.actors.cluster.choose_starter import choose_starter
 from dist_aclgraph.actors.deployment.deployment import RayDeployment, start
+from dist_aclgraph.actors.host.process_starter import ProcessStarter
 from dist_aclgraph.config import Config, make_config
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.sampling import SamplingParams
@@ -66,6 +68,26 @@ def make_deployment_config(model: Path | str, **overrides: Any) -> Config:
     return make_config(raw)
 
 
+_starters: list[ProcessStarter] = []  # that of the session's Ray
+
+
+@contextmanager
+def session_starter(config: Config) -> Iterator[ProcessStarter]:
+    """Start the processes of all deployments of the block by one starter.
+
+    A fork server imports torch once for all of them.
+    """
+    with closing(choose_starter(config)) as starter:
+        _starters.append(starter)
+        yield starter
+        _starters.remove(starter)
+
+
+def start_deployment(config: Config) -> RayDeployment:
+    """Start a deployment on the Ray cluster of the session."""
+    return start(config, starter=_starters[-1] if _starters else None)
+
+
 @dataclass
 class Serving:
     """A deployment and a client of it."""
@@ -104,7 +126,7 @@ def deployed(test: Any) -> Any:
 @contextmanager
 def serving(config: Config) -> Iterator[Serving]:
     """Start a deployment on the Ray cluster of the session, and stop it at the end."""
-    deployment = start(config)
+    deployment = start_deployment(config)
     try:
         reach = deployment.reach()
         client = EngineClient(

@@ -16,10 +16,10 @@ from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.cli.opened import Opened
 from dist_aclgraph.errors import EngineUnavailableError
 from dist_aclgraph.serve.api import make_api
-from dist_aclgraph.serve.front import Front
+from dist_aclgraph.serve.http.front import Front
 from dist_aclgraph.serve.http.server import HttpServer
+from dist_aclgraph.serve.openai.state import ApiState, open_state
 from dist_aclgraph.serve.resume.holder import HolderLink
-from dist_aclgraph.serve.state import ApiState, open_state
 
 POLL_S = 0.1
 END_S = 30.0  # limit of an owner that ends the service once its ingress has failed

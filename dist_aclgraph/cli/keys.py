@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import types
 from collections.abc import Iterator
 from typing import Any, Literal, Union, get_args, get_origin
@@ -14,41 +15,50 @@ from dist_aclgraph.config import Config, Section
 INTRODUCTION = """\
 # Configuration
 
-One YAML file is one deployment. Every key stands here; unknown keys are refused. On a command line,
-`key=value` goes over the file: `parallel.tp=2`. This page is made by
-`dist-aclgraph keys > docs/configuration.md`.
+One YAML file describes one deployment. This page lists every key; other keys are refused. On the
+command line, `key=value` replaces the value of the file: `parallel.tp=2`. The command
+`dist-aclgraph keys > docs/use/configuration.md` makes this page.
 """
+MAX_COLUMNS = 118
 
 
 def render_keys() -> str:
-    """Return the page, in Markdown: the keys at the top, then a table for each section."""
+    """Return the page, in Markdown: the keys at the top, then a list for each section."""
     return "\n".join([INTRODUCTION, *_render(Config, "")]) + "\n"
 
 
 def _render(section: type[Section], prefix: str) -> Iterator[str]:
     inner: list[tuple[str, type[Section]]] = []
-    rows = []
+    items = []
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             inner.append((f"{prefix}{name}", field.annotation))
         else:
-            rows.append(_row(name, field))
+            items.append(_item(name, field))
     yield f"## {prefix.rstrip('.') or 'At the top'}\n"
     yield f"{' '.join((section.__doc__ or '').split())}\n"
-    if rows:
-        yield "| key | type | default | meaning |\n| --- | --- | --- | --- |"
-        yield from rows
+    if items:
+        yield from items
         yield ""
     for name, found in inner:
         yield from _render(found, f"{name}.")
 
 
-def _row(name: str, field: FieldInfo) -> str:
-    default = "required" if field.is_required() else f"`{_literal(field.default)}`"
+def _item(name: str, field: FieldInfo) -> str:
+    default = "required" if field.is_required() else _default(field)
     limits = _limits(field)
     kind = _type(field.annotation) + (f", {limits}" if limits else "")
-    meaning = (field.description or "").replace("|", "\\|")
-    return f"| `{name}` | {kind} | {default} | {meaning} |"
+    return textwrap.fill(
+        f"- **`{name}`** ({kind}; {default}): {field.description}",
+        MAX_COLUMNS,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _default(field: FieldInfo) -> str:
+    return f"default `{_literal(field.get_default(call_default_factory=True))}`"
 
 
 def _limits(field: FieldInfo) -> str:

@@ -282,7 +282,7 @@ def keys() -> None:
 @cli.command()
 def doctor(as_json: AsJson = False) -> None:
     """Check this machine: versions, NPU or emulator, compiler, memory, ports."""
-    from dist_aclgraph.cli.doctor import examine
+    from dist_aclgraph.cli.doctor.examine import examine
 
     findings = examine()
     if as_json:

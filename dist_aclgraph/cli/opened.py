@@ -15,7 +15,7 @@ from dist_aclgraph.actors.host.run_directory import RunDirectory
 from dist_aclgraph.cli.checks import check_deployment
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.serve.access import Access, read_access
+from dist_aclgraph.serve.http.access import Access, read_access
 from dist_aclgraph.serve.http.server import listen
 from dist_aclgraph.text.tokenizer import Tokenizer
 

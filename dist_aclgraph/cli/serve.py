@@ -25,7 +25,7 @@ from dist_aclgraph.cli.supervise import Supervisor
 from dist_aclgraph.config import Config
 from dist_aclgraph.environment import prepare_ray_environment, ray_address
 from dist_aclgraph.planning.restarts import RestartBudget
-from dist_aclgraph.serve.open_files import allow_connections
+from dist_aclgraph.serve.http.open_files import allow_connections
 
 log = logging.getLogger(__name__)
 SILENT_S = 30.0  # longer than an owner may wait for an answer of its controller

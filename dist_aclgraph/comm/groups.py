@@ -56,7 +56,7 @@ class CommGroup:
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Sum ``x`` over the group and return this member's part: [n * size, ...] -> [n, ...].
 
-        The first part is the first member's.
+        The first member gets the first part.
         """
         if self.size == 1:
             return x
@@ -65,7 +65,7 @@ class CommGroup:
         return out
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """Send each member its part of ``x``, and return the parts that are for this one.
+        """Send each member its part of ``x``, and return the parts that this member receives.
 
         [n * size, ...] -> [n * size, ...]: parts are equal, and in group order.
         """
@@ -77,19 +77,19 @@ class CommGroup:
 
     @property
     def backend(self) -> Any:
-        """torch_npu's part of ``handle``."""
+        """The backend object of torch_npu behind ``handle``."""
         return self.handle._get_backend(torch.device("npu"))
 
     @cached_property
     def hccl_name(self) -> str:
         """HCCL's name of the communicator, for operators that communicate by themselves.
 
-        Makes the communicator, for which all members must ask, outside captures; nothing is sent.
+        Makes the communicator. All members must call this, outside captures; nothing is sent.
         """
         return str(self.backend.get_hccl_comm_name(self.rank))
 
     def become(self, other: CommGroup) -> None:
-        """Communicate as ``other`` does from now on: of the same ranks, but for their processes."""
+        """Use the groups of ``other`` from now on: the same ranks, in other processes."""
         assert (self.ranks, self.rank) == (other.ranks, other.rank)
         self.handle = other.handle
         self.__dict__.pop("hccl_name", None)
@@ -103,13 +103,13 @@ class RankGroups:
     """The groups of one rank.
 
     Attributes:
-        tp: ranks that share each layer; ``ep``: ranks that share the experts, a group of one where
-            every tensor parallel group has them all.
+        tp: ranks that share each layer; ``ep``: ranks that share the experts; a group of one if
+            every tensor parallel group has all of them.
         mc2: the ranks of ``ep`` again, for operators that communicate inside their kernel; None
-            where there are none.
+            without such operators.
         pcp: ranks that share the computation of prompts; ``dcp``: those that share the KV cache of
             a request, where a rank's index is its shard.
-        dp_rank: which of its lockstep group's batches the rank runs.
+        dp_rank: index of the batch, in the lockstep group, that the rank runs.
     """
 
     tp: CommGroup
@@ -120,7 +120,7 @@ class RankGroups:
     dcp: CommGroup = ALONE
 
     def become(self, other: RankGroups) -> None:
-        """Communicate as ``other`` does from now on, whoever holds a group of these."""
+        """Use the groups of ``other`` from now on; objects that hold these groups keep them."""
         for mine, its in (
             (self.tp, other.tp),
             (self.ep, other.ep),
@@ -150,11 +150,11 @@ def join_lockstep_group(
         rank: rank inside the lockstep group.
         size: members of the lockstep group.
         timeout_s: limit of joining.
-        meeting: rank 0's socket that listens at a TCP ``rendezvous``, and is given away here: what
-            torch opens itself would listen at every address of the machine.
+        meeting: rank 0's socket that listens at a TCP ``rendezvous``; torch owns it from here on. A
+            socket that torch opens itself would listen at every address of the machine.
 
     Raises:
-        DeviceError: a member did not come, or HCCL refused.
+        DeviceError: a member did not arrive, or HCCL refused.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
     with translated(f"joining the HCCL world as rank {rank} of {size}"):
@@ -163,10 +163,10 @@ def join_lockstep_group(
 
 
 def leave_lockstep_group() -> None:
-    """End this process's membership of its HCCL world, whoever of it still lives.
+    """End this process's membership of its HCCL world, whichever other members still live.
 
-    Waits for no other rank. Graphs with collectives of the world must be gone; what communicates
-    through its groups needs others then, see ``RankGroups.become``.
+    Waits for no other rank. Graphs with collectives of the world must be released before. Objects
+    that use its groups need new ones afterwards, see ``RankGroups.become``.
 
     Raises:
         DeviceError: HCCL refused.
@@ -179,7 +179,7 @@ def leave_lockstep_group() -> None:
 def _open_store(
     rendezvous: str, size: int, timeout: datetime.timedelta, meeting: socket.socket | None
 ) -> Any:
-    """Return where the members of a world tell each other how to reach them."""
+    """Return the store in which the members of a world exchange their addresses."""
     where = urlsplit(rendezvous)
     if where.scheme == "file":
         return dist.FileStore(where.path, size)  # type: ignore[attr-defined]
@@ -201,7 +201,7 @@ def make_groups(
     *,
     watchdog_s: float | None = None,
 ) -> RankGroups:
-    """Return the groups of ``rank``; groups of the same ranks share one communicator, but MC2's.
+    """Return the groups of ``rank``; groups of the same ranks share one communicator, except MC2's.
 
     Collective: every rank of the world calls it.
 
@@ -209,7 +209,7 @@ def make_groups(
         layout: of the lockstep group, see ``ParallelLayout.within_group``.
         rank: within the lockstep group.
         mc2_buffer_mb: HCCL's buffer of MC2's domain, if ``layout`` has one.
-        watchdog_s: limit of every eager collective; None is that of joining.
+        watchdog_s: limit of every eager collective; None takes the limit of joining.
     """
     handles: dict[tuple[int, ...], Any] = {}
     shared = len(layout.domains) - len(layout.mc2_domains)
@@ -243,6 +243,6 @@ def make_groups(
 
 
 def _new_group_with_buffer(members: tuple[int, ...], buffer_mb: int | None) -> Any:
-    """Make a process group whose communicator has a buffer of its own size."""
+    """Make a process group whose communicator has its own buffer size."""
     options = None if buffer_mb is None else hccl_options(buffer_mb)
     return dist.new_group(list(members), pg_options=options)

@@ -36,7 +36,7 @@ class ClusterConfig(Section):
 
     @property
     def port_range(self) -> range | None:
-        """The ports to choose from; None is any that is free."""
+        """The ports to choose from; None means any free port."""
         if self.ports is None:
             return None
         first, last = map(int, self.ports.split("-"))

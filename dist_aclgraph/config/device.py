@@ -9,9 +9,9 @@ from pydantic import Field
 from dist_aclgraph.config.section import Section
 
 HcclExpansion = Literal["AIV", "AICPU", "FFTS"]
-A2_CHIPS, A3_CHIPS = "Ascend910B", "Ascend910_93"  # how their names begin
-DOCUMENTED_GIB = {"Ascend910B4": 32}  # memory of a chip, where it is not 64 GiB
-ASSUMED_CANN = "9.1.0"  # goes with the newest torch_npu whose partner is published
+A2_CHIPS, A3_CHIPS = "Ascend910B", "Ascend910_93"  # prefixes of their names
+DOCUMENTED_GIB = {"Ascend910B4": 32}  # memory of a chip, if it is not 64 GiB
+ASSUMED_CANN = "9.1.0"  # belongs to the newest torch_npu whose CANN is published
 PORTS = r"^(auto|[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?)*)$"
 
 
@@ -65,8 +65,8 @@ class EmulatorConfig(Section):
     )
     kernels: Literal["compute", "skip", "timed"] = Field(
         "compute",
-        description="skip leaves out arithmetic, to measure host time alone; timed too, and "
-        "the device is busy for as long as a chip would be, by a model (docs/device-time.md)",
+        description="skip leaves out arithmetic, to measure host time alone; timed leaves it out, "
+        "too, and keeps the device busy for a chip's modelled time (docs/develop/device-time.md)",
     )
     choices: int = Field(
         1,
@@ -77,7 +77,7 @@ class EmulatorConfig(Section):
     rates: str | None = Field(
         None,
         description="YAML or JSON file of rates for kernels timed, by the names of "
-        "docs/device-time.md; they replace the table's",
+        "docs/develop/device-time.md; they replace the table's",
     )
     accounting: Literal["pinned", "software_sq"] = Field(
         "pinned", description="how captured graphs take streams, as old or as new drivers do"
@@ -186,7 +186,7 @@ class DeviceConfig(Section):
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """The keys of what an NPU is that nobody has given, and no NPU has been asked for."""
+        """The keys about the NPU that neither the configuration nor an NPU has filled."""
         return tuple(key for key in ("soc", "cann", "memory_mb") if getattr(self, key) is None)
 
     @property
@@ -203,11 +203,11 @@ class DeviceConfig(Section):
 
     @property
     def assumed(self) -> str:
-        """What plans assume of each NPU, in words."""
+        """The assumptions of plans about each NPU, in words."""
         gib = f"{self.npu_bytes / (1 << 30):.4g} GiB"
         return f"each NPU is an {self.chip} with {gib} under CANN {self.npu_cann}"
 
     @property
     def expansion(self) -> HcclExpansion:
-        """Who unrolls collectives, as plans assume."""
+        """The processor that unrolls collectives, as plans assume."""
         return self.hccl_expansion or ("AICPU" if self.chip.startswith(A3_CHIPS) else "FFTS")

@@ -1,8 +1,8 @@
 """One YAML file becomes one frozen, checked tree: the only reader of YAML.
 
-``load_config(path, overrides)`` rejects unknown keys and bad values with the key, the value and
-what is allowed. Overrides are dotted keys: ``{"parallel.tp": 2}``, or ``parallel.tp=2`` on a
-command line.
+``load_config(path, overrides)`` rejects unknown keys and bad values with the key, the value and the
+allowed values. Overrides are dotted keys: ``{"parallel.tp": 2}``, or ``parallel.tp=2`` on a command
+line.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from dist_aclgraph.config.tree import Config
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.shipped import shipped
 
-MAX_YAML_CHARS, MAX_YAML_VALUES = 64 << 10, 100_000  # PyYAML takes seconds for more
+MAX_YAML_CHARS, MAX_YAML_VALUES = 64 << 10, 100_000  # PyYAML takes seconds for larger texts
 MAX_SHOWN_ERRORS = 5
 
 
 def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:
     """Read a YAML file, apply dotted overrides, and check the whole.
 
-    ``configs/x.yaml`` is that of the package where the working directory has none.
-    A relative ``model`` is taken from the working directory if it exists there, else from the
-    directory that holds the file's folder (``configs/x.yaml`` names ``models/y`` beside it).
+    If the working directory has no ``configs/x.yaml``, that of the package is read. A relative
+    ``model`` is taken from the working directory if it exists there, else from the directory that
+    holds the file's folder (``configs/x.yaml`` names ``models/y`` beside it).
 
     Raises:
         ConfigError: the file cannot be read, a key is unknown, or a value is not allowed.
@@ -52,7 +52,7 @@ def make_config(raw: Mapping[str, Any]) -> Config:
     """Check a mapping and return the frozen tree.
 
     Raises:
-        ConfigError: names each bad key, its value and what is allowed.
+        ConfigError: names each bad key, its value and the allowed values.
     """
     try:
         return Config.model_validate(_lists_to_tuples(dict(raw)))
@@ -94,9 +94,10 @@ def _set(raw: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def _read_yaml(text: str) -> Any:
-    """Return what a YAML text holds.
+    """Return the value of a YAML text.
 
-    An alias is a copy of what it stands for: a few lines may hold more values than there is memory.
+    An alias counts as a copy of its value, because a few lines of aliases may need more memory than
+    there is.
 
     Raises:
         ValueError: it is not YAML, or holds too many values.

@@ -1,4 +1,4 @@
-"""Files of measured rates, which replace those of modelled device time (docs/device-time.md)."""
+"""Files of measured rates, which replace the modelled ones of docs/develop/device-time.md."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dist_aclgraph.errors import DeviceError
 
 
 def read_device_rates(path: str | Path) -> dict[str, str]:
-    """Return what a YAML or JSON file says of each rate; names and numbers are not checked here.
+    """Return the rates in a YAML or JSON file; names and numbers are not checked here.
 
     Raises:
-        DeviceError: the file cannot be read, or holds something else.
+        DeviceError: the file cannot be read, or is no map of rates.
     """
     try:
         values = yaml.safe_load(Path(path).read_text())

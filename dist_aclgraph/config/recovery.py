@@ -8,7 +8,7 @@ from dist_aclgraph.config.section import Section
 
 
 class RecoveryConfig(Section):
-    """What is done when a lockstep group is lost; its requests go on in others at once, or wait."""
+    """How a lost lockstep group is replaced; its requests continue in other groups, or wait."""
 
     restarts_per_hour: int = Field(
         6,

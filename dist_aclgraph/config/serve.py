@@ -8,7 +8,7 @@ from dist_aclgraph.config.section import Section
 
 
 class AutoscaleConfig(Section):
-    """How many lockstep groups serve, by the requests that wait."""
+    """How many lockstep groups serve, depending on the waiting requests."""
 
     min_groups: int = Field(1, ge=1, le=4096, description="groups that always serve")
     max_groups: int = Field(

@@ -24,10 +24,12 @@ BudgetModelName = Literal[
     "cann-software-sq",
     "calibrated",
 ]
-DECODE_MODES = ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")  # decode steps have graphs of their own
+# modes in which decode steps have their own graphs
+DECODE_MODES = ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 ExchangeSetting = Literal["auto", "all_gather", "all_to_all", "mc2"]
 
-MAX_WEIGHT = 1e15  # of traffic; sums of larger ones lose the smaller, and at last are infinite
+# of traffic; a sum with a larger weight loses small ones, and may become infinite
+MAX_WEIGHT = 1e15
 
 
 class ParallelConfig(Section):
@@ -94,7 +96,7 @@ class ParallelConfig(Section):
 
 
 class GraphConfig(Section):
-    """Which graphs are captured, and how many a rank may afford."""
+    """Which graphs are captured, and how many of them a rank may have."""
 
     mode: GraphMode = Field("FULL_DECODE_ONLY", description="NONE runs every step eagerly")
     sizes: tuple[int, ...] | None = Field(
@@ -230,7 +232,7 @@ class SchedulerConfig(Section):
 
     @property
     def prompt_share(self) -> int:
-        """Tokens of one prompt in a step, as long as other requests want to run."""
+        """Tokens of one prompt in a step, while other requests want to run."""
         return self.long_prompt_tokens or max(1, self.max_num_batched_tokens // 4)
 
 
@@ -278,14 +280,16 @@ class TimeoutConfig(Section):
     def collective_s(self) -> int:
         """How long the device waits in a collective for other ranks.
 
-        Longer than the step's deadline, at which a lost rank is found out: its peers must not fail
-        before, and be blamed.
+        Longer than the step's deadline, at which a lost rank is found. Otherwise its peers would
+        fail first, and be taken for the cause.
         """
         return math.ceil(self.step_s + self.link_s)
 
     @property
     def watchdog_s(self) -> float:
-        """When torch_npu ends a process whose collective does not end: after HCCL has said why."""
+        """Limit after which torch_npu ends a process in an endless collective: later than HCCL's
+        error.
+        """
         return self.collective_s + self.link_s
 
 
@@ -340,7 +344,7 @@ class Config(Section):
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether a request may use blocks that another one has computed."""
+        """Whether a request may use blocks that another request has computed."""
         return self.scheduler.prefix_cache and not self.recovery.exact
 
     @model_validator(mode="after")
@@ -410,7 +414,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_tokens(self) -> Config:
-        # A step that cannot hold every running request would starve the latest of them.
+        # A step that cannot hold every running request would starve the latest requests.
         limits, drafts = self.scheduler, self.speculative.num_tokens
         if limits.max_num_batched_tokens < limits.max_num_seqs * (drafts + 1):
             with_drafts = f" x (1 + speculative.num_tokens {drafts})" if drafts else ""

@@ -1,1 +1,1 @@
-"""Context parallelism as arithmetic: who keeps which token, and who computes which."""
+"""Context parallelism as arithmetic: the owner of each token, and the rank that computes it."""

@@ -1,4 +1,4 @@
-"""Where one rank stands among those that share the context of its requests."""
+"""The place of one rank among the ranks that share the context of its requests."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class ContextPlace:
     """A rank's place.
 
     Attributes:
-        shards: how its requests' caches are divided; ``shard``: which one it keeps.
-        num_prompt_ranks: ranks that split prompts; ``prompt_rank``: which of them it is.
+        shards: how its requests' caches are divided; ``shard``: the shard of this rank.
+        num_prompt_ranks: ranks that split prompts; ``prompt_rank``: this rank's index among them.
     """
 
     shards: Shards

@@ -1,9 +1,10 @@
-"""How long queries attend to keys that are read from the caches of all shards, chunk by chunk.
+"""Attention of long queries to keys that are read from the caches of all shards, chunk by chunk.
 
 The KV tokens of a request are cut into chunks, the same on every rank, because ranks read them
-together. The queries of a rank are cut at the same places: a query attends causally in the chunk
-that it lies in, and to the whole of each chunk before. So each launch is causal or sees everything,
-and what a query got from several chunks is merged. Requests that fit into one chunk share it.
+together. The queries of a rank are cut at the same places: a query attends causally in the chunk of
+its own position, and to the whole of each earlier chunk. So each launch is causal or sees
+everything, and a query's results from several chunks are merged. Requests that fit into one chunk
+share it.
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ from dist_aclgraph.context.prompt_split import Piece, PromptSplit
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.ints import IntArray
 
-MAX_CHUNK_TOKENS = 8192  # whose keys and values exist at once
+MAX_CHUNK_TOKENS = 8192  # their keys and values exist at the same time
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of attention over keys that lie one after the other.
+    """One launch of attention over neighbouring keys.
 
     Attributes:
-        start, stop: its queries among the rank's tokens.
+        start, stop: range of its queries among the rank's tokens.
         query_ends, kv_ends: cumulative lengths of its pieces.
-        kv: which of the chunk's KV tokens, in order.
-        is_causal: whether its last keys are the queries' own; else all of them are visible.
+        kv: indices of its KV tokens in the chunk, in order.
+        is_causal: whether its last keys belong to the queries themselves; else all keys are
+            visible.
     """
 
     start: int
@@ -41,11 +43,11 @@ class Launch:
 
 @dataclass(frozen=True)
 class Chunk:
-    """KV tokens that are read at once.
+    """KV tokens that are read together.
 
     Attributes:
-        requests, positions: [num_kv], of each KV token.
-        launches: this rank's; none where its queries see nothing of the chunk.
+        requests, positions: [num_kv], request and position of each KV token.
+        launches: this rank's launches; none if its queries see no key of the chunk.
     """
 
     requests: IntArray
@@ -58,7 +60,7 @@ class Part:
     """Requests that share a chunk, or one request with its chunks.
 
     Attributes:
-        start, stop: their queries among the rank's tokens.
+        start, stop: range of their queries among the rank's tokens.
     """
 
     start: int
@@ -68,7 +70,7 @@ class Part:
 
 @dataclass(frozen=True)
 class _Queries:
-    """Neighbouring queries of a rank: of one request, from ``position`` on."""
+    """Neighbouring queries of one request on a rank, from ``position`` on."""
 
     request: int
     position: int
@@ -87,7 +89,7 @@ def plan_parts(
     rank: int,
     max_tokens: int = MAX_CHUNK_TOKENS,
 ) -> tuple[Part, ...]:
-    """Return how one prefill rank attends for all requests that are not run whole.
+    """Return how one prefill rank attends for all requests that the ranks split.
 
     Parts and chunks are the same on every rank; launches are not.
 
@@ -124,7 +126,7 @@ def _queries_of(
 
 
 def _groups(requests: range, kv_lens: IntArray, max_tokens: int) -> Iterator[range]:
-    """Yield neighbouring requests whose keys fit into one chunk together; longer ones alone."""
+    """Yield neighbouring requests whose keys share one chunk; a longer request alone."""
     start, total = requests.start, 0
     for request in requests:
         length = int(kv_lens[request])
@@ -162,7 +164,7 @@ def _chunks_of_one(
             if (diagonal := _within(q, start, stop)) is not None
         ]
         later = [after for q in own if (after := _within(q, stop, kv_len)) is not None]
-        if later:  # neighbours: what comes between is later, too
+        if later:  # neighbouring tokens: those between them are later, too
             both = _Queries(request, stop, later[0].start, later[-1].stop)
             launches.append(_launch([both], _first(stop - start), None, is_causal=False))
         positions = np.arange(start, stop, dtype=np.int32)
@@ -171,7 +173,7 @@ def _chunks_of_one(
 
 
 def _within(q: _Queries, start: int, stop: int) -> _Queries | None:
-    """Return the queries at positions from ``start`` to ``stop``, None where there are none."""
+    """Return the queries at positions from ``start`` to ``stop``, or None."""
     first, last = max(q.position, start), min(q.end_position, stop)
     if first >= last:
         return None
@@ -198,12 +200,12 @@ def _launch(
 
 @dataclass(frozen=True)
 class Reads:
-    """Where the keys of a chunk are read.
+    """The slots from which the keys of a chunk are read.
 
     Attributes:
-        own: [m] slots that this shard reads for all, ``m`` the same on every shard; the rest of a
-            shorter share repeats slot 0. None where there is one shard.
-        launches: for each launch, rows of what all shards have read, [count * m] in their order;
+        own: [m] slots that this shard reads for all, ``m`` the same on every shard; a shorter share
+            is filled up with slot 0. None with one shard.
+        launches: for each launch, rows of the gathered keys, [count * m] in the order of shards;
             with one shard, slots.
     """
 
@@ -212,7 +214,7 @@ class Reads:
 
 
 def find_keys(chunk: Chunk, block_table: IntArray, shards: Shards, shard: int) -> Reads:
-    """Return where a shard finds the keys of a chunk.
+    """Return the slots from which a shard reads the keys of a chunk.
 
     Args:
         block_table: [num_reqs, num_blocks].

@@ -1,9 +1,9 @@
-"""Which tokens of a step each prefill rank runs.
+"""The tokens of a step that each prefill rank runs.
 
 Requests with few tokens in the step, which come first, run on all ranks. Each later one is cut into
-twice as many chunks as there are ranks, and rank r runs chunks r and last - r: under causality both
-together cost the same everywhere. Chunks differ by one token at most and may be empty; ranks pad
-their tokens to the largest share.
+twice as many chunks as there are ranks, and rank r runs chunks r and last - r: with causal
+attention, the two chunks together cost the same on every rank. Chunks differ by one token at most
+and may be empty; ranks pad their tokens to the largest share.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 
 from dist_aclgraph.ints import IntArray
 
-MAX_WHOLE_QUERIES = 16  # tokens of a request in a step that all ranks run
+MAX_WHOLE_QUERIES = 16  # a request with at most so many tokens in a step runs on all ranks
 
 
 def num_whole_requests(query_lens: IntArray, max_queries: int = MAX_WHOLE_QUERIES) -> int:
-    """Return how many requests come before the first one with more than ``max_queries``."""
+    """Return how many requests precede the first one with more than ``max_queries``."""
     too_long = np.flatnonzero(query_lens > max_queries)
     return int(too_long[0]) if len(too_long) else len(query_lens)
 
@@ -30,7 +30,7 @@ class Piece:
 
     Attributes:
         request: its index in the batch.
-        start, stop: tokens of the step, among all requests.
+        start, stop: range of tokens of the step, over all requests.
     """
 
     request: int
@@ -44,7 +44,7 @@ class PromptSplit:
 
     Attributes:
         num_whole_tokens: the first tokens of the step, which every rank runs.
-        pieces: of each rank, in the order in which it runs them.
+        pieces: the pieces of each rank, in the order in which it runs them.
     """
 
     num_whole_tokens: int
@@ -58,7 +58,7 @@ class PromptSplit:
 
         Args:
             query_lens: [num_reqs], tokens of each request in the step.
-            max_queries: of a request that every rank runs.
+            max_queries: largest number of tokens of a request that every rank runs.
         """
         ends = np.cumsum(query_lens, dtype=np.int32)
         num_whole = num_whole_requests(query_lens, max_queries)
@@ -78,7 +78,7 @@ class PromptSplit:
         return len(self.pieces)
 
     def tokens_of(self, rank: int) -> IntArray:
-        """Return which tokens of the step a rank runs, in its order."""
+        """Return the tokens of the step that a rank runs, in its order."""
         parts = [np.arange(self.num_whole_tokens, dtype=np.int32)]
         parts += [np.arange(p.start, p.stop, dtype=np.int32) for p in self.pieces[rank]]
         return np.concatenate(parts)
@@ -90,9 +90,9 @@ class PromptSplit:
         return self.num_whole_tokens + max(shares)
 
     def places(self, num_tokens: int) -> tuple[IntArray, IntArray]:
-        """Return for each of the step's tokens a rank that runs it, and its index there.
+        """Return, for each token of the step, a rank that runs it, and the token's index there.
 
-        A token that all ranks run is said to be rank 0's.
+        A token that all ranks run counts as rank 0's.
         """
         owners = np.zeros(num_tokens, np.int32)
         indices = np.arange(num_tokens, dtype=np.int32)

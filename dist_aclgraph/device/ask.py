@@ -1,5 +1,5 @@
-"""What an NPU of this machine is, asked in a short-lived child process: whoever plans, or drives
-Ray, opens no device itself.
+"""The properties of an NPU of this machine, read in a short-lived child process. So neither a plan
+nor the driver of Ray opens a device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.environment import python_environment
 from dist_aclgraph.errors import DeviceError, DistAclGraphError
 
-ASK_S = 90.0  # to import torch_npu, and to open a device
+ASK_S = 90.0  # limit of importing torch_npu and opening a device
 FIRST = "the first NPU of this machine"
 
 
@@ -24,9 +24,9 @@ class NpuFacts:
 
     Attributes:
         soc: name of the chip.
-        cann: version of CANN, e.g. 9.1.0; None where CANN does not tell.
-        memory_mb: all memory that the runtime can give, used or not: who plans may plan for a
-            device that others use now.
+        cann: version of CANN, e.g. 9.1.0; None if CANN does not report it.
+        memory_mb: all memory of the device, used or free: a plan may be for a device that is in use
+            now.
     """
 
     soc: str
@@ -35,7 +35,7 @@ class NpuFacts:
 
 
 def ask_npu(config: Config, timeout_s: float = ASK_S) -> NpuFacts:
-    """Ask the first NPU that this process may use.
+    """Read the properties of the first NPU that this process may use.
 
     Raises:
         DeviceError: it cannot be opened, or does not answer in time.
@@ -51,7 +51,7 @@ def ask_npu(config: Config, timeout_s: float = ASK_S) -> NpuFacts:
     try:
         output, errors = child.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        # Not waited for: a process that hangs in the driver does not end.
+        # Do not wait for it: a process that hangs in the driver does not end.
         raise DeviceError(
             f"{FIRST} has not answered for {timeout_s:g} s: look at it with `npu-smi info`"
         ) from None
@@ -61,7 +61,9 @@ def ask_npu(config: Config, timeout_s: float = ASK_S) -> NpuFacts:
 
 
 def _facts_of(output: str, errors: str, code: int) -> NpuFacts:
-    """Return what the last line of a child says; libraries may have written others."""
+    """Return the value in the last line of a child's output; libraries may have written other
+    lines.
+    """
     try:
         answer = json.loads(output.splitlines()[-1])
         if "error" not in answer:

@@ -1,7 +1,7 @@
-"""Memory of a device that the hardware cannot correct (UCE): what CANN lists of it, and its repair.
+"""Memory of a device that the hardware cannot correct (UCE): CANN's list of it, and its repair.
 
-A repair gives other memory for the same addresses; what was there is lost. CANN lists addresses of
-pages whose size it does not tell, so ranges here are as wide as the largest of them.
+A repair gives other memory for the same addresses; the contents are lost. CANN lists addresses
+without the size of their pages, so ranges here are as wide as the largest page.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from typing import NamedTuple
 from dist_aclgraph.device.kind import DeviceKind
 from dist_aclgraph.errors import DeviceError
 
-MAX_RANGES = 128  # MAX_MEM_UCE_INFO_ARRAY_SIZE; CANN records 20 of a device
+MAX_RANGES = 128  # MAX_MEM_UCE_INFO_ARRAY_SIZE; CANN records 20 addresses per device
 RESERVED_WORDS = 14  # UCE_INFO_RESERVED_SIZE
 NOT_SUPPORTED = 207000  # ACL_ERROR_RT_FEATURE_NOT_SUPPORT: an older driver
 PAGE_BYTES: dict[DeviceKind, int] = {"npu": 2 << 20, "emulated": 4096}
 
 
 class MemoryRange(NamedTuple):
-    """Addresses of the device, from ``begin`` to before ``end``."""
+    """Addresses of the device: ``begin`` included, ``end`` excluded."""
 
     begin: int
     end: int
 
     def pages(self, page_bytes: int) -> MemoryRange:
-        """Return the whole pages that hold it."""
+        """Return the whole pages that contain the range."""
         return MemoryRange(
             self.begin // page_bytes * page_bytes, -(-self.end // page_bytes) * page_bytes
         )
 
 
 def lies_in(wanted: Sequence[MemoryRange], parts: Iterable[MemoryRange]) -> bool:
-    """Return whether parts, some of which may be neighbours, hold all that is wanted."""
+    """Return whether the parts, some of which may be neighbours, contain the whole wanted range."""
     merged: list[MemoryRange] = []
     for part in sorted(parts):
         if merged and part.begin <= merged[-1].end:
@@ -44,7 +44,7 @@ def lies_in(wanted: Sequence[MemoryRange], parts: Iterable[MemoryRange]) -> bool
 
 
 def touches(wanted: Sequence[MemoryRange], parts: Iterable[MemoryRange]) -> bool:
-    """Return whether some of the parts hold anything of what is wanted."""
+    """Return whether some of the parts overlap the wanted range."""
     return any(w.begin < p.end and p.begin < w.end for p in parts for w in wanted)
 
 
@@ -57,17 +57,17 @@ class _Info(ctypes.Structure):  # aclrtMemUceInfo
 
 
 class BadMemory:
-    """Asks CANN's runtime about device 0, and has it repair. Keeps nothing."""
+    """Queries CANN's runtime about device 0, and requests repairs. Keeps no state."""
 
     def __init__(self, acl: ctypes.CDLL, kind: DeviceKind) -> None:
         self._acl = acl
         self._page_bytes = PAGE_BYTES[kind]
 
     def ranges(self) -> tuple[MemoryRange, ...]:
-        """Return what is bad, in whole pages; nothing where CANN is too old to say.
+        """Return the faulty memory, in whole pages; nothing if CANN is too old to list it.
 
         Raises:
-            DeviceError: CANN does not tell, as after errors that no repair helps.
+            DeviceError: CANN gives no list, as after errors that no repair helps.
         """
         infos, count = self._told()
         return tuple(
@@ -78,13 +78,13 @@ class BadMemory:
         )
 
     def repair(self) -> None:
-        """Have what is bad repaired, and see that it is. All tasks have been aborted.
+        """Repair the faulty memory, and verify the repair. All tasks have been aborted before.
 
-        torch_npu's ``restart_device`` repairs what it was told of; its later versions do not where
-        CANN has ``aclrtRepairError`` and the chip is older than Ascend950.
+        torch_npu's ``restart_device`` repairs the memory that was reported to it. Its later
+        versions do not, if CANN has ``aclrtRepairError`` and the chip is older than Ascend950.
 
         Raises:
-            DeviceError: something stays bad.
+            DeviceError: some memory stays faulty.
         """
         infos, count = self._told()
         if not count:

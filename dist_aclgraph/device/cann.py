@@ -1,4 +1,4 @@
-"""Whether CANN's libraries can be loaded, and what to do where they cannot. Nothing here imports
+"""Whether CANN's libraries can be loaded, and the remedy if they cannot. Nothing here imports
 torch.
 """
 
@@ -10,14 +10,14 @@ import sys
 from dist_aclgraph.environment import cann_scripts, sourced_cann
 from dist_aclgraph.errors import DeviceError
 
-LIBRARIES = ("libascendcl.so", "libhccl.so")  # of those that torch_npu is linked with
+LIBRARIES = ("libascendcl.so", "libhccl.so")  # torch_npu is linked with these
 DRIVER_LIBRARY = "libascend_hal.so"
 LOAD_S = 60.0
 _LOAD = "import ctypes, sys\nfor name in sys.argv[1:]: ctypes.CDLL(name)"
 
 
 def load_problem() -> str:
-    """Return why CANN's libraries cannot be loaded; "" where they can.
+    """Return the reason why CANN's libraries cannot be loaded; "" if they can.
 
     Tried in a child process: libraries start threads, and open devices, when they are loaded.
     """
@@ -33,7 +33,7 @@ def load_problem() -> str:
 
 
 def load_remedy(problem: str) -> str:
-    """Return what to do where CANN cannot be loaded, by what this machine has."""
+    """Return the remedy for CANN's libraries that cannot be loaded, depending on this machine."""
     if DRIVER_LIBRARY in problem:
         return "install the Ascend driver, or mount /usr/local/Ascend/driver into the container"
     if toolkit := sourced_cann():
@@ -44,7 +44,7 @@ def load_remedy(problem: str) -> str:
 
 
 def cannot_load(problem: str) -> DeviceError:
-    """Return the error, in one sentence, for what a loader said of CANN's libraries."""
+    """Return the error, in one sentence, for a loader's message about CANN's libraries."""
     return DeviceError(f"CANN cannot be loaded ({problem}): {load_remedy(problem)}")
 
 
@@ -52,7 +52,7 @@ def check_cann() -> None:
     """Return if CANN's libraries can be loaded.
 
     Raises:
-        DeviceError: they cannot; says what to do.
+        DeviceError: they cannot; the message has the remedy.
     """
     if problem := load_problem():
         raise cannot_load(problem)

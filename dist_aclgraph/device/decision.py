@@ -1,5 +1,5 @@
-"""Which device a deployment runs on, decided once: everything behind it, plans first, goes by the
-configuration that is returned here. Nothing here imports torch.
+"""The device of a deployment, decided once: all later code, plans first, uses the configuration
+that is returned here. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ log = logging.getLogger(__name__)
 
 
 def decide_device(config: Config, use: Use, ask: Callable[[Config], NpuFacts] = ask_npu) -> Config:
-    """Return the configuration with the kind of device that ``auto`` means, and for NPUs with what
-    the first one of this machine is: ``device.soc``, ``cann`` and ``memory_mb``, unless given.
+    """Return the configuration with the kind of device that ``auto`` stands for. For NPUs, the
+    first NPU of this machine gives ``device.soc``, ``cann`` and ``memory_mb``, unless the
+    configuration has them.
 
-    Where it cannot be asked, these stay null, and plans assume what is documented: it is no error
-    unless ranks start here.
+    If no NPU answers, these keys stay null, and plans assume documented values. This is an error
+    only if ranks start here.
 
     Args:
         use: what the configuration is for: a plan alone, ranks on this machine, or ranks on the
-            nodes of a Ray cluster. There ``auto`` stays where this node has no NPU: each rank finds
-            out, and a group refuses to mix kinds.
+            nodes of a Ray cluster. In a cluster, ``auto`` stays if this node has no NPU: each rank
+            decides for its node, and a group refuses to mix kinds.
         ask: see ``ask_npu``.
 
     Raises:
-        DeviceError: ranks are to run on NPUs here, and there are none, CANN cannot be loaded, or no
+        DeviceError: ranks must run on NPUs here, but there is no NPU, CANN cannot be loaded, or no
             NPU answers.
     """
     kind = config.device.kind

@@ -1,8 +1,8 @@
 """Build and load the emulated CANN libraries, under which the real torch_npu runs on a CPU.
 
-The libraries come from the C++ sources in ``emulator/``. Loading them is preloading:
-libtorch_npu.so names its CANN libraries by SONAME, and one that is already in the process satisfies
-it. Knows nothing about what the program does with the device.
+The libraries come from the C++ sources in ``emulator/``. They are preloaded: libtorch_npu.so names
+its CANN libraries by SONAME, and a library of that name in the process satisfies it. This module
+does not know what the program does with the device.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from dist_aclgraph.shipped import is_installed, shipped
 
 
 def _build_folder() -> Path:
-    """Beside the sources in a clone; else one of this installation's own in the user's cache."""
+    """Beside the sources in a clone; otherwise in the user's cache, one folder per installation."""
     if not is_installed() and os.access(SOURCES, os.W_OK):
         return SOURCES / "build"
     installation = hashlib.sha256(str(SOURCES).encode()).hexdigest()[:12]
@@ -45,7 +45,7 @@ def _build_folder() -> Path:
 SOURCES = shipped("emulator")
 BUILD = _build_folder()
 
-# In this order: torch lies between the two groups, because the second links against libtorch_cpu.
+# The order matters: torch is between the two groups, because the second links against libtorch_cpu.
 _BEFORE_TORCH = ("ascendcl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel")
 _AFTER_TORCH = ("hccl", "opapi", "nnopbase")
 
@@ -71,14 +71,14 @@ def is_built() -> bool:
 def build(progress: OnProgress | None = None) -> Path:
     """Build the libraries if a source, a wheel or the processor changed, and return their folder.
 
-    Callers of several processes take turns; all but the first find the work done.
+    Callers of several processes take turns; only the first one builds.
 
     Args:
-        progress: called with (steps done, steps in all, what was done last).
+        progress: called with (finished steps, all steps, the last step).
 
     Raises:
-        EmulatorBuildError: g++ or make is missing; or the compiler failed, and its last lines are
-            quoted.
+        EmulatorBuildError: g++ or make is missing, or the compiler failed; the message has its last
+            lines.
     """
     if is_built():
         return BUILD
@@ -91,14 +91,14 @@ def build(progress: OnProgress | None = None) -> Path:
     with _one_builder():
         if not is_built():
             _STAMP.unlink(missing_ok=True)
-            fingerprint = _fingerprint()  # of the sources that are compiled, not of later ones
+            fingerprint = _fingerprint()  # of the sources that are compiled, not of later changes
             _make(progress)
             _STAMP.write_text(fingerprint)
     return BUILD
 
 
 def missing_tools() -> list[str]:
-    """Return those programs that a build needs and this machine has not."""
+    """Return the programs that a build needs and this machine lacks."""
     return [tool for tool in _TOOLS if shutil.which(tool) is None]
 
 
@@ -110,8 +110,8 @@ def load(settings: Mapping[str, str | int | bool]) -> None:
 
     Raises:
         EmulatorBuildError: as ``build``.
-        DeviceError: a setting is unknown or out of range; torch_npu is loaded already, or the
-            emulator is with other settings; torch is built for CUDA; the file of rates is none.
+        DeviceError: a setting is unknown or out of range; torch_npu, or the emulator with other
+            settings, is loaded already; torch is built for CUDA; the file of rates is invalid.
     """
     global _loaded_settings
     wanted = _with_rates({key: _as_text(value) for key, value in settings.items()})
@@ -127,7 +127,8 @@ def load(settings: Mapping[str, str | int | bool]) -> None:
 
 
 def preload() -> None:
-    """Load all but the settings, and touch no device: ``load`` in a forked process is short then.
+    """Load everything but the settings, and open no device. ``load`` in a forked process is then
+    fast.
 
     Raises:
         EmulatorBuildError: as ``build``.
@@ -140,7 +141,7 @@ def preload() -> None:
 
 
 def _load_runtime() -> ctypes.CDLL:
-    """Return the library that holds the settings; torch's libraries come behind these."""
+    """Return the library that holds the settings; torch's libraries come after it."""
     check_torch()
     folder = build()
     runtime, *_ = [_preload(folder, name) for name in _BEFORE_TORCH]
@@ -148,7 +149,7 @@ def _load_runtime() -> ctypes.CDLL:
 
 
 def _load_torch() -> None:
-    # torch would otherwise import torch_npu by itself, before the libraries below are there.
+    # Otherwise torch would import torch_npu by itself, before the libraries below are loaded.
     disable_backend_autoload()
     import torch  # noqa: F401
 
@@ -158,10 +159,10 @@ def _load_torch() -> None:
 
 
 def counters(device: int | None = None) -> dict[str, int]:
-    """What an emulated device holds and has counted; ``emulator/README.md`` names the keys.
+    """The state and the counters of an emulated device; ``emulator/README.md`` names the keys.
 
     Args:
-        device: as this process numbers its devices; None is the calling thread's current one.
+        device: index of the device in this process; None means the calling thread's current device.
 
     Raises:
         DeviceError: the emulator is not loaded, or has no such device.
@@ -170,7 +171,7 @@ def counters(device: int | None = None) -> dict[str, int]:
 
 
 def ai_cpu_operators(device: int | None = None) -> dict[str, int]:
-    """How often an emulated device has run each operator on its AI CPU, where it is slow.
+    """How often an emulated device has run each operator on its AI CPU, which is slow.
 
     Args and errors as ``counters``.
     """
@@ -186,7 +187,7 @@ def unaligned_operators(device: int | None = None) -> dict[str, int]:
 
 
 def rates() -> dict[str, float]:
-    """The rates of modelled time that are in force, by the names of ``docs/device-time.md``.
+    """Return the rates of modelled time by the names of ``docs/develop/device-time.md``.
 
     Raises:
         DeviceError: the emulator is not loaded.
@@ -204,7 +205,7 @@ def _check_loaded(what: str) -> None:
 
 
 def _with_rates(settings: Mapping[str, str]) -> dict[str, str]:
-    """The settings with those rates that a file replaces, instead of its name."""
+    """The settings with the rates of the file instead of the file's name."""
     others = {key: value for key, value in settings.items() if key != "rates"}
     if "rates" not in settings:
         return others
@@ -221,7 +222,7 @@ def _read_numbers(function: str, device: int | None) -> dict[str, int]:
     return values
 
 
-@functools.cache  # steps that are profiled ask several times
+@functools.cache  # profiled steps ask several times
 def _reader(function: str) -> Callable[[int], bytes | None]:
     read = getattr(ctypes.CDLL("libascendcl.so"), function)
     read.restype = ctypes.c_char_p
@@ -257,7 +258,7 @@ def _one_builder() -> Iterator[None]:
 
 
 def _fingerprint() -> str:
-    """What the libraries depend on: sources, wheels, interpreter, vector units (-march=native)."""
+    """The inputs of the libraries: sources, wheels, interpreter, vector units (-march=native)."""
     digest = hashlib.sha256()
     for path in sorted([SOURCES / "Makefile", *SOURCES.glob("src/**/*"), *SOURCES.glob("tools/*")]):
         if path.is_file():
@@ -276,7 +277,8 @@ def _processor_features() -> str:
 
 def _make(progress: OnProgress | None) -> None:
     command = ["make", "-C", str(SOURCES), "--no-print-directory", f"PYTHON={sys.executable}"]
-    # Dependencies name the file that has them: in a clone it must have the name that make gives it.
+    # Dependency files contain the name of their own file, so its name in a clone must be make's
+    # name.
     if SOURCES / "build" != BUILD:
         command.append(f"B={BUILD}")
     environment = build_environment()
@@ -302,11 +304,13 @@ def _make(progress: OnProgress | None) -> None:
         quoted = "\n".join(lines[-_QUOTED_LINES:])
         raise EmulatorBuildError(f"building the emulator failed ({' '.join(command)}):\n{quoted}")
     if is_installed():
-        (BUILD / "aten.h.gch").unlink(missing_ok=True)  # 265 MB that only a change would need
+        # 265 MB that only a change of the sources needs
+        (BUILD / "aten.h.gch").unlink(missing_ok=True)
 
 
 def run(command: Sequence[str], settings: Mapping[str, str]) -> NoReturn:
-    """Become ``command``; it and its children find the emulated NPU, whatever they import first.
+    """Replace this process by ``command``. It and its children find the emulated NPU, in any order
+    of imports.
 
     Raises:
         EmulatorBuildError: as ``build``.

@@ -1,7 +1,7 @@
-"""What a device error means: one place that reads CANN's codes and words.
+"""The meaning of a device error: the only reader of CANN's codes and messages.
 
-Sources: CANN's ``rt_error_codes.h`` and the messages that its runtime and HDK print. CANN words the
-same exhaustion in several ways, by version and by the call that met it.
+Sources: CANN's ``rt_error_codes.h`` and the messages of its runtime and HDK. CANN words the same
+exhaustion differently by version and by the failing call.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _STREAM_WORDS = re.compile(
 _MEMORY_WORDS = re.compile(r"\b207001\b|out of (device )?memory", re.IGNORECASE)
 _TIMEOUT_WORDS = re.compile(r"\b(507046|107020)\b|time(d)? ?out", re.IGNORECASE)
 
-# What stopped a device: codes of ACL, and the reasons that CANN's texts name (torch_npu's
-# NPUException.h has both). torch_npu puts the code behind these words.
+# Causes of a stopped device: ACL codes, and the reasons in CANN's texts (torch_npu's NPUException.h
+# has both). torch_npu puts the code behind these words.
 _CODE = re.compile(r"error code is (\d+)")
 _REASON = re.compile(r"reason=\[?([\w -]+)")
 _FAULT_OF_CODE: dict[int, DeviceFault] = {
@@ -56,13 +56,14 @@ _FAULT_OF_REASON: dict[str, DeviceFault] = {
     "suspect remote error": "remote",
     "hccl op retry failed": "retry",
 }
-_STOPPED = "FORCE STOP"  # torch_npu's words, without a code where its queue raises them
+_STOPPED = "FORCE STOP"  # torch_npu's words; its queue raises them without a code
 
 
 def device_fault(error: BaseException) -> DeviceFault | None:
-    """Return what stopped the device, or None where an error does not say, or is not its own.
+    """Return the cause of a stopped device, or None if an error does not tell it, or has another
+    cause.
 
-    CANN's reason goes before the code: a call that fails may have a code of its own.
+    CANN's reason takes precedence over the code, because a failing call may have its own code.
     """
     text = str(error)
     for reason in _REASON.findall(text):
@@ -75,12 +76,12 @@ def device_fault(error: BaseException) -> DeviceFault | None:
 
 
 def fault_of_code(code: int) -> DeviceFault | None:
-    """Return what stopped the device, by a code of CANN's runtime."""
+    """Return the cause of a stopped device, by a code of CANN's runtime."""
     return _FAULT_OF_CODE.get(code)
 
 
 def classify(error: BaseException) -> FailureCause:
-    """Return what an error tells of: ours by its type, torch_npu's by CANN's codes and words."""
+    """Return the kind of an error: ours by its type, torch_npu's by CANN's codes and words."""
     if isinstance(error, StreamExhaustedError):
         return "streams"
     if isinstance(error, OutOfDeviceMemoryError):
@@ -98,7 +99,7 @@ def classify(error: BaseException) -> FailureCause:
 
 
 def device_error(error: BaseException, doing: str) -> DistAclGraphError:
-    """Return our error for an exception of torch_npu, to be raised ``from`` it."""
+    """Return our error for an exception of torch_npu; raise it ``from`` that exception."""
     if isinstance(error, DistAclGraphError):
         return error
     kinds: dict[FailureCause, type[DistAclGraphError]] = {

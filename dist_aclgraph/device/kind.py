@@ -1,4 +1,4 @@
-"""Which device this machine has, and the emulator's settings; nothing here imports torch."""
+"""The device of this machine, and the emulator's settings; nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dist_aclgraph.environment import visible_devices
 from dist_aclgraph.errors import DeviceError
 
 DEVICES_OF_A_MACHINE = 8
-DEV = Path("/dev")  # where the driver puts davinci0 and on
+DEV = Path("/dev")  # the driver creates davinci0 and so on here
 
 DeviceKind = Literal["npu", "emulated"]
 
@@ -21,10 +21,10 @@ def npus_here() -> list[str]:
 
 
 def resolve_kind(kind: Literal["auto", "npu", "emulated"]) -> DeviceKind:
-    """Say which device ``auto`` means on this machine.
+    """Return the kind of device that ``auto`` means on this machine.
 
     Raises:
-        DeviceError: ``npu`` was asked for and this machine has none.
+        DeviceError: ``npu`` was requested and this machine has none.
     """
     if kind == "emulated":
         return "emulated"
@@ -43,9 +43,9 @@ def is_emulated_here(kind: Literal["auto", "npu", "emulated"]) -> bool:
 
 
 def emulator_settings(config: DeviceConfig, rank: int) -> dict[str, str | int | bool]:
-    """The emulator's settings for one world rank."""
+    """Return the emulator's settings for one world rank."""
     emulated = config.emulator
-    # As many devices as the ids that this process may use say.
+    # The number of devices follows from the ids that this process may use.
     devices = max(DEVICES_OF_A_MACHINE, 1 + max(visible_devices() or (0,)))
     settings: dict[str, str | int | bool] = {
         "devices": devices,

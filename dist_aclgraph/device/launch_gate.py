@@ -1,9 +1,9 @@
-"""Keeping launches and the stop of a device apart.
+"""A gate that keeps launches and the stop of a device apart.
 
-What is queued on a device is gone when it is stopped; what is launched behind that runs. A launch
-that was under way meanwhile would run on inputs that never came: a write to the KV cache would go
-to the slots of an earlier step. So a device is stopped while nobody launches, and nobody launches
-before it works again.
+A stop removes the queued work of a device; work that is launched afterwards runs. Such work would
+use inputs that never arrived: a write to the KV cache would go to the slots of an earlier step. So
+the device is stopped while no thread launches, and no thread launches before the device works
+again.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ STOPPED = "the device was stopped: nothing is launched before it has come back"
 
 
 class LaunchGate:
-    """Who launches holds it, but for the time in which the host waits for the device."""
+    """The launching thread holds the gate, except while the host waits for the device."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._holder: int | None = None  # id of the thread that launches
+        self._holder: int | None = None  # id of the launching thread
         self._is_closed = False
 
     @contextmanager
     def launching(self) -> Iterator[None]:
-        """Launch work inside.
+        """Launch work inside this context.
 
         Raises:
             DeviceError: the gate is closed.
@@ -41,8 +41,8 @@ class LaunchGate:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Wait for the device inside, and launch nothing. Any thread may, also one that does not
-        hold the gate.
+        """Wait for the device inside this context, and launch nothing. Any thread may use it, also
+        one that does not hold the gate.
 
         Raises:
             DeviceError: the gate was closed meanwhile.
@@ -58,10 +58,10 @@ class LaunchGate:
         self._check()
 
     def close(self, timeout_s: float) -> None:
-        """Return when nobody launches; nobody does from now on.
+        """Close the gate once no thread launches; no thread launches from now on.
 
         Raises:
-            DeviceError: somebody launches for longer.
+            DeviceError: a thread launches for longer than the limit.
         """
         if not self._lock.acquire(timeout=timeout_s):
             raise DeviceError(f"the host has launched work for {timeout_s:g} s without a pause")
@@ -69,7 +69,7 @@ class LaunchGate:
         self._lock.release()
 
     def open(self) -> None:
-        """Let launches through again."""
+        """Open the gate again."""
         self._is_closed = False
 
     def _enter(self) -> None:

@@ -1,6 +1,7 @@
 """One NPU of this process: opening it, its streams, memory and limits.
 
-The same code runs on hardware and on the emulator; only ``open_npu`` knows which one answers.
+The same code runs on hardware and on the emulator; only ``open_npu`` knows which of the two is
+used.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from dist_aclgraph.device.torch_build import check_torch
 from dist_aclgraph.environment import prepare_device
 from dist_aclgraph.errors import DeviceError, DeviceFault
 
-# Seen on 910C with CANN 9.0: so many creations succeed, then 207005.
+# Seen on 910C with CANN 9.0: creation succeeds so many times, then fails with 207005.
 STREAMS_OF_A_FRESH_DEVICE = 1979
 THREAD_LEVEL = 0  # ACL_RT_THREAD_LEVEL
 PACKAGE_CANN, VERSION_BYTES = 0, 2048  # ACL_PKG_NAME_CANN; the struct begins with the text
 CAPTURE_THREAD_LOCAL = 1  # ACL_MODEL_RI_CAPTURE_MODE_THREAD_LOCAL
 STDERR = 2
-HCCL_KERNELS = "Hccl"  # how the names of its kernels on the AI CPU begin, e.g. HcclLaunch...
+HCCL_KERNELS = "Hccl"  # prefix of the names of HCCL's kernels on the AI CPU, e.g. HcclLaunch...
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of the device."""
+    """Memory of the device, in bytes."""
 
     free_bytes: int
     total_bytes: int
@@ -56,18 +57,18 @@ def runtime() -> Any:
 
 
 def torch_npu() -> Any:
-    """Return the package, which is loaded."""
+    """Return the loaded package torch_npu."""
     return sys.modules["torch_npu"]
 
 
 class Npu:
     """The NPU that this process drives.
 
-    Owns nothing but the handle to the runtime: tensors, streams and graphs belong to whoever makes
-    them. Always device index 0: Ray narrows ASCEND_RT_VISIBLE_DEVICES to the one that was placed.
+    Owns only the handle to the runtime: tensors, streams and graphs belong to their creators. The
+    device index is always 0, because Ray limits ASCEND_RT_VISIBLE_DEVICES to the worker's NPU.
 
     Attributes:
-        is_waiting: whether the host waits for the device; any thread may ask.
+        is_waiting: whether the host waits for the device; any thread may read it.
     """
 
     def __init__(self, kind: DeviceKind) -> None:
@@ -86,9 +87,9 @@ class Npu:
 
     @property
     def cann(self) -> str:
-        """Version of CANN, e.g. 9.1.0; empty where it does not tell.
+        """Version of CANN, e.g. 9.1.0; empty if CANN does not report it.
 
-        Asked of CANN itself: torch_npu keeps what it read when it was loaded.
+        CANN itself is queried, because torch_npu keeps the value of its own loading time.
         """
         version = ctypes.create_string_buffer(VERSION_BYTES)
         code = self._acl.aclsysGetCANNVersion(PACKAGE_CANN, version)
@@ -96,7 +97,7 @@ class Npu:
 
     @property
     def description(self) -> str:
-        """In plain words, for people."""
+        """A description in plain words."""
         if self.kind == "emulated":
             return f"emulated NPU ({self.name}) on this machine's CPU"
         return f"NPU {self.name}"
@@ -104,8 +105,8 @@ class Npu:
     def available_streams(self) -> int:
         """Streams that this device can still give, as CANN counts them.
 
-        Where CANN is too old to tell, what a fresh device has been seen to give: the transaction of
-        capture then finds the truth.
+        If CANN is too old to count them, this is the number of a fresh device; the capture
+        transaction then finds the real limit.
         """
         try:
             query = self._acl.aclrtGetStreamAvailableNum
@@ -120,9 +121,9 @@ class Npu:
     def try_capture(self, stream: Any) -> int:
         """Capture nothing on ``stream``; return the streams that are left beside such a capture.
 
-        torch_npu's allocator does not recover from a capture that cannot begin, and has no part in
-        this one. No count of streams says as much: with software queues CANN counts other things
-        than captures take.
+        torch_npu's allocator does not recover from a capture that cannot begin; it takes no part in
+        this one. A count of streams is not enough: with software queues, CANN counts other
+        resources than captures take.
 
         Raises:
             RuntimeError: a capture cannot begin; with CANN's code.
@@ -140,13 +141,13 @@ class Npu:
         return left
 
     def counts_graphs(self, stream: Any) -> bool:
-        """Find out whether the count of streams falls with a capture and rises with its release.
+        """Return whether the count of streams falls with a capture and rises with its release.
 
-        With software queues it does not: CANN keeps the queues of released graphs for others.
+        With software queues it does not: CANN keeps the queues of released graphs for later graphs.
         """
         before = self.available_streams()
         if before == 0:
-            return True  # nothing to find it out with
+            return True  # nothing to test with
         return self.try_capture(stream) < before == self.available_streams()
 
     def memory(self) -> Memory:
@@ -158,36 +159,37 @@ class Npu:
             runtime().synchronize()
 
     def give_back(self) -> None:
-        """Return to the device what the allocator keeps for tensors to come."""
+        """Return the allocator's unused memory to the device."""
         runtime().empty_cache()
 
     def fault_of(self, error: BaseException) -> DeviceFault | None:
-        """Return what stopped the device, or None where nothing says so. Once for each error, on
+        """Return the cause of a stopped device, or None if unknown. Answers once for each error, on
         the thread that met it.
 
-        A library above CANN's runtime may say no more than that the runtime has refused a launch:
-        HCCL has one code for all. The runtime remembers its own for each thread, until it is asked.
+        A library above CANN's runtime may only report that the runtime has refused a launch: HCCL
+        has one code for all causes. The runtime remembers its own code for each thread, until the
+        code is read.
         """
         code = self._acl.aclrtGetLastError(THREAD_LEVEL)
         return device_fault(error) or fault_of_code(code)
 
     def bad_memory(self) -> tuple[MemoryRange, ...]:
-        """Return memory that is faulty and was not repaired; as ``BadMemory.ranges``."""
+        """Return faulty memory that was not repaired, like ``BadMemory.ranges``."""
         return self._bad_memory.ranges()
 
     def tensor_memory(self) -> list[MemoryRange]:
-        """Return what torch's allocator has of the device, for tensors that are and that come."""
+        """Return the memory that torch's allocator holds, for existing and for future tensors."""
         return [
             MemoryRange(segment["address"], segment["address"] + segment["total_size"])
             for segment in runtime().memory_snapshot()
         ]
 
     def stop(self, timeout_s: float) -> None:
-        """Abort all that the device runs and holds queued; whoever waits for it gets an error.
+        """Abort all running and queued work of the device; waiting threads get an error.
 
-        Call it beside the thread that works with the device, which launches nothing any more before
-        ``restart``. torch_npu waits for ever, and has Python wait: so a thread that needs no Python
-        ends the process where that takes too long.
+        Call it on another thread than the one that works with the device; that thread launches
+        nothing until ``restart``. torch_npu waits without a limit, and blocks Python meanwhile. So
+        a thread without Python ends the process if this takes too long.
 
         Raises:
             DeviceError: the device cannot be stopped.
@@ -197,7 +199,8 @@ class Npu:
         faulthandler.dump_traceback_later(timeout_s, exit=True, file=STDERR)
         try:
             with translated("stopping the device"):
-                # Asking for a stream's handle waits until torch_npu's task queue has launched all.
+                # Reading a stream's handle waits until torch_npu's task queue has launched all
+                # work.
                 torch_npu()._C._npu_getCurrentRawStream(0)
                 failed = runtime().stop_device(0)
         finally:
@@ -206,34 +209,34 @@ class Npu:
             raise DeviceError("the device could not be stopped")
 
     def restart(self, *, resumes_groups: bool = True) -> None:
-        """Have the device work again that has been stopped.
+        """Make a stopped device work again.
 
-        Memory, handles of streams and events, and graphs are as they were. What a task that was
-        aborted has written is garbage; so is what events of graphs say, and what memory holds that
-        was faulty: it is repaired.
+        Memory, handles of streams and events, and graphs are unchanged. Three things are garbage:
+        the output of aborted tasks, the state of events in graphs, and the contents of memory that
+        was faulty and is now repaired.
 
         Args:
-            resumes_groups: whether communicators work again, for which all their ranks must have
-                been stopped; else they can be left, and no more.
+            resumes_groups: whether communicators are resumed, which requires that all their ranks
+                were stopped; otherwise they can only be destroyed.
 
         Raises:
-            DeviceError: the device or a communicator does not come back.
+            DeviceError: the device or a communicator does not work again.
         """
         with translated("restarting the device"):
             runtime().restart_device(0)
             self._bad_memory.repair()
-            if resumes_groups:  # all communicators of the process, whatever the group
+            if resumes_groups:  # all communicators of the process, in any group
                 torch_npu().distributed.reinit_process_group(None, False)
         self._acl.aclrtGetLastError(THREAD_LEVEL)
         self._gate.open()
 
     def launching(self) -> AbstractContextManager[None]:
-        """Launch work inside that may be stopped; see ``LaunchGate.launching``."""
+        """Launch work inside; it may be stopped. See ``LaunchGate.launching``."""
         return self._gate.launching()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Have other threads know, meanwhile, that the host waits for the device.
+        """Show other threads, inside this context, that the host waits for the device.
 
         Raises:
             DeviceError: the device was stopped.
@@ -246,19 +249,19 @@ class Npu:
                 self.is_waiting = False
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return host memory that the device copies from and to without a stop."""
+        """Return host memory from and to which the device copies without a stop."""
         return torch.zeros(shape, dtype=dtype).pin_memory()
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
         """Return an array on the device; the host does not wait for the copy.
 
-        Sent on the stream that was current when this was made.
+        The copy runs on the stream that was current when this object was made.
         """
         return self._staging.send(array, self.device)
 
 
 def load_torch_npu(kind: DeviceKind) -> None:
-    """Load torch_npu, and open no device: ``open_npu`` in a forked process is short then.
+    """Load torch_npu, and open no device. ``open_npu`` in a forked process is then fast.
 
     Raises:
         EmulatorBuildError: the emulator cannot be built.

@@ -1,4 +1,4 @@
-"""What a step took: host time by stage, waits of the device, and what the emulator counts."""
+"""Measurements of a step: host time by stage, waits of the device, and counts of the emulator."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from dist_aclgraph.device import emulator
 from dist_aclgraph.device.npu import runtime
 
-# What a worker's host does in a step, in order: it brings rows up to date; makes inputs, and sends
-# them; pads lengths; runs eagerly, or queues a graph's replay and its updates; samples; waits for a
-# result and reads it.
+# The stages of a worker's host in a step, in order: update rows; make inputs, and send them; pad
+# lengths; run eagerly, or queue a graph's replay and its updates; sample; wait for a result and
+# read it.
 WORKER_STAGES = (
     "rows",
     "inputs",
@@ -30,8 +30,8 @@ class Stopwatch:
     """Host time by stage of one step, in microseconds; costs nothing while off.
 
     Attributes:
-        stages: one after the other, from the plan's arrival to the result.
-        beside: what ran meanwhile or between two steps, since it was taken last.
+        stages: stages in sequence, from the plan's arrival to the result.
+        beside: work that ran meanwhile or between two steps, since the last report.
     """
 
     enabled: bool
@@ -62,7 +62,7 @@ class Stopwatch:
             self.stages = own
 
     def book(self, what: str, duration_us: float) -> None:
-        """Book time that is not on the step's way."""
+        """Book time that is not on the step's path."""
         if self.enabled:
             self.beside[what] = self.beside.get(what, 0.0) + duration_us
 
@@ -73,10 +73,10 @@ class Stopwatch:
 
 @dataclass
 class ReplaySpan:
-    """Of a step: events at the start of its replay and behind its last update, on hardware.
+    """Events of a step on hardware: at the start of its replay and behind its last update.
 
     Attributes:
-        has_updates: whether some were not sent ahead.
+        has_updates: whether some updates were not sent ahead.
     """
 
     begin: Any = None
@@ -85,10 +85,11 @@ class ReplaySpan:
 
 
 class UpdateWait:
-    """How long the device stood in a replay and waited for its tasks to be updated.
+    """The time in which the device waited, within a replay, for updates of its tasks.
 
-    The emulator counts it. Hardware does not tell: there it is the time from the replay's start to
-    the last record sent behind it, an upper bound, because the device also computes meanwhile.
+    The emulator counts it. Hardware does not report it: there it is the time from the replay's
+    start to the last record behind it. This is an upper bound, because the device also computes
+    meanwhile.
     """
 
     def __init__(self, is_counted: bool) -> None:
@@ -104,15 +105,15 @@ class UpdateWait:
         return ReplaySpan(begin, end)
 
     def end(self, span: ReplaySpan, update_stream: Any, num_behind: int) -> None:
-        """Call behind the step's updates, of which ``num_behind`` were not sent ahead."""
+        """Call behind the step's updates, of which ``num_behind`` were not sent ahead of the
+        replay.
+        """
         span.has_updates = num_behind > 0
         if span.has_updates and not self._is_counted:
             span.end.record(update_stream)
 
     def take_us(self, span: ReplaySpan) -> float:
-        """Return the wait of a step that has ended; on the emulator, all waits since the last
-        call.
-        """
+        """Return the wait of a finished step; on the emulator, all waits since the last call."""
         if self._is_counted:
             before_ns, self._taken_ns = self._taken_ns, self._counted_ns()
             return (self._taken_ns - before_ns) / 1e3
@@ -127,10 +128,10 @@ class UpdateWait:
 
 
 class DeviceCounts:
-    """What the emulator counts of a step; hardware does not tell.
+    """The emulator's counts of a step; hardware has none.
 
-    Collectives, and the bytes that they bring from other ranks; with modelled time, for how long
-    the device was busy, and idle by what it waited for.
+    Collectives, and their bytes from other ranks; with modelled time, the device's busy time, and
+    its idle time by cause.
     """
 
     def __init__(self, is_counted: bool) -> None:
@@ -138,12 +139,12 @@ class DeviceCounts:
         self._before = self._read() if is_counted else {}
 
     def skip(self) -> None:
-        """Do not count what has run."""
+        """Skip all counts up to now."""
         self.take()
 
     def take(self) -> dict[str, int]:
-        """Return what has run since the last call: of a step that is followed by another at once,
-        a part may be counted for the other.
+        """Return the counts since the last call. If the next step follows at once, some counts may
+        belong to it.
         """
         if not self._is_counted:
             return {}

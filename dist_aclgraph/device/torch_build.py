@@ -1,7 +1,7 @@
-"""Which torch is installed. torch_npu ends the process, with words that help nobody, under a torch
-that is built for CUDA; so this is asked before either of them is imported.
+"""The build of the installed torch. Under a torch for CUDA, torch_npu ends the process with a
+useless message, so this is checked before either of them is imported.
 
-``python -m dist_aclgraph.device.torch_build`` fails with the sentence.
+``python -m dist_aclgraph.device.torch_build`` fails with our message.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _CUDA = re.compile(r"^cuda\b[^=\n]*=\s*['\"]([^'\"]+)", re.MULTILINE)
 
 
 def cuda_version() -> str:
-    """Return the version of CUDA that the installed torch is built for; "" if for none."""
+    """Return the version of CUDA for which the installed torch is built; "" if none."""
     try:
         found = importlib.util.find_spec("torch")
-    except ValueError:  # something that is no package stands in its place
+    except ValueError:  # something else than a package has its name
         return ""
     if found is None or found.origin is None:
         return ""

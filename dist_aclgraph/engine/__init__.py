@@ -1,1 +1,1 @@
-"""What a worker does with a step, and the loop that decides steps."""
+"""The work of a worker in a step, and the loop that decides steps."""

@@ -1,4 +1,4 @@
-"""What attention must know of a step, made once for all layers."""
+"""Attention's metadata of a step, made once for all layers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ class AttentionSteps:
     """Makes metadata for one kind of attention on one rank. Owns the causal mask.
 
     Args:
-        max_queries: of a request that attends directly where not every one does.
-        max_tokens: whose keys are read at once for the others.
+        max_queries: largest number of queries of a request that attends directly, if other requests
+            do not.
+        max_tokens: number of tokens whose keys are read together for other requests.
     """
 
     def __init__(
@@ -54,12 +55,12 @@ class AttentionSteps:
         iteration: int = 0,
         written: Tensor | None = None,
     ) -> AttentionMetadata:
-        """Return that of a full graph, from its static inputs.
+        """Return the metadata of a full graph, from its static inputs.
 
         Args:
             tasks: the graph under capture, None runs eagerly.
-            iteration: of drafting, in which all requests are longer by one token than before.
-            written: [num_tokens] int32, slots where they are not those of the inputs.
+            iteration: of drafting; each iteration makes all requests longer by one token.
+            written: [num_tokens] int32, slots, if they differ from those of the inputs.
         """
         block_table, query_len = inputs.block_table, graph.query_len
         if self._place.is_sharded and query_len > 1:
@@ -77,7 +78,7 @@ class AttentionSteps:
         )
 
     def of_step(self, inputs: HostStep, step: DeviceStep) -> AttentionMetadata:
-        """Return that of any mixture of live requests.
+        """Return the metadata of any mixture of live requests.
 
         Args:
             step: the same on the device; tokens may be padded.
@@ -126,13 +127,14 @@ class AttentionSteps:
     def of_drafts(
         self, positions: Tensor, written: Tensor, block_table: Tensor, inputs: HostStep, ahead: int
     ) -> AttentionMetadata:
-        """Return that of an iteration of drafting behind a mixed step, over all sampled places.
+        """Return the metadata of an iteration of drafting behind a mixed step, over all sampled
+        places.
 
         Args:
             positions: [num_samples, k + 1] int32 of live requests, ``ahead`` not added.
             written: [num_samples * (k + 1)] int32, slots.
             block_table: [num_samples, max_blocks].
-            ahead: how many tokens longer the requests are than after the step.
+            ahead: number of tokens by which requests are longer than after the step.
         """
         assert inputs.drafts is not None
         at = inputs.drafts.positions
@@ -157,20 +159,20 @@ class AttentionSteps:
         )
 
     def _slots(self, slots: Tensor) -> Tensor:
-        """Slots as the cache write takes them: whatever is not written here is -1."""
+        """Return slots for the cache write: -1 for tokens that are not written here."""
         if self._place.is_sharded:
             slots = slots.clamp(min=-1)
         return slots.to(self._kind.slot_dtype)
 
     def _is_empty(self, positions: Tensor, ahead: int = 0) -> Tensor | None:
-        """[n] -> [n, 1, 1], whether the shard keeps nothing of what each token sees."""
+        """[n] -> [n, 1, 1], whether the shard has no key that the token sees."""
         if not self._place.is_sharded:
             return None
         first = self._place.shards.first_position(self._place.shard)
         return (positions < first - ahead).view(-1, 1, 1)
 
     def _reads_of(self, parts: Sequence[Part], block_table: IntArray) -> list[Reads]:
-        """Return where the keys of each chunk are, part by part."""
+        """Return the places of the keys of each chunk, part by part."""
         place = self._place
         return [
             find_keys(chunk, block_table, place.shards, place.shard)
@@ -186,7 +188,7 @@ def _arrays_of(reads: Reads) -> list[IntArray]:
 def _on_device(
     parts: Sequence[Part], reads: Sequence[Reads], sent: Iterator[Tensor]
 ) -> tuple[DevicePart, ...]:
-    """Put parts together with the tensors of ``_arrays_of`` for all their reads, in order."""
+    """Join parts with the tensors of ``_arrays_of`` for all their reads, in order."""
     each = iter(reads)
     return tuple(
         DevicePart(

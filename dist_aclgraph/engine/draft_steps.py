@@ -23,14 +23,14 @@ from dist_aclgraph.topology import ExchangeKind
 
 
 class DraftSteps:
-    """Owns the drafts of this rank, and the module's KV cache: the blocks are the decoder's.
+    """Owns the drafts of this rank, and the module's KV cache, which uses the decoder's block ids.
 
     Args:
         k: drafts of each request.
-        max_rows: of the batch; one more is spare.
+        max_rows: of the batch; one spare row is added.
         vocab_size: of the decoder.
-        attention: makes the metadata of the module's attention, which is the decoder's.
-        tally: [2] int64, what the module's experts add to.
+        attention: makes the metadata of attention, for the module as for the decoder.
+        tally: [2] int64, the counters of the module's experts.
         choose_exchange: how the tokens of an iteration travel to their experts.
     """
 
@@ -57,11 +57,11 @@ class DraftSteps:
 
     @property
     def num_places(self) -> int:
-        """Tokens of a request that decodes: its last one, and its drafts."""
+        """Tokens per decoding request: its last one, and its drafts."""
         return self._drafter.k + 1
 
     def make_cache(self, num_blocks: int, dtype: torch.dtype) -> None:
-        self._cache = None  # before the new one: there may be no room for both
+        self._cache = None  # before the new one is made: there may be no room for both
         self._cache = self._module.make_cache(num_blocks, self._block_size, dtype)
 
     @property
@@ -70,12 +70,12 @@ class DraftSteps:
 
     @property
     def tokens(self) -> TokenTable:
-        """The latest of them are drafts and last tokens of all rows."""
+        """The latest tokens that are drafts and last tokens of all rows."""
         return self._drafter.tokens
 
     def move(self, inputs: DeviceStep) -> None:
-        """Move requests that begin behind drafts which have passed, in the static inputs of a graph
-        and in place: positions, slots, and slots of drafts.
+        """Move requests behind their accepted drafts, in place, in the static inputs of a graph:
+        positions, slots, and slots of drafts.
         """
         drafts = inputs.drafts
         assert drafts is not None and drafts.behind is not None
@@ -90,7 +90,7 @@ class DraftSteps:
         inputs.slots.view(num_reqs, num_places).copy_(slots[:, :num_places])
 
     def count(self, sampled: Tensor, inputs: DeviceStep) -> Tensor:
-        """Return how many drafts of each request have passed, [num_reqs] int32, padding included.
+        """Return the number of accepted drafts of each request, [num_reqs] int32, padding included.
 
         Args:
             sampled: [num_samples * (k + 1)] int32, of live requests at least.
@@ -99,7 +99,7 @@ class DraftSteps:
         return self._drafter.count(self._by_request(sampled, inputs), inputs.drafts)
 
     def _by_request(self, sampled: Tensor, inputs: DeviceStep) -> Tensor:
-        """Return what was sampled as [num_reqs, k + 1], padding included."""
+        """Return the sampled tokens as [num_reqs, k + 1], padding included."""
         assert inputs.drafts is not None
         size = len(inputs.drafts.rows) * self.num_places
         if len(sampled) < size:
@@ -118,7 +118,7 @@ class DraftSteps:
         accepted: Tensor,
         tasks: TaskRecorder | None,
     ) -> None:
-        """Draft from the static inputs of a graph, drafts filled in.
+        """Draft from the static inputs of a graph, in which drafts are filled in.
 
         Args:
             hidden: [num_tokens, hidden]; sampled: [num_tokens] int32; accepted: as from ``count``.
@@ -162,7 +162,7 @@ class DraftSteps:
         exchange: ExchangeKind | None,
         collect: Collect,
     ) -> None:
-        """Draft for the requests of a mixed step that were sampled.
+        """Draft for the sampled requests of a mixed step.
 
         Args:
             metadata: of the decoder.
@@ -170,7 +170,7 @@ class DraftSteps:
             sampled: [num_samples * (k + 1)] int32, of live requests.
             accepted: as from ``count``.
             exchange: of the decoder.
-            collect: finds hidden states of places, whichever rank runs them.
+            collect: returns hidden states of places, from any rank.
         """
         assert step.drafts is not None and step.next_tokens is not None
         draft_table = step.draft_table

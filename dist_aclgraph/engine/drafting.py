@@ -1,17 +1,17 @@
 """Multi-token prediction: drafts that the next step verifies, all on the device.
 
 A step gives the target model each request's last token and its k drafts, and samples a token at
-every one of these places, as it would without drafts. The drafts that equal what was sampled before
-them were right; the token after the last right one comes for free. So what is sampled never depends
-on the drafts: greedy or random, with or without, a request gets the same tokens. (For drafts that
-are chosen without chance this is rejection sampling: a draft passes with the probability that the
-target gives it, and otherwise the target's other tokens are left.)
+every one of these places, as it would without drafts. A draft is accepted if it equals the token
+that was sampled before it; the token after the last accepted draft is an additional result. So
+sampling never depends on the drafts: greedy or random, with or without drafts, a request gets the
+same tokens. (For deterministic drafts this is rejection sampling: a draft is accepted with its
+probability under the target, and otherwise one of the target's other tokens is sampled.)
 
-Then the next-token module runs over the same places with the tokens that were sampled, and from the
-last right place on it proposes k tokens, one after another. How many drafts passed is known to the
-device alone, and nothing on the host may depend on it. So every request keeps k + 1 places in each
-of these runs, of which those from the last right place on write to the cache; causality keeps the
-places after it from being seen, and no place reads memory that was never written.
+Then the next-token module runs over the same places with the sampled tokens, and proposes k tokens,
+one after another, from the last accepted place on. Only the device knows the number of accepted
+drafts, and no work of the host may depend on it. So every request keeps k + 1 places in each of
+these runs. The places from the last accepted one on write to the cache. Causality hides the places
+after it, and no place reads memory that was never written.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from dist_aclgraph.steps.references import first_last
 
 
 class DraftPass(NamedTuple):
-    """What the next-token module runs over in one iteration of drafting.
+    """The inputs of the next-token module in one iteration of drafting.
 
     Attributes:
-        iteration: from 0; KV lengths are longer by that.
+        iteration: from 0; KV lengths are longer by this number.
         token_ids, positions: [n] int32.
         slots: [n] int32, negative is padding.
-        written: [n] int32, slots of what is written to the cache, -1 is not.
-        hidden: [n, hidden], of the places before.
+        written: [n] int32, slots of the cache write; -1 is not written.
+        hidden: [n, hidden], hidden states of the previous places.
     """
 
     iteration: int
@@ -48,24 +48,25 @@ class DraftPass(NamedTuple):
 
 
 RunModule = Callable[[DraftPass], Tensor]  # to [n, hidden]
-Collect = Callable[[Tensor, Tensor], Tensor]  # rows of [n, hidden] at places, whoever has them
+Collect = Callable[[Tensor, Tensor], Tensor]  # rows of [n, hidden] at places, from any rank
 
 
 def rows_at(hidden: Tensor, places: Tensor) -> Tensor:
-    """Return the rows of [n, hidden] at places, all of which this rank runs."""
+    """Return the rows of [n, hidden] at places; this rank runs all of them."""
     return hidden.index_select(0, places)
 
 
 class Drafter:
     """Owns the drafts of all rows, and their last tokens.
 
-    No view of what it reads begins in the middle of a row: operators load blocks of 32 bytes.
+    No view that it reads begins in the middle of a row, because operators load blocks of 32 bytes.
 
     Attributes:
-        tokens: whose latest ones drafts and last are, of which the last row is spare.
+        tokens: the latest tokens, with views ``drafts`` and ``last``; the last row is spare.
         drafts: [max_rows + 1, k] int32.
         last: [max_rows + 1] int32.
-        passed: [max_rows + 1] int32, drafts that passed in the last step; none of the spare row.
+        passed: [max_rows + 1] int32, number of accepted drafts in the last step; 0 in the spare
+            row.
     """
 
     def __init__(self, k: int, max_rows: int, vocab_size: int, device: torch.device) -> None:
@@ -81,7 +82,7 @@ class Drafter:
         return self.drafts.shape[1]
 
     def count(self, sampled: Tensor, inputs: DraftInputs) -> Tensor:
-        """Return how many drafts of each request have passed, [num_reqs] int32.
+        """Return the number of accepted drafts of each request, [num_reqs] int32.
 
         Args:
             sampled: [num_reqs, k + 1] int32, at the places.
@@ -103,20 +104,20 @@ class Drafter:
         inputs: DraftInputs,
         collect: Collect = rows_at,
     ) -> None:
-        """Draft what follows.
+        """Draft the next k tokens.
 
         Args:
-            collect: where the step has other tokens than places, finds the hidden states of these.
-            logits: of the module's results: [num_reqs, hidden] -> [num_reqs, vocab].
+            collect: returns the hidden states of places, if the step has other tokens, too.
+            logits: maps the module's results, [num_reqs, hidden], to [num_reqs, vocab].
             positions, slots: [n] int32, of the step.
-            next_tokens: [n] int32, the token after each, what was sampled at the places filled in;
-                None where every token is a place, in order.
+            next_tokens: [n] int32, the token after each one; sampled tokens are filled in at
+                places. None if every token is a place, in order.
             hidden: [n, hidden], the target model's.
             sampled: [num_reqs, k + 1] int32, at the places.
             accepted: [num_reqs] int32, as from ``count``.
         """
         num_reqs, num_places = sampled.shape
-        if num_reqs == 0:  # chunks of prompts only
+        if num_reqs == 0:  # the step has only chunks of prompts
             assert next_tokens is not None
             run(DraftPass(0, next_tokens, positions, slots, slots, hidden))
             return
@@ -152,10 +153,10 @@ class Drafter:
 
 
 def count_accepted(sampled: Tensor, drafted: Tensor, most: Tensor) -> Tensor:
-    """Count the drafts before the first wrong one.
+    """Count the drafts before the first rejected one.
 
     Args:
-        sampled: [num_reqs, k + 1] int32, what the target chose at each place.
+        sampled: [num_reqs, k + 1] int32, the target's choice at each place.
         drafted: [num_reqs, k] int32.
         most: [num_reqs] int32.
 
@@ -164,6 +165,6 @@ def count_accepted(sampled: Tensor, drafted: Tensor, most: Tensor) -> Tensor:
     """
     k = drafted.shape[1]
     right = (sampled[:, :-1] == drafted).int()
-    # The least index of a wrong one; those of right ones count as larger than any.
+    # The smallest index of a rejected draft; accepted drafts count as larger than any index.
     index = torch.arange(k, dtype=torch.int32, device=sampled.device)
     return torch.minimum((index + right * k).amin(1), most)

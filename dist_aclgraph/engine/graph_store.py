@@ -1,4 +1,6 @@
-"""The captured graphs of one rank: captured, let into use, and given back, one bucket at a time."""
+"""The captured graphs of one rank: capture, release for use, and release of memory, one bucket at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ Captured = WholeStep | CapturedPieces
 
 
 class GraphStore:
-    """Owns the graphs, their pool and the stream that they are recorded on."""
+    """Owns the graphs, their pool and the stream on which they are recorded."""
 
     def __init__(self, npu: Npu) -> None:
         self._npu = npu
@@ -39,10 +41,10 @@ class GraphStore:
         return not self._graphs and not self._uncommitted
 
     def find(self, graph: BatchDescriptor) -> Captured:
-        """Return what was captured for a descriptor.
+        """Return the captured graph of a descriptor.
 
         Raises:
-            ReplayMismatchError: nothing that steps may replay.
+            ReplayMismatchError: there is no graph that steps may replay.
         """
         captured = self._graphs.get(graph)
         if captured is None:
@@ -78,7 +80,7 @@ class GraphStore:
     def capture_pieces(
         self, graph: BatchDescriptor, run: Callable[[CapturedPieces], object]
     ) -> CaptureCost:
-        """Capture what ``run`` hands over to the pieces; see ``capture``."""
+        """Capture the segments that ``run`` gives to the pieces; see ``capture``."""
 
         def record() -> CapturedPieces:
             pieces = CapturedPieces(graph, self._recording)
@@ -92,11 +94,11 @@ class GraphStore:
         return self._capture(graph, record)
 
     def commit(self, graph: BatchDescriptor) -> None:
-        """Let steps replay a bucket: every rank has it."""
+        """Let steps replay a bucket, because every rank has it."""
         self._graphs[graph] = self._uncommitted.pop(graph)
 
     def release(self, graph: BatchDescriptor) -> None:
-        """Undo the capture of one bucket, if there is one, committed or not."""
+        """Undo the capture of one bucket, if it exists, committed or not."""
         captured = self._uncommitted.pop(graph, None) or self._graphs.pop(graph, None)
         if captured is not None:
             self._npu.synchronize()
@@ -115,24 +117,25 @@ class GraphStore:
 
     @property
     def free_streams(self) -> int | None:
-        """Streams left for graphs; None where the device's count does not follow graphs."""
+        """Streams left for graphs; None if the device's count does not follow graphs."""
         return self._npu.available_streams() if self._recording.counts_streams else None
 
     @property
     def pool_memory(self) -> PoolMemory:
-        """What all captures together hold."""
+        """Return the cost of all captures together."""
         return self._pool.memory()
 
     def _capture(self, graph: BatchDescriptor, record: Callable[[], Captured]) -> CaptureCost:
-        """Capture one bucket and return what it took.
+        """Capture one bucket and return its cost.
 
         Raises:
-            StreamExhaustedError, OutOfDeviceMemoryError, CaptureError: nothing is left behind.
+            StreamExhaustedError, OutOfDeviceMemoryError, CaptureError: nothing of the capture
+                remains.
         """
         started_s = time.perf_counter()
         self._npu.synchronize()
-        # A capture cannot take back what the allocator keeps for others, such as the pool of a
-        # capture that was undone.
+        # A capture cannot use memory that the allocator reserves, such as the pool of an undone
+        # capture.
         self._npu.give_back()
         streams, pool = self.free_streams, self._pool.memory()
         with OperatorDigest() as digest, torch.inference_mode():
@@ -154,7 +157,7 @@ def _ai_cpu_operators(captured: Captured) -> dict[str, int] | None:
     try:
         return dict(sum(map(Counter, map(ai_cpu_operators, graphs)), Counter()))
     except RuntimeError:
-        return None  # of no weight for the capture
+        return None  # unimportant for the capture
 
 
 def _release(captured: Captured) -> None:

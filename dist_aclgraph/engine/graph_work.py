@@ -1,4 +1,4 @@
-"""What the graphs of a rank do: run once on padding, recorded, or replayed in pieces."""
+"""The work inside the graphs of a rank: run once on padding, recorded, or replayed in pieces."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class GraphWork:
     Attributes:
         drafts: None without drafts.
         caches: of the decoder, which may be replaced in place.
-        tally: [2] int64, what the decoder's experts add to.
+        tally: [2] int64, the counters of the decoder's experts.
         choose_exchange: how the tokens of a graph travel to their experts.
-        follows: whether a step may be queued behind one whose tokens the host does not have.
+        follows: whether a step may be queued behind one whose tokens the host has not read.
     """
 
     model: Decoder
@@ -49,13 +49,13 @@ class GraphWork:
 
     @property
     def tokens(self) -> TokenTable:
-        """What token ids name."""
+        """Fill in the tokens that token ids name."""
         tokens = self.buffers.tokens if self.drafts is None else self.drafts.tokens
         assert tokens is not None
         return tokens
 
     def forwards(self, graph: BatchDescriptor) -> list[Forward]:
-        """What the full graphs of a bucket record."""
+        """Return the functions that the full graphs of a bucket record."""
         forwards: list[Forward] = [partial(self._run_whole, graph)]
         if self.drafts is not None:
             assert graph.query_len == self.drafts.num_places
@@ -63,7 +63,7 @@ class GraphWork:
         return forwards
 
     def _run_whole(self, graph: BatchDescriptor, tasks: TaskRecorder | None) -> None:
-        """The step of a full graph on padding, from the static inputs to the static outputs."""
+        """Run the step of a full graph on padding, from the static inputs to the static outputs."""
         inputs, buffers = self.buffers.inputs(graph), self.buffers
         if self.drafts is not None and self.follows:
             self.drafts.move(inputs)
@@ -83,7 +83,7 @@ class GraphWork:
             hidden = hidden.index_select(0, inputs.places)
         n = len(hidden)
         logits = self.model.logits(hidden, buffers.logits[:n])
-        # On every rank, though one of them samples: all capture the same operators.
+        # Every rank does this, though only one samples: all ranks must capture the same operators.
         chosen = torch.empty(n, dtype=torch.int64, device=logits.device)
         torch.max(logits, -1, out=(buffers.best[:n], chosen))
         buffers.sampled[:n].copy_(chosen)
@@ -92,14 +92,14 @@ class GraphWork:
             self.count_accepted(graph)
 
     def count_accepted(self, graph: BatchDescriptor) -> None:
-        """Write how many drafts of each request have passed, by what was sampled."""
+        """Write the number of accepted drafts of each request, by the sampled tokens."""
         assert self.drafts is not None
         buffers = self.buffers
         accepted = self.drafts.count(buffers.sampled[: graph.num_tokens], buffers.inputs(graph))
         buffers.accepted[: graph.num_reqs].copy_(accepted)
 
     def _draft_whole(self, graph: BatchDescriptor, tasks: TaskRecorder | None) -> None:
-        """Go on from the outputs of ``_run_whole``."""
+        """Continue from the outputs of ``_run_whole``."""
         assert self.drafts is not None
         buffers, n = self.buffers, graph.num_tokens
         self.drafts.propose_whole(
@@ -115,7 +115,9 @@ class GraphWork:
     def run_pieces(
         self, graph: BatchDescriptor, metadata: AttentionMetadata, run: RunSegment
     ) -> Tensor:
-        """Run the segments on static inputs, attention on the live; return [bucket, hidden]."""
+        """Run the segments on static inputs, and attention on the live tokens; return [bucket,
+        hidden].
+        """
         inputs = self.buffers.inputs(graph)
         return self.model.forward(
             inputs.token_ids,

@@ -1,11 +1,11 @@
-"""The running batch as a worker keeps it: rows brought up to date by a step's differences.
+"""The running batch of a worker: rows, updated by the differences that steps carry.
 
-A decode step behind a decode step of the same requests is made by counting on (``_go_on``): what
-does not change stays the same array.
+A decode step behind a decode step of the same requests is made by counting on (``_go_on``):
+unchanged values stay the same arrays.
 
-Host memory only. What a step in flight samples is not here yet: the step behind it names these
-tokens by reference, and the device fills them in. Every rank of a tensor parallel group holds the
-same rows, because every rank receives the same plan.
+The batch is host memory only. It does not contain tokens that a step in flight samples. The next
+step names these tokens by reference, and the device fills them in. Every rank of a tensor parallel
+group holds the same rows, because every rank receives the same plan.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from dist_aclgraph.steps.prompt_share import share_prompts
 from dist_aclgraph.steps.references import References
 from dist_aclgraph.steps.step import RankBatch
 
-# Between the records of two decode steps of the same requests: one more token is computed.
+# Difference of the records of two decode steps of the same requests: one more computed token.
 ONE_FURTHER = np.array([0, 1, 0, 0], np.int32)
 
 
 class ComingTokens(NamedTuple):
-    """Tokens that a step in flight samples, [n] each: whose, and how the device knows them."""
+    """Tokens that a step in flight samples: their rows and their references on the device, [n]
+    each.
+    """
 
     rows: IntArray
     references: IntArray
@@ -41,7 +43,7 @@ class InputBatch:
     """Owns tokens, block tables and sampling parameters of all rows.
 
     Attributes:
-        references: how the rows' tokens are named that only the device has.
+        references: names of the rows' tokens that only the device has.
     """
 
     def __init__(
@@ -52,28 +54,28 @@ class InputBatch:
         num_latest: int,
         num_drafts: int = 0,
     ) -> None:
-        """Make room.
+        """Allocate the arrays.
 
         Args:
-            place: of the rank among those that share its requests' context.
-            num_latest: how many latest tokens the device keeps.
+            place: of the rank among the ranks that share its requests' context.
+            num_latest: number of latest tokens that the device keeps.
         """
         self._place = place
-        # One row is spare on the device.
+        # The device has one spare row.
         self.references = References(num_latest, num_drafts, max_rows + 1)
         self._num_drafts = num_drafts
-        # By row, which sample of the last step is its own; and the array of rows it was made of.
+        # By row, the index of its sample in the last step; and the array of rows that defined it.
         self._sample_of: IntArray = np.zeros(max_rows, dtype=np.int32)
         self._sampled_rows = NO_INTS
-        # References to samples of the last step, and the array of rows that they are of.
+        # References to samples of the last step, and the array of their rows.
         self._names = self._named_rows = NO_INTS
-        # The last step and its records, if the next one may go on from it; and how many steps do so
-        # before a request needs another block.
+        # The last step and its records, if the next step may count on from it; and the number of
+        # such steps before a request needs another block.
         self._last: HostStep | None = None
         self._records = NO_RECORDS
         self._num_left = 0
         block_size = place.shards.tokens_per_block
-        # One token more than the context: the last one sampled is never computed.
+        # One token more than the context: the last sampled token is never computed.
         self.token_ids: IntArray = np.zeros((max_rows, max_len + 1), dtype=np.int32)
         self.num_tokens: IntArray = np.zeros(max_rows, dtype=np.int32)
         self.block_table: IntArray = np.zeros(
@@ -95,7 +97,8 @@ class InputBatch:
             self.token_ids[row, : len(tokens)] = tokens
             self.num_tokens[row] = len(tokens)
             self.block_table[row, : len(blocks)] = blocks
-            self.block_table[row, len(blocks) :] = 0  # drafts may look beyond: no block of others
+            # drafts may look beyond, and must see no block of other requests
+            self.block_table[row, len(blocks) :] = 0
             self.sampling.set(row, start.sampling)
         if batch.blocks:
             rows, indices, ids = unpack_ints(batch.blocks, 3).T
@@ -105,8 +108,8 @@ class InputBatch:
             self._append(*unpack_ints(batch.appended, 2).T)
 
     def _append(self, rows: IntArray, tokens: IntArray) -> None:
-        """Add tokens; those of one row stand together."""
-        if (rows[1:] != rows[:-1]).all():  # one each
+        """Add tokens; tokens of one row are neighbours."""
+        if (rows[1:] != rows[:-1]).all():  # one token per row
             self.token_ids[rows, self.num_tokens[rows]] = tokens
             self.num_tokens[rows] += 1
             return
@@ -117,12 +120,12 @@ class InputBatch:
         self.num_tokens[rows[starts]] += counts
 
     def step_inputs(self, records: IntArray, *, moves: bool = False) -> HostStep:
-        """Gather what the scheduled requests run in this step: this rank's share of it.
+        """Gather this rank's share of the tokens that the scheduled requests run in this step.
 
         Args:
             records: [num_reqs, 4] as in ``RankBatch.scheduled``.
-            moves: whether requests whose tokens are not here yet begin behind drafts of which
-                the device alone knows how many have passed.
+            moves: whether requests with tokens in flight begin behind drafts whose accepted number
+                only the device knows.
         """
         last, self._last = self._last, None
         if not len(records):
@@ -133,7 +136,7 @@ class InputBatch:
         rows, computed, scheduled, num_logits = records.T
         kv_lens = computed + scheduled
         query_ends = np.cumsum(scheduled, dtype=np.int32)
-        if int(query_ends[-1]) == len(rows):  # one token each: decoding
+        if int(query_ends[-1]) == len(rows):  # one token per request: decoding
             token_rows, positions = rows, computed
         else:
             token_rows = np.repeat(rows, scheduled)
@@ -174,7 +177,7 @@ class InputBatch:
         return share_prompts(step, place.num_prompt_ranks, place.prompt_rank)
 
     def _go_on(self, last: HostStep) -> HostStep:
-        """Return the decode step behind ``last``: the same requests, each one token further."""
+        """Return the decode step behind ``last``: the same requests, each one token longer."""
         rows, positions, kv_lens = last.rows, last.positions + 1, last.kv_lens + 1
         if self._num_left:
             self._num_left -= 1
@@ -201,27 +204,28 @@ class InputBatch:
         )
 
     def _table_of(self, rows: IntArray, kv_lens: IntArray) -> IntArray:
-        """Return the block table of requests, as wide as the longest needs."""
+        """Return the block table of requests, as wide as the longest one needs."""
         per_block = self._place.shards.tokens_per_block
         width = table_width(int(kv_lens.max()), per_block, self._num_drafts)
         table: IntArray = self.block_table[rows, :width]
         return table
 
     def _steps_left(self, positions: IntArray) -> int:
-        """Return how many steps can follow before a request enters another block."""
-        if self._place.is_sharded:  # the next token is another shard's, or elsewhere on this one
+        """Return the number of steps before a request enters another block."""
+        # the next token is on another shard, or in another slot of this one
+        if self._place.is_sharded:
             return 0
         per_block = self._place.shards.tokens_per_block
         return per_block - 1 - int((positions % per_block).max())
 
     def note_samples(self, step: HostStep) -> None:
-        """Remember where the step samples: the next one may need its tokens by reference."""
+        """Remember the samples of the step: the next step may need its tokens by reference."""
         if step.sampled_rows is not self._sampled_rows:
             self._sample_of[step.sampled_rows] = np.arange(step.num_samples, dtype=np.int32)
             self._sampled_rows, self._named_rows = step.sampled_rows, NO_INTS
 
     def in_flight(self, records: IntArray) -> npt.NDArray[np.bool_]:
-        """[num_reqs], whose last tokens are not here yet.
+        """[num_reqs], requests whose last tokens are not on the host yet.
 
         Args:
             records: as for ``step_inputs``.
@@ -232,10 +236,11 @@ class InputBatch:
     def coming_tokens(
         self, step: HostStep, is_wanted: npt.NDArray[np.bool_]
     ) -> ComingTokens | None:
-        """Return the last tokens of a step's requests that are not here yet; None where all are.
+        """Return the last tokens of a step's requests that are not on the host yet; None if all
+        are.
 
         Args:
-            is_wanted: [max_rows], whose.
+            is_wanted: [max_rows], rows of these requests.
         """
         begins = step.kv_lens - np.diff(step.query_ends, prepend=np.int32(0))
         rows = step.rows[is_wanted[step.rows] & (begins >= self.num_tokens[step.rows])]
@@ -261,11 +266,11 @@ class InputBatch:
     def _tokens_and_next(
         self, rows: IntArray, positions: IntArray, begins: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """Return the tokens at positions, and those after them, 0 where the host knows none.
+        """Return the tokens at positions, and the tokens after them; 0 if unknown to the host.
 
         Args:
-            begins: [num_tokens], where the row's tokens in this step begin: behind what the host
-                has, that is its last token, and drafts follow.
+            begins: [num_tokens], first position of the row in this step. A first position behind
+                the tokens of the host is the last token, and drafts follow.
         """
         known = self.num_tokens[rows]
         last = self.token_ids.shape[1] - 1

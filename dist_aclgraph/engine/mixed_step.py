@@ -1,4 +1,4 @@
-"""The inputs of a step outside full graphs, padded where ranks that share experts must agree."""
+"""The inputs of a step outside full graphs, padded if ranks that share experts must agree."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from dist_aclgraph.steps.step import StepPlan
 
 @dataclass(frozen=True)
 class StepSize:
-    """What every rank pads its step to: tokens, and requests that are sampled."""
+    """The size to which every rank pads its step: tokens, and sampled requests."""
 
     num_tokens: int
     num_samples: int
 
     @classmethod
     def of(cls, plan: StepPlan, inputs: HostStep, num_prompt_ranks: int = 1) -> StepSize:
-        """Return this rank's own size, or that of the largest batch where experts are spread: all
-        ranks then pass the same shapes, as often. Ranks that split prompts always do.
+        """Return this rank's own size, or that of the largest batch if experts are spread: then all
+        ranks pass the same shapes, equally often. Ranks that split prompts always do so.
         """
         if plan.exchange is None:
             prompts = inputs.prompts
@@ -45,7 +45,7 @@ def upload_step(
     """Send a step's integers to the device, in one transfer.
 
     Args:
-        size: what it is padded to.
+        size: the padded size.
         spare_row: row of padding requests.
         static: the inputs of a graph in pieces, which have been written; None for an eager step.
     """
@@ -69,9 +69,10 @@ def upload_step(
         ]
     shared = None
     if prompts is not None:
-        # As many as every rank has: this one's requests may all be in the middle of their prompts.
+        # The number is the same on every rank; on this rank all requests may be in the middle of
+        # prompts.
         num_places = size.num_samples * (1 if drafts is None else drafts.positions.shape[1])
-        # Where it lands if another rank runs it depends on padding.
+        # Its place on another rank depends on padding.
         landings = np.where(prompts.owners == prompts.rank, prompts.landings, num_tokens)
         arrays += [_pad(prompts.owners, num_places, prompts.rank), landings.astype(np.int32)]
     places, *rest = upload_arrays(npu, arrays)

@@ -69,12 +69,12 @@ TORCH_DTYPES = {
 
 @dataclass(frozen=True)
 class Sampled:
-    """What a step has queued on the device, but for its drafts.
+    """The queued work of a step, without its drafts.
 
     Attributes:
         tokens: [num_samples * (k + 1)] int32; accepted: [num_samples] int32, None without drafts.
         best: [num_samples * (k + 1)], the greatest logits.
-        span: of a full graph's replays, where they are measured.
+        span: of a full graph's replays, if they are measured.
     """
 
     tokens: Tensor
@@ -89,7 +89,7 @@ class _Flight:
     """A step that is queued on the device.
 
     Attributes:
-        num_written: of the buffers, when its inputs had been written.
+        num_written: version of the buffers after its inputs were written.
         stages: host time by stage, so far.
     """
 
@@ -106,11 +106,11 @@ class ModelRunner:
     """One rank's execution of steps.
 
     Args:
-        owns_output: this rank says what was sampled; the others of its tensor parallel group
-            acknowledge.
-        graphs: all that may be captured; buffers are made for the largest.
-        choose_exchange: how the tokens of a graph or a draft travel to their experts; eager steps
-            are told by their plan.
+        owns_output: this rank answers with the sampled tokens; other ranks of its tensor parallel
+            group acknowledge.
+        graphs: all graphs that may be captured; buffers are made for the largest.
+        choose_exchange: how the tokens of a graph or a draft travel to their experts; the plan
+            decides it for eager steps.
         context: the ranks that share the context of this rank's requests.
     """
 
@@ -139,12 +139,12 @@ class ModelRunner:
             Shards.from_config(config), context.dcp.rank, context.pcp.size, context.pcp.rank
         )
         in_flight = self._steps_in_flight = config.scheduler.steps_in_flight
-        self._flights: deque[_Flight] = deque()  # steps that are queued, oldest first
-        self._num_passed: IntArray = np.zeros(max_rows, np.int32)  # by row, of the last step
+        self._flights: deque[_Flight] = deque()  # queued steps, oldest first
+        self._num_passed: IntArray = np.zeros(max_rows, np.int32)  # by row, in the last step
         self._caches: list[Cache] = []
         self._attention = AttentionSteps(model.kind, self._place, npu)
         graph_lens = GraphLens(self._place, k)
-        # What the experts computed, and what found no room: of the decoder, and of drafts.
+        # Tokens that the experts computed, and tokens without room: of the decoder, and of drafts.
         self._tally = torch.zeros(TALLY_SHAPE, dtype=torch.int64, device=npu.device)
         self._decoder_tally, draft_tally = self._tally[..., 0].unbind(0)
         self._num_unplaced = 0  # tokens without room, in all steps so far
@@ -197,7 +197,7 @@ class ModelRunner:
             self._buffers.addresses,
             max_len,
             graph_lens,
-            # With a step behind each, lengths need not be guessed.
+            # If each step has a successor in flight, lengths need not be guessed.
             sends_ahead=config.graph.send_ahead and in_flight == 1,
             watch=self._watch,
             update_wait=UpdateWait(npu.kind == "emulated") if config.profile else None,
@@ -205,20 +205,22 @@ class ModelRunner:
         self.make_cache(num_blocks)
 
     def make_cache(self, num_blocks: int) -> None:
-        """Replace the KV cache by an empty one; no graph may be captured, as it holds addresses."""
+        """Replace the KV cache by an empty one. No graph may be captured, because graphs hold its
+        addresses.
+        """
         assert self._graphs.is_empty
-        self._caches.clear()  # before the new one: there may be no room for both
+        self._caches.clear()  # before the new one is made: there may be no room for both
         self._caches += self._model.make_caches(num_blocks, self._block_size, self._dtype)
         if self._drafts is not None:
             self._drafts.make_cache(num_blocks, self._dtype)
 
     def cache_tensors(self) -> list[Tensor]:
-        """Return all that holds KV, of drafts too."""
+        """Return all tensors that hold KV, those of drafts too."""
         caches = [*self._caches, *([] if self._drafts is None else [self._drafts.cache])]
         return [tensor for cache in caches for tensor in cache.tensors]
 
     def clear_cache(self) -> None:
-        """Forget all KV, and what else its memory may hold, as NaN that would spread.
+        """Clear all KV. Its memory may hold other values, for example NaN, which would spread.
 
         Raises:
             DeviceError: the device failed.
@@ -229,15 +231,15 @@ class ModelRunner:
         self._npu.synchronize()
 
     def _clean(self, block_ids: IntArray) -> None:
-        """Set blocks to zero, behind what is queued: nobody has them in a step in flight."""
+        """Set blocks to zero, behind the queued work: no step in flight uses them."""
         index = self._npu.upload(block_ids.astype(np.int64))
         for tensor in self.cache_tensors():
             tensor.index_fill_(0, index, 0)
 
     @property
     def _samples(self) -> bool:
-        """Whether this rank samples: drafts and the next step go on from it on every rank, else one
-        has to know.
+        """Whether this rank samples. With drafts, or with steps in flight, every rank must know the
+        tokens; otherwise only one.
         """
         return self._owns_output or self._drafts is not None or self._steps_in_flight > 1
 
@@ -248,7 +250,9 @@ class ModelRunner:
     # ---- graphs
 
     def warm_up(self, graph: BatchDescriptor) -> None:
-        """Run a graph's work eagerly on padding: lazy set-up must not fall into the capture."""
+        """Run a graph's work eagerly on padding, so that lazy initialisation is not part of the
+        capture.
+        """
         with translated(f"running {graph} before its capture"), torch.inference_mode():
             self._context.meet(self._npu.device)
             self._buffers.write_padding(graph)
@@ -262,10 +266,11 @@ class ModelRunner:
         self._npu.synchronize()
 
     def capture(self, graph: BatchDescriptor) -> CaptureCost:
-        """Capture one bucket and return what it took.
+        """Capture one bucket and return its cost.
 
         Raises:
-            StreamExhaustedError, OutOfDeviceMemoryError, CaptureError: nothing is left behind.
+            StreamExhaustedError, OutOfDeviceMemoryError, CaptureError: nothing of the capture
+                remains.
         """
         if graph.mode == "FULL":
             addresses = self._buffers.addresses
@@ -276,22 +281,22 @@ class ModelRunner:
         )
 
     def commit(self, graph: BatchDescriptor) -> None:
-        """Let steps replay a graph: every rank has it."""
+        """Let steps replay a graph, because every rank has it."""
         self._graphs.commit(graph)
 
     def release(self, graph: BatchDescriptor) -> None:
-        """Undo the capture of one bucket, if there is one, committed or not."""
+        """Undo the capture of one bucket, if it exists, committed or not."""
         self._replays.forget()
         self._graphs.release(graph)
 
     @property
     def free_streams(self) -> int | None:
-        """Streams left for graphs; None where the device's count does not follow graphs."""
+        """Streams left for graphs; None if the device's count does not follow graphs."""
         return self._graphs.free_streams
 
     @property
     def pool_memory(self) -> PoolMemory:
-        """What all captures together hold."""
+        """Return the cost of all captures together."""
         return self._graphs.pool_memory
 
     # ---- steps
@@ -308,7 +313,8 @@ class ModelRunner:
         """Queue a step behind the one that runs, if there is one.
 
         Args:
-            report: takes the result of the oldest step, when as many as may be are in flight.
+            report: takes the result of the oldest step, if the maximum number of steps is in
+                flight.
         """
         watch = self._watch
         if not self._flights:
@@ -320,19 +326,19 @@ class ModelRunner:
         watch.lap("rows")
         records = unpack_ints(batch.scheduled, 4)
 
-        ended: deque[tuple[_Flight, HostOutput]] = deque()  # to be reported
+        ended: deque[tuple[_Flight, HostOutput]] = deque()  # results to report
 
         def land() -> IntArray:
-            """Read the step before; return how many drafts each request begins behind."""
+            """Read the previous step; return the number of accepted drafts before each request."""
             while self._flights:
                 ended.append(self._read_oldest())
             return np.where(self._batch.in_flight(records), self._num_passed[records[:, 0]], 0)
 
         def answer(stage: str) -> None:
-            """Answer the step before if it has ended: queueing this one may take longer.
+            """Answer the previous step if it has ended, because queueing this step may take longer.
 
             Args:
-                stage: of this step, in which the host is.
+                stage: current stage of this step on the host.
             """
             if self._flights and self._output.is_here(self._flights[0].coming):
                 watch.lap(stage)
@@ -366,8 +372,8 @@ class ModelRunner:
     def _queue_output(
         self, plan: StepPlan, rank: int, inputs: HostStep, sampled: Sampled
     ) -> _Flight:
-        """Send what a step brings to the host: before it drafts, which takes the device time in
-        which the host can go on.
+        """Send a step's results to the host before drafting, so that the host continues while the
+        device drafts.
         """
         coming = self._output.queue(
             inputs.num_samples if self._owns_output or self._drafts is not None else 0,
@@ -383,13 +389,13 @@ class ModelRunner:
     def finish(self) -> StepResult:
         """Wait for the oldest step in flight; return its new tokens.
 
-        Acknowledges what has run, not what is queued: a fault here is then ours by name. One of its
-        drafts is the next step's.
+        Acknowledges executed work, not queued work, so a fault is attributed to this step. A fault
+        in its drafts is attributed to the next step.
         """
         return self._result(*self._read_oldest())
 
     def _read_oldest(self) -> tuple[_Flight, HostOutput]:
-        """Wait for the oldest step in flight; return what it has made."""
+        """Wait for the oldest step in flight; return its output."""
         flight = self._flights.popleft()
         with translated(f"step {flight.plan.step}"), torch.inference_mode():
             read = self._output.read(flight.coming, self._replays.send_ahead)
@@ -400,7 +406,7 @@ class ModelRunner:
         return flight, read
 
     def _result(self, flight: _Flight, read: HostOutput) -> StepResult:
-        """Return what the engine is told of a step that has ended."""
+        """Return the report of a finished step for the engine."""
         plan = flight.plan
         self._replays.book_wait(flight.span)
         self._watch.lap_of(flight.stages, "read")
@@ -426,12 +432,12 @@ class ModelRunner:
         )
 
     def forget_steps(self) -> None:
-        """The device has come back from an abort: as if no step had run, but for graphs and caches.
+        """Reset after an abort of the device: no step has run; graphs and caches stay.
 
-        Rows are told anew by the next step. Waits for the device.
+        The next step sends all rows again. Waits for the device.
 
         Raises:
-            DeviceError: it does not work again.
+            DeviceError: the device does not work again.
         """
         self._flights.clear()
         self._num_passed[:] = 0
@@ -440,15 +446,15 @@ class ModelRunner:
         self._output.forget()
         with translated("bringing the device back"):
             self._graphs.forget(runtime().current_stream())
-            # Those of aborted steps, too: what counts is what later ones add.
+            # Tokens of aborted steps count, too: only the increase by later steps matters.
             self._num_unplaced = int(self._decoder_tally[1])
         self._npu.synchronize()
 
     def close(self) -> None:
-        """Give graphs and cache back; nothing runs any more. The device was aborted, and is back.
+        """Release graphs and cache; nothing runs any more. The device was aborted, and works again.
 
         Raises:
-            DeviceError: it does not work again.
+            DeviceError: the device does not work again.
         """
         self._flights.clear()
         self._replays.forget()
@@ -457,7 +463,7 @@ class ModelRunner:
             self._caches.clear()
 
     def prepare_next(self, is_wanted_elsewhere: Callable[[], bool]) -> None:
-        """Until ``is_wanted_elsewhere``, do what the next step will most likely need."""
+        """Until ``is_wanted_elsewhere``, do work that the next step will most likely need."""
         with translated("sending lengths ahead"):
             self._replays.send_ahead(is_wanted_elsewhere)
 
@@ -487,7 +493,7 @@ class ModelRunner:
         span = self._replays.begin(captured, inputs)
         self._replays.replay(decoder)
         if drafts and self._flights:
-            # The device goes on to the first attention, which waits for lengths.
+            # The device runs to the first attention, which waits for lengths.
             inputs = replace(inputs, kv_lens=inputs.kv_lens + land())
             self._replays.correct(inputs)
         between = partial(answer, "update")
@@ -505,7 +511,7 @@ class ModelRunner:
     def _sample_whole(
         self, graph: BatchDescriptor, inputs: HostStep, span: ReplaySpan | None
     ) -> Sampled:
-        """Go on behind the decoder's replay."""
+        """Continue behind the decoder's replay."""
         n = len(inputs.places)
         tokens, best = self._buffers.sampled[:n], self._buffers.best[:n]
         special = self._choose_special(inputs, self._buffers.logits[:n], tokens)
@@ -526,13 +532,13 @@ class ModelRunner:
         """Run any mixture of requests: the decoder in pieces or eagerly, the rest eagerly.
 
         Args:
-            answer: called now and then.
+            answer: called from time to time, to answer the previous step.
         """
         graph = None if pieces is None else pieces.descriptor
         static = None if graph is None else self._buffers.inputs(graph)
         size = StepSize.of(plan, inputs, self._place.num_prompt_ranks)
         step = upload_step(self._npu, inputs, size, self._spare_row, static)
-        if (inputs.token_ids < 0).any():  # references
+        if (inputs.token_ids < 0).any():  # tokens by reference
             step.token_ids.copy_(self._work.tokens.fill_in(step.token_ids))
         metadata = self._attention.of_step(inputs, step)
         self._watch.lap("inputs")
@@ -565,7 +571,7 @@ class ModelRunner:
         return flight
 
     def _collect(self, shared: SharedPlaces | None, hidden: Tensor, places: Tensor) -> Tensor:
-        """Return the rows of [n, hidden] at places, whichever prefill rank has them."""
+        """Return the rows of [n, hidden] at places, from any prefill rank."""
         rows = hidden.index_select(0, places)
         if shared is None:
             return rows
@@ -579,10 +585,10 @@ class ModelRunner:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return logits of the places, the most probable token of each, and its logit."""
         n = len(places)
-        if size.num_samples == 0:  # chunks of prompts only: nobody gets a token
+        if size.num_samples == 0:  # chunks of prompts only: no request gets a token
             empty = torch.empty(0, dtype=torch.int32, device=self._npu.device)
             return hidden[:0], empty, hidden[:0, 0]
-        if n == 0:  # here alone: all ranks run as many collectives
+        if n == 0:  # on this rank only: all ranks must run the same collectives
             hidden = hidden[:1]
         elif n < len(hidden) or self._drafts is not None or self._place.num_prompt_ranks > 1:
             hidden = collect(hidden, places)

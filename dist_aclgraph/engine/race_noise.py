@@ -1,7 +1,7 @@
 """Random numbers of a race between tokens, as a function of (seed, position, token).
 
-The same on every rank, in any batch and after a retry. They are made on the device, for each place
-all at once: the host sends one key a place.
+The same on every rank, in any batch and after a retry. They are made on the device, all numbers of
+a place at once: the host sends one key per place.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _TABLE_SEED = 0x5EED
 _SMALLEST = 2.0**-32
-_LESS_THAN_ONE = 1 - 2.0**-23  # the largest u in float32: an infinite number would not be one
+# the largest u below 1 in float32; u = 1 would give an infinite number
+_LESS_THAN_ONE = 1 - 2.0**-23
 
 
 def make_keys(
@@ -40,11 +41,12 @@ def _finalise(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 class RaceNoise:
-    """Owns a random factor and summand of each token, int32 [vocab] each, which no seed changes.
+    """Owns a random factor and a random summand for each token, int32 [vocab] each, independent of
+    seeds.
 
     A number is a hash of the place's key: h = key * factor + summand, then h * (2h + 1), modulo
     2^32: products and sums of int32 wrap. The second step is the permutation of RC6 (Rivest,
-    Robshaw, Sidney, Yin, 1998); without it, the numbers of all tokens would lie on lines.
+    Robshaw, Sidney, Yin, 1998); without it, the numbers of all tokens would be on lines.
     """
 
     def __init__(self, vocab_size: int, to_device: ToDevice) -> None:
@@ -56,14 +58,14 @@ class RaceNoise:
     def log_exponentials(self, keys: Tensor) -> Tensor:
         """Return [n, vocab] float32: logarithms of standard exponential numbers.
 
-        In a race the token with the largest ``logit - number`` wins, each with the probability that
-        softmax gives it.
+        In a race the token with the largest ``logit - number`` wins; each token wins with its
+        softmax probability.
 
         Args:
             keys: [n, 1] int32.
         """
         h = (keys * self._factors).add_(self._summands)
         h = h.add_(h * h, alpha=2).bitwise_and_(0x7FFFFFFF)
-        # Small numbers decide the race: they are kept to 31 bits, where 1 - u would have 24.
+        # Small numbers decide the race, so they have 31 bits; 1 - u would have 24.
         minus_u = h.float().mul_(-_LESS_THAN_ONE / (1 << 31)).sub_(_SMALLEST)
         return minus_u.log1p_().neg_().log_()

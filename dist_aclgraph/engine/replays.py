@@ -16,14 +16,14 @@ from dist_aclgraph.steps.padding import GraphLens, Lens
 
 
 class Replays:
-    """Owns the update stream, and the guess at what the next step will want.
+    """Owns the update stream, and the guess of the next step's lengths.
 
     Args:
         addresses: of the buffers that graphs read and write.
         graph_lens: pads the lengths of steps.
-        max_len: of a request; nothing is guessed beyond it.
+        max_len: maximum length of a request; guesses end there.
         sends_ahead: whether lengths are sent while the host would wait.
-        update_wait: measures how long the device waits for updates; None does not.
+        update_wait: measures the device's wait for updates; None turns this off.
     """
 
     def __init__(
@@ -46,12 +46,15 @@ class Replays:
         self._update_stream: Any = runtime().Stream()
         self._num_behind = 0  # updates of the step that were not sent ahead
         self._span: ReplaySpan | None = None  # of the step
-        # Graphs and their padded lengths: of the step, and of the next as far as it is guessed.
+        # Graphs and their padded lengths: of this step, and of the next one as far as it is
+        # guessed.
         self._step: tuple[WholeStep, Lens] | None = None
         self._ahead: tuple[WholeStep, Lens] | None = None
 
     def begin(self, graphs: WholeStep, inputs: HostStep) -> ReplaySpan | None:
-        """A step of these graphs begins; return what ``book_wait`` takes when it has run."""
+        """Begin a step of these graphs; return the value that ``book_wait`` needs after the
+        step.
+        """
         lens = self._graph_lens.pad(graphs[0].descriptor, inputs.query_ends, inputs.kv_lens)
         self._step = graphs, lens
         self._watch.lap("lengths")
@@ -64,7 +67,7 @@ class Replays:
         """Queue one graph of the step, which stops at its first attention until ``update``.
 
         Raises:
-            ReplayMismatchError: the lengths are not the graph's.
+            ReplayMismatchError: the lengths do not fit the graph.
         """
         assert self._step is not None
         _, lens = self._step
@@ -72,7 +75,7 @@ class Replays:
         self._watch.lap("replay")
 
     def correct(self, inputs: HostStep) -> None:
-        """Take other lengths, which were not known when the step's first graph was queued."""
+        """Replace the lengths by those that were unknown when the step's first graph was queued."""
         assert self._step is not None
         graphs, _ = self._step
         graph = graphs[0].descriptor
@@ -90,25 +93,25 @@ class Replays:
         self._watch.book("update_per_layer", self._watch.lap("update") / graph.num_tasks)
 
     def end(self) -> None:
-        """All graphs of the step are queued."""
+        """End a step: all of its graphs are queued."""
         if self._update_wait is not None and self._span is not None:
             self._update_wait.end(self._span, self._update_stream, self._num_behind)
 
     def book_wait(self, span: ReplaySpan | None) -> None:
-        """Book how long the device waited for updates in a step that has run; None had none."""
+        """Book the device's wait for updates in a finished step; None had none."""
         if self._update_wait is not None and span is not None:
             self._watch.book("update_wait", self._update_wait.take_us(span))
 
     def forget(self) -> None:
-        """Nothing is known of the next step."""
+        """Forget the guess for the next step."""
         self._step = self._ahead = None
 
     def guess_next(self, inputs: HostStep, counts: IntArray | int) -> None:
-        """Note what the step after the last one will want if all its requests go on.
+        """Guess the lengths of the next step, for the case that all requests continue.
 
         Args:
             inputs: of the last step.
-            counts: [num_reqs], how many tokens each grew by; or all.
+            counts: [num_reqs], growth of each request in tokens; or one number for all.
         """
         if self._step is None or not self._sends_ahead or not len(inputs.rows):
             return
@@ -120,7 +123,7 @@ class Replays:
         self._ahead = graphs, lens
 
     def send_ahead(self, is_wanted_elsewhere: Callable[[], bool]) -> None:
-        """Send the lengths that were guessed, until the host is needed for something else."""
+        """Send the guessed lengths until the host has other work."""
         if self._ahead is None:
             return
         graphs, lens = self._ahead

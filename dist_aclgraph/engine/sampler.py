@@ -1,9 +1,9 @@
 """From logits to token ids, on the device.
 
-Tokens with a temperature are drawn by a race (``race_noise``): nothing is sorted but the rows that
-ask for top-k or top-p. The numbers are those of (seed, position, token), so that a request gets the
-same tokens in any batch, on every rank, and when it is resumed. A step sends their keys; the
-parameters are on the device (``sampling_places``).
+Tokens with a temperature are drawn by a race (``race_noise``): only rows with top-k or top-p are
+sorted. The random numbers depend on (seed, position, token) alone, so a request gets the same
+tokens in any batch, on every rank, and after a resumption. A step sends the keys of the numbers;
+the parameters are on the device (``sampling_places``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def choose_tokens(
 
     Args:
         logits: [n, vocab], any float type; not modified.
-        positions: [n], of the tokens that are sampled.
+        positions: [n], positions of the sampled tokens.
         counts: of the rows that have penalties.
         to_device: copies a small array to the device.
 
@@ -71,9 +71,9 @@ def _suppress(
 
 
 def _filter(logits: Tensor, places: SamplingPlaces) -> Tensor:
-    """Forbid what top-k, top-p and min-p leave out; rows that ask for none are left alone.
+    """Forbid the tokens outside top-k, top-p and min-p; rows without these settings are unchanged.
 
-    Top-p counts what top-k has left; equal logits pass or fail top-k together.
+    Top-p counts the tokens within top-k. Equal logits are kept or dropped by top-k together.
     """
     if places.wide_top_k is not None:
         logits = _keep_top_k(logits, places.wide_top_k)
@@ -89,7 +89,7 @@ def _filter(logits: Tensor, places: SamplingPlaces) -> Tensor:
 
 
 def _keep_top_k(logits: Tensor, wide: WideTopK) -> Tensor:
-    """Forbid in some rows what is less than their k-th logit."""
+    """In some rows, forbid logits below the k-th largest."""
     chosen = logits.index_select(0, wide.where)
     best = chosen.topk(wide.most, dim=-1).values
     least = best.gather(1, wide.last)
@@ -112,7 +112,7 @@ class ComingLogprobs:
     packed: Tensor
 
     def read(self) -> dict[int, RowLogprobs]:
-        """Return a report for each place, by index; the copy has ended."""
+        """Return a report for each place, by index; requires that the copy has ended."""
         values = self.packed.numpy()
         width = values.shape[1] // 2 + 1
         ids, logprobs = values[:, :width].view(np.int32), values[:, width:].tolist()
@@ -129,14 +129,14 @@ class ComingLogprobs:
 def queue_logprobs(
     logits: Tensor, chosen: Tensor, asked: AskedLogprobs, landing: Tensor
 ) -> ComingLogprobs:
-    """Send the log-probabilities of the places that ask for some to the host, which does not wait.
+    """Send log-probabilities of the places that want them to the host, without waiting.
 
-    They are those of the raw distribution, before penalties and temperature.
+    The values are of the raw distribution, before penalties and temperature.
 
     Args:
         logits: [n, vocab].
         chosen: [n] int32.
-        landing: [>= n * LOGPROBS_WIDTH] float32, pinned; taken until they are read.
+        landing: [>= n * LOGPROBS_WIDTH] float32, pinned; in use until the values are read.
     """
     chosen = chosen.index_select(0, asked.where)
     all_logprobs = torch.log_softmax(logits.index_select(0, asked.where).float(), dim=-1)
@@ -144,7 +144,7 @@ def queue_logprobs(
     rank = (all_logprobs > of_chosen).sum(-1) + 1
     count = min(max(int(asked.wanted.max()), 1), logits.shape[1])
     best, best_ids = all_logprobs.topk(count, dim=-1)
-    # One copy: integers travel as the bits of floats.
+    # One copy for both: integers travel as the bits of floats.
     integers = torch.cat([chosen.unsqueeze(-1), best_ids.int(), rank.int().unsqueeze(-1)], -1)
     packed = torch.cat([integers.view(torch.float32), of_chosen, best], -1)
     landed = landing[: packed.numel()].view(packed.shape)

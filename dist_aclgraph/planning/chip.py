@@ -16,6 +16,8 @@ from dist_aclgraph.shapes.heads import heads_per_rank, kv_heads_per_rank
 from dist_aclgraph.shapes.model_facts import ModelFacts
 
 GENERATIONS = {"A2": A2_CHIPS, "A3": A3_CHIPS}
+# CANN finds its own version by the variable that its set_env.sh sets.
+UNKNOWN = "of unknown version, as where ASCEND_HOME_PATH is not set"
 MAX_SPLIT_FUSE_DIM, MAX_SPLIT_FUSE_BLOCK, MAX_LATENT_BLOCK = 256, 512, 512
 
 
@@ -30,7 +32,7 @@ class Chip:
 
     Attributes:
         name: e.g. Ascend910B1.
-        cann: version of CANN, e.g. 9.1.0.
+        cann: version of CANN, e.g. 9.1.0; "" where CANN tells none, as without its set_env.sh.
     """
 
     name: str
@@ -38,7 +40,8 @@ class Chip:
 
     @property
     def is_cann_8(self) -> bool:
-        return self.cann.startswith("8.")
+        """Whether the rules of CANN 8 hold: they are the stricter ones, and an unknown CANN's."""
+        return not self.cann or self.cann.startswith("8.")
 
     def check(self, config: Config, facts: ModelFacts, whose: str) -> None:
         """Refuse a type, a head size or a block size that attention on this chip does not take.
@@ -51,7 +54,7 @@ class Chip:
         """
         problem = next(self._problems(config, facts), None)
         if problem is not None:
-            raise ConfigError(f"{problem} ({whose}: {self.name}, CANN {self.cann})")
+            raise ConfigError(f"{problem} ({whose}: {self.name}, CANN {self.cann or UNKNOWN})")
 
     def check_assumed(self, config: Config, whose: str) -> None:
         """Refuse a chip of another generation than plans assume: it has other prices and limits.

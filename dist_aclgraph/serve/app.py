@@ -27,9 +27,9 @@ from dist_aclgraph.actors.deployment.llm import start_on_ray
 from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.config import Config, load_config
 from dist_aclgraph.errors import DistAclGraphError
-from dist_aclgraph.serve.access import Access, read_access
 from dist_aclgraph.serve.api import make_api
-from dist_aclgraph.serve.state import open_state
+from dist_aclgraph.serve.http.access import Access, read_access
+from dist_aclgraph.serve.openai.state import open_state
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 DEFAULT_CONFIG = "configs/tiny-qwen3.yaml"  # of the working directory, or the package's own

@@ -1,78 +1,179 @@
-"""ChatTemplate: a checkpoint's own template, rendered within bounds of time and size.
+"""ChatTemplate: a checkpoint's own template, rendered in a child process with limits.
 
-It runs in Jinja's immutable sandbox, which bounds neither: a template may loop for hours without a
-word, or double a string forty times. So each turn of a loop and each call of a macro looks at the
-clock, and what makes strings and lists longer looks at their lengths.
+Jinja's sandbox bounds neither time nor memory: one filter can compute for hours, or fill the memory
+of the service. The kernel bounds both for a process (``template_process``). A process serves one
+render at a time; it is started when no other is idle, and serves the next ones, too.
 """
 
 from __future__ import annotations
 
-import json
-import re
+import signal
+import socket
+import subprocess
+import sys
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import jinja2.sandbox
-from jinja2 import nodes
-from jinja2.runtime import Context
+import markupsafe
 
 from dist_aclgraph.errors import InvalidParameterError, ModelError
 from dist_aclgraph.shapes.json_files import read_text
+from dist_aclgraph.text import template_process
 
-MAX_RENDERED_CHARS = 4 << 20
-MAX_RENDER_S = 4.0  # CPU seconds of one thread; what is published takes milliseconds
-MAX_BITS = 4096  # of an integer
+MAX_PROCESSES = 4
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
-class ChatTemplate:
-    """Renders messages. Safe to share between threads."""
+@dataclass(frozen=True)
+class RenderLimits:
+    """What one render may take.
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Compile a template.
+    Attributes:
+        cpu_s: time on a processor; published templates take milliseconds.
+        wait_s: until its process is taken for one that hangs.
+        memory_bytes: address space of its process.
+        chars: length of the prompt.
+    """
+
+    cpu_s: float = 4.0
+    wait_s: float = 20.0
+    memory_bytes: int = 512 << 20
+    chars: int = 4 << 20
+
+
+class ChatTemplate:
+    """Renders messages. Safe to share between threads; owns the processes that render."""
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        limits: RenderLimits = RenderLimits(),
+    ) -> None:
+        """Check the syntax of a template. No process is started before the first render.
 
         Raises:
-            jinja2.TemplateError: it does not compile.
+            jinja2.TemplateError: the syntax is wrong.
         """
-        self._environment = _BoundedEnvironment()
-        self._template = self._environment.compile_bounded(source)
-        self._special_tokens = special_tokens
+        template_process.make_environment().parse(source)
+        self._source = source
+        self._special_tokens = dict(special_tokens)
+        self._limits = limits
+        self._permits = threading.BoundedSemaphore(MAX_PROCESSES)
+        self._idle: list[_Process] = []
+        weakref.finalize(self, _close_all, self._idle)
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
     ) -> str:
         """Return the prompt that the template makes of the messages.
 
         Raises:
-            InvalidParameterError: the template refuses the messages, or cannot render them.
+            InvalidParameterError: the template refuses the messages, cannot render them, or
+                reaches a limit.
         """
-        pieces: list[str] = []
-        size = 0
-        self._environment.start_clock()
+        variables = {
+            "messages": messages,
+            "tools": tools,
+            "documents": documents,
+            "add_generation_prompt": add_generation_prompt,
+            **self._special_tokens,
+        }
+        with self._permits:
+            process = self._take_process()
+            try:
+                reply = process.ask(variables)
+            except BaseException:
+                process.close()
+                raise
+            self._idle.append(process)
+        if "error" in reply:
+            raise InvalidParameterError(reply["error"], "messages")
+        return reply["text"]
+
+    def _take_process(self) -> _Process:
         try:
-            for piece in self._template.generate(
-                messages=list(messages),
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                **self._special_tokens,
-            ):
-                size += len(piece)
-                _check_size(size)
-                pieces.append(piece)
-        except jinja2.TemplateError as e:
-            raise InvalidParameterError(
-                f"the chat template refuses the messages: {e}", "messages"
-            ) from e
-        except (TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as e:
-            raise InvalidParameterError(
-                "the chat template cannot render the messages", "messages"
-            ) from e
-        return "".join(pieces)
+            process = self._idle.pop()  # atomic: no other thread takes the same
+        except IndexError:
+            return _Process(self._source, self._limits)
+        if process.is_alive():
+            return process
+        process.close()  # the system's OOM killer may have ended it
+        return self._take_process()
+
+
+class _Process:
+    """One process that renders; see ``template_process``."""
+
+    def __init__(self, source: str, limits: RenderLimits) -> None:
+        folders = {str(Path(str(m.__file__)).parents[1]) for m in (jinja2, markupsafe)}
+        self._limits = limits
+        self._socket, theirs = socket.socketpair()
+        self._socket.settimeout(limits.wait_s)
+        self._incoming = self._socket.makefile("rb")
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", template_process.__file__, *folders],
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=subprocess.DEVNULL,
+            )
+        self._first = template_process.packed({"source": source, **asdict(limits)})
+
+    def ask(self, variables: Mapping[str, Any]) -> dict[str, str]:
+        """Return the answer to one render.
+
+        Raises:
+            InvalidParameterError: the process reached a limit, and has to be closed.
+        """
+        try:
+            self._socket.sendall(self._first + template_process.packed(variables))
+            self._first = b""
+            reply: dict[str, str] = template_process.receive(self._incoming)
+        except TimeoutError:
+            found = f"more than {self._limits.wait_s:g} s"
+        except (EOFError, OSError):
+            found = self._reached_limit()
+        else:
+            return reply
+        raise InvalidParameterError(
+            f"the chat template takes {found} to render the messages; send shorter messages, or "
+            "correct the template",
+            "messages",
+        )
+
+    def _reached_limit(self) -> str:
+        """Say what the process took; it has closed its socket."""
+        limits = self._limits
+        code: int = self._process.wait()
+        if code == -signal.SIGPROF:
+            return f"more than {limits.cpu_s:g} s of processor time"
+        if code == template_process.OUT_OF_MEMORY:
+            return f"more than {limits.memory_bytes >> 20} MiB of memory"
+        return f"down the process that has (exit code {code})"
+
+    @property
+    def pid(self) -> int:
+        return int(self._process.pid)
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        self._incoming.close()
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
 
 
 def read_chat_template(directory: Path, described: Mapping[str, Any]) -> ChatTemplate | None:
@@ -99,131 +200,6 @@ def read_chat_template(directory: Path, described: Mapping[str, Any]) -> ChatTem
         raise ModelError(f"the chat template in {directory} does not compile: {e}") from e
 
 
-class _BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Owns the clock of each thread that renders."""
-
-    intercepted_binops = frozenset(("*", "**", "+", "%"))
-
-    def __init__(self) -> None:
-        super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        self._clock = threading.local()
-        self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        self.filters["tojson"] = lambda value, **options: json.dumps(
-            value, ensure_ascii=False, indent=options.get("indent")
-        )
-        for name in ("center", "indent", "format", "join", "replace"):
-            self.filters[name] = _bounded_filter(self.filters[name])
-
-    def compile_bounded(self, source: str) -> jinja2.Template:
-        """Compile a template that looks at the clock in every loop and macro."""
-        tree = self.parse(source)
-        for block in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
-            tick = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
-            block.body.insert(0, nodes.ExprStmt(tick))  # type: ignore[attr-defined]
-        nodes.Node.set_environment(tree, self)
-        return jinja2.Template.from_code(self, self.compile(_without_concat(tree)), self.globals)
-
-    def start_clock(self) -> None:
-        self._clock.end_s = time.thread_time() + MAX_RENDER_S
-
-    def tick(self) -> None:
-        if time.thread_time() > self._clock.end_s:
-            raise jinja2.TemplateRuntimeError(f"it runs for more than {MAX_RENDER_S:g} s")
-
-    def joined(self, *parts: object) -> str:
-        texts = [str(part) for part in parts]
-        _check_size(sum(map(len, texts)))
-        return "".join(texts)
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "%" and isinstance(left, str):
-            _check_widths(left)
-        elif operator == "+" and _has_length(left) and _has_length(right):
-            _check_size(len(left) + len(right))
-        elif operator == "*" and (_has_length(left) or _has_length(right)):
-            items, count = (left, right) if _has_length(left) else (right, left)
-            _check_size(len(items) * int(count))
-        elif operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
-            bits = left.bit_length() * (abs(right) if operator == "**" else 1)
-            if bits + (right.bit_length() if operator == "*" else 0) > MAX_BITS:
-                raise jinja2.TemplateRuntimeError("it computes with too large integers")
-        return super().call_binop(context, operator, left, right)
-
-    def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_arguments(args)
-        text = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)
-        if isinstance(text, str):
-            _check_growth(text, args)
-        return super().call(context, obj, *args, **kwargs)
-
-
-def _without_concat(tree: nodes.Template) -> nodes.Template:
-    """Replace ``a ~ b`` by a call that looks at the lengths; the sandbox does not see it."""
-    for parent in [tree, *tree.find_all(nodes.Node)]:
-        for name, value in parent.iter_fields():
-            if isinstance(value, nodes.Concat):
-                setattr(parent, name, _joined(value))
-            elif isinstance(value, list):
-                value[:] = [_joined(v) if isinstance(v, nodes.Concat) else v for v in value]
-    return tree
-
-
-def _joined(concat: nodes.Concat) -> nodes.Call:
-    call = nodes.Call(nodes.EnvironmentAttribute("joined"), concat.nodes, [], None, None)
-    return call.set_lineno(concat.lineno)  # type: ignore[return-value]
-
-
-def _bounded_filter(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Check what a filter gets; its marks (whether it wants the context) stay."""
-
-    def bounded(*args: Any, **kwargs: Any) -> Any:
-        _check_arguments([*args, *kwargs.values()])
-        for index, arg in enumerate(args):
-            if isinstance(arg, str):
-                _check_growth(arg, args[index + 1 :])
-        return apply(*args, **kwargs)
-
-    bounded.__dict__.update(apply.__dict__)
-    return bounded
-
-
-def _check_arguments(args: Iterable[Any]) -> None:
-    for arg in args:
-        if isinstance(arg, int) and abs(arg) > MAX_RENDERED_CHARS:
-            raise jinja2.TemplateRuntimeError(f"it asks for {arg!r:.40} of something")
-        if isinstance(arg, list | tuple):
-            _check_size(sum(len(item) for item in arg if isinstance(item, str)))
-
-
-def _check_growth(text: str, args: Sequence[Any]) -> None:
-    """Bound what a method or filter of a text may make of its arguments."""
-    _check_widths(text)
-    texts = [len(arg) for arg in args if isinstance(arg, str)]
-    items = sum(len(arg) for arg in args if isinstance(arg, list | tuple))
-    _check_size(len(text) * (items + 1))
-    if len(texts) > 1:  # replace(old, new)
-        _check_size((len(text) + 1) * (texts[1] + 1))
-
-
-def _check_widths(form: str) -> None:
-    if "%" in form or "{" in form:
-        widths = re.findall(r"[%{:.][^%{}\s]{0,8}?(\d{5,})", form[:MAX_RENDERED_CHARS])
-        if widths:
-            raise jinja2.TemplateRuntimeError(f"it asks for a width of {widths[0][:20]}")
-
-
-def _check_size(size: int) -> None:
-    if size > MAX_RENDERED_CHARS:
-        raise jinja2.TemplateRuntimeError(f"what it makes exceeds {MAX_RENDERED_CHARS} characters")
-
-
-def _has_length(value: object) -> bool:
-    return isinstance(value, str | bytes | list | tuple)
-
-
 def _special_tokens(described: Mapping[str, Any]) -> dict[str, str]:
     """Special tokens that templates name; older files wrap each in an object."""
     found = {}
@@ -236,5 +212,6 @@ def _special_tokens(described: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+def _close_all(processes: list[_Process]) -> None:
+    for process in processes:
+        process.close()

@@ -1,5 +1,5 @@
 // How fast the modelled chip is (kernels=timed). Every number, with its source, stands in rates.cpp and
-// docs/device-time.md; each may be replaced by a measured one (setting rate.NAME).
+// docs/develop/device-time.md; each may be replaced by a measured one (setting rate.NAME).
 #pragma once
 
 #include "emulator.h"

@@ -23,8 +23,10 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(root: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    variables = {"RAY_AUTH_TOKEN": "t", "ASCEND_INSTALL_PATH": str(root / "Ascend")}
+def run(
+    root: Path, script: str, *arguments: str, **others: str
+) -> subprocess.CompletedProcess[str]:
+    variables = {"RAY_AUTH_TOKEN": "t", "ASCEND_INSTALL_PATH": str(root / "Ascend"), **others}
     return subprocess.run(
         [root / "cluster" / script, *arguments],
         env=os.environ | variables, text=True, capture_output=True, timeout=60,
@@ -52,7 +54,9 @@ def test_a_worker_joins_the_head_whatever_its_address_looks_like(
 
 
 @pytest.mark.parametrize("script", ["start-head.sh", "start-worker.sh"])
-@pytest.mark.parametrize("cann", ["ascend-toolkit/set_env.sh", "nnal/atb/set_env.sh"])
+@pytest.mark.parametrize(
+    "cann", ["cann/set_env.sh", "ascend-toolkit/set_env.sh", "nnal/atb/set_env.sh"]
+)
 def test_a_script_of_cann_that_ends_badly_stops_nothing(root: Path, script: str, cann: str) -> None:
     path = root / "Ascend" / cann
     path.parent.mkdir(parents=True)
@@ -63,6 +67,22 @@ def test_a_script_of_cann_that_ends_badly_stops_nothing(root: Path, script: str,
     assert done.returncode == 0, done.stderr
     assert "CANN=here0" in done.stdout.splitlines()
     assert done.stderr.count("\n") == 1 and cann in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("sourced", "wanted"), [("", "CANN=cann"), ("/opt/another", "CANN=/opt/another")]
+)
+def test_the_newest_cann_is_read_unless_one_is_set_up_already(
+    root: Path, sourced: str, wanted: str
+) -> None:
+    for folder in ("ascend-toolkit", "cann"):
+        path = root / "Ascend" / folder / "set_env.sh"
+        path.parent.mkdir(parents=True)
+        path.write_text(f'export CANN_IS="${{CANN_IS-}}{folder}"\n')
+
+    done = run(root, "start-head.sh", ASCEND_HOME_PATH=sourced, CANN_IS=sourced)
+
+    assert wanted in done.stdout.splitlines()
 
 
 def test_our_own_mistakes_still_end_a_script_after_that(root: Path) -> None:

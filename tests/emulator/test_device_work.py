@@ -1,4 +1,4 @@
-"""Modelled time: what operators take, against the formulas of docs/device-time.md by hand."""
+"""Modelled time of operators, against the formulas of docs/develop/device-time.md by hand."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "device-time.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "develop" / "device-time.md"
 
 HELPERS = """
 import torch_npu

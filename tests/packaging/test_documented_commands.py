@@ -10,7 +10,7 @@ import pytest
 
 from dist_aclgraph.config import ServeConfig, load_config, parse_overrides
 from dist_aclgraph.environment import API_KEY_VARIABLE
-from dist_aclgraph.serve.access import read_access
+from dist_aclgraph.serve.http.access import read_access
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("cluster", "configs", "docs", "examples")

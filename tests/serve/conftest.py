@@ -12,11 +12,11 @@ import pytest
 
 from dist_aclgraph.actors.client.engine_client import EngineClient
 from dist_aclgraph.config import load_config
-from dist_aclgraph.serve.access import Access
 from dist_aclgraph.serve.api import make_api
+from dist_aclgraph.serve.http.access import Access
 from dist_aclgraph.serve.http.server import HttpServer, listen
+from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.resume.holder import HolderLink
-from dist_aclgraph.serve.state import ApiState
 from dist_aclgraph.text.tokenizer import Tokenizer
 from tests.serve.fake_engine import NODE, TOKEN, FakeEngine, echo
 

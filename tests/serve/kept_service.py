@@ -19,11 +19,11 @@ from dist_aclgraph.cli.supervise import Supervisor
 from dist_aclgraph.config import load_config
 from dist_aclgraph.planning.restarts import Backoff, RestartBudget
 from dist_aclgraph.serve.api import make_api
-from dist_aclgraph.serve.front import Front
+from dist_aclgraph.serve.http.front import Front
 from dist_aclgraph.serve.http.server import HttpServer, listen
+from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.resume.holder import HolderLink
 from dist_aclgraph.serve.resume.record import ConnectionRecord
-from dist_aclgraph.serve.state import ApiState
 from dist_aclgraph.text.tokenizer import Tokenizer
 from tests.serve.fake_engine import NODE, TOKEN
 

@@ -10,7 +10,7 @@ import pytest
 from dist_aclgraph.actors.wire.messages import GroupEntry, GroupList
 from dist_aclgraph.config import load_config
 from dist_aclgraph.sampling import SamplingParams
-from dist_aclgraph.serve.places import Places
+from dist_aclgraph.serve.openai.places import Places
 from tests.serve.conftest import CONFIG, SILENT_S, Service, serving, until
 from tests.serve.fake_engine import FakeEngine
 

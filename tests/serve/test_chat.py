@@ -10,7 +10,7 @@ import pytest
 from dist_aclgraph.config import Config
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.serve.api import make_api
-from dist_aclgraph.serve.state import ApiState
+from dist_aclgraph.serve.openai.state import ApiState
 from tests.serve.conftest import until
 
 MODEL = "tiny-qwen3"

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from dist_aclgraph import errors
-from dist_aclgraph.serve.errors import status_of
+from dist_aclgraph.serve.openai.errors import status_of
 
 MODEL = "tiny-qwen3"
 HI = [{"role": "user", "content": "Hi"}]

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from dist_aclgraph.serve.frequent import FrequentHistogram
+from dist_aclgraph.serve.observe.frequent import FrequentHistogram
 
 BOUNDS = (0.005, 0.5, 2.0)
 

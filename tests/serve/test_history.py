@@ -9,8 +9,8 @@ import threading
 import pytest
 from prometheus_client.core import GaugeMetricFamily
 
-from dist_aclgraph.serve.history import PERIOD_S, SPAN_S, Counts, History, quantile
-from dist_aclgraph.serve.metrics import PREFIX
+from dist_aclgraph.serve.observe.history import PERIOD_S, SPAN_S, Counts, History, quantile
+from dist_aclgraph.serve.observe.metrics import PREFIX
 
 INF = math.inf
 

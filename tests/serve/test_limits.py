@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from dist_aclgraph.serve.access import Access
+from dist_aclgraph.serve.http.access import Access
 from tests.serve.conftest import serving, until
 from tests.serve.test_errors import CHAT, HI, MODEL
 

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from dist_aclgraph.serve.access import Access
 from dist_aclgraph.serve.api import make_api
+from dist_aclgraph.serve.http.access import Access
 from tests.serve.conftest import Service, serving
 from tests.serve.test_errors import MODEL, TEXT, assert_error
 

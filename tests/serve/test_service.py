@@ -8,7 +8,7 @@ import sys
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dist_aclgraph.serve.metrics import Metrics
+from dist_aclgraph.serve.observe.metrics import Metrics
 from tests.serve.conftest import serving, until
 
 MODEL = "tiny-qwen3"
@@ -157,6 +157,20 @@ def test_every_reference_and_path_parameter_of_the_openapi_document_is_there(ser
             declared = [parameter["name"] for parameter in operation.get("parameters", [])]
             assert declared == re.findall(r"{(.*?)}", path)
             assert operation["responses"]["200"]["content"]
+
+
+def test_each_operation_of_the_openapi_document_has_a_name_and_a_summary(service):
+    paths = service.http.get("/openapi.json").json()["paths"]
+    operations = [operation for path in paths.values() for operation in path.values()]
+
+    assert len({operation["operationId"] for operation in operations}) == len(operations)
+    assert all(operation["summary"] for operation in operations)
+
+
+def test_a_head_request_is_answered_without_a_body(service):
+    reply = service.http.head("/health")
+
+    assert (reply.status_code, reply.content) == (200, b"")
 
 
 def test_nothing_is_left_outstanding(service):

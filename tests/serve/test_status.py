@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dist_aclgraph.config import ServeConfig
-from dist_aclgraph.serve.access import read_access
-from dist_aclgraph.serve.history import PERIOD_S
-from dist_aclgraph.serve.status import MAX_AGE_S
+from dist_aclgraph.serve.http.access import read_access
+from dist_aclgraph.serve.observe.history import PERIOD_S
+from dist_aclgraph.serve.observe.status import MAX_AGE_S
 from tests.serve.conftest import serving, until
 from tests.serve.scrape import leaves, scrape
 from tests.serve.test_access import KEY

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from dist_aclgraph.actors.deployment.deployment import start
 from dist_aclgraph.config import load_config
-from dist_aclgraph.serve.state import open_state
+from dist_aclgraph.serve.openai.state import open_state
 from dist_aclgraph.text.tokenizer import Tokenizer
+from tests.deployments import start_deployment
 from tests.serve.board import labels_of, unknown
 from tests.serve.browser import StatusPage, open_browser
 from tests.serve.conftest import open_port
@@ -27,7 +27,7 @@ STREAMS, REQUESTS = 6, 4
 @pytest.fixture(scope="module")
 def service(ray_cluster):
     config = load_config("configs/tiny-deepseek.yaml", {"parallel.ep": 2})
-    running = start(config)
+    running = start_deployment(config)
     try:
         state = open_state(config, Tokenizer(config.model), running.reach(), running.outlook)
         url, server = open_port(state)

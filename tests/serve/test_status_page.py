@@ -10,11 +10,11 @@ import pytest
 
 from dist_aclgraph.actors.wire.messages import GroupEntry, GroupList
 from dist_aclgraph.config import ServeConfig
-from dist_aclgraph.serve.access import read_access
 from dist_aclgraph.serve.api import make_api
-from dist_aclgraph.serve.front import Front
+from dist_aclgraph.serve.http.access import read_access
+from dist_aclgraph.serve.http.front import Front
 from dist_aclgraph.serve.http.server import HttpServer, listen
-from dist_aclgraph.serve.metrics import ENGINE_METRICS
+from dist_aclgraph.serve.observe.metrics import ENGINE_METRICS
 from tests.serve.browser import NOTHING, StatusPage, open_browser, rounding_of, value_of
 from tests.serve.conftest import SILENT_S, serving
 from tests.serve.fake_engine import FakeEngine

@@ -9,9 +9,9 @@ import threading
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_aclgraph.serve import sse
 from dist_aclgraph.serve.api import make_api
-from dist_aclgraph.serve.inbox import Inbox
+from dist_aclgraph.serve.openai import sse
+from dist_aclgraph.serve.openai.inbox import Inbox
 from dist_aclgraph.steps.delta import RequestDelta
 
 TURNS = st.lists(st.sampled_from(["put", "refuse", "turn", "slow"]), max_size=60)

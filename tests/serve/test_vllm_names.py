@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dist_aclgraph.serve.vllm_names import ALIASES
+from dist_aclgraph.serve.observe.vllm_names import ALIASES
 from tests.serve.conftest import serving
 
 # Samples that vLLM's boards ask for by name (its examples/observability).

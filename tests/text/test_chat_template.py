@@ -1,68 +1,244 @@
-"""Templates that no honest model has: each is refused, soon, and with a sentence."""
+"""Chat templates: honest ones render as with transformers, all others end at a limit."""
 
 from __future__ import annotations
 
-import json
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from dist_aclgraph.errors import InvalidParameterError, ModelError
-from dist_aclgraph.text.chat_template import ChatTemplate, read_chat_template
+from dist_aclgraph.text.chat_template import ChatTemplate, RenderLimits, read_chat_template
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 MODEL = Path(__file__).parents[2] / "models" / "tiny-qwen3"
 HI = [{"role": "user", "content": "Hi"}]
-FOREVER = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+CHAT = [
+    {"role": "system", "content": "Be <brief> & kind."},
+    {"role": "user", "content": "  Wie geht's? 你好 🙂\n"},
+    {"role": "assistant", "content": "<think>\nhm\n</think>\n\nGut."},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "get_time", "arguments": {"zone": "Zürich", "n": 1}}}],
+    },
+    {"role": "tool", "content": '{"time": "12:00"}'},
+    {"role": "user", "content": "Danke"},
+]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_time",
+            "description": "Return the time & date of a <zone>.",
+            "parameters": {"type": "object", "properties": {"zone": {"type": "string"}}},
+        },
+    }
+]
+DOCUMENTS = [{"title": "One", "text": "é"}, {"title": "Two", "text": "2 < 3"}]
+QWEN = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
+    {{- "# Tools\\n<tools>" }}
+    {%- for tool in tools %}
+        {{- "\\n" }}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- "\\n</tools><|im_end|>\\n" }}
+{%- endif %}
+{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.multi_step_tool and message.role == "user" and message.content is string %}
+        {%- set ns.multi_step_tool = false %}
+        {%- set ns.last_query_index = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set content = message.content if message.content is string else '' %}
+    {%- if message.role == "assistant" %}
+        {%- if '</think>' in content %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {{- '<|im_start|>' + message.role + '\\n' + content }}
+        {%- for call in message.tool_calls %}
+            {{- '\\n<tool_call>\\n{"name": "' ~ call.function.name ~ '", "arguments": ' }}
+            {{- call.function.arguments | tojson }}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == "tool" %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + content }}
+        {{- '\\n</tool_response><|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+LLAMA = """\
+{{- bos_token }}
+{%- set date_string = strftime_now("%d %b %Y") %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: " + date_string + "\\n" }}
+{%- if tools is not none %}
+    {%- for t in tools %}
+        {{- t | tojson(indent=4) }}
+        {{- "\\n\\n" }}
+    {%- endfor %}
+{%- endif %}
+{{- system_message }}
+{%- for message in messages %}
+    {%- if message.role not in ('user', 'assistant') %}{% continue %}{%- endif %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {{- message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+"""
+COMMAND_R = """\
+{% macro document(d, n) %}<doc id="{{ n }}" {{ d | items | list | length }}>{{ d.title | upper }}:
+{{ d.text | indent(2) }}</doc>
+{% endmacro %}
+{% for d in documents or [] %}{{ document(d, loop.index) }}{% endfor %}
+{% for m in messages if m.content %}
+  {% if m.role == 'assistant' %}
+    {% generation %}{{ m.content }}{% set inner = 1 %}{% endgeneration %}{{ inner is defined }}
+  {% else %}
+    {{ '%-9s|' % m.role }}{{ m.content | replace('\\n', ' ') | tojson(sort_keys=true) }}
+  {% endif %}
+  {{- loop.cycle('a', 'b') }}{{ ['x', 'y'] | join('-') }}{{ 2 ** 10 }}
+{% endfor %}
+{{ {'b': 1, 'a': [none, true]} | tojson(indent=1, separators=(',', ':'), sort_keys=true) }}
+"""
+TESTED = RenderLimits(cpu_s=0.5, memory_bytes=256 << 20)
 DOUBLING = "{% set x = x ~ x %}" * 60
+TOO_LONG = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+REFUSED, TIME, MEMORY = "the chat template", "0.5 s of processor time", "256 MiB of memory"
+
+
+@pytest.mark.parametrize("add_generation_prompt", [False, True])
+@pytest.mark.parametrize("source", [QWEN, LLAMA, COMMAND_R], ids=["qwen", "llama", "command-r"])
+@pytest.mark.parametrize(
+    ("tools", "documents"), [(None, None), (TOOLS, DOCUMENTS)], ids=["plain", "tools"]
+)
+def test_a_template_renders_as_with_transformers(source, tools, documents, add_generation_prompt):
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    more = {"tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
+    (expected,), _ = render_jinja_template([CHAT], chat_template=source, **more, **special)
+
+    assert ChatTemplate(source, special).render(CHAT, **more) == expected
+
+
+def test_text_that_is_not_unicode_comes_back():
+    template = ChatTemplate("{{ messages[0].content }}", {})
+
+    assert template.render([{"role": "user", "content": "\ud800\x00"}]) == "\ud800\x00"
 
 
 @pytest.mark.parametrize(
-    "source",
+    ("source", "words"),
     [
-        FOREVER,
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = 1 %}{% endfor %}"
-        "{% endfor %}",
-        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}"
-        "{{ m(80) }}",
-        "{% for a in [[1, 2]] recursive %}{{ loop([a, a]) }}{% endfor %}",
-        "{% set x = 'xx' %}" + DOUBLING,
-        "{% set x = 'xx' %}" + DOUBLING.replace("~", "+"),
-        "{% set x = [1, 2] %}" + DOUBLING.replace("~", "+") + "{{ x }}",
-        "{{ 'x' * 10 ** 12 }}",
-        "{{ [1] * 10 ** 12 }}",
-        "{{ 9 ** 99999 }}",
-        "{{ 'x' | center(1000000000000) }}",
-        "{{ 'x'.ljust(1000000000000) }}",
-        "{{ '%1000000000000d' % 1 }}",
-        "{{ '{:1000000000000d}'.format(1) }}",
-        "{% set x = 'x' * 99999 %}{{ x.replace('x', x) }}",
-        "{% set x = 'x' * 99999 %}{{ x.join([1] * 99999) }}",
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ range(10 ** 9) | list }}",
+        (TOO_LONG, TIME),
+        ("{{ ([range(99999)] * 10 ** 6) | map('sum') | list }}", TIME),
+        ("{{ 7 ** (7 ** 9) }}", TIME),
+        ("{{ lipsum(4000000) }}", TIME),
+        ("{{ ([[0] * 2000] * 400000) | sum(start=[]) }}", TIME),
+        ("{{ 'a' * 10 ** 9 }}", MEMORY),
+        ("{{ [1] | batch(5 * 10 ** 8, 'x') | list }}", MEMORY),
+        ("{{ range(99999) | join('x' * 9999) }}", MEMORY),
+        ("{{ '%1000000000d' % 1 }}", MEMORY),
+        ("{{ '{:1000000000d}'.format(1) }}", MEMORY),
+        ("{{ ('a' * 4000000).translate({97: 'b' * 4000}) }}", MEMORY),
+        ("{% set x = 'xx' %}" + DOUBLING, MEMORY),
+        ("{% set x = 'xx' %}{% for i in range(40) %}{% set x %}{{ x }}{{ x }}{% endset %}"
+         "{% endfor %}" + "{% set x %}{{ x }}{{ x }}{% endset %}" * 40, MEMORY),
+        ("{% for i in range(99999) %}{{ 'x' * 999 }}{% endfor %}", "more than 4194304 characters"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
+        ("{% for a in [[1]] recursive %}{{ loop([a]) }}{% endfor %}", "RecursionError"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe|not safely callable"),
+        ("{{ range(10 ** 9) | list }}", "Range too big"),
+        ("{{ 1 | nofilter }}", "No filter named 'nofilter'"),
+        ("{{ raise_exception('only users') }}", "refuses the messages: only users"),
+        ("{{ messages[0].content + 1 }}", "cannot render the messages: TypeError"),
     ],
-    ids=lambda source: source[:40],
-)
-def test_a_template_without_bounds_is_refused(source):
-    template = ChatTemplate(source, {})
+    ids=lambda value: value[:40],
+)  # fmt: skip
+def test_a_template_without_bounds_is_refused(source, words):
+    template = ChatTemplate(source, {}, TESTED)
+    begun_s = time.monotonic()
 
-    with pytest.raises(InvalidParameterError, match="the chat template"):
+    with pytest.raises(InvalidParameterError, match=words) as caught:
         template.render(HI)
 
+    assert caught.value.param == "messages"
+    assert str(caught.value).startswith(REFUSED)
+    assert time.monotonic() - begun_s < TESTED.wait_s
 
-def test_what_honest_templates_do_is_as_it_was():
-    source = (
-        "{% set ns = namespace(n=0) %}{%- macro tag(x) -%}<{{ x ~ '>' }}{%- endmacro -%}"
-        "{% for m in messages %}{% if m.role == 'x' %}{% continue %}{% endif %}"
-        "{{ loop.index }}{{ tag(m.role) + m.content * 2 }}{% set ns.n = ns.n + 1 %}"
-        "{{ ' %d' % ns.n }}{{ m | tojson(indent=1) }}{{ ['a', 'b'] | join('-') | indent(2) }}"
-        "{% endfor %}{{ 2 ** 10 }}{{ bos_token }}"
-    )
 
-    text = ChatTemplate(source, {"bos_token": "<s>"}).render(HI)
+def test_a_render_at_its_limit_leaves_the_others_alone():
+    source = "{% if messages[0].content == 'loop' %}" + TOO_LONG + "{% endif %}fine"
+    template = ChatTemplate(source, {}, RenderLimits(cpu_s=1))
+    refused = []
 
-    shown = json.dumps(HI[0], indent=1)
-    assert text == f"1<user>HiHi 1{shown}a-b1024<s>"
+    def loop():
+        with pytest.raises(InvalidParameterError) as caught:
+            template.render([{"role": "user", "content": "loop"}])
+        refused.append(caught.value)
+
+    threads = [threading.Thread(target=loop) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(9):
+        assert template.render(HI) == "fine"
+    assert not refused
+    for thread in threads:
+        thread.join()
+    assert len(refused) == 2
+    assert template.render(HI) == "fine"
+
+
+def test_a_process_serves_one_render_after_the_other_until_it_is_killed():
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    template.render(HI)
+    (first,) = template._idle
+    template.render(HI)
+    assert template._idle == [first]
+
+    os.kill(first.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
+
+    assert template.render(HI) == "Hi"
+    assert template._idle != [first]
+
+
+def test_a_process_that_hangs_is_given_up():
+    template = ChatTemplate("{{ messages[0].content }}", {}, RenderLimits(wait_s=3))
+    template.render(HI)
+    (process,) = template._idle
+
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(InvalidParameterError, match="takes more than 3 s"):
+        template.render(HI)
+
+    assert template.render(HI) == "Hi"
+
+
+def test_the_process_ends_with_its_template():
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    template.render(HI)
+    (process,) = template._idle
+    del template
+
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from dist_aclgraph.actors.deployment import deployment
 from dist_aclgraph.cli.checks import check_deployment
-from dist_aclgraph.cli.doctor import cann_libraries_finding
+from dist_aclgraph.cli.doctor.examine import cann_libraries_finding
 from dist_aclgraph.cli.main import cli
 from dist_aclgraph.config import load_config
 from dist_aclgraph.device import kind

@@ -30,12 +30,16 @@ class Row:
 
 
 def read_layers() -> dict[str, Row]:
-    """Return the layer table of docs/architecture.md, one row a folder."""
+    """Return the layer table of docs/architecture.md; rows without a folder continue a row."""
     text = ARCHITECTURE.read_text(encoding="utf-8").partition("### Who may import whom")[2]
-    rows = {}
-    for line in re.findall(r"^\| `.*$", text.partition("\n#")[0], re.MULTILINE):
-        folder, *cells = (re.findall(r"`([^`]+)`", cell) for cell in line.split("|")[1:-1])
-        rows[folder[0]] = Row(*map(frozenset, cells))
+    rows: dict[str, Row] = {}
+    folder = ""
+    for line in re.findall(r"^\| [`|].*$", text.partition("\n#")[0], re.MULTILINE):
+        name, *cells = (re.findall(r"`([^`]+)`", cell) for cell in line.split("|")[1:-1])
+        folder = name[0] if name else folder
+        before = rows.get(folder, Row(frozenset(), frozenset()))
+        folders, libraries = map(frozenset, cells)
+        rows[folder] = Row(before.folders | folders, before.libraries | libraries)
     return {
         folder: Row(with_inner(row.folders, rows), row.libraries) for folder, row in rows.items()
     }

@@ -53,7 +53,7 @@ def test_a_torch_for_cuda_is_refused_with_a_remedy(where: str, tmp_path: Path) -
 
 
 def test_the_doctor_names_it(tmp_path: Path) -> None:
-    code = "from dist_aclgraph.cli.doctor import examine; print(*examine(), sep='\\n')"
+    code = "from dist_aclgraph.cli.doctor.examine import examine; print(*examine(), sep='\\n')"
 
     found = run(code, tmp_path, CUDA)
 

@@ -186,7 +186,7 @@ def start(
     Errors of the model's files are raised before anything is built or started.
 
     Args:
-        starter: starts the processes of a Ray that is started here.
+        starter: starts the processes of a Ray that is started here, or was started by this process.
 
     Raises:
         ConfigError, ModelError: the model cannot be served, or not so.
@@ -201,7 +201,8 @@ def start(
     config = decide_device(config, "here" if is_local else "cluster")
     if is_local and config.device.kind == "emulated":
         emulator.build()
-    starter = (starter or choose_starter(config)) if is_local else None
+    if starter is None and is_local:
+        starter = choose_starter(config)
     try:
         if starter is not None:
             starter.command(config)  # a fork server loads while Ray starts

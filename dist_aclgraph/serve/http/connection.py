@@ -19,16 +19,16 @@ import httptools
 from starlette.types import ASGIApp, Scope
 
 from dist_aclgraph.config import ServeConfig
-from dist_aclgraph.serve.edge import REQUEST_ID, request_name
-from dist_aclgraph.serve.errors import plain_error
 from dist_aclgraph.serve.http.deadline import ClientDeadline
+from dist_aclgraph.serve.http.edge import REQUEST_ID, request_name
 from dist_aclgraph.serve.http.exchange import CLOSE, CLOSE_HEADER, HttpExchange
 from dist_aclgraph.serve.http.refusal import GatedApp, Refusal
+from dist_aclgraph.serve.openai.errors import plain_error
+from dist_aclgraph.serve.openai.sse import WRITE
 from dist_aclgraph.serve.resume.counters import hang_up
 from dist_aclgraph.serve.resume.holder import HolderLink
 from dist_aclgraph.serve.resume.journal import JOURNAL, RESUMED, Chance, Journal
 from dist_aclgraph.serve.resume.record import ConnectionRecord
-from dist_aclgraph.serve.sse import WRITE
 
 log = logging.getLogger(__name__)
 IDLE_S = 5.0  # from an answer to the next request

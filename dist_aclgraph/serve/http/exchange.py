@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Scope
 
-from dist_aclgraph.serve.errors import plain_error
 from dist_aclgraph.serve.http.refusal import header_lines, status_line
+from dist_aclgraph.serve.openai.errors import plain_error
 from dist_aclgraph.serve.resume.record import CONTINUE
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ import uvloop
 
 from dist_aclgraph.config import ServeConfig
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.serve.errors import RETRY_AFTER_S, plain_error
 from dist_aclgraph.serve.http.connection import HttpConnection, ServerState
 from dist_aclgraph.serve.http.exchange import CLOSE
+from dist_aclgraph.serve.http.open_files import allow_connections
 from dist_aclgraph.serve.http.refusal import GatedApp, Refusal
-from dist_aclgraph.serve.open_files import allow_connections
+from dist_aclgraph.serve.openai.errors import RETRY_AFTER_S, plain_error
 from dist_aclgraph.serve.resume.counters import hang_up
 from dist_aclgraph.serve.resume.holder import HeldConnection, HolderLink
 from dist_aclgraph.serve.resume.record import ConnectionRecord

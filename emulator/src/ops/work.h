@@ -1,6 +1,6 @@
 // What operators take of the chip with modelled time (kernels=timed): the larger of operations over
 // peak and bytes over bandwidth, at least the kernel's floor, and the gap to the next one. In
-// nanoseconds; docs/device-time.md says which rate is which operator's.
+// nanoseconds; docs/develop/device-time.md says which rate is which operator's.
 #pragma once
 
 #include "aten.h"

@@ -1,4 +1,4 @@
-// The table. Sources and how sure each number is: docs/device-time.md, which repeats the values.
+// The table. Sources and how sure each number is: docs/develop/device-time.md, which repeats the values.
 #include "rates.h"
 
 #include "target.h"

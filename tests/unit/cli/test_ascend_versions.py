@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_aclgraph.cli.ascend_versions import (
+from dist_aclgraph.cli.doctor.ascend_versions import (
     is_driver_new_enough,
     read_cann_version,
     read_driver_version,

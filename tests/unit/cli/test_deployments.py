@@ -89,7 +89,7 @@ def test_shards_hold_longer_contexts_and_more_requests_on_the_same_npus(name: st
     assert 0.95 < shared["tokens"] / (whole["tokens"] * shared["dcp"]) < 1.05
     assert shared["requests"] >= 0.95 * whole["requests"] * shared["dcp"]
     # The file and the page say the numbers that the plan prints.
-    for page in (CONFIGS / f"{name}.yaml", CONFIGS.parent / "docs" / "contexts.md"):
+    for page in (CONFIGS / f"{name}.yaml", CONFIGS.parent / "docs" / "use" / "contexts.md"):
         said = set(re.findall(r"\d[\d,]*\b", page.read_text(encoding="utf-8")))
         for each in (shared, whole):
             assert {f"{each['tokens']:,}", f"{each['bytes_per_token']:,.0f}"} <= said

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dist_aclgraph.cli.doctor import compiler_finding, device_finding
+from dist_aclgraph.cli.doctor.examine import compiler_finding, device_finding
 
 NPUS = ["davinci0", "davinci1"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from dist_aclgraph.cli.keys import render_keys
 from dist_aclgraph.config import Config, Section
 
-PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
+PAGE = Path(__file__).parents[3] / "docs" / "use" / "configuration.md"
 
 
 def count_keys(section: type[Section]) -> int:
@@ -20,12 +20,18 @@ def count_keys(section: type[Section]) -> int:
 
 def test_the_page_in_the_documentation_is_the_one_that_the_command_prints() -> None:
     assert PAGE.read_text(encoding="utf-8") == render_keys(), (
-        "run: dist-aclgraph keys > docs/configuration.md"
+        "run: dist-aclgraph keys > docs/use/configuration.md"
     )
 
 
-def test_the_page_has_a_row_with_a_meaning_for_every_key() -> None:
-    rows = [line for line in render_keys().splitlines() if line.startswith("| `")]
+def test_the_page_has_an_item_with_a_meaning_for_every_key() -> None:
+    items = render_keys().split("\n- **`")[1:]
 
-    assert len(rows) == count_keys(Config)
-    assert all(len(row.rsplit("| ", 1)[1]) > 8 for row in rows)
+    assert len(items) == count_keys(Config)
+    assert all(len(item.partition("): ")[2].split("\n\n")[0]) > 8 for item in items)
+
+
+def test_no_line_of_an_item_reads_as_a_list_or_a_quotation_in_markdown() -> None:
+    lines = render_keys().splitlines()
+
+    assert not [line for line in lines if line.startswith("  ") and line.split()[0] in "-+*>#"]

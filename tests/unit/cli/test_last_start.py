@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dist_aclgraph.cli.doctor import Finding, examine
+from dist_aclgraph.cli.doctor.examine import examine
+from dist_aclgraph.cli.doctor.finding import Finding
 from dist_aclgraph.cli.last_start import keep_report
 
 

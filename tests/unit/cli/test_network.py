@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dist_aclgraph.cli import network
-from dist_aclgraph.cli.network import network_problem, overridden_warning, port_warning
+from dist_aclgraph.cli.doctor import network
+from dist_aclgraph.cli.doctor.network import network_problem, overridden_warning, port_warning
 from dist_aclgraph.config import make_config
 from dist_aclgraph.environment import CONFIGURED_HCCL, child_environment
 

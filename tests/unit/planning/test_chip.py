@@ -56,6 +56,8 @@ def check(cann: str, model: dict[str, Any], **keys: Any) -> None:
         ("8.5.0", {}, {"parallel": {"pcp": 2}}, "parallel.pcp 2; .*: set both to 1, or install"),
         ("9.1.0", ALONE, {"parallel": {"pcp": 2}}, "parallel.pcp 2; .* set both to 1"),
         ("8.5.0", LATENT, SHARDED, "parallel.dcp is 2; latent attention gives no sums"),
+        # One that tells no version has the stricter rules.
+        ("", {}, {"kv": {"block_size": 64}}, "kv.block_size is 64; .* multiples of 128"),
         # Each rank has one head of each: none is shared any more.
         ("9.1.0", {}, {"kv": {"block_size": 64}, "parallel": {"tp": 8}}, "kv.block_size is 64"),
     ],

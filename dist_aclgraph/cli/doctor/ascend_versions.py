@@ -1,0 +1,44 @@
+"""Which CANN and which driver are installed, and which belong to the pinned torch_npu."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+# github.com/Ascend/pytorch, COMPATIBILITY.en.md: 9.1.0 goes with torch_npu 2.12.0, the newest it
+# lists; the version for 2.13.0 is not published.
+CANN_OF_TORCH_NPU = {"2.13.0": "9.1.0"}
+# Task updates, on which replays rest, came with this driver; before 25.5 a process has a million.
+MIN_DRIVER = (25, 0)
+DRIVER = Path("/usr/local/Ascend/driver/version.info")
+
+
+def read_cann_version(toolkit: Path) -> str | None:
+    """Return the version of a CANN toolkit, e.g. 9.1.0; None where there is none."""
+    places = [
+        toolkit / "share/info/runtime/version.info",  # from 8.5 on, as CANN's runtime reads it
+        toolkit / "version.cfg",
+        *sorted(toolkit.glob("*-linux/ascend_toolkit_install.info")),
+    ]
+    return next((found for path in places if (found := read_version(path))), None)
+
+
+def read_driver_version(path: Path = DRIVER) -> str | None:
+    """Return the version of the driver, e.g. 25.2.0; None where there is none."""
+    return read_version(path)
+
+
+def is_driver_new_enough(version: str) -> bool:
+    """Whether a driver has what replays need."""
+    numbers = tuple(int(number) for number in re.findall(r"[0-9]+", version)[:2])
+    return numbers >= MIN_DRIVER
+
+
+def read_version(path: Path) -> str | None:
+    """Return the first version in a file of lines such as ``version=9.1.0`` or ``[9.1.0:x]``."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    found = re.search(r"(?i)version\S*\s*=\s*\[?([0-9][0-9A-Za-z.]*)", text)
+    return found[1] if found else None

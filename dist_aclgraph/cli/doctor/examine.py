@@ -1,0 +1,201 @@
+"""``dist-aclgraph doctor``: the parts that this machine has or lacks, and how to get them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import sys
+import time
+
+from dist_aclgraph.cli.doctor.ascend_versions import (
+    CANN_OF_TORCH_NPU,
+    DRIVER,
+    MIN_DRIVER,
+    is_driver_new_enough,
+    read_cann_version,
+    read_driver_version,
+)
+from dist_aclgraph.cli.doctor.finding import Finding
+from dist_aclgraph.cli.doctor.network import network_problem, overridden_warning, port_warning
+from dist_aclgraph.cli.doctor.npu_host import npu_host_findings
+from dist_aclgraph.cli.last_start import last_start
+from dist_aclgraph.device import torch_build
+from dist_aclgraph.device.cann import load_problem, load_remedy
+from dist_aclgraph.device.kind import npus_here
+from dist_aclgraph.environment import ascend_toolkit, network_variables
+
+MIN_SHM_BYTES = 256 << 20
+PYTHONS = ((3, 11), (3, 12), (3, 13))
+PINNED = {"torch": torch_build.VERSION, "torch-npu": "2.13.0", "ray": "2.60.0"}
+
+
+def examine() -> list[Finding]:
+    """Return all findings; imports neither torch nor Ray, and starts nothing."""
+    from dist_aclgraph.device import emulator
+
+    npus = npus_here()
+    is_built = not npus and emulator.is_built()
+    device = device_finding(npus, is_emulator_built=is_built)
+    compiler = compiler_finding(npus, emulator.missing_tools(), is_emulator_built=is_built)
+    versions = [_package(name, wanted) for name, wanted in PINNED.items()]
+    packages = [_python(), *versions, _torch_build()]
+    ascend = (
+        [*npu_host_findings(npus), _cann(), cann_libraries_finding(), _driver()] if npus else []
+    )
+    machine = [device, *ascend, compiler, _shared_memory(), _network(), _port(8000)]
+    return [*packages, *machine, *_graphs()]
+
+
+def _python() -> Finding:
+    is_ok = sys.version_info[:2] in PYTHONS
+    known = ", ".join(f"{major}.{minor}" for major, minor in PYTHONS)
+    remedy = f"install one of Python {known}"
+    return Finding("python", is_ok, platform.python_version(), remedy)
+
+
+def _package(name: str, wanted: str) -> Finding:
+    try:
+        found = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name, False, "not installed", _pip_install(name, wanted))
+    is_ok = found.split("+")[0] == wanted
+    return Finding(name, is_ok, found, _pip_install(name, wanted))
+
+
+def _pip_install(name: str, wanted: str) -> str:
+    return f"{sys.executable} -m pip install {name}=={wanted}"
+
+
+def _cann() -> Finding:
+    wanted = CANN_OF_TORCH_NPU[PINNED["torch-npu"]]
+    toolkit = ascend_toolkit()
+    found = read_cann_version(toolkit)
+    line = wanted.rpartition(".")[0]
+    return Finding(
+        "CANN",
+        found is not None and found.startswith(line),
+        f"{found or 'none'} in {toolkit}",
+        f"install CANN {wanted}, toolkit and operators of your chip, and source its set_env.sh",
+    )
+
+
+def cann_libraries_finding() -> Finding:
+    """Whether a process that is started from this shell can load CANN."""
+    problem = load_problem()
+    return Finding("CANN libraries", not problem, problem or "can be loaded", load_remedy(problem))
+
+
+def _driver() -> Finding:
+    found = read_driver_version()
+    wanted = ".".join(map(str, MIN_DRIVER))
+    return Finding(
+        "driver",
+        found is not None and is_driver_new_enough(found),
+        found or f"no {DRIVER}",
+        f"install an Ascend driver from {wanted} on, and mount {DRIVER.parent} into containers",
+    )
+
+
+def _network() -> Finding:
+    """How HCCL is told to reach other nodes; each node's `ray start` hands this to its workers, but
+    for what the configuration says for all nodes.
+    """
+    variables = network_variables()
+    told = ", ".join(f"{name}={value}" for name, value in sorted(variables.items()))
+    if problem := network_problem(variables, [name for _, name in socket.if_nameindex()]):
+        remedy = "set it in the environment of this node's `ray start`: docs/operate/cluster.md"
+        return Finding("network", False, problem, remedy)
+    if warning := port_warning(variables):
+        remedy = "reserve them: sysctl -w net.ipv4.ip_local_reserved_ports=FIRST-LAST"
+        return Finding("network", True, warning, remedy, is_warning=True)
+    if warning := overridden_warning(variables):
+        remedy = "unset them here, and set the keys that stand behind them in the configuration"
+        return Finding("network", True, warning, remedy, is_warning=True)
+    nothing = "no HCCL_* or GLOO_* is set; groups over several nodes use Ray's address of each node"
+    return Finding("network", True, told or nothing)
+
+
+def _torch_build() -> Finding:
+    cuda = torch_build.cuda_version()
+    found = f"for CUDA {cuda}, beside which torch_npu cannot be loaded" if cuda else "for CPUs"
+    return Finding("torch build", not cuda, found, f"{sys.executable} -m {torch_build.REMEDY}")
+
+
+def device_finding(npus: list[str], *, is_emulator_built: bool) -> Finding:
+    """What ranks may run on here. A head of a cluster needs no device: it is only warned of that.
+
+    Args:
+        npus: names of this machine's NPUs.
+    """
+    if npus:
+        return Finding("device", True, f"{len(npus)} NPUs: {', '.join(npus)}")
+    if is_emulator_built:
+        return Finding("device", True, "no NPU here; the emulated NPU is built and will be used")
+    found = "no NPU here, and the emulated NPU is not built: enough for the head of a cluster"
+    remedy = (
+        "on a host that has NPUs, give the container /dev/davinci*, as cluster/cluster-docker.yaml "
+        "does; to serve without, nothing: the emulated NPU is built at its first use, or with "
+        f"{sys.executable} -m dist_aclgraph.device.emulator"
+    )
+    return Finding("device", True, found, remedy, is_warning=True)
+
+
+def compiler_finding(npus: list[str], missing: list[str], *, is_emulator_built: bool) -> Finding:
+    """Whether an emulated NPU can be built here, where one may have to be.
+
+    Args:
+        npus: names of this machine's NPUs.
+        missing: programs that a build needs and this machine has not.
+    """
+    if not missing:
+        return Finding("compiler", True, str(shutil.which("g++")))
+    found = f"no {' and no '.join(missing)}"
+    if npus:
+        return Finding("compiler", True, f"{found}; with NPUs none is needed")
+    if is_emulator_built:
+        return Finding("compiler", True, f"{found}; the emulated NPU is built, none is needed")
+    remedy = (
+        "only to serve here with emulated NPUs: install g++ and make (Debian, Ubuntu: apt-get "
+        "install g++ make)"
+    )
+    found = f"{found}: enough for the head of a cluster"
+    return Finding("compiler", True, found, remedy, is_warning=True)
+
+
+def _shared_memory() -> Finding:
+    try:
+        stat = os.statvfs("/dev/shm")
+    except OSError:
+        return Finding("/dev/shm", False, "missing", "mount a tmpfs there")
+    free = stat.f_bavail * stat.f_frsize
+    remedy = "give a container more with --shm-size=1g"
+    return Finding("/dev/shm", free >= MIN_SHM_BYTES, f"{free >> 20} MiB free", remedy)
+
+
+def _graphs() -> list[Finding]:
+    """Slow operators in the graphs of the last deployment that was started here."""
+    if (start := last_start()) is None:
+        return []
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(start["time_s"]))
+    name = f"graphs of {start['name']}, started {when}"
+    warnings = start["report"].get("graph_warnings", [])
+    if not warnings:
+        return [Finding(name, True, "no operator of the AI CPU is known of")]
+    remedy = (
+        "answers are right, steps are slower; report the model, its configuration and this line"
+    )
+    return [Finding(name, True, "; ".join(warnings), remedy, is_warning=True)]
+
+
+def _port(port: int) -> Finding:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            remedy = "stop what listens there, or choose another with serve.port=N"
+            return Finding(f"port {port}", False, "in use", remedy)
+    return Finding(f"port {port}", True, "free")

@@ -1,0 +1,111 @@
+"""Edge: the outermost part of the API. What it refuses, it refuses before a body is read.
+
+Where nothing is free, a server that knows ``GatedApp`` asks for the refusal before all else.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from functools import lru_cache
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dist_aclgraph.errors import DistAclGraphError
+from dist_aclgraph.serve.http.access import Access
+from dist_aclgraph.serve.http.refusal import Refusal
+from dist_aclgraph.serve.openai.body import HeldBody
+from dist_aclgraph.serve.openai.errors import error_response
+from dist_aclgraph.serve.openai.places import full_error
+from dist_aclgraph.serve.openai.state import ApiState
+from dist_aclgraph.serve.resume.journal import JOURNAL, RESUMED
+
+GENERATING = frozenset({"/v1/chat/completions", "/v1/completions"})
+_GENERATING_BYTES = frozenset(path.encode() for path in GENERATING)
+REQUEST_ID = b"x-request-id"
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+
+
+class Edge:
+    """Checks access, then room, then lets the request in. Plain ASGI: streams pass through.
+
+    Args:
+        names_requests: echo X-Request-Id, or give the response one; off where a proxy does it.
+    """
+
+    def __init__(
+        self, app: ASGIApp, access: Access, state: ApiState, *, names_requests: bool = True
+    ) -> None:
+        self._app = app
+        self._access = access
+        self._state = state
+        self._names_requests = names_requests
+
+    def refusal(self, method: bytes, path: bytes) -> Refusal | None:
+        """See ``GatedApp``. Who has no key learns that the service is full, and nothing else."""
+        places = self._state.places
+        if method == b"POST" and path in _GENERATING_BYTES and places.is_full:
+            return _full(places.total)
+        return None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        if self._names_requests:
+            send = _naming(send, request_name(headers.get(REQUEST_ID, b"")))
+        method, path = scope["method"], _own_path(scope)
+        extensions = scope.get("extensions", {})
+        is_owed = RESUMED in extensions
+        try:
+            self._access.check(method, path, headers)
+            if method == "POST" and path in GENERATING:
+                self._state.admit(None)
+                self._state.places.take(1, is_owed=is_owed)
+        except DistAclGraphError as e:
+            await error_response(e)(scope, receive, send)
+            return
+        # Only POST has a body that is read. A journal holds it until the request is answered.
+        copies = 2 if JOURNAL in extensions else 1
+        body = HeldBody(self._state.bodies, receive, copies=copies, is_owed=is_owed)
+        try:
+            await self._app(scope, body if method == "POST" else receive, send)
+        finally:
+            body.release()
+            if method == "POST" and path in GENERATING:
+                self._state.places.give_back(1)
+
+
+@lru_cache
+def _full(total: int) -> Refusal:
+    return Refusal(error_response(full_error(total, total)))
+
+
+def _own_path(scope: Scope) -> str:
+    """Return the path as the routes know it, by the rule of Starlette's router.
+
+    Under a route prefix Ray Serve's proxy leaves ``path`` whole, and puts the prefix into
+    ``root_path``. The prefix alone leads to ``/``: the router sends there whoever asks for it.
+    """
+    path: str = scope["path"]
+    prefix: str = scope.get("root_path", "")
+    rest = path.removeprefix(prefix)
+    if rest == path or rest.startswith("/"):
+        return rest
+    return path if rest else "/"
+
+
+def request_name(given: bytes) -> bytes:
+    """Return the name that the client has given the request, or a new one."""
+    return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12).encode()
+
+
+def _naming(send: Send, name: bytes) -> Send:
+    async def send_with_id(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = [*message.get("headers", []), (REQUEST_ID, name)]
+            message = {**message, "headers": headers}
+        await send(message)
+
+    return send_with_id

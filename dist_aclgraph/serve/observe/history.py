@@ -1,0 +1,206 @@
+"""History: the last ten minutes of what /metrics counts, for people who open the status page late.
+
+Every few seconds the metrics are collected, and what has changed since the last time is kept as one
+point: rates, and quantiles of the latencies in between. The number of points is bounded.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from prometheus_client.core import Metric
+
+from dist_aclgraph.actors.client.engine_client import EngineClient
+from dist_aclgraph.serve.observe.metrics import PREFIX
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S = 5.0
+SPAN_S = 600.0
+POINTS_OF_A_CELL = 4  # of the heat map of experts: 20 seconds
+QUANTILES = {"p50": 0.5, "p95": 0.95}
+RATES = {"generation_tokens_per_s": "generation_tokens", "prompt_tokens_per_s": "prompt_tokens"}
+SUMS = {"running": "num_requests_running", "waiting": "num_requests_waiting"}
+LATENCIES = {
+    "time_to_first_token_s": "time_to_first_token_seconds",
+    "inter_token_latency_s": "inter_token_latency_seconds",
+}
+
+ByEngine = Mapping[str, float]
+Buckets = tuple[tuple[float, float], ...]  # upper bound, and how many were not above it
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What was counted until ``time_s``, a monotonic time.
+
+    Attributes:
+        engines: a metric's name -> engine -> value.
+        experts: engine -> rank -> tokens.
+        latencies: a histogram's name -> its buckets, ascending.
+    """
+
+    time_s: float
+    engines: dict[str, dict[str, float]]
+    experts: dict[str, dict[str, float]]
+    latencies: dict[str, Buckets]
+
+
+@dataclass(frozen=True)
+class Point:
+    """What happened in the time up to ``time_s``.
+
+    Attributes:
+        values: of a series, None where nothing is known.
+        experts: tokens that each rank's experts computed.
+    """
+
+    time_s: float
+    values: dict[str, float | None]
+    experts: dict[tuple[str, str], float]
+
+
+class History:
+    """Owns the points, and the thread that adds them while a client is open."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last: Counts | None = None
+        self._points: deque[Point] = deque(maxlen=int(SPAN_S / PERIOD_S))
+
+    def watch(self, collect: Callable[[], Iterable[Metric]], client: EngineClient) -> None:
+        """Add a point every few seconds until the client is closed; returns at once.
+
+        Metrics that cannot be collected cost a point, and are logged when that begins.
+        """
+
+        def run() -> None:
+            is_over = is_failing = False
+            while not is_over:
+                try:
+                    self.add(read_counts(collect(), time.monotonic()))
+                    is_failing = False
+                except Exception:  # whatever it is: the next look may go well
+                    if not is_failing:
+                        logger.exception("the history has no metrics")
+                    is_failing = True
+                is_over = client.wait_for_end(PERIOD_S)
+
+        threading.Thread(target=run, name="history", daemon=True).start()
+
+    def add(self, counts: Counts) -> None:
+        """Add what was counted since the last call."""
+        with self._lock:
+            if self._last is not None and counts.time_s > self._last.time_s:
+                self._points.append(_point(self._last, counts))
+            self._last = counts
+
+    def report(self, now_s: float) -> dict[str, Any]:
+        """Return all series as lists, oldest first; ``ages_s`` says when each point ended."""
+        with self._lock:
+            points = list(self._points)
+        names = points[-1].values if points else ()
+        return {
+            "span_s": SPAN_S,
+            "ages_s": [round(now_s - point.time_s, 1) for point in points],
+            "series": {name: [point.values.get(name) for point in points] for name in names},
+            "experts": _loads(points),
+        }
+
+
+def read_counts(found: Iterable[Metric], time_s: float) -> Counts:
+    """Take from collected metrics what points are made of."""
+    counts = Counts(time_s, {}, {}, {})
+    sums = {*RATES.values(), *SUMS.values(), "kv_cache_usage"}
+    for metric in found:
+        name = metric.name.removeprefix(PREFIX)
+        if name in sums:
+            counts.engines[name] = {s.labels["engine"]: s.value for s in metric.samples}
+        elif name == "expert_tokens":
+            for s in metric.samples:
+                counts.experts.setdefault(s.labels["engine"], {})[s.labels["rank"]] = s.value
+        elif name in LATENCIES.values():
+            counts.latencies[name] = tuple(
+                (float(s.labels["le"]), s.value)
+                for s in metric.samples
+                if s.name.endswith("_bucket")
+            )
+    return counts
+
+
+def quantile(share: float, buckets: Buckets) -> float | None:
+    """Return what Prometheus's ``histogram_quantile`` does; None where nothing was observed."""
+    total = buckets[-1][1] if buckets else 0.0
+    if total <= 0:
+        return None
+    wanted = share * total
+    for (low, below), (high, count) in pairwise(((0.0, 0.0), *buckets)):
+        if count >= wanted:
+            if high == float("inf"):
+                return low
+            return low + (high - low) * (wanted - below) / (count - below)
+    return None
+
+
+def _point(old: Counts, new: Counts) -> Point:
+    elapsed_s = new.time_s - old.time_s
+    values: dict[str, float | None] = {}
+    for series, name in RATES.items():
+        gained = _gains(old.engines.get(name, {}), new.engines.get(name, {}))
+        values[series] = sum(gained.values()) / elapsed_s if gained else None
+    for series, name in SUMS.items():
+        now = new.engines.get(name, {})
+        values[series] = sum(now.values()) if now else None
+    usage = new.engines.get("kv_cache_usage", {})
+    values["kv_cache_usage"] = max(usage.values(), default=None)
+    for series, name in LATENCIES.items():
+        gained_buckets = _gained_buckets(old.latencies.get(name, ()), new.latencies.get(name, ()))
+        for label, share in QUANTILES.items():
+            values[f"{series}_{label}"] = quantile(share, gained_buckets)
+    experts = {
+        (engine, rank): gained
+        for engine, ranks in new.experts.items()
+        for rank, gained in _gains(old.experts.get(engine, {}), ranks).items()
+    }
+    return Point(new.time_s, values, experts)
+
+
+def _gains(old: ByEngine, new: ByEngine) -> dict[str, float]:
+    """What counters that are in both have gained; one that fell has begun again."""
+    return {
+        key: value - old[key] if value >= old[key] else value
+        for key, value in new.items()
+        if key in old
+    }
+
+
+def _gained_buckets(old: Buckets, new: Buckets) -> Buckets:
+    if len(old) != len(new):
+        return ()
+    return tuple((high, count - was) for (high, count), (_, was) in zip(new, old, strict=True))
+
+
+def _loads(points: list[Point]) -> dict[str, dict[str, list[int | None]]]:
+    """Return each rank's share of its engine's tokens: 100 is the mean; None where all are idle."""
+    starts = range(len(points) % POINTS_OF_A_CELL, len(points), POINTS_OF_A_CELL)
+    cells = [points[start : start + POINTS_OF_A_CELL] for start in starts]
+    ranks = points[-1].experts if points else {}
+    loads: dict[str, dict[str, list[int | None]]] = {}
+    for engine, rank in ranks:
+        loads.setdefault(engine, {})[rank] = []
+    for cell in cells:
+        for engine, rows in loads.items():
+            tokens = {
+                rank: sum(point.experts.get((engine, rank), 0.0) for point in cell) for rank in rows
+            }
+            mean = sum(tokens.values()) / len(tokens)
+            for rank, row in rows.items():
+                row.append(round(100 * tokens[rank] / mean) if mean else None)
+    return loads

@@ -1,0 +1,1 @@
+"""The OpenAI API: requests and replies, and what all its routes share."""

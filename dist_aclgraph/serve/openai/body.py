@@ -1,0 +1,217 @@
+"""Request bodies: read within limits, decoded once into typed structs; every fault is a 4xx.
+
+msgspec checks types while it decodes and stops at the first error: nothing is built from what is
+not valid. Fields that may hold any number of items stay ``Raw``, which costs a scan; their items
+are counted before they are built (``openai_types``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any, TypeVar, cast
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Message, Receive
+
+from dist_aclgraph.config import ServeConfig
+from dist_aclgraph.errors import InvalidParameterError, QueueFullError
+from dist_aclgraph.serve.openai.errors import BodyTimeoutError, BodyTooLargeError
+
+B = TypeVar("B", bound="Body")
+R = TypeVar("R")
+MAX_INLINE_BYTES = 32 << 10  # decoded on the event loop: a thread would take longer to reach
+MAX_SHOWN_CHARS = 200
+# One thread, so that the event loop gets its turn between two large bodies.
+_decoding = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode-body")
+_PLACE = re.compile(r"(?P<what>.*?)(?: - at `(?:key in )?\$(?P<path>.*)`)?", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<name>.*)`")
+
+
+class BodyBudget:
+    """Counts the bytes of all request bodies that are held; used on one event loop only."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+
+    def check(self) -> None:
+        """Return if another piece of a body may be read.
+
+        Raises:
+            QueueFullError: more than the limit is held. Pieces that had been read are counted, so
+                this is one piece of each connection at most.
+        """
+        if self.num_bytes > self.max_bytes:
+            raise QueueFullError(
+                f"the bodies of requests in progress take more than {self.max_bytes >> 20} MiB; "
+                "try again later"
+            )
+
+
+class HeldBody:
+    """One request's part of a budget: its ASGI ``receive``, which counts what it returns.
+
+    Args:
+        copies: how often each byte is held.
+        is_owed: the request was accepted by another process: it is counted, and not refused.
+    """
+
+    def __init__(self, budget: BodyBudget, receive: Receive, *, copies: int, is_owed: bool) -> None:
+        self._budget = budget
+        self._receive = receive
+        self._copies = copies
+        self._is_owed = is_owed
+        self._num_bytes = 0
+        self._has_more = True
+
+    async def __call__(self) -> Message:
+        if self._has_more and not self._is_owed:
+            self._budget.check()
+        message = await self._receive()
+        self._has_more = message.get("more_body", False)
+        num_bytes = self._copies * len(message.get("body", b""))
+        self._num_bytes += num_bytes
+        self._budget.num_bytes += num_bytes
+        return message
+
+    def release(self) -> None:
+        """Give the request's bytes back. Idempotent."""
+        self._budget.num_bytes -= self._num_bytes
+        self._num_bytes = 0
+
+
+class Body(msgspec.Struct, kw_only=True, gc=False):
+    """Base of what clients send; ``strict`` gives classes that are closed to unknown fields."""
+
+    def check(self) -> None:
+        """Refuse what the types allow and the service does not offer.
+
+        Raises:
+            InvalidParameterError: names the field.
+        """
+
+    def kind_of_part(self, kind: type[B]) -> type[B]:
+        """Return the class to decode a part by: as strict as this body's own."""
+        return strict(kind) if self.__struct_config__.forbid_unknown_fields else kind
+
+
+@cache
+def strict(kind: type[B]) -> type[B]:
+    """Return the class whose decoding refuses unknown fields."""
+    found = msgspec.defstruct(
+        kind.__name__, [], bases=(kind,), forbid_unknown_fields=True, kw_only=True, gc=False
+    )
+    return cast("type[B]", found)
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
+
+
+async def receive_body(request: Request, config: ServeConfig) -> bytes:
+    """Return the body as it came.
+
+    Raises:
+        BodyTooLargeError: it is longer than ``serve.max_body_bytes``.
+        BodyTimeoutError: it did not arrive in time.
+        InvalidParameterError: the client left before its end.
+    """
+    try:
+        async with asyncio.timeout(config.body_s):
+            return await _receive(request, config.max_body_bytes)
+    except TimeoutError:
+        raise BodyTimeoutError(
+            f"the request body did not arrive within {config.body_s:g} s"
+        ) from None
+    except ClientDisconnect:
+        raise InvalidParameterError("the request body is incomplete") from None
+
+
+async def read_body(
+    data: bytes,
+    kind: type[B],
+    convert: Callable[[B], R],
+    config: ServeConfig,
+) -> R:
+    """Return what ``convert`` makes of the decoded and checked body.
+
+    Args:
+        convert: called beside the event loop where the body is large.
+
+    Raises:
+        InvalidParameterError: it is not JSON, or not what ``kind`` describes.
+    """
+    wanted = kind if config.lenient else strict(kind)
+
+    def read() -> R:
+        body: B = decode(data, wanted)
+        body.check()
+        return convert(body)
+
+    if len(data) <= MAX_INLINE_BYTES:
+        return read()
+    return await asyncio.get_running_loop().run_in_executor(_decoding, read)
+
+
+async def _receive(request: Request, max_bytes: int) -> bytes:
+    too_large = BodyTooLargeError(f"the request body exceeds {max_bytes} bytes")
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and (len(declared) > 18 or int(declared) > max_bytes):
+        raise too_large
+    data = bytearray()
+    async for piece in request.stream():
+        data += piece
+        if len(data) > max_bytes:
+            raise too_large
+    return bytes(data)
+
+
+def decode(data: bytes | msgspec.Raw, kind: Any, param: str = "") -> Any:
+    """Decode strict JSON: no NaN, no unpaired surrogates, bounded nesting.
+
+    Args:
+        param: the field that ``data`` is the value of; empty for a whole body.
+
+    Raises:
+        InvalidParameterError: the first thing that is wrong, with the field.
+    """
+    try:
+        return _decoder(kind).decode(data)
+    except msgspec.ValidationError as e:
+        raise _explained(str(e), param) from None
+    except RecursionError:
+        raise InvalidParameterError("the request body is nested too deeply") from None
+    except ValueError as e:  # msgspec.DecodeError and UnicodeDecodeError
+        raise InvalidParameterError(f"the request body is not valid JSON: {e}") from None
+
+
+def _explained(message: str, param: str) -> InvalidParameterError:
+    """Return msgspec's complaint in OpenAI's words; it names places as ``$.messages[0].role``."""
+    match = _PLACE.fullmatch(message)
+    assert match is not None
+    path = re.sub(r"\[(\d+|\.\.\.)\]", r".\1", match["path"] or "").replace("...", "*")
+    parts = [part for part in (param, path.strip(".")) if part]
+    found = match["what"]
+    for pattern, words in (
+        (_UNKNOWN, "unknown parameter"),
+        (_MISSING, "missing required parameter"),
+    ):
+        if about := pattern.fullmatch(found):
+            name = shorten(".".join([*parts, about["name"]]))
+            return InvalidParameterError(f"{words}: {name}", name)
+    words = shorten(found[0].lower() + found[1:].replace("`", ""))
+    if not parts:
+        return InvalidParameterError(f"the request body: {words}")
+    name = shorten(".".join(parts))
+    return InvalidParameterError(f"{name}: {words}", name)
+
+
+def shorten(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "..."

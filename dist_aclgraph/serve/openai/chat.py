@@ -1,0 +1,80 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from dist_aclgraph.serve.openai.body import read_body, receive_body
+from dist_aclgraph.serve.openai.generation import ChoicePiece, Generation
+from dist_aclgraph.serve.openai.logprobs import chat_logprobs
+from dist_aclgraph.serve.openai.reply import Reply, reply
+from dist_aclgraph.serve.openai.state import ApiState
+from dist_aclgraph.serve.openai.types import ChatRequest
+from dist_aclgraph.serve.resume.journal import Chance
+
+
+async def chat_completions(state: ApiState, request: Request) -> Response:
+    """Answer messages; with ``stream``, by server-sent events."""
+
+    def convert(body: ChatRequest) -> tuple[ChatRequest, list[dict[str, str]]]:
+        state.admit(body.model)
+        return body, body.for_template()
+
+    data = await receive_body(request, state.config.serve)
+    body, messages = await read_body(data, ChatRequest, convert, state.config.serve)
+    # Off the event loop: a long prompt must not stall the streams of others.
+    prompt_ids = await asyncio.to_thread(
+        state.tokenizer.encode_chat, messages, max_tokens=state.context_len
+    )
+    params = body.sampling(state.fit(len(prompt_ids), body.asked_max_tokens, None, "messages"))
+    journal = state.open_journal(request.scope)
+    generation = Generation(
+        state, [prompt_ids], [params], body.num_choices, body.cache_salt or "", journal
+    )
+    shape = _ChatReply(state, body, journal.chance)
+    return await reply(request, generation, shape, stream=bool(body.stream))
+
+
+class _ChatReply(Reply):
+    """Shapes pieces into chat completion objects."""
+
+    def __init__(self, state: ApiState, body: ChatRequest, chance: Chance) -> None:
+        kind = "chat.completion", "chat.completion.chunk"
+        super().__init__(state, "chatcmpl", kind, body.streaming(), chance)
+        self._body = body
+        self._begun: set[int] = set()
+
+    def frames(self, generation: Generation, piece: ChoicePiece) -> bytes:
+        delta = {"content": piece.text} if piece.text else {}
+        logprobs = chat_logprobs(self.state.tokenizer, piece.logprobs) if piece.logprobs else None
+        choice = self._choice(piece.index, delta, logprobs, piece.finish_reason)
+        frame = self.chunk(generation, choice)
+        if piece.index in self._begun:
+            return frame
+        self._begun.add(piece.index)
+        first = {"role": "assistant", "content": ""}
+        return self.chunk(generation, self._choice(piece.index, first, None, None)) + frame
+
+    def whole(self, generation: Generation, pieces: list[ChoicePiece]) -> dict[str, Any]:
+        choices = []
+        for piece in pieces:
+            logprobs = chat_logprobs(self.state.tokenizer, piece.logprobs)
+            choices.append(
+                {
+                    "index": piece.index,
+                    "message": {"role": "assistant", "content": piece.text, "refusal": None},
+                    "logprobs": logprobs if self._body.logprobs else None,
+                    "finish_reason": piece.finish_reason,
+                }
+            )
+        return self.body(choices, generation.usage.as_json())
+
+    @staticmethod
+    def _choice(
+        index: int, delta: dict[str, str], logprobs: dict[str, Any] | None, reason: str | None
+    ) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}

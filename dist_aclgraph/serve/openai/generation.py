@@ -1,0 +1,275 @@
+"""Generation: the choices of one HTTP request, from submission to their last piece of text."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol, TypeVar
+
+import msgspec
+from starlette.types import Receive
+
+from dist_aclgraph.actors.wire.messages import error_of
+from dist_aclgraph.errors import EngineUnavailableError
+from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.serve.openai.errors import GenerationTimeoutError
+from dist_aclgraph.serve.openai.inbox import Inbox
+from dist_aclgraph.serve.openai.state import ApiState
+from dist_aclgraph.serve.resume.journal import Journal
+from dist_aclgraph.steps.delta import RequestDelta
+from dist_aclgraph.steps.step import RowLogprobs
+from dist_aclgraph.text.output import OutputText, end_ids
+
+T = TypeVar("T")
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection; nobody reads an answer."""
+
+
+class ChoicePiece(msgspec.Struct, frozen=True):
+    """What is new in one choice; ``logprobs`` leave out an end token."""
+
+    index: int
+    text: str
+    logprobs: tuple[RowLogprobs, ...]
+    finish_reason: str | None
+
+
+class Sink(Protocol):
+    """What takes the pieces of a generation, on the event loop's thread."""
+
+    def take(self, piece: ChoicePiece) -> None:
+        """Take what one delta brought to one choice; the last piece has a finish reason.
+
+        There is one also where the tokens have no text (yet): by it clients see that all is well.
+        """
+        ...
+
+    def end(self, error: Exception | None) -> None:
+        """Nothing comes any more: all choices have ended, or one has failed."""
+        ...
+
+
+@dataclass
+class _Choice:
+    index: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    output: OutputText
+    request_id: str
+    started_s: float
+    last_token_s: float
+    num_tokens: int = 0
+    num_cached_tokens: int = 0
+    is_done: bool = False
+    tokens_before: bytearray = field(default_factory=bytearray)  # from another process; int32
+
+
+@dataclass
+class Usage:
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+@dataclass
+class Generation:
+    """Owns the outstanding engine requests of one HTTP request, and its journal.
+
+    Choices are numbered prompt by prompt, ``num_choices`` each; choice j of a prompt is seeded
+    with seed + j. ``close`` aborts whatever still runs.
+    """
+
+    state: ApiState
+    prompts: Sequence[list[int]]
+    params: Sequence[SamplingParams]  # one per prompt
+    num_choices: int
+    cache_salt: str  # cached blocks are shared with requests of the same salt only
+    journal: Journal
+    _choices: list[_Choice] = field(default_factory=list)
+    _num_places: int = 0  # taken beside the one that the HTTP request has
+    _num_open: int = 0  # choices that have not ended
+    _timer: asyncio.TimerHandle | None = None  # of ``serve.generation_s``
+
+    def start(self, sink: Sink) -> None:
+        """Submit all choices; from now on ``sink`` is given what they bring, and first what the
+        journal says that they brought before.
+        """
+        inbox = self.state.inbox()
+        now_s = time.monotonic()
+        num_others = len(self.prompts) * self.num_choices - 1
+        self.state.places.take(num_others, is_owed=self.journal.is_resumed)
+        self._num_places = num_others
+        self._num_open = num_others + 1
+        chance = self.journal.chance.seed
+        for prompt_ids, params in zip(self.prompts, self.params, strict=True):
+            seed = params.seed if params.seed is not None else chance + len(self._choices)
+            for j in range(self.num_choices):
+                self._add(prompt_ids, replace(params, seed=_wrap(seed + j)), now_s)
+        for entry in self.journal.take_entries():
+            choice = self._choices[entry.index]
+            choice.tokens_before += entry.token_ids
+            self._hand_on(sink, choice, entry.delta(choice.request_id), now_s)
+        for choice in self._choices:
+            if self._num_open and not choice.is_done:
+                self._submit(inbox, sink, choice)
+        self._limit_time(sink)
+
+    def close(self) -> None:
+        """End what still runs; nothing is given to the sink any more. Idempotent."""
+        self._num_open = 0
+        if self._timer is not None:
+            self._timer.cancel()
+        self.journal.end()
+        self.state.places.give_back(self._num_places)
+        self._num_places = 0
+        for choice in self._choices:
+            if not choice.is_done:
+                choice.is_done = True
+                self.state.client.abort(choice.request_id)
+                self._finish(choice, "abort", time.monotonic())
+
+    @property
+    def usage(self) -> Usage:
+        firsts = self._choices[:: self.num_choices]
+        return Usage(
+            sum(len(choice.prompt_ids) for choice in firsts),
+            sum(choice.num_tokens for choice in self._choices),
+            sum(choice.num_cached_tokens for choice in firsts),
+        )
+
+    def _limit_time(self, sink: Sink) -> None:
+        limit_s = self.state.config.serve.generation_s
+        if limit_s is None:
+            return
+        passed_s = 0.0
+        if self.journal.is_resumed:  # by a clock that the process before had, too
+            passed_s = time.time() - self.journal.chance.created_s
+
+        def overrun() -> None:
+            if self._num_open:
+                self._num_open = 0
+                sink.end(GenerationTimeoutError(f"the answer was not complete after {limit_s:g} s"))
+
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(max(0.0, limit_s - passed_s), overrun)
+
+    def _add(self, prompt_ids: list[int], params: SamplingParams, now_s: float) -> None:
+        output = OutputText(self.state.tokenizer, params)
+        request_id = self.state.new_id("req")
+        index = len(self._choices)
+        choice = _Choice(index, prompt_ids, params, output, request_id, now_s, last_token_s=now_s)
+        self._choices.append(choice)
+
+    def _submit(self, inbox: Inbox, sink: Sink, choice: _Choice) -> None:
+        self.state.client.submit(
+            choice.request_id,
+            choice.prompt_ids,
+            choice.params,
+            end_ids(self.state.tokenizer, choice.params),
+            partial(inbox.put, partial(self._take, sink, choice)),
+            cache_salt=self.cache_salt,
+            output=bytes(choice.tokens_before),
+        )
+
+    def _take(self, sink: Sink, choice: _Choice, delta: RequestDelta, now_s: float) -> None:
+        if self._num_open and not choice.is_done:
+            self.journal.note(choice.index, delta)
+            num_before = choice.num_tokens
+            self._hand_on(sink, choice, delta, now_s)
+            if choice.num_tokens > num_before:
+                self._observe(choice, is_first=not num_before, now_s=now_s)
+
+    def _hand_on(self, sink: Sink, choice: _Choice, delta: RequestDelta, now_s: float) -> None:
+        try:
+            sink.take(self._advance(choice, delta, now_s))
+        except Exception as e:  # whatever it is: somebody waits for the end
+            self._num_open = 0
+            sink.end(e)
+            return
+        if choice.is_done:
+            self._num_open -= 1
+            if not self._num_open:
+                sink.end(None)
+
+    def _advance(self, choice: _Choice, delta: RequestDelta, now_s: float) -> ChoicePiece:
+        """Return what a delta brings.
+
+        Raises:
+            DistAclGraphError: the choice has failed.
+        """
+        reason: str | None = delta.finish_reason
+        if reason in ("error", "abort"):
+            choice.is_done = True
+            self._finish(choice, reason, now_s)
+            if reason == "abort":
+                raise EngineUnavailableError(delta.error or "the server ended the request")
+            raise error_of(delta)
+        piece = choice.output.take(delta.tokens, delta.logprobs, reason)
+        choice.num_tokens += len(piece.token_ids)
+        choice.num_cached_tokens = max(choice.num_cached_tokens, delta.num_cached_tokens)
+        if piece.finish_reason is not None:
+            if reason is None:  # a stop string, of which the engine knows nothing
+                self.state.client.abort(choice.request_id)
+            choice.is_done = True
+            self._finish(choice, piece.finish_reason, now_s)
+        shown = piece.logprobs[:-1] if piece.has_end_token else piece.logprobs
+        return ChoicePiece(choice.index, piece.text, shown, piece.finish_reason)
+
+    def _finish(self, choice: _Choice, reason: str, now_s: float) -> None:
+        self.state.metrics.finished(
+            reason,
+            now_s - choice.started_s,
+            num_prompt_tokens=len(choice.prompt_ids),
+            num_tokens=choice.num_tokens,
+        )
+
+    def _observe(self, choice: _Choice, *, is_first: bool, now_s: float) -> None:
+        if is_first:
+            self.state.metrics.first_token(now_s - choice.started_s)
+        else:
+            self.state.metrics.next_tokens(now_s - choice.last_token_s)
+        choice.last_token_s = now_s
+
+
+def _wrap(seed: int) -> int:
+    """Keep seed + j within int64."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """Return what ``work`` gives, unless the client goes away first.
+
+    The body must have been read: what comes next on the connection is then its end.
+
+    Raises:
+        ClientGoneError: the client closed the connection; the work is cancelled.
+    """
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        for pending in (task, watch):
+            pending.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,132 @@
+"""The smaller endpoints: models, health, readiness, version, metrics, status, tokens of texts."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
+from dist_aclgraph.errors import EngineUnavailableError
+from dist_aclgraph.serve.observe.status import page_response
+from dist_aclgraph.serve.openai.body import read_body, receive_body
+from dist_aclgraph.serve.openai.counted import decode_ids
+from dist_aclgraph.serve.openai.errors import json_response
+from dist_aclgraph.serve.openai.state import ApiState
+from dist_aclgraph.serve.openai.types import DetokenizeRequest, TokenizeRequest
+from dist_aclgraph.version import VERSION
+
+MAX_TOKENS = 1 << 16  # that one request may tokenize, or turn into text
+
+
+async def list_models(state: ApiState, request: Request) -> Response:
+    """The one model that is served here."""
+    return json_response({"object": "list", "data": [_model(state)]})
+
+
+async def show_model(state: ApiState, request: Request) -> Response:
+    """One model by its name."""
+    state.admit(request.path_params["model_id"])
+    return json_response(_model(state))
+
+
+async def health(state: ApiState, request: Request) -> Response:
+    """200 while any group lives, or may again; says how far that is. 503 once all are dead."""
+    state.check()
+    if outage := state.client.outage():
+        return json_response({"status": "recovering", "reason": outage})
+    return json_response({"status": "ok"})
+
+
+async def ready(state: ApiState, request: Request) -> Response:
+    """200 if a request sent now would run at once; says which capacity is left."""
+    state.check()
+    if state.is_draining:
+        raise EngineUnavailableError("the server is stopping")
+    if outage := state.client.outage():
+        raise EngineUnavailableError(outage)
+    capacity = state.client.capacity()
+    groups = {**capacity.by_state(), "total": capacity.total}
+    return json_response({"status": "ready", "groups": groups, "lost": capacity.lost})
+
+
+async def version(state: ApiState, request: Request) -> Response:
+    """The version of this server."""
+    return json_response({"version": VERSION})
+
+
+async def metrics(state: ApiState, request: Request) -> Response:
+    """Prometheus metrics of this replica and of the engines."""
+    text = await asyncio.to_thread(state.metrics.expose)
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+async def status_page(state: ApiState, request: Request) -> Response:
+    """A page for people: groups, plan, streams, caches, rates and latencies, live."""
+    return page_response()
+
+
+async def status_numbers(state: ApiState, request: Request) -> Response:
+    """What the status page shows: the numbers of /metrics, and the last ten minutes."""
+    answer = await state.status.current()
+    return Response(answer, headers={"Cache-Control": "no-store"}, media_type="application/json")
+
+
+async def tokenize(state: ApiState, request: Request) -> Response:
+    """Token ids of a prompt, or of messages after the chat template."""
+
+    def convert(body: TokenizeRequest) -> tuple[TokenizeRequest, list[dict[str, str]] | None]:
+        state.admit(body.model)
+        return body, body.for_template()
+
+    data = await receive_body(request, state.config.serve)
+    body, messages = await read_body(data, TokenizeRequest, convert, state.config.serve)
+    return json_response(await asyncio.to_thread(_tokenize, state, body, messages))
+
+
+async def detokenize(state: ApiState, request: Request) -> Response:
+    """The text of token ids."""
+
+    def convert(body: DetokenizeRequest) -> list[int]:
+        state.admit(body.model)
+        return decode_ids(body.tokens, MAX_TOKENS, "tokens")
+
+    data = await receive_body(request, state.config.serve)
+    ids = await read_body(data, DetokenizeRequest, convert, state.config.serve)
+    text = await asyncio.to_thread(state.tokenizer.decode, ids, skip_special_tokens=False)
+    return json_response({"prompt": text})
+
+
+def _tokenize(
+    state: ApiState, body: TokenizeRequest, messages: list[dict[str, str]] | None
+) -> dict[str, Any]:
+    tokenizer = state.tokenizer
+    most = max(MAX_TOKENS, state.context_len)
+    if messages is not None:
+        ids = tokenizer.encode_chat(
+            messages, add_generation_prompt=body.add_generation_prompt, max_tokens=most
+        )
+    else:
+        ids = tokenizer.encode(
+            body.prompt or "", add_special_tokens=body.add_special_tokens, max_tokens=most
+        )
+    reply: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": state.context_len,
+        "tokens": ids,
+    }
+    if body.return_token_strs:
+        reply["token_strs"] = [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
+    return reply
+
+
+def _model(state: ApiState) -> dict[str, Any]:
+    return {
+        "id": state.config.name,
+        "object": "model",
+        "created": state.created_s,
+        "owned_by": "dist_aclgraph",
+        "max_model_len": state.context_len,
+    }

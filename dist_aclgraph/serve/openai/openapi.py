@@ -1,0 +1,145 @@
+"""The OpenAPI document: bodies from the structs that read them, replies and errors by hand."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from dist_aclgraph.serve.openai.body import Body, strict
+from dist_aclgraph.serve.openai.types import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Message,
+    TokenizeRequest,
+)
+from dist_aclgraph.version import VERSION
+
+Json = dict[str, Any]
+REF = "#/components/schemas/{name}"
+BODIES: dict[str, type[Body]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+ERRORS = {
+    400: "The request is not valid.",
+    401: "The API key is missing or wrong.",
+    403: "The request comes from a page of another site.",
+    404: "There is no such model.",
+    408: "The body did not arrive in time, or the answer took too long.",
+    413: "The body is too large.",
+    415: "The body is not application/json.",
+    500: "The server failed.",
+    503: "No request can be taken now; Retry-After says when to try again.",
+}
+_STRING, _INTEGER = {"type": "string"}, {"type": "integer"}
+_TEXT_OR_NULL = {"type": ["string", "null"]}
+
+
+def _object(**properties: Json) -> Json:
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+def _list(items: Json) -> Json:
+    return {"type": "array", "items": items}
+
+
+_USAGE = _object(prompt_tokens=_INTEGER, completion_tokens=_INTEGER, total_tokens=_INTEGER)
+_HEAD = {"id": _STRING, "object": _STRING, "created": _INTEGER, "model": _STRING}
+_CHOICE: Json = {
+    "index": _INTEGER,
+    "logprobs": {"type": ["object", "null"]},
+    "finish_reason": _TEXT_OR_NULL,
+}
+_CHAT_CHOICE = _object(**_CHOICE, message=_object(role=_STRING, content=_TEXT_OR_NULL))
+_MODEL = _object(id=_STRING, object=_STRING, created=_INTEGER, owned_by=_STRING)
+REPLIES: dict[str, Json] = {
+    "/v1/chat/completions": _object(**_HEAD, choices=_list(_CHAT_CHOICE), usage=_USAGE),
+    "/v1/completions": _object(
+        **_HEAD, choices=_list(_object(**_CHOICE, text=_STRING)), usage=_USAGE
+    ),
+    "/tokenize": _object(count=_INTEGER, max_model_len=_INTEGER, tokens=_list(_INTEGER)),
+    "/detokenize": _object(prompt=_STRING),
+    "/v1/models": _object(object=_STRING, data=_list(_MODEL)),
+    "/v1/models/{model_id}": _MODEL,
+    "/health": _object(status=_STRING),
+    "/ready": _object(status=_STRING),
+    "/version": _object(version=_STRING),
+    "/status.json": _object(
+        model=_STRING,
+        version=_STRING,
+        replica=_STRING,
+        metrics={"type": "object"},
+        lost={"type": "object"},
+        history={"type": "object"},
+    ),
+}
+TEXTS = {"/metrics": "text/plain", "/": "text/html"}
+ERROR = _object(
+    error=_object(message=_STRING, type=_STRING, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL)
+)
+
+
+def document(endpoints: Mapping[str, Mapping[str, Callable[..., Any]]], *, lenient: bool) -> Json:
+    """Return the OpenAPI document.
+
+    Args:
+        endpoints: by method and path; a path is described by the docstring of its endpoint.
+    """
+    paths: Json = {}
+    for method, found in endpoints.items():
+        for path, endpoint in found.items():
+            plain = path.replace(":path", "")  # Starlette's converter
+            paths[plain] = {method: _operation(plain, endpoint)}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "dist_aclgraph", "version": VERSION},
+        "paths": paths,
+        "components": {"schemas": _schemas(lenient)},
+    }
+
+
+def _schemas(lenient: bool) -> dict[str, Json]:
+    """Return the schemas that operations refer to, by name."""
+    kinds = [*BODIES.values(), Message]
+    _, found = msgspec.json.schema_components(
+        [kind if lenient else strict(kind) for kind in kinds], ref_template=REF
+    )
+    return {**found, "Error": ERROR}
+
+
+def _operation(path: str, endpoint: Callable[..., Any]) -> Json:
+    """Return what the document says of a path: its parameters, its body and its replies."""
+    errors = {
+        str(status): {"description": text, "content": _json({"$ref": REF.format(name="Error")})}
+        for status, text in ERRORS.items()
+    }
+    reply: Json = {"description": "The answer."}
+    if path in TEXTS:
+        reply["content"] = {TEXTS[path]: {"schema": _STRING}}
+    else:
+        reply["content"] = _json(REPLIES[path])
+    if path.startswith("/v1/") and path in BODIES:
+        reply["content"]["text/event-stream"] = {"schema": _STRING}
+    found: Json = {
+        "operationId": endpoint.__name__,
+        "summary": inspect.getdoc(endpoint),
+        "responses": {"200": reply, **errors},
+    }
+    if path in BODIES:
+        schema = {"$ref": REF.format(name=BODIES[path].__name__)}
+        found["requestBody"] = {"content": _json(schema), "required": True}
+    if "{model_id}" in path:
+        found["parameters"] = [
+            {"name": "model_id", "in": "path", "required": True, "schema": _STRING}
+        ]
+    return found
+
+
+def _json(schema: Json) -> Json:
+    return {"application/json": {"schema": schema}}

@@ -1,0 +1,224 @@
+"""One generation as one HTTP response, whole or streamed; a client that leaves ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from abc import ABC, abstractmethod
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from dist_aclgraph.serve.openai import sse
+from dist_aclgraph.serve.openai.errors import json_response
+from dist_aclgraph.serve.openai.generation import (
+    ChoicePiece,
+    ClientGoneError,
+    Generation,
+    unless_gone,
+)
+from dist_aclgraph.serve.openai.state import ApiState
+from dist_aclgraph.serve.openai.types import StreamOptions
+from dist_aclgraph.serve.resume.journal import Chance
+
+_json = msgspec.json.Encoder()
+CLIENT_GONE = 499  # only ever logged: nobody is there to read it
+
+
+class Reply(ABC):
+    """How an endpoint shapes pieces of text into the objects of one reply.
+
+    Args:
+        prefix: of the reply's id.
+        kind: of a whole reply, and of a chunk of one that is streamed.
+    """
+
+    def __init__(
+        self,
+        state: ApiState,
+        prefix: str,
+        kind: tuple[str, str],
+        streaming: StreamOptions,
+        chance: Chance,
+    ) -> None:
+        self.state = state
+        self._kind, chunk_kind = kind
+        self._shows_usage = streaming.include_usage
+        self._shows_usage_so_far = streaming.include_usage and streaming.continuous_usage_stats
+        self._common = {
+            "id": f"{prefix}-{chance.name}",
+            "created": chance.created_s,
+            "model": state.config.name,
+            "system_fingerprint": None,
+        }
+        # What all chunks share is encoded once: a token's frame is made of its choice alone.
+        head = _json.encode({**self._common, "object": chunk_kind})
+        self._chunk_begin = b"data: " + head[:-1] + b',"choices":['
+        self._chunk_end = b'],"usage":null}\n\n' if self._shows_usage else b"]}\n\n"
+
+    def body(self, choices: list[dict[str, Any]], usage: dict[str, object]) -> dict[str, Any]:
+        """Return a whole reply."""
+        return {**self._common, "object": self._kind, "choices": choices, "usage": usage}
+
+    def chunk(self, generation: Generation, choice: dict[str, Any]) -> bytes:
+        """Return the frame of a chunk with one choice."""
+        end = self._chunk_end
+        if self._shows_usage_so_far:
+            end = b'],"usage":' + _json.encode(generation.usage.as_json()) + b"}\n\n"
+        return self._chunk_begin + _json.encode(choice) + end
+
+    def last_frames(self, generation: Generation) -> bytes:
+        """Return the frames behind those of the last piece."""
+        if not self._shows_usage:
+            return sse.DONE
+        usage = _json.encode(generation.usage.as_json())
+        return self._chunk_begin + b'],"usage":' + usage + b"}\n\n" + sse.DONE
+
+    @abstractmethod
+    def frames(self, generation: Generation, piece: ChoicePiece) -> bytes:
+        """Return the frames of a piece."""
+
+    @abstractmethod
+    def whole(self, generation: Generation, pieces: list[ChoicePiece]) -> dict[str, Any]:
+        """Return the body of a reply that is not streamed; there is one piece for each choice."""
+
+
+async def reply(
+    request: Request, generation: Generation, shape: Reply, *, stream: bool
+) -> Response:
+    """Run a generation and answer with it.
+
+    A stream begins once its first piece is there, so that a request which the engine refuses gets
+    a proper status and not a broken stream.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.callback(generation.close)
+        try:
+            if not stream:
+                gathered = _Gathered()
+                generation.start(gathered)
+                pieces = await unless_gone(request.receive, gathered.pieces())
+                return _Held(json_response(shape.whole(generation, pieces)), stack.pop_all())
+            frames = _Frames(shape, generation)
+            generation.start(frames)
+            await unless_gone(request.receive, frames.begun())
+        except ClientGoneError:
+            return Response(status_code=CLIENT_GONE)
+        return _Stream(frames.outlet, held=stack.pop_all())
+
+
+class _Gathered:
+    """Takes the pieces of a reply that is not streamed."""
+
+    def __init__(self) -> None:
+        self._of_choice: dict[int, list[ChoicePiece]] = {}
+        self._ended: asyncio.Future[Exception | None] = _future()
+
+    def take(self, piece: ChoicePiece) -> None:
+        self._of_choice.setdefault(piece.index, []).append(piece)
+
+    def end(self, error: Exception | None) -> None:
+        if not self._ended.done():
+            self._ended.set_result(error)
+
+    async def pieces(self) -> list[ChoicePiece]:
+        """Return one whole piece per choice.
+
+        Raises:
+            DistAclGraphError: the generation failed.
+        """
+        if (error := await self._ended) is not None:
+            raise error
+        return [_joined(self._of_choice[index]) for index in sorted(self._of_choice)]
+
+
+def _joined(pieces: list[ChoicePiece]) -> ChoicePiece:
+    return ChoicePiece(
+        pieces[0].index,
+        "".join(piece.text for piece in pieces),
+        tuple(row for piece in pieces for row in piece.logprobs),
+        pieces[-1].finish_reason,
+    )
+
+
+class _Frames:
+    """Takes the pieces of a stream, and puts their frames out."""
+
+    def __init__(self, shape: Reply, generation: Generation) -> None:
+        self.outlet = sse.Outlet()
+        self._shape = shape
+        self._generation = generation
+        self._is_begun = False
+        self._first: asyncio.Future[Exception | None] = _future()
+
+    def take(self, piece: ChoicePiece) -> None:
+        self.outlet.put(self._shape.frames(self._generation, piece))
+        if not self._is_begun:
+            self._begin(None)
+
+    def end(self, error: Exception | None) -> None:
+        """Put the stream's end out; after a failure one error frame and no [DONE]."""
+        if error is None:
+            self.outlet.put(self._shape.last_frames(self._generation))
+        elif self._is_begun:
+            self.outlet.put(sse.error_frame(error))
+        self._begin(error)
+        self.outlet.end()
+
+    async def begun(self) -> None:
+        """Return once there is a first piece.
+
+        Raises:
+            DistAclGraphError: the generation failed before it.
+        """
+        if (error := await self._first) is not None:
+            raise error
+
+    def _begin(self, error: Exception | None) -> None:
+        self._is_begun = True
+        if not self._first.done():
+            self._first.set_result(error)
+
+
+class _Held(Response):
+    """A response that holds its generation until it has been sent."""
+
+    def __init__(self, response: Response, held: contextlib.ExitStack) -> None:
+        self.status_code = response.status_code
+        self.background = None
+        self._response = response
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._held:
+            await self._response(scope, receive, send)
+
+
+class _Stream(Response):
+    """A stream that holds its generation: it ends with the response, however that ends."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, outlet: sse.Outlet, held: contextlib.ExitStack) -> None:
+        # Not as a response with a body, whose length would be announced.
+        self.status_code = 200
+        self.background = None
+        self.init_headers(sse.HEADERS)
+        self._outlet = outlet
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._held, contextlib.suppress(ClientGoneError):
+            await unless_gone(receive, self._send(scope, send))
+
+    async def _send(self, scope: Scope, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        await self._outlet.send_to(scope, send)
+
+
+def _future() -> asyncio.Future[Exception | None]:
+    return asyncio.get_running_loop().create_future()

@@ -1,0 +1,144 @@
+"""ApiState: everything that the routes of one ingress replica share."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import time
+
+from starlette.types import Scope
+
+from dist_aclgraph.actors.client.engine_client import EngineClient
+from dist_aclgraph.actors.client.outage import AskOutlook, Recovery
+from dist_aclgraph.actors.wire.addresses import Reach
+from dist_aclgraph.config import Config
+from dist_aclgraph.errors import (
+    EngineUnavailableError,
+    RequestTooLongError,
+    UnknownModelError,
+)
+from dist_aclgraph.serve.observe.metrics import Metrics
+from dist_aclgraph.serve.observe.status import Status
+from dist_aclgraph.serve.openai.body import BodyBudget
+from dist_aclgraph.serve.openai.inbox import Inbox
+from dist_aclgraph.serve.openai.places import Places
+from dist_aclgraph.serve.resume.journal import JOURNAL, Chance, Journal
+from dist_aclgraph.text.tokenizer import Tokenizer
+
+
+class ApiState:
+    """Owns the ingress's metrics, their history, and its source of seeds; borrows client and
+    tokenizer.
+
+    Args:
+        replica: the number of this ingress among those that serve at once.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        client: EngineClient,
+        *,
+        replica: int = 0,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.client = client
+        self.created_s = int(time.time())
+        self.context_len = config.max_model_len or tokenizer.context_len
+        self.is_draining = False
+        self.places = Places.from_config(config, lambda: client.num_groups)
+        self.bodies = BodyBudget(config.serve.max_bodies_mib << 20)
+        self.metrics = Metrics(config.name, client, has_aliases=config.serve.vllm_metrics)
+        self.status = Status(config.name, self.metrics, client)
+        # By default of the system's entropy. Seeds of a configuration are below 2**31.
+        seed = None if config.seed is None else config.seed + (replica << 31)
+        self._seeds = random.Random(seed)
+        self._inbox: Inbox | None = None
+
+    def inbox(self) -> Inbox:
+        """Return what brings deltas to the event loop that runs."""
+        loop = asyncio.get_running_loop()
+        if self._inbox is None or self._inbox.loop is not loop:
+            self._inbox = Inbox(loop)
+        return self._inbox
+
+    def drain(self, seconds: float) -> None:
+        """Take nothing new, and let what runs end, for so many seconds at most."""
+        self.is_draining = True
+        deadline_s = time.monotonic() + seconds
+        while self.places.taken and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+
+    def check(self) -> None:
+        """Raise if no request can be served any more."""
+        self.client.check()
+
+    def admit(self, model: str | None) -> None:
+        """Raise if a request for ``model`` cannot be taken now."""
+        if model is not None and model != self.config.name:
+            raise UnknownModelError(
+                f"the model {model[:200]!r} does not exist; this server has {self.config.name!r}",
+                "model",
+            )
+        if self.is_draining:
+            raise EngineUnavailableError("the server is stopping")
+
+    def fit(
+        self, num_prompt_tokens: int, asked: int | None, default: int | None, param: str
+    ) -> int:
+        """Return how many tokens a request may generate.
+
+        Raises:
+            RequestTooLongError: prompt and asked tokens exceed the context; names both numbers.
+        """
+        room = self.context_len - num_prompt_tokens
+        wanted = asked if asked is not None else min(default or room, max(room, 1))
+        if num_prompt_tokens + wanted > self.context_len:
+            raise RequestTooLongError(
+                f"This model's maximum context length is {self.context_len} tokens. However, you "
+                f"requested {num_prompt_tokens + wanted} tokens ({num_prompt_tokens} in the "
+                f"{param}, {wanted} in the completion). Please reduce the length of the {param} "
+                "or of the completion.",
+                param,
+            )
+        return wanted
+
+    def open_journal(self, scope: Scope) -> Journal:
+        """Return the journal of a request that is to be answered; what is in it already, where
+        another process has begun to.
+        """
+        chance = Chance.draw(self._seeds.randrange(2**31))
+        open_it = scope.get("extensions", {}).get(JOURNAL)
+        return open_it(chance) if open_it is not None else Journal(chance)
+
+    @staticmethod
+    def new_id(prefix: str) -> str:
+        return f"{prefix}-{secrets.token_hex(12)}"
+
+
+def open_state(
+    config: Config,
+    tokenizer: Tokenizer,
+    reach: Reach,
+    ask: AskOutlook,
+    replica: int = 0,
+) -> ApiState:
+    """Connect to a deployment's engines; ``client.close`` of the state ends it.
+
+    Args:
+        reach: its ``node_id`` is this process's node.
+        ask: the deployment's controller, what becomes of it.
+        replica: see ``ApiState``.
+    """
+    client = EngineClient(
+        reach.addresses,
+        reach.token,
+        node_id=reach.node_id,
+        link_s=config.timeouts.link_s,
+        recovery=Recovery.from_config(config, ask),
+    )
+    config = config.model_copy(update={"max_model_len": reach.max_model_len})
+    return ApiState(config, tokenizer, client, replica=replica)

@@ -1,0 +1,282 @@
+"""Request bodies of the OpenAI API: shapes, limits, and what is not offered.
+
+Sampling ranges live in ``SamplingParams``. ``user``, ``metadata``, ``store``, ``service_tier``,
+``prompt_cache_key`` and ``safety_identifier`` are accepted and have no effect.
+
+A field of type ``Raw`` may hold any number of items, which are counted before they are decoded.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Raw, field
+
+from dist_aclgraph.errors import InvalidParameterError
+from dist_aclgraph.sampling import (
+    MAX_LOGPROBS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
+from dist_aclgraph.serve.openai import schemas
+from dist_aclgraph.serve.openai.body import Body, decode
+from dist_aclgraph.serve.openai.counted import (
+    check_num_strings,
+    decode_ids,
+    decode_prompts,
+    decode_strings,
+)
+from dist_aclgraph.serve.openai.schemas import MAX_MESSAGES, MAX_PARTS, MAX_PROMPTS
+
+MAX_CHOICES = 16
+MAX_CACHE_SALT_CHARS = 256
+MAX_STOP_BYTES = 16 << 10
+ABSENT: Raw = field(default_factory=Raw)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
+
+
+class _Typed(Body):
+    """The type of a content part or a response format, whatever else it has."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(Body):
+    """A message, with the fields that a client's ``message.model_dump()`` brings back."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[Raw, schemas.CONTENT] = ABSENT
+    name: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[Raw, schemas.NOTHING] = ABSENT
+    tool_calls: Annotated[Raw, schemas.NOTHING] = ABSENT
+    tool_call_id: str | None = None
+
+    def for_template(self, param: str) -> dict[str, str]:
+        """Return what chat templates take: a role and one text.
+
+        Args:
+            param: where the message stands in the body, for errors.
+        """
+        if self.role == "tool" or not _is_empty(self.tool_calls):
+            raise InvalidParameterError(f"{param}: tool calls are not offered", param)
+        if not _is_empty(self.annotations):
+            raise InvalidParameterError(f"{param}: annotations are not offered", param)
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": self._text(f"{param}.content")}
+
+    def _text(self, param: str) -> str:
+        data = bytes(self.content)
+        if data in (b"", b"null"):
+            raise InvalidParameterError(f"{param} is missing", param)
+        if not data.startswith(b"["):
+            return str(decode(data, str, param))
+        check_num_strings(data, 4 * MAX_PARTS, param)  # two keys and two values of each part
+        parts = decode(data, list[_Typed], param)
+        if not 1 <= len(parts) <= MAX_PARTS:
+            raise InvalidParameterError(f"{param} must have 1 to {MAX_PARTS} parts", param)
+        for part in parts:
+            if part.type != "text" or part.text is None:
+                raise InvalidParameterError(
+                    f"{param}: content of type {part.type!r:.40} is not offered; send text", param
+                )
+        return "\n".join(part.text for part in parts)
+
+
+class Generate(Body, kw_only=True):
+    """What chat and text completions share."""
+
+    model: str
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: Annotated[Raw, schemas.STOP] = ABSENT
+    stop_token_ids: Annotated[Raw, schemas.STOP_TOKEN_IDS] = ABSENT
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: Annotated[Raw, schemas.STREAM_OPTIONS] = ABSENT
+    user: str | None = None
+    metadata: Annotated[Raw, schemas.IGNORED] = ABSENT
+    store: bool | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    cache_salt: str | None = None
+    logit_bias: Annotated[Raw, schemas.LOGIT_BIAS] = ABSENT
+
+    def check(self) -> None:
+        if not _is_empty(self.logit_bias):
+            raise InvalidParameterError("logit_bias is not offered", "logit_bias")
+        if len(self.cache_salt or "") > MAX_CACHE_SALT_CHARS:
+            raise InvalidParameterError(
+                f"cache_salt has {len(self.cache_salt or '')} characters; at most "
+                f"{MAX_CACHE_SALT_CHARS} are allowed",
+                "cache_salt",
+            )
+        if not _is_empty(self.stream_options) and not self.stream:
+            raise InvalidParameterError("stream_options needs stream to be true", "stream_options")
+        if self.streaming().include_obfuscation:
+            raise InvalidParameterError(
+                "stream_options.include_obfuscation is not offered", "stream_options"
+            )
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    def streaming(self) -> StreamOptions:
+        """Return the options of a stream, the defaults where there are none."""
+        if _is_empty(self.stream_options):
+            return StreamOptions()
+        kind = self.kind_of_part(StreamOptions)
+        options: StreamOptions = decode(self.stream_options, kind, "stream_options")
+        return options
+
+    def _sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
+        given = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "seed": self.seed,
+            "min_tokens": self.min_tokens,
+            "ignore_eos": self.ignore_eos,
+        }
+        kept: dict[str, Any] = {name: v for name, v in given.items() if v is not None}
+        if self.stop:
+            strings = decode_strings(self.stop, MAX_STOP_STRINGS, MAX_STOP_BYTES, "stop")
+            kept["stop"] = tuple(strings)
+        if self.stop_token_ids:
+            ids = decode_ids(self.stop_token_ids, MAX_STOP_TOKEN_IDS, "stop_token_ids")
+            kept["stop_token_ids"] = tuple(ids)
+        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **kept)
+
+
+class ChatRequest(Generate, kw_only=True):
+    messages: Annotated[Raw, schemas.MESSAGES]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    response_format: Annotated[Raw, schemas.RESPONSE_FORMAT] = ABSENT
+    modalities: Annotated[list[Literal["text"]], Meta(max_length=1)] | None = None
+    tools: Annotated[Raw, schemas.NOTHING] = ABSENT
+    tool_choice: Annotated[Raw, schemas.TOOL_CHOICE] = ABSENT
+    parallel_tool_calls: bool | None = None
+
+    def check(self) -> None:
+        super().check()
+        if not _is_empty(self.tools):
+            raise InvalidParameterError("tools are not offered", "tools")
+        if bytes(self.tool_choice) not in (b"", b"null", b'"none"', b'"auto"'):
+            raise InvalidParameterError("tool_choice is not offered", "tool_choice")
+        if not _is_empty(self.response_format):
+            asked = decode(self.response_format, _Typed, "response_format")
+            if asked.type != "text":
+                raise InvalidParameterError(
+                    "response_format other than text is not offered", "response_format"
+                )
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidParameterError("top_logprobs needs logprobs to be true", "top_logprobs")
+
+    def for_template(self) -> list[dict[str, str]]:
+        """Return the messages as chat templates take them."""
+        return _for_template(self, self.messages)
+
+    @property
+    def asked_max_tokens(self) -> int | None:
+        asked = self.max_completion_tokens
+        return self.max_tokens if asked is None else asked
+
+    def sampling(self, max_tokens: int) -> SamplingParams:
+        return self._sampling(max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
+
+
+class CompletionRequest(Generate, kw_only=True):
+    prompt: Annotated[Raw, schemas.PROMPT]
+    logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.suffix:
+            raise InvalidParameterError("suffix is not offered", "suffix")
+        if self.best_of not in (None, 1):
+            raise InvalidParameterError("best_of is not offered", "best_of")
+        if self.echo and self.logprobs is not None:
+            raise InvalidParameterError("logprobs of an echoed prompt are not offered", "logprobs")
+
+    def prompts(self, context_len: int) -> list[str] | list[list[int]]:
+        """Return one entry per prompt.
+
+        Raises:
+            InvalidParameterError: there is none, or one is empty, or there are too many.
+            RequestTooLongError: there are more token ids than the context takes.
+        """
+        found = decode_prompts(self.prompt, MAX_PROMPTS, context_len)
+        if len(found) * self.num_choices > MAX_PROMPTS:
+            raise InvalidParameterError(
+                f"prompts times n exceed {MAX_PROMPTS} completions in one request", "prompt"
+            )
+        if not found or not all(found):
+            raise InvalidParameterError("prompt must not be empty", "prompt")
+        return found
+
+    def sampling(self, max_tokens: int) -> SamplingParams:
+        return self._sampling(max_tokens, self.logprobs)
+
+
+class TokenizeRequest(Body):
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[Raw, schemas.MESSAGES] = ABSENT
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+    def check(self) -> None:
+        if (self.prompt is None) == _is_empty(self.messages):
+            raise InvalidParameterError("give either prompt or messages", "prompt")
+
+    def for_template(self) -> list[dict[str, str]] | None:
+        """Return the messages as chat templates take them, None where there is a prompt."""
+        return None if _is_empty(self.messages) else _for_template(self, self.messages)
+
+
+class DetokenizeRequest(Body, kw_only=True):
+    model: str | None = None
+    tokens: Annotated[Raw, schemas.TOKEN_IDS]
+
+
+def _for_template(body: Body, raw: Raw) -> list[dict[str, str]]:
+    messages = decode(raw, list[body.kind_of_part(Message)], "messages")  # type: ignore[misc]
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        raise InvalidParameterError(
+            f"messages has {len(messages)} items; it must have 1 to {MAX_MESSAGES}", "messages"
+        )
+    return [message.for_template(f"messages.{i}") for i, message in enumerate(messages)]
+
+
+def _is_empty(raw: Raw) -> bool:
+    return bytes(raw) in (b"", b"null", b"[]", b"{}", b"false", b'""')

@@ -1,0 +1,154 @@
+"""The process that renders chat templates for its parent; ``chat_template`` starts it by its path.
+
+It imports the standard library and Jinja alone, so that it starts within 0.1 s and stays small.
+Messages on the socket are JSON behind four bytes of length: first the template with its limits,
+then the variables of each render, which is answered. The process ends when the parent closes the
+socket, and when a render reaches a limit of time or memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Iterable
+from datetime import datetime
+from typing import Any, BinaryIO
+
+if __name__ == "__main__":
+    # Python runs isolated here (-I -S): these are the folders of Jinja and MarkupSafe.
+    sys.path.extend(sys.argv[1:])
+
+import jinja2
+import jinja2.ext
+import jinja2.parser
+import jinja2.sandbox
+from jinja2 import nodes
+
+LENGTH_BYTES = 4
+OUT_OF_MEMORY = 3  # exit code
+MAX_ERROR_CHARS = 1000
+
+
+class GenerationTag(jinja2.ext.Extension):
+    """``{% generation %}`` marks what the assistant has written; it changes no text."""
+
+    tags = {"generation"}  # noqa: RUF012  # Jinja declares it so
+
+    def parse(self, parser: jinja2.parser.Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: jinja2.runtime.Macro) -> str:
+        return str(caller())
+
+
+def make_environment() -> jinja2.Environment:
+    """Return the environment that ``transformers`` gives a chat template."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike Jinja's filter, do not escape what is special in HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def receive(stream: BinaryIO) -> Any:
+    """Return the next message.
+
+    Raises:
+        EOFError: the peer has closed the socket.
+    """
+    head = stream.read(LENGTH_BYTES)
+    body = stream.read(int.from_bytes(head))
+    if len(head) < LENGTH_BYTES or len(body) < int.from_bytes(head):
+        raise EOFError
+    return json.loads(body)
+
+
+def packed(message: Any) -> bytes:
+    """Return a message as ``receive`` reads it."""
+    body = json.dumps(message).encode()
+    return len(body).to_bytes(LENGTH_BYTES) + body
+
+
+def render(source: str, variables: dict[str, Any], max_chars: int) -> dict[str, str]:
+    """Return the ``text`` of a render, or the ``error`` it ends with."""
+    try:
+        return {"text": _joined(_compile(source).generate(variables), max_chars)}
+    except MemoryError:
+        raise
+    except jinja2.TemplateError as e:
+        return {"error": f"the chat template refuses the messages: {e!s:.{MAX_ERROR_CHARS}}"}
+    except Exception as e:
+        found = f"{type(e).__name__}: {e!s:.{MAX_ERROR_CHARS}}"
+        return {"error": f"the chat template cannot render the messages: {found}"}
+
+
+@functools.cache
+def _compile(source: str) -> jinja2.Template:
+    return make_environment().from_string(source)
+
+
+def _joined(pieces: Iterable[str], max_chars: int) -> str:
+    taken = []
+    size = 0
+    for piece in pieces:
+        size += len(piece)
+        if size > max_chars:
+            raise jinja2.TemplateRuntimeError(
+                f"the prompt would have more than {max_chars} characters; send shorter messages"
+            )
+        taken.append(piece)
+    return "".join(taken)
+
+
+def main() -> None:
+    """Render until the parent closes the socket, which is standard input and output."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which may drain
+    incoming, outgoing = sys.stdin.buffer, sys.stdout.buffer
+    first = receive(incoming)
+    resource.setrlimit(resource.RLIMIT_AS, (first["memory_bytes"],) * 2)
+    while True:
+        variables = receive(incoming)
+        # The kernel ends the process by SIGPROF: no code of a template can put that off.
+        signal.setitimer(signal.ITIMER_PROF, first["cpu_s"])
+        reply = packed(render(first["source"], variables, first["chars"]))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        outgoing.write(reply)
+        outgoing.flush()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except EOFError:
+        pass
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)
