@@ -1,6 +1,6 @@
 """An outage, as a client sees it: no group takes requests, and they wait until one does again.
 
-No engine is left to say what becomes of the deployment, so its controller is asked.
+As no engine can answer, the client asks the controller about the deployment.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Outlook:
-    """What the controller says of its deployment.
+    """The controller's answer about its deployment.
 
     Attributes:
         groups: all groups of the deployment.
@@ -91,7 +91,7 @@ class Outage:
         return self._recovery is not None and not self.outlook.failure
 
     def see(self, now_s: float, *, is_served: bool) -> None:
-        """Take in whether a group takes requests now."""
+        """Record whether a group takes requests now."""
         if is_served == (self._began_s is None):
             return
         if self._began_s is None:
