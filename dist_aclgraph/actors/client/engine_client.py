@@ -348,8 +348,8 @@ class EngineClient:
             self._closing.set()
             self._wakeup.wake()
             self._thread.join()
-            if self._outage.questions is not None:
-                self._outage.questions.close()
+            if self._outage.outlook_poller is not None:
+                self._outage.outlook_poller.close()
             self._wakeup.close()
             self._context.term()
 
@@ -396,8 +396,8 @@ class EngineClient:
     def _look_at_outage(self) -> None:
         """Adopt the controller's last outlook, and end requests that have waited for too long."""
         outlook = None
-        if self._outage.questions is not None:
-            outlook = self._outage.questions.take_answer()
+        if self._outage.outlook_poller is not None:
+            outlook = self._outage.outlook_poller.take_answer()
         if outlook is not None:
             if outlook.groups.groups:
                 self._follow(outlook.token, outlook.node_id)

@@ -77,7 +77,7 @@ class Outage:
         self._began_s: float | None = None
         self._past_s = 0.0
         self.outlook = Outlook()
-        self.questions = None if recovery is None else Questions(recovery.ask)
+        self.outlook_poller = None if recovery is None else OutlookPoller(recovery.ask)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -100,8 +100,8 @@ class Outage:
             self._past_s += now_s - self._began_s
             self._began_s = None
             self.outlook = Outlook()
-        if self.questions is not None:
-            self.questions.ask(is_wanted=not is_served)
+        if self.outlook_poller is not None:
+            self.outlook_poller.ask(is_wanted=not is_served)
 
     def seconds(self, now_s: float) -> float:
         """Return how long no group took requests, in all."""
@@ -140,7 +140,7 @@ class Outage:
         )
 
 
-class Questions:
+class OutlookPoller:
     """Asks for outlooks, on a private thread, while they are wanted."""
 
     def __init__(self, ask: AskOutlook) -> None:

@@ -95,7 +95,7 @@ class ClientLink:
 
 
 # None: the link is over, and with it all requests of its client.
-Event = tuple[ClientLink, Submit | Abort | None]
+ClientEvent = tuple[ClientLink, Submit | Abort | None]
 
 
 class ClientLinks:
@@ -129,7 +129,7 @@ class ClientLinks:
         self._listener = Listener(self._context, place)
         self.address = self._listener.bind(self._socket, "clients")
         self._links: dict[bytes, ClientLink] = {}
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[ClientEvent] = queue.SimpleQueue()
         self._outgoing: deque[tuple[ClientLink, StepDeltas]] = deque()
         self._wakeup = Wakeup()
         self._closing = threading.Event()
@@ -148,9 +148,9 @@ class ClientLinks:
         )
         self._thread.start()
 
-    def take(self, timeout_s: float) -> list[Event]:
+    def take(self, timeout_s: float) -> list[ClientEvent]:
         """Return the clients' events, after waiting up to ``timeout_s`` for the first one."""
-        events: list[Event] = []
+        events: list[ClientEvent] = []
         try:
             events.append(self._events.get(timeout_s > 0, timeout_s or None))
             while True:
