@@ -15,7 +15,7 @@ import numpy as np
 
 from dist_aclgraph.actors.engine.recipients import Recipients
 from dist_aclgraph.actors.host.liveness import Silence
-from dist_aclgraph.actors.wire.client_links import Link
+from dist_aclgraph.actors.wire.client_links import ClientLink
 from dist_aclgraph.actors.wire.messages import Deltas
 from dist_aclgraph.actors.wire.messages import encoder as client_encoder
 from dist_aclgraph.config import SchedulerConfig
@@ -56,7 +56,7 @@ def make_scheduler(
         max_model_len=length,
     )
     recipients = Recipients()
-    links = [Link(b"", str(i), Silence(1.0)) for i in range(num_clients)]
+    links = [ClientLink(b"", str(i), Silence(1.0)) for i in range(num_clients)]
     for index in range(num_reqs + num_waiting):
         prompt = [3 + index] * (PROMPT_TOKENS + index)
         sampling = RowSampling(num_prompt_tokens=PROMPT_TOKENS)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from dist_aclgraph.actors.client.outage import Outlook
 from dist_aclgraph.actors.wire.addresses import Address, Place, Reach
-from dist_aclgraph.actors.wire.client_links import ClientLinks, Link
+from dist_aclgraph.actors.wire.client_links import ClientLink, ClientLinks
 from dist_aclgraph.actors.wire.messages import Submit
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.steps.delta import Note, StepDeltas
@@ -37,7 +37,7 @@ class PacedEngine:
     def __init__(self, directory: Path) -> None:
         self._links = ClientLinks(Place(NODE, str(directory)), TOKEN, LINK_S)
         self._links.start(self)
-        self._numbers: dict[Link, list[int]] = {}
+        self._numbers: dict[ClientLink, list[int]] = {}
 
     @property
     def address(self) -> Address:

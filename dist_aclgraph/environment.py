@@ -18,7 +18,6 @@ HCCL_EXPANSION_NAMES: dict[HcclExpansion, str] = {"AIV": "AIV", "AICPU": "AI_CPU
 
 EMULATED_VARIABLE = "EMULATED_NPU"  # read by the emulated libraries too
 RAYLET_VARIABLE = "RAY_RAYLET_PID"  # Ray sets it for all processes that a raylet starts
-JOB_VARIABLE = "RAY_JOB_ID"  # the same
 # Plans and limits rest on these: on all nodes they have the configuration's values.
 CONFIGURED_HCCL = {
     "HCCL_EXEC_TIMEOUT": "timeouts.step_s",
@@ -51,11 +50,6 @@ def python_environment(config: Config) -> dict[str, str]:
     """
     paths = os.pathsep.join(filter(None, sys.path))
     return {**os.environ, **child_environment(config), "PYTHONPATH": paths}
-
-
-def ray_job() -> str | None:
-    """Return the Ray job of this process, if it has one."""
-    return os.environ.get(JOB_VARIABLE)
 
 
 def environment_with(variables: Mapping[str, str]) -> dict[str, str]:

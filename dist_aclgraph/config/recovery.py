@@ -23,11 +23,10 @@ class RecoveryConfig(Section):
     keep_answers: bool = Field(
         True,
         description="whether answers outlive the process that serves HTTP: when it dies, "
-        "another one continues them on the same connections. For this, the first process of "
-        "`dist-aclgraph serve` holds two descriptors of each connection, and each request and "
-        "its answer are written to memory. With false, none of this is done: another process "
-        "still serves half a second later, but all connections end with the process that died, "
-        "and clients have to send their requests again",
+        "another one continues them on the same connections. For this, a supervisor holds two "
+        "descriptors of each connection, and each request and its answer are written to memory. "
+        "With false, `dist-aclgraph serve` is one process without a supervisor. Its death ends the "
+        "service, and systemd or Kubernetes has to start it again",
     )
     exact: bool = Field(
         False,

@@ -1,4 +1,4 @@
-"""Weights that nobody reads: a checkpoint of zeros, of the shapes that config.json implies.
+"""Weights without files: a checkpoint of zeros, of the shapes that config.json implies.
 
 Answers mean nothing; steps take what they take with weights. On the emulated NPU zeros take device
 memory that is counted and never there.

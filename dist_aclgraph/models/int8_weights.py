@@ -1,7 +1,7 @@
 """Matrices in int8 with one scale for each output: as checkpoints hold them, or made while loading.
 
-A scale belongs to all inputs of an output, whichever of them a rank holds, so that ranks have parts
-of the same matrix however many they are.
+A scale belongs to all inputs of an output, not only to those that a rank holds. So the ranks hold
+parts of the same matrix, however many ranks there are.
 """
 
 from __future__ import annotations

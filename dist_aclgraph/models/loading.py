@@ -22,7 +22,7 @@ NotePlaced = Callable[[int], None]  # bytes of a weight that is on the device
 
 
 def note_nothing(num_bytes: int) -> None:
-    """Nobody watches."""
+    """Ignore the progress."""
 
 
 @dataclass(frozen=True)

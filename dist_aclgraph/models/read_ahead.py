@@ -52,7 +52,7 @@ def read_ahead(files: Sequence[Path], rank: Neighbour) -> threading.Thread | Non
     try:
         sizes = [file.stat().st_size for file in files]
     except OSError:
-        return None  # whoever needs it says what is wrong
+        return None  # the loader that needs the file says what is wrong
     if sum(sizes) > MEMORY_SHARE * _available_bytes():
         return None
     thread = threading.Thread(target=_ask, args=(files, sizes, rank), daemon=True)
@@ -70,7 +70,7 @@ def _ask(files: Sequence[Path], sizes: Sequence[int], rank: Neighbour) -> None:
 
 
 def _available_bytes() -> int:
-    """Memory that is free, or holds files that nobody needs just now."""
+    """Return the bytes of memory that are free, or that cached files could give back."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":

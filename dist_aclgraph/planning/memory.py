@@ -67,8 +67,7 @@ class RankMemory:
     def from_config(
         cls,
         config: Config,
-        facts: ModelFacts,
-        spec: ModelSpec | None,
+        model: ModelFacts,
         device_bytes: int,
         *,
         has_hccl_buffers: bool,
@@ -77,7 +76,8 @@ class RankMemory:
         """Return the account of a rank.
 
         Args:
-            spec: the decoder's shape; without it, the sizes of the checkpoint's files are used.
+            model: a ``ModelSpec`` if the decoder's shape is known; else the checkpoint's files say
+                how large the weights are.
             device_bytes: all bytes of the device, or the free ones before anything is loaded.
             has_hccl_buffers: whether ``device_bytes`` must still pay for HCCL's buffers; the
                 emulator has them elsewhere.
@@ -85,16 +85,16 @@ class RankMemory:
         """
         parallel = config.parallel
         hccl = _hccl_buffers(config, mc2_buffer_mb) if has_hccl_buffers else ()
-        if spec is None:
-            files = MemoryPart(WEIGHTS, facts.weight_bytes // parallel.tp, "its files over tp")
+        if not isinstance(model, ModelSpec):
+            files = MemoryPart(WEIGHTS, model.weight_bytes // parallel.tp, "its files over tp")
             return cls(device_bytes=device_bytes, parts=(files, *hccl))
         element_bytes, k = DTYPE_BYTES[config.dtype], config.speculative.num_tokens
         weights = weight_parts(
-            spec,
+            model,
             tp=parallel.tp,
             ep=parallel.ep,
             element_bytes=element_bytes,
-            matrix_bytes=1 if config.quantization or facts.holds_int8 else None,
+            matrix_bytes=1 if config.quantization or model.holds_int8 else None,
             drafts=k > 0,
         )
         largest = _largest_graphs(config)
@@ -102,7 +102,7 @@ class RankMemory:
 
         def activations(tokens: int, direct: int) -> int:
             return activation_bytes(
-                spec,
+                model,
                 tp=parallel.tp,
                 ep=parallel.ep,
                 element_bytes=element_bytes,
@@ -114,13 +114,13 @@ class RankMemory:
             )
 
         eager = largest_eager_step(config)
-        max_len = config.max_model_len or facts.max_position_embeddings
+        max_len = config.max_model_len or model.max_position_embeddings
         prompts = prompt_bytes(
-            spec,
+            model,
             tp=parallel.tp,
             pcp=parallel.pcp,
             dcp=parallel.dcp,
-            kept=elements_per_token(facts, parallel.tp),
+            kept=elements_per_token(model, parallel.tp),
             element_bytes=element_bytes,
             num_tokens=eager.num_tokens,
             chunk_tokens=min(MAX_CHUNK_TOKENS, config.scheduler.max_num_seqs * max_len),
@@ -130,7 +130,7 @@ class RankMemory:
             parts=(
                 *(MemoryPart(part.name, part.bytes, WEIGHTS) for part in weights),
                 *hccl,
-                *_step_buffers(config, facts, spec, largest),
+                *_step_buffers(config, model, largest),
             ),
             graph_bytes=activations(largest.num_tokens, largest.num_tokens),
             eager_bytes=activations(*eager) + prompts,
@@ -215,16 +215,14 @@ def _largest_graphs(config: Config) -> BufferSizes:
     )
 
 
-def _step_buffers(
-    config: Config, facts: ModelFacts, spec: ModelSpec, largest: BufferSizes
-) -> tuple[MemoryPart, ...]:
+def _step_buffers(config: Config, spec: ModelSpec, largest: BufferSizes) -> tuple[MemoryPart, ...]:
     """Return the bytes of step buffers: inputs and outputs of the largest graphs, cosines and sines
     of all positions, the state of sampling and drafting, and token counts of each row.
     """
     element_bytes, k = DTYPE_BYTES[config.dtype], config.speculative.num_tokens
     num_rows, vocab_size = config.scheduler.max_num_seqs, spec.vocab_size
     num_tokens, num_reqs, num_samples = largest
-    max_len = config.max_model_len or facts.max_position_embeddings
+    max_len = config.max_model_len or spec.max_position_embeddings
     # Logits, the greatest of each row, and the hidden states from which drafts begin.
     outputs = num_samples * (vocab_size + 1 + (spec.hidden_size if k else 0))
     rope_dim = spec.latent.rope_dim if spec.latent else spec.head_dim

@@ -39,10 +39,10 @@ GETS: dict[str, Endpoint] = {
 
 
 def make_api(state: ApiState, access: Access | None = None, *, names_requests: bool = True) -> Edge:
-    """Build the application; everything it needs it takes from ``state``.
+    """Build the application over ``state``.
 
     Args:
-        access: who may ask; by default everyone.
+        access: which requests are allowed; by default all.
         names_requests: whether to answer with X-Request-Id; off where a proxy does it.
     """
     document = openapi.document({"get": GETS, "post": POSTS}, lenient=state.config.serve.lenient)

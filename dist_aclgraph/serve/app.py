@@ -39,8 +39,8 @@ STAY_AGAIN_S, HEARD_S = 1.0, 2.0
 
 
 class RefusedError(click.ClickException, RayServeException):  # type: ignore[misc]  # untyped
-    """What cannot be served, in one sentence: ``serve run`` prints errors of click so, and
-    ``serve status`` those of Serve; all others come with a traceback.
+    """The application cannot be served. ``serve run`` prints errors of click, and ``serve status``
+    those of Serve, as one sentence; all others come with a traceback.
     """
 
 
@@ -59,7 +59,7 @@ class AppArgs(pydantic.BaseModel):
 
 
 @serve.deployment(name="groups", max_ongoing_requests=MAX_ONGOING_REQUESTS)
-class Groups:
+class GroupsReplica:
     """Owns the deployment that all ingress replicas use."""
 
     def __init__(self, config: Config, start: StartDeployment = start_on_ray) -> None:
@@ -77,7 +77,7 @@ class Groups:
         return await asyncio.to_thread(self._deployment.outlook)
 
     async def stay(self) -> None:
-        """Wait for ever. While an ingress has this call open, Serve does not end this replica."""
+        """Wait forever. While an ingress has this call open, Serve does not end this replica."""
         await asyncio.Event().wait()
 
     async def check_health(self) -> None:
@@ -124,7 +124,7 @@ class Ingress:
         return make_api(self._state, self._access, names_requests=False)
 
     async def check_health(self) -> None:
-        """Fail once all groups are dead: those that Serve starts instead are elsewhere."""
+        """Fail once all groups are dead: this ingress cannot reach those that Serve starts next."""
         self._state.check()
 
     async def __del__(self) -> None:
@@ -145,7 +145,7 @@ def _leave_s(config: Config) -> float:
 
 
 async def _stay(groups: Any) -> None:
-    """Have a call to the groups open, for ever: to those that Serve starts in their place, too."""
+    """Keep one call to the groups open, forever; after a replacement, one to the new groups."""
     while True:
         call = groups.stay.remote()
         try:
@@ -157,8 +157,8 @@ async def _stay(groups: Any) -> None:
 
 
 async def _take_back(call: Any) -> None:
-    """Cancel a call, and wait until that has been heard: nobody else tells a replica that who
-    waits for its answer is gone.
+    """Cancel a call, and wait until its replica knows: a replica learns from nothing else that its
+    caller has gone.
     """
     call.cancel()
     with suppress(asyncio.CancelledError, RayError, RayServeException, TimeoutError):
@@ -169,8 +169,9 @@ async def _take_back(call: Any) -> None:
 def make_app(config: Config, start: StartDeployment = start_on_ray) -> serve.Application:
     """Bind the ingress to a checked configuration.
 
-    Where the proxy listens, and what it allows of connections, is Serve's to say: ``serve.host``,
-    ``serve.port`` and the limits on headers, readers and connections have no effect here.
+    Ray Serve's own configuration says where its proxy listens and how it limits connections:
+    ``serve.host``, ``serve.port`` and the limits on headers, readers and connections have no effect
+    here.
 
     Raises:
         ConfigError: the API keys cannot be read.
@@ -183,8 +184,8 @@ def make_app(config: Config, start: StartDeployment = start_on_ray) -> serve.App
         "health_check_timeout_s": 30.0,
         "max_constructor_retry_count": 1,
     }
-    ingress: Any = Ingress  # the decorators made a Serve deployment of it, as of Groups
-    groups: Any = Groups
+    ingress: Any = Ingress  # the decorators made a Serve deployment of it, as of GroupsReplica
+    groups: Any = GroupsReplica
     # The groups outlive the ingresses, which end what they have let in.
     owner = groups.options(
         num_replicas=1,

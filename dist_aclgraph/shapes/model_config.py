@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dist_aclgraph.errors import ConfigError, ModelError
+from dist_aclgraph.errors import ConfigError, ModelError, UnsupportedModelError
 from dist_aclgraph.shapes.json_files import read_json_object
 
 DEFAULT_CONTEXT = 2048
@@ -128,6 +128,10 @@ class ModelConfig:
     def has(self, key: str) -> bool:
         """Whether the key is there and neither null nor zero nor false."""
         return bool(self.raw.get(key))
+
+    def unsupported(self, why: str) -> UnsupportedModelError:
+        """Return the error of a checkpoint that asks for what is not implemented."""
+        return UnsupportedModelError(f"{self.path}: {why}")
 
     def _value(self, key: str, default: Any) -> Any:
         value = self.raw.get(key)

@@ -1,4 +1,7 @@
-"""What planning must know of a model, of any architecture: from config.json and weight headers."""
+"""What planning must know of a model, of any architecture: from config.json and weight headers.
+
+A ``ModelSpec`` holds these facts and the details of a supported decoder.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +123,11 @@ def read_model_facts(directory: str | Path) -> ModelFacts:
         ConfigError: there is no such directory.
         ModelError: its config.json is missing, lacks a key, or has a value that cannot be.
     """
-    config = read_model_config(directory)
+    return facts_of(read_model_config(directory))
+
+
+def facts_of(config: ModelConfig) -> ModelFacts:
+    """Return the facts of a checkpoint; see ``read_model_facts``."""
     files = sorted(config.directory.glob("*.safetensors"))
     num_heads = config.integer("num_attention_heads", most=MAX_HEADS)
     hidden_size = config.integer("hidden_size")

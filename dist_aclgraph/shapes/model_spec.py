@@ -8,19 +8,19 @@ heads; latent attention in place of grouped queries; experts in place of the MLP
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from dist_aclgraph.errors import ModelError, UnsupportedModelError
+from dist_aclgraph.errors import ModelError
 from dist_aclgraph.shapes.model_config import (
     MAX_CONTEXT,
     MAX_EXPERTS,
-    MAX_HEADS,
     MAX_LAYERS,
     ModelConfig,
     read_model_config,
 )
+from dist_aclgraph.shapes.model_facts import ExpertFacts, ModelFacts, facts_of
 from dist_aclgraph.shapes.quantised_formats import check_quantisation
 
 ARCHITECTURES = (
@@ -55,7 +55,7 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertSpec:
+class ExpertSpec(ExpertFacts):
     """The experts of a decoder, and which layers have them.
 
     Attributes:
@@ -67,12 +67,9 @@ class ExpertSpec:
         num_groups, top_groups: experts are chosen from the best groups only; 1 of 1: no groups.
         group_score: what is compared of groups, their best expert or the sum of their best two.
         scaling: factor on the weights.
-        num_shared: experts that every token runs, as one of their joint width.
         has_bias: whether the choice, but not the weights, adds a bias to the scores.
     """
 
-    num_experts: int
-    top_k: int
     width: int
     renormalizes: bool
     layers: frozenset[int]
@@ -81,7 +78,6 @@ class ExpertSpec:
     top_groups: int = 1
     group_score: Literal["max", "top2"] = "max"
     scaling: float = 1.0
-    num_shared: int = 0
     has_bias: bool = False
 
 
@@ -107,32 +103,19 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSpec:
-    """The shape of a decoder.
+class ModelSpec(ModelFacts):
+    """The shape of a decoder: the facts of any model, and what only a supported one has."""
 
-    Attributes:
-        num_draft_layers: layers behind the decoder's own that predict tokens further ahead.
-    """
-
-    architecture: str
-    vocab_size: int
-    hidden_size: int
     intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     rms_norm_eps: float
     tie_word_embeddings: bool
     has_qkv_bias: bool
     has_output_bias: bool
     has_mlp_bias: bool
     has_qk_norm: bool
-    max_position_embeddings: int
     rope: RopeSpec
     experts: ExpertSpec | None = None
     latent: LatentSpec | None = None
-    num_draft_layers: int = 0
 
 
 def read_model_spec(directory: str | Path) -> ModelSpec:
@@ -148,61 +131,59 @@ def read_model_spec(directory: str | Path) -> ModelSpec:
     config = read_model_config(directory)
     architecture = config.architecture
     if architecture not in ARCHITECTURES:
-        raise UnsupportedModelError(
+        raise config.unsupported(
             f"architecture {architecture} is not supported; supported: {', '.join(ARCHITECTURES)}"
         )
     if (activation := config.text("hidden_act", "silu")) != "silu":
-        raise UnsupportedModelError(f"hidden_act {activation} is not supported; only silu")
+        raise config.unsupported(f"hidden_act {activation} is not supported; only silu")
     check_quantisation(config)
     if config.flag("use_sliding_window", False):
-        raise UnsupportedModelError("sliding window attention is not supported")
+        raise config.unsupported(
+            "use_sliding_window is true; sliding window attention is not supported"
+        )
     is_deepseek = architecture.startswith("Deepseek")
-    num_heads = config.integer("num_attention_heads", most=MAX_HEADS)
-    hidden_size = config.integer("hidden_size")
     attention_bias = config.flag("attention_bias", False)
-    return ModelSpec(
-        architecture=architecture,
+    facts = facts_of(config)
+    facts = replace(
+        facts,
         vocab_size=config.integer("vocab_size"),
-        hidden_size=hidden_size,
+        experts=_read_experts(config),
+        num_draft_layers=facts.num_draft_layers if is_deepseek else 0,
+    )
+    return ModelSpec(
+        **vars(facts),
         intermediate_size=config.integer("intermediate_size"),
-        num_layers=config.integer("num_hidden_layers", most=MAX_LAYERS),
-        num_heads=num_heads,
-        num_kv_heads=config.integer("num_key_value_heads", num_heads, most=MAX_HEADS),
-        head_dim=config.integer("head_dim", max(1, hidden_size // num_heads)),
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
         has_qkv_bias=architecture == "Qwen2ForCausalLM" or attention_bias,
         has_output_bias=architecture != "Qwen2ForCausalLM" and attention_bias,
         has_mlp_bias=architecture == "LlamaForCausalLM" and config.flag("mlp_bias", False),
         has_qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
-        max_position_embeddings=config.integer("max_position_embeddings", most=MAX_CONTEXT),
         rope=_rope_spec(config),
-        experts=_read_experts(config),
         latent=_latent_spec(config) if is_deepseek else None,
-        num_draft_layers=config.num_draft_layers if is_deepseek else 0,
     )
 
 
 def _read_experts(config: ModelConfig) -> ExpertSpec | None:
     if config.architecture == "Qwen3MoeForCausalLM":
-        return _checked(_qwen3_experts(config))
+        return _checked(config, _qwen3_experts(config))
     if config.architecture.startswith("Deepseek") and config.has("n_routed_experts"):
         is_v3 = config.architecture == "DeepseekV3ForCausalLM"
-        return _checked(_deepseek_experts(config, is_v3=is_v3))
+        return _checked(config, _deepseek_experts(config, is_v3=is_v3))
     return None
 
 
-def _checked(experts: ExpertSpec) -> ExpertSpec:
+def _checked(config: ModelConfig, experts: ExpertSpec) -> ExpertSpec:
     """Refuse numbers of experts that no router can choose by."""
     per_group, rest = divmod(experts.num_experts, experts.num_groups)
     if rest or not 1 <= experts.top_groups <= experts.num_groups:
         raise ModelError(
-            f"config.json asks for {experts.top_groups} of {experts.num_groups} groups among "
+            f"{config.path} asks for {experts.top_groups} of {experts.num_groups} groups among "
             f"{experts.num_experts} experts; groups must be equal, and there must be so many"
         )
     if not 1 <= experts.top_k <= experts.top_groups * per_group:
         raise ModelError(
-            f"config.json asks for {experts.top_k} experts of a token; "
+            f"{config.path} asks for {experts.top_k} experts of a token; "
             f"{experts.top_groups * per_group} may be chosen"
         )
     return experts
@@ -218,7 +199,7 @@ def _deepseek_experts(config: ModelConfig, *, is_v3: bool) -> ExpertSpec:
         else (("softmax", "greedy"), ("softmax", "group_limited_greedy"))
     )
     if (scoring, method) not in known:
-        raise UnsupportedModelError(
+        raise config.unsupported(
             f"experts chosen by {scoring} scores and {method} are not supported here; supported: "
             f"{', '.join(' and '.join(pair) for pair in known)}"
         )
@@ -246,7 +227,7 @@ def _deepseek_experts(config: ModelConfig, *, is_v3: bool) -> ExpertSpec:
 def _latent_spec(config: ModelConfig) -> LatentSpec:
     for key in ("attention_bias", "mlp_bias"):
         if config.has(key):
-            raise UnsupportedModelError(f"{key} is not supported beside latent attention")
+            raise config.unsupported(f"{key} is true; it is not supported beside latent attention")
     latent = LatentSpec(
         q_rank=config.integer("q_lora_rank") if config.has("q_lora_rank") else None,
         kv_rank=config.integer("kv_lora_rank"),
@@ -257,7 +238,7 @@ def _latent_spec(config: ModelConfig) -> LatentSpec:
     )
     sizes = (latent.kv_rank, latent.plain_dim, latent.rope_dim, latent.value_dim)
     if sizes != LATENT_SIZES:
-        raise UnsupportedModelError(
+        raise config.unsupported(
             "kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and v_head_dim are "
             f"{', '.join(map(str, sizes))}; the attention operators take "
             f"{', '.join(map(str, LATENT_SIZES))} only"
@@ -284,12 +265,14 @@ def _rope_spec(config: ModelConfig) -> RopeSpec:
     scaling = config.part("rope_parameters") or config.part("rope_scaling") or config.empty_part()
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     if kind not in ROPE_TYPES:
-        raise UnsupportedModelError(
+        raise config.unsupported(
             f"rope scaling {kind} is not supported; supported: {', '.join(ROPE_TYPES)}"
         )
     partial = scaling.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
     if partial != 1.0:
-        raise UnsupportedModelError("partial rotary embeddings are not supported")
+        raise config.unsupported(
+            f"partial_rotary_factor is {partial:g}; partial rotary embeddings are not supported"
+        )
     numbers = {
         key: scaling.number(key)
         for key in (

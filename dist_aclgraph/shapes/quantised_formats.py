@@ -41,7 +41,7 @@ def check_quantisation(config: ModelConfig) -> None:
 
 
 def _refusal(config: ModelConfig) -> str:
-    """Return what is not supported, or nothing."""
+    """Return the first key that is not supported, with its value, or an empty string."""
     method = config.raw.get("quant_method")
     if method == "fp8":
         return _difference(config.raw, FP8)

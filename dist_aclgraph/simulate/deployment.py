@@ -86,8 +86,7 @@ class AssumedDeployment:
         exchange = ExchangeRule.from_config(config, facts, chip)
         memory = RankMemory.from_config(
             config,
-            facts,
-            spec,
+            spec or facts,
             min(_device_bytes(config, rank) for rank in ranks),
             has_hccl_buffers=is_npu,
             mc2_buffer_mb=exchange.mc2_buffer_mb,

@@ -13,7 +13,7 @@ from dist_aclgraph.text.stops import StopMatcher
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 
-class Piece(msgspec.Struct, frozen=True):
+class TextPiece(msgspec.Struct, frozen=True):
     """What one delta brought to one output.
 
     Attributes:
@@ -45,7 +45,7 @@ class OutputText:
         token_ids: Sequence[int],
         logprobs: Sequence[RowLogprobs | None],
         finish_reason: str | None,
-    ) -> Piece:
+    ) -> TextPiece:
         """Return what new tokens bring.
 
         Tokens go in one by one: how many come at once must not show, neither in what is counted
@@ -80,11 +80,11 @@ class OutputText:
         logprobs: Sequence[RowLogprobs | None],
         finish_reason: str | None,
         has_end_token: bool = False,
-    ) -> Piece:
+    ) -> TextPiece:
         rows: tuple[RowLogprobs, ...] = ()
         if logprobs:
             rows = tuple(row for row in logprobs[: len(token_ids)] if row is not None)
-        return Piece(text, list(token_ids), rows, finish_reason, has_end_token)
+        return TextPiece(text, list(token_ids), rows, finish_reason, has_end_token)
 
 
 def end_ids(tokenizer: Tokenizer, params: SamplingParams) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """Tokenizer: a checkpoint's ``tokenizer.json`` and chat template, without transformers.
 
-The template is the model's own; nobody else's is ever rendered.
+Only the model's own template is ever rendered.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import threading
@@ -11,7 +12,8 @@ import httpx
 import pytest
 
 from dist_aclgraph.actors.controller.controller import Progress
-from dist_aclgraph.cli.serve import serve_until_signal
+from dist_aclgraph.actors.host import processes
+from dist_aclgraph.cli.serve import serve, serve_until_signal
 from dist_aclgraph.config import load_config
 from dist_aclgraph.errors import ConfigError, EngineDeadError, WorkerLostError
 from tests.serve.conftest import CONFIG, until
@@ -48,7 +50,9 @@ class Obedient(FakeDeployment):
 
 
 class Command:
-    """What clients and an operator do meanwhile, in a thread; the command needs the main one."""
+    """The actions of clients and of an operator run in a thread; the command needs the main
+    thread.
+    """
 
     def __init__(self, **overrides: object) -> None:
         with socket.socket() as probe:
@@ -75,7 +79,7 @@ class Command:
 
         until(is_there, WAIT_S)
 
-    def run(self, meanwhile) -> None:
+    def run(self, meanwhile, serve_config=serve_until_signal) -> None:
         def act() -> None:
             try:
                 meanwhile()
@@ -89,7 +93,7 @@ class Command:
         thread = threading.Thread(target=act)
         thread.start()
         try:
-            serve_until_signal(self.config, self.deployment.start)
+            serve_config(self.config, self.deployment.start)
         finally:
             thread.join(WAIT_S)
             assert not self._wrong, self._wrong
@@ -103,6 +107,20 @@ def signals_of_the_test():
     yield
     time.sleep(0)
     signal.signal(signal.SIGTERM, before)
+
+
+def test_without_keeping_answers_it_serves_from_one_process():
+    command = Command(**{"recovery.keep_answers": False})
+    before = processes.children(os.getpid())
+
+    def meanwhile() -> None:
+        command.wait_for(200)
+        command.seen["serving"] = command.post()
+        assert processes.children(os.getpid()) == before
+
+    command.run(meanwhile, serve)
+
+    assert command.seen["serving"].status_code == 200
 
 
 def test_it_answers_503_until_it_serves_and_while_it_stops(capsys):

@@ -146,7 +146,7 @@ def test_a_rank_holds_the_caches_and_step_buffers_that_were_computed(
     buffers = bytes_of([runner._buffers, kind._rotary, runner._output, drafter])
 
     assert caches == KVCacheSpec.from_config(config, facts).total_bytes(5)
-    memory = RankMemory.from_config(config, facts, spec, 1 << 30, has_hccl_buffers=False)
+    memory = RankMemory.from_config(config, spec, 1 << 30, has_hccl_buffers=False)
     computed = [part.bytes for part in memory.parts if part.name in STEP_BUFFERS]
     assert len(computed) == len(STEP_BUFFERS) and sum(computed) == buffers
 

@@ -72,10 +72,7 @@ def main(engine_url: str, limit: str, trap: str, overrides: str) -> int:
     print(listener.getsockname()[1], flush=True)
     at_once = Backoff(first_s=0.0)
     budget = RestartBudget(1000)
-    keeps = config.recovery.keep_answers
-    return Supervisor(
-        own, serve_http, budget, 60.0, 60.0, backoff=at_once, holds_connections=keeps
-    ).run()
+    return Supervisor(own, serve_http, budget, 60.0, 60.0, backoff=at_once).run()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from ray.serve.exceptions import RayServeException
 
 from dist_aclgraph.config import load_config
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.serve.app import AppArgs, Groups, RefusedError, app
+from dist_aclgraph.serve.app import AppArgs, GroupsReplica, RefusedError, app
 from tests.serve.conftest import CONFIG
 from tests.slow import slow
 
@@ -79,7 +79,7 @@ def test_groups_of_another_version_wait_for_the_npus_of_those_that_drain():
     """Serve gives the version before time to end its streams, and then its groups."""
     config = load_config(CONFIG, {"serve.drain_s": 500.0})
     started = []
-    Groups.func_or_class.__init__(Mock(), config, started.append)
+    GroupsReplica.func_or_class.__init__(Mock(), config, started.append)
 
     [found] = started
     ends_s = config.serve.drain_s + config.timeouts.stop_s  # of an ingress; groups come behind

@@ -1,4 +1,4 @@
-"""A service of two groups: what it says of itself, and does, when one of them goes."""
+"""A service of two groups: its reports and answers when one of them is lost."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from dist_aclgraph.actors.wire.messages import GroupEntry, Groups
+from dist_aclgraph.actors.wire.messages import GroupEntry, GroupList
 from dist_aclgraph.config import load_config
 from dist_aclgraph.sampling import SamplingParams
-from dist_aclgraph.serve.openai.places import Places
+from dist_aclgraph.serve.openai.completion_slots import CompletionSlots
 from tests.serve.conftest import CONFIG, SILENT_S, Service, serving, until
 from tests.serve.fake_engine import FakeEngine
 
@@ -64,7 +64,7 @@ def test_a_draining_group_is_counted_and_gets_nothing(service, other):
         GroupEntry("0", service.engine.address, 100, 16),
         GroupEntry("1", other.address, 100, 16, is_draining=True),
     )
-    service.engine.groups = Groups(1, entries)
+    service.engine.groups = GroupList(1, entries)
     until(lambda: groups(service)["draining"] == 1)
 
     assert groups(service) == {"serving": 1, "draining": 1, "lost": 0, "total": 2}
@@ -74,18 +74,18 @@ def test_a_draining_group_is_counted_and_gets_nothing(service, other):
 
 def test_places_follow_the_groups_that_there_are(service, other):
     """One group is configured; the other one came by scaling."""
-    places, of_a_group = service.state.places, 1024 + 16  # scheduler.max_waiting, max_num_seqs
-    places.take(2 * of_a_group - 1)
+    slots, of_a_group = service.state.slots, 1024 + 16  # scheduler.max_waiting, max_num_seqs
+    slots.take(2 * of_a_group - 1)
     assert ask(service) == 200
-    until(lambda: places.taken == 2 * of_a_group - 1)
-    places.take(1)
+    until(lambda: slots.taken == 2 * of_a_group - 1)
+    slots.take(1)
     assert ask(service) == 503
 
-    places.give_back(of_a_group)
+    slots.give_back(of_a_group)
     assert ask(service) == 200
     other.silent = True
     until(lambda: service.state.client.losses())
-    until(lambda: places.is_full)
+    until(lambda: slots.is_full)
     body = {"model": "tiny-qwen3", "prompt": [70, 71], "max_tokens": 3}
     refusal = service.http.post("/v1/completions", json=body)
     assert refusal.status_code == 503
@@ -93,9 +93,9 @@ def test_places_follow_the_groups_that_there_are(service, other):
 
     service.engine.silent = True
     until(lambda: len(service.state.client.losses()) == 2)
-    assert places.is_full  # as many as are configured, while requests wait for a group
-    places.give_back(1)
-    assert not places.is_full
+    assert slots.is_full  # as many as are configured, while requests wait for a group
+    slots.give_back(1)
+    assert not slots.is_full
 
 
 def test_a_group_that_drains_keeps_its_places(service, other):
@@ -108,8 +108,8 @@ def test_a_group_that_drains_keeps_its_places(service, other):
     until(lambda: service.state.client.query("metrics").keys() == {"0", "1"})
     for i in range(2):
         service.state.client.submit(str(i), [i], SamplingParams(max_tokens=100000), (), deltas.put)
-    service.state.places.take(1024 + 16)
-    service.engine.groups = Groups(1, entries)
+    service.state.slots.take(1024 + 16)
+    service.engine.groups = GroupList(1, entries)
     until(lambda: groups(service)["draining"] == 1)
 
     assert ask(service) == 200
@@ -130,7 +130,7 @@ def test_metrics_count_what_each_group_was_sent(service, other):
 
 
 def samples(service: Service, name: str) -> dict[str, float]:
-    """Return a metric's values, by its labels but those that all have."""
+    """Return a metric's values by its labels, without the labels that all metrics have."""
     found = {}
     for line in service.http.get("/metrics").text.splitlines():
         if line.startswith(f"dist_aclgraph_{name}{{"):
@@ -167,12 +167,12 @@ def test_metrics_count_lost_groups_by_kind_and_requests_that_went_on(service, ot
 def test_places_of_groups_that_are_lost_stay_as_requests_wait_for_others() -> None:
     config = load_config(CONFIG, {"parallel.dp": 2})
     counts = [2]
-    places = Places.from_config(config, lambda: counts[0])
-    whole = places.total
+    slots = CompletionSlots.from_config(config, lambda: counts[0])
+    whole = slots.total
 
     counts[0] = 0
-    places.take(1)
+    slots.take(1)
 
-    assert places.total == whole
+    assert slots.total == whole
     counts[0] = 4
-    assert places.total == 2 * whole
+    assert slots.total == 2 * whole

@@ -127,7 +127,7 @@ def test_streamed_logprobs_cover_every_token(service):
 
 
 def drawn_seeds(config: Config, state: ApiState, replica: int = 0) -> list[int]:
-    """What an ingress that starts now draws for requests without a seed."""
+    """The seeds that a new ingress draws for requests without one."""
     new = ApiState(config, state.tokenizer, state.client, replica=replica)
     return [new.open_journal({}).chance.seed for _ in range(5)]
 
@@ -302,7 +302,7 @@ def test_a_client_that_leaves_before_the_first_frame_frees_the_engine(service):
 
     assert [message["type"] for message in sent] == ["http.response.start"]
     until(lambda: len(service.engine.aborted) == 1 and service.engine.num_running == 0)
-    until(lambda: service.state.places.taken == 0)
+    until(lambda: service.state.slots.taken == 0)
 
 
 def test_tokens_without_text_bring_frames_of_their_own(service):

@@ -21,7 +21,7 @@ def limited():
         service.engine.step_s = 0.02
         service.engine.reply = lambda submit: [70] * submit.max_tokens
         yield service
-        assert service.state.places.taken == 0
+        assert service.state.slots.taken == 0
 
 
 def test_a_whole_answer_becomes_a_408_and_frees_what_it_had(limited):

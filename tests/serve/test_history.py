@@ -9,14 +9,14 @@ import threading
 import pytest
 from prometheus_client.core import GaugeMetricFamily
 
-from dist_aclgraph.serve.observe.history import PERIOD_S, SPAN_S, Counts, History, quantile
+from dist_aclgraph.serve.observe.history import PERIOD_S, SPAN_S, History, MetricCounts, quantile
 from dist_aclgraph.serve.observe.metrics import PREFIX
 
 INF = math.inf
 
 
 def make_counts(time_s, *, tokens=0.0, engines=("0",), experts=None, ttft=()):
-    return Counts(
+    return MetricCounts(
         time_s,
         {
             "generation_tokens": dict.fromkeys(engines, tokens),
@@ -60,7 +60,7 @@ def test_a_group_that_is_new_counts_from_its_second_look_on():
 def test_without_answers_a_point_has_no_values_and_the_next_ones_do():
     report = series_of(
         make_counts(0, tokens=0),
-        Counts(5, {}, {}, {}),
+        MetricCounts(5, {}, {}, {}),
         make_counts(10, tokens=50),
         make_counts(15, tokens=100),
     )
@@ -114,7 +114,7 @@ def test_ten_minutes_are_kept_and_no_more():
 
 
 class Client:
-    """Closes with the last of so many looks."""
+    """Closes with the last sample."""
 
     def __init__(self, num_looks: int) -> None:
         self.num_left = num_looks

@@ -1,4 +1,4 @@
-"""Beyond its places the service refuses at once, before it reads what was sent."""
+"""A full service refuses at once, before it reads the body."""
 
 from __future__ import annotations
 
@@ -41,30 +41,30 @@ def test_a_full_service_refuses_and_says_when_to_come_back(full):
 
 
 def test_a_refusal_reads_nothing(full):
-    """What is no JSON is refused for the lack of a place, not for what it is."""
+    """A body that is not JSON is refused for the lack of a place, not for its contents."""
     assert_error(full.http.post(CHAT, content=b"{" * 1000), 503)
 
 
 def test_a_place_that_becomes_free_is_given_away(own_service):
     service = own_service
-    places = service.state.places
+    slots = service.state.slots
 
     for _ in range(3):
         service.http.post(TEXT, json={"model": MODEL, "prompt": [70], "n": 5, "max_tokens": 1})
         service.http.post(TEXT, content=b"nonsense")
 
-    until(lambda: places.taken == 0)
+    until(lambda: slots.taken == 0)
 
 
 def test_more_choices_than_places_are_refused(own_service):
     service = own_service
     total = service.state.config.scheduler.max_waiting + 16
-    service.state.places.take(total - 2)
+    service.state.slots.take(total - 2)
 
     reply = service.http.post(TEXT, json={"model": MODEL, "prompt": [70], "n": 3, "max_tokens": 1})
 
     assert_error(reply, 503)
-    until(lambda: service.state.places.taken == total - 2)  # given back behind the answer
+    until(lambda: service.state.slots.taken == total - 2)  # given back behind the answer
 
 
 @pytest.mark.slow  # it compares times: the best of three tries counts

@@ -64,19 +64,19 @@ def test_a_path_that_only_begins_like_the_prefix_is_no_path_of_ours(service: Ser
 
 def test_completions_take_places_and_give_them_back(service: Service) -> None:
     found = []
-    service.engine.reply = lambda submit: found.append(service.state.places.taken) or [65, 66, 67]
+    service.engine.reply = lambda submit: found.append(service.state.slots.taken) or [65, 66, 67]
 
     assert ask(service, "POST", PREFIX + TEXT, json=BODY, headers=BEARER).status_code == 200
     assert found == [1]
-    assert service.state.places.taken == 0
+    assert service.state.slots.taken == 0
 
 
 def test_a_full_service_refuses(service: Service) -> None:
-    places = service.state.places
+    slots = service.state.slots
     num_free = service.state.config.scheduler.max_waiting + 16
-    places.take(num_free)
+    slots.take(num_free)
 
     reply = ask(service, "POST", PREFIX + TEXT, json=BODY, headers=BEARER)
 
-    places.give_back(num_free)
+    slots.give_back(num_free)
     assert_error(reply, 503)

@@ -1,4 +1,4 @@
-"""What a rank is at each stage of its start: one value each, which the next is made from.
+"""The stages of a rank's start: one value for each, from which the next one is made.
 
 ``join_rank`` gives a ``JoinedRank``, its ``load`` a ``LoadedRank``, its ``make_runner`` a
 ``RunningRank``; ``leave`` leads from there back to a ``LoadedRank``, which may join again. Heavy
@@ -31,7 +31,7 @@ from dist_aclgraph.planning.memory import RankMemory
 from dist_aclgraph.planning.modes import GraphSupport, normalise_mode
 from dist_aclgraph.planning.plan import CaptureCost
 from dist_aclgraph.planning.way_back import LOSES_KV
-from dist_aclgraph.shapes.model_facts import ModelFacts, read_model_facts
+from dist_aclgraph.shapes.model_facts import ModelFacts
 from dist_aclgraph.shapes.model_spec import ModelSpec, read_model_spec
 from dist_aclgraph.topology import GroupRank, ParallelLayout, Ranks, WorldRank
 
@@ -55,27 +55,26 @@ def join_rank(
     """Open the device and join the lockstep group that meets at ``rendezvous``.
 
     Args:
-        meeting: what listens there, at the rank that leads a group over several nodes.
+        meeting: the socket that listens there, at rank 0 of a group over several nodes.
 
     Raises:
-        ConfigError: the chip is not one of those that plans assume, or does not take what the
-            configuration wants.
+        ConfigError: plans do not know the chip, or the chip does not support the configuration.
     """
     from dist_aclgraph.device.npu import open_npu
 
-    # In this process's environment, that of its node: nobody else can see it.
+    # In this process's environment, which is its node's: no other process can check it.
     normalise_mode(config.graph.mode, GraphSupport(), launch_blocking=launch_blocking())
-    facts = read_model_facts(config.model)
-    npu = open_npu(config.device, rank, deterministic=needs_fixed_sums(config, facts))
+    spec = read_model_spec(config.model)
+    npu = open_npu(config.device, rank, deterministic=needs_fixed_sums(config, spec))
     chip = Chip(npu.name, npu.cann)
-    _check_chip(config, facts, chip, npu.kind, rank)
-    exchange = ExchangeRule.from_config(config, facts, chip)
+    _check_chip(config, spec, chip, npu.kind, rank)
+    exchange = ExchangeRule.from_config(config, spec, chip)
     streams = StreamLedger(npu)
     has_mc2 = exchange.mc2_buffer_mb is not None
     layout = ParallelLayout.from_config(config.parallel, mc2=has_mc2).within_group
     groups = _join_groups(config, layout, group_rank, exchange, rendezvous, meeting)
     streams.book("joining HCCL groups")
-    return JoinedRank(config, rank, group_rank, npu, groups, layout, exchange, streams)
+    return JoinedRank(config, spec, rank, group_rank, npu, groups, layout, exchange, streams)
 
 
 def _join_groups(
@@ -136,6 +135,7 @@ class JoinedRank:
     """A rank with an open device and its communication groups."""
 
     config: Config
+    spec: ModelSpec
     rank: WorldRank
     group_rank: GroupRank
     npu: Npu
@@ -178,10 +178,9 @@ class JoinedRank:
         from dist_aclgraph.models.dummy_weights import DummyCheckpoint
         from dist_aclgraph.models.loading import WeightSource
 
-        config = self.config
-        spec = read_model_spec(config.model)
+        config, spec = self.config, self.spec
         before = self.npu.memory().free_bytes
-        total, done = self._check_needs(spec, before), 0
+        total, done = self._check_needs(before), 0
 
         def note(num_bytes: int) -> None:
             nonlocal done
@@ -205,34 +204,37 @@ class JoinedRank:
                 max_len=config.max_model_len or spec.max_position_embeddings,
                 drafts=config.speculative.num_tokens > 0,
                 note=note,
-                experts=self._make_expert_setup(spec),
+                experts=self._make_expert_setup(),
             )
         self.npu.synchronize()
         self.npu.give_back()  # what weights were cut out of
         note_progress(total, total)
         return LoadedRank(self, model, before - self.npu.memory().free_bytes)
 
-    def _check_needs(self, spec: ModelSpec, free_bytes: int) -> int:
-        """Refuse, before anything is read, what cannot be had or cannot fit by known bytes.
+    def _check_needs(self, free_bytes: int) -> int:
+        """Refuse weights that are missing or cannot fit, before any of them is read.
 
         Returns:
             The bytes of the weights.
         """
-        config, facts = self.config, read_model_facts(self.config.model)
+        config, spec = self.config, self.spec
         # What HCCL takes is documented and not measured: no reason to refuse.
-        memory = RankMemory.from_config(config, facts, spec, free_bytes, has_hccl_buffers=False)
+        memory = RankMemory.from_config(config, spec, free_bytes, has_hccl_buffers=False)
         memory.check(config, f"the NPU of rank {self.rank}")
-        KVCacheSpec.from_config(config, facts).choose_num_blocks(
-            config, memory.free_bytes, config.max_model_len or facts.max_position_embeddings
+        KVCacheSpec.from_config(config, spec).choose_num_blocks(
+            config, memory.free_bytes, config.max_model_len or spec.max_position_embeddings
         )
         return memory.weight_bytes
 
-    def _make_expert_setup(self, spec: ModelSpec) -> ExpertSetup:
+    def _make_expert_setup(self) -> ExpertSetup:
         from dist_aclgraph.layers.experts import ExpertSetup
         from dist_aclgraph.layers.shared_experts import SideStream
 
-        has_shared = spec.experts is not None and spec.experts.num_shared > 0
-        side = SideStream() if has_shared and self.config.graph.overlap_shared_experts else None
+        side = (
+            SideStream()
+            if self.spec.has_shared_experts and self.config.graph.overlap_shared_experts
+            else None
+        )
         self.streams.book("side stream of shared experts, and the pool that all streams are of")
         product = self.exchange.mc2.product if self.exchange.mc2 is not None else None
         return ExpertSetup(
@@ -292,9 +294,9 @@ class RunningRank:
         return self.loaded.joined
 
     def leave(self) -> LoadedRank:
-        """Leave the group, some of whose ranks may be gone; the device has been stopped.
+        """Leave the group, some of whose ranks may be dead; the device has been stopped.
 
-        Graphs, caches and communicators go, weights stay.
+        Graphs, caches and communicators are freed; weights stay.
 
         Raises:
             DeviceError: the device does not come back.
@@ -307,9 +309,9 @@ class RunningRank:
         return self.loaded
 
     def locate(self, memory: Sequence[MemoryRange]) -> DeviceFault:
-        """Return what an error of such memory is, by what lies there; ``uce`` where none is told.
+        """Return the kind of fault, by the contents of the faulty memory; ``uce`` if there is none.
 
-        What torch's allocator does not have is a library's, or of nobody that is known.
+        Memory outside torch's allocator belongs to a library, or to no known owner.
         """
         caches = [
             MemoryRange(t.data_ptr(), t.data_ptr() + t.nbytes) for t in self.runner.cache_tensors()
@@ -319,11 +321,10 @@ class RunningRank:
         return "uce_kv" if lies_in(memory, caches) else "uce_tensor"
 
     def resume(self, *, keeps_kv: bool = True) -> None:
-        """Bring the device back from an abort; graphs stay, and so does KV, unless nobody will read
-        it any more.
+        """Bring the device back from an abort. Graphs stay, and so does KV that is still needed.
 
         Raises:
-            DeviceError: it does not come back, or memory is faulty that holds what is needed.
+            DeviceError: the device does not come back, or memory is faulty that is still needed.
         """
         npu = self.joined.npu
         if memory := npu.bad_memory():
@@ -370,7 +371,7 @@ class RunningRank:
         )
 
     def move(self, command: GraphCommand) -> CaptureCost:
-        """Do one move of a graph transaction, and return what it took."""
+        """Do one move of a graph transaction, and return its cost."""
         assert command.graph is not None
         if command.action == "capture":
             return self.runner.capture(command.graph)

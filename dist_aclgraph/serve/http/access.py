@@ -1,8 +1,9 @@
-"""Who may ask: API keys, names of this host, pages of other sites. Decided by headers alone.
+"""Access: which requests are allowed, by their headers: API key, Host, and the site of the page.
 
-A browser runs what other sites give it: it would send their requests here, without asking first
-where these look like a form's. So a POST must be JSON and must not come from another site. Another
-site's name can also be made to point at this machine, so on loopback ``Host`` must be a name of it.
+A page of another site can have a browser send requests to this service, without a preflight where
+they look like those of a form. So a POST must be JSON, and must not come from another site. The
+owner of another site's name can also point it at this machine (DNS rebinding), so on loopback
+``Host`` must be a name of this machine.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dist_aclgraph.environment import API_KEY_VARIABLE, api_key
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.serve.openai.errors import ForbiddenError, NotJsonError, UnauthorizedError
 
-# For probes, which have no key, and for the status page, which asks people for theirs.
+# For probes, which have no key, and for the status page, which asks its user for one.
 OPEN_PATHS = ("/health", "/ready", "/")
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 MIN_KEY_CHARS = 16
@@ -31,9 +32,11 @@ Headers = Mapping[bytes, bytes]
 
 @dataclass(frozen=True)
 class Access:
-    """Attributes:
-    digests: SHA-256 of each API key; without any, none is asked for.
-    hosts: names that the Host header may have; None allows all.
+    """The rules of access.
+
+    Attributes:
+        digests: SHA-256 of each API key; without any, requests need no key.
+        hosts: names that the Host header may have; None allows all.
     """
 
     digests: tuple[bytes, ...] = ()
@@ -62,7 +65,7 @@ class Access:
     def _check_key(self, authorization: bytes) -> None:
         scheme, _, key = authorization.partition(b" ")
         digest = hashlib.sha256(key.strip()).digest()
-        # All are compared, whichever fits: the time tells nothing.
+        # Every key is compared, so that the time of an answer tells nothing about the keys.
         found = [hmac.compare_digest(digest, known) for known in self.digests]
         if scheme.lower() != b"bearer" or not any(found):
             raise UnauthorizedError(

@@ -1,6 +1,6 @@
-"""Edge: the outermost part of the API. What it refuses, it refuses before a body is read.
+"""Edge: the outermost layer of the API. It refuses requests before their bodies are read.
 
-Where nothing is free, a server that knows ``GatedApp`` asks for the refusal before all else.
+While no slot is free, a server that knows ``GatedApp`` refuses a request by its first line.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.serve.http.access import Access
 from dist_aclgraph.serve.http.refusal import Refusal
 from dist_aclgraph.serve.openai.body import HeldBody
+from dist_aclgraph.serve.openai.completion_slots import full_error
 from dist_aclgraph.serve.openai.errors import error_response
-from dist_aclgraph.serve.openai.places import full_error
 from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.resume.journal import JOURNAL, RESUMED
 
@@ -42,10 +42,10 @@ class Edge:
         self._names_requests = names_requests
 
     def refusal(self, method: bytes, path: bytes) -> Refusal | None:
-        """See ``GatedApp``. Who has no key learns that the service is full, and nothing else."""
-        places = self._state.places
-        if method == b"POST" and path in _GENERATING_BYTES and places.is_full:
-            return _full(places.total)
+        """See ``GatedApp``. A client without a key learns only that the service is full."""
+        slots = self._state.slots
+        if method == b"POST" and path in _GENERATING_BYTES and slots.is_full:
+            return _full(slots.total)
         return None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,7 +62,7 @@ class Edge:
             self._access.check(method, path, headers)
             if method == "POST" and path in GENERATING:
                 self._state.admit(None)
-                self._state.places.take(1, is_owed=is_owed)
+                self._state.slots.take(1, is_owed=is_owed)
         except DistAclGraphError as e:
             await error_response(e)(scope, receive, send)
             return
@@ -74,7 +74,7 @@ class Edge:
         finally:
             body.release()
             if method == "POST" and path in GENERATING:
-                self._state.places.give_back(1)
+                self._state.slots.give_back(1)
 
 
 @lru_cache
@@ -86,7 +86,7 @@ def _own_path(scope: Scope) -> str:
     """Return the path as the routes know it, by the rule of Starlette's router.
 
     Under a route prefix Ray Serve's proxy leaves ``path`` whole, and puts the prefix into
-    ``root_path``. The prefix alone leads to ``/``: the router sends there whoever asks for it.
+    ``root_path``. The router redirects a request for the prefix alone to ``/``.
     """
     path: str = scope["path"]
     prefix: str = scope.get("root_path", "")

@@ -1,8 +1,8 @@
-"""Front: what listens from the first second to the last; 503 while there is no API behind it.
+"""Front: the application from the first second to the last; it answers 503 while it has no API.
 
-The status page is there all the time: it shows the reason, and goes on asking. Before the API is
-there, requests that want an answer of it wait a moment: most often another process has served until
-now, and clients need not know.
+It always serves the status page, which shows the reason and polls until the API is there. Before
+that, requests to the API wait for a moment: most often this process replaces another one, and
+clients need not notice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PATIENCE_S, LOOK_S = 3.0, 0.02
 
 
 class Front:
-    """An application whose API comes and goes. ``reason`` says why there is none."""
+    """An application whose API is opened and closed. ``reason`` says why there is none."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
@@ -34,7 +34,7 @@ class Front:
         self._api = api
 
     def close(self, reason: str) -> None:
-        """Refuse new requests; those that are inside go on."""
+        """Refuse new requests; those that were admitted go on."""
         self._reason, self._api, self._is_opening = reason, None, False
 
     def refusal(self, method: bytes, path: bytes) -> Refusal | None:

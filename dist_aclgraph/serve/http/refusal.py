@@ -1,4 +1,4 @@
-"""Refusals that are ready before a client asks: what a service without room has time for."""
+"""Refusals that are made in advance, so that a full service spends no time on each."""
 
 from __future__ import annotations
 

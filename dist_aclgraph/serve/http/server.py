@@ -177,7 +177,7 @@ def _make_state(app: GatedApp, limits: ServeConfig, link: HolderLink | None) -> 
 
 
 def _headers() -> list[tuple[bytes, bytes]]:
-    """Return what each response says beside what the application says."""
+    """Return the headers that the server adds to every response."""
     return [(b"date", formatdate(usegmt=True).encode())]
 
 

@@ -38,7 +38,7 @@ Buckets = tuple[tuple[float, float], ...]  # upper bound, and how many were not 
 
 
 @dataclass(frozen=True)
-class Counts:
+class MetricCounts:
     """What was counted until ``time_s``, a monotonic time.
 
     Attributes:
@@ -72,7 +72,7 @@ class History:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._last: Counts | None = None
+        self._last: MetricCounts | None = None
         self._points: deque[Point] = deque(maxlen=int(SPAN_S / PERIOD_S))
 
     def watch(self, collect: Callable[[], Iterable[Metric]], client: EngineClient) -> None:
@@ -95,7 +95,7 @@ class History:
 
         threading.Thread(target=run, name="history", daemon=True).start()
 
-    def add(self, counts: Counts) -> None:
+    def add(self, counts: MetricCounts) -> None:
         """Add what was counted since the last call."""
         with self._lock:
             if self._last is not None and counts.time_s > self._last.time_s:
@@ -115,9 +115,9 @@ class History:
         }
 
 
-def read_counts(found: Iterable[Metric], time_s: float) -> Counts:
+def read_counts(found: Iterable[Metric], time_s: float) -> MetricCounts:
     """Take from collected metrics what points are made of."""
-    counts = Counts(time_s, {}, {}, {})
+    counts = MetricCounts(time_s, {}, {}, {})
     sums = {*RATES.values(), *SUMS.values(), "kv_cache_usage"}
     for metric in found:
         name = metric.name.removeprefix(PREFIX)
@@ -149,7 +149,7 @@ def quantile(share: float, buckets: Buckets) -> float | None:
     return None
 
 
-def _point(old: Counts, new: Counts) -> Point:
+def _point(old: MetricCounts, new: MetricCounts) -> Point:
     elapsed_s = new.time_s - old.time_s
     values: dict[str, float | None] = {}
     for series, name in RATES.items():

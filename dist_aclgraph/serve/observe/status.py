@@ -50,7 +50,7 @@ def page_response() -> Response:
     return Response(PAGE, headers=PAGE_HEADERS, media_type="text/html")
 
 
-class Status:
+class StatusNumbers:
     """Owns the history, and the last answer."""
 
     def __init__(self, model_name: str, metrics: Metrics, client: EngineClient) -> None:
@@ -68,7 +68,7 @@ class Status:
         if time.monotonic() - self._answered_s > MAX_AGE_S:
             if self._asking is None or self._asking.done():
                 self._asking = asyncio.create_task(self._ask())
-            # Others wait for the same task: who goes away must not end it.
+            # Other requests wait for the same task: a client that leaves must not cancel it.
             await asyncio.shield(self._asking)
         return self._answer
 

@@ -2,7 +2,7 @@
 
 msgspec checks types while it decodes and stops at the first error: nothing is built from what is
 not valid. Fields that may hold any number of items stay ``Raw``, which costs a scan; their items
-are counted before they are built (``openai_types``).
+are counted before they are built (``types``).
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def _of_kind(table: Mapping[type[DistAclGraphError], T], error: BaseException, o
 
 
 def error_body(error: BaseException) -> dict[str, Any]:
-    """Return ``{"error": {...}}``; what is not our own error gives away nothing of itself."""
+    """Return ``{"error": {...}}``; of an error that is not ours it shows no detail."""
     status = status_of(error)
     ours = isinstance(error, DistAclGraphError)
     return {

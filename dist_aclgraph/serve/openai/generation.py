@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection; nobody reads an answer."""
+    """The client closed its connection before it had the answer."""
 
 
 class ChoicePiece(msgspec.Struct, frozen=True):
@@ -50,7 +50,7 @@ class Sink(Protocol):
         ...
 
     def end(self, error: Exception | None) -> None:
-        """Nothing comes any more: all choices have ended, or one has failed."""
+        """Called once, after the last piece: all choices have ended, or one has failed."""
         ...
 
 
@@ -99,7 +99,7 @@ class Generation:
     cache_salt: str  # cached blocks are shared with requests of the same salt only
     journal: Journal
     _choices: list[_Choice] = field(default_factory=list)
-    _num_places: int = 0  # taken beside the one that the HTTP request has
+    _num_slots: int = 0  # taken beside the one that the HTTP request has
     _num_open: int = 0  # choices that have not ended
     _timer: asyncio.TimerHandle | None = None  # of ``serve.generation_s``
 
@@ -110,8 +110,8 @@ class Generation:
         inbox = self.state.inbox()
         now_s = time.monotonic()
         num_others = len(self.prompts) * self.num_choices - 1
-        self.state.places.take(num_others, is_owed=self.journal.is_resumed)
-        self._num_places = num_others
+        self.state.slots.take(num_others, is_owed=self.journal.is_resumed)
+        self._num_slots = num_others
         self._num_open = num_others + 1
         chance = self.journal.chance.seed
         for prompt_ids, params in zip(self.prompts, self.params, strict=True):
@@ -128,13 +128,13 @@ class Generation:
         self._limit_time(sink)
 
     def close(self) -> None:
-        """End what still runs; nothing is given to the sink any more. Idempotent."""
+        """Abort what still runs; the sink gets nothing more. Idempotent."""
         self._num_open = 0
         if self._timer is not None:
             self._timer.cancel()
         self.journal.end()
-        self.state.places.give_back(self._num_places)
-        self._num_places = 0
+        self.state.slots.give_back(self._num_slots)
+        self._num_slots = 0
         for choice in self._choices:
             if not choice.is_done:
                 choice.is_done = True

@@ -29,7 +29,7 @@ class Inbox:
         self._arrived.append((take, delta))
         if not self._is_called:
             self._is_called = True
-            with contextlib.suppress(RuntimeError):  # the loop has closed: nobody listens
+            with contextlib.suppress(RuntimeError):  # the loop has closed
                 self.loop.call_soon_threadsafe(self._hand_out)
 
     def _hand_out(self) -> None:

@@ -10,10 +10,10 @@ import msgspec
 
 from dist_aclgraph.serve.openai.body import Body, strict
 from dist_aclgraph.serve.openai.types import (
+    ChatMessage,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Message,
     TokenizeRequest,
 )
 from dist_aclgraph.version import VERSION
@@ -106,7 +106,7 @@ def document(endpoints: Mapping[str, Mapping[str, Callable[..., Any]]], *, lenie
 
 def _schemas(lenient: bool) -> dict[str, Json]:
     """Return the schemas that operations refer to, by name."""
-    kinds = [*BODIES.values(), Message]
+    kinds = [*BODIES.values(), ChatMessage]
     _, found = msgspec.json.schema_components(
         [kind if lenient else strict(kind) for kind in kinds], ref_template=REF
     )

@@ -25,7 +25,7 @@ from dist_aclgraph.serve.openai.types import StreamOptions
 from dist_aclgraph.serve.resume.journal import Chance
 
 _json = msgspec.json.Encoder()
-CLIENT_GONE = 499  # only ever logged: nobody is there to read it
+CLIENT_GONE = 499  # appears in logs only: the client has gone
 
 
 class Reply(ABC):

@@ -36,7 +36,7 @@ IGNORED = _field(description="accepted, and without effect")
 LOGIT_BIAS = _or_null({"type": "object", "maxProperties": 0})
 MESSAGES = _field(
     type="array",
-    items={"$ref": "#/components/schemas/Message"},
+    items={"$ref": "#/components/schemas/ChatMessage"},
     minItems=1,
     maxItems=MAX_MESSAGES,
 )

@@ -10,7 +10,7 @@ import time
 from starlette.types import Scope
 
 from dist_aclgraph.actors.client.engine_client import EngineClient
-from dist_aclgraph.actors.client.outage import Ask, Recovery
+from dist_aclgraph.actors.client.outage import AskOutlook, Recovery
 from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import (
@@ -19,10 +19,10 @@ from dist_aclgraph.errors import (
     UnknownModelError,
 )
 from dist_aclgraph.serve.observe.metrics import Metrics
-from dist_aclgraph.serve.observe.status import Status
+from dist_aclgraph.serve.observe.status import StatusNumbers
 from dist_aclgraph.serve.openai.body import BodyBudget
+from dist_aclgraph.serve.openai.completion_slots import CompletionSlots
 from dist_aclgraph.serve.openai.inbox import Inbox
-from dist_aclgraph.serve.openai.places import Places
 from dist_aclgraph.serve.resume.journal import JOURNAL, Chance, Journal
 from dist_aclgraph.text.tokenizer import Tokenizer
 
@@ -49,10 +49,10 @@ class ApiState:
         self.created_s = int(time.time())
         self.context_len = config.max_model_len or tokenizer.context_len
         self.is_draining = False
-        self.places = Places.from_config(config, lambda: client.num_groups)
+        self.slots = CompletionSlots.from_config(config, lambda: client.num_groups)
         self.bodies = BodyBudget(config.serve.max_bodies_mib << 20)
         self.metrics = Metrics(config.name, client, has_aliases=config.serve.vllm_metrics)
-        self.status = Status(config.name, self.metrics, client)
+        self.status = StatusNumbers(config.name, self.metrics, client)
         # By default of the system's entropy. Seeds of a configuration are below 2**31.
         seed = None if config.seed is None else config.seed + (replica << 31)
         self._seeds = random.Random(seed)
@@ -69,7 +69,7 @@ class ApiState:
         """Take nothing new, and let what runs end, for so many seconds at most."""
         self.is_draining = True
         deadline_s = time.monotonic() + seconds
-        while self.places.taken and time.monotonic() < deadline_s:
+        while self.slots.taken and time.monotonic() < deadline_s:
             time.sleep(0.02)
 
     def check(self) -> None:
@@ -123,7 +123,7 @@ def open_state(
     config: Config,
     tokenizer: Tokenizer,
     reach: Reach,
-    ask: Ask,
+    ask: AskOutlook,
     replica: int = 0,
 ) -> ApiState:
     """Connect to a deployment's engines; ``client.close`` of the state ends it.

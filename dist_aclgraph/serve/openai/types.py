@@ -48,7 +48,7 @@ class _Typed(Body):
     text: str | None = None
 
 
-class Message(Body):
+class ChatMessage(Body):
     """A message, with the fields that a client's ``message.model_dump()`` brings back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -92,7 +92,7 @@ class Message(Body):
         return "\n".join(part.text for part in parts)
 
 
-class Generate(Body, kw_only=True):
+class GenerateRequest(Body, kw_only=True):
     """What chat and text completions share."""
 
     model: str
@@ -172,7 +172,7 @@ class Generate(Body, kw_only=True):
         return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **kept)
 
 
-class ChatRequest(Generate, kw_only=True):
+class ChatRequest(GenerateRequest, kw_only=True):
     messages: Annotated[Raw, schemas.MESSAGES]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -211,7 +211,7 @@ class ChatRequest(Generate, kw_only=True):
         return self._sampling(max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
 
 
-class CompletionRequest(Generate, kw_only=True):
+class CompletionRequest(GenerateRequest, kw_only=True):
     prompt: Annotated[Raw, schemas.PROMPT]
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
     echo: bool | None = None
@@ -270,7 +270,7 @@ class DetokenizeRequest(Body, kw_only=True):
 
 
 def _for_template(body: Body, raw: Raw) -> list[dict[str, str]]:
-    messages = decode(raw, list[body.kind_of_part(Message)], "messages")  # type: ignore[misc]
+    messages = decode(raw, list[body.kind_of_part(ChatMessage)], "messages")  # type: ignore[misc]
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise InvalidParameterError(
             f"messages has {len(messages)} items; it must have 1 to {MAX_MESSAGES}", "messages"

@@ -105,7 +105,7 @@ class HolderLink:
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if descriptors else []
         try:
             self.link.sendmsg([_encode(HolderMessage(ended, begun))], ancillary)
-        except OSError:  # the socket is full, too many descriptors are in it, or nobody reads it
+        except OSError:  # the socket is full or closed, or too many descriptors are in it
             return False
         del self._ended[: len(ended)]
         return True
@@ -136,7 +136,7 @@ class ConnectionHolder:
         return others
 
     def become_link(self, others: socket.socket) -> HolderLink:
-        """Return the link of a process that was forked. This object holds nothing any more."""
+        """Return the link of a process that was forked. This object then holds nothing."""
         self._close_link()
         left, self._held = self._held, {}
         return HolderLink(others, left)

@@ -23,7 +23,7 @@ RESUMED = "dist_aclgraph.resumed"  # and where another process has accepted the 
 
 
 class Chance(msgspec.Struct, frozen=True):
-    """What nobody but chance decides of an answer, drawn once."""
+    """The random parts of an answer, drawn once."""
 
     name: str  # of the reply, behind its prefix
     created_s: int
@@ -92,7 +92,7 @@ class Journal:
         entries: what a previous process has written down.
         is_resumed: whether a previous process has accepted the request.
         memory: what entries are written to; without it nothing is kept.
-        on_end: called once, when nobody writes any more.
+        on_end: called once, after the last write.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ def write_opening(memory: JournalMemory, opening: Opening) -> bool:
 
 
 def read_records(memory: JournalMemory) -> tuple[Opening | None, tuple[Entry, ...]]:
-    """Return what a journal holds beside the request; None while nobody has accepted it."""
+    """Return what a journal holds beside the request; None before the request was accepted."""
     records = memory.records()
     if not records:
         return None, ()

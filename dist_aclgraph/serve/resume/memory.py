@@ -123,7 +123,7 @@ class JournalMemory:
         return self._words[at]
 
     def void(self) -> None:
-        """Say that nobody can go on from here, until the journal is cleared. Idempotent."""
+        """Let no process go on from the journal until it is cleared. Idempotent."""
         if not self.is_void:
             self.is_void = True
             self._words[0] = _VOID
@@ -166,5 +166,5 @@ class JournalMemory:
 
 
 def is_void(descriptor: int) -> bool:
-    """Return whether nobody can go on with the journal in this memory."""
+    """Return whether the journal in this memory is void."""
     return os.pread(descriptor, _WORD.size, 0) in (b"", bytes(_WORD.size))

@@ -64,7 +64,7 @@ class ConnectionRecord:
         """Return the record of a connection that a previous process has left.
 
         Raises:
-            OSError, ValueError: nobody can go on with the connection.
+            OSError, ValueError: no process can go on with the connection.
         """
         record = cls(link)
         record._number = number
@@ -200,7 +200,7 @@ class ConnectionRecord:
             self._memory.clear(self._num_read, self._num_sent)
 
     def void(self) -> None:
-        """Say that nobody can go on with what is under way on the connection."""
+        """Mark the journal as void: no process can go on with the connection's request."""
         if self._memory is not None:
             self._memory.void()
         if self._journal is not None:

@@ -1,4 +1,4 @@
-"""The account of a rank's memory: published sizes, documented buffers, and what is refused."""
+"""The account of a rank's memory: published sizes, documented buffers, and refusals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dist_aclgraph.context.prompt_split import PromptSplit
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.planning.memory import GIB, MIB, RankMemory, largest_eager_step
 from dist_aclgraph.shapes.activation_sizes import activation_bytes
-from dist_aclgraph.shapes.model_facts import ModelFacts, read_model_facts
+from dist_aclgraph.shapes.model_facts import ModelFacts
 from dist_aclgraph.shapes.model_spec import read_model_spec
 
 SHAPE = Path(__file__).parents[3] / "configs" / "shapes" / "deepseek-v3"
@@ -32,7 +32,6 @@ def make(**changes: Any) -> Config:
 def account(config: Config, *, device_bytes: int = 64 * GIB, hccl: bool = True) -> RankMemory:
     return RankMemory.from_config(
         config,
-        read_model_facts(config.model),
         read_model_spec(config.model),
         device_bytes,
         has_hccl_buffers=hccl,
@@ -61,7 +60,7 @@ def test_hccl_has_two_buffers_for_each_domain() -> None:
     assert part(account(alone), "HCCL buffers") == 2 * 200 * MIB  # TP and EP are the same ranks
     assert part(account(make(device={"hccl_buffer_mb": 512})), "HCCL buffers") == 4 * 512 * MIB
     assert part(account(spread, hccl=False), "HCCL buffers") == 0
-    assert part(account(make(parallel={})), "HCCL buffers") == 0  # one rank talks to nobody
+    assert part(account(make(parallel={})), "HCCL buffers") == 0  # a single rank has no peer
 
 
 def test_ranks_that_split_prompts_hold_whole_weights_and_the_buffers_of_their_domains() -> None:
@@ -120,7 +119,8 @@ def test_drafts_cost_a_layer_and_their_buffers() -> None:
     with_drafts = make(max_model_len=1024, speculative={"num_tokens": 1})
     more = weights(account(with_drafts)) - weights(account(without))
 
-    # 11.6 billion parameters of a layer with experts, of which a 32nd is here, and what is whole.
+    # 11.6 billion parameters of a layer with experts, of which this rank has a 32nd, and the whole
+    # tensors.
     assert 1.0 < more / (11.6e9 * 2 / 32) < 1.7
     assert part(account(with_drafts), "step buffers") > 1.5 * part(account(without), "step buffers")
 
@@ -175,9 +175,7 @@ def test_an_unknown_shape_takes_what_its_files_do() -> None:
         architecture="X", num_layers=2, num_heads=4, num_kv_heads=4, head_dim=64,
         max_position_embeddings=128, weight_bytes=1000,
     )  # fmt: skip
-    memory = RankMemory.from_config(
-        make(parallel={"tp": 4}), facts, None, GIB, has_hccl_buffers=False
-    )
+    memory = RankMemory.from_config(make(parallel={"tp": 4}), facts, GIB, has_hccl_buffers=False)
 
     assert memory.taken_bytes == 250 and memory.graph_bytes == memory.eager_bytes == 0
 

@@ -1,7 +1,8 @@
-"""What is read from config.json, for the values that DeepSeek published."""
+"""The values read from config.json, compared with those that DeepSeek published."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from dist_aclgraph.errors import ModelError, UnsupportedModelError
-from dist_aclgraph.shapes.model_facts import read_model_facts
+from dist_aclgraph.shapes.model_facts import ModelFacts, read_model_facts
 from dist_aclgraph.shapes.model_spec import (
     ExpertSpec,
     LatentSpec,
@@ -187,8 +188,21 @@ def test_every_second_layer_may_have_experts(tmp_path: Path) -> None:
 def test_what_is_not_implemented_is_refused(
     tmp_path: Path, changes: dict[str, Any], sentence: str
 ) -> None:
-    with pytest.raises(UnsupportedModelError, match=sentence):
+    with pytest.raises(UnsupportedModelError, match=sentence) as caught:
         read(tmp_path, V3, **changes)
+
+    assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ")
+
+
+def test_a_spec_holds_the_facts_that_planning_knows(tmp_path: Path) -> None:
+    spec = read(tmp_path, V3)
+    facts = read_model_facts(tmp_path)
+
+    assert isinstance(spec, ModelFacts)
+    shared = {field.name for field in dataclasses.fields(facts)} - {"experts"}
+    assert all(getattr(spec, name) == getattr(facts, name) for name in shared)
+    assert spec.experts is not None and facts.experts is not None
+    assert spec.experts.num_experts == facts.experts.num_experts
 
 
 def test_planning_knows_what_the_latent_takes(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Places: how many completions may be in the service at once."""
+"""CompletionSlots: how many completions may be in the service at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dist_aclgraph.errors import QueueFullError
 from dist_aclgraph.topology import ParallelLayout
 
 
-class Places:
+class CompletionSlots:
     """Counts completions from their request's first byte on; used on one event loop only.
 
     The engines' own queues are the second bound: they count only what has reached them.
@@ -27,7 +27,7 @@ class Places:
         self._taken = 0
 
     @classmethod
-    def from_config(cls, config: Config, num_groups: Callable[[], int]) -> Places:
+    def from_config(cls, config: Config, num_groups: Callable[[], int]) -> CompletionSlots:
         """Return as many as may run or wait on the engines that there are."""
         configured = len(ParallelLayout.from_config(config.parallel).lockstep_groups)
         limits = config.scheduler
@@ -48,10 +48,14 @@ class Places:
         return self._taken >= self.total
 
     def take(self, count: int, *, is_owed: bool = False) -> None:
-        """Take places; whoever has been accepted before is owed them, free or not.
+        """Take slots.
+
+        Args:
+            is_owed: an earlier process has accepted the request, so that it gets its slots even
+                where none is free.
 
         Raises:
-            QueueFullError: so many are not free.
+            QueueFullError: fewer slots are free.
         """
         if self._taken + count > (total := self.total) and not is_owed:
             raise full_error(self._taken, total)
@@ -62,5 +66,5 @@ class Places:
 
 
 def full_error(taken: int, total: int) -> QueueFullError:
-    """Return what is said where too few are free."""
+    """Return the error of a request for which too few slots are free."""
     return QueueFullError(f"{taken} completions run or wait, of {total} that may; try again later")
