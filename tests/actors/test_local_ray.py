@@ -18,7 +18,6 @@ import ray
 
 from dist_aclgraph.actors.cluster import local_ray
 from dist_aclgraph.actors.host import processes
-from dist_aclgraph.actors.host.process_starter import ProcessStarter
 from dist_aclgraph.actors.host.run_directory import PREFIX
 from tests.actors.leftovers import assert_processes_are_gone
 from tests.actors.listening import listening
@@ -220,12 +219,12 @@ def test_a_ray_that_was_too_slow_is_started_again(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(local_ray, "_init", start)
     monkeypatch.setattr(ray, "shutdown", lambda: shut_down.append(True))
 
-    local_ray._start(ProcessStarter(), num_cpus=1)
+    local_ray.start_daemons(num_cpus=1)
 
     assert (len(shut_down), found) == (2, [])
     found.append("is out of memory")
     with pytest.raises(RuntimeError, match="out of memory"):
-        local_ray._start(ProcessStarter(), num_cpus=1)
+        local_ray.start_daemons(num_cpus=1)
 
 
 LAST_OF_ITS_GROUP = """

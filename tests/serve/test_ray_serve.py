@@ -27,6 +27,7 @@ PATIENCE = {
 ENGINE_HEALTHY = "dist_aclgraph_engine_healthy"
 FAKE = """
 import sys, ray
+from dist_aclgraph.actors.cluster.local_ray import start_daemons
 from dist_aclgraph.config import load_config
 
 def start(config, on_progress=None):
@@ -48,8 +49,7 @@ CLUSTER = (
     + """
 from ray import serve
 from dist_aclgraph.serve.app import make_app
-options = {"include_dashboard": False, "object_store_memory": 100 << 20, "log_to_driver": False}
-ray.init("local", num_cpus=4, **options)
+start_daemons(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
 serve.start(http_options={"port": config.serve.port})
 two = config.model_copy(update={"serve": config.serve.model_copy(update={"replicas": 2})})
 apps = {"a": make_app(two, start), "b": make_app(config, start)}
@@ -81,7 +81,7 @@ def start_dying(config):
     found.engine.reply = reply
     return found
 
-ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
+start_daemons(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
 serve.start(http_options={"port": config.serve.port})
 timeouts = config.timeouts.model_copy(update={"link_s": 1.0})
 serve.run(make_app(config.model_copy(update={"timeouts": timeouts}), start_dying))
@@ -124,7 +124,7 @@ def start_one(config, found=sys.argv[3]):
         print(os.getpid(), file=pids)
     return Another()
 
-ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
+start_daemons(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
 serve.start(http_options={"port": config.serve.port})
 serve.run(make_app(config, start_one))
 print("running", flush=True)
@@ -157,7 +157,7 @@ def start_one(config, npus=sys.argv[3]):
 
     return Exclusive()
 
-ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
+start_daemons(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
 serve.start(http_options={"port": config.serve.port})
 serve.run(make_app(config, start_one))
 print("running", flush=True)

@@ -133,20 +133,27 @@ def start_ray(config: Config, starter: ProcessStarter | None = None) -> LocalRay
         acl = _emulated_acl() if is_emulated else nullcontext()
         starter = starter or choose_starter(config)
         with own_process_group(), starter.ray_settings() as settings, acl:
-            return _start(
-                starter,
+            started = start_daemons(
                 num_cpus=max(4, os.cpu_count() or 1),
                 resources={"NPU": num_npus} if is_emulated else None,
                 object_store_memory=OBJECT_STORE_BYTES,
                 include_dashboard=False,
                 _system_config=settings,
             )
+        return LocalRay({pid: processes.name_of(pid) for pid in started}, starter)
     except Exception as e:
         raise ours(e, "starting Ray" if address is None else f"joining Ray at {address}") from e
 
 
-def _start(starter: ProcessStarter, **options: Any) -> LocalRay:
-    """Start Ray, again where a busy machine takes longer than the half minute that Ray gives it."""
+def start_daemons(**options: Any) -> set[int]:
+    """Start Ray on this machine, and again if a busy machine takes longer than Ray's half minute.
+
+    Args:
+        options: of ``ray.init``.
+
+    Returns:
+        The process ids of Ray's daemons.
+    """
     before = processes.children(os.getpid())
     for attempt in range(1, START_ATTEMPTS + 1):
         try:
@@ -158,8 +165,7 @@ def _start(starter: ProcessStarter, **options: Any) -> LocalRay:
             if TOO_SLOW not in str(e) or attempt == START_ATTEMPTS:
                 raise
             logger.warning("Ray took too long to start, and is started again")
-    started = processes.children(os.getpid()) - before
-    return LocalRay({pid: processes.name_of(pid) for pid in started}, starter)
+    return processes.children(os.getpid()) - before
 
 
 def join_ray(local_address: str | None) -> None:
