@@ -107,13 +107,15 @@ class Shape(Decoder):
 
 @dataclass(frozen=True, kw_only=True)
 class LatentShape(Decoder):
-    """A DeepSeek V2 decoder without experts: latent attention, whose operators know one head."""
+    """A DeepSeek V2 decoder without experts, with latent attention in the only head size that its
+    operators support.
+    """
 
     FAMILY = "deepseek_v2"
     ARCHITECTURE = "DeepseekV2ForCausalLM"
     LATENT = 512
     ROPE = 64
-    HEAD = 128  # without rotation, and of values
+    HEAD = 128  # width without rotation, and of values
 
     def attention_config(self) -> dict[str, Any]:
         return {

@@ -1,4 +1,4 @@
-"""How a bench is run from a command line: its options, its bar, and the files it leaves."""
+"""The command line of a bench: its options, its progress bar, and its output files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def run_command(main: Callable[..., None]) -> None:
-    """Run ``main`` with its options; an error of ours is one sentence and exit code 1."""
+    """Run ``main`` with its options; an error of ours becomes one sentence and exit code 1."""
     try:
         typer.run(main)
     except DistAclGraphError as e:
@@ -44,8 +44,8 @@ def report_bench(
     """Measure with a bar, print tables, and save the results as JSON, markdown and figure.
 
     Args:
-        measure: is given a folder that is removed afterwards.
-        draw: a bench without it has no figure.
+        measure: gets a folder that is removed afterwards.
+        draw: without it, a bench has no figure.
     """
     if draw is not None:
         require("matplotlib", "bench", "the figure of this bench")

@@ -38,9 +38,9 @@ from dist_aclgraph.context.prompt_split import PromptSplit, share_of_work
 from dist_aclgraph.kv.cache_spec import KVCacheSpec
 from dist_aclgraph.shapes.model_facts import read_model_facts
 
-DTYPE = "float32"  # bfloat16 would be computed in float32 all the same, on most CPUs
+DTYPE = "float32"  # most CPUs would compute bfloat16 in float32 anyway
 VOCAB, BLOCK_SIZE = 2048, 128
-MAX_STEP_TOKENS = 8192  # so that a prompt is one step
+MAX_STEP_TOKENS = 8192  # so that each prompt is one step
 WARM_UP_STEPS = 4
 ANSWER = 16  # tokens of the answers to the longest prompts
 # Stages in which the host prepares and queues a replayed step.
@@ -49,8 +49,8 @@ HOST = ("rows", "inputs", "upload", "lengths", "replay", "update")
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What is compared: shards, prompt ranks, tokens; ``blocks`` of a rank where the longest
-    request is looked for.
+    """The compared settings: shards, prompt ranks, tokens; ``blocks`` per rank in the search for
+    the longest request.
     """
 
     shards: Sequence[int]
@@ -94,7 +94,7 @@ def main(
 
 
 def measure(folder: Path, bar: Progress, ranks: int, layers: int, sizes: Sizes) -> dict[str, Any]:
-    """Serve the longest requests, then decode, then run prompts; return what was measured."""
+    """Serve the longest requests, then decode, then run prompts; return the measurements."""
     longest = max(sizes.shards) * sizes.blocks * BLOCK_SIZE
     max_len = max(longest, *sizes.contexts, *sizes.prompts) + sizes.steps + ANSWER
     shape = LatentShape(hidden=256, layers=layers, heads=8, ffn=512, vocab=VOCAB, max_len=max_len)
@@ -129,8 +129,8 @@ def measure(folder: Path, bar: Progress, ranks: int, layers: int, sizes: Sizes) 
 
 
 def _serve_longest(engines: dict[int, DecodeEngine], blocks: int) -> list[dict[str, Any]]:
-    """Serve two requests with each number of shards, whose ranks have equally many blocks: one as
-    long as the base serves, and the longest that is served at all.
+    """Serve two requests with each number of shards and equally many blocks per rank: one as long
+    as the base serves, and the longest possible one.
     """
     found: list[dict[str, Any]] = []
     for shards, engine in engines.items():
@@ -186,7 +186,7 @@ def _prompt_engine(
 
 
 def _blocks_for(num_tokens: int) -> int:
-    """Blocks of an undivided cache, with the dummy."""
+    """Blocks of an undivided cache, with the dummy block."""
     return -(-num_tokens // BLOCK_SIZE) + 1
 
 
@@ -225,7 +225,7 @@ def _make_engine(
 
 
 def _decodes(decode: Turns, host: Turns, sizes: Sizes) -> list[dict[str, Any]]:
-    """The figures of each number of shards and context; ratios are to the first number."""
+    """The figures for each number of shards and each context; ratios are to the first number."""
     base, *_ = decode.runs
     return [
         {
@@ -246,7 +246,7 @@ def _decodes(decode: Turns, host: Turns, sizes: Sizes) -> list[dict[str, Any]]:
 
 
 def _prompts(turns: Turns, sizes: Sizes) -> list[dict[str, Any]]:
-    """The figures of each number of prompt ranks and prompt, likewise."""
+    """The figures for each number of prompt ranks and each prompt, likewise."""
     base = next(iter(turns.runs.values()))
     return [
         {
@@ -280,7 +280,7 @@ def _first_token_ms(runs: Sequence[Run]) -> list[float]:
 
 
 def _sent(runs: Sequence[Run], mode: str) -> dict[str, float]:
-    """What a step of a mode counted on a rank, the same in every round."""
+    """The counts of a step of one mode on a rank, the same in every round."""
     return {what: runs[0].per_step(mode, what) for what in ("collectives", "collective_bytes")}
 
 

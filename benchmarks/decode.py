@@ -71,7 +71,7 @@ def main(
 
 def measure(folder: Path, bar: Progress, steps: int, repeats: int) -> dict[str, Any]:
     """Answer the four questions one after the other."""
-    emulator.load({})  # transformers looks for torch_npu, which must find its libraries
+    emulator.load({})  # transformers imports torch_npu, which must find its libraries
     torch.set_num_threads(1)
     task = bar.add_task("Against transformers", total=2 + 3 * len(HOST_SHAPES))
     ratios = against_transformers(folder, steps, repeats)
@@ -199,7 +199,7 @@ def _transformers_step_ms(path: Path) -> Callable[[int, int], float]:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
     def run(batch: int, new_tokens: int) -> float:
-        """Mean time of a decode step: the difference of two lengths leaves the prefill out."""
+        """Mean time of a decode step: the difference of two lengths removes the prefill."""
         prompts = torch.randint(0, 1000, (batch, PROMPT_LEN))
         times = []
         for count in (1, 1 + new_tokens):

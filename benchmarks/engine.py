@@ -14,7 +14,7 @@ from dist_aclgraph.actors.deployment.controller_life import OnProgress
 from dist_aclgraph.config import make_config
 
 NUM_WORDS = 1000  # different token ids in prompts
-LIMIT_S = 300.0  # of each phase of a start, as deployments that start together share the cores
+LIMIT_S = 300.0  # of each phase of a start; deployments that start together share the cores
 
 
 class DecodeEngine:
@@ -70,7 +70,7 @@ class DecodeEngine:
         """Decode ``steps`` tokens for ``batch`` random prompts of ``prompt_len`` tokens.
 
         Args:
-            sampling: parameters of the requests; greedy where there are none.
+            sampling: parameters of the requests; None means greedy.
         """
         arrivals = decode_workload(batch, prompt_len, steps, NUM_WORDS)
         return run_workload(self.client, f"decode-{time.monotonic_ns()}", arrivals, **sampling)

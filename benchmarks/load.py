@@ -38,7 +38,7 @@ from dist_aclgraph.config import make_config
 from dist_aclgraph.planning.memory import GIB
 
 CHUNK_BYTES = 16 << 20
-PAUSE_S = 20.0  # which ranks take here from their start to LOADING
+PAUSE_S = 20.0  # time from the start of ranks to LOADING on this machine
 HIDDEN, FFN, VOCAB = 2048, 8192, 8192
 ELEMENT_BYTES = 2
 
@@ -89,7 +89,7 @@ def _fill(num_bytes: int) -> None:
 
 
 def later(work: Callable[[], float]) -> float:
-    """Return what ``work`` returns, as late as a deployment would have begun to load."""
+    """Return the result of ``work``, started as late as a deployment would begin to load."""
     time.sleep(PAUSE_S)
     return work()
 
@@ -104,7 +104,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder, console.status("") as status:
         status.update(f"Writing {gib:g} GiB of random weights")
         model = write_checkpoint(make_shape(gib * GIB), Path(folder) / "model", torch.bfloat16)
-        os.sync()  # what is not on the disk yet cannot be dropped from the page cache
+        os.sync()  # data that is not on the disk yet cannot be dropped from the page cache
         files = sorted(model.glob("*.safetensors"))
         config = make_config(
             {

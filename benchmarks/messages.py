@@ -45,9 +45,9 @@ from dist_aclgraph.steps.step import (
 
 NODE = "node"
 WAIT_S = 1.0
-PAUSE_S = 0.002  # between two steps, in which all fall asleep
+PAUSE_S = 0.002  # between two steps, in which all processes fall asleep
 GOAL_MS, GOAL_WORKERS = 0.4, 8
-RECORD_BYTES = 16  # of a request in a plan
+RECORD_BYTES = 16  # bytes of a request in a plan
 
 COLUMNS = {
     "way": "{way}",
@@ -64,14 +64,14 @@ Peers = LocalPeers | RemotePeers | BarePeers
 
 @dataclass(frozen=True)
 class Way:
-    """A group of workers that is reached in one way."""
+    """A group of workers that is reached by one kind of messages."""
 
     name: str
     peers: Peers
     pids: tuple[int, ...]
 
     def step(self, plan: StepPlan) -> float:
-        """Return the seconds from a plan to the last result of it."""
+        """Return the seconds from a plan to its last result."""
         began_s = time.perf_counter()
         if isinstance(self.peers, BarePeers):
             self.peers.round(encoder.encode(plan))
@@ -146,7 +146,7 @@ def measure(
 
 
 def take_turn(way: Way, size: int, steps: int) -> tuple[float, list[float]]:
-    """Return the CPU time of a step, and how long each took, in microseconds."""
+    """Return the CPU time of a step, and the duration of each, in microseconds."""
     pids = (*way.pids, os.getpid())
     before_s, times_us = cpu_seconds(pids), []
     for step in range(steps):
@@ -178,7 +178,7 @@ def workers_of(
         peers.close()
         with suppress(subprocess.TimeoutExpired):
             process.wait(WAIT_S)
-        if process.poll() is None:  # then none of its workers has been waited for
+        if process.poll() is None:  # if none of its workers has been waited for
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -200,7 +200,7 @@ def _row(
 
 
 def report(results: dict[str, Any]) -> Report:
-    """Return what a step's messages take."""
+    """Return the cost of a step's messages."""
     return Report(
         f"{results['repeats']} rounds of {results['steps']} steps",
         [make_table("From a plan to the last result", COLUMNS, results["rows"])],
@@ -209,7 +209,7 @@ def report(results: dict[str, Any]) -> Report:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw medians, with the tenth of a hundred beneath: what a quiet machine comes near to."""
+    """Draw medians, with the 10th percentile beneath, which a quiet machine comes near to."""
     sizes = list(dict.fromkeys(row["bytes"] for row in results["rows"]))
     title = "From a plan to the last result: median (bar), p10 (line)"
     with sheet(path, results, title, (1, len(sizes)), (5.5 * len(sizes), 4.4)) as (_, charts):

@@ -9,11 +9,11 @@ READ_BYTES = 1 << 16
 
 
 class BarePeers:
-    """Unix sockets that carry bytes, with neither frames nor messages, checks nor faults.
+    """Unix sockets that carry bytes, without frames, messages, checks and fault handling.
 
     Attributes:
         address: of the socket file.
-        num_workers: that have come.
+        num_workers: number of connected workers.
     """
 
     def __init__(self, path: str) -> None:
@@ -29,7 +29,7 @@ class BarePeers:
         return len(self._peers)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for one worker to come; none may."""
+        """Wait for one worker to connect; none may."""
         self._listener.settimeout(timeout_s)
         try:
             connection, _ = self._listener.accept()

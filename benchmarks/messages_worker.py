@@ -18,7 +18,7 @@ from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.steps.step import StepPlan, StepResult, encoder, to_worker_decoder
 
 BATCH = 32
-ANSWER = b"a" * 64  # of a worker that does nothing else
+ANSWER = b"a" * 64  # answer of a worker that does nothing else
 READ_BYTES = 1 << 16
 
 
@@ -32,7 +32,7 @@ def written(address: SocketFile | Endpoints | str) -> str:
 
 
 def work(rank: int, line: str) -> None:
-    """Be a worker, until something else than a plan comes."""
+    """Be a worker, until another message than a plan arrives."""
     address = json.loads(line)
     if "bare" in address:
         answer_anything(address["bare"])
@@ -51,7 +51,7 @@ def answer_plans(rank: int, engine: LocalEngine | RemoteEngine) -> None:
 
 
 def answer_anything(path: str) -> None:
-    """Send a few bytes for whatever comes, until the connection ends."""
+    """Send a few bytes for every message, until the connection ends."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(path)
         while connection.recv(READ_BYTES):
@@ -59,7 +59,7 @@ def answer_anything(path: str) -> None:
 
 
 def main() -> None:
-    """Fork a worker for each line, say their processes' ids, and wait for their ends."""
+    """Fork a worker for each line, print their process ids, and wait for their ends."""
     pids = []
     for rank, line in enumerate(sys.stdin.read().splitlines()):
         if not (pid := os.fork()):

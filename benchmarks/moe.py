@@ -48,8 +48,8 @@ BATCHES = (1, 16)
 MIXED_BATCH = 8
 WARM_UP_STEPS = 12
 MAX_LEN = 256
-ROWS = (1, 2, 4, 8)  # requests of a data-parallel rank for which decode steps have graphs
-# The largest holds all prompts of a data-parallel rank.
+ROWS = (1, 2, 4, 8)  # number of requests of a data-parallel rank for which decode steps have graphs
+# The largest size holds all prompts of a data-parallel rank.
 MIXED_SIZES = (8, 16, 32, 64, 128, 256, 512)
 
 STEPS = {
@@ -77,7 +77,7 @@ GRAPHS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """What a deployment may do otherwise than the base."""
+    """The settings in which a deployment differs from the base."""
 
     mode: GraphMode = "FULL_DECODE_ONLY"
     num_drafts: int = 1
@@ -120,7 +120,7 @@ def main(
 def measure(
     bar: Progress, model: Path, variants: Mapping[str, Variant], steps: int, repeats: int
 ) -> dict[str, Any]:
-    """Deploy all variants, run all workloads by turns, and return what was measured."""
+    """Deploy all variants, run all workloads by turns, and return the measurements."""
     tokenizer = Tokenizer(model)
     engines = {name: _make_engine(model, name, variant, bar) for name, variant in variants.items()}
     warm_up, workloads = (
@@ -173,8 +173,8 @@ def _workloads(tokenizer: Tokenizer, steps: int) -> Workloads:
 
 
 def _capture(report: dict[str, Any]) -> dict[str, Any]:
-    """What the graphs of a variant cost: seconds as the slowest rank saw them, streams and bytes of
-    one rank.
+    """The cost of a variant's graphs: seconds on the slowest rank, streams and bytes of one
+    rank.
     """
     buckets = report["buckets"]
     return {
@@ -194,7 +194,7 @@ def _summaries(turns: Turns, name: str) -> dict[str, dict[str, Any]]:
 
 
 def _summary(runs: Sequence[Run], base: Sequence[Run]) -> dict[str, Any]:
-    """The figures of one variant and workload; what is counted is summed over all rounds."""
+    """The figures of one variant and workload; counts are sums over all rounds."""
     num_drafted = sum(run.num_drafted for run in runs)
     accepted = [sum(counts) for counts in zip(*(run.accepted for run in runs), strict=True)]
     loads = [sum(counts) for counts in zip(*(run.expert_tokens for run in runs), strict=True)]
@@ -214,7 +214,7 @@ def _summary(runs: Sequence[Run], base: Sequence[Run]) -> dict[str, Any]:
 
 
 def report(results: dict[str, Any]) -> Report:
-    """Return steps, and what the graphs took."""
+    """Return a table of steps, and one of the cost of graphs."""
     rows = [
         {**row, "accepted": " ".join(f"{share:.0%}" for share in row["acceptance"]) or "-"}
         for row in workload_rows(results["variants"])

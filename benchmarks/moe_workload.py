@@ -9,9 +9,9 @@ from dist_aclgraph.text.tokenizer import Tokenizer
 
 ANIMALS = ("fox", "cat", "dog", "owl", "bear", "duck", "frog", "lion")
 NAMES = ("Mia", "Tom")
-# Answers to stories are longer than any run; these end after a few tokens.
+# Answers to stories are longer than any run; answers to these end after a few tokens.
 QUESTIONS = ("Who are you?", "Count from 3 to 9.", "Hello!", "Count down from 12.")
-EXTRA_TOKENS = 8  # of all requests but the first, which is to end first
+EXTRA_TOKENS = 8  # of all requests except the first, which must end first
 LATER_TOKENS = 6
 
 

@@ -1,7 +1,7 @@
 """One rank of a tensor parallel group, alone in this process: operators of a step, bytes of pools.
 
 The rank has the weights and shapes of rank 0. Its peers are missing, so each collective is an
-operator on the rank's own memory of the same shape: sizes are right, values mean nothing.
+operator on the rank's own memory of the same shape: sizes are right, values are meaningless.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class PoolSizes:
     """Bytes of graph pools on one rank.
 
     Attributes:
-        alone: by graph, what it takes from the device with a pool of its own.
-        needs: by graph, the most that its tensors hold at once.
-        shared: what all take with one pool, largest first.
+        alone: by graph, bytes that it takes from the device with its own pool.
+        needs: by graph, largest size of its tensors at one time.
+        shared: bytes of all graphs with one pool, largest first.
     """
 
     alone: dict[str, int]
@@ -54,7 +54,7 @@ class PoolSizes:
 
 
 class OneRank:
-    """Rank 0 of ``config.parallel.tp``, on the device that ``config`` means.
+    """Rank 0 of ``config.parallel.tp``, on the device of ``config``.
 
     Attributes:
         npu: the device; operators on the host use one thread.
@@ -79,7 +79,7 @@ class OneRank:
         )
 
     def pool_sizes(self, config: Config) -> PoolSizes:
-        """Capture every graph of a configuration into a pool of its own, then all into one."""
+        """Capture every graph of a configuration into its own pool, then all into one pool."""
         graphs = _graphs_of(config)
         runner = self.make_runner(config, graphs)
         alone, needs = {}, {}
@@ -98,7 +98,7 @@ class OneRank:
         return PoolSizes(alone, needs, shared)
 
     def num_operators(self, config: Config, batch: int) -> int:
-        """Count what a decode step launches, from token ids to the most probable tokens."""
+        """Count the launches of a decode step, from token ids to the most probable tokens."""
         graph = BatchDescriptor(batch, batch, 1, "FULL")
         runner = self.make_runner(config, [graph])
         runner.warm_up(graph)
@@ -114,7 +114,7 @@ class OneRank:
             config,
             self.npu,
             self._model,
-            # One for each request of padding, which some chips count.
+            # One for each request of padding; some chips count them.
             num_blocks=max(num_blocks, *(graph.num_reqs for graph in graphs)),
             max_len=self._max_len,
             graphs=graphs,
@@ -123,7 +123,7 @@ class OneRank:
 
 
 class LaunchCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operators that give the device work: neither views nor bare allocations."""
+    """Counts operators that give work to the device: neither views nor bare allocations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -142,7 +142,7 @@ class LaunchCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _has_work(func: Any, inputs: list[Any], outputs: list[Any]) -> bool:
-    """Whether it writes to memory that was there, or fills memory that is new."""
+    """Whether an operator writes to existing memory, or fills new memory."""
     name = func._schema.name.partition("::")[2]
     if name.startswith(("empty", "new_empty")) or name.endswith("workspace"):
         return False
@@ -155,7 +155,7 @@ def _storages(values: list[Any]) -> set[int]:
 
 
 def _graphs_of(config: Config) -> list[BatchDescriptor]:
-    """All graphs that a configuration captures where every rank can afford them, largest first."""
+    """All graphs that a configuration captures if every rank can afford them, largest first."""
     graphs = [
         family.describe(bucket, config.scheduler.max_num_seqs)
         for family in candidate_families(config)

@@ -28,8 +28,8 @@ from dist_aclgraph.shipped import shipped
 PROMPT_LEN, WARM_UP = 128, 24
 MODES = ("FULL_DECODE_ONLY", "PIECEWISE", "NONE")
 MAX_LEN = 40960
-MEMORY_MB = 1 << 16  # of a device, counted and never committed
-ALLOWED_WAIT = 0.02, 60.0  # of a step, or in us, whichever is more
+MEMORY_MB = 1 << 16  # memory of a device, counted and never committed
+ALLOWED_WAIT = 0.02, 60.0  # share of a step, or us; the larger one counts
 ALLOWED_WAIT_WITH_DRAFTS = 0.05, 60.0
 
 
@@ -54,12 +54,12 @@ def dense_deepseek() -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A model, and how it is served.
+    """A model, and the way to serve it.
 
     Attributes:
         config: its config.json.
-        choices: tokens that may be sampled: one draft in so many passes.
-        gap_us: between two kernels, in place of the table's.
+        choices: number of tokens that may be sampled; one draft in so many is accepted.
+        gap_us: time between two kernels, instead of the table's.
     """
 
     config: dict[str, Any]
@@ -85,7 +85,7 @@ MODELS = {
         for gap_us in (30, 60, 150)
     },
 }
-# What the device did in a step, by the emulator's counters.
+# The work of the device in a step, by the emulator's counters.
 CAUSES = (
     "busy", "idle_host", "idle_update", "idle_external", "idle_event", "idle_copy",
     "idle_collective",
@@ -184,14 +184,14 @@ def _decode(engine: DecodeEngine, batch: int, steps: int, num_drafts: int) -> di
     mode = next(m for m in MODES_OF_STEPS if _gained(before, after, m, "steps"))
     num_steps = _gained(before, after, mode, "steps")
     if mode != "eager":
-        # What is counted until a step's result is read is of the steps queued behind it, too: the
-        # first of these lies among what the prompts' step is said to have done.
+        # Counts up to the result of a step include the steps queued behind it, so the first of
+        # these counts with the step of the prompts.
         num_steps -= engine.config.scheduler.steps_in_flight - 1
     times = {
         cause: _gained(before, after, mode, f"modelled_{cause}_ns", "counted") / num_steps / 1e3
         for cause in CAUSES
     }
-    # Prompts keep the device busy for as long in both runs.
+    # Prompts keep the device equally busy in both runs.
     more_ns = _busy_ns(before, after) - _busy_ns(cold, before)
     more = _gained(before, after, mode, "steps") - _gained(cold, before, mode, "steps")
     times["busy"] = more_ns / more / 1e3
@@ -207,7 +207,7 @@ def _decode(engine: DecodeEngine, batch: int, steps: int, num_drafts: int) -> di
 
 
 def _busy_ns(before: dict[str, Any], after: dict[str, Any]) -> float:
-    """Return how long the device was busy between two reports, in steps of all modes."""
+    """Return the busy time of the device between two reports, in steps of all modes."""
     return sum(_gained(before, after, m, "modelled_busy_ns", "counted") for m in MODES_OF_STEPS)
 
 

@@ -26,7 +26,7 @@ STEPS = {
     "other ranks": "{idle_collective_us:.0f}",
 }
 NUM_COLUMNS = 3
-# What the device did in a step, from the bottom of a bar to its top, and its colour.
+# The parts of a bar, from bottom to top, by the work of the device in a step; and their colours.
 PARTS = (
     ("busy", ("busy",), "#4878a8"),
     ("waits for the host", ("idle_host",), "#c44e52"),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-GROUP_WIDTH = 0.8  # of the room between two ticks
+GROUP_WIDTH = 0.8  # share of the room between two ticks
 SCALES = {"K": 1 << 10, "M": 1 << 20}
 
 Row = Mapping[str, Any]
@@ -45,9 +45,9 @@ class Report(NamedTuple):
     """The results of a bench for people.
 
     Attributes:
-        what: what was measured, in a few words.
+        what: the measured quantity, in a few words.
         tables: for the terminal and for a document.
-        aim: what the figures should be, in a sentence; "" where no aim is set.
+        aim: the aim in one sentence; "" without an aim.
     """
 
     what: str
@@ -55,7 +55,7 @@ class Report(NamedTuple):
     aim: str = ""
 
     def heading(self, results: Row) -> str:
-        """Return what was measured, and what it ran on."""
+        """Return a description of the measurement and of the device."""
         before, after = results["load"]
         return (
             f"{self.what} on {results['cores']} cores, load of the machine {before:.1f} before and "

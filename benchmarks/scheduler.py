@@ -15,7 +15,7 @@ import numpy as np
 
 from dist_aclgraph.actors.engine.recipients import Recipients
 from dist_aclgraph.actors.host.liveness import Silence
-from dist_aclgraph.actors.wire.client_links import Link
+from dist_aclgraph.actors.wire.client_links import ClientLink
 from dist_aclgraph.actors.wire.messages import Deltas
 from dist_aclgraph.actors.wire.messages import encoder as client_encoder
 from dist_aclgraph.config import SchedulerConfig
@@ -35,8 +35,8 @@ PROMPT_TOKENS = 100
 def make_scheduler(
     num_reqs: int, num_steps: int, *, num_waiting: int = 0, num_clients: int = 1
 ) -> tuple[Scheduler, Recipients]:
-    """Return a scheduler whose ``num_reqs`` requests all decode for ``num_steps`` steps, and whose
-    they are.
+    """Return a scheduler whose ``num_reqs`` requests all decode for ``num_steps`` steps, and these
+    requests.
     """
     length = PROMPT_TOKENS + num_steps + 100
     buckets = capture_sizes(num_reqs, num_reqs)
@@ -56,7 +56,7 @@ def make_scheduler(
         max_model_len=length,
     )
     recipients = Recipients()
-    links = [Link(b"", str(i), Silence(1.0)) for i in range(num_clients)]
+    links = [ClientLink(b"", str(i), Silence(1.0)) for i in range(num_clients)]
     for index in range(num_reqs + num_waiting):
         prompt = [3 + index] * (PROMPT_TOKENS + index)
         sampling = RowSampling(num_prompt_tokens=PROMPT_TOKENS)
@@ -82,7 +82,7 @@ def run_step(scheduler: Scheduler, token_ids: bytes) -> tuple[StepPlan, StepOutp
 
 
 def hand_out(recipients: Recipients, outputs: StepOutputs) -> int:
-    """Encode what clients are told of a step; return the nanoseconds of CPU."""
+    """Encode the messages of a step for clients; return the nanoseconds of CPU."""
     begin = time.thread_time_ns()
     for _, deltas in recipients.hand_out(outputs):
         client_encoder.encode(Deltas(deltas, 1))

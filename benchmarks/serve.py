@@ -93,7 +93,8 @@ def measure(
     """Stream by turns; return one row for each server and number of streams.
 
     Args:
-        is_apart: servers have a core where no client preempts them, as with clients elsewhere.
+        is_apart: servers have a core without clients, which therefore do not preempt them, as with
+            remote clients.
     """
     config = make_config(
         {
@@ -107,7 +108,7 @@ def measure(
     with ExitStack() as stack:
         client = stack.enter_context(Client())
         served = stack.enter_context(plain(config, folder))
-        # One turn to warm up, and for the frames that the floor sends.
+        # The first turn warms up, and gives the frames that the floor sends.
         frames = turn(client, served, request, 1, pace, tokens).frames
         servers = [stack.enter_context(floor(_by_steps(frames))), served]
         for name in ("proxy", "haproxy") if on_ray else ():
@@ -156,14 +157,14 @@ class Client:
         return pid_of(self._process)
 
     def begin(self, ask: Ask) -> Connection:
-        """Have streams opened; what came of them can be received once they have ended."""
+        """Open streams; their results can be received once they have ended."""
         self._asks.send(ask)
         return self._asks
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What one turn brought: CPU time of a token, all latencies, and one stream's frames."""
+    """The results of one turn: CPU time of a token, all latencies, and one stream's frames."""
 
     cpu_us: float
     latencies_ms: list[float]
@@ -222,7 +223,7 @@ def part_cores(servers: Sequence[Server], client: Client) -> None:
 
 def cpu_seconds(pids: Sequence[int]) -> float:
     """Return the CPU time that processes have used so far, to the nanosecond."""
-    # The system's own number of the clock of a process's CPU time.
+    # The system's own number for the clock of a process's CPU time.
     return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)
 
 
@@ -238,7 +239,9 @@ def _body(config: Config, max_tokens: int) -> bytes:
 
 
 def _by_steps(frames: Sequence[bytes]) -> list[bytes]:
-    """Return what goes out at each step: what is before the first token's frame goes with it."""
+    """Return the bytes of each step; bytes before the first token's frame belong to the first
+    step.
+    """
     first, last = FRAMES_BEFORE + 1, len(frames) - 1
     return [b"".join(frames[:first]), *frames[first : last - 1], b"".join(frames[last - 1 :])]
 
@@ -256,7 +259,7 @@ def _row(name: str, num_streams: int, turns: Sequence[Turn]) -> dict[str, Any]:
 
 
 def report(results: dict[str, Any]) -> Report:
-    """Return what a token costs."""
+    """Return the cost of a token."""
     floors = {
         row["streams"]: row["cpu_us"]
         for row in results["rows"]
@@ -273,7 +276,7 @@ def report(results: dict[str, Any]) -> Report:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw CPU time of a token, and how long it is on its way."""
+    """Draw CPU time and latency of a token."""
     bars = partial(draw_bars, rows=results["rows"], group="{streams} streams", series="{server}")
     title = f"{results['steps']} steps, {results['interval_ms']:g} ms apart"
     with sheet(path, results, title, (1, 2), (12, 4.6)) as (_, (cpu, latency)):

@@ -1,4 +1,4 @@
-"""The client of ``make bench-serve``: one thread reads all streams as their bytes come."""
+"""The client of ``make bench-serve``: one thread reads all streams as bytes arrive."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FRAMES = re.compile(rb"data: .*?\n\n", re.DOTALL)
 
 @dataclass(frozen=True)
 class Ask:
-    """So many streams of one request, at a server of this machine."""
+    """A number of streams of one request, at a server of this machine."""
 
     port: int
     request: bytes
@@ -29,7 +29,7 @@ class Stream:
     """One reply.
 
     Attributes:
-        arrivals_s: when each frame's end was read, on the system's monotonic clock.
+        arrivals_s: time at which each frame's end was read, on the system's monotonic clock.
         received: all its bytes.
     """
 
@@ -37,8 +37,9 @@ class Stream:
     received: bytearray = field(default_factory=bytearray)
 
     def take(self, data: bytes, now_s: float) -> bool:
-        """Note what came; return whether that was all."""
-        seen = max(0, len(self.received) - 1)  # the first byte of a frame's end may be there
+        """Note new bytes; return whether the answer is complete."""
+        # the first byte of a frame's end may be there already
+        seen = max(0, len(self.received) - 1)
         self.received += data
         self.arrivals_s += [now_s] * self.received.count(FRAME_END, seen)
         return not data or self.received.endswith(b"\r\n0\r\n\r\n")
@@ -74,7 +75,7 @@ def run_client(asks: Connection) -> None:
 
 
 def make_request(path: str, body: bytes) -> bytes:
-    """Return an HTTP request, after which the connection is over."""
+    """Return an HTTP request that closes its connection."""
     lines: Sequence[bytes] = (
         b"POST %s HTTP/1.1" % path.encode(),
         b"Host: 127.0.0.1",

@@ -1,4 +1,4 @@
-"""The sources of tokens for the servers of ``make bench-serve``, one token a stream and step."""
+"""The sources of tokens for the servers of ``make bench-serve``, one token per stream and step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from dist_aclgraph.actors.client.outage import Outlook
 from dist_aclgraph.actors.wire.addresses import Address, Place, Reach
-from dist_aclgraph.actors.wire.client_links import ClientLinks, Link
+from dist_aclgraph.actors.wire.client_links import ClientLink, ClientLinks
 from dist_aclgraph.actors.wire.messages import Submit
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.steps.delta import Note, StepDeltas
@@ -20,10 +20,10 @@ TAKE_S = 0.1
 
 
 class Source(Protocol):
-    """Where the tokens of a server's streams come from."""
+    """The source of the tokens of a server's streams."""
 
     def wait_for(self, num_streams: int) -> None:
-        """Return when so many streams are open."""
+        """Wait until so many streams are open."""
         ...
 
     def step(self, token_id: int, *, is_last: bool) -> None:
@@ -37,7 +37,7 @@ class PacedEngine:
     def __init__(self, directory: Path) -> None:
         self._links = ClientLinks(Place(NODE, str(directory)), TOKEN, LINK_S)
         self._links.start(self)
-        self._numbers: dict[Link, list[int]] = {}
+        self._numbers: dict[ClientLink, list[int]] = {}
 
     @property
     def address(self) -> Address:
@@ -64,7 +64,7 @@ class PacedEngine:
     def close(self) -> None:
         self._links.close()
 
-    # ---- what the links ask
+    # ---- messages of the links
 
     def failure_now(self) -> str:
         return ""
@@ -83,7 +83,9 @@ class PacedEngine:
 
 
 class ByteSource:
-    """The floor's steps: a byte for each. The floor answers a byte for each stream that opens."""
+    """The steps of the floor: one byte each. The floor answers one byte for each stream that
+    opens.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -99,7 +101,7 @@ class ByteSource:
 
 @dataclass
 class PacedDeployment:
-    """The deployment of one paced engine of another process, for who serves it."""
+    """The deployment of one paced engine in another process."""
 
     address: Address
     max_model_len: int

@@ -27,15 +27,15 @@ from dist_aclgraph.actors.host import processes
 from dist_aclgraph.config import Config
 from dist_aclgraph.environment import environment_with, take_over_environment
 
-# Of processes that a token passes; Ray gives them these titles, HAProxy has its own name.
+# Processes on the path of a token; Ray gives them these titles, HAProxy has its own name.
 ON_THE_WAY = ("ray::ProxyActor", "ray::ServeReplica:default:ingress", "haproxy")
 SETTLED_S = 5.0
-CORES = 4  # as Ray counts them: the actors' shares have to fit
+CORES = 4  # as Ray counts them: large enough for the actors' shares
 
 
 @contextmanager
 def ray_serve(config: Config, directory: Path, *, haproxy: bool = False) -> Iterator[Server]:
-    """``serve run dist_aclgraph:app``, but for the engine behind it."""
+    """``serve run dist_aclgraph:app`` with another engine."""
     engine = PacedEngine(directory)
     found = PacedDeployment(engine.address, config.max_model_len or 4096)
     port, (ours, theirs) = free_port(), spawn.Pipe()
@@ -54,7 +54,7 @@ def ray_serve(config: Config, directory: Path, *, haproxy: bool = False) -> Iter
 def _serve(
     config: Config, found: PacedDeployment, port: int, haproxy: bool, stop: Connection
 ) -> None:
-    # Before Ray is imported, which reads it then; its processes inherit it.
+    # Set before Ray is imported, because Ray reads it then; Ray's processes inherit it.
     with tempfile.TemporaryDirectory(prefix="haproxy-") as folder:
         if haproxy:
             take_over_environment(environment_with(_haproxy(folder)))
@@ -73,7 +73,7 @@ def _serve(
 
 
 def _haproxy(folder: str) -> dict[str, str]:
-    """Return the variables by which Serve has HAProxy, whose files are in a folder of its own."""
+    """Return the variables that let Serve use HAProxy, whose files are in a folder of their own."""
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
@@ -93,12 +93,12 @@ class _Found:
 
 
 def _here(found: PacedDeployment, node_id: str) -> Callable[..., PacedDeployment]:
-    """Return what finds the deployment, as one of this node of Ray's."""
+    """Return the function that finds the deployment, as one of this node of Ray's."""
     return _Found(replace(found, address=replace(found.address, node_id=node_id), node_id=node_id))
 
 
 def _settled(ancestor: int) -> tuple[int, ...]:
-    """Return the processes that a token passes. HAProxy is replaced as replicas appear."""
+    """Return the processes on the path of a token. HAProxy is replaced as replicas appear."""
     found: tuple[int, ...] = ()
     since_s = time.monotonic()
     while time.monotonic() < since_s + SETTLED_S:

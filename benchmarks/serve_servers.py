@@ -31,7 +31,7 @@ spawn = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True)
 class Server:
-    """A server that answers at ``port``. ``pids`` are the processes on a token's way."""
+    """A server that answers at ``port``. ``pids`` are the processes on the path of a token."""
 
     name: str
     port: int
@@ -47,7 +47,7 @@ def free_port() -> int:
 
 @contextmanager
 def running(process: SpawnProcess) -> Iterator[None]:
-    """Start a process; in the end it is told to stop, and killed where it does not."""
+    """Start a process; at the end stop it in order, and kill it if it does not stop."""
     process.start()
     try:
         yield
@@ -89,7 +89,7 @@ def wait_for(process: SpawnProcess, port: int, path: str) -> None:
 
 @contextmanager
 def plain(config: Config, directory: Path) -> Iterator[Server]:
-    """``dist-aclgraph serve`` as it is, with its supervisor, in front of a paced engine."""
+    """The unchanged ``dist-aclgraph serve``, with its supervisor, in front of a paced engine."""
     engine = PacedEngine(directory)
     found = PacedDeployment(engine.address, config.max_model_len or 4096)
     config = config.model_copy(
@@ -113,7 +113,7 @@ def _serve(config: Config, found: PacedDeployment) -> None:
 
 @contextmanager
 def floor(frames: Sequence[bytes]) -> Iterator[Server]:
-    """uvicorn with an application that sends these frames, one a step, and does nothing else."""
+    """uvicorn with an application that only sends these frames, one per step."""
     ours, theirs = socket.socketpair()
     port = free_port()
     process = spawn.Process(target=_serve_frames, args=(port, frames, theirs))

@@ -32,7 +32,7 @@ CONFIG = "configs/tiny-qwen3.yaml"
 
 @dataclass
 class Phases:
-    """Seconds of each phase, as far as progress that is asked for now and then shows them."""
+    """Seconds of each phase, as far as polled progress shows them."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     _state: str = PHASES[0]
@@ -70,7 +70,7 @@ def main(
     local = start_ray(several)
     found: dict[int, list[dict[str, float]]] = {1: [], groups: []}
     try:
-        start_once(one)  # what is read from disk for the first time, and built, is not compared
+        start_once(one)  # not compared: it reads files from disk for the first time, and builds
         for _ in range(turns):
             found[1].append(start_once(one))
             found[groups].append(start_once(several))

@@ -2,8 +2,8 @@
 
 The engine's scheduler and a worker's runner take turns in one process, without messages and
 clients. All requests decode, so a step differs from the previous one by one token of each request.
-A row shows the time that a tenth of the steps does not exceed, because other work of the machine
-adds to the rest. The figures are of the emulator and say nothing about an NPU.
+A row shows the 10th percentile of the steps, because other work of the machine delays most of them.
+The figures are of the emulator and say nothing about an NPU.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def make_scheduler(
 def measure(
     npu: Npu, runner: ModelRunner, config: Config, batch: int, steps: int, *, random: bool
 ) -> dict[str, float]:
-    """Return what a tenth of the steps does not exceed, in microseconds by part."""
+    """Return the 10th percentile of the steps, in microseconds by part."""
     scheduler = make_scheduler(config, batch, (batch,), steps + 2 * WARM_UP, random=random)
     each = list(run_steps(npu, runner, scheduler, steps + WARM_UP))[WARM_UP:]
     while runner.is_busy:
@@ -159,8 +159,8 @@ def measure(
 def run_steps(
     npu: Npu, runner: ModelRunner, scheduler: Scheduler, steps: int
 ) -> Iterator[dict[str, float]]:
-    """Yield the microseconds of each step by part: those that the engine's turn had, and those of
-    the worker's step that it answered.
+    """Yield the microseconds of each step by part: of the engine's turn, and of the answered worker
+    step.
     """
     for _ in range(steps):
         laps, answered = [time.perf_counter()], list[StepResult]()

@@ -48,12 +48,12 @@ PROMPT_LEN = 16
 WARM_UP_STEPS = 12
 VOCAB = 2048
 MAX_LEN = 256
-# The largest holds all prompts of a workload: one that is cut is rounded otherwise by attention,
-# and where it is cut is a matter of timing.
+# The largest size holds all prompts of a workload. Attention rounds a prompt in chunks differently,
+# and the chunks depend on timing.
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 MODES = "NONE,PIECEWISE,FULL"
-# Stages in which the host queues a step's work. Lengths that are sent ahead of a step are not
-# among them: the host sends them while it waits for the step before.
+# Stages in which the host queues a step's work. Lengths sent ahead of a step do not count: the host
+# sends them while it waits for the previous step.
 LAUNCHING = ("forward", "replay", "update")
 
 
@@ -84,7 +84,7 @@ def measure(
     repeats: int,
     modes: Sequence[str],
 ) -> dict[str, Any]:
-    """Deploy all modes, run all workloads by turns, and return what was measured."""
+    """Deploy all modes, run all workloads by turns, and return the measurements."""
     shape = Shape(hidden=256, layers=layers, heads=8, kv_heads=8, ffn=512, vocab=VOCAB)
     path = write_checkpoint(shape, folder / shape.name, torch.bfloat16)
     warm_up, workloads = _workloads(min(steps, WARM_UP_STEPS)), _workloads(steps)
@@ -142,7 +142,7 @@ def _workloads(steps: int) -> dict[str, list[Arrival]]:
 
 
 def _capture(report: dict[str, Any], rank: OneRank, engine: DecodeEngine) -> dict[str, Any]:
-    """What the graphs of a mode cost: seconds as the slowest rank saw them, bytes of one rank."""
+    """The cost of a mode's graphs: seconds on the slowest rank, bytes of one rank."""
     buckets = report["buckets"]
     keys = ("graph", "bucket", "capture_seconds", "streams", "replays", "padded_tokens")
     found: dict[str, Any] = {

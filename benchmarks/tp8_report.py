@@ -31,7 +31,7 @@ POOLS = {
 
 
 def report(results: dict[str, Any]) -> Report:
-    """Return steps, host stages, and what the graphs took."""
+    """Return tables of steps, of host stages, and of the cost of graphs."""
     steps = {
         "mode": "{name}",
         "workload": "{workload}",
@@ -124,7 +124,7 @@ def stage_names(results: dict[str, Any]) -> list[str]:
 
 
 def _graphs(modes: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what the graphs of each mode took."""
+    """Return the cost of each mode's graphs."""
     return [
         {
             "needed_by_largest": 0,

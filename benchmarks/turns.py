@@ -33,10 +33,10 @@ Workloads = Mapping[str, Sequence[Arrival]]
 
 @dataclass(frozen=True)
 class Turns:
-    """What all turns brought.
+    """The results of all turns.
 
     Attributes:
-        runs: of each deployment and workload, one a round.
+        runs: runs of each deployment and workload, one per round.
         reports: of the deployments, after the last round.
     """
 
@@ -45,7 +45,7 @@ class Turns:
 
     @property
     def circumstances(self) -> dict[str, Any]:
-        """The device in its own words, and what it means for the figures."""
+        """The device in its own words, and its meaning for the figures."""
         report = next(iter(self.reports.values()))
         warning = "emulated NPU on the CPU; not an NPU figure; " if report["emulated"] else ""
         return {
@@ -106,7 +106,7 @@ def ray_for(engines: Collection[DecodeEngine]) -> Iterator[None]:
 
 
 def show_start(bar: Progress, name: str) -> OnProgress:
-    """Return what shows how far the start of a deployment is."""
+    """Return the function that shows the progress of a deployment's start."""
     task = bar.add_task(f"{name}: waits", total=None)
 
     def show(progress: StartProgress) -> None:
@@ -117,12 +117,12 @@ def show_start(bar: Progress, name: str) -> OnProgress:
 
 
 def title(workload: str) -> str:
-    """Return a workload in words; one that is a number is named by the size of its batch."""
+    """Return the name of a workload; a number is the size of its batch."""
     return f"batch {workload}" if workload.isdecimal() else workload
 
 
 def differing_requests(runs: Iterable[Run], base: Run) -> int:
-    """Return how many requests brought other tokens than in a run of the base.
+    """Return the number of requests with other tokens than in a run of the base.
 
     One run, so that the base can differ from itself.
     """

@@ -22,7 +22,7 @@ from dist_aclgraph.steps.delta import RequestDelta
 
 SILENCE_S = 120.0
 QUERY_S = 60.0
-# Booked by the worker in parallel to a step's stages, or a second time under another name.
+# Booked by the worker in parallel to a step's stages, or again under another name.
 BESIDE = ("update_ahead", "update_per_layer", "update_wait")
 
 
@@ -36,7 +36,7 @@ class Arrival:
 
 
 class Delivery(NamedTuple):
-    """What a step brought to one request."""
+    """The results of a step for one request."""
 
     at_s: float
     num_tokens: int
@@ -44,21 +44,20 @@ class Delivery(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """What was measured from the moment when all that began the workload decoded, until the first
-    of them ended.
+    """Measurements from the moment when all initial requests decode, until the first of them ends.
 
     Attributes:
-        gaps_ms: between deliveries to that request: the steps.
-        tokens: of each request, to its end.
-        num_tokens, num_deliveries, seconds: handed out to all requests, in how many portions of one
-            request and step, and in what time.
+        gaps_ms: times between deliveries to the first request, which are the steps.
+        tokens: all tokens of each request.
+        num_tokens, num_deliveries, seconds: tokens delivered to all requests, the number of
+            deliveries (one per request and step), and the time.
         timings_us: the engine's host time by mode and stage, and steps by mode.
         padded_tokens, live_tokens: of replayed steps.
-        num_drafted: how often the drafts of a request were verified.
-        accepted: [num_drafts], how often each of them was accepted.
+        num_drafted: number of verifications of a request's drafts.
+        accepted: [num_drafts], number of times that each of them was accepted.
         expert_tokens: computed by the experts of each rank.
         num_reruns: steps run again.
-        kv_usage: share of the KV blocks that requests had when all that began the workload decoded.
+        kv_usage: share of the KV blocks in use when all initial requests decoded.
         first_token_s: of the first request, since it was sent.
         counted: by mode of steps, since the first request was sent: steps, and as far as the device
             counts them, their collectives and the bytes of these on one rank.
@@ -95,7 +94,7 @@ class Run:
         return mean_stages(self.timings_us)[0]
 
     def per_step(self, mode: str, what: str) -> float:
-        """Return what a step of a mode counted, on average; 0 where nothing counts."""
+        """Return the average count of a step of a mode; 0 if nothing counts."""
         counted = self.counted[mode]
         return counted.get(what, 0) / counted["steps"]
 
@@ -124,14 +123,14 @@ def mixed_workload(batch: int, prompt_len: int, steps: int, vocab: int) -> list[
 def run_workload(
     client: EngineClient, name: str, arrivals: Sequence[Arrival], **sampling: Any
 ) -> Run:
-    """Send the requests, each in its time, and wait for the end of all.
+    """Send the requests, each at its time, and wait for the end of all.
 
     Args:
         name: begins the request ids; a new one for each run.
-        sampling: parameters of all requests; greedy where there are none.
+        sampling: parameters of all requests; None means greedy.
 
     Raises:
-        EngineDeadError: a request failed, or nothing came for two minutes.
+        EngineDeadError: a request failed, or nothing arrived for two minutes.
     """
     events: queue.SimpleQueue[tuple[int, float, RequestDelta]] = queue.SimpleQueue()
 
@@ -207,7 +206,7 @@ def _next(
 
 
 def _counters(client: EngineClient) -> dict[str, float]:
-    """Return the engine's counters, as they stand between two steps."""
+    """Return the engine's counters between two steps."""
     (report,) = client.query("report", QUERY_S).values()
     metrics = report["metrics"]
     parts = {
@@ -251,11 +250,11 @@ def _by_mode_and_stage(counts: dict[str, float]) -> dict[str, dict[str, float]]:
 def whole_steps(
     deliveries: Sequence[Sequence[Delivery]], begin_s: float, index: int
 ) -> tuple[list[float], list[int]]:
-    """Return when the deliveries to a request came from ``begin_s`` on, and the token counts of all
+    """Return the times of deliveries to a request from ``begin_s`` on, and the token counts of all
     deliveries between the first and the last of them.
 
-    From one request's delivery to another to the same: so each request's share of every step counts
-    once, wherever in a step it stands.
+    The time between two deliveries to the same request contains each request's share of every step
+    exactly once.
     """
     steps_s = [delivery.at_s for delivery in deliveries[index] if delivery.at_s >= begin_s]
     counts = [n for each in deliveries for at_s, n in each if steps_s[0] < at_s <= steps_s[-1]]
@@ -263,7 +262,7 @@ def whole_steps(
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest value that at least ``percent`` of all are not above (nearest rank)."""
+    """Return the smallest value that is not below ``percent`` of all values (nearest rank)."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
@@ -274,12 +273,12 @@ def padded_fraction(padded: int, live: int) -> float:
 
 
 def paired_ratio(base: Sequence[float], other: Sequence[float]) -> float:
-    """Return the median, over rounds, of how often ``other`` goes into ``base``."""
+    """Return the median, over rounds, of ``base`` divided by ``other``."""
     return statistics.median(round_ratios(base, other))
 
 
 def round_ratios(base: Sequence[float], other: Sequence[float]) -> list[float]:
-    """Return how often ``other`` goes into ``base``, round by round."""
+    """Return ``base`` divided by ``other``, round by round."""
     return [a / b for a, b in zip(base, other, strict=True)]
 
 
@@ -306,6 +305,6 @@ def mean_stages(timings_us: dict[str, float]) -> tuple[dict[str, float], dict[st
 
 
 def median_stages(runs: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the median over runs of each stage; one that a run lacks took it no time."""
+    """Return the median over runs of each stage; a missing stage counts as no time."""
     names = dict.fromkeys(stage for run in runs for stage in run)
     return {name: statistics.median(run.get(name, 0.0) for run in runs) for name in names}

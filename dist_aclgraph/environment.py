@@ -18,7 +18,6 @@ HCCL_EXPANSION_NAMES: dict[HcclExpansion, str] = {"AIV": "AIV", "AICPU": "AI_CPU
 
 EMULATED_VARIABLE = "EMULATED_NPU"  # read by the emulated libraries too
 RAYLET_VARIABLE = "RAY_RAYLET_PID"  # which Ray gives to all that a raylet starts
-JOB_VARIABLE = "RAY_JOB_ID"  # likewise
 # Plans and limits count with these: on all nodes they are what the configuration says.
 CONFIGURED_HCCL = {
     "HCCL_EXEC_TIMEOUT": "timeouts.step_s",
@@ -49,11 +48,6 @@ def python_environment(config: Config) -> dict[str, str]:
     """
     paths = os.pathsep.join(filter(None, sys.path))
     return {**os.environ, **child_environment(config), "PYTHONPATH": paths}
-
-
-def ray_job() -> str | None:
-    """Return the job of Ray's that this process is part of, if it is."""
-    return os.environ.get(JOB_VARIABLE)
 
 
 def environment_with(variables: Mapping[str, str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Small checkpoints with random weights, and what transformers makes of them.
+"""Small checkpoints with random weights, and the tokens that transformers generates from them.
 
 transformers looks for torch_npu: the emulator must be loaded before (fixture ``npu``).
 """
@@ -102,7 +102,7 @@ def make_reference(architecture: str, directory: Path | None = None, **overrides
     model = getattr(transformers, architecture)(config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # What transformers starts at zeros and ones would test nothing.
+            # Weights that transformers initialises to zeros and ones would test nothing.
             if name.endswith("bias"):
                 parameter.normal_(0.0, 0.1)
             elif name.endswith("norm.weight"):

@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget variables that change what we do, so that a test sees the same on every machine."""
+    """Remove variables that change our behaviour, so that a test runs alike on every machine."""
     for name in list(os.environ):
         if name.startswith(OUR_VARIABLES):
             monkeypatch.delenv(name)

@@ -47,7 +47,7 @@ class Answer:
 
 
 def tokens_of(timeout_s: float, answers: list[Answer]) -> list[list[int]]:
-    """Wait for answers, each for so long at most; they must be as long as was asked for."""
+    """Wait for each answer, at most ``timeout_s``; each must have as many tokens as requested."""
     for answer in answers:
         assert answer.ended.wait(timeout_s), "no answer"
         assert answer.finish_reason == "length", answer.error

@@ -24,7 +24,9 @@ def forks() -> ForkServerContext:
 
 
 def begin(environment: Mapping[str, str]) -> None:
-    """Take over an environment, in a forked process. What torch has read while loading is set."""
+    """Take over an environment, in a forked process. Variables that torch reads while it is loaded
+    are set already.
+    """
     os.environ.update(environment)
     import torch
 

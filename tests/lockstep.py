@@ -1,7 +1,7 @@
 """One lockstep group without Ray: its ranks are forked processes, and the test is its engine.
 
 Workers, HCCL, negotiation, capture and the scheduler are those of a deployment, which starts in the
-same phases; placement, channels and clients are not there, which other tests hold.
+same phases. Placement, channels and clients are missing; other tests cover them.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Lockstep:
         return self.scheduler.schedule()
 
     def run(self, plan: StepPlan) -> list[RankStep]:
-        """Have all ranks run a scheduled step; return what each of them did."""
+        """Run a scheduled step on all ranks; return the result of each."""
         done = self.ranks.step(plan)
         for delta in self.scheduler.update([step.result for step in done]):
             self._answers[delta.request_id].take(delta)
@@ -149,7 +149,7 @@ class Lockstep:
                 self._answers[delta.request_id].take(delta)
 
     def finish(self) -> None:
-        """Run steps until nobody waits for any."""
+        """Run steps until no request is left."""
         while self.scheduler.has_work:
             self.turn()
 
@@ -175,7 +175,7 @@ def lockstep(config: Config) -> Iterator[Lockstep]:
     """Start a group of all ranks of ``config``, and end it.
 
     Raises:
-        DistAclGraphError: what a start of a deployment raises.
+        DistAclGraphError: as a start of a deployment raises it.
     """
     planner = Planner.from_config(config)
     assert len(planner.layout.lockstep_groups) == 1

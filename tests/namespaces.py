@@ -1,6 +1,6 @@
 """Several nodes on one machine: network namespaces on a bridge, each with memory of its own.
 
-A node's processes share its network, its /dev/shm and its process ids with nobody else. They all
+A node's processes share its network, its /dev/shm and its process ids with no other node. They all
 end with it, and with this process, however that ends.
 """
 
@@ -127,7 +127,7 @@ class Node:
         )
 
     def set_link(self, is_up: bool) -> None:
-        """Plug the node's cable in, or pull it: nobody is told, packets are lost."""
+        """Plug the node's cable in, or pull it: packets are lost without any notice."""
         self._switch.do(f"ip link set {self._port} {'up' if is_up else 'down'}")
 
     def kill(self) -> None:

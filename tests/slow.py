@@ -1,4 +1,4 @@
-"""Which tests are left to ``make test-more``: variations of what ``make test`` tries once."""
+"""The tests of ``make test-more``: variations of cases that ``make test`` tries once."""
 
 from __future__ import annotations
 

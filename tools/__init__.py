@@ -1,1 +1,1 @@
-"""What developers run beside the package: the pinned packages, and the rig of ``make chaos``."""
+"""Tools for developers beside the package: the pinned packages, and the rig of ``make chaos``."""

@@ -9,7 +9,7 @@ project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text
 
 
 def pins(packages: list[str]) -> set[str]:
-    """Resolve what the extras name of this project itself."""
+    """Replace extras of this project itself by their packages."""
     found = set()
     for package in packages:
         own = re.fullmatch(rf"{project['name']}\[(\w+)\]", package)

@@ -1,1 +1,1 @@
-"""Ray actors: who starts, watches and stops whom. Ray is never on the path of a step."""
+"""The processes of a deployment, which are Ray actors. Ray is never on the path of a step."""

@@ -1,8 +1,8 @@
 """The process that serves HTTP: it knows neither Ray nor devices, and may be replaced at any time.
 
-It asks the owner of the deployment where the engines are, whether requests are to be let in, and,
-while no group serves, what becomes of it. It listens until the service is over: with a 503 where
-nothing else is true.
+It asks the owner of the deployment where the engines are, whether to let requests in, and, while no
+group serves, how far the recovery is. It listens until the service is over, and answers 503 while
+it can serve no request.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import gc
 import select
 from collections.abc import Callable
 
-from dist_aclgraph.actors.deployment.owner_link import Owner, Standing
+from dist_aclgraph.actors.deployment.owner_link import Admission, Owner
 from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.cli.opened import Opened
 from dist_aclgraph.errors import EngineUnavailableError
@@ -22,8 +22,8 @@ from dist_aclgraph.serve.openai.state import ApiState, open_state
 from dist_aclgraph.serve.resume.holder import HolderLink
 
 POLL_S = 0.1
-END_S = 30.0  # until an owner that was left ends the service
-OVER = Standing("the service has ended")
+END_S = 30.0  # limit of an owner that ends the service once its ingress has failed
+OVER = Admission("the service has ended")
 
 
 def serve_http(
@@ -32,13 +32,13 @@ def serve_http(
     """Serve until the service is over.
 
     Args:
-        life: read end of a pipe that nobody writes to: it ends once the service is over.
+        life: read end of a pipe without data, which is closed once the service is over.
         beat: called every second or two, from the event loop.
-        link: to the process that holds connections, with those that a previous process has left;
-            None where no connection outlives this process.
+        link: to the process that holds connections, those of the previous ingress included; None
+            if no connection outlives this process.
 
     Raises:
-        EngineUnavailableError: no request can be served any more, and the service goes on.
+        EngineUnavailableError: no request can be served again, though the service is not over.
     """
     server = HttpServer(opened.config.serve, opened.http, beat, link)
     front = Front("the service is starting")
@@ -56,12 +56,12 @@ def serve_http(
 
 
 def _wait_for_deployment(owner: Owner, life: int) -> Reach | None:
-    """Return where the engines are, None where the service ends before they are there."""
+    """Return where the engines are; None if the service ends before they serve."""
     while not _is_over(life, POLL_S):
-        standing = owner.standing(is_open=False)
-        if standing is not None and standing.end:
+        admission = owner.admission(is_open=False)
+        if admission is not None and admission.end:
             return None
-        if standing is not None and (reach := owner.reach()):
+        if admission is not None and (reach := owner.reach()):
             return reach
     return None
 
@@ -69,19 +69,19 @@ def _wait_for_deployment(owner: Owner, life: int) -> Reach | None:
 def _serve(
     opened: Opened, life: int, server: HttpServer, front: Front, owner: Owner, reach: Reach
 ) -> None:
-    asker = Owner(opened.owner_path)  # asked on a thread of its own
+    asker = Owner(opened.owner_path)  # for outlooks, which another thread asks for
     state = open_state(opened.config, opened.tokenizer, reach, asker.outlook)
     failure = None
     try:
-        # What was imported and built so far is not looked through at every collection.
+        # Collections need not look at objects that exist by now.
         gc.collect()
         gc.freeze()
-        owner.standing(is_open=True)  # said before: who is served finds the service announced
+        owner.admission(is_open=True)  # so that the service is announced before it serves
         api = make_api(state, opened.access)
         server.let_in(lambda: front.open(api))
-        standing = _wait_for_end(state, owner, life)
-        state.drain(standing.drain_s)
-        front.close(standing.end)
+        admission = _wait_for_end(state, owner, life)
+        state.drain(admission.drain_s)
+        front.close(admission.end)
     except EngineUnavailableError as e:
         failure = e
         front.close(f"the service has ended: {e}")
@@ -89,27 +89,27 @@ def _serve(
         state.client.close()
         asker.close()
         owner.close()
-    # Its owner knows of it as well, and stops.
+    # The owner knows of the failure as well, and stops.
     if not _is_over(life, END_S if failure else None) and failure:
         raise failure
 
 
-def _wait_for_end(state: ApiState, owner: Owner, life: int) -> Standing:
+def _wait_for_end(state: ApiState, owner: Owner, life: int) -> Admission:
     """Return once no more requests are to be let in.
 
     Raises:
-        EngineUnavailableError: none can be served any more; says why.
+        EngineUnavailableError: no request can be served again; says why.
     """
     while not _is_over(life, POLL_S):
-        standing = owner.standing(is_open=True)
-        if standing is not None and standing.end:
-            return standing
+        admission = owner.admission(is_open=True)
+        if admission is not None and admission.end:
+            return admission
         state.check()
     return OVER
 
 
 def _is_over(life: int, seconds: float | None) -> bool:
-    """Return whether the service is over, after so many seconds at the latest."""
+    """Wait for the end of the service, for so many seconds at most; return whether it is over."""
     poll = select.poll()
     poll.register(life, select.POLLIN)
     return bool(poll.poll(None if seconds is None else seconds * 1000))

@@ -1,9 +1,9 @@
 """``dist-aclgraph run | serve | scale | roll | plan | simulate | doctor``.
 
-Commands import what is heavy.
+Heavy imports are inside the commands.
 
-A user's mistake is one sentence on stderr and exit code 2; a failure of ours or the machine's is
-one sentence and exit code 1.
+A user's mistake is one sentence on stderr and exit code 2; any other failure is one sentence and
+exit code 1.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Overrides = Annotated[
 ]
 Host = Annotated[str | None, typer.Option(help="address to listen on, as serve.host=ADDRESS")]
 Port = Annotated[int | None, typer.Option(help="port to listen on, as serve.port=N")]
-Groups = Annotated[int, typer.Argument(help="lockstep groups that take requests, 1 or more")]
+NumGroups = Annotated[int, typer.Argument(help="lockstep groups that take requests, 1 or more")]
 DeploymentName = Annotated[
     str | None, typer.Option(help="name of its controller, where several deployments run")
 ]
-LocalRay = Annotated[
+RayAddress = Annotated[
     str | None,
     typer.Option(
         "--ray",
@@ -222,10 +222,10 @@ def simulate(
 
 
 @cli.command()
-def scale(groups: Groups, deployment: DeploymentName = None, ray: LocalRay = None) -> None:
-    """Have a running deployment serve with so many groups; returns when it does.
+def scale(groups: NumGroups, deployment: DeploymentName = None, ray: RayAddress = None) -> None:
+    """Change the number of groups of a running deployment; returns when it is done.
 
-    New ones start beside those that serve; of too many, the newest end what they have, and leave.
+    New groups start beside those that serve. Of too many, the newest end their requests, and leave.
     """
     with _user_errors():
         from rich.console import Console
@@ -246,12 +246,12 @@ def roll(
     config: ConfigPath,
     overrides: Overrides = None,
     deployment: DeploymentName = None,
-    ray: LocalRay = None,
+    ray: RayAddress = None,
 ) -> None:
     """Replace the groups of a running deployment, one after the other, by another configuration.
 
-    No request fails by it: old groups end what they have. What ingresses have read stays: model,
-    name and seed must be the same, and the keys of serve have no effect.
+    No request fails by it: old groups end their requests. The model, name and seed must be the
+    same, as ingresses have read them already; the keys of serve have no effect.
     """
     with _user_errors():
         from rich.console import Console

@@ -1,7 +1,6 @@
-"""What ``dist-aclgraph serve`` has looked at and opened before it starts anything.
+"""The files that ``dist-aclgraph serve`` reads, and the sockets that it opens, before it starts.
 
-The sockets stay open for as long as the service lives: whichever process serves HTTP, or owns the
-deployment, goes on with them.
+The sockets stay open while the service lives: each owner and each ingress uses them in turn.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ OWNER = "owner"  # the name of the socket at which the owner of the deployment i
 
 @dataclass(frozen=True)
 class Opened:
-    """A configuration that may be served, and what its processes share.
+    """A checked configuration, and what the processes of its service share.
 
     Attributes:
-        http: takes clients' connections.
-        link: takes those of the ingress, for whoever owns the deployment.
-        directory: of the socket file of the latter.
+        http: listens for clients.
+        link: listens for the ingress, at the owner of the deployment.
+        directory: of the socket file of ``link``.
     """
 
     config: Config
@@ -47,7 +46,7 @@ class Opened:
 
 @contextmanager
 def open_service(config: Config) -> Iterator[Opened]:
-    """Look at a configuration, take its port, and give it back in the end.
+    """Check a configuration, and listen at its port within this context.
 
     Raises:
         ConfigError: the port is taken, the service would be open to others without a key, or the

@@ -1,14 +1,12 @@
-"""The process that owns a deployment: it starts it, watches it, and stops it.
+"""The process that owns a deployment: it starts the deployment, watches it, and stops it.
 
-Under ``dist-aclgraph serve`` it is Ray's driver. It serves no HTTP itself: an ingress does, which
-asks it how the deployment stands (``owner_link.py``), and is told to drain before anything is
-stopped.
+Under ``dist-aclgraph serve`` it is Ray's driver. An ingress serves HTTP, asks the owner about the
+deployment (``owner_link.py``), and is told to drain before the deployment is stopped.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +17,7 @@ from rich.console import Console
 
 from dist_aclgraph.actors.client.outage import Outlook
 from dist_aclgraph.actors.deployment.deployment_protocol import Deployment
-from dist_aclgraph.actors.deployment.owner_link import OwnerLink, Standing
+from dist_aclgraph.actors.deployment.owner_link import Admission, OwnerLink
 from dist_aclgraph.actors.host.liveness import SharedHeartbeat, Silence
 from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.cli.announce import announce
@@ -36,9 +34,9 @@ from dist_aclgraph.errors import (
 )
 
 POLL_S, CHECK_S, JOIN_S = 0.1, 1.0, 2.0
-SILENT_S = 30.0  # a check of the deployment that takes longer has no answer
-FAILED_S = 2.0  # for requests of a deployment that has failed, to learn of it
-LEAVE_S = 5.0  # more than it drains, until an ingress has left
+SILENT_S = 30.0  # limit of a check of the deployment
+FAILED_S = 2.0  # until requests of a failed deployment have got their errors
+LEAVE_S = 5.0  # from the end of draining until an ingress has left
 
 Start = Callable[..., Deployment]
 
@@ -53,7 +51,7 @@ def own_deployment(
     signals: Signals,
     heartbeat: SharedHeartbeat,
 ) -> None:
-    """Start a deployment, and keep it until a signal; then drain and stop all that was started.
+    """Start a deployment, and keep it until a signal; then drain and stop it.
 
     Args:
         heartbeat: beats while it starts and serves.
@@ -65,7 +63,7 @@ def own_deployment(
         SystemExit: a signal came before anything was served; 128 and its number.
     """
     config, console = opened.config, Console(stderr=True)
-    answers = _Answers()
+    answers = _IngressAnswers()
     with OwnerLink(opened.link, answers) as link:
         try:
             console.print(f"Starting {config.name} on {config.parallel.world_size} NPUs ...")
@@ -91,7 +89,7 @@ def _started(
     start: Start,
     signals: Signals,
     console: Console,
-    answers: _Answers,
+    answers: _IngressAnswers,
     heartbeat: SharedHeartbeat,
 ) -> Iterator[Deployment]:
     """Start a deployment and stop it afterwards; a signal before it serves ends the process."""
@@ -117,10 +115,10 @@ def _started(
         has_ray = False
         raise
     finally:
-        answers.progress = "what is left of the deployment is being ended"
+        answers.progress = "the deployment is being ended"
         answers.running = None
-        # Without Ray nothing can be stopped in order, and to leave it so takes seconds: the
-        # supervisor of this process ends what is left.
+        # Without Ray no actor can be stopped in order, and trying takes seconds: the supervisor of
+        # this process ends the processes.
         if has_ray:
             running.shut_down()
 
@@ -129,13 +127,13 @@ def _watch(
     config: Config,
     running: Deployment,
     signals: Signals,
-    answers: _Answers,
+    answers: _IngressAnswers,
     heartbeat: SharedHeartbeat,
 ) -> None:
     """Return once a signal has come.
 
     Raises:
-        EngineUnavailableError: the deployment serves no more; says why.
+        EngineUnavailableError: the deployment has ended; says why.
     """
     is_announced = False
     with _Checks(running) as checks:
@@ -157,39 +155,39 @@ def _announced(config: Config, running: Deployment) -> bool:
     try:
         report = running.report()
     except DistAclGraphError:
-        return False  # whether all is over, the checks say
+        return False  # the checks find out whether the deployment has ended
     keep_report(config.name, report)
     announce(config, report, Console())
     return True
 
 
-class _Answers:
-    """What the ingress is told. Owned by the main thread, read by those of the link.
+class _IngressAnswers:
+    """The answers to the ingress. The main thread sets them; threads of the link read them.
 
     Attributes:
-        running: the deployment; None before it serves, and once it is being stopped.
+        running: the deployment; None before it serves, and while it is being stopped.
         progress: how far its start is.
-        is_open: whether an ingress lets requests in.
+        is_open: whether an ingress has let requests in.
     """
 
     def __init__(self) -> None:
         self.running: Deployment | None = None
         self.progress = "the deployment is being started"
         self.is_open = False
-        self._standing = Standing()
+        self._admission = Admission()
 
     def end(self, reason: str, drain_s: float) -> None:
-        """Have no more requests let in, and those that are in end within so long."""
-        self._standing = Standing(reason, drain_s)
+        """Let no more requests in; the running ones may take ``drain_s`` to end."""
+        self._admission = Admission(reason, drain_s)
 
     @property
     def leave_s(self) -> float:
-        """How long an ingress may take to leave; nothing where it is not to."""
-        return self._standing.drain_s + LEAVE_S if self._standing.end else 0.0
+        """How long an ingress may take to leave; 0 while it is to stay."""
+        return self._admission.drain_s + LEAVE_S if self._admission.end else 0.0
 
-    def standing(self, is_open: bool) -> Standing:
+    def admission(self, is_open: bool) -> Admission:
         self.is_open = self.is_open or is_open
-        return self._standing
+        return self._admission
 
     def reach(self) -> Reach | None:
         running = self.running
@@ -202,24 +200,23 @@ class _Answers:
     def outlook(self) -> Outlook:
         running = self.running
         if running is None:
-            return Outlook(failure=self._standing.end, progress=self.progress)
+            return Outlook(failure=self._admission.end, progress=self.progress)
         try:
             return replace(running.outlook(), node_id=running.node_id)
         except RayDiedError as e:
             return Outlook(progress=str(e))
         except DistAclGraphError as e:
-            # What is being stopped gives answers that mean nothing.
+            # The answer of a deployment that is being stopped means nothing.
             return Outlook(failure=str(e)) if self.running is running else self.outlook()
 
 
 class _Checks:
-    """Asks a deployment for its health in a thread: the question itself may hang with Ray."""
+    """Checks a deployment's health on a thread, as a check may hang with Ray."""
 
     def __init__(self, running: Deployment) -> None:
         self._running = running
         self._failure: EngineUnavailableError | None = None
         self._silence = Silence(SILENT_S)
-        self._called_s = time.monotonic()  # when ``raise_failure`` was called last
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="checks", daemon=True)
 
@@ -228,7 +225,7 @@ class _Checks:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Let the last question end, so that it meets no deployment that is being stopped."""
+        """Let the last check end before the deployment is stopped."""
         self._ended.set()
         self._thread.join(JOIN_S)
 
@@ -238,9 +235,7 @@ class _Checks:
             raise self._failure
         if self._failure is not None:
             raise EngineUnavailableError(f"the service has ended: {self._failure}")
-        elapsed_s = time.monotonic() - self._called_s
-        self._called_s += elapsed_s
-        if self._silence.listen(elapsed_s):
+        if self._silence.listen():
             raise EngineDeadError(
                 f"the service has ended: Ray has not answered for {SILENT_S:.0f} s"
             )

@@ -1,4 +1,4 @@
-"""What people watch while groups start or drain: a bar in a terminal, else one line per state."""
+"""Progress while groups start or drain: a bar in a terminal, else one line per state."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class StartProgress:
             words = f"{words} ({report.part})"
         if self._bar is not None:
             if words != self._words:
-                # A bar keeps its total for ever: each state has a bar of its own.
+                # A bar's total cannot be unset: each state has its own bar.
                 self._bar.remove_task(self._task)
                 self._task = self._bar.add_task(words, total=None, counted="", detail="")
             self._bar.update(

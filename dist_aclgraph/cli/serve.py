@@ -1,9 +1,9 @@
-"""``dist-aclgraph serve``: an ingress that serves HTTP, and the owner of the deployment behind it.
+"""``dist-aclgraph serve``: an ingress that serves HTTP, and the owner of its deployment.
 
 They are two processes under a supervisor, or with ``recovery.keep_answers: false`` one process.
 
-The port is taken before anything is started, and answers until everything is stopped. Ray Serve has
-no part in it: where a cluster is joined, its applications and its proxies stay as they are.
+The service listens before anything is started, and until everything is stopped. Ray Serve has no
+part in it: in a cluster that is joined, its applications and proxies stay as they are.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from dist_aclgraph.planning.restarts import RestartBudget
 from dist_aclgraph.serve.http.open_files import allow_connections
 
 log = logging.getLogger(__name__)
-# Longer than what may hold an owner up: an answer of its controller.
-SILENT_S = 30.0
-END_S = 180.0  # more than an ingress drains: for what stops a deployment, which has limits itself
+SILENT_S = 30.0  # longer than an owner may wait for an answer of its controller
+END_S = 180.0  # from the end of draining: the steps that stop a deployment have limits of their own
 
 
 def serve(config: Config, start: Start | None = None) -> None:
@@ -44,16 +43,16 @@ def serve(config: Config, start: Start | None = None) -> None:
 
 
 def serve_in_processes(config: Config, start: Start | None = None) -> None:
-    """Serve until a signal, from two processes of which either may die and is replaced.
+    """Serve until a signal, from two processes, each of which is replaced when it dies.
 
     To be called before threads exist.
 
     Args:
-        start: what the owner starts a deployment by, where not by Ray.
+        start: starts a deployment; None for one on Ray.
 
     Raises:
         ConfigError, DeviceError, ModelError: see ``open_service``.
-        SystemExit: in the end; what was wrong later is told on stderr.
+        SystemExit: in the end; later errors are printed on stderr.
     """
     is_on_own_ray = start is None and ray_address() is None
     with open_service(config) as opened, _starter_of(opened.config, is_on_own_ray) as starter:
@@ -91,10 +90,11 @@ def _allow_connections(max_connections: int) -> None:
 
 @contextmanager
 def _starter_of(config: Config, is_on_own_ray: bool) -> Iterator[ProcessStarter]:
-    """Yield the starter of the processes of the service's Ray. What it loads is loaded before Ray
-    is there, and stays when the owner of the deployment dies.
+    """Yield the starter of the processes of the service's Ray.
+
+    A fork server loads before Ray is there, and outlives the owner of the deployment.
     """
-    if not is_on_own_ray:  # a node of somebody else's cluster may have no device
+    if not is_on_own_ray:  # in a cluster that is joined, this node may have no device
         yield ProcessStarter()
         return
     prepare_ray_environment(is_local=True)
@@ -104,7 +104,7 @@ def _starter_of(config: Config, is_on_own_ray: bool) -> Iterator[ProcessStarter]
 
 
 def serve_until_signal(config: Config, start: Start = deployment.start) -> None:
-    """Serve until a signal, from this process alone: its death ends the service.
+    """Serve until a signal, owner and ingress in this process, whose death ends the service.
 
     Raises:
         ConfigError, ModelError: see ``open_service``.
@@ -120,7 +120,7 @@ def serve_until_signal(config: Config, start: Start = deployment.start) -> None:
 
 
 class _IngressThread:
-    """Serves HTTP on a thread of its own, from construction until the end."""
+    """Serves HTTP on a thread, from construction until ``end``."""
 
     def __init__(self, opened: Opened, signals: Signals) -> None:
         self._opened = opened
@@ -131,7 +131,7 @@ class _IngressThread:
         self._thread.start()
 
     def end(self) -> None:
-        """Raise what has ended it before."""
+        """End the thread; raise the error that has ended it before."""
         os.close(self._write)
         self._thread.join()
         os.close(self._read)

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM, remembered instead of obeyed at once."""
+"""SIGINT and SIGTERM, which are recorded and handled later."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Signals:
-    """Remembers the first SIGINT or SIGTERM; the next ones must not cut the tear-down short.
+    """Records the first SIGINT or SIGTERM; later ones must not cut the tear-down short.
 
     Attributes:
-        received: its number, 0 before it.
+        received: its number; 0 before the first signal.
     """
 
     def __init__(self) -> None:
         self.received = 0
-        # A handler interrupts whoever waits, wherever that stands. It may write to a file; the lock
-        # of a threading.Event, which the interrupted wait may hold, would never be free again.
+        # A handler may interrupt a wait that holds the lock of a threading.Event: setting the event
+        # would then block for ever. Writing to a file descriptor does not.
         self._came = os.eventfd(0)
 
     def __enter__(self) -> Signals:
@@ -38,11 +38,11 @@ class Signals:
             signal.signal(number, self._receive)
 
     def wait(self, seconds: float) -> bool:
-        """Return whether one has come, after so many seconds at the latest."""
+        """Wait for a signal, for so many seconds at most; return whether one has come."""
         return bool(select.select([self._came], [], [], seconds)[0])
 
     def stop(self) -> None:
-        """Be as if one had come. Any thread."""
+        """Act as if SIGTERM had come. Any thread."""
         self._receive(signal.SIGTERM, None)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

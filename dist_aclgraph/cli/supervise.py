@@ -1,10 +1,12 @@
-"""The first process of a service: it starts the one that owns the deployment and the one that
-serves HTTP, and another one in the place of either where it is killed or hangs, or where the second
-fails by an error that nobody foresaw. Starts that fail are tried again after pauses.
+"""The first process of a service: the supervisor of the owner of the deployment and of the ingress.
 
-Supervisors of ours signal whole process groups. Ray's daemons must then not be in the group
-(``own_process_group``), and a group's leader cannot leave it: so this process, which may lead one,
-starts no Ray. What a killed owner has started becomes a child of this process, and is ended.
+It replaces either process when it is killed or hangs, and an ingress that fails by an unforeseen
+error. A start that fails is tried again after a pause.
+
+A shell, a container or a service manager signals whole process groups. Ray's daemons must not be in
+that group (``own_process_group``), and the leader of a group cannot leave it: so the supervisor,
+which may be the leader, starts no Ray. Processes that a killed owner has started become children of
+the supervisor, which ends them.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ from dist_aclgraph.serve.resume.holder import ConnectionHolder, HolderLink
 OWNER, INGRESS = "serve:owner", "serve:ingress"  # names of processes
 OWNS, SERVES = "the process that owns the deployment", "the process that serves HTTP"
 CRASHED = 70  # exit code of a process that an unforeseen error ends; EX_SOFTWARE of sysexits.h
-AGAIN = 75  # exit code of an owner in whose place another may serve; EX_TEMPFAIL of sysexits.h
-OF_SIGNALS = 128  # from here on, exit codes are of signals
-END_S = 30.0  # for an ingress, once the service is over
+AGAIN = 75  # exit code of an owner that is to be replaced; EX_TEMPFAIL of sysexits.h
+OF_SIGNALS = 128  # and the number of a signal: the exit code of a process that it has ended
+END_S = 30.0  # limit of an ingress, once the service is over
 WAITED = {signal.SIGCHLD, signal.SIGIO, *SIGNALS}
 SETTLED_S = 10.0  # an ingress that has lived so long did not die of its start
 
@@ -44,15 +46,14 @@ class Supervisor:
     """Owns the two processes of a service.
 
     Args:
-        own: the owner's whole life: until a signal. It beats all the time while it starts and
-            serves.
-        serve_http: the ingress's whole life: until the pipe whose read end it gets is closed. Its
-            event loop calls the second argument every second. By the third, its connections outlive
-            it, and the next ingress goes on with them.
+        own: runs the owner, until a signal. The owner beats while it starts and serves.
+        serve_http: runs the ingress, until the pipe is closed whose read end is the first argument.
+            Its event loop calls the second argument every second. By the third, its connections
+            outlive it, and the next ingress goes on with them.
         restarts: of owner and ingress, counted together; its pauses are the owner's.
-        silent_s: what stands still for longer is killed.
-        end_s: so is an owner that was signalled and has not ended within so long.
-        end_started: kills what an owner that has died had started, and what is no descendant.
+        silent_s: a process without a heartbeat for longer is killed.
+        end_s: an owner that has not ended so long after a signal is killed.
+        end_started: kills processes of a dead owner that are no descendants of the supervisor.
         on_fork: called first in each process.
         backoff: pauses between ingresses that end soon after their start.
     """
@@ -80,22 +81,22 @@ class Supervisor:
         self._owner_heartbeat = SharedHeartbeat(silent_s)
         self._ingress_heartbeat = SharedHeartbeat(silent_s)
         self._holder = ConnectionHolder()
-        self._has_served = False  # whether an owner that has ended had served
-        # Owners keep the end for writing open as well: it closes when they and this one are gone.
+        self._has_served = False  # whether any owner that has ended has served
+        # Owners keep the write end open, too: it closes when supervisor and owner are gone.
         self._life, self._life_end = os.pipe()
         self._pid = self._owner = self._ingress = 0  # process ids
         self._owner_due_s = self._ingress_due_s = 0.0  # when to start one; inf for never
         self._ingress_began_s = 0.0
-        # Children of before: of a shell, say, that has become this process.
+        # Children that this process had before it became the supervisor, as by a shell's exec.
         self._strangers: set[int] = set()
-        self._looked_s = time.monotonic()
+        self._next_look_s = 0.0
         self._is_stopping = False
         self._end_by_s = math.inf  # for an owner that was signalled
         self._failure = 0  # exit code of an ingress that has failed by itself
 
     def run(self) -> int:
         """Serve until a signal, an error, or no restart is left; return the exit code."""
-        # What comes between two looks waits. Who started us may have ignored the ends of children.
+        # Signals between two waits stay pending. The parent may have set SIGCHLD to be ignored.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_BLOCK, WAITED)
         self._pid = os.getpid()
@@ -116,10 +117,9 @@ class Supervisor:
         self._start_due()
         due_in_s = min(self._owner_due_s, self._ingress_due_s) - time.monotonic()
         received = signal.sigtimedwait(WAITED, min(self._look_s, max(0.0, due_in_s)))
-        elapsed_s = time.monotonic() - self._looked_s
-        if elapsed_s >= self._look_s:
-            self._looked_s += elapsed_s
-            self._look(elapsed_s)
+        if time.monotonic() >= self._next_look_s:
+            self._next_look_s = time.monotonic() + self._look_s
+            self._look()
         # Where this process was stopped meanwhile, and continued, Python returns memory that was
         # never set: any number, or the signal of an earlier wait, which does no harm again.
         if received is None or received.si_signo not in WAITED:
@@ -185,7 +185,7 @@ class Supervisor:
                 now_s = time.monotonic()
                 if now_s - self._ingress_began_s >= SETTLED_S:
                     self._backoff.succeeded()
-                # The pause began with the last end: one that lived for longer is replaced at once.
+                # A pause begins with the previous end: after a longer life there is none left.
                 self._ingress_due_s = now_s + self._backoff.pause_s(now_s)
                 self._backoff.failed(now_s)
                 return None
@@ -196,7 +196,7 @@ class Supervisor:
         return self._stop(signal.SIGTERM)
 
     def _start_due(self) -> None:
-        """Start what is due; where no process can be made, try again after a pause."""
+        """Start the processes that are due; if a fork fails, try again after a pause."""
         now_s = time.monotonic()
         if now_s >= self._owner_due_s:
             try:
@@ -221,8 +221,8 @@ class Supervisor:
         with self._holder.open() as end:
             self._ingress = self._fork(INGRESS, partial(self._be_ingress, end))
 
-    def _look(self, elapsed_s: float) -> None:
-        """Kill what stands still, and an owner that does not end."""
+    def _look(self) -> None:
+        """Kill a process that has no heartbeat, and an owner that does not end."""
         if time.monotonic() > self._end_by_s:
             self._end_by_s = math.inf
             _say(f"error: {OWNS} has not ended for {self._end_s:g} s; it is killed")
@@ -231,7 +231,7 @@ class Supervisor:
             (self._owner, self._owner_heartbeat, OWNS),
             (self._ingress, self._ingress_heartbeat, SERVES),
         ):
-            if pid and heartbeat.listen(elapsed_s):
+            if pid and heartbeat.listen():
                 _say(f"warning: {what} has stood still for {self._silent_s:g} s; it is killed")
                 heartbeat.rest()
                 os.kill(pid, signal.SIGKILL)
@@ -246,7 +246,7 @@ class Supervisor:
         return False
 
     def _end_ingress(self) -> None:
-        """Wait for the ingress, which knows that the service is over; not for ever."""
+        """Wait for the ingress, which knows that the service is over; after a limit, kill it."""
         until_s = time.monotonic() + END_S
         while self._ingress:
             if any(pid == self._ingress for pid, _ in _ended()):
@@ -261,7 +261,7 @@ class Supervisor:
         while True:
             self._end_started()
             orphans = processes.children(self._pid) - {self._ingress} - self._strangers
-            if not orphans:  # and so nothing that could start more
+            if not orphans:  # and so no process that could start more
                 break
             processes.kill_all(orphans)
             for pid in orphans:
@@ -282,11 +282,11 @@ class Supervisor:
                     code = 0
                 except BaseException as e:
                     code = _code_of(e)
-                # A group's signal comes twice, from its sender and from the leader: not any more.
+                # A signal of the group comes twice, from its sender and from the supervisor.
                 signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
                 sys.stdout.flush()
                 sys.stderr.flush()
-            finally:  # whatever happens: what the supervisor owns is not this process's to end
+            finally:  # this process must not clean up what the supervisor owns
                 os._exit(code)
         return pid
 
@@ -311,7 +311,7 @@ class Supervisor:
 
 
 def _ended() -> Iterator[tuple[int, int]]:
-    """Yield the children that have ended, orphans too, and how: none stays as a zombie."""
+    """Yield children and orphans that have ended, with their exit codes: no zombie stays."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -343,7 +343,7 @@ def _name_of(number: int) -> str:
 
 
 def _code_of(error: BaseException) -> int:
-    """Return the exit code of a process that an error ends, and say what it is."""
+    """Print an error that ends a process, and return the process's exit code."""
     match error:
         case RayDiedError():
             tell(error)

@@ -14,15 +14,15 @@ class ClusterConfig(Section):
 
     labels: dict[str, str] = Field(
         default_factory=dict,
-        description="labels of Ray that a node must have to get workers, e.g. {rack: r1} for nodes "
-        "that `ray start --labels=rack=r1` has started; empty takes every node",
+        description="Ray labels that a node must have to get workers, e.g. {rack: r1} for "
+        "nodes that `ray start --labels=rack=r1` has started; empty accepts every node",
     )
     ports: str | None = Field(
         None,
         pattern=r"^[0-9]{1,5}-[0-9]{1,5}$",
-        description="TCP ports between nodes, e.g. 20000-20100, of which the first node of each "
-        "lockstep group takes up to four; null takes any that are free. HCCL has ports of its own: "
-        "device.hccl_host_ports and device.hccl_npu_ports",
+        description="TCP ports between nodes, e.g. 20000-20100; the first node of each "
+        "lockstep group uses up to four of them. null uses any free port. HCCL has its own "
+        "ports: device.hccl_host_ports and device.hccl_npu_ports",
     )
 
     @field_validator("ports")

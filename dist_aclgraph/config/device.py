@@ -23,45 +23,49 @@ class FaultConfig(Section):
 
     op: str = Field(
         "",
-        description="operator, e.g. aclnnMm or HcclAllReduce; alloc: device memory in a capture; "
-        "or a call: aclrtDeviceTaskAbort, HcclCommResume",
+        description="operator, e.g. aclnnMm or HcclAllReduce; alloc: device memory in a "
+        "capture; or a call: aclrtDeviceTaskAbort, HcclCommResume",
     )
     when: Literal["execute", "capture"] = Field(
-        "execute", description="which calls count: executions, replays too, or recordings"
+        "execute", description="the calls that count: executions, replays included, or recordings"
     )
-    call: int = Field(1, ge=1, description="at which of its calls")
+    call: int = Field(1, ge=1, description="number of the call at which the fault happens")
     kind: FaultKind = Field(
         "fail",
-        description="what happens at that call; die ends the process as kill -9 does; from link "
-        "on, the device stops with that error; uce: memory turns bad, and whatever touches it "
-        "stops the device",
+        description="effect of the fault. die ends the process like kill -9; link and all "
+        "later kinds stop the device with that error; uce: memory turns bad, and a task that "
+        "uses it stops the device",
     )
-    rank: int | None = Field(None, ge=0, description="on which world rank; null means all")
-    stall_s: float = Field(60.0, gt=0, description="how long a stall lasts")
+    rank: int | None = Field(
+        None, ge=0, description="world rank of the fault; null means all ranks"
+    )
+    stall_s: float = Field(60.0, gt=0, description="duration of a stall")
     operand: int = Field(
-        0, ge=0, description="kind uce: in the memory of which of the operator's tensors"
+        0, ge=0, description="kind uce: index of the operator's tensor whose memory turns bad"
     )
-    offset: int = Field(0, ge=0, description="kind uce: so many bytes behind the tensor's begin")
+    offset: int = Field(
+        0, ge=0, description="kind uce: offset of the bad memory from the tensor's begin, in bytes"
+    )
     file: str = Field(
         "",
-        description="a file that arms a fault in workers that run, by words of "
-        "emulator/README.md such as fault_op=aclnnMm fault_kind=stall; whom it strikes takes it "
-        "away",
+        description="a file that arms a fault in running workers, with words of "
+        "emulator/README.md such as fault_op=aclnnMm fault_kind=stall; the worker that it hits "
+        "removes the file",
     )
 
 
 class EmulatorConfig(Section):
     """The emulated NPU; nothing here matters on hardware."""
 
-    strict: bool = Field(True, description="refuse what the documented operators refuse")
+    strict: bool = Field(True, description="refuse arguments that the documented operators refuse")
     trace: bool = Field(False, description="print every launch and every error to the worker's log")
     streams: int = Field(2048, ge=1, le=65536, description="stream ids of one device")
     streams_by_rank: dict[int, int] = Field(
-        default_factory=dict, description="stream ids where a world rank differs"
+        default_factory=dict, description="stream ids of single world ranks, if different"
     )
     memory_mb: int = Field(4096, ge=16, description="device memory, counted and not reserved")
     memory_mb_by_rank: dict[int, int] = Field(
-        default_factory=dict, description="device memory where a world rank differs"
+        default_factory=dict, description="device memory of single world ranks, if different"
     )
     kernels: Literal["compute", "skip", "timed"] = Field(
         "compute",
@@ -71,18 +75,19 @@ class EmulatorConfig(Section):
     choices: int = Field(
         1,
         ge=1,
-        description="kernels skip and timed: among so many tokens argmax chooses by chance; a "
-        "draft then passes once in so many, and with 1 always",
+        description="kernels skip and timed: argmax chooses by chance among so many tokens, so "
+        "a draft is accepted once in so many steps; with 1 always",
     )
     rates: str | None = Field(
         None,
         description="YAML or JSON file of rates for kernels timed, by the names of "
-        "docs/develop/device-time.md; they replace the table's",
+        "docs/develop/device-time.md; they replace the rates of that table",
     )
     accounting: Literal["pinned", "software_sq"] = Field(
-        "pinned", description="how captured graphs take streams, as old or as new drivers do"
+        "pinned",
+        description="how captured graphs take streams: as with old, or as with new drivers",
     )
-    soc: str = Field("Ascend910B1", description="name of the chip; device.soc goes before it")
+    soc: str = Field("Ascend910B1", description="name of the chip; device.soc overrides it")
     cann: str = Field(
         ASSUMED_CANN,
         pattern=r"^(8\.5|9\.[0-9]+)\.[0-9]+$",
@@ -97,29 +102,30 @@ class DeviceConfig(Section):
     """Which device runs the model."""
 
     kind: Literal["auto", "npu", "emulated"] = Field(
-        "auto", description="auto takes a real NPU where one answers, else the emulator"
+        "auto", description="auto uses a real NPU if one answers, else the emulator"
     )
     task_queue: Literal[0, 1] | None = Field(
         None,
-        description="torch_npu's TASK_QUEUE_ENABLE: 1 dispatches operators from a second thread; "
-        "null is 1 on NPUs, and 0 on the emulator, where that thread has no core of its own",
+        description="torch_npu's TASK_QUEUE_ENABLE: 1 dispatches operators from a second "
+        "thread; null is 1 on NPUs, and 0 on the emulator, where that thread has no core of its "
+        "own",
     )
     expandable_segments: bool | None = Field(
         None,
-        description="let torch_npu's allocator grow its segments, against fragments; null is on "
-        "with NPUs alone",
+        description="let torch_npu's allocator grow its segments, against fragmentation; null "
+        "is true only on NPUs",
     )
     deterministic: bool | None = Field(
         None,
-        description="sum in a fixed order in collectives (HCCL_DETERMINISTIC), which makes them "
-        "slower; null does so where several ranks run the same tokens (tp, pcp), and each decides "
-        "for itself what must be the same on all: with experts, and with drafts",
+        description="sum in a fixed order in collectives (HCCL_DETERMINISTIC), which makes "
+        "them slower. null does so if several ranks run the same tokens (tp, pcp) and each rank "
+        "decides independently what must be the same on all: with experts, and with drafts",
     )
     hccl_expansion: HcclExpansion | None = Field(
         None,
-        description="who unrolls a collective: vector cores, AI CPU, or the host with FFTS+; it "
-        "decides what communication costs in streams; null leaves it to HCCL, and plans with what "
-        "its documents say of the chip: AICPU of an A3, FFTS of an A2",
+        description="the processor that unrolls a collective: vector cores, AI CPU, or the "
+        "host with FFTS+; it determines the streams of communication. null leaves it to HCCL, "
+        "and plans with the documented mode of the chip: AICPU on an A3, FFTS on an A2",
     )
     hccl_buffer_mb: int = Field(
         200,
@@ -131,51 +137,52 @@ class DeviceConfig(Section):
         None,
         ge=1,
         le=65536,
-        description="HCCL's buffer of the domain that MC2 has for itself; larger batches than it "
-        "holds travel another way; null is what the largest batch of MC2 needs",
+        description="HCCL's buffer of MC2's own domain; batches that exceed it use another "
+        "way. null is the need of MC2's largest batch",
     )
     hccl_interfaces: str | None = Field(
         None,
         min_length=1,
-        description="network interfaces of HCCL between nodes (HCCL_SOCKET_IFNAME), e.g. eth0, or "
-        "=eth0 for this one alone, or ^docker for all others; null takes the address that Ray has "
-        "of the node (HCCL_IF_IP) where a group spans nodes. What the environment of a node's "
-        "`ray start` has of these variables goes before all keys",
+        description="network interfaces of HCCL between nodes (HCCL_SOCKET_IFNAME), e.g. eth0, "
+        "or =eth0 for exactly this one, or ^docker for all others; null uses Ray's address of "
+        "the node (HCCL_IF_IP) if a group spans nodes. For all of these variables, the "
+        "environment of a node's `ray start` overrides the keys",
     )
     hccl_host_ports: str | None = Field(
         None,
         pattern=PORTS,
-        description="ports of HCCL on the host (HCCL_HOST_SOCKET_PORT_RANGE), e.g. 60000-60050, or "
-        "auto; several ranks on a node need as many",
+        description="ports of HCCL on the host (HCCL_HOST_SOCKET_PORT_RANGE), e.g. "
+        "60000-60050, or auto; several ranks on a node need one port each",
     )
     hccl_npu_ports: str | None = Field(
         None,
         pattern=PORTS,
-        description="ports of HCCL on the NPU (HCCL_NPU_SOCKET_PORT_RANGE), likewise",
+        description="the same for ports of HCCL on the NPU (HCCL_NPU_SOCKET_PORT_RANGE)",
     )
     gloo_interface: str | None = Field(
         None,
         min_length=1,
-        description="network interface of Gloo (GLOO_SOCKET_IFNAME), e.g. eth0, for libraries that "
-        "use it beside this runtime, which makes no groups of Gloo",
+        description="network interface of Gloo (GLOO_SOCKET_IFNAME), e.g. eth0, for other "
+        "libraries; this runtime makes no groups of Gloo",
     )
     soc: str | None = Field(
         None,
         description="name of the chip that plans assume, e.g. Ascend910B1 (an A2) or "
-        "Ascend910_9391 (an A3); the emulator is that chip, too; null asks the first NPU of this "
-        "machine, and is an A2 where there is none",
+        "Ascend910_9391 (an A3); the emulator emulates that chip, too. null asks the first NPU "
+        "of this machine, and means an A2 without an NPU",
     )
     cann: str | None = Field(
         None,
         pattern=r"^[0-9]+\.[0-9]+",
-        description="version of CANN that plans for NPUs assume; null asks likewise, and is "
-        f"{ASSUMED_CANN} where there is none",
+        description="version of CANN that plans for NPUs assume; null asks the same NPU, and "
+        "means 9.1.0 without one",
     )
     memory_mb: int | None = Field(
         None,
         ge=16,
-        description="memory of each NPU that plans assume; null asks likewise, and is what is "
-        "documented of the chip where there is none: 32 GiB of an Ascend910B4, 64 GiB of others",
+        description="memory of each NPU that plans assume; null asks the same NPU, and means "
+        "the documented memory of the chip without one: 32 GiB for an Ascend910B4, 64 GiB for "
+        "others",
     )
     emulator: EmulatorConfig = EmulatorConfig()
 

@@ -10,19 +10,21 @@ from dist_aclgraph.config.section import Section
 class AutoscaleConfig(Section):
     """How many lockstep groups serve, depending on the waiting requests."""
 
-    min_groups: int = Field(1, ge=1, le=4096, description="groups that always serve")
+    min_groups: int = Field(1, ge=1, le=4096, description="smallest number of serving groups")
     max_groups: int = Field(
-        0, ge=0, le=4096, description="groups that may serve; 0 leaves their number alone"
+        0, ge=0, le=4096, description="largest number of serving groups; 0 turns autoscaling off"
     )
     target_waiting: int = Field(
-        8, ge=1, description="requests that may wait for each group, before another one is started"
+        8,
+        ge=1,
+        description="number of waiting requests per group above which another group is started",
     )
-    up_s: float = Field(15.0, ge=0, description="how long more must have waited")
+    up_s: float = Field(15.0, ge=0, description="how long more requests than that must wait")
     down_s: float = Field(
         300.0,
         ge=0,
-        description="how long nobody must have waited, and half of the other groups have been "
-        "enough, before one is given back",
+        description="how long no request may wait, while half of the other groups would be "
+        "enough, before a group is removed",
     )
 
     @model_validator(mode="after")
@@ -38,77 +40,81 @@ class AutoscaleConfig(Section):
 class ServeConfig(Section):
     """The HTTP service."""
 
-    host: str = Field("127.0.0.1", description="address to bind; loopback unless you choose else")
+    host: str = Field("127.0.0.1", description="address to bind; loopback by default")
     port: int = Field(8000, ge=1, le=65535, description="port to bind")
     max_body_bytes: int = Field(
         2 << 20,
         ge=1024,
         le=64 << 20,
-        description="largest request body; while one is parsed everything else waits, about 20 ms "
-        "for 2 MiB, which hold the ids of 160,000 tokens or more",
+        description="largest request body. Everything else waits while a body is parsed, about "
+        "20 ms for 2 MiB, which hold the ids of 160,000 tokens or more",
     )
     body_s: float = Field(
         60.0,
         gt=0,
-        description="how long a client may take to send a body; 60 s let 2 MiB through at 35 kB/s",
+        description="limit of sending a body; 60 s allow 2 MiB at 35 kB/s",
     )
     max_bodies_mib: int = Field(
         1024,
         ge=1,
-        description="MiB of request bodies that one ingress holds at once; beyond, requests get a "
-        "503. A body counts from its first byte until its request is answered, and twice where "
-        "recovery.keep_answers has `dist-aclgraph serve` keep it for another process as well",
+        description="MiB of request bodies that one ingress holds at once; further requests "
+        "get a 503. A body counts from its first byte until its request is answered. It counts "
+        "twice if recovery.keep_answers lets `dist-aclgraph serve` keep it for another process "
+        "as well",
     )
     max_header_bytes: int = Field(
         32 << 10,
         ge=1024,
         le=1 << 20,
-        description="largest request line and headers, and largest trailers of a body in chunks; "
-        "browsers send less than 16 KiB",
+        description="largest request line and headers, and largest trailers of a body in "
+        "chunks; browsers send less than 16 KiB",
     )
-    header_s: float = Field(
-        10.0, gt=0, description="how long a client may take to send the headers of a request"
-    )
+    header_s: float = Field(10.0, gt=0, description="limit of sending the headers of a request")
     stall_s: float = Field(
         60.0,
         gt=0,
-        description="after so long without reading, while an answer waits, a client is cut off",
+        description="a client that reads nothing for so long, while an answer waits, is "
+        "disconnected",
     )
     max_connections: int = Field(
         4096,
         ge=1,
         le=65536,
-        description="connections at once; each takes a descriptor and some 100 KiB at most",
+        description="connections at once; each takes a descriptor and at most some 100 KiB",
     )
     api_keys_file: str | None = Field(
         None,
-        description="file with an API key on each line, one of which every request but /health, "
-        "/ready and / must bring; DIST_ACLGRAPH_API_KEY adds one",
+        description="file with one API key per line; every request except /health, /ready and "
+        "/ must have one of them. DIST_ACLGRAPH_API_KEY adds one",
     )
-    insecure: bool = Field(False, description="serve beyond loopback without an API key, to anyone")
+    insecure: bool = Field(
+        False, description="serve beyond loopback without an API key, to everyone"
+    )
     allowed_hosts: tuple[str, ...] = Field(
-        (), description="further names in the Host header; on loopback, names of it are known"
+        (),
+        description="further names in the Host header; on loopback, the names of loopback are "
+        "allowed",
     )
     lenient: bool = Field(False, description="ignore unknown request fields instead of a 400")
     generation_s: float | None = Field(
         None,
         gt=0,
-        description="how long an answer may take from when its request is accepted; one that takes "
-        "longer ends with a 408, or with an error in its stream; null sets no limit",
+        description="limit of an answer since its request was accepted; then it ends with a "
+        "408, or with an error in its stream. null sets no limit",
     )
     drain_s: float = Field(10.0, ge=0, description="how long a stop waits for running requests")
     vllm_metrics: bool = Field(
         False,
-        description="expose metrics under vLLM's names, too, for its boards; those that mean the "
-        "same here",
+        description="expose metrics under vLLM's names, too, for its boards, if they have the "
+        "same meaning",
     )
     autoscale: AutoscaleConfig = AutoscaleConfig()
     replicas: int = Field(
         1,
         ge=1,
         le=256,
-        description="processes that serve HTTP under Ray Serve, each for itself; `dist-aclgraph "
-        "serve` is one",
+        description="independent processes that serve HTTP under Ray Serve; `dist-aclgraph "
+        "serve` has one",
     )
 
     @model_validator(mode="after")

@@ -42,52 +42,52 @@ class ParallelConfig(Section):
         1,
         ge=1,
         le=4096,
-        description="data parallel size: copies of the model, of attention alone where ep spreads "
-        "the experts",
+        description="data parallel size: copies of the model; if ep spreads the experts, "
+        "copies of attention alone",
     )
     ep: int = Field(
         1,
         ge=1,
         le=4096,
-        description="expert parallel size: ranks that share one set of experts, a multiple of tp x "
-        "pcp; 1 for dense models",
+        description="expert parallel size: ranks that share one set of experts, a multiple of "
+        "tp x pcp; 1 for dense models",
     )
     exchange: ExchangeSetting = Field(
         "auto",
-        description="how tokens travel to experts of other ranks; auto decides for each size of "
-        "batch, see `dist-aclgraph plan`",
+        description="way of tokens to experts on other ranks; auto decides for each batch "
+        "size, see `dist-aclgraph plan`",
     )
     expert_capacity: float = Field(
         2.0,
         ge=1.0,
-        description="room of an all_to_all, as a multiple of what random routing needs; steps that "
-        "find too little are run again with all_gather",
+        description="room of an all_to_all, as a multiple of the need of random routing; a "
+        "step without enough room is run again with all_gather",
     )
     dcp: int = Field(
         1,
         ge=1,
         le=1024,
-        description="decode context parallel size: shards of a request's KV cache, on ranks that "
-        "would hold copies of it: 1, or pcp times a divisor of tp (latent attention) or of tp / KV "
-        "heads, up to 16",
+        description="decode context parallel size: shards of a request's KV cache, on ranks "
+        "that would otherwise hold copies: 1, or pcp times a divisor of tp (latent attention) "
+        "or of tp / KV heads, up to 16",
     )
     pcp: int = Field(
         1,
         ge=1,
         le=1024,
         description="prefill context parallel size: ranks that split the prompts of a tensor "
-        "parallel group between them; they multiply the NPUs",
+        "parallel group; they multiply the number of NPUs",
     )
     cp_interleave: int = Field(
         1,
         ge=1,
-        description="neighbouring tokens that go to the same of dcp shards; divides kv.block_size",
+        description="number of neighbouring tokens on the same dcp shard; divides kv.block_size",
     )
 
     tp_across_nodes: bool = Field(
         False,
-        description="let a tensor parallel group span nodes where none has NPUs for the whole of "
-        "it; its ranks wait for each other twice a layer, over what links the nodes",
+        description="let a tensor parallel group span nodes if no node has enough NPUs; its "
+        "ranks wait for each other twice per layer, over the network between the nodes",
     )
 
     @property
@@ -101,9 +101,9 @@ class GraphConfig(Section):
     mode: GraphMode = Field("FULL_DECODE_ONLY", description="NONE runs every step eagerly")
     sizes: tuple[int, ...] | None = Field(
         None,
-        description="capture sizes in tokens, of which the plan holds as many as every rank can "
-        "afford; larger batches run eagerly, and graph.lazy may add others while serving; null "
-        "chooses 1, 2, 4, then steps of 8 and 16 up to the largest batch",
+        description="capture sizes in tokens; the plan has as many as every rank can afford. "
+        "Larger batches run eagerly, and graph.lazy may add sizes while serving. null chooses "
+        "1, 2, 4, then steps of 8 and 16 up to the largest batch",
     )
     mixed_sizes: tuple[int, ...] | None = Field(
         None, description="the same for mixed batches, in mode FULL_AND_PIECEWISE"
@@ -112,22 +112,23 @@ class GraphConfig(Section):
         512,
         ge=1,
         le=131072,
-        description="tokens of the largest graph; larger batches run eagerly: their kernels take "
-        "longer than it takes to launch them, so that a graph gains little",
+        description="tokens of the largest graph; larger batches run eagerly, because their "
+        "kernels take longer than their launches, so that a graph gains little",
     )
     traffic: dict[int, float] | None = Field(
         None,
-        description="how often batches of so many tokens are expected, to choose sizes for; null "
-        "expects small ones most often",
+        description="expected frequency of each batch size, for which sizes are chosen; null "
+        "expects small batches most often",
     )
     mixed_traffic: dict[int, float] | None = Field(
         None, description="the same for mixed batches, in mode FULL_AND_PIECEWISE"
     )
     budget_model: BudgetModelName = Field(
-        "calibrated", description="prices graphs in streams; see `dist-aclgraph plan`"
+        "calibrated",
+        description="model of the price of graphs in streams; see `dist-aclgraph plan`",
     )
     reserve_streams: int = Field(
-        0, ge=0, le=2048, description="streams of a rank that no graph may take"
+        0, ge=0, le=2048, description="streams of a rank that graphs must not use"
     )
     send_ahead: bool = Field(
         True, description="send the next step's attention lengths while the host would wait"
@@ -136,12 +137,12 @@ class GraphConfig(Section):
         "cluster", description="one plan for all lockstep groups, or one for each"
     )
     overlap_shared_experts: bool = Field(
-        False, description="run shared experts on a stream of their own, beside the routed ones"
+        False, description="run shared experts on a separate stream, beside the routed ones"
     )
     lazy: Literal["off", "decode", "on"] = Field(
         "decode",
-        description="capture shapes outside the plan when they come often: none, those of decode "
-        "batches, or all",
+        description="capture frequent shapes outside the plan: none, those of decode batches, "
+        "or all",
     )
 
     @field_validator("lazy", mode="before")
@@ -151,27 +152,33 @@ class GraphConfig(Section):
         return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
     lazy_capacity: int = Field(
-        12, ge=0, le=1024, description="lazy graphs at once; streams and bytes are kept for them"
+        12,
+        ge=0,
+        le=1024,
+        description="number of lazy graphs at once; streams and bytes are reserved for them",
     )
     lazy_min_tokens: int = Field(
         4096,
         ge=1,
-        description="tokens run eagerly or as padding before a shape gets a lazy graph",
+        description="tokens of a shape, run eagerly or as padding, before it gets a lazy graph",
     )
     lazy_retry_steps: int = Field(
-        10_000, ge=1, description="steps for which a shape that could not be captured is left alone"
+        10_000, ge=1, description="steps before a shape whose capture failed is tried again"
     )
     rebucket_s: float = Field(
-        30.0, ge=0, description="how often sizes are chosen again for the traffic seen; 0 is never"
+        30.0,
+        ge=0,
+        description="interval at which sizes are chosen again for the observed traffic; 0 "
+        "means never",
     )
     rebucket_gain: float = Field(
         0.05, gt=0, lt=1, description="share of the expected cost that a new plan must save"
     )
     rebucket_min_steps: int = Field(
-        256, ge=1, description="steps that must have been seen before sizes are chosen again"
+        256, ge=1, description="steps that must be observed before sizes are chosen again"
     )
     traffic_half_life_s: float = Field(
-        600.0, gt=0, description="after so long, a step counts half in the traffic"
+        600.0, gt=0, description="time after which a step counts half in the traffic"
     )
 
     @model_validator(mode="after")
@@ -217,18 +224,21 @@ class SchedulerConfig(Section):
     long_prompt_tokens: int | None = Field(
         None,
         ge=1,
-        description="tokens of one prompt in a step, as long as other requests want to run; null "
-        "is a quarter of max_num_batched_tokens",
+        description="tokens of one prompt in a step, while other requests want to run; null is "
+        "a quarter of max_num_batched_tokens",
     )
     steps_in_flight: int = Field(
         2,
         ge=1,
         le=2,
-        description="steps that are decided before the first of them has run: with 2, the next one "
-        "is queued on the device while one runs; with 1, the device waits for the host",
+        description="number of steps that are decided before the first of them has run: with "
+        "2, the next step is queued on the device while one runs; with 1, the device waits for "
+        "the host",
     )
-    max_waiting: int = Field(1024, ge=1, description="requests that may wait; more are refused")
-    prefix_cache: bool = Field(True, description="reuse blocks of equal prompt beginnings")
+    max_waiting: int = Field(
+        1024, ge=1, description="number of requests that may wait; further requests are refused"
+    )
+    prefix_cache: bool = Field(True, description="reuse blocks of equal prompt prefixes")
 
     @property
     def prompt_share(self) -> int:
@@ -241,19 +251,21 @@ class KVConfig(Section):
 
     block_size: int = Field(128, ge=16, le=1024, multiple_of=16, description="tokens per block")
     num_blocks: int | None = Field(
-        None, ge=2, description="blocks per rank; null sizes the cache from free device memory"
+        None, ge=2, description="blocks per rank; null derives the number from free device memory"
     )
     memory_fraction: float = Field(
-        0.8, gt=0.0, le=0.98, description="part of free device memory that KV blocks may take"
+        0.8, gt=0.0, le=0.98, description="part of free device memory for KV blocks"
     )
-    max_bytes: int = Field(1 << 40, ge=1 << 16, description="most bytes of KV blocks per rank")
+    max_bytes: int = Field(
+        1 << 40, ge=1 << 16, description="upper limit of the bytes of KV blocks per rank"
+    )
 
 
 class SpeculativeConfig(Section):
     """Multi-token prediction."""
 
     num_tokens: int = Field(
-        0, ge=0, le=3, description="draft tokens of each request and step; 0 is off"
+        0, ge=0, le=3, description="draft tokens of each request and step; 0 turns drafts off"
     )
 
 
@@ -263,17 +275,17 @@ class TimeoutConfig(Section):
     place_s: float = Field(60.0, gt=0, description="placing the worker actors")
     join_s: float = Field(120.0, gt=0, description="opening devices and forming HCCL groups")
     load_s: float = Field(600.0, gt=0, description="loading weights")
-    negotiate_s: float = Field(60.0, gt=0, description="offers, plan and its confirmation")
+    negotiate_s: float = Field(60.0, gt=0, description="offers, the plan and its confirmation")
     capture_s: float = Field(120.0, gt=0, description="capturing one bucket")
     step_s: float = Field(60.0, gt=0, description="one step, from plan to the last answer")
-    stop_s: float = Field(10.0, gt=0, description="an orderly stop, before workers are killed")
+    stop_s: float = Field(10.0, gt=0, description="an orderly stop; then workers are killed")
     drain_s: float = Field(
         600.0,
         gt=0,
-        description="how long a group that is taken out of service waits for its running requests",
+        description="running requests of a group that is taken out of service",
     )
     link_s: float = Field(
-        10.0, gt=0, description="silence after which an engine, a client or a worker counts as gone"
+        10.0, gt=0, description="silence after which an engine, a client or a worker counts as lost"
     )
 
     @property
@@ -298,33 +310,34 @@ class Config(Section):
 
     model: str = Field(description="directory of a Hugging Face checkpoint")
     served_model_name: str | None = Field(
-        None, description="name in the API; null: the directory's"
+        None, description="name of the model in the API; null takes the name of the directory"
     )
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
         "bfloat16", description="type of weights, activations and KV cache"
     )
     quantization: Literal["w8a8"] | None = Field(
         None,
-        description="w8a8 makes the matrices of layers int8 while loading; null leaves weights as "
-        "the checkpoint has them, in int8 too",
+        description="w8a8 converts the matrices of layers to int8 while loading; null keeps "
+        "the checkpoint's weights, int8 too",
     )
     weights: Literal["checkpoint", "dummy"] = Field(
         "checkpoint",
-        description="dummy makes zeros of the model's shapes instead of reading its files, to see "
-        "what steps take: answers mean nothing",
+        description="dummy makes zeros of the model's shapes instead of reading its files, to "
+        "measure steps; answers are meaningless",
     )
     max_model_len: int | None = Field(
         None,
         ge=2,
-        description="longest prompt plus output; null takes the model's, or what the cache holds",
+        description="longest prompt plus output; null takes the model's length, or the "
+        "capacity of the cache",
     )
     seed: int | None = Field(
         None,
         ge=0,
         lt=2**31,
-        description="seeds requests that bring none: each replica that serves HTTP draws the same "
-        "seeds after every start, and no two replicas draw the same. With null seeds differ after "
-        "every start, too; `LLM` takes null as 0",
+        description="seeds requests that have none: each replica that serves HTTP draws the "
+        "same seeds after every start, and no two replicas draw the same. With null, seeds also "
+        "differ between starts; `LLM` treats null as 0",
     )
     parallel: ParallelConfig = ParallelConfig()
     graph: GraphConfig = GraphConfig()
@@ -336,7 +349,7 @@ class Config(Section):
     serve: ServeConfig = ServeConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
-    profile: bool = Field(False, description="measure a step's host time by stage")
+    profile: bool = Field(False, description="measure the host time of a step by stage")
 
     @property
     def name(self) -> str:

@@ -1,8 +1,8 @@
-"""Pinned memory that small arrays are sent to the device from.
+"""Pinned memory from which small arrays are sent to the device.
 
-torch's allocator of pinned memory records an event where memory is freed that the device has copied
-from: in a destructor, where an error ends the process. On a device that has failed it is one, and
-the group could not come back in place. So nothing is freed here.
+When torch's allocator frees pinned memory from which the device has copied, it records an event, in
+a destructor. On a failed device this is an error, which ends the process there, and the group could
+not be resumed. So nothing is freed here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ALIGNED_BYTES = 64
 
 class _Part:
     """Attributes:
-    is_left: whether its copies may still run; ``sent`` was recorded behind them then.
+    is_left: whether its copies may still run; then ``sent`` was recorded behind them.
     """
 
     def __init__(self, sent: Any) -> None:
@@ -30,12 +30,12 @@ class _Part:
 
 
 class Staging:
-    """Owns the memory, whose parts are used in turn; more of them where the device is far behind.
+    """Owns the memory, whose parts are used in turn; it grows if the device is far behind.
 
     Args:
-        stream: on which all is sent.
+        stream: the stream of all copies.
         make_event: returns an event of the device.
-        waiting: the host waits inside; see ``Npu.waiting``.
+        waiting: context in which the host waits; see ``Npu.waiting``.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Staging:
         self._index = self._used = 0
 
     def send(self, array: np.ndarray, device: torch.device) -> torch.Tensor:
-        """Return an array's copy on the device, which is under way."""
+        """Return an array's copy on the device; the copy may still run."""
         source = torch.from_numpy(array)
         if array.nbytes <= PART_BYTES:
             return self._hold(source).to(device, non_blocking=True)
@@ -63,7 +63,9 @@ class Staging:
         return sent.view(source.shape)
 
     def _hold(self, source: torch.Tensor) -> torch.Tensor:
-        """Return a copy in pinned memory, of at most ``PART_BYTES``, to be sent at once."""
+        """Return a copy in pinned memory, of at most ``PART_BYTES``; the caller sends it at
+        once.
+        """
         if self._used + source.nbytes > PART_BYTES:
             self._go_on()
         begin = self._used
@@ -72,7 +74,7 @@ class Staging:
         return room.view(source.dtype).view(source.shape).copy_(source)
 
     def _go_on(self) -> None:
-        """Take the next part, if the device has read what was in it, or a new one."""
+        """Return the next part if the device has read its contents, otherwise a new part."""
         left = self._parts[self._index]
         left.sent.record(self._stream)
         left.is_left = True

@@ -1,8 +1,8 @@
-"""The places of a step that want something else than the most probable token, and what the device
-knows of them: sent when rows or parameters change, and read by each step until then.
+"""The places of a step that do not simply take the most probable token, and their parameters on the
+device. Parameters are sent when rows or parameters change, and each step reads them until then.
 
-Nothing on the device is written twice. What changes is sent to new tensors; steps in flight read
-the old ones, whose memory the stream's order keeps for them.
+No tensor on the device is written twice. Changes are sent to new tensors. Steps in flight read the
+old tensors, whose memory stays valid by the order of the stream.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dist_aclgraph.ints import IntArray
 from dist_aclgraph.packing import stack_rows
 from dist_aclgraph.steps.host_step import HostStep
 
-MAX_OPERATOR_K = 1024  # npu_top_k_top_p takes no larger k
+MAX_OPERATOR_K = 1024  # npu_top_k_top_p accepts no larger k
 
 Settings = npt.NDArray[np.void]
 
@@ -41,12 +41,12 @@ class WideTopK:
 
 @dataclass(frozen=True)
 class Filter:
-    """Places that the operator cuts in the same way.
+    """Places to which the operator applies top-k and top-p together.
 
     Attributes:
-        where: [m] int64, indices of the places; None where it is all of them.
+        where: [m] int64, indices of the places; None means all places.
         temperature: [m, 1] float32.
-        top_p: [m] float32; top_k: [m] int32; None where it is not cut by.
+        top_p: [m] float32; top_k: [m] int32; None if no place uses it.
     """
 
     where: Tensor | None
@@ -71,14 +71,14 @@ class AskedLogprobs:
 
 @dataclass(frozen=True)
 class SamplingPlaces:
-    """How tokens are sampled at places: all that stays the same while the same rows go on.
+    """The sampling parameters of places, which stay the same while the same rows continue.
 
     Attributes:
         seeds: [n]; free_from: [n], the first position at which end tokens may come.
-        suppressed: of each place, the tokens that must not come before that position.
-        penalties: None where no place has some.
-        temperature: [n, 1] float32, 0 where the most probable token wins; None where all are.
-        least: [n, 1] float32, how much less than the best logit is forbidden (min-p); or None.
+        suppressed: of each place, the tokens that are forbidden before that position.
+        penalties: None if no place has penalties.
+        temperature: [n, 1] float32, 0 if the most probable token wins; None if all are 0.
+        least: [n, 1] float32, the largest allowed distance below the best logit (min-p); or None.
     """
 
     seeds: npt.NDArray[np.int64]
@@ -92,10 +92,11 @@ class SamplingPlaces:
     logprobs: AskedLogprobs | None
 
     def suppressed_at(self, positions: IntArray) -> Iterator[tuple[int, int]]:
-        """Yield index and token of each end token that comes too early.
+        """Yield the indices of place and token for each end token that is forbidden at its
+        position.
 
         Args:
-            positions: [n], of the tokens that are sampled.
+            positions: [n], positions of the sampled tokens.
         """
         for index in np.flatnonzero(positions < self.free_from).tolist():
             for token in self.suppressed[index]:
@@ -105,7 +106,7 @@ class SamplingPlaces:
 def send_places(
     table: SamplingTable, rows: IntArray, vocab_size: int, to_device: ToDevice
 ) -> SamplingPlaces:
-    """Send what the device must know of places.
+    """Send the parameters of places to the device.
 
     Args:
         rows: [n], row of each place.
@@ -142,7 +143,9 @@ def _send_penalties(settings: Settings, rows: IntArray, to_device: ToDevice) -> 
 def _send_filters(
     settings: Settings, is_random: npt.NDArray[np.bool_], vocab_size: int, to_device: ToDevice
 ) -> tuple[WideTopK | None, tuple[Filter, ...]]:
-    """Send which places are cut, and by what: none without a temperature is."""
+    """Send the places that use top-k or top-p, and their limits; no place without a temperature
+    does.
+    """
     top_k, wide, filters = settings["top_k"], None, []
     cuts_k = is_random & (top_k > 0) & (top_k < vocab_size)
     is_wide = cuts_k & (top_k > MAX_OPERATOR_K)
@@ -172,7 +175,7 @@ def _send_least(
     has_min_p = is_random & (settings["min_p"] > 0)
     if not has_min_p.any():
         return None
-    less = np.full(len(settings), np.inf, np.float32)  # all of it where a place asks for nothing
+    less = np.full(len(settings), np.inf, np.float32)  # no limit if a place does not use min-p
     chosen = settings[has_min_p]
     less[has_min_p] = -chosen["temperature"] * np.log(chosen["min_p"])
     return _column(less, to_device)
@@ -180,7 +183,7 @@ def _send_least(
 
 def _column(values: np.ndarray, to_device: ToDevice) -> Tensor:
     """Send [n] numbers, and return them as [n, 1]."""
-    return to_device(values.copy()).unsqueeze(-1)  # a field of records has gaps
+    return to_device(values.copy()).unsqueeze(-1)  # a field of records has gaps between its values
 
 
 @dataclass(frozen=True)
@@ -189,7 +192,7 @@ class StepPlaces:
 
     Attributes:
         indices: [n], among all places of the step; where: the same, int64 on the device.
-        samples, drafts: [n], whose sample each is, and behind how many drafts.
+        samples, drafts: [n], the sample of each place, and the number of drafts before it.
     """
 
     indices: npt.NDArray[np.intp]
@@ -199,8 +202,8 @@ class StepPlaces:
     places: SamplingPlaces
 
     def positions(self, step: HostStep) -> IntArray:
-        """Return positions of the tokens that are sampled, [n]: drafts before them count."""
-        # What repeats a request's last place is sampled like it.
+        """Return positions of the sampled tokens, [n], counting the drafts before them."""
+        # A repetition of a request's last place is sampled like that place.
         num_logits = step.num_logits[self.samples]
         first = step.kv_lens[step.sampled][self.samples] - num_logits + 1
         positions: IntArray = (first + np.minimum(self.drafts, num_logits - 1)).astype(np.int32)
@@ -208,10 +211,10 @@ class StepPlaces:
 
 
 class KnownPlaces:
-    """Owns what the device knows of the special places of the last step that had some.
+    """Owns the parameters on the device, of the special places of the last step that had any.
 
     Args:
-        num_places: k + 1, of each sample.
+        num_places: k + 1, places of each sample.
     """
 
     def __init__(
@@ -221,13 +224,13 @@ class KnownPlaces:
         self._num_places = num_places
         self._vocab_size = vocab_size
         self._to_device = to_device
-        # For which rows and parameters it was sent; None where nothing is known.
+        # Rows and parameters for which it was sent; None if nothing is valid on the device.
         self._rows: IntArray | None = None
         self._version = 0
         self._places: StepPlaces | None = None
 
     def find(self, sampled_rows: IntArray) -> StepPlaces | None:
-        """Return the special places of a step, sent if need be; None where there are none.
+        """Return the special places of a step, and send them if necessary; None if there are none.
 
         Args:
             sampled_rows: [num_samples].
@@ -235,13 +238,13 @@ class KnownPlaces:
         if self._table.is_all_plain or not len(sampled_rows):
             return None
         if not self._is_known(sampled_rows):
-            self._rows = None  # until all is sent
+            self._rows = None  # until everything is sent
             self._places = self._send(sampled_rows)
             self._rows, self._version = sampled_rows, self._table.version
         return self._places
 
     def forget(self) -> None:
-        """The device's work was aborted: what was sent may not be there."""
+        """Reset after an abort of the device: sent parameters may be missing."""
         self._rows = self._places = None
 
     def _is_known(self, rows: IntArray) -> bool:

@@ -1,4 +1,4 @@
-"""How each row wants to be sampled, in columns: a step gathers them without Python for each row."""
+"""The sampling parameters of rows, in columns: a step gathers them without Python per row."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy.typing as npt
 from dist_aclgraph.ints import IntArray
 from dist_aclgraph.steps.step import RowSampling
 
-# Of a row, the fields of RowSampling that the sampler reads as numbers.
+# The fields of RowSampling that the sampler reads as numbers.
 COLUMNS = np.dtype(
     [
         ("temperature", np.float32),
@@ -31,12 +31,11 @@ class SamplingTable:
     """Owns the sampling parameters of all rows.
 
     Attributes:
-        is_plain: [max_rows], whether a row wants the most probable token and nothing else.
-        may_draft: [max_rows], whether drafts of a row may pass: penalties depend on them.
-        is_all_plain, all_may_draft: whether that is so of every row.
-        suppressed: by row, tokens that must not come before ``min_tokens``.
-        version: how often a row has got parameters: as long as it is the same, all rows have those
-            that they had.
+        is_plain: [max_rows], whether a row simply takes the most probable token.
+        may_draft: [max_rows], whether drafts of a row may be accepted; with penalties they may not.
+        is_all_plain, all_may_draft: whether this holds for every row.
+        suppressed: by row, tokens that are forbidden before ``min_tokens``.
+        version: number of parameter changes; while it is the same, no row has changed.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -48,7 +47,7 @@ class SamplingTable:
         self.version = 0
 
     def set(self, row: int, sampling: RowSampling) -> None:
-        """Give a row its parameters."""
+        """Set the parameters of a row."""
         self.version += 1
         self._settings[row] = tuple(getattr(sampling, name) for name in COLUMNS.names or ())
         self.is_plain[row] = sampling.is_plain

@@ -1,4 +1,4 @@
-"""From a step's logits to what the engine is told: the one place where the host waits."""
+"""From a step's logits to the report for the engine: the only place where the host waits."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.steps.host_step import NO_INTS, HostStep
 from dist_aclgraph.steps.step import RankBatch, RowLogprobs
 
-# Of decoder and drafts: tokens computed, tokens without room. Each is alone in 32 bytes, what
-# operators load at once.
+# Of decoder and drafts: computed tokens, tokens without room. Each has 32 bytes of its own, because
+# operators load 32 bytes at once.
 TALLY_SHAPE = (2, 2, 4)
 
-# NaN and infinity are the numbers whose exponent has all its bits.
+# In NaN and infinity, all bits of the exponent are set.
 BITS_OF = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 EXPONENT_OF = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 
@@ -38,7 +38,7 @@ TokensAt = Callable[[IntArray], Tensor]
 
 @dataclass(frozen=True)
 class SpecialPlaces:
-    """Places that want something else than the most probable token, and what they got.
+    """Places that do not simply take the most probable token, and their chosen tokens.
 
     Attributes:
         logits: [n, vocab]; chosen: [n] int32.
@@ -51,16 +51,16 @@ class SpecialPlaces:
 
 @dataclass(frozen=True)
 class HostOutput:
-    """What a step brought.
+    """The results of a step.
 
     Attributes:
         token_ids: [num_new], request by request.
-        counts: [num_samples], how many each request got.
-        expert_tokens: what this rank's experts have computed since the start, but for the drafts of
-            this step.
-        num_unplaced: tokens of the decoder that found no room since the start.
-        logprobs: [num_new], or empty where nobody asked.
-        non_finite: [n], which of the requests that sampled have tokens that mean nothing.
+        counts: [num_samples], number of new tokens of each request.
+        expert_tokens: tokens of this rank's experts since the start, except for the drafts of this
+            step.
+        num_unplaced: tokens of the decoder without room since the start.
+        logprobs: [num_new], or empty if no request wants them.
+        non_finite: [n], the sampled requests whose tokens are meaningless.
     """
 
     token_ids: IntArray
@@ -72,7 +72,7 @@ class HostOutput:
 
 
 class _Landing:
-    """Pinned memory that the results of one step are copied to.
+    """Pinned memory to which the results of one step are copied.
 
     Attributes:
         tokens: [max_samples * (k + 1)] int32; accepted: [max_samples] int32.
@@ -108,10 +108,10 @@ class ComingOutput:
 
 
 class StepOutput:
-    """Owns the pinned memory that results are copied to, and what sampling has on the device.
+    """Owns the pinned memory for results, and the sampling state on the device.
 
     Args:
-        steps_in_flight: whose results may be on their way together.
+        steps_in_flight: number of steps whose results may be on their way together.
     """
 
     def __init__(
@@ -133,16 +133,17 @@ class StepOutput:
         self._exponent = EXPONENT_OF[dtype]
         self._num_queued = 0
         self._stream = runtime().current_stream()
-        self._counted: IntArray = np.zeros(max_samples, np.int32)  # by row, how many tokens are
+        # by row, number of counted tokens
+        self._counted: IntArray = np.zeros(max_samples, np.int32)
         self._counts = TokenCounts(max_samples, vocab_size, npu.device, npu.upload)
         self._noise = RaceNoise(vocab_size, npu.upload)
         self._known = KnownPlaces(batch.sampling, self._num_places, vocab_size, npu.upload)
 
     def count_tokens(self, batch: RankBatch, step: HostStep, token_ids: TokensAt) -> None:
-        """Take in the tokens that a step's rows began with, or got since the last one.
+        """Count the tokens with which a step's rows began, or which they got since the last step.
 
         Args:
-            step: what runs.
+            step: the step that runs.
             token_ids: returns [n] int32 tokens on the device by [n] references.
         """
         rows = self._batch
@@ -154,7 +155,7 @@ class StepOutput:
         if rows.sampling.all_may_draft:
             return
         penalised = np.flatnonzero(~rows.sampling.may_draft).astype(np.int32)
-        # One for each row at a time: one of a row may be there twice.
+        # One token per row at a time, because a row may have two tokens.
         while len(late := penalised[self._counted[penalised] < rows.num_tokens[penalised]]):
             self._counts.add(late, self._npu.upload(rows.token_ids[late, self._counted[late]]))
             self._counted[late] += 1
@@ -166,7 +167,7 @@ class StepOutput:
     def choose_special(
         self, inputs: HostStep, logits: Tensor, tokens: Tensor
     ) -> SpecialPlaces | None:
-        """Sample the places that need it, and put what they got among ``tokens``.
+        """Sample the places that need it, and write the chosen tokens into ``tokens``.
 
         Args:
             logits: [num_samples * (k + 1), vocab].
@@ -187,7 +188,7 @@ class StepOutput:
         return SpecialPlaces(known, logits, chosen)
 
     def forget(self) -> None:
-        """The device's work was aborted: what was sent may not be there."""
+        """Reset after an abort of the device: sent values may be missing."""
         self._known.forget()
 
     def queue(
@@ -199,14 +200,14 @@ class StepOutput:
         tally: Tensor | None,
         special: SpecialPlaces | None,
     ) -> ComingOutput:
-        """Send what a step makes to the host, which does not wait.
+        """Send a step's results to the host; the host does not wait.
 
         Args:
             tokens: [>= num_samples * (k + 1)] int32.
-            best: as many, the greatest logits.
-            accepted: [>= num_samples] int32, how many drafts passed; None without drafts.
-            tally: of TALLY_SHAPE, int64; None where it does not change.
-            special: places whose log-probabilities may be wanted; None are.
+            best: the greatest logits of the same places.
+            accepted: [>= num_samples] int32, number of accepted drafts; None without drafts.
+            tally: of TALLY_SHAPE, int64; None if it does not change.
+            special: places whose log-probabilities may be wanted; None means no place.
         """
         landing = self._landings[self._num_queued % len(self._landings)]
         self._num_queued += 1
@@ -225,16 +226,16 @@ class StepOutput:
         return ComingOutput(landing, num_samples, accepted is not None, special, logprobs)
 
     def is_here(self, coming: ComingOutput) -> bool:
-        """Whether the device has made a step's results, and ``read`` would not wait."""
+        """Whether a step's results are complete, so that ``read`` would not wait."""
         return bool(coming.landing.ready.query())
 
     def read(
         self, coming: ComingOutput, while_waiting: Callable[[Callable[[], bool]], None]
     ) -> HostOutput:
-        """Wait for the device and return what it made.
+        """Wait for the device and return its results.
 
         Args:
-            while_waiting: what the host does until its argument says that the device is done.
+            while_waiting: work of the host; its argument tells whether the device is done.
         """
         landing, num_samples = coming.landing, coming.num_samples
         while_waiting(landing.ready.query)
@@ -257,7 +258,7 @@ class StepOutput:
         )
 
     def _non_finite(self, coming: ComingOutput, counts: IntArray) -> IntArray:
-        """Return the requests of which a new token was chosen from logits that are not finite."""
+        """Return the requests with a new token that was chosen from non-finite logits."""
         num_places = coming.num_samples * self._num_places
         is_bad = coming.landing.bits[:num_places] & self._exponent == self._exponent
         if not is_bad.any():
@@ -267,7 +268,7 @@ class StepOutput:
         return np.flatnonzero(is_bad.any(axis=1)).astype(np.int32)
 
     def _logprobs(self, coming: ComingOutput, counts: IntArray) -> tuple[RowLogprobs | None, ...]:
-        """Return a report for each new token, or nothing where nobody asked."""
+        """Return a report for each new token, or nothing if no request wants them."""
         special, logprobs = coming.special, coming.logprobs
         if special is None or logprobs is None:
             return ()

@@ -1,6 +1,6 @@
-"""How often tokens occur in each row, on the device: what penalties need.
+"""Occurrences of tokens in each row, on the device, for penalties.
 
-A step adds its new tokens, so that its work does not grow with what a request has said before.
+A step adds only its new tokens, so its work does not grow with a request's history.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from dist_aclgraph.ints import IntArray
 
-IN_PROMPT = 1 << 30  # added to the count of a token that the prompt has
+IN_PROMPT = 1 << 30  # added to the count of a token that occurs in the prompt
 
 ToDevice = Callable[[np.ndarray], Tensor]
 
 
 @dataclass(frozen=True)
 class Penalties:
-    """What is penalised, and how: of places that want it, on the device.
+    """Penalties and their places, on the device.
 
     Attributes:
         rows: [m] int64; where: [m] int64, indices of the places.
@@ -36,7 +36,8 @@ class Penalties:
 
 
 class TokenCounts:
-    """Owns [max_rows, vocab] int32: occurrences in the output, and whether the prompt has it.
+    """Owns [max_rows, vocab] int32: occurrences in the output, and a mark if the prompt has the
+    token.
 
     Only rows with penalties are kept up to date.
     """
@@ -48,7 +49,7 @@ class TokenCounts:
         self._to_device = to_device
 
     def begin(self, row: int, token_ids: IntArray, num_prompt_tokens: int) -> None:
-        """Count a request's tokens anew.
+        """Count all tokens of a request again.
 
         Args:
             token_ids: [num_tokens], prompt and output.
@@ -60,13 +61,13 @@ class TokenCounts:
         self._counts[row].index_copy_(0, self._upload(ids), self._to_device(counts))
 
     def add(self, rows: IntArray, token_ids: Tensor) -> None:
-        """Count new tokens, one of each row.
+        """Count new tokens, one per row.
 
         Args:
             rows: [n]; token_ids: [n] int32.
         """
         flat = self._counts.view(-1)
-        # All counts together have fewer than 2^31 places: they would be 8 GiB.
+        # All counts together have fewer than 2^31 entries, because so many would be 8 GiB.
         begins = self._to_device(rows.astype(np.int32) * np.int32(self._counts.shape[1]))
         where = (begins + token_ids).long()
         flat.index_copy_(0, where, flat.index_select(0, where) + 1)

@@ -13,7 +13,7 @@ from dist_aclgraph.packing import pack_parts
 
 
 def upload_arrays(npu: Npu, arrays: Sequence[IntArray]) -> list[Tensor]:
-    """Send arrays in one copy; return them on the device, each on an aligned place."""
+    """Send arrays in one copy; return them on the device, each at an aligned address."""
     parts, size = pack_parts(array.size for array in arrays)
     packed = np.zeros(size, np.int32)
     for part, array in zip(parts, arrays, strict=True):

@@ -1,4 +1,4 @@
-"""One captured full graph: what it accepts, its tasks, and its life from capture to release."""
+"""One captured full graph: its accepted inputs, its tasks, and its life from capture to release."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Forward = Callable[[TaskRecorder | None], None]
 class CapturedGraph:
     """Owns its NPU graph, task handles and events.
 
-    Replays only what it was captured for: its number of rows and tokens, and the buffers whose
-    addresses are baked into it. Anything else is refused, always.
+    Accepts only its own number of rows and tokens, and the buffers whose addresses it contains. It
+    always refuses other inputs.
 
     Attributes:
-        graph: torch_npu's.
+        graph: torch_npu's graph.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class CapturedGraph:
 
     @property
     def num_tasks(self) -> int:
-        """Attention operators to update, one for each layer."""
+        """Attention operators to update, one per layer."""
         return len(self._recorder.tasks)
 
     def replay(
@@ -55,7 +55,7 @@ class CapturedGraph:
 
         Args:
             addresses: of the buffers that hold the step's inputs.
-            lens: padding included. Where some were sent ahead, ``update`` must send the same.
+            lens: padding included. If some were sent ahead, ``update`` must send the same.
 
         Raises:
             ReplayMismatchError: the inputs are not those of the capture; nothing was queued.
@@ -83,9 +83,9 @@ class CapturedGraph:
         lens: Lens,
         between: Callable[[], None] = lambda: None,
     ) -> int:
-        """Send a queued replay's lengths to the tasks that were not sent them ahead.
+        """Send a queued replay's lengths to the tasks that did not get them ahead.
 
-        Layer by layer; the host waits for nothing. Returns how many tasks that were.
+        Works layer by layer; the host does not wait. Returns the number of these tasks.
 
         Args:
             between: called behind each layer.
@@ -99,22 +99,23 @@ class CapturedGraph:
         lens: Lens,
         is_wanted_elsewhere: Callable[[], bool],
     ) -> None:
-        """Send the lengths that the next replay will most likely want; it may want others.
+        """Send the lengths that the next replay will probably want; it may want others.
 
         Call after ``update``, any number of times with the same lengths. Stops between two layers
-        as soon as ``is_wanted_elsewhere`` says so.
+        as soon as ``is_wanted_elsewhere`` returns true.
         """
         self._updates.send_ahead(main_stream, update_stream, lens, is_wanted_elsewhere)
 
     def forget(self, main_stream: Any) -> None:
-        """The device's work was aborted, updates and replays among it: the next replay sends all.
+        """Reset after an abort of the device, updates and replays included: the next replay sends
+        all lengths.
 
         ``main_stream`` prepares the graph for it.
         """
         self._updates.forget(main_stream)
 
     def release(self) -> None:
-        """Give streams and memory back."""
+        """Release streams and memory."""
         self._recorder.tasks.clear()
         self._recording.forget(self.graph)
 
@@ -126,7 +127,7 @@ def capture(
     recording: Recording,
     addresses: tuple[int, ...],
 ) -> CapturedGraph:
-    """Record ``forward``; nothing runs. A failed capture leaves nothing behind.
+    """Record ``forward``; nothing runs. After a failed capture nothing remains.
 
     Raises:
         StreamExhaustedError, OutOfDeviceMemoryError, CaptureError: see ``Recording.record``.

@@ -1,4 +1,6 @@
-"""A name for what was captured: ranks that recorded different operators find out before replay."""
+"""A digest of the captured operators: ranks that recorded different operators notice it before a
+replay.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class OperatorDigest(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Hashes every operator that runs inside, collectives included: its name, and the type and
-    shape of its tensors. Values do not count: weights and addresses differ from rank to rank.
+    """Hashes every operator that runs inside, collectives included: its name, and the types and
+    shapes of its tensors. Values do not count, because weights and addresses differ between ranks.
     """
 
     def __init__(self) -> None:
@@ -21,8 +23,8 @@ class OperatorDigest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Tell torch that nothing has to be kept from its compiler, which is never used here: it
-        would be imported for that alone, with a second of each rank's start.
+        """Tell torch not to prepare for its compiler, which is never used here. Otherwise the
+        compiler would be imported, which takes a second of each rank's start.
         """
         return False
 
@@ -42,7 +44,7 @@ class OperatorDigest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def describe(value: Any) -> str:
-    """Return a tensor's type and shape; of anything else, nothing."""
+    """Return a tensor's type and shape; nothing for other values."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype}{list(value.shape)}"
     return ""

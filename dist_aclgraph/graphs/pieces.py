@@ -1,8 +1,8 @@
 """A bucket captured in pieces: a graph for each segment between two attentions.
 
 Attention runs between the pieces, eagerly, with the step's own lengths, so that any mixture of
-prefill and decode replays the same graphs. What crosses from piece to piece lies in the pool that
-all graphs share: it is valid from one piece to the next of the same step, and no longer.
+prefill and decode replays the same graphs. Values between two pieces are in the pool that all
+graphs share. They are valid only from one piece to the next of the same step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class CapturedPieces:
         """Record the next piece; the caller keeps its outputs while later pieces read them.
 
         Raises:
-            StreamExhaustedError, OutOfDeviceMemoryError, CaptureError: release what there is.
+            StreamExhaustedError, OutOfDeviceMemoryError, CaptureError: release the recorded pieces.
         """
         made: list[tuple[Tensor, ...]] = []
         name = f"{self.descriptor}, piece {len(self.graphs)}"
@@ -56,7 +56,7 @@ class CapturedPieces:
         return self._outputs[index]
 
     def release(self) -> None:
-        """Give streams and memory back."""
+        """Release streams and memory."""
         self._outputs.clear()
         while self.graphs:
             self._recording.forget(self.graphs.pop())

@@ -1,4 +1,4 @@
-"""Recording one NPU graph: begin, run, end, and nothing left behind where that fails."""
+"""Recording one NPU graph: begin, run, end; a failed recording leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dist_aclgraph.device.npu import GraphPool, Npu, runtime, translated
 
 
 class Recording:
-    """Where graphs are recorded: one stream and one pool for all.
+    """The place where graphs are recorded: one stream and one pool for all graphs.
 
-    One stream, because the pool's blocks belong to the stream that they were taken on; so every
-    graph finds the blocks that the graph before gave back, at the same addresses.
+    There is one stream, because blocks of the pool belong to the stream that allocated them. So
+    every graph gets the blocks that the previous graph freed, at the same addresses.
     """
 
     def __init__(self, npu: Npu, pool: GraphPool) -> None:
@@ -24,14 +24,14 @@ class Recording:
 
     @cached_property
     def counts_streams(self) -> bool:
-        """Whether the device's count of streams tells what graphs take; found out at first use."""
+        """Whether the device's count of streams follows graphs; tested at first use."""
         return self._npu.counts_graphs(self.stream)
 
     def record(self, name: str, body: Callable[[], None]) -> Any:
         """Record ``body``; nothing runs. The pool counts the graph until ``forget``.
 
         Raises:
-            StreamExhaustedError, OutOfDeviceMemoryError: what the device ran out of.
+            StreamExhaustedError, OutOfDeviceMemoryError: the device ran out of streams or memory.
             CaptureError: any other refusal, with the operator's name.
         """
         self._npu.synchronize()
@@ -48,18 +48,18 @@ class Recording:
         return graph
 
     def forget(self, graph: Any) -> None:
-        """Give a graph's streams back, and its memory with the last graph."""
+        """Release a graph's streams, and its memory with the last graph."""
         graph.reset()
         self._pool.remove_graph()
 
 
 def _record(graph: Any, body: Callable[[], None], pool_handle: Any) -> None:
-    # Thread-local: Ray's and the controller's threads may go on meanwhile.
+    # Thread-local: threads of Ray and of the controller may continue meanwhile.
     graph.capture_begin(pool=pool_handle, capture_error_mode="thread_local")
     try:
         body()
     except BaseException:
-        # The capture may be invalid already; the error that made it so is the one to report.
+        # The capture may be invalid already; report the error that made it invalid.
         with suppress(RuntimeError):
             graph.capture_end()
         graph.reset()

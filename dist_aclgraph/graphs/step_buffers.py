@@ -1,11 +1,11 @@
 """The persistent inputs and outputs of graphs, allocated once at the largest size.
 
-A graph's integers lie at the front of one buffer, each array on an aligned place: tokens,
-positions, slots, last tokens. So a step sends them in one copy, and the block table in one more
-when it changed; what pinned memory has already is not written again. Where all tokens are sampled,
-rows and slots of drafts lie in place of the last tokens. Padding: token 0, position 0, slot -1
-(written nowhere), last token 0, the spare row, no draft accepted, and block 0, the dummy block that
-no request owns.
+A graph's integers are at the front of one buffer, each array at an aligned address: tokens,
+positions, slots, last tokens. So a step sends them in one copy, and the block table in another one
+if it changed. Arrays that pinned memory already holds are not written again. If all tokens are
+sampled, rows and slots of drafts take the place of the last tokens. Padding: token 0, position 0,
+slot -1 (written nowhere), last token 0, the spare row, no draft accepted, and block 0, the dummy
+block that no request owns.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from dist_aclgraph.planning.step_sizes import input_sizes
 from dist_aclgraph.steps.draft_places import DraftPlaces
 from dist_aclgraph.steps.host_step import NO_INTS, NO_STEP, HostStep
 
-PADDING = (0, 0, PADDING_SLOT, 0)  # of tokens, positions, slots and places
+PADDING = (0, 0, PADDING_SLOT, 0)  # of tokens, positions, slots and last tokens
 NOTHING_HELD = (None,) * len(PADDING)
 
 
 class StepBuffers:
-    """Inputs by address, for graphs; host twins, for the input batch.
+    """Inputs at fixed addresses, for graphs; host twins, for the input batch.
 
     Attributes:
-        addresses: what a captured graph has baked in.
+        addresses: the addresses that captured graphs contain.
         logits: [max_samples, vocab].
-        tokens: whose latest ones are ``sampled``; None with drafts.
-        sampled: [max_samples] int32, what was sampled; behind a replay, the most probable token.
-        best: [max_samples], the greatest logit of each; it is finite where all is well.
+        tokens: token table whose latest tokens are ``sampled``; None with drafts.
+        sampled: [max_samples] int32, the sampled tokens; behind a replay, the most probable tokens.
+        best: [max_samples], the greatest logit of each; finite unless the logits are broken.
         hidden: [max_samples, hidden], of the verified tokens; None without drafts.
-        accepted: [max_reqs] int32, how many drafts passed; behind a replay, by the most probable
+        accepted: [max_reqs] int32, number of accepted drafts; behind a replay, by the most probable
             tokens.
-        num_written: how many steps were written.
+        num_written: number of written steps.
     """
 
     def __init__(
@@ -65,7 +65,8 @@ class StepBuffers:
         Args:
             num_drafts: k, of every request of a decode batch.
             spare_row: row of padding requests.
-            steps_in_flight: steps that may be written while an earlier one still runs, and itself.
+            steps_in_flight: number of steps that may be written at once: those behind a running
+                step, and that step.
         """
         device = npu.device
         max_tokens, max_reqs, max_samples = largest
@@ -75,7 +76,7 @@ class StepBuffers:
         self._inputs = torch.zeros(size, dtype=torch.int32, device=device)
         self._block_table = torch.zeros((max_reqs, max_blocks), dtype=torch.int32, device=device)
         self.logits = torch.zeros((max_samples, vocab_size), dtype=dtype, device=device)
-        # Outside graphs, too: the next step has its tokens from here.
+        # Also used outside graphs: the next step reads its tokens here.
         num_sampled = max(max_samples, spare_row)
         self.tokens: TokenTable | None = None
         if num_drafts:
@@ -95,15 +96,17 @@ class StepBuffers:
         self._layouts: dict[BatchDescriptor, _Layout] = {}
         self._twins = [_Twins(npu, size, (max_reqs, max_blocks)) for _ in range(steps_in_flight)]
         self.num_written = 0
-        self._table: IntArray = np.zeros((max_reqs, max_blocks), np.int32)  # as the device has it
-        self._latest_table: IntArray | None = None  # a step's, if ``_table`` holds the same
+        # the table on the device
+        self._table: IntArray = np.zeros((max_reqs, max_blocks), np.int32)
+        # a step's table, if ``_table`` has the same contents
+        self._latest_table: IntArray | None = None
         self._written_rows = 0
         self._stream = runtime().current_stream()
 
     def write(self, graph: BatchDescriptor, step: HostStep) -> None:
         """Send one step's inputs, padded to ``graph``, to the device.
 
-        Its places are of no use where all tokens are sampled.
+        If all tokens are sampled, its places are not used.
         """
         assert len(step.token_ids) <= graph.num_tokens, "a step must fit into its graph"
         index = self.num_written % len(self._twins)
@@ -116,7 +119,8 @@ class StepBuffers:
         layout = self._layouts[graph]
         arrays = layout.arrays[index]
         held = twins.held if twins.graph == graph else NOTHING_HELD
-        # With drafts there may be more places, behind pieces: those come with the eager rest.
+        # With drafts there may be more places, behind pieces; the eager part of the step sends
+        # these.
         values = step.token_ids, step.positions, step.slots, step.places
         num_filled = 3 if self._verifies(graph) else 4
         for array, new, old, padding in zip(
@@ -138,7 +142,7 @@ class StepBuffers:
         twins.is_read = False
 
     def forget(self) -> None:
-        """The device's work was aborted: what was written may not be there."""
+        """Reset after an abort of the device: written values may be missing."""
         self.mark_read(self.num_written)
         self._table[:] = 0
         self._latest_table = None
@@ -149,10 +153,10 @@ class StepBuffers:
         self.write(graph, NO_STEP)
 
     def mark_read(self, num_written: int) -> None:
-        """Note that the device has read what was written: its twins may be written again.
+        """Note that the device has read the inputs, so their host twins may be written again.
 
         Args:
-            num_written: when that was.
+            num_written: number of the written step.
         """
         for twins in self._twins:
             twins.is_read |= twins.number <= num_written
@@ -185,7 +189,9 @@ class StepBuffers:
         return self._num_drafts > 0 and graph.query_len == self._num_drafts + 1
 
     def _write_drafts(self, parts: list[IntArray], drafts: DraftPlaces | None) -> None:
-        """Fill rows, most, behind and slots, each padded to the requests of a graph."""
+        """Fill rows, largest draft counts, behind and slots, each padded to the requests of a
+        graph.
+        """
         rows, most, behind, slots = parts
         _fill(rows, NO_INTS if drafts is None else drafts.rows, self._spare_row)
         _fill(most, NO_INTS if drafts is None else drafts.most, 0)
@@ -194,7 +200,7 @@ class StepBuffers:
         _fill(slots, NO_INTS if drafts is None else drafts.slots.ravel(), PADDING_SLOT)
 
     def _reqs_of(self, graph: BatchDescriptor) -> int:
-        # Pieces hold no attention: any number of requests goes with them.
+        # Pieces contain no attention, so they accept any number of requests.
         return graph.num_reqs or min(graph.num_tokens, self._max_reqs)
 
     def _sizes(self, graph: BatchDescriptor) -> list[int]:
@@ -203,7 +209,7 @@ class StepBuffers:
         return input_sizes(graph.num_tokens, self._reqs_of(graph), num_drafts)
 
     def _update_block_table(self, n: int, block_table: IntArray) -> bool:
-        """Bring the host's copy up to date; say whether anything changed."""
+        """Update the host's copy; return whether anything changed."""
         if block_table is self._latest_table:
             return False
         self._latest_table = block_table
@@ -219,10 +225,10 @@ class StepBuffers:
 
 
 class _Layout(NamedTuple):
-    """Where the integers of a graph lie.
+    """The places of a graph's integers.
 
     Attributes:
-        inputs: on the device; twins: of each of the pinned memories.
+        inputs: views on the device; twins: views of each pinned memory.
         arrays: of each twin, the arrays in it.
     """
 
@@ -232,14 +238,14 @@ class _Layout(NamedTuple):
 
 
 class _Twins:
-    """Pinned memory that inputs are sent from. It is written when the device has read it.
+    """Pinned memory from which inputs are sent. It is written once the device has read it.
 
     Attributes:
         table: the block table as an array.
         copied: recorded behind the copies.
-        is_read: whether they are known to be done.
-        number: of the step that is in it.
-        graph, held: whose inputs it has, and the arrays of the step that they were filled with.
+        is_read: whether the copies are known to be complete.
+        number: number of the step that it holds.
+        graph, held: the graph whose inputs it holds, and the arrays of the step that filled them.
     """
 
     def __init__(self, npu: Npu, size: int, table_shape: tuple[int, int]) -> None:

@@ -2,25 +2,27 @@
 
 Capture puts, before each attention operator, a wait for an external event and its reset, and makes
 the operator a task group. A patch re-issues the operator with a step's lengths into the group, on
-the update stream; the event recorded behind it lets the graph pass. Lengths reach a graph
+the update stream; the event recorded behind the patch lets the graph continue. Lengths reach a
+graph
 
 - *behind* its replay: layer by layer a patch and a record, while the device follows; or
-- *ahead* of it: while the host would wait anyway, it sends what the next step will most likely
-  want. A task that is patched and recorded before its replay is queued is *open*. Open tasks are
-  always the first ones: whoever needs the host stops it between two layers, and what is missing
-  goes behind the replay.
+- *ahead* of it: while the host would wait anyway, it sends the probable lengths of the next step. A
+  task that is patched and recorded before its replay is queued is *open*. Open tasks are always the
+  first ones: other work of the host stops the updates between two layers, and the remaining tasks
+  are patched behind the replay.
 
 Orders on the device:
 
 1. No patch before the last replay has read the old lengths, and no record before it has reset the
-   event: such a record is lost, and the device waits for ever. So the update stream waits for the
-   end of the last replay before it opens the first task for the next one.
-2. An open task lets the graph pass. If the step wants other lengths, the open events are awaited
-   and reset on the update stream, as a replay would have done, and the main stream waits for that
-   before the replay; all tasks then go behind.
+  event: otherwise the record is lost, and the device waits for ever. So the update stream waits for
+  the end of the last replay before it opens the first task for the next one.
+2. An open task lets the graph continue. If the step wants other lengths, the update stream awaits
+  and resets the open events, as a replay would have done, and the main stream waits for this before
+  the replay. Then all tasks are patched behind the replay.
 3. Steps of other graphs and eager steps change nothing: tasks stay open until their own graph is
-   replayed, and then they fit or are closed.
-4. A graph is released only while the device is idle: what was sent ahead has run, or dies with it.
+  replayed; then their lengths fit, or they are closed.
+4. A graph is released only while the device is idle: updates that were sent ahead have run by then,
+  or end with the graph.
 """
 
 from __future__ import annotations
@@ -41,9 +43,9 @@ class UpdatableTask:
     """One captured attention operator.
 
     Attributes:
-        arguments: of the operator, with the lengths that were sent last; device tensors by weak
-            reference, so that the graph's pool may reuse their memory inside the graph.
-        ahead: the iteration of drafting that it belongs to, whose KV lengths it has.
+        arguments: arguments of the operator, with the latest sent lengths. Device tensors are weak
+            references, so that the graph's pool may reuse their memory inside the graph.
+        ahead: its iteration of drafting, which determines its KV lengths.
     """
 
     operator: AttentionOperator
@@ -53,7 +55,7 @@ class UpdatableTask:
     ahead: int = 0
 
     def patch(self, stream: Any, lens: Lens) -> None:
-        """Send lengths, unless they are those that the task has. ``stream`` must be current."""
+        """Send lengths, unless the task already has them. ``stream`` must be current."""
         operator, arguments = self.operator, self.arguments
         query_ends, kv_lens = lens.query_ends, lens.kv_lens[self.ahead]
         if arguments[operator.kv_lens] == kv_lens and arguments[operator.query_ends] == query_ends:
@@ -67,9 +69,11 @@ class UpdatableTask:
             npu.end_task_update(stream)
 
     def forget(self, stream: Any) -> None:
-        """Nobody knows what lengths the task has, nor what its event says. ``stream`` resets it."""
+        """Forget the lengths of the task and the state of its event. ``stream`` resets the
+        event.
+        """
         for name in (self.operator.kv_lens, self.operator.query_ends):
-            self.arguments[name] = [-1] * len(self.arguments[name])  # what no step wants
+            self.arguments[name] = [-1] * len(self.arguments[name])  # lengths that no step uses
         # torch_npu 2.13 resets an event in its wait, and its reset does nothing.
         self.event.record(stream)
         self.event.wait(stream)
@@ -88,12 +92,12 @@ class TaskRecorder:
         self.tasks: list[UpdatableTask] = []
 
     def ahead(self, by: int) -> AttentionTasks:
-        """Return where to run operators of an iteration of drafting."""
+        """Return the tasks for the operators of an iteration of drafting."""
         return _TasksAhead(self, by)
 
     @property
     def num_rows(self) -> int:
-        """Lengths that each task takes."""
+        """Return the lengths that each task takes."""
         task = self.tasks[0]
         return len(task.arguments[task.operator.kv_lens])
 
@@ -104,9 +108,9 @@ class TaskRecorder:
         arguments: Arguments,
         ahead: int = 0,
     ) -> None:
-        """Capture the operator as a task group behind an event of its own."""
+        """Capture the operator as a task group behind its own event."""
         if self._workspace is None:
-            # The largest that any lengths can ask for: an update must never need more.
+            # The largest size that any lengths can need: an update must never need more.
             self._workspace = operator.max_workspace(arguments)
         written = {"workspace": self._workspace, "out": outputs}
         event = npu.external_event()
@@ -119,7 +123,7 @@ class TaskRecorder:
         self.tasks.append(UpdatableTask(operator, weak, handle, event, ahead))
 
     def forget_workspace(self) -> None:
-        """After the capture: the pool may give the workspace's memory to other graphs."""
+        """Finish the capture: the pool may give the workspace's memory to other graphs."""
         self._workspace = None
 
 
@@ -133,7 +137,7 @@ class _TasksAhead:
 
 
 class TaskUpdates:
-    """Keeps the tasks of one graph in step with its replays; see the orders above."""
+    """Synchronizes the tasks of one graph with its replays; see the orders above."""
 
     def __init__(self, tasks: list[UpdatableTask]) -> None:
         self._tasks = tasks
@@ -143,7 +147,7 @@ class TaskUpdates:
         self._closed: Any = npu.runtime().Event()
 
     def before_replay(self, main_stream: Any, update_stream: Any, lens: Lens) -> None:
-        """Close what is open for other lengths than the replay's."""
+        """Close tasks that are open for other lengths than the replay's."""
         if self._num_open == 0 or lens == self._open_lens:
             return
         for task in self._tasks[: self._num_open]:
@@ -160,7 +164,7 @@ class TaskUpdates:
         lens: Lens,
         between: Callable[[], None],
     ) -> int:
-        """Open what the replay still lacks; return how many tasks that were.
+        """Open the remaining tasks for the replay; return their number.
 
         Args:
             between: called behind each task.
@@ -177,7 +181,9 @@ class TaskUpdates:
         return num_behind
 
     def forget(self, main_stream: Any) -> None:
-        """The device's work was aborted: nothing is open, and what tasks hold is unknown."""
+        """Reset after an abort of the device: no task is open, and the lengths of tasks are
+        unknown.
+        """
         for task in self._tasks:
             task.forget(main_stream)
         self._num_open = 0
@@ -189,9 +195,9 @@ class TaskUpdates:
         lens: Lens,
         is_wanted_elsewhere: Callable[[], bool],
     ) -> None:
-        """Open tasks for the next replay until all are, or the host is needed for something else.
+        """Open tasks for the next replay, until all are open or the host has other work.
 
-        May be called again with the same lengths, to go on.
+        May be called again with the same lengths, to continue.
         """
         assert self._num_open == 0 or lens == self._open_lens
         self._open_lens = lens

@@ -1,4 +1,4 @@
-"""The latest tokens, which only the device has, and behind them the vocabulary.
+"""The latest tokens, which only the device has, followed by the vocabulary.
 
 One gather turns the numbers of a step into token ids: a negative number is a reference
 (``references.py``); any other number is a token id and stays what it is.
@@ -15,7 +15,7 @@ class TokenTable:
 
     Attributes:
         latest: [num_latest] int32; a reference names one of them.
-        num_latest: how many they are.
+        num_latest: number of latest tokens.
     """
 
     def __init__(self, vocab_size: int, num_latest: int, device: torch.device) -> None:
@@ -25,10 +25,10 @@ class TokenTable:
         self.latest.zero_()
 
     def fill_in(self, token_ids: Tensor) -> Tensor:
-        """Return token ids, [n] int32, with references replaced by what they name.
+        """Return token ids, [n] int32, with references replaced by their tokens.
 
         Raises:
-            DeviceError: later, when the device runs it: a number is neither a reference nor the id
-                of a token.
+            DeviceError: raised later, when the device runs it: a number is neither a reference nor
+                a token id.
         """
         return self._tokens.index_select(0, token_ids + self.num_latest)

@@ -19,7 +19,7 @@ BlockHash = bytes
 
 
 def salted_root(salt: str) -> BlockHash:
-    """Return what stands before the first block of requests with this salt; b"" without one."""
+    """Return the hash before the first block of requests with this salt; b"" without one."""
     if not salt:
         return b""
     return hashlib.blake2b(salt.encode(), person=b"salt", digest_size=HASH_BYTES).digest()
@@ -38,12 +38,12 @@ def hash_block(parent: BlockHash, tokens: bytes) -> BlockHash:
 class BlockPool:
     """Owns block ids and reference counts. Knows nothing about requests or devices.
 
-    Invariant: every block but the dummy is either used (count > 0) or free, and
-    ``num_free + num_used == num_blocks - 1``.
+    Invariant: every block but the dummy is either used (count > 0) or free, and ``num_free +
+    num_used == num_blocks - 1``.
 
     Args:
-        counts_shared: a block counts as used once for each reference to it: attention on CANN 8.5
-            refuses lengths that would need more blocks than there are if nobody shared any.
+        counts_shared: each reference to a block counts as a used block, because attention on CANN
+            8.5 refuses lengths that would need more blocks than exist without sharing.
     """
 
     def __init__(
@@ -64,12 +64,14 @@ class BlockPool:
 
     @property
     def num_usable(self) -> int:
-        """Blocks that requests can have at all."""
+        """Number of blocks that requests can use."""
         return self.num_blocks - 1
 
     @property
     def num_free(self) -> int:
-        """Blocks that requests may still get; where shared ones count, fewer than lie idle."""
+        """Number of blocks that requests may still get; fewer than the free blocks if shared ones
+        count.
+        """
         if self.counts_shared:
             return self.num_usable - self._num_references
         return len(self._blank) + len(self._cached)
@@ -80,11 +82,11 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Blocks, used or free, that a prefix can find."""
+        """Number of blocks, used or free, that a prefix can find."""
         return len(self._by_hash)
 
     def clear(self) -> None:
-        """Forget everything: all blocks are free, none is cached (the device lost its KV)."""
+        """Reset: all blocks are free, none is cached (the device lost its KV)."""
         self._ref_counts = [0] * self.num_blocks
         self._num_references = 0
         # Ascending ids come out first, which makes traces easy to read.
@@ -93,11 +95,11 @@ class BlockPool:
         self._hashes: list[BlockHash | None] = [None] * self.num_blocks
         self._by_hash: dict[BlockHash, int] = {}
         self._condemned: set[int] = set()  # used blocks that may hold NaN
-        self._dirty: list[int] = []  # those of them that were freed, and must be cleaned
+        self._dirty: list[int] = []  # condemned blocks that were freed, and must be cleaned
 
     def allocate(self, count: int) -> list[int]:
-        """Return ``count`` blocks with one reference each: blank ones first, then the cached
-        ones that were freed longest ago.
+        """Return ``count`` blocks with one reference each: first blank ones, then the cached ones
+        that were freed first.
 
         Raises:
             OutOfBlocksError: fewer are free; nothing changes then.
@@ -117,7 +119,7 @@ class BlockPool:
         return block_ids
 
     def match(self, hashes: Iterable[BlockHash]) -> list[int]:
-        """Return the cached blocks of the longest known beginning. Takes no reference."""
+        """Return the cached blocks of the longest known prefix. Takes no reference."""
         block_ids: list[int] = []
         for block_hash in hashes:
             block_id = self._by_hash.get(block_hash)
@@ -133,7 +135,7 @@ class BlockPool:
         return self.num_free - sum(self._ref_counts[block_id] == 0 for block_id in block_ids)
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """Take one more reference to each block; all must be used, or free and cached."""
+        """Add one reference to each block; all must be used, or free and cached."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
                 if block_id not in self._cached:
@@ -143,7 +145,7 @@ class BlockPool:
             self._num_references += 1
 
     def store(self, block_id: int, block_hash: BlockHash) -> None:
-        """Make a used, full block findable. The first block of a hash wins; others stay private.
+        """Make a used, full block findable. The first block of a hash is kept; others stay private.
 
         The caller must never write to it again.
         """
@@ -155,9 +157,9 @@ class BlockPool:
             self._hashes[block_id] = block_hash
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Give back one reference to each block of a request, in table order.
+        """Remove one reference from each block of a request, in table order.
 
-        Later blocks are evicted first: without its beginning, a prefix cannot be found.
+        Later blocks are evicted first, because a prefix without its beginning cannot be found.
         """
         for block_id in reversed(block_ids):
             count = self._ref_counts[block_id]
@@ -175,16 +177,16 @@ class BlockPool:
                     self._cached[block_id] = None
 
     def condemn(self, block_ids: Iterable[int]) -> None:
-        """Note that used blocks may hold NaN: no prefix finds them any more, and each is to be
-        cleaned once nobody uses it.
+        """Note that used blocks may hold NaN: no prefix finds them any more, and each block is
+        cleaned once it is free.
         """
         for block_id in block_ids:
             self._forget(block_id)
             self._condemned.add(block_id)
 
     def take_dirty(self) -> list[int]:
-        """Return the blocks to be cleaned before the next step, once. The dummy block is with them:
-        requests write to it beyond their ends.
+        """Return the blocks to clean before the next step, once. They include the dummy block,
+        because requests write to it beyond their ends.
         """
         if not self._dirty:
             return []
@@ -192,14 +194,14 @@ class BlockPool:
         return dirty
 
     def clean_first(self, block_ids: Iterable[int]) -> None:
-        """Have blocks cleaned before the next step, whoever has them."""
+        """Have blocks cleaned before the next step, whether used or free."""
         self._dirty += [block_id for block_id in block_ids if block_id != DUMMY_BLOCK]
 
     def ref_count(self, block_id: int) -> int:
         return self._ref_counts[block_id]
 
     def is_stored(self, block_id: int) -> bool:
-        """Whether a prefix can find the block, so that nobody may write to it."""
+        """Whether a prefix can find the block; then it must not be written."""
         return self._hashes[block_id] is not None
 
     def _forget(self, block_id: int) -> None:

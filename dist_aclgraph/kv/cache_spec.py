@@ -1,4 +1,4 @@
-"""How many bytes KV blocks take: the only place where it is computed."""
+"""The bytes of KV blocks: the only place where they are computed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ MIN_BLOCKS = 2  # the dummy block and one for requests
 
 
 def elements_per_token(facts: ModelFacts, tp: int) -> int:
-    """Return what one TP rank keeps of a token in each layer.
+    """Return the number of elements that one TP rank keeps of a token in each layer.
 
-    Keys and values of the rank's heads; with latent attention the latent and the rotated key, which
-    all heads share and every rank holds.
+    These are keys and values of the rank's heads. With latent attention they are the latent and the
+    rotated key, which all heads share and every rank holds.
 
     Raises:
         ConfigError: heads cannot be spread evenly.
@@ -28,7 +28,7 @@ def elements_per_token(facts: ModelFacts, tp: int) -> int:
 
 
 def how_to_shrink_weights(config: Config) -> str:
-    """Return what makes the weights of one rank smaller, in words that follow a colon."""
+    """Return how the weights of one rank can be made smaller, in words that follow a colon."""
     more = "parallel.tp or parallel.ep" if config.parallel.ep > 1 else "parallel.tp"
     return f"raise {more}" + ("" if config.quantization else ", or set quantization=w8a8")
 
@@ -38,8 +38,8 @@ class KVCacheSpec:
     """The shape of the KV cache on one rank, all layers.
 
     Attributes:
-        elements_per_token: what is kept of a token in each layer.
-        num_shards: ranks that keep a request's tokens between them; a block is one block of each.
+        elements_per_token: elements of a token in each layer.
+        num_shards: ranks that share a request's tokens; a block id is one block on each.
         dtype: name of the cache's type, as in the configuration.
     """
 
@@ -86,18 +86,18 @@ class KVCacheSpec:
         return -(-num_tokens // self.tokens_per_block)
 
     def longest_request(self, num_blocks: int, max_model_len: int) -> int:
-        """Return the tokens of the longest request: the context, or what the cache can hold."""
+        """Return the tokens of the longest request: the context, or the capacity of the cache."""
         blocks = num_blocks - 1  # without the dummy block
         return min(
             max_model_len, blocks * self.tokens_per_block + 1
         )  # the last token is never written
 
     def choose_num_blocks(self, config: Config, free_bytes: int, max_model_len: int) -> int:
-        """Return the blocks of every rank: what is asked for, or what can be used and fits.
+        """Return the blocks of every rank: the configured number, or as many as are useful and fit.
 
         Args:
             free_bytes: of the tightest rank.
-            max_model_len: the configuration's, or the model's where it has none.
+            max_model_len: the configuration's, or the model's if the configuration has none.
 
         Raises:
             ConfigError: fewer than two blocks fit, fewer than ``kv.num_blocks``, or fewer than one
@@ -116,7 +116,7 @@ class KVCacheSpec:
         else:
             num_blocks = kv.num_blocks
         longest = self.longest_request(num_blocks, max_model_len)
-        # Where nobody asked for a length, requests are as long as the cache allows.
+        # Without a configured length, requests are as long as the cache allows.
         if config.max_model_len is not None and longest < max_model_len:
             remedy = (
                 f"raise kv.memory_fraction, {how_to_shrink_weights(config)}"
@@ -130,9 +130,9 @@ class KVCacheSpec:
         return num_blocks
 
     def blocks_that_fit(self, free_bytes: int, memory_fraction: float, max_bytes: int) -> int:
-        """Return how many blocks a rank can hold, the dummy block included.
+        """Return the number of blocks that a rank can hold, the dummy block included.
 
-        Every rank of a group must use the smallest number among them.
+        Every rank of a group must use the smallest number of all ranks.
 
         Raises:
             ConfigError: fewer than two blocks fit.

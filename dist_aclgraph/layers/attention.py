@@ -21,7 +21,7 @@ from dist_aclgraph.layers.prompt_attention import DevicePart, attend_parts
 
 Arguments = dict[str, Any]  # of an operator, by name
 
-CAUSAL_MASK_SIZE = 2048  # what sparse_mode 3 demands, whatever the lengths
+CAUSAL_MASK_SIZE = 2048  # sparse_mode 3 requires this size, whatever the lengths
 SPARSE_MODE_NONE, SPARSE_MODE_CAUSAL = 0, 3
 
 
@@ -30,8 +30,8 @@ class AttentionOperator:
     """An operator of torch_npu whose lengths are host lists.
 
     Attributes:
-        query_ends, kv_lens: what it calls the cumulative query lengths and the KV lengths.
-        sums: what it calls the wish for the logs of the summed exponentials.
+        query_ends, kv_lens: its names for the cumulative query lengths and the KV lengths.
+        sums: its name for the switch of the log-sum-exps.
     """
 
     name: str
@@ -45,7 +45,7 @@ class AttentionOperator:
         return getattr(torch.ops.npu, self.name).out
 
     def max_workspace(self, arguments: Arguments) -> Tensor:
-        """Return a workspace that suffices whatever the lengths."""
+        """Return a workspace that is large enough for any lengths."""
         sizing = getattr(torch.ops.npu, f"_{self.name}_get_max_workspace")
         workspace: Tensor = sizing(**arguments)
         return workspace
@@ -60,31 +60,32 @@ FUSED_ATTENTION = AttentionOperator(
 
 
 class AttentionTasks(Protocol):
-    """Where a graph under capture keeps its attention operators, so that replay can patch them."""
+    """The attention operators of a graph under capture, kept so that a replay can patch them."""
 
     def run(self, operator: AttentionOperator, outputs: list[Tensor], arguments: Arguments) -> None:
-        """Capture the operator, writing to ``outputs``, as a task group of its own."""
+        """Capture the operator, with its results in ``outputs``, as a task group of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
-    """Where the tokens of a step stand; one value for all layers.
+    """The places of a step's tokens; one value for all layers.
 
-    The first tokens attend directly over the block table; how the others do, ``parts`` says. Where
-    the cache is sharded, each token that attends directly is a request of its own: its KV length on
-    a shard does not follow from that of the token before.
+    The first tokens attend directly over the block table; ``parts`` describes the other tokens. In
+    a sharded cache, each token that attends directly is a request of its own, because its KV length
+    on a shard does not follow from that of the previous token.
 
     Attributes:
         num_tokens: live tokens of this rank; activations may be longer.
-        written: [num_written], where new KV goes: slots, -1 writes nothing. Of the live tokens in
-            their order, or, where a prompt is split, of those of all its ranks.
-        num_exchanged: tokens of each rank among ``written`` where a prompt is split, else 0.
-        written_rope: their rotary rows where the kind of attention wants them.
+        written: [num_written], slots of new KV; -1 writes nothing. They belong to the live tokens
+            in order or, if a prompt is split, to the tokens of all its ranks.
+        num_exchanged: tokens of each rank among ``written`` if a prompt is split, else 0.
+        written_rope: their rotary rows, if the kind of attention needs them.
         block_table: [num_reqs, max_blocks] int32.
-        query_ends: cumulative query lengths [num_reqs]; the last is how many tokens are direct.
+        query_ends: cumulative query lengths [num_reqs]; the last one is the number of direct
+            tokens.
         kv_lens: KV length of each request on this shard, its queries included [num_reqs].
-        is_empty: [num_direct, 1, 1] bool, tokens of whose request the shard keeps nothing (their KV
-            length is 1 all the same); None where the cache is not sharded.
+        is_empty: [num_direct, 1, 1] bool, tokens of requests of which the shard keeps nothing
+            (their KV length is still 1); None if the cache is not sharded.
         causal_mask: [2048, 2048] bool; ``is_causal``: whether direct requests need it.
         tasks: the graph under capture, or None in an eager step.
     """
@@ -108,11 +109,11 @@ class AttentionMetadata:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is written, on any rank of the prompt."""
+        """Whether no rank of the prompt writes anything."""
         return self.num_tokens == 0 and self.num_exchanged == 0
 
     def mask_arguments(self, *, is_causal: bool) -> Arguments:
-        """Return what tells the operator which keys are hidden."""
+        """Return the operator's arguments that hide keys."""
         return {
             "atten_mask": self.causal_mask if is_causal else None,
             "sparse_mode": SPARSE_MODE_CAUSAL if is_causal else SPARSE_MODE_NONE,
@@ -140,7 +141,7 @@ class PagedAttention:
     """Grouped-query attention of this rank's heads.
 
     Attributes:
-        num_kv_heads: of this rank; its cache holds them, or a shard of their tokens.
+        num_kv_heads: number on this rank; its cache holds these heads, or a shard of their tokens.
     """
 
     num_heads: int
@@ -157,7 +158,7 @@ class PagedAttention:
         cache: KVCache,
         metadata: AttentionMetadata,
     ) -> None:
-        """Write k and v to the cache, then attend; rows beyond the live tokens are left alone.
+        """Write k and v to the cache, then attend; rows beyond the live tokens are unchanged.
 
         Args:
             q, out: [num_tokens, num_heads, head_dim].
@@ -237,11 +238,11 @@ def launch(
     out: Tensor,
     sums: Tensor | None,
 ) -> None:
-    """Attend directly into ``out``, or capture that as a task of a graph.
+    """Attend directly into ``out``, or capture this as a task of a graph.
 
     Args:
-        arguments: all but the lengths and the outputs.
-        sums: float32, for the logs of the summed exponentials; None where nobody wants them.
+        arguments: all arguments except lengths and outputs.
+        sums: float32, for the log-sum-exps; None if they are not needed.
     """
     arguments[operator.query_ends] = metadata.query_ends
     arguments[operator.kv_lens] = metadata.kv_lens
@@ -254,7 +255,7 @@ def launch(
 def run_now(
     operator: AttentionOperator, arguments: Arguments, out: Tensor, sums: Tensor | None
 ) -> None:
-    """Run an attention operator, lengths among its arguments."""
+    """Run an attention operator whose arguments include the lengths."""
     operator.overload(out=_outputs(operator, arguments, out, sums), **arguments)
 
 

@@ -1,11 +1,11 @@
-"""What ranks that share a request's context say to each other inside attention.
+"""The exchanges inside attention between ranks that share a request's context.
 
 A DCP group keeps each token's KV on one of its ranks. To decode, its ranks gather the queries of
-all heads that they have between them; each attends to its own shard, and what it found travels to
-the ranks of each head, where it is merged by the softmax's own sums. For prompts they gather the
-keys of the request instead. A PCP group hands round the new keys of its prompt tokens.
+all of their heads. Each rank attends to its own shard, and sends the results to the ranks of each
+head, which merge them by the sums of the softmax. For prompts the ranks gather the keys of the
+request instead. The ranks of a PCP group send each other the new keys of their prompt tokens.
 
-No shape and no collective here depends on what one shard holds: ranks cannot disagree.
+No shape and no collective here depends on the contents of one shard, so ranks cannot disagree.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from torch.nn.functional import pad
 from dist_aclgraph.comm.groups import ALONE, CommGroup, RankGroups
 
 ALIGNED_FLOATS = 8  # kernels load blocks of 32 bytes
-# The log of a sum over no keys. Not minus infinity: where all shares are empty, NaN would come of
-# it in npu_attention_update.
+# The log of a sum over no keys. It is not minus infinity, because npu_attention_update would give
+# NaN if all shares are empty.
 NOTHING = torch.finfo(torch.float32).min
 
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """One rank's part.
+    """The part of one rank.
 
     Attributes:
-        dcp: ranks that keep a request's KV between them, ordered by PCP rank, then by heads.
-        pcp: ranks that run its prompt between them; all of them are in ``dcp``, if that is not a
-            group of one.
+        dcp: ranks that share a request's KV, ordered by PCP rank, then by heads.
+        pcp: ranks that share the computation of its prompt; all of them are in ``dcp``, unless that
+            is a group of one.
     """
 
     dcp: CommGroup = ALONE
@@ -48,19 +48,20 @@ class ContextParallel:
 
     @property
     def num_head_ranks(self) -> int:
-        """Ranks of ``dcp`` with different query heads; the others repeat them."""
+        """Ranks of ``dcp`` with different query heads; the other ranks repeat these heads."""
         return self.dcp.size // self.pcp.size if self.is_sharded else 1
 
     def meet(self, device: torch.device) -> None:
-        """Run a first collective in each group: HCCL makes its domains then, and takes streams.
+        """Run a first collective in each group, so that HCCL makes its domains and takes their
+        streams now.
 
-        Prompts alone would make that of PCP, when nothing is left to count with.
+        Otherwise the first prompt would make PCP's domain, after the streams were counted.
         """
         for group in (self.dcp, self.pcp):
             group.all_gather(torch.zeros(ALIGNED_FLOATS, device=device))
 
     def gather_new(self, rows: Tensor, num_rows: int) -> Tensor:
-        """Return the first rows of every PCP rank, [ranks * num_rows, ...], in their order."""
+        """Return the first rows of every PCP rank, [ranks * num_rows, ...], in rank order."""
         return self.pcp.all_gather(rows[:num_rows].contiguous()).flatten(0, 1)
 
     def gather_heads(self, q: Tensor) -> Tensor:
@@ -69,25 +70,25 @@ class ContextParallel:
         if size == 1:
             return q
         every = self.dcp.all_gather(q.contiguous())[:size]
-        # Of one head each, flatten would give a view; operators take none.
+        # With one head, flatten would give a view, which operators do not accept.
         return every.transpose(0, 1).flatten(1, 2).contiguous()
 
     def merge(self, out: Tensor, sums: Tensor, is_empty: Tensor) -> Tensor:
-        """Exchange what shards found, and merge it for this rank's heads.
+        """Exchange the results of shards, and merge them for this rank's heads.
 
         Args:
             out: [n, head ranks * heads, d]; sums: [n, head ranks * heads, 1] float32, logs of the
                 summed exponentials.
-            is_empty: [n, 1, 1] bool, of which rows this shard keeps nothing: there ``out`` and
-                ``sums`` mean nothing.
+            is_empty: [n, 1, 1] bool, rows of which this shard keeps nothing: there ``out`` and
+                ``sums`` are meaningless.
 
         Returns:
-            [n, heads, d] float32; zero where all shards are empty.
+            [n, heads, d] float32; zero if all shards are empty.
         """
         n, d, size = len(out), out.shape[2], self.num_head_ranks
         out = out.float().masked_fill(is_empty, 0)
         sums = sums.masked_fill(is_empty, NOTHING)
-        # By receiver: first the outputs of its heads, then their sums.
+        # Ordered by receiver: first the outputs of its heads, then their sums.
         outs, logs = (x.reshape(n, size, -1).transpose(0, 1).flatten(1) for x in (out, sums))
         count = logs.shape[1]
         sent = torch.cat([outs, pad(logs, (0, -count % ALIGNED_FLOATS))], 1)
@@ -104,7 +105,7 @@ class ContextParallel:
         """Return rows of all shards, [shards * m, width], as ``find_keys`` counts them.
 
         Args:
-            caches: [num_slots, ...] each, of this shard; their rows are put side by side.
+            caches: [num_slots, ...] each, of this shard; their rows are joined side by side.
             own: [m] slots to read here.
         """
         rows = [cache.index_select(0, own).flatten(1) for cache in caches]
@@ -115,7 +116,7 @@ UNDIVIDED = ContextParallel()
 
 
 def merge_attention(outs: Sequence[Tensor], sums: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return attention over several sets of keys, and the logs of its summed exponentials.
+    """Return attention over several sets of keys, and its log-sum-exps.
 
     Args:
         outs: [rows, d] each, attention over one set; sums: [rows] float32 each.

@@ -1,4 +1,6 @@
-"""A layer of experts: each token runs a few of them, chosen by a router, and all shared ones."""
+"""A layer of experts: a router chooses a few of them for each token; shared experts run for all
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ from dist_aclgraph.topology import ExchangeKind
 
 @dataclass(frozen=True)
 class ExpertStep:
-    """How the tokens of a step meet their experts; the same on every rank.
+    """How the tokens of a step reach their experts; the same on every rank.
 
     Attributes:
-        exchange: None where every tensor parallel group has all experts.
-        tally: [2] int64, added to: tokens that this rank's experts computed, and tokens that found
-            no room in an exchange.
+        exchange: None if every tensor parallel group has all experts.
+        tally: [2] int64, two counters: tokens that this rank's experts computed, and tokens without
+            room in an exchange.
     """
 
     exchange: ExchangeKind | None = None
@@ -42,7 +44,8 @@ class ExpertSetup:
 
     Attributes:
         capacity_factor: room of an all-to-all, see ``expert_capacity``.
-        side: where shared experts run beside the routed ones; None: before them.
+        side: stream of shared experts beside the routed ones; None runs them before the routed
+            ones.
         mc2_sends_scales: see ``Mc2``.
     """
 
@@ -56,12 +59,12 @@ class ExpertSetup:
 class ExpertLayer:
     """The experts of a layer, routed and shared.
 
-    Without expert parallelism each routed expert is split over the tensor parallel group; with it
-    each rank of the expert parallel group has some as a whole. Shared ones are always split. What
-    remains to be added up over the tensor parallel group is one sum for both.
+    Without expert parallelism each routed expert is split over the tensor parallel group; with it,
+    each rank of the expert parallel group has some whole experts. Shared ones are always split. One
+    sum over the tensor parallel group completes both.
 
     Attributes:
-        exchanges: to experts of other ranks; none without expert parallelism.
+        exchanges: ways to experts of other ranks; none without expert parallelism.
     """
 
     router: Router
@@ -74,10 +77,10 @@ class ExpertLayer:
         """[n, hidden] -> [n, hidden], on all ranks of the tensor parallel group.
 
         Args:
-            x: the same on all ranks of the tensor parallel group; ``n`` is equal on all ranks of
-                the expert parallel group.
-            slots: [n] int32, where each token's KV is written; ``PADDING_SLOT`` is padding, which
-                comes last, goes to no expert, and whose result means nothing.
+            x: equal on all ranks of the tensor parallel group; ``n`` is equal on all ranks of the
+                expert parallel group.
+            slots: [n] int32, slot of each token's KV. ``PADDING_SLOT`` marks padding, which comes
+                last and goes to no expert; its result is meaningless.
         """
         if self._is_together(step):
             with self._running_shared(x) as shared:
@@ -88,26 +91,27 @@ class ExpertLayer:
         return self._exchanged(x, slots, self.exchanges[step.exchange], step.tally)
 
     def _is_together(self, step: ExpertStep) -> bool:
-        """Whether the tensor parallel group has all experts, and nothing else is asked for."""
+        """Whether the tensor parallel group has all experts, and the step requests no exchange."""
         tp, ep = self.groups.tp, self.groups.ep
         has_all = ep.size == 1 or ep.ranks == tp.ranks
-        # Without an exchange, spread experts would give the sum of a few of them.
+        # Without an exchange, spread experts would give the sum of only a few of them.
         assert has_all or step.exchange is not None
         return has_all and step.exchange in (None, "all_gather")
 
     def _exchanged(
         self, x: Tensor, slots: Tensor, exchange: Exchange, tally: Tensor | None
     ) -> Tensor:
-        """Let each rank exchange its slice, and put the slices together."""
+        """Exchange this rank's slice, and join the slices of all ranks."""
         tp, n = self.groups.tp, x.shape[0]
-        # On all ranks, although the last ones alone lack tokens: all must capture the same.
+        # On all ranks, although only the last ranks lack tokens: all must capture the same
+        # operators.
         missing = -n % tp.size
         if missing:
             x = pad(x, (0, 0, 0, missing))
             slots = pad(slots, (0, missing), value=PADDING_SLOT)
         m = x.shape[0] // tp.size
         mine = slice(tp.rank * m, (tp.rank + 1) * m)
-        # A view of the slots would begin anywhere; operators load blocks of 32 bytes.
+        # A view of the slots could begin at any address, but operators load blocks of 32 bytes.
         rows = torch.arange(mine.start, mine.stop, dtype=torch.int32, device=x.device)
         with self._running_shared(x) as shared:
             own = x[mine]

@@ -1,8 +1,9 @@
-"""Products in int8: weights have one scale for each output, rows of the input one each, found anew.
+"""Products in int8: weights have one scale per output; each input row gets a scale when it is
+quantised.
 
 Operators: ``npu_dynamic_quant`` (rows to int8: the largest element of each becomes 127), then
-``npu_quant_matmul``, or ``npu_grouped_matmul`` for experts. They sum integers, and multiply by both
-scales once.
+``npu_quant_matmul``, or ``npu_grouped_matmul`` for experts. They sum integers, then multiply by
+both scales.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Int8Linear:
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[n, in] -> [n, out], in ``out`` where one is given."""
+        """[n, in] -> [n, out], written to ``out`` if given."""
         npu = torch.ops.npu
         rows, row_scale = npu.npu_dynamic_quant(x)
         y: Tensor = npu.npu_quant_matmul(
@@ -50,15 +51,17 @@ class Int8GroupedProduct:
 
     Attributes:
         weight: [num_local, in, out] int8.
-        scale: [num_local, out]; in bfloat16 beside bfloat16, in float32 beside float16, as the
-            operator wants it.
+        scale: [num_local, out]; bfloat16 with bfloat16 rows, float32 with float16 rows, as the
+            operator requires.
     """
 
     weight: Tensor
     scale: Tensor
 
     def __call__(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """See ``GroupedProduct``. Rows without an expert are quantised, too, each by itself."""
+        """See ``GroupedProduct``. Rows without an expert are quantised, too; each row has its own
+        scale.
+        """
         quantised, row_scale = torch.ops.npu.npu_dynamic_quant(rows)
         return multiply_groups(
             quantised,

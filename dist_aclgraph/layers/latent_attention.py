@@ -1,9 +1,10 @@
-"""Multi-head latent attention over a paged cache of latents: directly for few queries of a request,
-over keys and values that are made of them for many.
+"""Multi-head latent attention over a paged cache of latents. Requests with few queries attend to
+latents directly; requests with many queries attend to keys and values computed from them.
 
 Operators: ``npu_kv_rmsnorm_rope_cache`` (norms and rotates a step's rows on their way to the
 cache), ``npu_transpose_batchmatmul`` (a product for each head) and
-``npu_fused_infer_attention_score_v2`` with the rotated parts of queries and keys beside the others.
+``npu_fused_infer_attention_score_v2`` with the rotated parts of queries and keys as separate
+arguments.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ LATENT_ATTENTION = AttentionOperator(
     "actual_seq_kvlen",
     "return_softmax_lse",
 )
-NORM_EPS = 1e-6  # of the norms inside attention, whatever the other norms have
+NORM_EPS = 1e-6  # of the norms inside attention, independent of the other norms
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ class LatentAttention:
 
     Attributes:
         norm: [512], of the latent.
-        keys, values: [heads, 128, 512], what makes each head's key and value of a latent.
-        scale: of scores.
+        keys, values: [heads, 128, 512], matrices from a latent to each head's key and value.
+        scale: factor of scores.
     """
 
     norm: Tensor
@@ -80,10 +81,10 @@ class LatentAttention:
         cache: LatentCache,
         metadata: AttentionMetadata,
     ) -> None:
-        """Write latents and rotated keys, then attend; rows beyond the live tokens are left alone.
+        """Write latents and rotated keys, then attend; rows beyond the live tokens are unchanged.
 
-        The direct form attends over latents, into which the products of the queries' heads have
-        been absorbed; parts make keys and values of the latents first.
+        The direct form attends over latents: the key matrices are absorbed into the queries. Parts
+        compute keys and values from the latents first.
 
         Args:
             q, out: [num_tokens, heads, 128].
@@ -108,8 +109,9 @@ class LatentAttention:
         self, kv: Tensor, rope: tuple[Tensor, Tensor], cache: LatentCache, slots: Tensor
     ) -> None:
         n = len(kv)
-        # Each token a sequence of its own, as the field does. The operator wants a block for each
-        # sequence; where there are fewer, all tokens are one, which its document allows, too.
+        # Each token is a sequence of its own, as in vllm-ascend. The operator needs a block per
+        # sequence. If there are fewer blocks, all tokens are one sequence, which its document
+        # allows, too.
         rows = (n, 1, 1) if n <= len(cache.latents) else (1, 1, n)
         cos, sin = (table[:n].view(*rows, -1) for table in rope)
         torch.ops.npu.npu_kv_rmsnorm_rope_cache(
@@ -177,7 +179,7 @@ class LatentAttention:
 
         def attend(run: Launch, rows: Sequence[Tensor], found: Tensor, sums: Tensor | None) -> None:
             latents, rope_keys = rows
-            # One product for all heads: their weights lie one after the other.
+            # One product for all heads: their weights are contiguous.
             key, value = (
                 torch.mm(latents, weight.flatten(0, 1).t()).view(len(latents), heads, -1)
                 for weight in (self.keys, self.values)

@@ -1,4 +1,4 @@
-"""Matrix products with weights kept as [in, out], the layout that products with few rows like.
+"""Matrix products with weights stored as [in, out], the best layout for products with few rows.
 
 Checkpoints store [out, in]; the transposition happens once, at load, so that eager and replayed
 steps share it.
@@ -16,14 +16,14 @@ from dist_aclgraph.comm.groups import CommGroup
 
 
 class Product(Protocol):
-    """A product with a weight of any kind: floats here, int8 in ``int8_products.py``."""
+    """A product with any kind of weight: floats here, int8 in ``int8_products.py``."""
 
     @property
     def weight(self) -> Tensor:
         """[in, out]."""
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[n, in] -> [n, out], in ``out`` where one is given."""
+        """[n, in] -> [n, out], written to ``out`` if given."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Linear:
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[n, in] -> [n, out], in ``out`` where one is given."""
+        """[n, in] -> [n, out], written to ``out`` if given."""
         if self.bias is None:
             return torch.mm(x, self.weight, out=out)
         return torch.addmm(self.bias, x, self.weight, out=out)
@@ -50,7 +50,7 @@ class RowParallelLinear:
     """A product whose input is split over the group: partial sums, then one all-reduce.
 
     Attributes:
-        product: [n, in / size] -> [n, out]; with the bias, where it alone makes the sum.
+        product: [n, in / size] -> [n, out]; includes the bias in a group of one.
         bias: [out] or None; whole on every rank, added once, after the sum.
     """
 

@@ -1,8 +1,8 @@
-"""The experts whose weights a rank holds: computed for whatever rows are given.
+"""The experts whose weights a rank holds, computed for given rows.
 
 Operators: ``npu_moe_init_routing_v2`` (copies each token once for each of its experts here, sorted
 by expert), ``npu_grouped_matmul`` (one product for all experts) and ``npu_moe_finalize_routing``
-(the weighted sum, back in token order). No size depends on the routing, so that graphs hold it.
+(the weighted sum, back in token order). No size depends on the routing, so graphs can contain it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-CUMULATIVE, COUNTS = 0, 1  # what a group list holds of each expert: where it ends, or its rows
+# meaning of an entry of a group list: end of an expert's rows, or their number
+CUMULATIVE, COUNTS = 0, 1
 
 
 class ExpertProduct(Protocol):
-    """One product of each expert, with weights of any kind: floats here, or int8."""
+    """One product per expert, with any kind of weight: floats here, or int8."""
 
     @property
     def weight(self) -> Tensor:
@@ -48,13 +49,13 @@ def multiply_groups(rows: Tensor, weight: Tensor, counts: Tensor, **quantised: A
     Args:
         weight: [groups, in, out].
         counts: [groups] int64, rows of each group.
-        quantised: what the operator takes beside int8.
+        quantised: further arguments of the operator for int8.
     """
     out: Tensor = torch.ops.npu.npu_grouped_matmul(
         [rows],
         [weight],
         group_list=counts,
-        # A list of one count is refused; where the only group ends is the same number.
+        # The operator refuses a list of one count. The end of the only group is the same number.
         group_list_type=COUNTS if len(counts) > 1 else CUMULATIVE,
         group_type=0,
         split_item=3,
@@ -70,8 +71,8 @@ class LocalExperts:
     Attributes:
         gate_up: hidden -> 2 * width of each expert.
         down: width -> hidden of each expert.
-        first: the first of them among all.
-        num_experts: of the layer.
+        first: index of the first one among all experts.
+        num_experts: number of experts of the layer.
     """
 
     gate_up: ExpertProduct
@@ -84,11 +85,12 @@ class LocalExperts:
         return self.gate_up.weight.shape[0]
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, tally: Tensor | None) -> Tensor:
-        """Return what these experts add to each token: [n, hidden], zero where none was chosen.
+        """Return the contribution of these experts to each token: [n, hidden], zero if none was
+        chosen.
 
         Args:
             x: [n, hidden].
-            experts: [n, top_k] int32, of the whole layer; ``num_experts`` is nobody's.
+            experts: [n, top_k] int32, ids in the whole layer; ``num_experts`` means no expert.
             weights: [n, top_k] float32.
             tally: see ``ExpertStep``.
         """
@@ -108,11 +110,11 @@ class LocalExperts:
             None,
             None,
             None,
-            # The operator takes wider weights beside bfloat16 only.
+            # The operator accepts float32 routing weights only with bfloat16 rows.
             weights if x.dtype == torch.bfloat16 else weights.to(x.dtype),
             order,
             None,
-            drop_pad_mode=3,  # rows of rank 3, of which some choices have none
+            drop_pad_mode=3,  # rows of rank 3; some choices have no row
         )
         return y
 
@@ -120,7 +122,7 @@ class LocalExperts:
         """Run each row through its expert: [rows, hidden] -> [rows, hidden].
 
         Args:
-            rows: sorted by expert; those beyond the last expert's are left alone.
+            rows: sorted by expert; rows beyond the last expert's are unchanged.
             counts: [num_local] int64, rows of each expert.
         """
         if tally is not None:

@@ -1,5 +1,5 @@
-"""Attention of long queries over keys that are read chunk by chunk, as ``context.prompt_parts``
-plans it. What one launch computes is the business of the kind of attention.
+"""Attention of long queries over keys that are read chunk by chunk, as planned by
+``context.prompt_parts``. The kind of attention defines the computation of one launch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from dist_aclgraph.layers.context_parallel import NOTHING, ContextParallel, merg
 
 @dataclass(frozen=True)
 class DeviceLaunch:
-    """A launch, with its keys' rows in what was read: slots of the cache where it is undivided."""
+    """A launch, with the rows of its keys among the read rows; in an undivided cache, their
+    slots.
+    """
 
     launch: Launch
     keys: Tensor
@@ -24,10 +26,10 @@ class DeviceLaunch:
 
 @dataclass(frozen=True)
 class DeviceChunk:
-    """KV tokens that are read at once.
+    """KV tokens that are read together.
 
     Attributes:
-        own: slots that this shard reads for all; None where the cache is undivided.
+        own: slots that this shard reads for all; None if the cache is undivided.
     """
 
     own: Tensor | None
@@ -43,8 +45,8 @@ class DevicePart:
     chunks: tuple[DeviceChunk, ...]
 
 
-# Attends with a launch's queries to the rows of caches that are given, [n, ...] each, and fills
-# out [n, heads, d] and, unless None, the logs of the summed exponentials [n, heads, 1] float32.
+# Attends with a launch's queries to the given rows of caches, [n, ...] each. Fills out [n, heads,
+# d] and, unless None, the log-sum-exps [n, heads, 1] float32.
 AttendTo = Callable[[Launch, Sequence[Tensor], Tensor, Tensor | None], None]
 
 
@@ -80,7 +82,7 @@ def attend_parts(
 
 
 class _Total:
-    """What queries found so far in the chunks of one part."""
+    """The results of queries so far, in the chunks of one part."""
 
     def __init__(self, part: DevicePart, out: Tensor) -> None:
         n, heads, _ = out[part.start : part.stop].shape
@@ -100,7 +102,7 @@ class _Total:
 def _reader(
     caches: Sequence[Tensor], chunk: DeviceChunk, context: ContextParallel
 ) -> Callable[[Tensor], list[Tensor]]:
-    """Return what picks a launch's rows, one tensor for each cache."""
+    """Return the function that picks a launch's rows, one tensor for each cache."""
     if chunk.own is None:
         return lambda keys: [cache.index_select(0, keys) for cache in caches]
     gathered = context.gather_keys(caches, chunk.own)
@@ -109,7 +111,7 @@ def _reader(
 
     def pick(keys: Tensor) -> list[Tensor]:
         parts = torch.split(gathered.index_select(0, keys), widths, 1)
-        # Columns of one tensor are no tensors of their own: operators take no such views.
+        # Columns of one tensor would be views, which operators do not accept.
         return [
             part.reshape(len(keys), *shape).contiguous()
             for part, shape in zip(parts, shapes, strict=True)

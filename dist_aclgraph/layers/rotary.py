@@ -59,9 +59,10 @@ class RotaryTables:
 
 
 def score_factor(rope: RopeSpec) -> float:
-    """Return the factor on attention scores that goes with a scaled embedding's ``mscale_all_dim``.
+    """Return the factor of attention scores that belongs to a scaled embedding's
+    ``mscale_all_dim``.
 
-    DeepSeek's rule; other models put all of YaRN's factor on cos and sin.
+    DeepSeek's rule; other models apply all of YaRN's factor to cos and sin.
     """
     if rope.kind == "default" or not rope.mscale_all_dim:
         return 1.0
@@ -74,7 +75,7 @@ def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
     smooth = (original / wavelengths - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor
     )
-    smooth = smooth.clamp(0.0, 1.0)  # 0: long waves, slowed down; 1: short waves, kept
+    smooth = smooth.clamp(0.0, 1.0)  # 0: long waves, slowed down; 1: short waves, unchanged
     return (1 - smooth) * frequencies / rope.factor + smooth * frequencies
 
 

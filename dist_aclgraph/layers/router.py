@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and how much each of them counts."""
+"""The experts of each token, and their weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dist_aclgraph.context.shards import PADDING_SLOT
 
 Scoring = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2"]
-# What npu_moe_gating_top_k calls them.
+# The names of npu_moe_gating_top_k.
 NORM_TYPES: dict[Scoring, int] = {"softmax": 0, "sigmoid": 1}
 GROUP_SELECT_MODES: dict[GroupScore, int] = {"max": 0, "top2": 1}
 
@@ -21,16 +21,17 @@ GROUP_SELECT_MODES: dict[GroupScore, int] = {"max": 0, "top2": 1}
 class Router:
     """Chooses the experts of each token by ``npu_moe_gating_top_k``.
 
-    Softmax scores (Qwen3, DeepSeek V2) count as they are, or divided by their sum; sigmoid scores
+    Softmax scores (Qwen3, DeepSeek V2) are used directly, or divided by their sum; sigmoid scores
     (DeepSeek V3) are always divided by it. Either may be scaled after that.
 
     Attributes:
         weight: [hidden, num_experts] float32: rounding must not decide between near experts.
         top_k: experts of a token.
         renormalizes: whether the weights of a token's softmax scores sum to one.
-        bias: [num_experts] float32, added to scores for the choice alone.
+        bias: [num_experts] float32, added to scores for the choice only.
         num_groups, top_groups: groups of experts, and how many of them a token may choose from.
-        group_score: what is compared of groups, their best score or the sum of their best two.
+        group_score: the score by which groups are compared: their best score or the sum of their
+            best two.
         scale: factor of all weights.
     """
 
@@ -47,8 +48,8 @@ class Router:
     def __call__(self, x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return experts [n, top_k] int32 and weights [n, top_k] float32.
 
-        Padding goes to one expert more than there are: operators are told of it, and no rank has it
-        (negative ids are not allowed, and on CANN 9 hide all others).
+        Padding goes to the id behind the last expert. Operators know this id, and no rank has it.
+        (Negative ids are not allowed, and on CANN 9 they hide all others.)
 
         Args:
             x: [n, hidden].

@@ -1,4 +1,4 @@
-"""A forward pass in segments, cut at attention: what becomes of each is the caller's choice."""
+"""A forward pass in segments, cut at attention; the caller chooses how to run each segment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ RunSegment = Callable[..., tuple[Tensor, ...]]  # of a segment and its inputs
 
 
 def work_between(run: RunSegment, work: Callable[[], None]) -> RunSegment:
-    """Return what runs segments as ``run`` does, and does something else behind each."""
+    """Return a function that runs segments like ``run``, and calls another function behind each."""
 
     def run_and_work(segment: Segment, *inputs: Tensor) -> tuple[Tensor, ...]:
         outputs = run(segment, *inputs)

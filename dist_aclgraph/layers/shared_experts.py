@@ -1,4 +1,4 @@
-"""Experts that every token visits, and the stream on which they run beside the routed ones."""
+"""Experts that run for every token, and the stream on which they run beside the routed ones."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from dist_aclgraph.layers.linear import Product
 class SideStream:
     """One stream of a rank, for work that runs beside its main stream.
 
-    Work allocates and frees on this stream what it needs for itself, and writes results to tensors
-    of the main stream. Nothing that it allocated outlives the join, so that the allocator may give
-    the memory to the next work without an event, in graphs too.
+    The work allocates and frees its temporary tensors on this stream, and writes results to tensors
+    of the main stream. Its temporary tensors end before the join, so the allocator may give their
+    memory to the next work without an event, in graphs too.
     """
 
     def __init__(self) -> None:
@@ -26,10 +26,10 @@ class SideStream:
 
     @contextmanager
     def running(self, work: Callable[[], None]) -> Iterator[None]:
-        """Run ``work`` while the context lasts; when it is left, by an error too, it is joined.
+        """Run ``work`` inside this context; leaving the context joins it, after an error too.
 
-        The work waits for all that the current stream was given before, and uses no collective:
-        those of a group must keep one order on all ranks.
+        The work waits for all earlier work of the current stream. It uses no collective, because
+        the collectives of a group need the same order on all ranks.
         """
         main = runtime().current_stream()
         self._stream.wait_stream(main)
@@ -48,7 +48,7 @@ class SharedExperts:
     Attributes:
         gate_up: hidden -> 2 * width.
         down: width -> hidden.
-        side: where they run beside the routed experts; None: before them.
+        side: stream beside the routed experts; None runs them before the routed experts.
     """
 
     gate_up: Product
@@ -57,7 +57,7 @@ class SharedExperts:
 
     @contextmanager
     def running(self, x: Tensor) -> Iterator[Tensor]:
-        """Give this rank's part of the sum, [n, hidden]; complete when the context is left."""
+        """Return this rank's part of the sum, [n, hidden]; complete once the context is left."""
         out = torch.empty_like(x)
         if self.side is None:
             self._compute(x, out)

@@ -1,8 +1,8 @@
-"""How a rank's tokens meet experts of other ranks: three ways, one interface.
+"""The exchange of a rank's tokens with experts of other ranks: three ways, one interface.
 
-A tensor parallel group runs the same tokens on all its ranks. For an exchange each of them brings a
-slice of its own, so that every token travels once; the layer puts the slices together again. No
-shape depends on the routing and nothing is read by the host: graphs hold all three.
+A tensor parallel group runs the same tokens on all its ranks. In an exchange each of them sends its
+own slice, so that every token travels once; the layer joins the slices again. No shape depends on
+the routing and the host reads nothing, so graphs can contain all three ways.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from dist_aclgraph.layers.local_experts import COUNTS, LocalExperts
 from dist_aclgraph.planning.exchange import expert_capacity
 from dist_aclgraph.topology import ExchangeKind
 
-ALIGNED_BYTES = 32  # operators load blocks of so many
+ALIGNED_BYTES = 32  # operators load blocks of so many bytes
 
 
 class Exchange(Protocol):
-    """Lets the tokens of all ranks of an expert parallel group meet the experts of all of them."""
+    """Brings the tokens of all ranks of an expert parallel group to the experts of all of them."""
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, tally: Tensor | None) -> Tensor:
         """Return the weighted sum over each token's experts: [m, hidden], zero for padding.
 
         Args:
             x: [m, hidden], this rank's slice of its tokens; ``m`` is equal on all ranks.
-            experts: [m, top_k] int32; of padding, which comes last, each is ``num_experts``.
+            experts: [m, top_k] int32; padding comes last and has ``num_experts`` everywhere.
             weights: [m, top_k] float32.
             tally: see ``ExpertStep``.
         """
@@ -39,7 +39,7 @@ class Exchange(Protocol):
 
 @dataclass(frozen=True)
 class AllGather:
-    """Every rank gets all tokens, and adds what its experts make of them."""
+    """Every rank gets all tokens, and adds the results of its experts."""
 
     group: CommGroup
     local: LocalExperts
@@ -54,7 +54,7 @@ class AllGather:
 class AllToAll:
     """Every rank gets the tokens that chose one of its experts, once each, as far as there is room.
 
-    Room is the same for every pair of ranks, so that equal parts travel. Tokens that find none are
+    The room is the same for every pair of ranks, so equal parts travel. Tokens without room are
     counted, and miss those experts: the step must be run again.
 
     Attributes:
@@ -68,11 +68,12 @@ class AllToAll:
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, tally: Tensor | None) -> Tensor:
         (m, hidden), top_k, size = x.shape, experts.shape[1], self.group.size
         capacity = expert_capacity(m, size, top_k, self.factor)
-        # All in int32: what is longer, chips sum and scatter on their AI CPU.
+        # All in int32: chips sum and scatter wider types on their AI CPU.
         ranks = torch.arange(size, dtype=torch.int32, device=x.device)
         owner = torch.div(experts, self.local.num_local, rounding_mode="floor")
         is_wanted = (owner.unsqueeze(-1) == ranks).any(1)  # [m, ranks]
-        place = is_wanted.cumsum(0, dtype=torch.int32) - 1  # among the tokens for the same rank
+        # place among the tokens for the same rank
+        place = is_wanted.cumsum(0, dtype=torch.int32) - 1
         fits = is_wanted & (place < capacity)
         if tally is not None:
             tally[1].add_((is_wanted & ~fits).sum(dtype=torch.int32))
@@ -102,9 +103,9 @@ class AllToAll:
         fits: Tensor,
         num_places: int,
     ) -> Tensor:
-        """Return the rows to send, [num_places, columns]; places that nobody takes hold padding."""
+        """Return the rows to send, [num_places, columns]; unused places hold padding."""
         more, m, device = (0, 0, 0, 1), x.shape[0], x.device
-        # One token more, which is padding, and one place more, for what is not sent.
+        # One more token, which is padding, and one more place, for tokens that are not sent.
         nowhere = self.local.num_experts
         tokens = pack(pad(x, more), pad(experts, more, value=nowhere), pad(weights, more))
         source = torch.full((num_places + 1,), m, dtype=torch.int32, device=device)
@@ -123,7 +124,7 @@ class Mc2:
 
     Attributes:
         group: of MC2 alone.
-        sends_scales: whether the operators of this chip take the weights along.
+        sends_scales: whether the operators of this chip send the weights, too.
     """
 
     group: CommGroup
@@ -133,7 +134,7 @@ class Mc2:
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, tally: Tensor | None) -> Tensor:
         npu = torch.ops.npu
         is_padding = experts[:, 0] == self.local.num_experts
-        # Padding travels nowhere, but its experts must be such that are there, none of them twice.
+        # Padding travels nowhere, but its experts must exist, and differ from each other.
         some = torch.arange(experts.shape[1], dtype=torch.int32, device=x.device)
         experts = torch.where(is_padding.unsqueeze(1), some, experts)
         domain = (
@@ -161,14 +162,16 @@ class Mc2:
             x_active_mask=is_live,
             expand_scales=scales if self.sends_scales else None,
         )
-        # The operator does not write rows of padding: a NaN there would spread to other rows.
+        # The operator does not write rows of padding; a NaN there would spread to other rows.
         return y.masked_fill_(is_padding.unsqueeze(1), 0)
 
 
 def make_exchanges(
     groups: RankGroups, local: LocalExperts, factor: float, *, mc2_sends_scales: bool
 ) -> Mapping[ExchangeKind, Exchange]:
-    """Return the exchanges of an expert parallel group: none of one rank; MC2 if it has a group."""
+    """Return the exchanges of an expert parallel group: none for one rank; MC2 if it has a
+    group.
+    """
     if groups.ep.size == 1:
         return {}
     exchanges: dict[ExchangeKind, Exchange] = {
@@ -181,10 +184,10 @@ def make_exchanges(
 
 
 def pack(x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-    """Return tokens with their experts and weights in one row each, so that they travel at once.
+    """Return tokens with their experts and weights in one row each, so that all travel together.
 
-    The bits of the integers and of the wider floats are kept in columns of the type of ``x``; both
-    begin on places that are a multiple of 32 bytes.
+    Columns of the type of ``x`` hold the bits of the integers and of the wider floats; both begin
+    at multiples of 32 bytes.
     """
     missing = -experts.view(x.dtype).shape[1] % (ALIGNED_BYTES // x.element_size())
     numbers = [part.view(x.dtype) for part in (experts, weights)]
@@ -194,7 +197,7 @@ def pack(x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
 
 
 def unpack(rows: Tensor, hidden: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what was packed: x, experts and weights."""
+    """Return the packed values: x, experts and weights."""
     width = (rows.shape[1] - hidden) // 2
     used = top_k * torch.int32.itemsize // rows.element_size()
     x, experts, weights = torch.split(rows, [hidden, width, width], 1)

@@ -1,6 +1,7 @@
 """The embedding and the output head, split over the vocabulary.
 
-A vocabulary that the group does not divide is padded with zero rows; their logits are cut off.
+A vocabulary that is no multiple of the group size is padded with zero rows; their logits are cut
+off.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dist_aclgraph.comm.groups import CommGroup
 
 
 def vocabulary_part(vocab_size: int, group: CommGroup) -> tuple[int, int]:
-    """Return [start, stop) of this rank's token ids; ``stop`` may lie beyond the vocabulary."""
+    """Return [start, stop) of this rank's token ids; ``stop`` may exceed the vocabulary."""
     width = -(-vocab_size // group.size)
     return group.rank * width, (group.rank + 1) * width
 
@@ -34,7 +35,9 @@ class VocabularyEmbedding:
     group: CommGroup
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """[n] int32 -> [n, hidden]; foreign tokens count as zero before the sum over ranks."""
+        """[n] int32 -> [n, hidden]; tokens of other ranks count as zero before the sum over
+        ranks.
+        """
         if self.group.size == 1:
             return F.embedding(token_ids, self.weight)
         local = token_ids - self.start
@@ -56,7 +59,7 @@ class VocabularyHead:
     group: CommGroup
 
     def __call__(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[n, hidden] -> [n, vocab], written to ``out`` where one is given."""
+        """[n, hidden] -> [n, vocab], written to ``out`` if given."""
         if self.group.size == 1:
             return torch.mm(hidden, self.weight, out=out)
         parts = self.group.all_gather(torch.mm(hidden, self.weight))  # [size, n, vocab / size]

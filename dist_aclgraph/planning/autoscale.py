@@ -1,4 +1,4 @@
-"""How many groups a deployment should have for the requests that it has: a rule with hysteresis."""
+"""The number of groups for a deployment's requests: a rule with hysteresis."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dist_aclgraph.config import AutoscaleConfig
 
 @dataclass(frozen=True)
 class Demand:
-    """What the groups that take requests have to do.
+    """The load of the groups that accept requests.
 
     Attributes:
-        groups: of them, 1 or more.
+        groups: number of these groups, 1 or more.
         running, waiting: requests in all of them.
         rows: requests that one group can run at once.
-        missing: groups that there should be beside them.
+        missing: lost groups, which are replaced.
     """
 
     groups: int
@@ -27,11 +27,12 @@ class Demand:
 
 @dataclass
 class Autoscaler:
-    """Owns since when there has been too much or too little to do.
+    """Owns the time since which the load has been too high or too low.
 
-    One group more, once more than ``target_waiting`` requests have waited for each group all
-    through ``up_s``. One less, once nobody has waited all through ``down_s``, while what ran would
-    have filled half of the other groups at most: so the others have room, and nobody waits at once.
+    One group is added once more than ``target_waiting`` requests per group have waited during all
+    of ``up_s``. One is removed once no request has waited during all of ``down_s``, while the
+    running requests would have filled at most half of the other groups. So the other groups have
+    room, and no request waits at once.
     """
 
     config: AutoscaleConfig
@@ -39,7 +40,7 @@ class Autoscaler:
     _idle_since_s: float | None = None
 
     def decide(self, now_s: float, demand: Demand) -> int:
-        """Return how many groups there should be, those that are missing left out."""
+        """Return the wanted number of groups, without the lost ones."""
         config, groups = self.config, demand.groups
         is_busy = demand.waiting > config.target_waiting * groups
         is_idle = not demand.waiting and 2 * demand.running <= (groups - 1) * demand.rows
@@ -50,7 +51,7 @@ class Autoscaler:
         elif self._idle_since_s is not None and now_s - self._idle_since_s >= config.down_s:
             groups, self._idle_since_s = groups - 1, None
         wanted = min(max(groups, config.min_groups), config.max_groups)
-        # What is missing is replaced, as often as that is allowed: it is not asked for once more.
+        # Lost groups are replaced, as often as that is allowed; do not request them a second time.
         is_missing = demand.groups < wanted <= demand.groups + demand.missing
         return demand.groups if is_missing else wanted
 

@@ -18,11 +18,12 @@ class GraphFamily(msgspec.Struct, frozen=True, kw_only=True):
     """The graphs of one kind, at several sizes.
 
     Attributes:
-        run_mode: FULL graphs hold their attention, PIECEWISE ones run it between their pieces.
-        query_len: tokens of each request; 0 takes any mixture of prefill and decode.
+        run_mode: FULL graphs contain their attention; PIECEWISE ones run it between their pieces.
+        query_len: tokens of each request; 0 accepts any mixture of prefill and decode.
         buckets: ascending, in tokens.
         refused: sizes that some rank could not capture; they are not tried again.
-        max_buckets: the most that every rank could capture at once, known since one failed.
+        max_buckets: the largest number that every rank could capture at once; known after a
+            failure.
     """
 
     run_mode: RunMode
@@ -33,13 +34,13 @@ class GraphFamily(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """In plain words, for tables and ledgers."""
+        """A description in plain words, for tables and ledgers."""
         return f"{self.run_mode.lower()} {'decode' if self.query_len else 'mixed'}"
 
     def describe(self, bucket: int, max_num_seqs: int) -> BatchDescriptor:
         """Return the descriptor of one bucket.
 
-        A mixed full graph has one request more than can run: it takes the padding tokens.
+        A mixed full graph has one request more than can run; this request takes the padding tokens.
         """
         if self.run_mode == "PIECEWISE":
             return BatchDescriptor(bucket, 0, 0, self.run_mode)
@@ -47,17 +48,17 @@ class GraphFamily(msgspec.Struct, frozen=True, kw_only=True):
         return BatchDescriptor(bucket, num_reqs, self.query_len, self.run_mode)
 
     def has(self, graph: BatchDescriptor) -> bool:
-        """Whether the graph is one of this family's."""
+        """Whether the graph belongs to this family."""
         return self.is_kind_of(graph) and graph.num_tokens in self.buckets
 
     def is_kind_of(self, graph: BatchDescriptor) -> bool:
-        """Whether the graph is of this family's kind, at whatever size."""
+        """Whether the graph is of this family's kind, at any size."""
         return (graph.mode, graph.query_len) == (self.run_mode, self.query_len)
 
     def keep(self, without: BatchDescriptor | None, limit: int | None = None) -> GraphFamily:
         """Return the family without one graph, and with at most ``limit`` of the others.
 
-        Both last: the size is not tried again, or no more than ``limit`` are.
+        Both facts are permanent: the size is not tried again, and no more than ``limit`` sizes are.
         """
         left = [b for b in self.buckets if without is None or b != without.num_tokens]
         if limit is not None:
@@ -78,7 +79,7 @@ def capture_sizes(largest_batch: int, max_tokens: int, query_len: int = 1) -> tu
 
     Args:
         largest_batch: tokens of the largest batch that can run.
-        max_tokens: of a graph.
+        max_tokens: tokens of the largest graph.
         query_len: tokens of each request in a decode step, draft tokens included (k + 1); sizes are
             multiples of it.
     """
@@ -88,7 +89,9 @@ def capture_sizes(largest_batch: int, max_tokens: int, query_len: int = 1) -> tu
 
 
 def candidate_families(config: Config) -> tuple[GraphFamily, ...]:
-    """Return the graphs that a configuration would capture if every rank could afford them."""
+    """Return the graphs that a configuration would capture if every rank could afford all of
+    them.
+    """
     graph = config.graph
     found = []
     if graph.mode in DECODE_MODES:
@@ -102,7 +105,7 @@ def candidate_families(config: Config) -> tuple[GraphFamily, ...]:
 def asked_sizes(
     mode: str, decode: Sequence[int], mixed: Sequence[int]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the keys of ``graph`` that ask for these sizes, as far as the mode has them."""
+    """Return the keys of ``graph`` that request these sizes, as far as the mode has them."""
     if mode == "FULL_AND_PIECEWISE":
         return {"sizes": tuple(decode), "mixed_sizes": tuple(mixed)}
     if mode == "NONE":
@@ -127,7 +130,7 @@ def _decode_family(config: Config, sizes: Sequence[int] | None) -> GraphFamily:
     query_len = config.speculative.num_tokens + 1
     largest = config.scheduler.max_num_seqs * query_len
     buckets = sizes or capture_sizes(largest, config.graph.max_tokens, query_len)
-    if config.recovery.exact:  # a token's rounding may depend on the size
+    if config.recovery.exact:  # the size of a graph may change a token's rounding
         buckets = buckets[-1:]
     return GraphFamily(run_mode="FULL", query_len=query_len, buckets=tuple(buckets))
 
@@ -141,7 +144,7 @@ def _mixed_family(config: Config, sizes: Sequence[int] | None) -> GraphFamily:
 
 
 class BufferSizes(NamedTuple):
-    """What the inputs and outputs of graphs must hold at most, together for all of them."""
+    """Upper limits of the inputs and outputs of graphs, over all of them."""
 
     num_tokens: int
     num_reqs: int  # rows of block tables
@@ -149,18 +152,18 @@ class BufferSizes(NamedTuple):
 
 
 def buffer_sizes(graphs: Iterable[BatchDescriptor], max_num_seqs: int) -> BufferSizes:
-    """Return the sizes that serve each of the graphs; at least one of each."""
+    """Return sizes that are large enough for each of the graphs; at least one of each."""
     tokens = reqs = samples = 1
     for graph in graphs:
         tokens = max(tokens, graph.num_tokens)
-        # Pieces hold no attention: any number of requests goes with them, and samples behind them.
+        # Pieces contain no attention: they fit any number of requests, and of samples behind them.
         reqs = max(reqs, graph.num_reqs or min(graph.num_tokens, max_num_seqs))
         samples = max(samples, graph.num_tokens if graph.query_len else graph.num_reqs)
     return BufferSizes(tokens, reqs, samples)
 
 
 def pad_to_bucket(num_tokens: int, buckets: Sequence[int]) -> int | None:
-    """Return the smallest bucket that holds ``num_tokens``, or None where none does.
+    """Return the smallest bucket that holds ``num_tokens``, or None if none does.
 
     ``buckets`` ascend.
     """
@@ -171,13 +174,13 @@ def pad_to_bucket(num_tokens: int, buckets: Sequence[int]) -> int | None:
 def trim_sizes(sizes: Sequence[int], limit: int) -> list[int]:
     """Return at most ``limit`` of the sizes, sampled evenly by index, both ends kept.
 
-    With room for one, or for none, the last size stays: it alone covers every batch.
+    With a limit of one or zero the last size stays, because only that size covers every batch.
     """
     if limit >= len(sizes):
         return list(sizes)
     if limit <= 1:
         return list(sizes[-1:])
     step = (len(sizes) - 1) / (limit - 1)
-    # round() is half-to-even here as in the source: another rounding picks other sizes.
+    # round() is half-to-even here as in the source; another rounding would pick other sizes.
     middle = [sizes[round(i * step)] for i in range(1, limit - 1)]
     return [sizes[0], *middle, sizes[-1]]

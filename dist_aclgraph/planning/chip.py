@@ -1,7 +1,7 @@
-"""What a chip and its line of CANN take of a deployment: refused before anything is loaded.
+"""Limits of a chip and its release of CANN, checked before anything is loaded.
 
-The rules are those of the operators' documents and tilings (FusedInferAttentionScore, the cache
-writes), read and not tried on an NPU.
+The rules are from the operators' documents and tilings (FusedInferAttentionScore, the cache
+writes). They were not tried on an NPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_SPLIT_FUSE_DIM, MAX_SPLIT_FUSE_BLOCK, MAX_LATENT_BLOCK = 256, 512, 512
 
 
 def generation_of(chip: str) -> str:
-    """Return the generation of a chip by its name, or the name where it is none that we know."""
+    """Return the generation of a chip by its name, or the name if the chip is unknown."""
     return next((name for name, begin in GENERATIONS.items() if chip.startswith(begin)), chip)
 
 
@@ -44,7 +44,7 @@ class Chip:
         return not self.cann or self.cann.startswith("8.")
 
     def check(self, config: Config, facts: ModelFacts, whose: str) -> None:
-        """Refuse a type, a head size or a block size that attention on this chip does not take.
+        """Refuse a type, a head size or a block size that attention does not support on this chip.
 
         Args:
             whose: the device in plain words.
@@ -57,10 +57,11 @@ class Chip:
             raise ConfigError(f"{problem} ({whose}: {self.name}, CANN {self.cann or UNKNOWN})")
 
     def check_assumed(self, config: Config, whose: str) -> None:
-        """Refuse a chip of another generation than plans assume: it has other prices and limits.
+        """Refuse a chip of another generation than the plan's, because it has other prices and
+        limits.
 
         Raises:
-            ConfigError: says what to set.
+            ConfigError: the message names the key to set.
         """
         assumed, found = generation_of(config.device.chip), generation_of(self.name)
         if found != assumed:
@@ -70,11 +71,11 @@ class Chip:
             )
 
     def counts_shared_blocks(self, config: Config, facts: ModelFacts) -> bool:
-        """Whether attention refuses lengths that need more blocks than the cache has, those that
-        requests share counted for each of them, and those of padding.
+        """Whether attention refuses lengths that need more blocks than the cache has, where blocks
+        shared by requests count for each of them, and lengths of padding count, too.
         """
         parallel = config.parallel
-        # Over the cache, each rank attends with the queries of all that share it.
+        # Over the cache, each rank attends with the queries of all ranks that share it.
         head_ranks = max(1, parallel.dcp // parallel.pcp)
         splits = (
             self._has_split_fuse(config, facts, head_ranks)
@@ -84,11 +85,10 @@ class Chip:
         return not facts.mla and not splits
 
     def _has_split_fuse(self, config: Config, facts: ModelFacts, head_ranks: int = 1) -> bool:
-        """Whether there is the tiling that came with CANN 9; what it does not take goes the way of
-        CANN 8.
+        """Whether the tiling of CANN 9 is used; calls that it does not support use that of CANN 8.
 
         Args:
-            head_ranks: whose heads attend together.
+            head_ranks: number of ranks whose heads attend together.
         """
         tp = config.parallel.tp
         heads = heads_per_rank(facts.num_heads, tp, is_latent=facts.mla)
@@ -118,14 +118,14 @@ class Chip:
             return
         counts_shared = self.counts_shared_blocks(config, facts)
         if config.recovery.exact and counts_shared:
-            # A full cache is decoded without a graph there, in other shapes.
+            # There, a full cache is decoded without a graph, in other shapes.
             yield (
                 "recovery.exact is true; attention of this model refuses padding that needs more "
                 "blocks than the cache has: set it to false"
                 + (", or install CANN 9" if self.is_cann_8 else "")
             )
         if config.parallel.dcp * config.parallel.pcp > 1 and counts_shared:
-            # Tokens of a prompt, or pieces of it, are rows that name the same blocks.
+            # Tokens of a prompt, or its pieces, are rows with the same blocks.
             yield (
                 f"parallel.dcp is {config.parallel.dcp} and parallel.pcp {config.parallel.pcp}; "
                 "attention of this model refuses rows that need more blocks than the cache has, "

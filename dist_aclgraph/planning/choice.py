@@ -1,4 +1,4 @@
-"""Which sizes to capture: those that cost the traffic least, exactly."""
+"""The sizes to capture: those with the lowest cost for the traffic, exactly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from dist_aclgraph.planning.buckets import pad_to_bucket
 
-NO_GAIN = 1 - 1e-9  # of a cost: what rounding does to equal ones
+NO_GAIN = 1 - 1e-9  # relative difference that rounding may cause between equal costs
 FloatArray = npt.NDArray[np.float64]
 
 
@@ -22,9 +22,9 @@ class Choices:
         sizes: the candidates, ascending.
         costs: [max_buckets + 1]; the least expected cost with at most so many buckets, infinite
             with none.
-        counts: [max_buckets + 1]; how many buckets reach that cost, the fewest that do.
+        counts: [max_buckets + 1]; the smallest number of buckets that reaches that cost.
         previous: [max_buckets + 1, sizes]; with k buckets of which the last is the size in this
-            column, the place in ``sizes`` of the one before, plus one.
+            column, the index in ``sizes`` of the previous bucket, plus one.
     """
 
     sizes: tuple[int, ...]
@@ -33,7 +33,7 @@ class Choices:
     previous: npt.NDArray[np.int64]
 
     def buckets(self, max_buckets: int) -> tuple[int, ...]:
-        """Return the best at most ``max_buckets`` sizes, ascending; none for zero."""
+        """Return the best set of at most ``max_buckets`` sizes, ascending; empty for zero."""
         chosen: list[int] = []
         last = len(self.sizes) - 1
         for k in range(int(self.counts[max_buckets]), 0, -1):
@@ -47,17 +47,17 @@ def choices(
 ) -> Choices:
     """Return the best buckets for every number of them up to ``max_buckets``.
 
-    A batch of n tokens pays the cost of the smallest bucket that holds it; the expected cost is the
-    sum over n of its weight times what it pays. Batches above the largest size run without a graph
-    whatever is chosen, and do not count. O(max_buckets * len(sizes)**2).
+    A batch of n tokens costs as much as the smallest bucket that holds it; the expected cost is the
+    sum over n of weight times cost. Batches above the largest size always run without a graph, and
+    do not count. O(max_buckets * len(sizes)**2).
 
     Args:
         sizes: candidates, ascending.
-        weights: how often a batch has so many live tokens.
+        weights: frequency of each number of live tokens.
         costs: of one step at each size, in any one unit.
     """
     up_to = _weight_up_to(sizes, weights)
-    # pays[j, i]: what the batches above size i - 1 and up to size j pay in bucket j.
+    # pays[j, i]: cost of the batches above size i - 1 and up to size j, in bucket j.
     pays = (up_to[1:, None] - up_to[None, :]) * np.asarray(costs, np.float64)[:, None]
     n = len(sizes)
     pays[np.tri(n, n + 1, 0) == 0] = np.inf
@@ -81,13 +81,13 @@ def choices(
 def expected_cost(
     buckets: Sequence[int], weights: Mapping[int, float], costs: Mapping[int, float]
 ) -> float:
-    """Return what the batches that fit a bucket pay, by the rule of ``choices``."""
+    """Return the cost of the batches that fit a bucket, by the rule of ``choices``."""
     padded = ((weight, pad_to_bucket(tokens, buckets)) for tokens, weight in weights.items())
     return sum(weight * costs[bucket] for weight, bucket in padded if bucket is not None)
 
 
 def padding_share(buckets: Sequence[int], weights: Mapping[int, float]) -> float:
-    """Return which part of all replayed tokens is padding; 0 where nothing is replayed."""
+    """Return the share of padding among all replayed tokens; 0 if nothing is replayed."""
     padded = expected_cost(buckets, weights, {bucket: float(bucket) for bucket in buckets})
     reach = buckets[-1] if buckets else 0
     live = sum(weight * tokens for tokens, weight in weights.items() if tokens <= reach)
@@ -95,9 +95,9 @@ def padding_share(buckets: Sequence[int], weights: Mapping[int, float]) -> float
 
 
 def step_costs(sizes: Sequence[int], seconds: Mapping[int, float]) -> list[float]:
-    """Return the cost of a step at each size: its padded tokens, or seconds where any are known.
+    """Return the cost of a step at each size: its padded tokens, or seconds if any are known.
 
-    Between sizes whose time was measured, time grows linearly; outside them, with the tokens.
+    Between measured sizes, time grows linearly; outside them, in proportion to the tokens.
     """
     if not seconds:
         return [float(size) for size in sizes]
@@ -111,7 +111,7 @@ def step_costs(sizes: Sequence[int], seconds: Mapping[int, float]) -> list[float
 
 
 def _weight_up_to(sizes: Sequence[int], weights: Mapping[int, float]) -> FloatArray:
-    """Return the weight of batches of no tokens, then of those that fit each size."""
+    """Return the weight of batches without tokens, then of the batches that fit each size."""
     dense = np.zeros(sizes[-1] + 1)
     for tokens, weight in weights.items():
         if 0 < tokens <= sizes[-1]:

@@ -1,7 +1,7 @@
-"""The moves of the transaction that changes a group's graphs, and what a rank answers to each.
+"""The moves of the transaction that changes a group's graphs, and the answers of ranks.
 
-Plain MessagePack, as steps are: the same moves travel as calls before serving, and between steps
-while serving.
+They are plain MessagePack, like steps. The same moves travel as actor calls before serving, and
+between steps while serving.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class GraphCommand(msgspec.Struct, frozen=True, tag="graph"):
     Attributes:
         number: counts the commands of an epoch; the answers repeat it.
         action: ``adopt`` a plan; ``prepare``: run a graph's work eagerly once; ``capture`` it;
-            ``commit``: it may be replayed from now on; ``release`` it, committed or not.
-        graph: of all actions but ``adopt``.
-        plan: of ``adopt``.
+            ``commit``: it may be replayed afterwards; ``release`` it, committed or not.
+        graph: set for all actions except ``adopt``.
+        plan: set for ``adopt``.
     """
 
     epoch: int
@@ -41,14 +41,14 @@ class GraphCommand(msgspec.Struct, frozen=True, tag="graph"):
 
 
 class GraphAnswer(msgspec.Struct, frozen=True, tag="graph_answer"):
-    """A rank's vote: ``failure`` is None where it has carried the command out.
+    """A rank's vote: ``failure`` is None if it has executed the command.
 
     Attributes:
-        plan_hash: of the plan that the rank holds.
-        cost: of a capture.
-        free_streams: that the device can still give; None where its count does not follow graphs.
-        live_bytes: of the graph pool, that something holds.
-        pool_bytes: of the graph pool, in all.
+        plan_hash: hash of the rank's plan.
+        cost: cost of a capture.
+        free_streams: free streams of the device; None if its count does not follow graphs.
+        live_bytes: used bytes of the graph pool.
+        pool_bytes: all bytes of the graph pool.
     """
 
     epoch: int

@@ -1,4 +1,4 @@
-"""What names a captured graph."""
+"""The key of a captured graph."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ RunMode = Literal["NONE", "PIECEWISE", "FULL"]
 
 
 class BatchDescriptor(msgspec.Struct, frozen=True, order=True):
-    """What names a captured graph, and nothing more.
+    """The key of a captured graph; nothing else identifies it.
 
     Attributes:
         num_tokens: padded token count, the bucket.
-        num_reqs: padded request count; a graph without attention has no use for it, and 0.
-        query_len: uniform query length, 0 where lengths differ.
-        mode: how the graph was captured.
+        num_reqs: padded request count; 0 for a graph without attention, which does not need it.
+        query_len: uniform query length, 0 if lengths differ.
+        mode: mode of the capture.
     """
 
     num_tokens: int
@@ -30,14 +30,14 @@ class BatchDescriptor(msgspec.Struct, frozen=True, order=True):
         return f"{self.mode.lower()} {kind} {self.num_tokens}"
 
 
-Table = list[BatchDescriptor | None]  # by token count; index 0 is never asked for
+Table = list[BatchDescriptor | None]  # by token count; index 0 is never used
 
 
 def table_of(graphs: Iterable[BatchDescriptor]) -> Table:
     """Return the smallest graph that holds each number of tokens.
 
     Args:
-        graphs: of one kind, ascending.
+        graphs: graphs of one kind, ascending.
     """
     table: Table = [None]
     for graph in graphs:

@@ -1,4 +1,4 @@
-"""Which graph a batch replays: tables of the graphs that exist on every rank.
+"""The graph that a batch replays: tables of the graphs that exist on every rank.
 
 Their descriptors are the only valid graphs; a miss runs eagerly and is counted with its reason.
 """
@@ -20,15 +20,14 @@ Fits = Callable[[BatchDescriptor], bool]
 
 
 def always(graph: BatchDescriptor) -> bool:
-    """Any graph will do."""
+    """Accept any graph."""
     return True
 
 
 class GraphDispatcher:
     """Owns the tables and their counters. Knows nothing of devices or captured graphs.
 
-    Begins with the graphs of the plan; ``add`` and ``remove`` follow what becomes of them while
-    serving.
+    Starts with the graphs of the plan; ``add`` and ``remove`` follow the changes while serving.
     """
 
     def __init__(self, plan: GraphPlan, lazy: LazyGraphs | None = None) -> None:
@@ -38,21 +37,21 @@ class GraphDispatcher:
         self.replays: Counter[BatchDescriptor] = Counter()
         self.padding: Counter[BatchDescriptor] = Counter()  # padded tokens
         self.misses: Counter[MissReason] = Counter()
-        self.live_tokens = 0  # tokens of replayed batches, padding left out
+        self.live_tokens = 0  # tokens of replayed batches, without padding
         self._step = 0
-        self._decode_seen: Counter[int] = Counter()  # steps by live tokens, since they were taken
+        self._decode_seen: Counter[int] = Counter()  # steps by live tokens, since the last ``take``
         self._mixed_seen: Counter[int] = Counter()
         self._make_tables()
 
     def dispatch(
         self, num_tokens: int, num_reqs: int, query_len: int, fits: Fits = always
     ) -> Dispatch:
-        """Return the graph that a batch replays, or None and why it runs eagerly.
+        """Return the graph that a batch replays, or None and the reason why it runs eagerly.
 
         Args:
             num_tokens: tokens of the batch, at least one.
             num_reqs: requests of the batch.
-            query_len: tokens of each request; 0 where they differ, or some are mid-prompt.
+            query_len: tokens of each request; 0 if they differ, or if some requests are mid-prompt.
             fits: whether the KV cache has room for the padding of a graph.
         """
         self._step += 1
@@ -71,17 +70,19 @@ class GraphDispatcher:
         return graph, reason
 
     def add(self, graph: BatchDescriptor) -> None:
-        """A graph exists now on every rank."""
+        """Add a graph that exists now on every rank."""
         self.graphs.add(graph)
         self._make_tables()
 
     def remove(self, graph: BatchDescriptor) -> None:
-        """A graph is about to be released."""
+        """Remove a graph that is about to be released."""
         self.graphs.discard(graph)
         self._make_tables()
 
     def adopt(self, plan: GraphPlan) -> None:
-        """Steps name this plan from now on; its graphs exist, and of others only lazy ones."""
+        """Set the plan that steps name from now on. Its graphs exist; of other graphs, only lazy
+        ones exist.
+        """
         self.plan = plan
         if self.lazy is not None:
             for graph in plan.capture_order:
@@ -93,9 +94,9 @@ class GraphDispatcher:
         return self._step
 
     def take_traffic(self) -> Traffic:
-        """Return how often batches of each size came since the last call.
+        """Return the frequency of each batch size since the last call.
 
-        For any thread: a step that is entered meanwhile may be lost.
+        Any thread may call this; a step that is counted meanwhile may be lost.
         """
         decode, self._decode_seen = self._decode_seen, Counter()
         mixed, self._mixed_seen = self._mixed_seen, Counter()
@@ -126,8 +127,9 @@ class GraphDispatcher:
     def report(self) -> dict[str, Any]:
         """Return the counters: replays and padding by graph, misses by reason.
 
-        For any thread: copies are taken at once, while the engine's thread may add keys. It adds
-        a graph's replays before its padding, so that the copies are taken the other way round.
+        Any thread may call this: each copy is atomic, while the engine's thread may add keys. The
+        engine adds a graph's replays before its padding, so the copies are taken in the opposite
+        order.
         """
         padding, replays = dict(self.padding), dict(self.replays)
         return {
@@ -144,7 +146,9 @@ class GraphDispatcher:
         }
 
     def _make_tables(self) -> None:
-        """Table each kind: FULL before PIECEWISE, graphs for decoding alone before the others."""
+        """Return a table per kind: FULL before PIECEWISE, graphs for decoding alone before the
+        others.
+        """
         kinds: dict[tuple[bool, bool, int], list[BatchDescriptor]] = {}
         for graph in sorted(self.graphs):
             kind = (graph.mode != "FULL", graph.query_len == 0, graph.query_len)

@@ -1,7 +1,7 @@
-"""How the tokens of a step travel to experts of other ranks: the rule, and the room of each way.
+"""The way of a step's tokens to experts on other ranks: the rule, and the room of each way.
 
-Every number of the rule is the same on all ranks, so that all of them choose alike without asking.
-A rank brings the slice of its tokens that is its own in its tensor parallel group.
+Every number of the rule is the same on all ranks, so all of them make the same choice without
+communication. A rank sends its own slice of the tokens of its tensor parallel group.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from dist_aclgraph.planning.mc2 import MIB, Mc2
 from dist_aclgraph.shapes.model_facts import ModelFacts
 from dist_aclgraph.topology import ExchangeKind
 
-# What another way than gathering must save in each layer: what a link of 20 GB/s moves in the time
-# of two dozen small operators. Nobody has measured it on an NPU.
+# The minimum saving of another way than gathering, per layer: the bytes that a link of 20 GB/s
+# moves in the time of two dozen small operators. Not measured on an NPU.
 MIN_SAVED_BYTES = 2 * MIB
-MIN_CAPACITY = 16  # rows for one rank; the fewer tokens, the less evenly they spread
+MIN_CAPACITY = 16  # rows for one rank; the fewer tokens, the less even is their distribution
 
 
 def expert_capacity(num_rows: int, ep: int, top_k: int, factor: float) -> int:
     """Return the rows that a rank may send to one other in an all-to-all of ``num_rows`` tokens.
 
     Args:
-        factor: multiple of what is expected where every choice of experts is as likely as another.
+        factor: multiple of the expected number, if all choices of experts are equally likely.
     """
     expected = num_rows * (1 - (1 - 1 / ep) ** top_k)
     return min(num_rows, max(MIN_CAPACITY, math.ceil(factor * expected)))
 
 
 def experts_per_rank(num_experts: int, ep: int) -> int:
-    """Return how many whole experts each of ``ep`` ranks has.
+    """Return the number of whole experts of each of ``ep`` ranks.
 
     Raises:
         ConfigError: they cannot be divided.
@@ -45,14 +45,14 @@ def experts_per_rank(num_experts: int, ep: int) -> int:
 
 
 class Decision(NamedTuple):
-    """How tokens travel, and why."""
+    """The way of tokens, and its reason."""
 
     kind: ExchangeKind | None
     reason: str
 
 
 class Stretch(NamedTuple):
-    """Batches of ``first`` to ``last`` tokens that travel alike."""
+    """A range of batches, ``first`` to ``last`` tokens, with the same way."""
 
     first: int
     last: int
@@ -61,15 +61,15 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeRule:
-    """Decides for every size of batch.
+    """Chooses the way for every batch size.
 
     Attributes:
         tp: ranks of a tensor parallel group.
-        mc2: MC2 in this deployment, with the numbers of the experts; None where every tensor
-            parallel group has all of them.
-        setting: what the configuration wants.
+        mc2: MC2 in this deployment, with the numbers of the experts; None if every tensor parallel
+            group has all of them.
+        setting: the configured way.
         capacity_factor: see ``expert_capacity``.
-        max_tokens: of one batch.
+        max_tokens: largest number of tokens of one batch.
     """
 
     tp: int
@@ -83,11 +83,11 @@ class ExchangeRule:
         """Return the rule of a deployment.
 
         Args:
-            chip: of all ranks, as far as its generation and its line of CANN.
+            chip: chip of all ranks; its generation and its CANN release matter.
 
         Raises:
-            ConfigError: the experts cannot be divided, or what the configuration wants is not to be
-                had; names value, limit and remedy.
+            ConfigError: the experts cannot be divided, or the configured way is impossible; the
+                message has value, limit and remedy.
         """
         parallel, experts = config.parallel, facts.experts
         mc2 = None
@@ -116,19 +116,20 @@ class ExchangeRule:
         return rule
 
     def choose(self, num_tokens: int) -> ExchangeKind | None:
-        """Return how tokens travel where each data parallel rank runs ``num_tokens``, padding too.
+        """Return the way of tokens if each data parallel rank runs ``num_tokens``, padding
+        included.
 
-        None where none has to.
+        None if no token has to travel.
         """
         return self.decide(num_tokens).kind
 
     def decide(self, num_tokens: int) -> Decision:
         """Return the choice with its reason.
 
-        All take two exchanges of a layer. Gathering is the simplest: no token can miss an expert,
-        and no index is computed. The others must save bytes: MC2 moves exactly what was chosen; an
-        all-to-all leaves room for uneven routing, and its step is run again where that is too
-        little.
+        All ways take two exchanges per layer. Gathering is the simplest: no token can miss an
+        expert, and no index is computed. The others must save bytes. MC2 moves exactly the chosen
+        tokens. An all-to-all leaves room for uneven routing, and its step is run again if the room
+        is too small.
         """
         mc2 = self.mc2
         if mc2 is None:
@@ -154,10 +155,10 @@ class ExchangeRule:
         return Decision("all_gather", f"no other way saves enough bytes{note}")
 
     def stretches(self) -> list[Stretch]:
-        """Return what is decided for all sizes of batch, from one token to the most."""
+        """Return the choices for all batch sizes, from one token to the largest."""
         found: list[Stretch] = []
         for first in range(1, self.max_tokens + 1, self.tp):
-            last = min(self.max_tokens, first + self.tp - 1)  # as many rows of each rank
+            last = min(self.max_tokens, first + self.tp - 1)  # the same number of rows on each rank
             decision = self.decide(first)
             if found and found[-1].decision.kind == decision.kind:
                 found[-1] = found[-1]._replace(last=last)
@@ -167,7 +168,7 @@ class ExchangeRule:
 
     @property
     def mc2_buffer_mb(self) -> int | None:
-        """HCCL's buffer in MB of the domain that MC2 has for itself; None where nothing uses it."""
+        """HCCL's buffer in MB of MC2's own domain; None if no batch uses MC2."""
         if self.mc2 is None:
             return None
         last = max((s.last for s in self.stretches() if s.decision.kind == "mc2"), default=None)
@@ -176,18 +177,20 @@ class ExchangeRule:
         return self.mc2.buffer_mb or self.mc2.needed_mb(-(-last // self.tp))
 
     def _saved_bytes(self, gathered: int, sent: float) -> float:
-        """What a rank need not receive in one layer, there and back, if each other rank sends it
-        ``sent`` rows in place of ``gathered``.
+        """Return the bytes that a rank saves in one layer, both ways, if each other rank sends it
+        ``sent`` rows instead of ``gathered``.
         """
         assert self.mc2 is not None
         row = self.mc2.hidden * self.mc2.element_bytes
         return 2 * (self.mc2.ep - 1) * (gathered - sent) * row
 
     def _check(self) -> None:
-        """Refuse an explicit MC2 that no batch, or not every batch of its operators, can take."""
+        """Refuse an explicit MC2 that no batch can use, or not every batch within its operators'
+        limits.
+        """
         if self.mc2 is None or self.setting != "mc2":
             return
-        # Larger batches than its operators take go another way.
+        # Larger batches than its operators accept use another way.
         rows = min(self.mc2.max_rows, -(-self.max_tokens // self.tp))
         obstacle = self.mc2.obstacle(rows)
         if obstacle is not None:

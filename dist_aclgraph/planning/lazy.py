@@ -1,9 +1,9 @@
-"""Lazy graphs: shapes outside the plan that come so often that a graph of their own pays.
+"""Lazy graphs: shapes outside the plan that are frequent enough to pay for their own graph.
 
-Decisions only: an LRU of a few shapes, filled by what they would have saved. Whoever carries a
-decision out says how it ended: a shape enters after it was captured on every rank, and a shape that
-failed is left alone for a while. Work is counted in tokens: those of a step that ran eagerly, and
-the padding of one that replayed a graph larger than need be.
+This module only decides. It keeps an LRU of a few shapes, chosen by their expected savings. The
+caller reports the result of each decision: a shape enters after it was captured on every rank, and
+a shape that failed is not tried again for a while. Work is counted in tokens: those of an eager
+step, and the padding of a step that replayed a larger graph than necessary.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ MAX_DOUBLINGS = 16
 
 @dataclass(frozen=True)
 class LazyChange:
-    """Capture ``graph``; where there is no room for it, release ``victim`` before."""
+    """Capture ``graph``; if there is no room for it, release ``victim`` first."""
 
     graph: BatchDescriptor
     victim: BatchDescriptor | None = None
 
 
 class LazyGraphs:
-    """Owns the LRU and the tally of what other shapes would save.
+    """Owns the LRU, and the possible savings of other shapes.
 
     Args:
         families: kinds and sizes that may be captured lazily.
         capacity: graphs that may exist at once.
-        min_tokens: work that a shape must have cost before its capture pays.
-        retry_steps: steps for which a shape that failed is left alone.
+        min_tokens: work that a shape must cost before it is captured.
+        retry_steps: steps for which a failed shape is not tried again.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class LazyGraphs:
         self._wasted: Counter[BatchDescriptor] = Counter()  # tokens, by the shape that saves them
         self._failed: dict[BatchDescriptor, int] = {}  # step of the last failure
         self._evicted: Counter[BatchDescriptor] = Counter()
-        self.has_change = False  # whether ``next_change`` has something to say
+        self.has_change = False  # whether ``next_change`` would return a change
 
     @classmethod
     def from_config(cls, config: Config, capacity: int) -> LazyGraphs | None:
-        """Return what the configuration asks for, with room for ``capacity``; None for none."""
+        """Return the configured policy, with room for ``capacity`` graphs; None if it is off."""
         if not capacity:
             return None
         return cls(
@@ -79,7 +79,7 @@ class LazyGraphs:
     def note(
         self, num_tokens: int, query_len: int, replayed: BatchDescriptor | None, step: int
     ) -> None:
-        """Enter a step: what its batch replayed, and what a graph of its own would have saved."""
+        """Count a step: the graph that its batch replayed, and the savings of its own graph."""
         if replayed is not None and replayed in self._used:
             self._used[replayed] = self._used.pop(replayed)
         shape = self._shape_of(num_tokens, query_len)
@@ -92,7 +92,9 @@ class LazyGraphs:
         self.has_change |= self._pays(shape)
 
     def next_change(self) -> LazyChange | None:
-        """Return what would save most, if it is worth a capture; the tally of it starts again."""
+        """Return the shape with the largest savings, if it is worth a capture, and reset its
+        count.
+        """
         if not self.has_change or not self._capacity:
             return None
         shape = max(filter(self._pays, self._wasted), key=self._wasted.__getitem__)
@@ -105,21 +107,24 @@ class LazyGraphs:
         return LazyChange(shape, victim)
 
     def _pays(self, shape: BatchDescriptor) -> bool:
-        # Twice as dear after each eviction: more shapes than there is room for must not take turns.
+        # The price doubles after each eviction: more shapes than there is room for must not take
+        # turns.
         return self._wasted[shape] >= self._min_tokens << min(self._evicted[shape], MAX_DOUBLINGS)
 
     def enter(self, graph: BatchDescriptor) -> None:
-        """Every rank has captured it."""
+        """Note that every rank has captured the graph."""
         self._used[graph] = None
 
     def leave(self, graph: BatchDescriptor) -> None:
-        """It was released, or became part of the plan, which asks for no lazy graph of its own."""
+        """Note that the graph was released, or became part of the plan, which needs no lazy graph
+        of it.
+        """
         self._used.pop(graph, None)
         self._wasted.pop(graph, None)
         self.has_change = any(map(self._pays, self._wasted))
 
     def fail(self, graph: BatchDescriptor, step: int) -> None:
-        """It could not be captured."""
+        """Note that the graph could not be captured."""
         self._failed[graph] = step
 
     def _shape_of(self, num_tokens: int, query_len: int) -> BatchDescriptor | None:

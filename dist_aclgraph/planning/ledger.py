@@ -1,4 +1,6 @@
-"""The ledger of one rank: what it offered, what the plan should cost, what capture did cost."""
+"""The ledger of one rank: its offer, the predicted cost of the plan, the measured cost of
+capture.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,17 @@ import msgspec
 from dist_aclgraph.planning.budget import BudgetModel, Price, StreamOffer, total
 from dist_aclgraph.planning.plan import GraphPlan
 
-TOLERANCE = 0.10  # relative difference between prediction and measurement that is worth a warning
+TOLERANCE = 0.10  # a larger relative difference between prediction and measurement causes a warning
 
 
 class LedgerEntry(msgspec.Struct, kw_only=True):
-    """Streams or bytes of one thing that is paid for, e.g. bucket 32 or the shared pool."""
+    """Streams or bytes of one item, e.g. bucket 32 or the shared pool."""
 
     term: str
     unit: str  # "streams" or "bytes"
-    predicted: int | None  # None where the budget model does not know
+    predicted: int | None  # None if the budget model does not know it
     measured: int | None = None  # filled by the rank that captures
-    parts: dict[str, int] = {}  # the prediction by who takes it, where that is known
+    parts: dict[str, int] = {}  # the prediction by owner, if known
 
     @property
     def is_off(self) -> bool:
@@ -32,7 +34,7 @@ class LedgerEntry(msgspec.Struct, kw_only=True):
     def describe(self) -> str:
         """Return prediction and measurement in words, and the part closest to their difference.
 
-        Devices tell how many streams are left and not who took them, so the part is a guess.
+        Devices report the number of free streams, not their owners, so the part is a guess.
         """
         text = f"{self.term} took {self.measured} {self.unit}, predicted {self.predicted}"
         if not self.parts or self.measured is None or self.predicted is None:
@@ -44,14 +46,14 @@ class LedgerEntry(msgspec.Struct, kw_only=True):
 
 
 class Ledger(msgspec.Struct, kw_only=True):
-    """What one rank offered, was predicted to pay, and has paid; it travels in reports."""
+    """What one rank offered, was predicted to use, and used; part of reports."""
 
     rank: int
     offered_streams: int
     offered_bytes: int
     entries: list[LedgerEntry]
     terms: dict[str, int] = {}  # the price of one bucket and the fixed price, itemised
-    counts_streams: bool = True  # whether the device's count tells what graphs took
+    counts_streams: bool = True  # whether the device's count of streams follows graphs
 
     @classmethod
     def predict(cls, offer: StreamOffer, plan: GraphPlan, budget_model: BudgetModel) -> Ledger:
@@ -90,9 +92,9 @@ class Ledger(msgspec.Struct, kw_only=True):
         return sum(entry.predicted or 0 for entry in self.entries if entry.unit == "streams")
 
     def measure(self, term: str, value: int, unit: str = "streams") -> None:
-        """Enter what ``term`` really took; a term that nobody predicted counts as predicted 0.
+        """Enter the measured cost of ``term``; a term without a prediction counts as predicted 0.
 
-        Streams are left out where the device's count does not follow graphs.
+        Streams are omitted if the device's count does not follow graphs.
         """
         if unit == "streams" and not self.counts_streams:
             return
@@ -103,7 +105,7 @@ class Ledger(msgspec.Struct, kw_only=True):
         self.entries.append(LedgerEntry(term=term, unit=unit, predicted=0, measured=value))
 
     def keep(self, plan: GraphPlan) -> None:
-        """Forget the graphs that ``plan`` does not have, with what they took."""
+        """Remove the graphs that ``plan`` does not have, with their costs."""
         graphs = {str(graph) for graph in plan.capture_order}
         self.entries = [e for e in self.entries if e.unit != "streams" or e.term in graphs]
 
@@ -118,7 +120,7 @@ class Ledger(msgspec.Struct, kw_only=True):
 
 
 def _by_name(price: Price) -> dict[str, int]:
-    """Return a price by who takes the streams, over all graphs of a bucket."""
+    """Return a price by owner of the streams, over all graphs of a bucket."""
     parts: Counter[str] = Counter()
     for term in price:
         parts[term.name] += term.total
@@ -126,9 +128,9 @@ def _by_name(price: Price) -> dict[str, int]:
 
 
 def pool_bytes(plan: GraphPlan, offer: StreamOffer, budget_model: BudgetModel) -> int:
-    """Return the bytes that all graphs of a plan take together on a rank; 0 where unknown.
+    """Return the bytes that all graphs of a plan take together on a rank; 0 if unknown.
 
-    They share one pool and are captured largest first, so that the most expensive one counts alone.
+    They share one pool and are captured largest first, so only the most expensive one counts.
     """
     return max(
         (

@@ -1,4 +1,4 @@
-"""MC2: operators in which tokens travel to their experts. What they take, and where they pay.
+"""MC2: operators that bring tokens to their experts; their limits, and when they pay off.
 
 The limits are those of the operators' documents; none was tried on an NPU.
 """
@@ -18,7 +18,7 @@ MAX_EXPERTS_CANN_8 = 512  # of an A2
 
 
 def mc2_buffer_mb(num_rows: int, hidden: int, ep: int, num_local: int, top_k: int) -> int:
-    """Return HCCL's buffer in MB that dispatch and combine ask for, as they state it.
+    """Return HCCL's buffer in MB that dispatch and combine need, by their documents.
 
     Args:
         num_rows: most tokens of one rank.
@@ -42,7 +42,7 @@ class Product:
     Attributes:
         max_rows: tokens of one rank.
         hidden_sizes: widths of a token.
-        pays_from_ep, pays_to_local: ranks, and experts of a rank, for which the field takes MC2.
+        pays_from_ep, pays_to_local: ranks, and experts of a rank, for which other projects use MC2.
         takes_scales: whether the weights of experts travel with the tokens, and back.
     """
 
@@ -75,7 +75,7 @@ class Mc2:
 
     Attributes:
         element_bytes: of activations.
-        buffer_mb: HCCL's buffer of MC2's own domain; None is what a batch needs.
+        buffer_mb: HCCL's buffer of MC2's own domain; None means as much as a batch needs.
     """
 
     ep: int
@@ -97,19 +97,19 @@ class Mc2:
 
     @property
     def max_rows(self) -> int:
-        """Most tokens of one rank that the operators take, whatever the buffer."""
+        """Largest number of tokens per rank that the operators accept, with any buffer."""
         return self.product.max_rows if self.product else 0
 
     def needed_mb(self, num_rows: int) -> int:
-        """Return the buffer in MB that batches of so many tokens of one rank need."""
+        """Return the buffer in MB for batches of so many tokens per rank."""
         return mc2_buffer_mb(num_rows, self.hidden, self.ep, self.num_local, self.top_k)
 
     def obstacle(self, num_rows: int) -> str | None:
-        """Return why ``num_rows`` tokens of each rank cannot travel so, None where they can."""
+        """Return why ``num_rows`` tokens per rank cannot use MC2, None if they can."""
         return next(self._obstacles(num_rows), None)
 
     def loss(self) -> str | None:
-        """Return why it does not pay where it is possible, None where it does."""
+        """Return why MC2 does not pay off where it is possible, None if it does."""
         product = self.product
         assert product is not None
         if self.ep >= product.pays_from_ep and self.num_local <= product.pays_to_local:

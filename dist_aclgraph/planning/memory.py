@@ -1,8 +1,8 @@
-"""Device memory of one rank, by what takes it: computed from shapes, before anything is loaded.
+"""Device memory of one rank, itemised: computed from shapes, before anything is loaded.
 
-Weights and step buffers are what the runtime allocates. HCCL's buffers are what the vendor
-documents of HCCL_BUFFSIZE: an input and an output buffer of that size for each communicator; nobody
-has measured them here. Activations are estimates that err upwards.
+Weights and step buffers are the allocations of the runtime. HCCL's buffers follow the vendor's
+document of HCCL_BUFFSIZE: an input and an output buffer of that size for each communicator; they
+were not measured here. Activations are estimates that are rather too high.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from dist_aclgraph.topology import ParallelLayout
 MIB, GIB = 1 << 20, 1 << 30
 BUFFERS_OF_A_DOMAIN = 2  # one for input, one for output
 INT32_BYTES = 4
-WEIGHTS = "weights"  # what such parts are
+WEIGHTS = "weights"  # name of such parts
 
 
 class MemoryPart(NamedTuple):
-    """Bytes of one thing, and what they are."""
+    """Bytes of one item, and its name."""
 
     name: str
     bytes: int
@@ -50,12 +50,12 @@ class MemoryPart(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """What one device holds beside graphs and KV blocks, and what those can have.
+    """The memory of one device besides graphs and KV blocks, and the rest for those.
 
     Attributes:
-        parts: what is there before the first graph.
-        graph_bytes: estimate of the graph pool, for where no budget model predicts one.
-        eager_bytes: estimate of what the largest eager step needs while it runs.
+        parts: memory in use before the first graph.
+        graph_bytes: estimate of the graph pool, used if no budget model predicts it.
+        eager_bytes: estimate of the temporary memory of the largest eager step.
     """
 
     device_bytes: int
@@ -76,12 +76,12 @@ class RankMemory:
         """Return the account of a rank.
 
         Args:
-            model: a ``ModelSpec`` where the decoder's shape is known; else the checkpoint's files
-                say what weights take.
-            device_bytes: in all, or what is free before anything is loaded.
-            has_hccl_buffers: whether HCCL's buffers are yet to come out of ``device_bytes``; on the
-                emulator they are not of the device.
-            mc2_buffer_mb: of the domain that MC2 has for itself; None where there is none.
+            model: a ``ModelSpec`` if the decoder's shape is known; else the checkpoint's files say
+                how large the weights are.
+            device_bytes: all bytes of the device, or the free ones before anything is loaded.
+            has_hccl_buffers: whether ``device_bytes`` must still pay for HCCL's buffers; the
+                emulator has them elsewhere.
+            mc2_buffer_mb: buffer of MC2's own domain; None without MC2.
         """
         parallel = config.parallel
         hccl = _hccl_buffers(config, mc2_buffer_mb) if has_hccl_buffers else ()
@@ -146,14 +146,14 @@ class RankMemory:
 
     @property
     def free_bytes(self) -> int:
-        """What graphs and KV blocks can have."""
+        """Bytes for graphs and KV blocks."""
         return max(0, self.device_bytes - self.taken_bytes)
 
     def check(self, config: Config, whose: str = "each NPU") -> None:
-        """Refuse weights and buffers that the device does not hold.
+        """Refuse weights and buffers that do not fit on the device.
 
         Raises:
-            ConfigError: says what they take, what there is, and what to change.
+            ConfigError: the message has the needed and the available bytes, and the remedy.
         """
         if self.taken_bytes > self.device_bytes:
             raise ConfigError(
@@ -163,7 +163,7 @@ class RankMemory:
 
 
 def _hccl_buffers(config: Config, mc2_buffer_mb: int | None) -> tuple[MemoryPart, ...]:
-    """Parts for the communication domains of a rank, of which each rank has as many."""
+    """Return the parts for the communication domains of a rank; each rank has the same number."""
     domains = ParallelLayout.from_config(config.parallel).domains_of(0)
     if not domains:
         return ()
@@ -186,14 +186,16 @@ def _hccl_buffers(config: Config, mc2_buffer_mb: int | None) -> tuple[MemoryPart
 
 
 class EagerStep(NamedTuple):
-    """Tokens that a rank runs, and how many of them attend to each shard where it is."""
+    """Return the tokens that a rank runs, and how many of them attend to each shard on their
+    own.
+    """
 
     num_tokens: int
     num_direct: int
 
 
 def largest_eager_step(config: Config) -> EagerStep:
-    """The most that a rank can be given: of short requests everything, of long ones its share."""
+    """Return the largest share of a rank: short requests whole, and its chunks of long ones."""
     limits, pcp = config.scheduler, config.parallel.pcp
     direct = min(limits.max_num_batched_tokens, limits.max_num_seqs * MAX_WHOLE_QUERIES)
     if pcp == 1:
@@ -205,7 +207,7 @@ def largest_eager_step(config: Config) -> EagerStep:
 
 
 def _largest_graphs(config: Config) -> BufferSizes:
-    """What the largest graph of each kind needs."""
+    """Return the memory of the largest graph of each kind."""
     max_num_seqs = config.scheduler.max_num_seqs
     families = (*candidate_families(config), *lazy_families(config))
     return buffer_sizes(
@@ -214,22 +216,24 @@ def _largest_graphs(config: Config) -> BufferSizes:
 
 
 def _step_buffers(config: Config, spec: ModelSpec, largest: BufferSizes) -> tuple[MemoryPart, ...]:
-    """Inputs and outputs of graphs at their largest size; cosines and sines of all positions; what
-    sampling and drafting keep; how often tokens occur in each row.
+    """Return the bytes of step buffers: inputs and outputs of the largest graphs, cosines and sines
+    of all positions, the state of sampling and drafting, and token counts of each row.
     """
     element_bytes, k = DTYPE_BYTES[config.dtype], config.speculative.num_tokens
     num_rows, vocab_size = config.scheduler.max_num_seqs, spec.vocab_size
     num_tokens, num_reqs, num_samples = largest
     max_len = config.max_model_len or spec.max_position_embeddings
-    # Logits, the greatest of each row, and the hidden states that drafts begin with.
+    # Logits, the greatest of each row, and the hidden states from which drafts begin.
     outputs = num_samples * (vocab_size + 1 + (spec.hidden_size if k else 0))
     rope_dim = spec.latent.rope_dim if spec.latent else spec.head_dim
     tables = 2 * (max_len + SPARE_POSITIONS) * rope_dim
     _, inputs = pack_parts(input_sizes(num_tokens, num_reqs, k))
     width = table_width(max_len, Shards.from_config(config).tokens_per_block, k)
-    inputs += num_reqs * width + num_tokens + num_reqs  # every token's place; drafts that passed
-    sampling = max(num_samples, num_rows) + vocab_size + 2 * vocab_size  # the race's numbers
-    if k:  # of each row and the spare one: drafts, the last token, and how many passed
+    inputs += num_reqs * width + num_tokens + num_reqs  # place of every token; accepted drafts
+    # random numbers of the race
+    sampling = max(num_samples, num_rows) + vocab_size + 2 * vocab_size
+    # of each row and the spare one: drafts, the last token, and the number of accepted drafts
+    if k:
         sampling += aligned((num_rows + 1) * k) + 2 * (num_rows + 1)
     counts = num_rows * vocab_size
     return (

@@ -1,4 +1,4 @@
-"""Which graph mode a model and a device can have, and why it is not the one that was asked for."""
+"""The graph mode that a model and a device support, and the reason if another one was requested."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ AttentionUpdates = Literal["any", "uniform"]
 
 @dataclass(frozen=True, kw_only=True)
 class GraphSupport:
-    """What model and device are able to.
+    """The abilities of model and device.
 
     Attributes:
-        attention_updates: for which batches a captured attention can be given new lengths: any;
-            uniform ones, in which all requests have as many tokens (MLA).
+        attention_updates: batches for which captured attention accepts new lengths: any batch, or
+            uniform ones, in which all requests have the same number of tokens (MLA).
         is_encoder_decoder: the model reads an encoder's states.
         shares_context: ranks share prompts or shards of caches.
     """
@@ -31,7 +31,7 @@ class GraphSupport:
 
 @dataclass(frozen=True)
 class _Rule:
-    """Modes that cannot be had, the mode in their place, and the reason as a sentence."""
+    """Unsupported modes, their replacement, and the reason as a sentence."""
 
     modes: tuple[GraphMode, ...]
     applies: Callable[[GraphSupport], bool]
@@ -41,7 +41,7 @@ class _Rule:
 
 _FULL: tuple[GraphMode, ...] = ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 
-# The first rule that names the mode and applies is followed, until none does.
+# The first applicable rule that names the mode is followed, until none applies.
 _RULES: tuple[_Rule, ...] = (
     _Rule(
         _FULL,
@@ -68,7 +68,7 @@ _RULES: tuple[_Rule, ...] = (
 def with_possible_mode(
     config: Config, facts: ModelFacts, *, launch_blocking: bool = False
 ) -> tuple[Config, tuple[str, ...]]:
-    """Return the configuration with a graph mode that the model can have, and what changed why.
+    """Return the configuration with a supported graph mode, and the reasons of changes.
 
     Raises:
         ConfigError: see ``normalise_mode``.
@@ -86,13 +86,13 @@ def with_possible_mode(
 def normalise_mode(
     wanted: GraphMode, support: GraphSupport, *, launch_blocking: bool = False
 ) -> tuple[GraphMode, tuple[str, ...]]:
-    """Return the mode that can be had in place of ``wanted``, and a sentence for each change.
+    """Return the supported mode for ``wanted``, and a sentence for each change.
 
     Args:
         launch_blocking: ``environment.launch_blocking()``: every launch waits for the device.
 
     Raises:
-        ConfigError: launches block and graphs are wanted; a capture would wait for ever.
+        ConfigError: launches block and graphs are requested; a capture would wait for ever.
     """
     mode, reasons = wanted, []
     while True:

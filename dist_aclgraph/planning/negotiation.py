@@ -33,13 +33,13 @@ __all__ = [
     "tightest_limits",
 ]
 
-LATER_SHARE = 4  # of a rank's streams, one part in so many is kept for graphs that come later
-NAMED_RANKS = 8  # in an error message; the others are counted
+LATER_SHARE = 4  # of a rank's streams, this part is kept for later graphs
+NAMED_RANKS = 8  # in an error message; further ranks are only counted
 
 
 @dataclass(frozen=True)
 class RankLimit:
-    """The tightest of equal limits, and who has it: a rank, or all of them."""
+    """The tightest of equal limits, and its owner: one rank, or all of them."""
 
     limit: Limit
     owner: str
@@ -54,16 +54,16 @@ def negotiate(
     version: int = 1,
     max_num_seqs: int = 0,
 ) -> GraphPlan:
-    """Choose the buckets that every rank can capture, and that cost the traffic least.
+    """Choose the buckets that every rank can capture, with the lowest cost for the traffic.
 
     The plan is the same on all ranks, because a collective inside a graph must be replayed by all
-    members, and the same for any order of the offers. It keeps every limit that the budget model
-    names on any rank; of the families, each keeps the largest size that fits in memory, as long as
-    a bucket is left for it. Units: streams and bytes.
+    members, and the same for any order of the offers. The plan obeys every limit that the budget
+    model names on any rank. Each family keeps the largest size that fits in memory, as long as a
+    bucket is left for it. Units: streams and bytes.
 
     Args:
-        families: with all candidate sizes; none where the workload's mode is NONE.
-        traffic: None takes a prior that is dense at small sizes.
+        families: with all candidate sizes; empty if the workload's mode is NONE.
+        traffic: None means a prior with most weight at small sizes.
 
     Raises:
         GraphError: there are no offers or no sizes, or two offers come from one rank.
@@ -121,10 +121,10 @@ def keep_room(
     capacity: int,
     budget_model: BudgetModel,
 ) -> tuple[list[StreamOffer], int]:
-    """Return the offers with streams in reserve for graphs that come later, and how many those are.
+    """Return the offers with streams reserved for later graphs, and the number of those graphs.
 
-    As many of ``families`` as every rank can spare, at most ``capacity``: they must not cost the
-    plan more than a part of any rank's streams.
+    The number is at most ``capacity``, and limited so that these graphs take only a part of any
+    rank's streams from the plan.
     """
     if not families:
         return list(offers), 0
@@ -144,7 +144,7 @@ def tightest_limits(
     families: Sequence[GraphFamily],
     budget_model: BudgetModel,
 ) -> list[RankLimit]:
-    """Return the limits that hold for all ranks together: of equal prices, the smallest amount."""
+    """Return the limits over all ranks: of equal prices, the smallest amount."""
     found: dict[tuple[str, tuple[int, ...]], RankLimit] = {}
     for offer in offers:
         for limit in budget_model.limits(families, offer):
@@ -155,7 +155,7 @@ def tightest_limits(
 
 
 def _proven_limits(families: Sequence[GraphFamily]) -> Iterator[RankLimit]:
-    """Yield what earlier captures have shown, whatever the budget model says."""
+    """Yield the results of earlier captures, which override the budget model."""
     for index, family in enumerate(families):
         if family.max_buckets is not None:
             prices = tuple(int(i == index) for i in range(len(families)))
@@ -166,9 +166,10 @@ def _proven_limits(families: Sequence[GraphFamily]) -> Iterator[RankLimit]:
 def step_seconds(
     families: Sequence[GraphFamily], offers: Sequence[StreamOffer]
 ) -> list[dict[int, float]]:
-    """Return for each family the seconds of a step by bucket, those of the slowest rank.
+    """Return the seconds of a step for each family by bucket, on the slowest rank.
 
-    All empty unless ranks timed a step of every family: seconds do not add up with tokens.
+    All are empty unless ranks timed a step of every family, because seconds and tokens cannot be
+    added.
     """
     found: list[dict[int, float]] = [{} for _ in families]
     for family, seconds in zip(families, found, strict=True):
@@ -181,7 +182,9 @@ def step_seconds(
 
 @dataclass(frozen=True)
 class _Menu:
-    """What a family could capture, by number of buckets; with none, its weight runs eagerly."""
+    """The possible choices of a family, by number of buckets; without a bucket, its weight runs
+    eagerly.
+    """
 
     choices: Choices
     weight: float
@@ -202,10 +205,10 @@ def _menu(
 
 
 def _cheapest(limits: Sequence[Limit], menus: Sequence[_Menu]) -> tuple[int, ...]:
-    """Return the affordable numbers of buckets with the least expected cost in all.
+    """Return the affordable numbers of buckets with the lowest expected cost.
 
-    A family without a bucket runs eagerly, which no saving elsewhere makes good: first as few such
-    families as possible, of the least weight; then cost; then fewer buckets.
+    A family without a bucket runs eagerly, which costs more than any saving elsewhere. So the order
+    is: fewest such families, of the smallest weight; then lowest cost; then fewest buckets.
     """
 
     def key(counts: tuple[int, ...]) -> tuple[int, float, float, int]:
@@ -219,8 +222,8 @@ def _cheapest(limits: Sequence[Limit], menus: Sequence[_Menu]) -> tuple[int, ...
 
 
 def _maximal(limits: Sequence[Limit], most: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield counts within all limits: every choice of the first ones, with the largest possible
-    count of the last one.
+    """Yield counts within all limits: every choice for the first families, with the largest
+    possible count for the last one.
     """
     *head, last = most
     for counts in product(*(range(n + 1) for n in head)):
@@ -243,7 +246,7 @@ def fit_memory(
     offers: Sequence[StreamOffer],
     budget_model: BudgetModel,
 ) -> tuple[list[GraphFamily], list[str]]:
-    """Return the families without the sizes that some rank has no memory for, and why."""
+    """Return the families without the sizes that exceed some rank's memory, and the reasons."""
     fitting, reasons, lacking = [], [], []
     for family in families:
         room = [_room(family, offer, budget_model) for offer in offers]
@@ -266,7 +269,7 @@ def fit_memory(
 
 
 def _room(family: GraphFamily, offer: StreamOffer, budget_model: BudgetModel) -> float:
-    """Return the tokens of the largest bucket that a rank has memory for."""
+    """Return the tokens of the largest bucket that fits in a rank's memory."""
     each = budget_model.bytes_per_token(family, offer)
     return offer.free_bytes / each if each else math.inf
 
@@ -278,7 +281,7 @@ def _why(
     limits: Sequence[RankLimit],
     budget_model: BudgetModel,
 ) -> str:
-    """Return in one sentence why a family has as many buckets as it has."""
+    """Return one sentence with the reason for a family's number of buckets."""
     count, wanted = counts[index], len(family.buckets)
     if count == wanted:
         return f"all {wanted} {family.name} sizes fit"
@@ -297,7 +300,7 @@ def _shortfalls(
     families: Sequence[GraphFamily],
     budget_model: BudgetModel,
 ) -> str:
-    """Return which ranks cannot pay for a single bucket, and what one costs there."""
+    """Return the ranks that cannot afford a single bucket, and its cost there."""
     lines = []
     for offer in offers:
         limits = budget_model.limits(families, offer)

@@ -1,6 +1,6 @@
 """GraphPlan: the immutable, versioned set of buckets that a group agreed on.
 
-Also what becomes of a plan when a capture fails: a decision value, for the controller to carry out.
+It also has the decision after a failed capture, as a value that the controller executes.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from dist_aclgraph.planning.descriptor import BatchDescriptor
 
 
 class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What every rank captures, and in which order. Never changed: a new version replaces it."""
+    """The graphs that every rank captures, and their order. Immutable: a new version replaces
+    it.
+    """
 
     version: int
     mode: GraphMode
-    families: tuple[GraphFamily, ...] = ()  # empty where nothing is captured
+    families: tuple[GraphFamily, ...] = ()  # empty if nothing is captured
     max_num_seqs: int = 0  # requests that run at once
     budget_model: BudgetModelName
-    reasons: tuple[str, ...] = ()  # why the buckets are what they are, oldest first
+    reasons: tuple[str, ...] = ()  # reasons for the choice of buckets, oldest first
 
     @property
     def capture_order(self) -> tuple[BatchDescriptor, ...]:
-        """All graphs, largest first: smaller ones then fit in the pool that the largest grew."""
+        """All graphs, largest first: smaller ones then fit in the pool of the largest."""
         found = [
             family.describe(bucket, self.max_num_seqs)
             for family in self.families
@@ -51,7 +53,7 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()
 
     def without(self, failure: CaptureFailure) -> GraphPlan:
-        """Return the next version, without a graph that could not be captured while serving."""
+        """Return the next version, without a graph whose capture failed while serving."""
         families = [f.keep(failure.graph) if f.has(failure.graph) else f for f in self.families]
         reason = f"capture of {failure.graph} failed on rank {failure.rank} ({failure.cause})"
         return msgspec.structs.replace(
@@ -62,11 +64,11 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def shrink(self, failed: BatchDescriptor, cause: FailureCause, rank: int) -> GraphPlan:
-        """Return the next version, with fewer graphs: what the ranks proved they can afford.
+        """Return the next version, with as many graphs as the ranks were able to capture.
 
-        An operator that fails speaks against its own graph alone. Where streams or memory ran out,
-        the failed graph's family keeps as many buckets as it had captured, both ends among them
-        where possible. If it had captured none yet, another family took all and gives one up.
+        An operator that fails removes only its own graph. If streams or memory ran out, the failed
+        graph's family keeps as many buckets as it had captured, both ends among them if possible.
+        If it had captured none, another family took everything, and loses one bucket.
 
         Raises:
             GraphError: the graph is not part of the plan.
@@ -116,11 +118,11 @@ def plan_report(plan: GraphPlan) -> dict[str, Any]:
 
 
 class CaptureCost(msgspec.Struct, frozen=True):
-    """What the capture of one bucket took on one rank; bytes are those that the pool grew by.
+    """The cost of one bucket's capture on one rank; bytes are the growth of the pool.
 
-    Streams are 0 where the device's count does not follow graphs. ``digest`` names the sequence of
-    operators that was captured. ``ai_cpu``: how often each operator is among them that the device's
-    AI CPU runs, slower by far than its cores; None where the device does not tell.
+    Streams are 0 if the device's count does not follow graphs. ``digest`` identifies the sequence
+    of captured operators. ``ai_cpu`` counts the captured operators that run on the device's AI CPU,
+    which is much slower than its cores; None if the device does not report them.
     """
 
     streams: int = 0
@@ -130,7 +132,7 @@ class CaptureCost(msgspec.Struct, frozen=True):
     ai_cpu: dict[str, int] | None = None
 
     def ai_cpu_warning(self, graph: BatchDescriptor) -> str:
-        """Return a sentence about what the AI CPU runs of ``graph``; empty where nothing."""
+        """Return a sentence about the operators of ``graph`` on the AI CPU; empty without any."""
         if not self.ai_cpu:
             return ""
         names = ", ".join(f"{name} ({count})" for name, count in sorted(self.ai_cpu.items()))
@@ -147,7 +149,7 @@ class CaptureFailure(msgspec.Struct, frozen=True):
 
     @property
     def undone(self) -> str:
-        """What became of it, as a sentence for reports."""
+        """The result, as a sentence for reports."""
         return (
             f"{self.graph} was undone on all ranks: rank {self.rank} failed ({self.cause}): "
             f"{self.message}"
@@ -155,13 +157,13 @@ class CaptureFailure(msgspec.Struct, frozen=True):
 
 
 class Shrink(msgspec.Struct, frozen=True):
-    """Roll back, release what the new plan lacks, and go on with the new plan."""
+    """Roll back, release graphs that the new plan lacks, and continue with the new plan."""
 
     plan: GraphPlan
 
 
 class GiveUp(msgspec.Struct, frozen=True):
-    """Capture nothing more: the epoch ends, or serving goes on without graphs."""
+    """Capture nothing more: the epoch ends, or serving continues without graphs."""
 
     reason: str
 
@@ -170,10 +172,10 @@ CaptureDecision = Shrink | GiveUp
 
 
 def decide_after_failure(plan: GraphPlan, failure: CaptureFailure) -> CaptureDecision:
-    """Return what to do about a failed capture; the same on whatever rank it is asked."""
+    """Return the action after a failed capture; the same on any rank."""
     failed = failure.graph
     if failure.cause == "timeout":
-        # A rank that stopped answering may hold its peers inside a collective.
+        # A silent rank may block its peers inside a collective.
         return GiveUp(
             f"rank {failure.rank} did not answer while capturing {failed}"
             + (f": {failure.message}" if failure.message else "")

@@ -1,7 +1,7 @@
-"""Planner: what follows from a configuration and its model for a deployment's graph plans.
+"""Planner: everything about a deployment's graph plans that follows from configuration and model.
 
-The controller asks ranks for their offers, ``plan`` and ``simulate`` assume them: from there on all
-of them do the same, which is written here.
+The controller gets offers from ranks; ``plan`` and ``simulate`` assume offers. All of them then use
+the code here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dist_aclgraph.topology import ParallelLayout
 
 @dataclass(frozen=True)
 class NegotiatedPlan:
-    """A plan, the offers it was made of with room kept for lazy graphs, and how many those are."""
+    """A plan, the offers behind it with room for lazy graphs, and the number of lazy graphs."""
 
     plan: GraphPlan
     offers: list[StreamOffer]
@@ -41,11 +41,11 @@ class Planner:
     """Plans for one configuration. Knows no device.
 
     Attributes:
-        config: with a graph mode that the model can have; ``mode_reasons`` say what was changed.
+        config: with a supported graph mode; ``mode_reasons`` has the reasons of changes.
         cache_spec: the KV cache of one rank.
         max_model_len: the longest request that the configuration allows.
-        families: the graphs that are captured if every rank can afford them.
-        lazy_families: those that may be captured while serving.
+        families: graphs that are captured if every rank can afford them.
+        lazy_families: graphs that may be captured while serving.
     """
 
     config: Config
@@ -60,10 +60,10 @@ class Planner:
 
     @classmethod
     def from_config(cls, config: Config, *, launch_blocking: bool = False) -> Planner:
-        """Read the model's facts, and check that the configuration can be served with them.
+        """Read the model's facts, and check that the configuration can serve the model.
 
         Raises:
-            ConfigError, ModelError: it cannot; says which key or file, and what to change.
+            ConfigError, ModelError: it cannot; the message has the key or file, and the remedy.
         """
         facts = read_model_facts(config.model)
         check_model(config, facts)
@@ -85,7 +85,7 @@ class Planner:
 
     @property
     def largest_graphs(self) -> list[BatchDescriptor]:
-        """The largest graph of each kind; of equal kinds, of the one that comes first."""
+        """The largest graph of each kind; among equal kinds, that of the first family."""
         max_num_seqs = self.config.scheduler.max_num_seqs
         families = (*self.families, *self.lazy_families)
         return list(
@@ -98,7 +98,7 @@ class Planner:
         Raises:
             StreamBudgetError: a rank cannot afford a single bucket.
         """
-        # Ranks that offer the same limit a plan alike: the first of them speaks for all.
+        # Ranks with the same offer limit a plan equally: the first of them represents all.
         first_of = {content_of(offer): offer for offer in reversed(offers)}
         kept, capacity = keep_room(
             list(first_of.values()),
@@ -125,12 +125,12 @@ class Planner:
         )
 
     def reserved_bytes(self, plan: GraphPlan, offers: Sequence[StreamOffer]) -> dict[int, int]:
-        """Return by rank what graphs take of its memory: those of a plan, and lazy ones.
+        """Return by rank the memory of a plan's graphs, and of lazy ones.
 
         Args:
-            offers: all that the plan was negotiated over.
+            offers: all offers of the plan's negotiation.
         """
-        # What has no room now is not kept room for: it would leave none for the cache.
+        # Keep no room for graphs that do not fit now; it would leave none for the cache.
         lazy, _ = fit_memory(self.lazy_families if plan.families else (), offers, self.budget_model)
         everything = msgspec.structs.replace(plan, families=(*plan.families, *lazy))
         return {offer.rank: pool_bytes(everything, offer, self.budget_model) for offer in offers}
@@ -142,11 +142,11 @@ class Planner:
         offers: Sequence[StreamOffer],
         step_seconds: Mapping[BatchDescriptor, float],
     ) -> tuple[GraphPlan, tuple[Action, ...]] | None:
-        """Return a plan that serves the traffic better and what leads there, or None without one.
+        """Return a plan that serves the traffic better, and the changes that lead to it; or None.
 
         Args:
-            offers: those that ``plan`` was negotiated over, before anything was captured.
-            step_seconds: what steps took that replayed each graph.
+            offers: the offers of ``plan``'s negotiation, before anything was captured.
+            step_seconds: measured time of steps by replayed graph.
         """
         return choose_again(
             plan,
@@ -159,9 +159,10 @@ class Planner:
         )
 
     def _reach(self) -> list[str]:
-        """Say which decode batches run eagerly: those above the asked sizes, or the largest graph.
+        """Return which decode batches run eagerly: those above the configured sizes, or above the
+        largest graph.
 
-        Of mixed batches everybody expects it: they are prompts.
+        Mixed batches are omitted: they contain prompts, which users expect to run eagerly.
         """
         query_len = self.config.speculative.num_tokens + 1
         largest = self.config.scheduler.max_num_seqs * query_len
@@ -174,5 +175,5 @@ class Planner:
 
 
 def content_of(offer: StreamOffer) -> bytes:
-    """Return what equal offers of two ranks have in common."""
+    """Return the properties that equal offers of two ranks share."""
     return msgspec.msgpack.encode(msgspec.structs.replace(offer, rank=0))

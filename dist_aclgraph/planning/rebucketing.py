@@ -1,4 +1,4 @@
-"""A plan that follows its traffic while it serves: when to change it, and by which single steps."""
+"""A plan that follows its traffic while serving: when to change it, and by which single actions."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from dist_aclgraph.planning.negotiation import negotiate, step_seconds, tightest
 from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.planning.traffic import Traffic, weights_of
 
-MIN_GAIN = 0.05  # share of the expected cost that a new plan must save to be worth its captures
-MIN_WEIGHT = 256.0  # steps seen, old ones faded, before their histogram is believed
-MAX_REASONS = 32  # the oldest go: a plan travels, and is chosen again for as long as it serves
+MIN_GAIN = 0.05  # share of the expected cost that a new plan must save
+MIN_WEIGHT = 256.0  # decayed number of steps that the histogram needs
+# older ones are removed, because a plan travels, and is chosen again while it serves
+MAX_REASONS = 32
 
 
 class Capture(msgspec.Struct, frozen=True, tag=True):
@@ -51,10 +52,10 @@ def choose_again(
     budget_model: BudgetModel,
     config: GraphConfig,
 ) -> tuple[GraphPlan, tuple[Action, ...]] | None:
-    """Return a plan that serves the traffic better and what leads there, or None without one.
+    """Return a plan that serves the traffic better, and the changes that lead to it; or None.
 
     Args:
-        step_seconds: what steps took that replayed each graph.
+        step_seconds: measured time of steps by replayed graph.
         offers, families: as in ``propose``.
     """
     offers = [_timed(offer, step_seconds) for offer in offers]
@@ -73,9 +74,9 @@ def choose_again(
 
 
 def _timed(offer: StreamOffer, step_seconds: Mapping[BatchDescriptor, float]) -> StreamOffer:
-    """Return the offer with step times as probes behind its own, the first of which tell prices.
+    """Return the offer with step times as further probes; the first probes still give the prices.
 
-    Only of kinds that were probed: any other would seem to cost nothing.
+    Only kinds with a probe get one; another kind would seem to cost nothing.
     """
     probed = {(probe.graph.mode, probe.graph.query_len) for probe in offer.probes}
     times = (
@@ -96,14 +97,14 @@ def propose(
     min_gain: float = MIN_GAIN,
     min_weight: float = MIN_WEIGHT,
 ) -> GraphPlan | None:
-    """Return the next version of a plan, or None where the traffic gives no reason for one.
+    """Return the next version of a plan, or None if the traffic gives no reason for one.
 
-    The new plan has the same families, each with the largest bucket that it has now, so that every
-    batch that replays a graph still will.
+    The new plan has the same families with the same largest buckets. So every batch that replays a
+    graph now will still do so.
 
     Args:
-        traffic: seen since the plan holds, old steps faded.
-        offers: those that ``plan`` was negotiated over, before anything was captured.
+        traffic: traffic since the plan is in use, with decay.
+        offers: the offers of ``plan``'s negotiation, before anything was captured.
         families: with all candidate sizes.
         min_gain: share of the expected cost that must be saved.
         min_weight: steps that must have been seen.
@@ -122,7 +123,7 @@ def propose(
             version=plan.version + 1,
             max_num_seqs=plan.max_num_seqs,
         )
-    except StreamBudgetError:  # the model thinks less of the ranks than they have captured
+    except StreamBudgetError:  # the model predicts less than the ranks have captured
         return None
     if not _keeps_reach(plan, new):
         return None
@@ -143,12 +144,12 @@ def transition(
 ) -> tuple[Action, ...]:
     """Return the captures and releases, one graph each, that lead from one plan to the other.
 
-    Captures come first, largest first. Where the old graphs leave no room for the next one, one of
-    those that must go is released before it. Every limit that both plans keep is kept after each
-    action, and the largest bucket of each family is there all the time.
+    Captures come first, largest first. If the old graphs leave no room for the next capture, an
+    unwanted graph is released before it. Every limit that both plans obey is obeyed after each
+    action, and the largest bucket of each family always exists.
 
     Args:
-        offers: those that ``old`` was negotiated over, before anything was captured.
+        offers: the offers of ``old``'s negotiation, before anything was captured.
 
     Raises:
         GraphError: the plans differ in their families, or in the largest bucket of one.
@@ -162,9 +163,11 @@ def transition(
 
 
 def reunite(plans: Sequence[GraphPlan]) -> GraphPlan:
-    """Return the plan that groups come to after a capture failed on some: what all of them have.
+    """Return the common plan of groups after a capture failed on some: the graphs that all of them
+    have.
 
-    Its version is newer than theirs. What one of them was refused is not tried on any again.
+    Its version is newer than theirs. A graph that one group could not capture is not tried again on
+    any.
     """
     newest = max(plans, key=lambda plan: plan.version)
     families = []
@@ -227,7 +230,7 @@ def _keeps_reach(old: GraphPlan, new: GraphPlan) -> bool:
 
 
 def _candidates(family: GraphFamily, families: Sequence[GraphFamily]) -> GraphFamily:
-    """Return the sizes that a family may have: none above those that the ranks captured."""
+    """Return the possible sizes of a family: none above those that the ranks captured."""
     wanted = next((f.buckets for f in families if _kind(f) == _kind(family)), ())
     tried = {size for size in wanted if size <= family.buckets[-1]} - set(family.refused)
     return msgspec.structs.replace(family, buckets=tuple(sorted({*family.buckets, *tried})))

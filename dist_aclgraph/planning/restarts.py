@@ -1,4 +1,4 @@
-"""How often, and when, what failed is tried again, and what was lost is started again."""
+"""How often, and when, a failed action is tried again, and a lost object is started again."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
 
 
 class Backoff:
-    """Owns the pause between tries: twice as long after each failure, up to ``LONGEST_PAUSE_S``.
+    """Owns the pause between attempts: it doubles after each failure, up to ``LONGEST_PAUSE_S``.
 
-    Times are those of one clock that does not go back.
+    All times are of one monotonic clock.
 
     Args:
         first_s: the pause after the first failure.
@@ -22,7 +22,7 @@ class Backoff:
         self._next_s = 0.0
 
     def pause_s(self, now_s: float) -> float:
-        """Return what is left of the pause after the last failure; for any thread."""
+        """Return the rest of the pause after the last failure; any thread may call it."""
         return max(0.0, self._next_s - now_s)
 
     def is_due(self, now_s: float) -> bool:
@@ -30,20 +30,20 @@ class Backoff:
         return self.pause_s(now_s) == 0.0
 
     def failed(self, now_s: float) -> None:
-        """A try failed, or could not begin: the next one waits."""
+        """Note that an attempt failed, or could not begin: the next one waits."""
         self._next_s = now_s + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     def succeeded(self) -> None:
-        """The next failure is a first one again."""
+        """Reset: the next failure counts as the first."""
         self._pause_s = self._first_s
 
 
 class RestartBudget(Backoff):
-    """Counts restarts, of which each hour has some. Owns their times.
+    """Counts restarts, which are limited per hour. Owns their times.
 
     Args:
-        per_hour: those that are allowed within any hour.
+        per_hour: limit of restarts within any hour.
     """
 
     def __init__(self, per_hour: int) -> None:
@@ -52,11 +52,11 @@ class RestartBudget(Backoff):
         self._taken_s: deque[float] = deque()
 
     def is_left(self, now_s: float) -> bool:
-        """Whether one may be taken; for any thread."""
+        """Whether a restart is allowed; any thread may call it."""
         return sum(taken_s > now_s - HOUR_S for taken_s in tuple(self._taken_s)) < self.per_hour
 
     def take(self, now_s: float) -> bool:
-        """Count a restart, if one is left; return whether it was."""
+        """Count a restart, if one is allowed; return whether it was."""
         while self._taken_s and self._taken_s[0] <= now_s - HOUR_S:
             self._taken_s.popleft()
         if not self.is_left(now_s):

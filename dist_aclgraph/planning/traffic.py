@@ -1,7 +1,7 @@
-"""How often batches of each size run: what buckets are chosen for.
+"""The frequency of each batch size, for which buckets are chosen.
 
-Whoever sees the batches counts them; here is what becomes of the counts. All functions are pure,
-and the clock is an argument.
+Engines count the batches; this module evaluates the counts. All functions are pure, and the clock
+is an argument.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import msgspec
 from dist_aclgraph.config import GraphConfig
 from dist_aclgraph.planning.buckets import GraphFamily
 
-PRIOR_SHARE = 0.02  # of the weight, on sizes not seen yet, so that they keep a bucket
+PRIOR_SHARE = 0.02  # share of the weight for unseen sizes, so that they keep a bucket
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
-    """Weights by live tokens, padding left out; a new step weighs one.
+    """Weights by live tokens, without padding; a new step has the weight one.
 
     Attributes:
         decode: batches in which every request has the same few tokens.
@@ -31,17 +31,17 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_config(cls, config: GraphConfig) -> Traffic:
-        """Return what the configuration expects; empty where it says nothing."""
+        """Return the expected traffic of the configuration; empty if it has none."""
         return cls(decode=dict(config.traffic or {}), mixed=dict(config.mixed_traffic or {}))
 
     @property
     def weight(self) -> float:
-        """All steps seen, the old ones faded."""
+        """Weight of all steps, with decay."""
         return sum(self.decode.values()) + sum(self.mixed.values())
 
 
 def fade(traffic: Traffic, elapsed: float, half_life: float) -> Traffic:
-    """Return the traffic as it counts ``elapsed`` later; half of it after each ``half_life``.
+    """Return the traffic after ``elapsed``; half of its weight remains after each ``half_life``.
 
     Both are seconds, or both steps.
     """
@@ -53,7 +53,7 @@ def fade(traffic: Traffic, elapsed: float, half_life: float) -> Traffic:
 
 
 def merge(parts: Iterable[Traffic]) -> Traffic:
-    """Return the sum of several groups' traffic, or of an old one and what came since."""
+    """Return the sum of several groups' traffic, or of old and new traffic."""
     decode: Counter[int] = Counter()
     mixed: Counter[int] = Counter()
     for part in parts:
@@ -63,7 +63,7 @@ def merge(parts: Iterable[Traffic]) -> Traffic:
 
 
 def prior(largest: int, unit: int = 1) -> dict[int, float]:
-    """Return the weights of traffic that nobody has seen: 1/n, so that small sizes lie dense.
+    """Return the weights for unknown traffic: 1/n, so small sizes have most of the weight.
 
     ``unit`` is the query length: batches are multiples of it.
     """
@@ -75,9 +75,9 @@ def weights_of(
 ) -> tuple[dict[int, float], ...]:
     """Return for each family the weights of the batches that it would replay.
 
-    Decode batches go to the family that is theirs alone, as far as its largest bucket reaches; all
-    else goes to the family that takes any batch. A family that nothing was seen of gets the prior,
-    and any other a small share of it.
+    Decode batches count for the family for decoding alone, up to its largest bucket. All other
+    batches count for the family that accepts any batch. A family without observed traffic gets the
+    prior, and any other family a small share of the prior.
     """
     traffic = traffic or Traffic()
     reach = max((f.buckets[-1] for f in families if f.query_len and f.buckets), default=0)
@@ -102,7 +102,7 @@ def _with_prior(seen: Mapping[int, float], family: GraphFamily) -> dict[int, flo
 
 
 class TrafficHistory:
-    """Owns the traffic that was seen, old steps faded, and when it was looked at last.
+    """Owns the observed traffic, with decay, and the time of the last update.
 
     Args:
         now_s: a clock's time, in seconds, as in all methods.
@@ -115,14 +115,14 @@ class TrafficHistory:
 
     @property
     def next_look_s(self) -> float:
-        """When it is time to look at the traffic again; never is infinity."""
+        """Time until the next update is due; infinity if never."""
         return self._looked_s + (self._config.rebucket_s or math.inf)
 
     def is_due(self, now_s: float) -> bool:
         return now_s >= self.next_look_s
 
     def take(self, seen: Sequence[Traffic], now_s: float) -> Traffic:
-        """Add what was seen since the last time; return all of it."""
+        """Add the traffic since the last update; return all of it."""
         faded = fade(self._traffic, now_s - self._looked_s, self._config.traffic_half_life_s)
         self._looked_s = now_s
         self._traffic = merge([faded, *seen])

@@ -1,11 +1,11 @@
-"""How a lockstep group comes back from a failure: one pure function of what is known of it.
+"""The recovery of a lockstep group after a failure: one pure function of the known facts.
 
-RESUME keeps all processes: their devices' work is aborted, communicators are resumed, and the steps
-that were interrupted run again; weights, KV and graphs stay. RECOMPUTE does the same without the
-KV: requests are computed again from their first token. REJOIN keeps the processes that live, with
-their weights where these are whole: what is lost is started in its place, and all join a group
-anew; KV and graphs are gone. REBUILD replaces the group by another one, somewhere. It is what all
-else ends in.
+RESUME keeps all processes: their devices' work is aborted, communicators are resumed, and the
+interrupted steps run again; weights, KV and graphs stay. RECOMPUTE does the same without the KV:
+requests are computed again from their first token. REJOIN keeps the living processes, with intact
+weights: lost processes are started in their places, and all join a new group; KV and graphs are
+lost. REBUILD replaces the group by another one, on any places. If one of the others fails, REBUILD
+follows.
 """
 
 from __future__ import annotations
@@ -19,49 +19,49 @@ from dist_aclgraph.topology import GroupRank
 
 Way = Literal["RESUME", "RECOMPUTE", "REJOIN", "REBUILD"]
 
-# After so many steps without a failure, the next one is the first in a row again.
+# After so many steps without a failure, the next failure counts as the first in a row.
 SOUND_STEPS = 100
 
-# How often in a row a group resumes after each kind of failure; 0 never does. A second failure
-# right behind the first says that resuming has not mended it.
+# How often in a row a group resumes after each kind of failure; 0 means never. A second failure
+# directly after the first shows that resuming has not fixed it.
 TRIES: dict[DeviceFault, int] = {
-    "stopped": 2,  # the peers of a rank that failed, which says how often
-    "link": 2,  # links flap
-    "remote": 1,  # the peers say more
+    "stopped": 2,  # the peers of a failed rank; the failed rank's kind sets the limit
+    "link": 2,  # links may fail for a moment
+    "remote": 1,  # the peers report more
     "retry": 1,
     "suspect": 1,
-    "operator": 1,  # what fails again is its input or the chip
+    "operator": 1,  # a repeated failure comes from its input or from the chip
     "uce_kv": 1,  # the memory is repaired, and its KV computed again
-    "uce_tensor": 0,  # what lay there is gone: weights, or what graphs have in fixed places
-    "uce": 0,  # likewise, and nobody knows what that was
-    "ecc": 0,  # nothing repairs it
+    "uce_tensor": 0,  # lost contents: weights, or tensors at fixed addresses of graphs
+    "uce": 0,  # the same, with unknown contents
+    "ecc": 0,  # cannot be repaired
 }
 
-# Faults behind which the KV cache does not hold what was written to it.
+# Faults after which the KV cache may not hold the written values.
 LOSES_KV: frozenset[DeviceFault | None] = frozenset({"uce_kv"})
 
-# Faults behind which a process may go on in another group, as its memory holds what was loaded, or
-# is known not to where it is given back. An error that is not known is none of them.
+# Faults after which a process may join another group: its memory holds the loaded weights, or the
+# faulty part is known and can be released. An unknown error is not among them.
 MAY_SURVIVE: frozenset[DeviceFault | None] = frozenset(
     {"stopped", "link", "remote", "retry", "operator", "uce_kv", "uce_tensor"}
 )
 
-# A group that is lost sooner than this after survivors have joined it is not given to them again.
+# If a rejoined group is lost within this time, its survivors do not rejoin again.
 SOUND_S = 60.0
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What is known of a group that has failed.
+    """The known facts about a failed group.
 
     Attributes:
-        faults: of ranks that have reported one; None is an error that is not known.
-        lost: ranks whose process is gone, or does not answer.
-        in_a_row: how often the group has resumed since it was last sound.
-        may_resume: whether the configuration wants devices to be stopped and to go on.
-        is_over: whether the group's epoch has ended: its requests go on elsewhere already.
+        faults: the fault of each rank that reported one; None is an unknown error.
+        lost: ranks whose process has exited, or does not answer.
+        in_a_row: number of resumptions since the group was last sound.
+        may_resume: whether the configuration allows to stop and restart devices.
+        is_over: whether the group's epoch has ended, and its requests already continue elsewhere.
         size: ranks of the group.
-        served_s: since survivors of another group have joined this one; None if none have.
+        served_s: seconds since survivors of another group joined this one; None without survivors.
     """
 
     faults: Mapping[GroupRank, DeviceFault | None]
@@ -74,7 +74,7 @@ class Failure:
 
 
 def way_back(failure: Failure) -> Way:
-    """Return the cheapest way back that is safe."""
+    """Return the cheapest safe recovery."""
     if not failure.may_resume:
         return "REBUILD"
     if failure.is_over:

@@ -1,1 +1,1 @@
-"""Who runs next: requests, the step decision, and the messages that carry it."""
+"""The order of requests: the decision of a step, and the messages that carry it."""

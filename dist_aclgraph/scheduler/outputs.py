@@ -1,4 +1,4 @@
-"""What a step brought, for all requests at once."""
+"""The results of a step, for all requests at once."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ NO_INTS: IntArray = np.empty(0, np.int32)
 
 @dataclass(frozen=True)
 class StepOutputs:
-    """New tokens of the requests that sampled in a step; iterates as one delta for each of them.
+    """New tokens of the sampled requests of a step; iterates as one delta per request.
 
     Attributes:
         requests: [num_reqs].
         keys: [num_reqs], of the requests.
         token_ids: [num_new], request by request.
-        ends: [num_reqs], where each request's tokens end; None is one token each.
+        ends: [num_reqs], end of each request's tokens; None means one token each.
         firsts: [n], indices of requests that got their first tokens.
-        finish_reasons: of the requests that are over, by index.
-        logprobs: [num_new], or empty where nobody asked.
-        failed: requests that are over without a token of this step: their logits were not finite.
+        finish_reasons: of finished requests, by index.
+        logprobs: [num_new], or empty if no request wants them.
+        failed: requests that end without a token of this step, because their logits were not
+            finite.
     """
 
     requests: Sequence[Request] = ()
@@ -70,12 +71,12 @@ class StepOutputs:
 
     @property
     def each_end(self) -> IntArray:
-        """[num_reqs], ``ends`` also where it is None."""
+        """[num_reqs], ``ends`` as an array, also if it is None."""
         return np.arange(1, len(self) + 1, dtype=np.int32) if self.ends is None else self.ends
 
     @property
     def each_logprobs(self) -> tuple[RowLogprobs | None, ...]:
-        """[num_new], also where nobody asked."""
+        """[num_new], also if no request wants them."""
         return self.logprobs or (None,) * self.num_tokens
 
     def __len__(self) -> int:
@@ -86,11 +87,11 @@ class StepOutputs:
         return self.deltas(np.arange(len(self), dtype=np.int32)).each(names)
 
     def deltas(self, numbers: IntArray, picked: Places | None = None) -> StepDeltas:
-        """Return what travels to the client of some requests.
+        """Return the message to the client of some requests.
 
         Args:
-            numbers: [n], what the client calls them.
-            picked: [n], their indices in ascending order; None is all.
+            numbers: [n], the client's numbers of these requests.
+            picked: [n], their indices in ascending order; None means all.
         """
         notes = self._notes()
         tokens, ends, logprobs = self.token_ids, self.ends, self.logprobs

@@ -1,8 +1,8 @@
-"""RankScheduler: the running requests of one data-parallel rank, and what they run next.
+"""RankScheduler: the running requests of one data-parallel rank, and their next tokens.
 
-There are no phases: each request's computed tokens catch up with those that are known, whether they
-are a prompt in chunks, the ones sampled last, or a history after preemption. Requests that decode
-come first: a step always has room for all of them. The rest of a step belongs to the others in the
+There are no phases: each request's computed tokens catch up with its known tokens. These may be a
+prompt in chunks, the last sampled tokens, or a history after preemption. Requests that decode come
+first: a step always has room for all of them. Other requests share the rest of the step in the
 order of their deadlines.
 """
 
@@ -42,7 +42,7 @@ class Lack(NamedTuple):
     """Requests that decode and lack blocks for their next tokens.
 
     Attributes:
-        short: [n], their indices; missing: [n], how many each lacks.
+        short: [n], their indices; missing: [n], number of missing blocks.
     """
 
     short: Places
@@ -54,20 +54,19 @@ class Lack(NamedTuple):
 
 
 class RankScheduler:
-    """Owns the rows and the block pool of one data-parallel rank. Which requests it gets is the
-    group's decision.
+    """Owns the rows and the block pool of one data-parallel rank. The group decides which requests
+    it gets.
 
     A step: ``lack``, ``begin``, ``start`` for each new request, ``build``, and ``advance`` with its
-    result.
-    The next one may be built before: all that a step brings is known then but for the tokens
-    themselves, and how many drafts pass.
+    result. The next step may be built before the result: everything is known then except the
+    tokens, and the number of accepted drafts.
 
     Args:
-        index: which of the group's data-parallel ranks this is.
-        num_drafts: draft tokens that workers have for each request that has sampled.
-        num_prompt_ranks: ranks that split its prompts between them.
-        exact: whether output that a request comes with is computed as it was sampled: token by
-            token, in steps that decode.
+        index: index of this data-parallel rank in the group.
+        num_drafts: draft tokens that workers have for each sampled request.
+        num_prompt_ranks: ranks that split its prompts.
+        exact: whether existing output of a request is computed as it was sampled: token by token,
+            in decode steps.
     """
 
     def __init__(
@@ -89,16 +88,20 @@ class RankScheduler:
         self._decode_len = num_drafts + 1
         self._num_prompt_ranks = num_prompt_ranks
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
-        self._appended: IntArray = NO_PAIRS  # row, token id: what the last step brought
-        self._steady: RankStep | None = None  # the last step, where the next may be the same again
+        self._appended: IntArray = NO_PAIRS  # row, token id: results of the last step
+        self._steady: RankStep | None = None  # the last step, if the next one may repeat it
         self._margin = 0  # tokens that every request of a steady step can grow by: ``_is_quiet``
-        self._flights: deque[Flight] = deque()  # steps that have been decided, oldest first
-        self._stop_ids: Counter[int] = Counter()  # of running requests: how many stop at an id
-        self._knows_nothing = False  # workers have lost their rows, and are told all of them anew
-        self._refused: tuple[Request, int] | None = None  # needs more than so many free blocks
+        self._flights: deque[Flight] = deque()  # decided steps, oldest first
+        # of running requests: number of requests that stop at each id
+        self._stop_ids: Counter[int] = Counter()
+        self._knows_nothing = False  # workers have lost their rows, and must get all of them again
+        # a request that needs more than so many free blocks
+        self._refused: tuple[Request, int] | None = None
         self.num_preemptions = 0
-        self.num_verified = 0  # times that a request's drafts were verified and might have passed
-        self._accepted = np.zeros(self._decode_len, np.int64)  # times that so many were accepted
+        # number of verifications of a request's drafts that could accept them
+        self.num_verified = 0
+        # number of verifications that accepted so many drafts
+        self._accepted = np.zeros(self._decode_len, np.int64)
 
     @property
     def running(self) -> list[Request]:
@@ -111,23 +114,25 @@ class RankScheduler:
 
     @property
     def num_free_rows(self) -> int:
-        """How many more requests could run."""
+        """Number of further requests that could run."""
         return len(self._free_rows)
 
     @property
     def accepted_by_position(self) -> list[int]:
-        """How often the first, the second, ... draft token of a request was accepted."""
+        """Number of times the first, the second, ... draft token of a request was accepted."""
         at_least: list[int] = self._accepted[::-1].cumsum()[::-1].tolist()
         return at_least[1:]
 
     # ---- deciding a step
 
     def lack(self) -> Lack | None:
-        """Return who lacks blocks for the next step; None where it is known that nobody does."""
+        """Return the requests that lack blocks for the next step; None if none can lack any."""
         return None if self._is_quiet else self._missing_blocks()
 
     def must_wait(self, lack: Lack | None) -> bool:
-        """Whether somebody would have to be preempted, and steps in flight may change that."""
+        """Whether a request would have to be preempted, and steps in flight may still free
+        blocks.
+        """
         if lack is None or not self._flights:
             return False
         return lack.num_blocks > self.pool.num_free
@@ -135,10 +140,10 @@ class RankScheduler:
     def begin(
         self, lack: Lack | None, kind: StepKind = "mixed"
     ) -> tuple[StepBuilder, list[Request]]:
-        """Begin a step with all requests that decode, unless it is of a prompt; return it, and who
-        was preempted for it.
+        """Begin a step with all requests that decode, unless it is a step of prompts; return it,
+        and the requests that were preempted for it.
 
-        Nothing has changed where nothing comes to run in the step.
+        If nothing runs in the step, nothing has changed.
         """
         is_open = kind != "decode"
         if kind == "prompt":
@@ -160,7 +165,7 @@ class RankScheduler:
         return builder, victims
 
     def _unserved(self, kind: StepKind) -> list[int]:
-        """Return the indices of requests that have not sampled, and may run in a step; in order."""
+        """Return the indices of unsampled requests that may run in a step, in order."""
         rows = self.rows
         is_unserved = rows.known == rows.started
         if kind != "mixed":
@@ -170,7 +175,7 @@ class RankScheduler:
 
     @property
     def _decodes(self) -> npt.NDArray[np.bool_]:
-        """[num_requests], who has sampled, and may get another token."""
+        """[num_requests], requests that have sampled, and may get another token."""
         rows = self.rows
         is_open: npt.NDArray[np.bool_] = (rows.known > rows.started) & (rows.known < rows.limit)
         return is_open
@@ -200,8 +205,8 @@ class RankScheduler:
         )
 
     def has_room_for(self, builder: StepBuilder, request: Request) -> bool:
-        """Whether the step may start the request, as far as rows and tokens go, and nothing says
-        that blocks are not free.
+        """Whether the step may start the request: rows and tokens are free, and blocks are not
+        known to be missing.
         """
         if not (builder.is_open and builder.budget > 0 and self._free_rows):
             return False
@@ -212,9 +217,9 @@ class RankScheduler:
         )
 
     def match(self, request: Request) -> list[int]:
-        """Return the cached blocks of a waiting request's beginning.
+        """Return the cached blocks of a waiting request's prefix.
 
-        At least one token stays to be computed: its logits choose the next one.
+        At least one token must be computed, because its logits choose the next one.
         """
         if not self.pool.prefix_cache or request.is_suspect:
             return []
@@ -226,7 +231,7 @@ class RankScheduler:
         """Start a waiting request with the cached blocks that ``match`` found.
 
         All blocks of the known tokens are taken at once, so that no prompt is preempted half-way.
-        Returns False where they are not free.
+        Returns False if they are not free.
         """
         size, num_tokens = self.pool.block_size, len(request.tokens)
         missing = -(-num_tokens // size) - len(shared)
@@ -255,7 +260,7 @@ class RankScheduler:
         return True
 
     def build(self, builder: StepBuilder) -> tuple[RankStep, RankBatch]:
-        """Return what was decided, empty where nothing runs, and the message that says so."""
+        """Return the decided step, empty if nothing runs, and its message."""
         is_quiet = self._is_quiet and builder.is_steady
         if not builder.is_steady:
             self._steady, step = None, builder.build()
@@ -284,7 +289,7 @@ class RankScheduler:
         )
 
     def _every_row(self, builder: StepBuilder) -> tuple[RowStart, ...]:
-        """Return all rows as they are now, for workers that have lost theirs."""
+        """Return all rows in their current state, for workers that have lost theirs."""
         started = {start.row for start in builder.started}
         for index in range(len(self.rows)):
             self.rows.settle(index)
@@ -296,10 +301,10 @@ class RankScheduler:
         return (*running, *builder.started)
 
     def rewind(self) -> None:
-        """Undo the steps in flight, of which workers have lost all they knew.
+        """Undo the steps in flight, whose state workers have lost.
 
-        Blocks stay with those who have them. What these steps have written to the KV cache is
-        written again before anybody reads it.
+        Blocks stay with their owners. The KV that these steps have written is written again before
+        it is read.
         """
         while self._flights:
             flight = self._flights.pop()
@@ -311,7 +316,7 @@ class RankScheduler:
         self._knows_nothing = True
 
     def lose_kv(self) -> list[Request]:
-        """Forget all blocks, cached ones too; return the requests that ran, which wait again."""
+        """Forget all blocks, cached ones too; return the running requests, which wait again."""
         victims = self.running
         self._release(victims)
         self.pool.clear()
@@ -320,7 +325,7 @@ class RankScheduler:
         return victims
 
     def leave_out(self) -> RankStep:
-        """Return what is left of the only step in flight: nobody who has left since.
+        """Return the only step in flight without the requests that have left since.
 
         Their blocks may be in the prefix cache by now, and are not written again.
         """
@@ -334,9 +339,9 @@ class RankScheduler:
         return step
 
     def again(self, step: RankStep) -> RankBatch:
-        """Return the message that has the only step in flight run again.
+        """Return the message that has workers run the only step in flight again.
 
-        Workers have its rows; what the step before brought, they are told now.
+        Workers have its rows; the message has the results of the previous step.
         """
         return RankBatch(step.records.tobytes(), self._take_appended())
 
@@ -345,9 +350,9 @@ class RankScheduler:
         return appended.tobytes()
 
     def has_room_for_padding(self, step: RankStep, graph: BatchDescriptor) -> bool:
-        """Whether the cache has blocks for a full graph's padding, where attention counts them.
+        """Whether the cache has blocks for a full graph's padding, if attention counts them.
 
-        All padding is in the dummy block, which makes no difference to who counts.
+        All padding is in the dummy block, but attention counts it like other blocks.
         """
         pool = self.pool
         if not pool.counts_shared:
@@ -361,7 +366,7 @@ class RankScheduler:
     def release_non_finite(self, new: NewTokens) -> list[Request]:
         """Release the requests of the oldest step whose logits were not finite, and return them.
 
-        What they have computed may be NaN: their blocks are cleaned before others have them.
+        Their KV may be NaN, so their blocks are cleaned before other requests get them.
         """
         flight = self._flights[0]
         samples = np.flatnonzero(flight.step.records[:, 3] > 0)
@@ -374,7 +379,9 @@ class RankScheduler:
         return found
 
     def advance(self, new: NewTokens) -> tuple[StepOutputs, list[Request]]:
-        """Take in what the oldest step has brought; return what is new, and who is over."""
+        """Take in the results of the oldest step; return the new tokens, and the finished
+        requests.
+        """
         flight = self._flights.popleft()
         rows, indices, records = self.rows, flight.indices, flight.step.records
         if not isinstance(indices, slice) and (indices < 0).any():
@@ -408,24 +415,26 @@ class RankScheduler:
         return outputs, finished
 
     def _note_appended(self, row: IntArray, new: NewTokens) -> None:
-        """Keep what workers must be told of new tokens, [n] rows' in ``new``."""
+        """Store new tokens for the next message to workers, those of [n] rows in ``new``."""
         appended = np.empty((len(new.token_ids), 2), np.int32)
         appended[:, 0] = row if new.counts is None else np.repeat(row, new.counts)
         appended[:, 1] = new.token_ids
-        if len(self._appended):  # of an earlier step, which no plan has followed
+        if len(self._appended):  # from an earlier step, which no plan has followed
             appended = np.concatenate([self._appended, appended])
             appended = appended[np.argsort(appended[:, 0], kind="stable")]
         self._appended = appended
 
     @property
     def _is_quiet(self) -> bool:
-        """Whether the next step is steady, and no request can end by length, fill or need a block
-        in it.
+        """Whether the next step is steady, and no request in it can end by length, fill a block or
+        need one.
         """
         return self._steady is not None and self._margin >= self._decode_len
 
     def _measure_margin(self) -> int:
-        """Return how many tokens every request may grow by until one of these happens."""
+        """Return the number of tokens that every request can grow by before one of these
+        happens.
+        """
         rows = self.rows
         if not len(rows):
             return 0
@@ -435,14 +444,15 @@ class RankScheduler:
     def _end(
         self, sampled: Indices, new: NewTokens, *, is_quiet: bool
     ) -> tuple[NewTokens, dict[int, FinishReason]]:
-        """End the requests that are over, at the token that ends them.
+        """End the finished requests at their last token.
 
         Args:
-            sampled: [num_samples], whose tokens ``new`` has.
+            sampled: [num_samples], requests of the tokens in ``new``.
             is_quiet: whether none of them can end by its length.
 
         Returns:
-            the tokens that requests get; why those that are over ended, by index in ``sampled``.
+            the tokens that requests get; the finish reasons of finished requests, by index in
+            ``sampled``.
         """
         tokens: list[int] = new.token_ids.tolist()
         has_stops = not self._stop_ids.keys().isdisjoint(tokens)
@@ -474,8 +484,8 @@ class RankScheduler:
     # ---- requests that leave
 
     def abort(self, request: Request) -> None:
-        """Let a running request go. What steps in flight bring for it is dropped; what they write
-        is written before any later step of its blocks' next owners.
+        """Remove a running request. Results of steps in flight for it are dropped; their writes
+        come before any later step of the next owners of its blocks.
         """
         self._release([request])
 
@@ -496,12 +506,13 @@ class RankScheduler:
     # ---- blocks
 
     def _make_room(self, lack: Lack) -> tuple[list[int], list[Request]]:
-        """Give requests that decode blocks for their next tokens, at the cost of those served last.
+        """Give blocks for their next tokens to requests that decode, if necessary by preempting the
+        requests that are served last.
 
-        Drafts beyond the last token that a request can have get no block.
+        Drafts beyond the last possible token of a request get no block.
 
         Returns:
-            flat records (row, index in the block table, block id), and who was preempted.
+            flat records (row, index in the block table, block id), and the preempted requests.
         """
         rows, size = self.rows, self.pool.block_size
         victims: list[Request] = []
@@ -529,7 +540,7 @@ class RankScheduler:
         return Lack(short, -(-(ends[short] - rows.covered[short]) // size))
 
     def _store_full_blocks(self, indices: Indices) -> None:
-        """Hand blocks that the step has filled to the prefix cache."""
+        """Give the blocks that the step has filled to the prefix cache."""
         rows, size = self.rows, self.pool.block_size
         computed = rows.computed[indices] - rows.flying[indices]
         is_full = np.flatnonzero(computed >= rows.next_full[indices])
@@ -556,7 +567,7 @@ class RankScheduler:
 def _still_there(
     indices: Places, records: IntArray, new: NewTokens
 ) -> tuple[Places, IntArray, NewTokens]:
-    """Leave out the requests of a step that have left since it was decided."""
+    """Remove requests from a step that have left since it was decided."""
     is_there = indices >= 0
     samples = records[:, 3] > 0
     counts = np.ones(int(samples.sum()), np.int32) if new.counts is None else new.counts

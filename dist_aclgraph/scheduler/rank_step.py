@@ -1,4 +1,4 @@
-"""A step of one data-parallel rank: built while it is decided, then fixed until its result."""
+"""A step of one data-parallel rank: mutable while it is decided, then fixed until its result."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ StepKind = Literal["mixed", "decode", "prompt"]
 
 
 class NewTokens(NamedTuple):
-    """What a step brought to one data-parallel rank.
+    """The results of a step on one data-parallel rank.
 
     Attributes:
         token_ids: [num_new], request by request.
-        counts: [num_samples], tokens of each request that samples; None is one each.
+        counts: [num_samples], tokens of each sampled request; None means one each.
         logprobs: [num_new], or empty.
-        non_finite: [n], indices of the requests, of those that sample, whose tokens mean nothing.
+        non_finite: [n], indices, among the sampled requests, of those whose tokens are meaningless.
     """
 
     token_ids: IntArray
@@ -41,7 +41,7 @@ class NewTokens(NamedTuple):
         """Return the first tokens of each request.
 
         Args:
-            kept: [num_samples], how many; requests with none are left out.
+            kept: [num_samples], number of kept tokens; requests with none are omitted.
         """
         counts = np.ones(len(kept), np.int32) if self.counts is None else self.counts
         starts = np.repeat(np.cumsum(counts) - counts, counts)
@@ -53,12 +53,12 @@ class NewTokens(NamedTuple):
 
 @dataclass
 class _Chunk:
-    """The next tokens of a request that has not sampled yet."""
+    """The next tokens of an unsampled request."""
 
     index: int  # among the running requests
     length: int
     left: int  # tokens behind the chunk that may run with it
-    replayed: int  # known tokens behind those, each of which runs in a step of its own
+    replayed: int  # known tokens behind those; each of them runs in its own step
 
     @property
     def samples(self) -> bool:
@@ -67,16 +67,16 @@ class _Chunk:
 
 @dataclass
 class StepBuilder:
-    """Collects what one rank runs: requests that decode, then chunks of prompts.
+    """Collects the work of one rank: requests that decode, then chunks of prompts.
 
     Attributes:
         decoding: [num_decoding], indices of the requests that decode; each runs ``decode_len``
             tokens.
         budget: tokens that the step may still take.
-        max_chunk: tokens of one prompt, as long as others want to run.
+        max_chunk: tokens of one prompt, while other requests want to run.
         is_open: whether requests may be started.
-        unserved: indices of running requests that have not sampled, in order.
-        num_prompt_ranks: ranks that split prompts between them.
+        unserved: indices of unsampled running requests, in order.
+        num_prompt_ranks: ranks that split prompts.
         kind: what the step may run: anything; requests behind their prompts; a chunk of one prompt.
     """
 
@@ -105,9 +105,7 @@ class StepBuilder:
             self._chunks.append(_Chunk(index, length, left, replayed))
 
     def serve_chunks(self, before: Request | None = None) -> None:
-        """Serve running requests that have not sampled, in order: those before a waiting request,
-        or all.
-        """
+        """Serve unsampled running requests in order: those before a waiting request, or all."""
         while self.unserved and self.budget > 0:
             index = self.unserved[0]
             if before is not None and self.rows.requests[index].order > before.order:
@@ -126,7 +124,7 @@ class StepBuilder:
         return self.decoding is EVERY and not self._chunks
 
     def build(self) -> RankStep:
-        """Return the step. What nobody else wants goes to the prompts that are served first."""
+        """Return the step. Unused room goes to the prompts that are served first."""
         if self.kind == "decode":  # a graph samples its first requests
             self._chunks.sort(key=lambda chunk: not chunk.samples)
         for chunk in self._chunks:
@@ -135,7 +133,7 @@ class StepBuilder:
             chunk.left -= more
             self.budget -= more
         rows, indices, num_decoding = self.rows, self.decoding, self.num_decoding
-        if isinstance(indices, slice):  # requests that come while the step runs are not meant
+        if isinstance(indices, slice):  # excludes requests that arrive while the step runs
             indices = slice(0, num_decoding)
         if self._chunks:
             decoding = np.arange(len(rows))[self.decoding][:num_decoding]
@@ -158,15 +156,15 @@ class StepBuilder:
 
 @dataclass(frozen=True)
 class RankStep:
-    """What one rank runs.
+    """The work of one rank in a step.
 
     Attributes:
-        indices: [num_reqs], among the running requests when it was built.
+        indices: [num_reqs], indices among the running requests when it was built.
         records: [num_reqs, 4], as in ``RankBatch.scheduled``.
         num_decoding: the first so many requests decode.
         decode_len: tokens of a request that decodes: its last one, and its drafts.
-        num_prompt_ranks: ranks that split prompts between them.
-        is_uniform: whether those that do not decode replay what they have in the same shape.
+        num_prompt_ranks: ranks that split prompts.
+        is_uniform: whether the other requests replay their output in the same shape.
     """
 
     indices: Indices
@@ -182,21 +180,21 @@ class RankStep:
 
     @cached_property
     def num_logits(self) -> IntArray:
-        """[num_samples], positions sampled of each request that samples."""
+        """[num_samples], number of sampled positions of each sampled request."""
         logits = self.records[:, 3]
         return logits[logits > 0]
 
     @cached_property
     def num_positions(self) -> int:
-        """Positions sampled of all requests."""
+        """Number of sampled positions of all requests."""
         return int(self.num_logits.sum())
 
     @cached_property
     def shape(self) -> tuple[int, int, int]:
-        """Tokens of the largest share of a rank, requests, and the query length where all requests
-        have the same, else 0.
+        """Return three numbers: tokens of the largest share of a rank, requests, and the query
+        length if all requests have the same, else 0.
 
-        The length of decode steps is theirs alone: a step of prompts that are as long has 0, as it
+        Only decode steps have a query length. A step of prompts of equal length has 0, because it
         samples at other places.
         """
         lengths = self.records[:, 2]
@@ -209,7 +207,7 @@ class RankStep:
         return largest_share(lengths, self.num_prompt_ranks), self.num_reqs, query_len
 
     def read(self, result: StepResult) -> NewTokens:
-        """Return what the rank that owns this step's output has sampled.
+        """Return the sampled tokens of the rank that owns this step's output.
 
         Raises:
             WorkerError: it is not what was asked for.
@@ -250,8 +248,9 @@ class Flight:
     """A step of one rank, from its decision to its result.
 
     Attributes:
-        indices: [num_reqs], of its requests among the running ones now; -1 is one that has left.
-        is_quiet: no request can end by its length, or fill a block, in it.
+        indices: [num_reqs], current indices of its requests among the running ones; -1 for a
+            request that has left.
+        is_quiet: whether no request can end by its length, or fill a block, in it.
         cleaned: blocks that are cleaned before it.
     """
 
@@ -262,20 +261,21 @@ class Flight:
 
     @property
     def places(self) -> Places:
-        """[num_reqs], ``indices`` also where they are a slice."""
+        """[num_reqs], ``indices`` as an array, also if it is a slice."""
         at = self.indices
         return np.arange(self.step.num_reqs) if isinstance(at, slice) else at
 
     def move(self, moves: Places) -> None:
-        """Follow the running requests, of which some have left."""
+        """Update the indices after some running requests have left."""
         places = self.places
         self.indices = np.where(places < 0, -1, moves[places])
 
 
 def largest_of(steps: Sequence[RankStep]) -> tuple[int, int, int]:
-    """Return tokens, requests and uniform query length of a graph that holds each of the steps.
+    """Return tokens, requests and uniform query length of a graph that is large enough for each of
+    the steps.
 
-    The query length is 0 where they do not all have the same.
+    The query length is 0 if the steps differ in it.
     """
     if len(steps) == 1:
         return steps[0].shape

@@ -12,28 +12,29 @@ from dist_aclgraph.steps.step import RowSampling, RowStart
 
 
 class Request:
-    """One request, from ``Scheduler.add()`` to its finish. The scheduler alone changes it.
+    """One request, from ``Scheduler.add()`` to its finish. Only the scheduler changes it.
 
     Attributes:
         tokens: prompt and output. While it runs, the newest are in its rank's ``RunningRows``.
-        max_tokens: of its output; None goes on to the end of the context.
+        max_tokens: maximum length of its output; None means up to the end of the context.
         stop_ids: all ids that end the output.
-        key: a number by which its owner knows what a step brought to it; the owner sets it before
-            the request is scheduled.
-        arrival: when it came, counted in requests; filled by the scheduler, as the next two are.
+        key: a number by which its owner finds its results of a step; the owner sets it before the
+            request is scheduled.
+        arrival: order of arrival; filled by the scheduler, like the next two.
         deadline: step by which its prompt should have run: later by one for each
             ``scheduler.long_prompt_tokens``. The earliest deadline goes first, so short prompts
-            pass long ones, but not one that has waited for as long as it takes.
+            overtake long ones, until a long one has waited for the time of its own computation.
         max_total_tokens: prompt and output together end here.
         dp_rank: the data-parallel rank that runs it; row: its place in the batch there, -1 while
             waiting.
         block_ids: its block table.
-        hashes: of its full blocks, as far as they were needed; they outlive a preemption.
-        prompt_end: where its output begins; of a request that was submitted again, a part of the
-            prompt is output that it has already.
-        num_cached_tokens: of the prompt, found in the prefix cache; -1 until it is first admitted.
-        is_suspect: whether its logits were not finite once. It is computed again, and shares no
-            blocks with others.
+        hashes: hashes of its full blocks, as far as they were needed; they survive a preemption.
+        prompt_end: position where its output begins; in a request that was submitted again, a part
+            of the prompt is its existing output.
+        num_cached_tokens: tokens of the prompt found in the prefix cache; -1 until the first
+            admission.
+        is_suspect: whether its logits were non-finite once. It is computed again, without shared
+            blocks.
     """
 
     __slots__ = (
@@ -69,11 +70,11 @@ class Request:
         stop_token_ids: Iterable[int] = (),
         cache_salt: str = "",
     ) -> None:
-        """Make a request that waits.
+        """Make a waiting request.
 
         Args:
-            sampling: final: who submits has drawn a seed.
-            cache_salt: blocks are shared with requests of the same salt only.
+            sampling: final parameters, with a seed.
+            cache_salt: blocks are shared only with requests of the same salt.
         """
         if not len(prompt_token_ids):
             raise InvalidParameterError(
@@ -102,7 +103,7 @@ class Request:
 
     @property
     def order(self) -> tuple[int, int]:
-        """What requests are served by: the earliest deadline, then the earliest arrival."""
+        """The order of service: the earliest deadline, then the earliest arrival."""
         return self.deadline, self.arrival
 
     def start(self, dp_rank: int, row: int) -> RowStart:
@@ -111,12 +112,12 @@ class Request:
         return RowStart(row, pack_ints(self.tokens), pack_ints(self.block_ids), self.sampling)
 
     def leave_row(self) -> None:
-        """Forget row and blocks, to be computed again from the first token."""
+        """Reset row and blocks; the request is computed again from the first token."""
         self.row = -1
         self.block_ids = []
 
     def num_until_stop(self, num_known: int, new: Sequence[int]) -> int | None:
-        """Return how many of the new tokens the request gets if one of them stops it, else None.
+        """Return how many of the new tokens the request gets if one of them ends it, else None.
 
         Args:
             num_known: tokens of the request before them.
@@ -133,7 +134,7 @@ def row_sampling(
     """Return the sampler's view of a request.
 
     Args:
-        seed: used where ``params`` brings none.
+        seed: used if ``params`` has none.
         end_ids: all ids that end the output; suppressed up to ``min_tokens``.
     """
     return RowSampling(

@@ -1,8 +1,8 @@
-"""Which lockstep group a request goes to: one rule, for what is cached there and how much waits.
+"""The lockstep group of a request: one rule, by the cached prefix and the waiting work.
 
-An ingress does not see the caches of the groups. Each remembers which beginnings it has sent where,
-as many as a group's cache holds, and shares nothing with other replicas but a number for each
-group: the tokens that wait there for its own requests.
+An ingress does not see the caches of the groups. Each ingress remembers the prefixes that it has
+sent to each group, as many as the group's cache holds. It shares only one number per group with
+other replicas: the waiting tokens of its own requests.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from dataclasses import dataclass, field
 from dist_aclgraph.ints import INT_BYTES
 from dist_aclgraph.kv.block_pool import BlockHash, hash_block, salted_root
 
-# What an open request weighs beside those tokens of its prompt that are still to be computed: it
-# takes a place in every step until it ends.
+# The weight of an open request in addition to its uncomputed prompt tokens: it takes a place in
+# every step until it ends.
 REQUEST_TOKENS = 64
-# A token that is cached counts twice: this request does not wait for it, and no other one waits
-# while it is computed again elsewhere.
+# A cached token counts twice: this request does not wait for it, and no other request waits for its
+# computation elsewhere.
 WORTH_OF_CACHED = 2
 
 
 def choose_group(waiting: Sequence[int], cached: Sequence[int], first: int = 0) -> int:
-    """Return the index of the group where the least waits, less what is cached there.
+    """Return the index of the group with the least waiting work, less its cached tokens.
 
-    So the group has at most ``WORTH_OF_CACHED * cached`` tokens more to do than the one that has
-    least, and equal beginnings meet as long as that is so. Of equals, the one with more cached,
-    then the next one from ``first`` on.
+    So the group has at most ``WORTH_OF_CACHED * cached`` more waiting tokens than the least loaded
+    group; within this limit, equal prefixes go to the same group. Among equal groups, the one with
+    more cached tokens is chosen, then the next one from ``first`` on.
 
     Args:
         waiting: tokens that wait at each group, at least one group.
@@ -41,9 +41,9 @@ def choose_group(waiting: Sequence[int], cached: Sequence[int], first: int = 0) 
 
 
 def block_hashes(prompt: bytes, cache_salt: str, tokens_per_block: int) -> list[BlockHash]:
-    """Return the hashes of those full blocks of a prompt that a prefix cache may give to it.
+    """Return the hashes of the full blocks of a prompt that a prefix cache may supply.
 
-    As in the scheduler, one token at least is left to compute.
+    As in the scheduler, at least one token must be computed.
 
     Args:
         prompt: int32 [num_prompt_tokens].
@@ -57,9 +57,9 @@ def block_hashes(prompt: bytes, cache_salt: str, tokens_per_block: int) -> list[
 
 
 class PrefixMemory:
-    """Which blocks a group was sent, as many as it can hold; the longest unused are forgotten.
+    """The blocks that were sent to a group, as many as it can hold; the longest unused are dropped.
 
-    Owns their hashes. Knows nothing of what the group really keeps.
+    Owns their hashes. Does not know the real contents of the group's cache.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -77,8 +77,8 @@ class PrefixMemory:
         return len(hashes)
 
     def note(self, hashes: Sequence[BlockHash]) -> None:
-        """Remember what the group is about to compute or to use again."""
-        # Later blocks are forgotten first: without its beginning, a prefix cannot be found.
+        """Note blocks that the group is about to compute or to reuse."""
+        # Later blocks are dropped first, because a prefix without its beginning cannot be found.
         for block_hash in reversed(hashes):
             self._known[block_hash] = None
             self._known.move_to_end(block_hash)
@@ -105,12 +105,12 @@ class _Open:
 
 @dataclass
 class RoutedCounts:
-    """What was sent to a group since the router began.
+    """The requests sent to a group since the router began.
 
     Attributes:
-        routed_requests: of them all.
-        routed_prompt_tokens: of those requests.
-        routed_cached_tokens: of those, the ones that the group was taken to have in its cache.
+        routed_requests: number of requests.
+        routed_prompt_tokens: prompt tokens of these requests.
+        routed_cached_tokens: prompt tokens that the router assumed to be in the group's cache.
     """
 
     routed_requests: int = 0
@@ -120,11 +120,11 @@ class RoutedCounts:
 
 @dataclass
 class Router:
-    """Owns what one ingress knows of the groups, by their names, and of its open requests.
+    """Owns one ingress's knowledge of the groups, by name, and of its open requests.
 
     Args:
-        first: which of equal groups comes first; replicas that differ in it do not all begin
-            with the same one.
+        first: index of the first choice among equal groups; it differs between replicas, so that
+            they do not all begin with the same group.
     """
 
     first: int = 0
@@ -133,34 +133,34 @@ class Router:
     _open: dict[str, _Open] = field(default_factory=dict)
 
     def add(self, group: str, cache_blocks: int, tokens_per_block: int) -> None:
-        """Get to know a group, or its cache, which no other group's need be like."""
+        """Add a group, or replace its cache; caches of groups may differ."""
         known = self._groups.get(group)
         if known is None:
             self._groups[group] = _Group(PrefixMemory(cache_blocks), tokens_per_block)
             self.counts.setdefault(group, RoutedCounts())
             return
         known.memory.num_blocks = cache_blocks
-        if known.tokens_per_block != tokens_per_block:  # it was a guess
+        if known.tokens_per_block != tokens_per_block:  # the value was a guess
             known.tokens_per_block = tokens_per_block
             known.memory.clear()
 
     def remove(self, group: str) -> None:
-        """Forget a group, whose requests are over."""
+        """Remove a group, whose requests have ended."""
         self._groups.pop(group, None)
         self.counts.pop(group, None)
 
     def forget_cache(self, group: str) -> None:
-        """A group has begun anew: its cache is empty, and nobody's requests wait there."""
+        """Reset a group that was started again: its cache is empty, and no request waits there."""
         known = self._groups[group]
         known.memory.clear()
         known.others_tokens = 0
 
     def hear(self, group: str, others_tokens: int) -> None:
-        """Take in how many tokens wait at a group for requests of other replicas."""
+        """Set the number of tokens that wait at a group for requests of other replicas."""
         self._groups[group].others_tokens = others_tokens
 
     def load(self, group: str) -> int:
-        """Return how many tokens wait at a group for this router's own requests."""
+        """Return the number of tokens that wait at a group for this router's own requests."""
         return self._groups[group].own_tokens
 
     def route(self, request_id: str, prompt: bytes, cache_salt: str, among: Collection[str]) -> str:
@@ -193,14 +193,14 @@ class Router:
         return name
 
     def begun(self, request_id: str) -> None:
-        """A request has its first token: its prompt waits no more."""
+        """Note the first token of a request: its prompt no longer waits."""
         request = self._open.get(request_id)
         if request is not None and request.uncomputed:
             self._groups[request.group].own_tokens -= request.uncomputed
             request.uncomputed = 0
 
     def ended(self, request_id: str) -> None:
-        """A request is over, however it ended; unknown ones are ignored."""
+        """Note the end of a request, for whatever reason; unknown ones are ignored."""
         request = self._open.pop(request_id, None)
         if request is not None:
             self._groups[request.group].own_tokens -= request.uncomputed + REQUEST_TOKENS

@@ -1,6 +1,6 @@
 """RunningRows: the requests that have a row on one data-parallel rank, as columns of integers.
 
-What changes in every step stands in columns, so that a step costs no Python for each request.
+Values that change in every step are columns, so a step runs no Python code per request.
 """
 
 from __future__ import annotations
@@ -23,40 +23,35 @@ NUM_COLUMNS = 14
 class RunningRows:
     """Owns the columns; index i is the i-th request in order of admission.
 
-    Where steps are in flight, ``computed`` and ``known`` are what they will be when these have run,
-    at least: with drafts they may become larger by ``slack``.
+    With steps in flight, ``computed`` and ``known`` are their smallest values after these steps;
+    with drafts they may become larger by ``slack``.
 
-    Attributes: columns of int32, [num_requests] each.
-        row: place in the workers' batch.
-        key: the request's, for its owner.
-        computed: tokens whose KV is in cache; it catches up with ``known``.
-        known: tokens that exist, prompt and output.
-        slack: drafts in flight, which may all pass.
-        flying: of the computed tokens, those that steps in flight compute.
-        received: of the known tokens, those that the host has.
-        started: tokens that the row began with; later ones were sampled.
-        prompt_end: tokens up to here are computed in chunks; those behind it that the row began
-            with, one in a step, as they were when they were sampled.
-        limit: prompt and output together end here.
-        covered: tokens that the request's blocks have room for.
-        next_full: with so many computed tokens, one more block is full.
-        num_recent: tokens that ``settle`` adds to the request's own.
-        can_verify: 1 where drafts may pass, 0 where penalties make tokens depend on them.
+    Attributes: columns of int32, [num_requests] each. row: place in the workers' batch. key: the
+    request's key, for its owner. computed: tokens whose KV is in cache; it catches up with
+    ``known``. known: tokens that exist, prompt and output. slack: drafts in flight, which may all
+    be accepted. flying: number of computed tokens that steps in flight compute. received: number of
+    known tokens that the host has. started: tokens of the row at its start; later ones were
+    sampled. prompt_end: tokens up to here are computed in chunks; later tokens of the row's start
+    are computed one per step, as when they were sampled. limit: prompt and output together end
+    here. covered: tokens that the request's blocks have room for. next_full: number of computed
+    tokens at which one more block is full. num_recent: tokens that ``settle`` adds to the request's
+    own. can_verify: 1 if drafts may be accepted, 0 if penalties make tokens depend on them.
 
     Args:
         capacity: rows of the batch.
-        window: how many new tokens of a request are kept here before ``settle`` must be called.
+        window: number of new tokens of a request that are kept here before ``settle`` must be
+            called.
     """
 
     def __init__(self, capacity: int, window: int) -> None:
         self.requests: list[Request] = []
         self._columns = np.zeros((NUM_COLUMNS, capacity), np.int32)
-        self._recent = np.zeros((capacity, window), np.int32)  # by row: tokens that came last
+        self._recent = np.zeros((capacity, window), np.int32)  # by row: latest tokens
         self._index_of_row = np.zeros(capacity, np.intp)
         self._name_columns()
 
     def _name_columns(self) -> None:
-        """Make the attributes views of as many requests as there are."""
+        """Make the attributes views of the current number of requests."""
         (
             self.row,
             self.key,
@@ -82,7 +77,7 @@ class RunningRows:
     def add(
         self, request: Request, *, computed: int, covered: int, next_full: int, prompt_end: int
     ) -> int:
-        """Append a request that has its row and its blocks; return its index."""
+        """Append a request that has a row and blocks; return its index."""
         index = len(self.requests)
         num_tokens = len(request.tokens)
         self.requests.append(request)
@@ -116,10 +111,10 @@ class RunningRows:
         return list(map(self.requests.__getitem__, indices.tolist()))
 
     def remove(self, indices: list[int]) -> Places:
-        """Take requests out; later ones move up. Their own tokens are up to date then.
+        """Remove requests; later ones move up. Their own token lists are updated first.
 
         Returns:
-            [num_requests before], where each request is now; -1 is nowhere.
+            [num_requests before], new index of each request; -1 if removed.
         """
         for index in indices:
             self.settle(index)
@@ -135,7 +130,7 @@ class RunningRows:
     # ---- steps
 
     def take_off(self, indices: Indices, records: IntArray) -> None:
-        """A step has been decided: count what it brings at least.
+        """Count the least results of a step that was decided.
 
         Args:
             records: [n, 4] as in ``RankBatch.scheduled``, of the requests at indices.
@@ -148,7 +143,7 @@ class RunningRows:
         self.slack[indices] += drafts
 
     def put_back(self, indices: Indices, records: IntArray) -> None:
-        """A step counts for nothing: as if it had not been decided. Arguments as ``take_off``."""
+        """Undo a step that counts for nothing. Arguments as ``take_off``."""
         drafts = np.maximum(records[:, 3] - 1, 0)
         grown = records[:, 2] - drafts
         self.computed[indices] -= grown
@@ -157,11 +152,11 @@ class RunningRows:
         self.slack[indices] -= drafts
 
     def land(self, indices: Indices, records: IntArray, passed: IntArray | None) -> None:
-        """A step has run.
+        """Count the results of a step that has run.
 
         Args:
             records: as for ``take_off``.
-            passed: [n], drafts of each that have passed; None is none.
+            passed: [n], accepted drafts of each request; None means none.
         """
         drafts = np.maximum(records[:, 3] - 1, 0)
         self.flying[indices] -= records[:, 2] - drafts
@@ -176,9 +171,9 @@ class RunningRows:
         """Receive new tokens.
 
         Args:
-            indices: [n], of the requests that get some.
+            indices: [n], indices of the requests that get tokens.
             tokens: [num_new], request by request.
-            counts: [n]; None is one each.
+            counts: [n]; None means one each.
         """
         rows, recent = self.row[indices], self.num_recent[indices]
         if counts is None:
@@ -193,7 +188,7 @@ class RunningRows:
         self.received[indices] += grown
 
     def settle(self, index: int) -> None:
-        """Bring a request's own tokens up to date."""
+        """Update a request's own token list."""
         request, recent = self.requests[index], int(self.num_recent[index])
         request.tokens.frombytes(self._recent[request.row, :recent].tobytes())
         self.num_recent[index] = 0

@@ -1,8 +1,9 @@
-"""Scheduler: who runs next. One decision per step, for every rank of a lockstep group.
+"""Scheduler: decides which requests run next. One decision per step, for all ranks of a lockstep
+group.
 
 Requests wait together, in the order of their deadlines; each runs on one data-parallel rank, chosen
-when it is admitted. All ranks run one step at a time, idle ones too, and replay the graph that the
-largest batch among them needs.
+when it is admitted. All ranks run one step at a time, idle ranks too, and replay the graph that the
+largest batch needs.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ NO_TOKENS = NewTokens(NOTHING.token_ids, None, ())
 
 
 class _Decided(NamedTuple):
-    """A step in flight: its message, and what each data-parallel rank runs."""
+    """A step in flight: its message, and the work of each data-parallel rank."""
 
     plan: StepPlan
     steps: Sequence[RankStep]
@@ -57,17 +58,18 @@ class Scheduler:
     about devices, channels or time.
 
     ``schedule()`` decides a step, ``update()`` takes in its results. The next step may be decided
-    before: whoever ends one step late has run for nothing, and nobody gets another token than
-    otherwise. More than two steps are never in flight, as workers have only the last one's tokens.
+    before ``update()``. A request whose end is noticed one step late has run one step for nothing;
+    tokens are not affected. At most two steps are in flight, because workers have only the last
+    one's tokens.
 
     Args:
-        pools: of the data-parallel ranks, all alike.
-        num_drafts: draft tokens that workers have for each request that has sampled.
-        tp: ranks of a data-parallel rank; the first of them owns its output.
+        pools: pools of the data-parallel ranks, all equal.
+        num_drafts: draft tokens that workers have for each sampled request.
+        tp: workers of a data-parallel rank; the first of them owns its output.
         choose_exchange: how the tokens of a step travel to their experts.
-        exact: whether the shape of a step depends on single requests alone: it runs a chunk of one
-            prompt on each rank, or requests behind their prompts. Output that a request comes with
-            is computed token by token, as it was before.
+        exact: whether the shape of each token's step depends on its request alone: a step runs a
+            chunk of one prompt on each rank, or requests behind their prompts. Existing output of a
+            request is computed token by token, as before.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class Scheduler:
             RankScheduler(index, config, pool, num_drafts, pcp, exact=exact)
             for index, pool in enumerate(pools)
         ]
-        # What a step may run; of several kinds that find something, the first.
+        # Kinds of steps; the first kind that has work is chosen.
         self._kinds: tuple[StepKind, ...] = ("prompt", "decode") if exact else ("mixed",)
         self.waiting: deque[Request] = deque()  # in order
         self._ranks_per_batch = tp * pcp
@@ -102,9 +104,9 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
         self._in_flight: deque[_Decided] = deque()  # oldest first
-        self._is_void = False  # the step in flight counts for nothing, and is to be run again
+        self._is_void = False  # the step in flight does not count, and must run again
         self.num_reruns = 0
-        self.num_non_finite = 0  # requests that ended as their logits were not finite
+        self.num_non_finite = 0  # requests that ended because of non-finite logits
         self.num_admitted_tokens = 0  # tokens of admitted requests, and
         self.num_cached_tokens = 0  # those of them found in the prefix cache
         self.expert_tokens: dict[int, int] = {}  # computed by each rank's experts
@@ -127,7 +129,7 @@ class Scheduler:
         return sum(rank.num_preemptions for rank in self.ranks)
 
     def add(self, request: Request) -> None:
-        """Put a request among the waiting ones, in order.
+        """Add a request to the waiting ones, in order.
 
         Raises:
             RequestTooLongError: it can never fit into the model's context or the KV cache.
@@ -136,7 +138,7 @@ class Scheduler:
         """
         if request.request_id in self._requests:
             raise InvalidParameterError(f"request id {request.request_id!r} is already in use")
-        # Who will have a row in the next step is not one that waits.
+        # Requests that will have a row in the next step do not count as waiting.
         num_waiting = len(self.waiting) - sum(rank.num_free_rows for rank in self.ranks)
         if num_waiting >= self.config.max_waiting:
             raise QueueFullError(
@@ -150,9 +152,10 @@ class Scheduler:
         insort(self.waiting, request, key=_order)
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> RequestDelta | None:
-        """End a request at once, even while a step runs it; None where it is unknown or over.
+        """End a request at once, even while a step runs it; returns None if it is unknown or
+        finished.
 
-        What steps in flight bring for it is dropped.
+        Results of steps in flight for it are dropped.
         """
         request = self._requests.pop(request_id, None)
         if request is None:
@@ -174,8 +177,8 @@ class Scheduler:
     # ---- one step
 
     def schedule(self) -> StepPlan | None:
-        """Decide the next step. None where no rank can run; where steps are in flight, their
-        results may change that.
+        """Decide the next step. Returns None if no rank can run; results of steps in flight may
+        change this.
         """
         if self._is_void and (again := self._run_again()) is not None:
             return again
@@ -188,16 +191,16 @@ class Scheduler:
         for kind in self._kinds:
             builders = self._build(kind, lacks)
             if any(builder.has_work for builder in builders):
-                # Prompts and those that decode take turns.
+                # Steps of prompts and decode steps take turns.
                 self._kinds = (*(k for k in self._kinds if k != kind), kind)
                 return self._decide(builders)
         return None
 
     def _build(self, kind: StepKind, lacks: Sequence[Lack | None]) -> list[StepBuilder]:
-        """Begin a step of a kind on all ranks, with whoever may start.
+        """Begin a step of one kind on all ranks, with all requests that may start.
 
         Args:
-            lacks: of each rank, as they were before anything was begun.
+            lacks: requests of each rank that lack blocks, before the step.
         """
         builders = []
         for rank, lack in zip(self.ranks, lacks, strict=True):
@@ -217,17 +220,17 @@ class Scheduler:
         return builders
 
     def update(self, results: Sequence[StepResult]) -> StepOutputs:
-        """Take in the results of all ranks for the oldest step in flight; return what is new.
+        """Take in the results of all ranks for the oldest step in flight; return the outputs.
 
-        Results of another epoch or step are stale and change nothing. Where tokens found no room
-        on their way to their experts, the step counts for nothing: ``schedule()`` issues it again.
-        A request whose logits are not finite waits again, and is computed once more from its first
-        token, in clean blocks that it shares with nobody: what was wrong may have been the blocks.
-        If that brings no finite logits either, it is over.
+        Results of another epoch or step are stale and change nothing. If tokens found no room on
+        their way to their experts, the step does not count: ``schedule()`` issues it again. A
+        request with non-finite logits waits again, and is computed once more from its first token,
+        in clean blocks of its own, because its blocks may have been the cause. If its logits are
+        non-finite again, it ends.
 
         Raises:
-            WorkerError: the step failed on a rank, or did not bring the tokens that it should;
-                the epoch is over, and ``abort_all()`` comes next.
+            WorkerError: the step failed on a rank, or has not the expected tokens; the epoch is
+                over, and the caller must call ``abort_all()``.
         """
         if not self._in_flight or self._is_void:
             return NOTHING
@@ -242,7 +245,7 @@ class Scheduler:
             return NOTHING
         if plan.exchange is not None and self._is_void_after(plan, current):
             return NOTHING
-        # All are read before any is taken in: what one brings must not outlive a failed step.
+        # All results are read before the first is taken in: a failed step must leave no result.
         brought = [
             step.read(self._output_of(rank, plan, current)) if step.num_reqs else NO_TOKENS
             for rank, step in zip(self.ranks, steps, strict=True)
@@ -261,7 +264,7 @@ class Scheduler:
         return replace(outputs, failed=failed) if failed else outputs
 
     def _try_again(self, requests: Sequence[Request]) -> list[Request]:
-        """Have requests wait that were not suspect before; return the others, which are over."""
+        """Let requests that were not suspect before wait again; return the others, which end."""
         failed = []
         for request in requests:
             if request.is_suspect:
@@ -275,9 +278,10 @@ class Scheduler:
         return failed
 
     def rewind(self, epoch: int) -> None:
-        """Undo the steps in flight: the group has come back, with its KV, in another epoch.
+        """Undo the steps in flight: the group has resumed, with its KV, in another epoch.
 
-        ``schedule()`` decides them again, and tells workers all rows anew. No request begins again.
+        ``schedule()`` decides them again, and sends all rows again to workers. No request begins
+        again.
         """
         self.epoch = epoch
         self._in_flight.clear()
@@ -286,9 +290,9 @@ class Scheduler:
             rank.rewind()
 
     def lose_kv(self) -> None:
-        """All KV is gone from the devices: compute every request again, from its first token.
+        """Compute every request again from its first token, because the devices lost all KV.
 
-        No step is in flight. Nobody gets a token twice.
+        No step is in flight. No client gets a token twice.
         """
         assert not self._in_flight, "rewind() comes first"
         for rank in self.ranks:
@@ -315,15 +319,17 @@ class Scheduler:
 
     @property
     def accepted_by_position(self) -> list[int]:
-        """[num_drafts], how often the first, the second, ... draft token was accepted."""
+        """[num_drafts], number of times that the first, the second, ... draft token was
+        accepted.
+        """
         counts = [rank.accepted_by_position for rank in self.ranks]
         return [sum(at_position) for at_position in zip(*counts, strict=True)]
 
     # ---- the decision
 
     def _admit(self, request: Request, builders: Sequence[StepBuilder]) -> bool:
-        """Give the first waiting request to a rank: the longest cached beginning decides, then the
-        fewest running requests, then the most free blocks. Returns False where none can take it.
+        """Give the first waiting request to a rank: the longest cached prefix decides, then the
+        fewest running requests, then the most free blocks. Returns False if no rank can take it.
         """
         offers = []
         for rank, builder in zip(self.ranks, builders, strict=True):
@@ -339,7 +345,7 @@ class Scheduler:
         return False
 
     def _decide(self, builders: Sequence[StepBuilder]) -> StepPlan:
-        """Make the plan of what was built for the ranks."""
+        """Make the plan of the steps that were built for the ranks."""
         built = [rank.build(builder) for rank, builder in zip(self.ranks, builders, strict=True)]
         steps, batches = zip(*built, strict=True)
         busy = [step for step in steps if step.num_reqs]
@@ -360,7 +366,7 @@ class Scheduler:
         return plan
 
     def _has_room_for_padding(self, steps: Sequence[RankStep], graph: BatchDescriptor) -> bool:
-        """Whether the caches have blocks for a graph's padding, where attention counts them."""
+        """Whether the caches have blocks for a graph's padding, if attention counts them."""
         return graph.mode != "FULL" or all(
             rank.has_room_for_padding(step, graph)
             for rank, step in zip(self.ranks, steps, strict=True)
@@ -369,7 +375,7 @@ class Scheduler:
     # ---- steps that count for nothing
 
     def _is_void_after(self, plan: StepPlan, results: dict[int, StepResult]) -> bool:
-        """Note what the experts did; say whether tokens found no room."""
+        """Add the counts of experts; return whether tokens found no room."""
         for result in results.values():
             self.expert_tokens[result.rank] = result.expert_tokens
             if result.num_unplaced and plan.exchange not in MAY_LOSE_TOKENS:
@@ -383,10 +389,10 @@ class Scheduler:
         return self._is_void
 
     def _run_again(self) -> StepPlan | None:
-        """Issue the step in flight again, with an exchange that has room for all tokens; None where
+        """Issue the step in flight again, with an exchange that has room for all tokens; None if
         all of its requests have left.
 
-        What was written to the KV cache is written again.
+        The same KV is written again.
         """
         self._is_void = False
         plan, _ = self._in_flight.pop()
@@ -411,7 +417,7 @@ class Scheduler:
     def _output_of(
         self, rank: RankScheduler, plan: StepPlan, results: dict[int, StepResult]
     ) -> StepResult:
-        """The result that carries a data-parallel rank's tokens: of the first of its ranks."""
+        """Return the result with a data-parallel rank's tokens: that of its first worker."""
         owner = rank.index * self._ranks_per_batch
         result = results.get(owner)
         if result is None:
@@ -419,10 +425,10 @@ class Scheduler:
         return result
 
     def _max_total_tokens(self, request: Request) -> int:
-        """Return the prompt plus output at which the request ends.
+        """Return the length of prompt plus output at which the request ends.
 
         The KV of the last token is never needed, so the cache may be one token too small for it.
-        Without ``max_tokens`` a request makes do with the cache there is.
+        Without ``max_tokens`` the cache limits the request.
         """
         pool = self.ranks[0].pool
         cache = pool.num_usable * pool.block_size + 1

@@ -1,1 +1,1 @@
-"""What a load would do to a deployment: its real decisions, replayed without devices or Ray."""
+"""The effect of a load on a deployment: its real decisions, replayed without devices or Ray."""

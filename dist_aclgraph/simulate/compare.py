@@ -1,7 +1,7 @@
 """The batches of a simulation, replayed with other sets of graphs.
 
-Other graphs would change how long steps take, and so which requests meet in a batch: that is left
-out here. All rows have seen the same batches; no graph comes or goes but in the first.
+Other graphs would change the time of steps, and so the composition of batches; this effect is
+ignored here. All rows have the same batches; graphs change only in the first row.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Return a row for each set of graphs: padding, eager steps, and streams.
 
-    ``is_affordable``: the ranks could capture it, with ``usable`` streams on the tightest.
+    ``is_affordable``: whether the ranks could capture it; the tightest rank has ``usable`` streams.
     """
     rows = [
         {
@@ -91,7 +91,7 @@ def _plans(
     for mode in OTHER_MODES:
         other = deployment.with_mode(mode)
         if other.config.graph.mode == mode != deployment.config.graph.mode:
-            # The same ranks, with the room that this mode keeps for lazy graphs.
+            # The same ranks, with this mode's reserve for lazy graphs.
             asked = [other.offers[offer.rank] for offer in distinct(offers)]
             found = other.planner.negotiate(asked)
             yield f"{mode}, held", other, found.offers, found.plan

@@ -1,4 +1,4 @@
-"""A deployment whose devices nobody asked: what its ranks would offer, and what they would plan.
+"""A deployment without devices: the offers that its ranks would make, and their plan.
 
 The numbers of such devices are assumptions, and ``assumptions`` lists them.
 """
@@ -26,19 +26,19 @@ from dist_aclgraph.shapes.model_spec import ModelSpec, read_model_spec
 from dist_aclgraph.topology import ParallelLayout
 
 NPU_STREAMS = 2048
-NPU_STREAMS_TAKEN = 69  # before anything is joined: 1979 were left on a 910C with CANN 9.0
-EMULATOR_STREAMS_TAKEN = 34  # those of torch_npu and the runner, counted on the emulator
+NPU_STREAMS_TAKEN = 69  # before anything is joined: 1979 were free on a 910C with CANN 9.0
+EMULATOR_STREAMS_TAKEN = 34  # streams of torch_npu and the runner, counted on the emulator
 
 
 @dataclass(frozen=True)
 class ContextRoom:
-    """What the KV cache of a data parallel rank holds.
+    """The capacity of a data parallel rank's KV cache.
 
     Attributes:
         bytes_per_token: of KV on each of its NPUs, on average.
         tokens: of all requests.
         longest: tokens of one request alone, within the model's context.
-        requests: of the length that was asked for, at once.
+        requests: number of requests of the given length at once.
     """
 
     bytes_per_token: float
@@ -49,14 +49,14 @@ class ContextRoom:
 
 @dataclass(frozen=True)
 class AssumedDeployment:
-    """What is known of a deployment before any device is.
+    """The known facts about a deployment before any device is open.
 
     Attributes:
-        planner: what follows from configuration and model.
-        memory: of the poorest rank.
-        unknown_shape: why weights are not priced by the decoder's shape; "" where they are.
+        planner: everything that follows from configuration and model.
+        memory: memory of the rank with the least.
+        unknown_shape: reason why weights are not computed from the decoder's shape; "" if they are.
         offers: of all ranks, in their order.
-        exchange: how tokens travel to experts of other ranks.
+        exchange: way of tokens to experts of other ranks.
     """
 
     planner: Planner
@@ -71,7 +71,8 @@ class AssumedDeployment:
 
         Raises:
             ConfigError: the model's directory is missing or not a checkpoint, sizes do not match,
-                the wanted exchange is not to be had, or a device does not hold weights and buffers.
+                the configured exchange is impossible, or weights and buffers do not fit on a
+                device.
         """
         planner = Planner.from_config(config, launch_blocking=launch_blocking())
         config, facts = planner.config, planner.facts
@@ -102,7 +103,7 @@ class AssumedDeployment:
 
     @property
     def config(self) -> Config:
-        """With a graph mode that the model can have."""
+        """With a supported graph mode."""
         return self.planner.config
 
     @property
@@ -111,7 +112,7 @@ class AssumedDeployment:
 
     @property
     def layout(self) -> ParallelLayout:
-        """With the domain that MC2 has for itself, if it is used."""
+        """With MC2's own domain, if it is used."""
         has_mc2 = self.exchange.mc2_buffer_mb is not None
         return replace(self.planner.layout, mc2=has_mc2)
 
@@ -120,7 +121,7 @@ class AssumedDeployment:
         return self.planner.budget_model
 
     def graph_bytes(self, pool_bytes: int) -> int:
-        """Return what graphs take: ``pool_bytes``, or an estimate where that is 0 for unknown."""
+        """Return the bytes of graphs: ``pool_bytes``, or an estimate if that is 0 for unknown."""
         if self.config.graph.mode == "NONE":
             return 0
         return pool_bytes or self.memory.graph_bytes
@@ -137,7 +138,7 @@ class AssumedDeployment:
         return self.from_config(self.config.model_copy(update=changed))
 
     def room(self, pool_bytes: int, request_tokens: int) -> ContextRoom:
-        """Return what the KV cache of a data parallel rank holds, whatever requests may want.
+        """Return the capacity of a data parallel rank's KV cache.
 
         Args:
             pool_bytes: see ``num_blocks``.
@@ -157,7 +158,7 @@ class AssumedDeployment:
         )
 
     def num_blocks(self, pool_bytes: int) -> int:
-        """Return the KV blocks of a rank whose graphs take so many bytes; 0: not predicted.
+        """Return the KV blocks of a rank whose graphs take so many bytes; 0 means not predicted.
 
         Raises:
             ConfigError: too few fit, see ``KVCacheSpec.choose_num_blocks``.
@@ -168,7 +169,7 @@ class AssumedDeployment:
 
     @property
     def assumptions(self) -> list[str]:
-        """What was assumed of the devices, in sentences."""
+        """The assumptions about the devices, in sentences."""
         shape = []
         if self.unknown_shape:
             shape = [
@@ -196,7 +197,7 @@ class AssumedDeployment:
 
 
 def distinct(offers: Iterable[StreamOffer]) -> list[StreamOffer]:
-    """Return the offers that differ in more than their rank, of equal ones the first."""
+    """Return offers that differ in more than their rank; the first one of equal offers."""
     found: dict[bytes, StreamOffer] = {}
     for offer in offers:
         found.setdefault(content_of(offer), offer)
@@ -204,7 +205,7 @@ def distinct(offers: Iterable[StreamOffer]) -> list[StreamOffer]:
 
 
 def _read_shape(model: str) -> tuple[ModelSpec | None, str]:
-    """Return the decoder's shape, or None and why there is none."""
+    """Return the decoder's shape, or None and the reason."""
     try:
         return read_model_spec(model), ""
     except ModelError as e:

@@ -1,7 +1,7 @@
 """The loop of one simulated lockstep group: the real scheduler, dispatcher and graph changes.
 
-What is not real: the clock, which goes on by the time that a step is assumed to take; the ranks,
-whose captures always succeed; and the tokens, which mean nothing.
+Three things are not real: the clock advances by the assumed time of a step, captures of ranks
+always succeed, and tokens are meaningless.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from dist_aclgraph.simulate.tally import LastStep, Tally, WatchedDispatcher
 from dist_aclgraph.simulate.times import StepTimes
 from dist_aclgraph.steps.step import RowSampling, StepPlan, StepResult
 
-IDLE_POLL_S = 0.1  # between two graph changes of a group that has no requests
-MAX_VERSIONS = 256  # plan versions that are remembered, the latest
-STEPS_BETWEEN_LOOKS = 512  # of whoever watches the simulation
-SAMPLE = 3  # where a record of ``RankBatch.scheduled`` says at how many tokens its row samples
+IDLE_POLL_S = 0.1  # between two graph changes of an idle group
+MAX_VERSIONS = 256  # the latest plan versions are kept
+STEPS_BETWEEN_LOOKS = 512  # of the simulation's observer
+SAMPLE = 3  # index of the sampled token in a record of ``RankBatch.scheduled``
 RECORD = 4
 
 OnProgress = Callable[[], None]
@@ -48,10 +48,10 @@ OnProgress = Callable[[], None]
 
 @dataclass
 class SimulatedRanks:
-    """The ranks of a group, of which one answers for all. Every capture succeeds.
+    """The ranks of a group; one answers for all. Every capture succeeds.
 
     Attributes:
-        captures, releases: of single graphs.
+        captures, releases: numbers of graphs.
     """
 
     plan: GraphPlan
@@ -75,7 +75,7 @@ class SimulatedRanks:
 
 @dataclass
 class Counts:
-    """What happened beside steps."""
+    """Events besides steps."""
 
     generated_tokens: int = 0
     finished: int = 0
@@ -91,8 +91,8 @@ class SimulatedGroup:
     """One lockstep group and its clock.
 
     Args:
-        shares_plan_with: groups that change their plan together, this one among them; the others
-            are taken to see what this one sees.
+        shares_plan_with: number of groups that change their plan together, this one included; the
+            others are assumed to have the same traffic.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class SimulatedGroup:
         self._offers = _probed(deployment, distinct(negotiated.offers))
         self._weight = shares_plan_with
         self._history = TrafficHistory(config.graph, 0.0)
-        self._is_unseen = False  # whether steps ran since the last look
+        self._is_unseen = False  # whether steps ran since the last update
         self.clock_s = 0.0
         self.tally = Tally()
         self.counts = Counts()
@@ -175,7 +175,7 @@ class SimulatedGroup:
             pass
 
     def play_until(self, until_s: float, on_progress: OnProgress) -> Iterator[StepOutputs]:
-        """Let time pass; yield what each step brings. Without an end, until nothing is left."""
+        """Let time pass; yield the results of each step. Without an end, until all work is done."""
         scheduler, flying = self.scheduler, self._flying
         while self.clock_s < until_s:
             self._look_again()
@@ -195,7 +195,7 @@ class SimulatedGroup:
                 self._wait(until_s, is_changed)
 
     def submit(self, name: str, arrival: Arrival) -> bool:
-        """Take a request in, whose name is a number; say whether it was not refused."""
+        """Accept a request, whose name is a number; return whether it was accepted."""
         request = Request(
             name,
             arrival.token_ids(int(name)),
@@ -211,7 +211,7 @@ class SimulatedGroup:
         return True
 
     def _run(self, plan: StepPlan, step: LastStep, on_progress: OnProgress) -> StepOutputs:
-        """Let a step run; ``step`` is what the dispatcher was asked for it."""
+        """Let a step run; ``step`` has the arguments of the dispatcher."""
         results = []
         for dp_rank, batch in enumerate(plan.batches):
             records = np.frombuffer(batch.scheduled, dtype="<i4")
@@ -238,7 +238,7 @@ class SimulatedGroup:
             on_progress()
 
     def _wait(self, until_s: float, is_changed: bool) -> None:
-        """Let time pass without a request, up to whatever comes first."""
+        """Let time pass without a request, up to the next event."""
         if is_changed or self.changes.is_changing:
             until_s = min(until_s, self.clock_s + IDLE_POLL_S)
         elif self._is_unseen:
@@ -248,7 +248,7 @@ class SimulatedGroup:
     # ---- graphs
 
     def _change_graphs(self) -> bool:
-        """Do what is due to the graphs; return whether anything was changed."""
+        """Make the due changes of graphs; return whether anything changed."""
         ranks, counts = self.ranks, self.counts
         is_planned, version = self.changes.is_changing, self.dispatcher.plan.version
         captures, releases = ranks.captures, ranks.releases
@@ -269,7 +269,7 @@ class SimulatedGroup:
         return bool(captures or releases)
 
     def _look_again(self) -> None:
-        """Where it is time, choose the buckets again, as the controller does."""
+        """If it is time, choose the buckets again, as the controller does."""
         if not self._history.is_due(self.clock_s):
             return
         self._is_unseen = False
@@ -300,9 +300,9 @@ class SimulatedGroup:
 
 
 def _probed(deployment: AssumedDeployment, offers: list[StreamOffer]) -> list[StreamOffer]:
-    """Return the offers with the probes that ranks of a calibrated budget would have captured.
+    """Return the offers with the probes that ranks would have captured for a calibrated budget.
 
-    With them, buckets are chosen again by the times of steps, else by their tokens.
+    With these probes, buckets are chosen again by the times of steps; otherwise by their tokens.
     """
     config, model = deployment.config, deployment.budget_model
     if model.name != "calibrated":
@@ -328,7 +328,7 @@ def _probed(deployment: AssumedDeployment, offers: list[StreamOffer]) -> list[St
 
 
 def _times(traffic: Traffic, count: int) -> Traffic:
-    """Return the traffic of so many groups that see the same."""
+    """Return the traffic of so many groups with equal traffic."""
     return Traffic(
         decode={tokens: weight * count for tokens, weight in traffic.decode.items()},
         mixed={tokens: weight * count for tokens, weight in traffic.mixed.items()},

@@ -6,7 +6,7 @@ A trace is JSON lines, or CSV with a header. Each line is
   or ``tokens`` (a mixture of prefill and decode; of split prompts, the rank's share); or
 - a request: ``arrival_s``, ``prompt_tokens``, ``output_tokens``, in the order of arrival.
 
-Other columns are ignored. Nothing but one line is held in memory.
+Other columns are ignored. Only one line is held in memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from dist_aclgraph.errors import ConfigError
 
 MAX_LINE_BYTES = 1 << 16
-MAX_TOKENS = 1 << 20  # of a batch or a prompt
+MAX_TOKENS = 1 << 20  # limit of a batch or a prompt
 SPREAD = 0.7  # sigma of the logarithm of drawn lengths
 CHUNK = 1024  # requests drawn at once
 SHOWN = 80  # characters of a bad line
@@ -39,7 +39,7 @@ Kind = Literal["batches", "requests"]
 
 
 class Batch(NamedTuple):
-    """One step: live tokens, requests, and the tokens of each request; 0 where they differ."""
+    """One step: live tokens, requests, and the tokens of each request; 0 if they differ."""
 
     num_tokens: int
     num_reqs: int
@@ -47,7 +47,9 @@ class Batch(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """One request. The first ``shared_tokens`` of its prompt are those of beginning ``shared``."""
+    """One request. Its prompt begins with ``shared_tokens`` tokens of the shared prefix
+    ``shared``.
+    """
 
     arrival_s: float
     prompt_tokens: int
@@ -56,25 +58,27 @@ class Arrival(NamedTuple):
     shared_tokens: int = 0
 
     def token_ids(self, number: int) -> list[int]:
-        """Return a prompt that is like no other but for its beginning; ``number`` is its own."""
+        """Return a prompt that differs from all others except for its prefix; ``number`` identifies
+        it.
+        """
         own = self.prompt_tokens - self.shared_tokens
         return [-1 - self.shared] * self.shared_tokens + [number % (1 << 31)] * own
 
 
 @dataclass(frozen=True)
 class Beginnings:
-    """Beginnings that prompts share: the n-th is n times as rare as the first.
+    """Prefixes that prompts share: the n-th is n times as rare as the first.
 
     Attributes:
-        count: of different ones.
-        tokens: of each, in front of what a prompt has for itself.
+        count: number of different prefixes.
+        tokens: length of each, in front of a prompt's own tokens.
     """
 
     count: int
     tokens: int
 
     def given_to(self, arrivals: Iterable[Arrival], seed: tuple[int, ...]) -> Iterator[Arrival]:
-        """Yield the arrivals, each with a beginning before its prompt."""
+        """Yield the arrivals, each with a prefix before its own prompt."""
         random = np.random.default_rng((*seed, self.count))
         rarity = 1 / np.arange(1, self.count + 1)
         each = np.cumsum(rarity / rarity.sum())
@@ -92,11 +96,11 @@ Item = TypeVar("Item", Batch, Arrival)
 
 @dataclass
 class Load(Generic[Item]):
-    """A load that can be begun again.
+    """A load that can be iterated several times.
 
     Attributes:
         begin: returns a new iterator over it.
-        progress: how much of it has been read, from 0 to 1.
+        progress: part of it that has been read, from 0 to 1.
     """
 
     begin: Callable[[], Iterator[Item]]
@@ -104,14 +108,14 @@ class Load(Generic[Item]):
 
 
 class Trace:
-    """A trace file. Its kind is that of its first line.
+    """A trace file. The first line determines its kind.
 
     Raises:
         ConfigError: it cannot be read, or its first line is of no kind.
     """
 
     def __init__(self, path: Path, decode_len: int = 1) -> None:
-        """Look at the first line; ``decode_len``: tokens of a request that decodes."""
+        """Read the first line; ``decode_len``: tokens of a request that decodes."""
         self._path = path
         self._decode_len = decode_len
         self._read = 0
@@ -238,13 +242,13 @@ class Trace:
 
 @dataclass(frozen=True, kw_only=True)
 class Poisson:
-    """Requests that come at random, with lengths that spread lognormally around their means.
+    """Requests that arrive at random, with lognormal lengths around their means.
 
     Attributes:
         rate: arrivals per second.
         prompt_tokens, output_tokens: means, before the lengths are clipped.
-        max_total_tokens: of a request, prompt and output.
-        max_requests, max_seconds: where it ends.
+        max_total_tokens: maximum length of a request, prompt and output.
+        max_requests, max_seconds: end of the load.
         seed: equal seeds draw equal loads.
     """
 

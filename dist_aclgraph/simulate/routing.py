@@ -1,6 +1,8 @@
-"""A load that several groups share: requests sent by the rule of the ingress, and by a simpler one.
+"""A load that several groups share: requests are sent by the rule of the ingress, and by a simpler
+rule.
 
-All groups run at once, each with a clock of its own; none is ahead of a request that is sent.
+All groups run at once, each with its own clock; no clock is later than the arrival of a request
+that is sent.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ BY_COUNT = "fewest outstanding"
 
 
 class Routing(Protocol):
-    """How requests come to groups; ``Router`` is one."""
+    """The rule that sends requests to groups; ``Router`` is one."""
 
     def route(
         self, request_id: str, prompt: bytes, cache_salt: str, among: Collection[str]
@@ -33,7 +35,7 @@ class Routing(Protocol):
 
 
 class FewestOutstanding:
-    """The simpler rule that ours is compared with: whoever has the fewest requests."""
+    """The simpler rule for comparison: the group with the fewest requests."""
 
     def __init__(self) -> None:
         self._group_of: dict[str, str] = {}
@@ -51,7 +53,7 @@ class FewestOutstanding:
 
 
 class RoutedLoad:
-    """A load played over groups. Owns when requests came, and when their first tokens did."""
+    """A load played over groups. Owns the times of arrivals and of first tokens."""
 
     def __init__(self, routing: Routing, groups: Sequence[SimulatedGroup]) -> None:
         self._routing = routing
@@ -60,7 +62,7 @@ class RoutedLoad:
         self._waited_s: list[float] = []
 
     def play(self, arrivals: Iterable[Arrival], on_arrival: Callable[[], None]) -> dict[str, Any]:
-        """Serve all requests; return what came of it, as plain values."""
+        """Serve all requests; return the results as plain values."""
         sent = dict.fromkeys(self._groups, 0)
         for number, coming in enumerate(arrivals):
             self._pass_time(coming.arrival_s)
@@ -117,7 +119,7 @@ def compare_routing(
     make_arrivals: Callable[[], Iterable[Arrival]],
     on_arrival: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """Play one load by each rule, over new groups each time; ours is the first."""
+    """Play one load by each rule, over new groups each time; our rule is the first."""
     rows = []
     for name in (BY_CACHE, BY_COUNT):
         groups = make_groups()

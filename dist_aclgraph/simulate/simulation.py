@@ -1,6 +1,6 @@
-"""A whole simulation: one group for each distinct plan of a deployment, and what it all comes to.
+"""A whole simulation: one group for each distinct plan of a deployment, and the overall result.
 
-Groups that hold equal plans get equal shares of the load, so that one of them stands for all.
+Groups with equal plans get equal shares of the load, so one of them represents all.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from dist_aclgraph.simulate.tally import Shares
 from dist_aclgraph.simulate.times import StepTimes
 
 DEFAULT_REQUESTS = 1000
-MAX_GROUPS = 8  # simulated, of those with distinct plans: those that stand for most
+MAX_GROUPS = 8  # number of simulated groups; those that represent most groups come first
 
-OnProgress = Callable[[float], None]  # how much is done, from 0 to 1
+OnProgress = Callable[[float], None]  # part that is done, from 0 to 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """What is played: a trace, or requests that come at ``poisson`` a second.
+    """The load to play: a trace, or ``poisson`` requests a second.
 
-    ``requests`` and ``seconds`` end it, both of the whole deployment. So many ``beginnings`` are
-    shared by drawn prompts, to see to which groups requests go.
+    ``requests`` and ``seconds`` limit it, for the whole deployment. ``beginnings`` is the number of
+    prefixes that drawn prompts share, to show the routing of requests.
     """
 
     trace: Path | None = None
@@ -57,7 +57,7 @@ class LoadOptions:
         """Return if the options fit together.
 
         Raises:
-            ConfigError: they do not; says how.
+            ConfigError: they do not; the message has the reason.
         """
         if (self.trace is None) == (self.poisson is None):
             raise ConfigError("a simulation needs a load: either --trace FILE or --poisson RATE")
@@ -83,11 +83,11 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class GroupKind:
-    """Lockstep groups whose ranks offer the same, and that so hold the same plan.
+    """Lockstep groups whose ranks make equal offers, and which therefore hold the same plan.
 
     Attributes:
         first: index of the group that is simulated.
-        num_groups: for which it stands.
+        num_groups: number of groups that it represents.
     """
 
     first: int
@@ -103,12 +103,12 @@ def simulate(
     with_comparison: bool = False,
     on_progress: OnProgress = lambda share: None,
 ) -> dict[str, Any]:
-    """Play a load and return what came of it, as plain values (JSON-able).
+    """Play a load and return the results as plain values (JSON-able).
 
-    The same for equal arguments, but for ``speed``, which is that of this machine.
+    Equal arguments give equal results, except for ``speed``, which depends on this machine.
 
     Raises:
-        ConfigError: the model, the options or the trace are not what they must be.
+        ConfigError: the model, the options or the trace are invalid.
         StreamBudgetError: a rank cannot afford a single bucket.
     """
     options.check()
@@ -185,7 +185,7 @@ def simulate(
 
 
 def group_kinds(deployment: AssumedDeployment) -> list[GroupKind]:
-    """Return the groups by what they offer, those that stand for most first."""
+    """Return the groups by offer; those that represent most groups come first."""
     groups, offers = deployment.layout.lockstep_groups, deployment.offers
     if deployment.config.graph.scope == "cluster":
         return [GroupKind(0, len(groups), deployment.planner.negotiate(offers))]
@@ -205,7 +205,7 @@ def group_kinds(deployment: AssumedDeployment) -> list[GroupKind]:
 
 
 def group_report(group: SimulatedGroup, kind: GroupKind) -> dict[str, Any]:
-    """Return what came of one group, as plain values."""
+    """Return the results of one group, as plain values."""
     counts, counters = group.counts, group.dispatcher.report()
     lazy = group.dispatcher.lazy
     offer = group.tightest
@@ -296,7 +296,7 @@ def _routing(
     times: StepTimes,
     num_blocks: int,
 ) -> list[dict[str, Any]] | None:
-    """Play the drawn load with shared beginnings over several groups, by each rule of routing."""
+    """Play the drawn load with shared prefixes over several groups, by each rule of routing."""
     num_groups = min(len(deployment.layout.lockstep_groups), MAX_GROUPS)
     if not options.beginnings or num_groups == 1:
         return None
@@ -329,7 +329,7 @@ def _routing(
 
 
 def _max_total_tokens(deployment: AssumedDeployment, num_blocks: int) -> int:
-    """Return how many tokens a request may have by context and cache."""
+    """Return the limit of a request's tokens by context and cache."""
     tokens_per_block = Shards.from_config(deployment.config).tokens_per_block
     return min(deployment.planner.max_model_len, (num_blocks - 1) * tokens_per_block + 1)
 

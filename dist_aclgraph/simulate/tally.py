@@ -1,4 +1,4 @@
-"""What a simulation counts beside the dispatcher: steps over time, and by the size of a batch."""
+"""Counts of a simulation besides the dispatcher's: steps over time, and by batch size."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.dispatcher import Dispatch, Fits, GraphDispatcher, always
 
-MAX_BINS = 128  # of a time line; their width doubles when they are full
+MAX_BINS = 128  # of a time line; the width of bins doubles when all are in use
 FIRST_WIDTH_S = 1.0
 
 
 @dataclass
 class Shares:
-    """Steps, and what became of their tokens."""
+    """Steps, and the use of their tokens."""
 
     steps: int = 0
     eager_steps: int = 0
@@ -24,7 +24,7 @@ class Shares:
     padded_tokens: int = 0
 
     def add(self, num_tokens: int, graph: BatchDescriptor | None, times: int = 1) -> None:
-        """Enter a step, or several alike."""
+        """Count a step, or several equal ones."""
         self.steps += times
         self.live_tokens += num_tokens * times
         if graph is None:
@@ -42,7 +42,7 @@ class Shares:
 
     @property
     def padding_share(self) -> float:
-        """Which part of all replayed tokens is padding."""
+        """Share of padding among all replayed tokens."""
         replayed = self.live_tokens - self.eager_tokens + self.padded_tokens
         return self.padded_tokens / replayed if replayed else 0.0
 
@@ -74,7 +74,7 @@ class TimeLine:
         found.add(num_tokens, graph)
 
     def report(self) -> list[dict[str, Any]]:
-        """Return the bins in which any step ran, by the second at which they begin."""
+        """Return the bins in which a step ran, by the second of their begin."""
         return [
             {"from_s": index * self.width_s, **self.bins[index].report()}
             for index in sorted(self.bins)
@@ -120,7 +120,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class LastStep:
-    """What the dispatcher was asked, and what it said."""
+    """A request to the dispatcher, and its answer."""
 
     num_tokens: int
     query_len: int
@@ -128,7 +128,7 @@ class LastStep:
 
 
 class WatchedDispatcher(GraphDispatcher):
-    """The dispatcher, and what it was asked last."""
+    """The dispatcher, and its last request."""
 
     last: LastStep
 
@@ -144,7 +144,7 @@ class WatchedDispatcher(GraphDispatcher):
 def replay_batches(
     by_batch: Mapping[tuple[int, int], Shares], dispatcher: GraphDispatcher
 ) -> Shares:
-    """Return what becomes of batches that were counted before, with another set of graphs."""
+    """Return the results of batches that were counted before, with another set of graphs."""
     found = Shares()
     for (num_tokens, query_len), shares in by_batch.items():
         num_reqs = num_tokens // query_len if query_len else 1

@@ -1,6 +1,6 @@
-"""How long a step is assumed to take: so much, and so much for each padded token.
+"""The assumed time of a step: a constant, plus a time per padded token.
 
-Or what steps of a running deployment took, as its report says.
+Alternatively, the measured times in the report of a running deployment.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class StepTimes:
     """Seconds of steps and captures.
 
     Attributes:
-        base_s: of any step.
-        token_s: of each token that runs, padding included.
-        capture_s: of the capture of one graph, while which no step runs.
-        measured: by mode and bucket; where there is one, it counts instead of the line. Other
-            sizes lie between their neighbours, larger ones grow with their tokens.
-        source: in plain words.
+        base_s: time of any step.
+        token_s: time per token, padding included.
+        capture_s: time of one capture, during which no step runs.
+        measured: measured times by mode and bucket, which replace the formula. Other sizes are
+            interpolated; larger sizes grow with their tokens.
+        source: description in plain words.
     """
 
     base_s: float = STEP_MS / 1e3
@@ -42,7 +42,7 @@ class StepTimes:
     def step_s(self, num_tokens: int, mode: RunMode) -> float:
         """Return the seconds of a step of so many tokens, padding included.
 
-        A step without a graph takes what one of exactly its size would.
+        A step without a graph takes as long as a graph of exactly its size.
         """
         key = num_tokens, mode
         if key not in self._known:
@@ -74,7 +74,7 @@ class StepTimes:
 
 
 def line_times(step_ms: float, token_ms: float, capture_ms: float) -> StepTimes:
-    """Return times on a line.
+    """Return times by the formula.
 
     Raises:
         ConfigError: steps would take no time, or negative time.
@@ -91,7 +91,7 @@ def read_times(path: Path, capture_ms: float) -> StepTimes:
     """Return the times in the report of a deployment, ``LLM.report()`` as JSON.
 
     Raises:
-        ConfigError: the file cannot be read, is no report, or its deployment replayed nothing.
+        ConfigError: the file cannot be read, is not a report, or its deployment replayed nothing.
     """
     try:
         report = json.loads(path.read_text(encoding="utf-8"))

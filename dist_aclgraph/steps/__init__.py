@@ -1,1 +1,1 @@
-"""A step as a value: what crosses between engine and workers, and how its lengths are padded."""
+"""A step as a value: the messages between engine and workers, and the padding of lengths."""

@@ -1,7 +1,7 @@
-"""What a step brought to requests, as it travels from the engine to whoever asked.
+"""The results of a step, as the engine sends them to a client.
 
-An engine says it of all requests of a client at once, in columns; the client tells each request
-its own part.
+An engine sends the results of all requests of a client at once, in columns; the client gives each
+request its own part.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class RequestDelta(msgspec.Struct, frozen=True):
-    """What one step brought to one request. With ``finish_reason`` set it is the last one.
+    """The results of one step for one request. The one with ``finish_reason`` is the last.
 
-    A stop token, where one ended the request, is the last of ``token_ids``.
+    If a stop token ended the request, it is the last of ``token_ids``.
     """
 
     request_id: str
     token_ids: bytes = b""  # int32 [num_new_tokens]
     finish_reason: FinishReason | None = None
-    logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new_tokens], or empty if not asked for
-    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache; 0 also where said before
-    error: str = ""  # one sentence, where finish_reason is "error"
+    logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new_tokens], or empty if not requested
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache; 0 in later deltas
+    error: str = ""  # one sentence, if finish_reason is "error"
     error_kind: str = ""  # class name from errors.py
 
     @property
@@ -40,7 +40,7 @@ class RequestDelta(msgspec.Struct, frozen=True):
 
 
 class Note(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What else there is to say of a request: with its first tokens, and with its last ones.
+    """Further results of a request: with its first tokens, and with its last ones.
 
     ``index`` is its place among the step's requests; the rest is as in ``RequestDelta``.
     """
@@ -56,16 +56,16 @@ NO_NOTE = Note(-1)
 
 
 class StepDeltas(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one step brought to the requests of one client: a delta for each of them, in columns.
+    """The results of one step for the requests of one client: a delta for each of them, in columns.
 
-    A request has the number that its client gave it in ``Submit``.
+    Numbers of requests are those of the client's ``Submit``.
     """
 
     numbers: bytes  # int32 [num_reqs]
     token_ids: bytes = b""  # int32 [num_new], request by request
-    ends: bytes = b""  # int32 [num_reqs], where each request's tokens end; empty is one token each
+    ends: bytes = b""  # int32 [num_reqs], end of each request's tokens; empty means one token each
     notes: tuple[Note, ...] = ()
-    logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new], or empty if nobody asked
+    logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new], or empty if no request wants them
 
     def check(self) -> None:
         """Return if the columns fit each other.
@@ -84,7 +84,7 @@ class StepDeltas(msgspec.Struct, frozen=True, omit_defaults=True):
             raise NotAMessageError(f"{len(self.logprobs)} reports are about {num_new} tokens")
 
     def each(self, names: Mapping[int, str]) -> Iterator[RequestDelta]:
-        """Yield the delta of each request that still has a name."""
+        """Yield the delta of each request that is still known to the client."""
         notes = {note.index: note for note in self.notes}
         start = 0
         numbers = listed_ints(self.numbers)
@@ -114,6 +114,6 @@ class StepDeltas(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def last_words(number: int, error: Exception) -> StepDeltas:
-    """Return what ends one request with an error."""
+    """Return a delta that ends one request with an error."""
     note = Note(0, finish_reason="error", error=str(error), error_kind=type(error).__name__)
     return StepDeltas(pack_ints([number]), ends=pack_ints([0]), notes=(note,))

@@ -1,7 +1,7 @@
-"""Which rows of a step attend directly over the paged cache: pure functions.
+"""The rows of a step that attend directly over the paged cache: pure functions.
 
-A row is a request; a piece of one, where prompts are split between ranks; a token, where the cache
-is sharded.
+A row is a request; if prompts are split between ranks, a piece of a request; if the cache is
+sharded, a token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class DirectRows:
     Attributes:
         query_ends: [num_rows], cumulative query lengths.
         kv_lens: [num_rows], keys of this shard that each row's last query sees, at least one.
-        requests: [num_rows], whose blocks each row reads; None where row i is request i.
+        requests: [num_rows], the request whose blocks each row reads; None if row i is request i.
     """
 
     query_ends: list[int]
@@ -43,7 +43,7 @@ def direct_rows(
 
     Args:
         split: of the step.
-        takes_long_queries: whether requests that are not run whole attend directly, too.
+        takes_long_queries: whether requests that are split attend directly, too.
     """
     if place.is_sharded:
         return _tokens(step, split, place)

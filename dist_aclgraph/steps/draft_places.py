@@ -1,4 +1,6 @@
-"""Where drafting goes on, as the host knows it before a step: see ``step_buffers.DraftInputs``."""
+"""The host's knowledge, before a step, of the places where drafting continues: see
+``step_buffers.DraftInputs``.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,13 @@ from dist_aclgraph.ints import IntArray
 
 @dataclass(frozen=True)
 class DraftPlaces:
-    """The host's twin of ``DraftInputs``, with S requests that are sampled.
+    """The host's twin of ``DraftInputs``, with S sampled requests.
 
     Attributes:
         rows, most, num_logits: [S].
         positions: [S, k + 1]; slots: [S, 3 k]; places: [S, k + 1], indices into the step's tokens.
-        behind: [S], the row of a request that begins as many positions later as drafts of it have
-            passed in the step before, which the device alone knows; -1 is no such request.
+        behind: [S], row of a request that begins later, by its accepted drafts of the previous
+            step, whose number only the device knows; -1 for other requests.
     """
 
     rows: IntArray
@@ -31,7 +33,7 @@ class DraftPlaces:
     behind: IntArray
 
     def moved(self, is_moved: npt.NDArray[np.bool_]) -> DraftPlaces:
-        """Return the places of requests of which some, [S], begin later than the host knows."""
+        """Return the places of requests; some of these, [S], begin later than the host knows."""
         return replace(self, behind=np.where(is_moved, self.rows, -1).astype(np.int32))
 
 
@@ -42,13 +44,13 @@ def draft_places(
     place: ContextPlace,
     may_draft: npt.NDArray[np.bool_],
 ) -> DraftPlaces:
-    """Lay out the places of a batch.
+    """Compute the places of a batch.
 
     Args:
         records: [num_reqs, 4], as in ``RankBatch.scheduled``.
         block_table: [max_rows, max_blocks].
-        place: whose slots are wanted.
-        may_draft: [max_rows], whether drafts of a row may pass.
+        place: rank whose slots are computed.
+        may_draft: [max_rows], whether drafts of a row may be accepted.
     """
     query_ends = np.cumsum(records[:, 2], dtype=np.int32)
     is_sampled = records[:, 3] > 0

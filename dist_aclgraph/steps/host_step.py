@@ -17,27 +17,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HostStep:
-    """What one step runs on one rank, in batch order; ``DeviceStep`` has the same names.
+    """The work of one step on one rank, in batch order; ``DeviceStep`` has the same names.
 
-    Nobody writes to the arrays: what a step has in common with the one before may be the same
-    array, and who has a copy of it need not look again.
+    The arrays are never written: an unchanged value may be the same array as in the previous step,
+    so a copy of it is still valid.
 
     Attributes:
         rows: [num_reqs], row of each request.
-        token_ids, positions, slots: [num_tokens]; a token that only the device knows is a reference
-            (``references.py``), and one without a block of its row is written to the dummy.
+        token_ids, positions, slots: [num_tokens]. A token that only the device knows is a reference
+            (``references.py``). A token without a block in its row is written to the dummy block.
         query_ends, kv_lens: [num_reqs], cumulative query lengths and KV lengths.
         block_table: [num_reqs, num_blocks], as wide as the longest request and its drafts need.
         sampled: [num_samples], indices into the batch of the requests that get tokens;
             sampled_rows: their rows.
-        num_logits: [num_samples], how many places of each are sampled.
-        places: [num_samples * (k + 1)], indices into the tokens of what is sampled; the last one of
-            a request is repeated where it has fewer.
-        next_tokens: [num_tokens], the token after each where the host knows it; empty without
+        num_logits: [num_samples], number of sampled places of each request.
+        places: [num_samples * (k + 1)], indices of the sampled places into the tokens; a request
+            with fewer places repeats its last one.
+        next_tokens: [num_tokens], the token after each one if the host knows it; empty without
             drafts.
-        drafts: where drafting goes on; None without drafts.
-        prompts: what the other prefill ranks run, where prompts are split between them: then tokens
-            and places are this rank's, requests still those of the whole step.
+        drafts: places where drafting continues; None without drafts.
+        prompts: the work of the other prefill ranks, if prompts are split between them. Then tokens
+            and places are this rank's, and requests are those of the whole step.
     """
 
     rows: IntArray

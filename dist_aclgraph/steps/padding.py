@@ -1,8 +1,8 @@
-"""How the lengths of a step fill up a full graph: pure functions, with their invariants.
+"""Padding of a step's lengths to a full graph: pure functions, with their invariants.
 
-Always: as many query ends as KV lengths as rows of the graph, query ends that do not decrease
-and end at the graph's tokens, KV lengths of at least one. A row is a request, or a token where the
-cache is sharded.
+Invariants: the numbers of query ends and of KV lengths equal the rows of the graph; query ends do
+not decrease and end at the graph's tokens; KV lengths are at least one. A row is a request, or a
+token if the cache is sharded.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ PADDING_KV_LEN = 1
 
 
 class Lens(NamedTuple):
-    """What the attention of a full graph is told.
+    """The lengths for the attention of a full graph.
 
     Attributes:
         query_ends: [num_rows], cumulative query lengths.
-        kv_lens: [num_rows] for the decoder and for each later iteration of drafting, in which all
-            requests are longer by one token than in the one before.
+        kv_lens: [num_rows] for the decoder and for each later iteration of drafting; each iteration
+            makes all requests longer by one token.
     """
 
     query_ends: list[int]
@@ -34,10 +34,10 @@ class Lens(NamedTuple):
 class GraphLens:
     """Pads the lengths of steps to graphs.
 
-    A step is padded when it is guessed, and again when it comes: the last answer is kept.
+    A step is padded when it is guessed, and again when it arrives, so the last result is kept.
 
     Args:
-        place: of the rank, whose share of the keys counts.
+        place: place of the rank, whose share of the keys counts.
         num_drafts: k, of every request of a decode batch.
     """
 
@@ -46,13 +46,13 @@ class GraphLens:
         self._iterations = range(max(1, num_drafts))
         self._last: tuple[BatchDescriptor, bytes] | None = None
         self._last_lens = Lens([], ())
-        self._uniform_ends: dict[BatchDescriptor, list[int]] = {}  # nobody changes them
+        self._uniform_ends: dict[BatchDescriptor, list[int]] = {}  # never changed
 
     def pad(self, graph: BatchDescriptor, query_ends: IntArray, kv_lens: IntArray) -> Lens:
-        """Return the lengths of a step, padded to what ``graph`` was captured for.
+        """Return the lengths of a step, padded to the size of ``graph``.
 
         Args:
-            query_ends, kv_lens: [num_reqs] of the live requests, whatever the rank keeps of them.
+            query_ends, kv_lens: [num_reqs] of the live requests, over all shards.
         """
         if self._place.is_sharded:
             asked = graph, kv_lens.tobytes()
@@ -67,7 +67,7 @@ class GraphLens:
         return Lens(ends, (lens, *later))
 
     def _ends_of(self, graph: BatchDescriptor) -> list[int]:
-        """Return a graph's query ends where all its requests are of one length: always the same."""
+        """Return a graph's query ends if all its requests have the same length: a constant."""
         ends = self._uniform_ends.get(graph)
         if ends is None:
             ends = list(range(graph.query_len, graph.num_tokens + 1, graph.query_len))
@@ -77,7 +77,7 @@ class GraphLens:
     def _pad_tokens(self, graph: BatchDescriptor, kv_lens: IntArray) -> Lens:
         """Each token is a row: it sees the keys of this shard up to its own place.
 
-        A row without any has a length of one all the same; what it finds there is thrown away.
+        A row without keys still has a length of one; its result is discarded.
         """
         assert graph.query_len, "mixed batches are not captured where the cache is sharded"
         index = np.arange(1 - graph.query_len, 1, dtype=np.int32)
@@ -90,12 +90,12 @@ class GraphLens:
 
 
 def shard_lens(place: ContextPlace, lens: IntArray) -> IntArray:
-    """Return the KV lengths of rows on a shard, at least one each: operators take no less."""
+    """Return the KV lengths of rows on a shard, at least one each, as operators require."""
     return np.maximum(place.shards.lengths(lens, place.shard), PADDING_KV_LEN)
 
 
 def padding_blocks(graph: BatchDescriptor, num_tokens: int, num_reqs: int, block_size: int) -> int:
-    """Return how many blocks the KV lengths of a full graph's padding requests stand for.
+    """Return the number of blocks that the KV lengths of a full graph's padding requests represent.
 
     Args:
         num_tokens, num_reqs: of the live requests.

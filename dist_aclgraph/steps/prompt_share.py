@@ -1,4 +1,4 @@
-"""A step whose prompts are split: what one prefill rank runs of it, and where the rest is."""
+"""A step with split prompts: the share of one prefill rank, and the places of the rest."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from dist_aclgraph.steps.host_step import HostStep
 
 @dataclass(frozen=True)
 class PromptShare:
-    """What a rank must know of the others.
+    """The knowledge of a rank about the other ranks.
 
     Attributes:
-        rank: whose share it is.
-        written: [ranks * num_tokens], where this rank's shard keeps the new KV of all ranks'
-            tokens; of a token that all ranks run, each takes its own.
+        rank: rank of the share.
+        written: [ranks * num_tokens], slots of this rank's shard for the new KV of all ranks'
+            tokens; for a token that all ranks run, each rank keeps its own result.
         positions: [ranks * num_tokens] of the same tokens.
-        owners: [num_places], which rank runs the token at each place.
+        owners: [num_places], rank that runs the token at each place.
         landings: [num_places], its index among the tokens of its owner.
     """
 
@@ -34,10 +34,10 @@ class PromptShare:
 
 
 def share_prompts(step: HostStep, num_ranks: int, rank: int) -> HostStep:
-    """Return one rank's share of a step; the step itself where no prompt is long enough.
+    """Return one rank's share of a step; the step itself if no prompt is long enough.
 
-    Requests stay those of the whole step; tokens, and places among them, are the rank's. A place of
-    another rank's is said to be 0.
+    Requests stay those of the whole step; tokens, and places among them, are the rank's. A place on
+    another rank is 0.
     """
     if num_ranks == 1 or not len(step.rows):
         return step
@@ -80,7 +80,7 @@ def _written(slots: IntArray, shares: list[IntArray], split: PromptSplit, rank: 
 
 
 def _side_by_side(values: IntArray, shares: list[IntArray], length: int, padding: int) -> IntArray:
-    """Return the values of each rank's tokens, padded to ``length``, one rank after the other."""
+    """Return the values of each rank's tokens, padded to ``length``, rank by rank."""
     table = np.full((len(shares), length), padding, np.int32)
     for row, share in zip(table, shares, strict=True):
         row[: len(share)] = values[share]

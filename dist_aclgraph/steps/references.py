@@ -1,9 +1,9 @@
-"""How a step names tokens that the host does not have: by negative numbers, which no token id is.
+"""Names for tokens that the host does not have: negative numbers, which are never token ids.
 
-What the last step sampled, and the drafts of all rows, lie in one array of int32 on the device, the
-*latest tokens*. ``i - num_latest`` names place i of it, like an index of Python that counts from
-the end. Without drafts the latest tokens are the samples in the order of the last step's batch.
-With drafts, which live longer, they stand by row: k drafts of each, then the last token of each.
+The last step's samples, and the drafts of all rows, are in one array of int32 on the device, the
+*latest tokens*. ``i - num_latest`` names place i of it, like a negative index in Python. Without
+drafts the latest tokens are the samples in the order of the last step's batch. With drafts, which
+live longer, they are ordered by row: k drafts of each row, then the last token of each row.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dist_aclgraph.packing import aligned
 
 
 def first_last(k: int, num_rows: int) -> int:
-    """Return the place of row 0's last token, behind all drafts."""
+    """Return the place of row 0's last token, which is behind all drafts."""
     return aligned(num_rows * k)
 
 
@@ -24,9 +24,9 @@ class References:
     """The names of one rank's latest tokens.
 
     Attributes:
-        num_latest: how many latest tokens the device keeps.
+        num_latest: number of latest tokens that the device keeps.
         k: drafts of each row.
-        num_rows: on the device.
+        num_rows: number of rows on the device.
     """
 
     num_latest: int
@@ -34,13 +34,13 @@ class References:
     num_rows: int
 
     def draft(self, rows: IntArray, index: IntArray) -> IntArray:
-        """Name drafts, [n] each: the ``index``-th of k of a row."""
+        """Name drafts, [n] each: draft ``index`` of a row."""
         return rows * self.k + index - self.num_latest
 
     def last(self, rows: IntArray) -> IntArray:
-        """Name the last tokens of rows, [n], where there are drafts."""
+        """Name the last tokens of rows, [n], if there are drafts."""
         return first_last(self.k, self.num_rows) + rows - self.num_latest
 
     def sample(self, index: IntArray) -> IntArray:
-        """Name what the last step sampled, [n], where there are no drafts."""
+        """Name samples of the last step, [n], if there are no drafts."""
         return index - self.num_latest

@@ -1,7 +1,7 @@
-"""What crosses between engine and workers: one StepPlan per step, one StepResult back.
+"""The messages between engine and workers: one StepPlan per step, one StepResult back.
 
 Plain MessagePack (msgspec encodes it, any MessagePack library reads it); integer arrays travel as
-little-endian int32 bytes. Only what changed is sent: workers keep the running batch, one *row* per
+little-endian int32 bytes. Only changes are sent: workers keep the running batch, one *row* per
 running request, chosen by the scheduler from [0, max_num_seqs).
 """
 
@@ -16,7 +16,7 @@ from dist_aclgraph.topology import ExchangeKind
 
 
 class RowSampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the sampler must know of one request; see ``SamplingParams`` for meanings."""
+    """The sampler's parameters of one request; see ``SamplingParams`` for meanings."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -27,13 +27,13 @@ class RowSampling(msgspec.Struct, frozen=True, omit_defaults=True):
     repetition_penalty: float = 1.0
     seed: int = 0
     logprobs: int = -1  # -1 reports nothing
-    num_prompt_tokens: int = 0  # where the output begins, for penalties
+    num_prompt_tokens: int = 0  # position where the output begins, for penalties
     suppressed: tuple[int, ...] = ()  # end ids, while fewer than min_tokens exist
     min_tokens: int = 0
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the tokens before change a token's chances, other than by the model."""
+        """Whether earlier tokens change a token's probability beyond the model."""
         return (
             self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
@@ -42,7 +42,7 @@ class RowSampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the row wants the most probable token and nothing else."""
+        """Whether the row simply takes the most probable token."""
         return (
             self.temperature == 0.0
             and not self.has_penalties
@@ -52,7 +52,7 @@ class RowSampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RowStart(msgspec.Struct, frozen=True):
-    """A request that begins (or resumes) at ``row``; whatever the row held before is forgotten."""
+    """A request that begins (or resumes) at ``row``; earlier contents of the row are dropped."""
 
     row: int
     token_ids: bytes  # int32 [num_tokens], prompt and, after preemption, output
@@ -61,15 +61,15 @@ class RowStart(msgspec.Struct, frozen=True):
 
 
 class RankBatch(msgspec.Struct, frozen=True):
-    """What the ranks of one data-parallel rank run in this step.
+    """The work of a data-parallel rank in this step.
 
     ``scheduled`` has one record per request of the batch, in batch order; token and output arrays
-    follow that order: row, num_computed_tokens, num_scheduled_tokens, num_logits. The last
-    ``num_logits`` tokens of a request are sampled after: none in the middle of a prompt, one at its
-    end, k + 1 where the row's k draft tokens are verified, which only the device knows.
-    ``appended`` and ``blocks`` bring the rows up to date before the step, and the blocks of
-    ``cleaned`` are set to zero: they may hold NaN, and attention reads whole blocks. A
-    data-parallel rank without work has an empty batch, and runs the step on padding.
+    follow that order: row, num_computed_tokens, num_scheduled_tokens, num_logits. A token is
+    sampled behind each of the last ``num_logits`` tokens of a request: none in the middle of a
+    prompt, one at its end, k + 1 if the row's k draft tokens are verified, which only the device
+    knows. ``appended`` and ``blocks`` update the rows before the step. The blocks of ``cleaned``
+    are set to zero, because they may hold NaN, and attention reads whole blocks. A data-parallel
+    rank without work has an empty batch, and runs the step on padding.
     """
 
     scheduled: bytes  # int32 [num_reqs, 4]
@@ -82,8 +82,8 @@ class RankBatch(msgspec.Struct, frozen=True):
 class StepPlan(msgspec.Struct, frozen=True, tag="step"):
     """One decision for every rank of a lockstep group.
 
-    ``graph`` is what every rank replays, idle ones included; None runs the step eagerly.
-    ``exchange`` is how tokens travel to their experts, None where experts are not spread.
+    ``graph`` is the graph that every rank replays, idle ranks included; None runs the step eagerly.
+    ``exchange`` is the way of tokens to their experts; None if experts are not spread.
     """
 
     epoch: int
@@ -105,15 +105,15 @@ class RowLogprobs(msgspec.Struct, frozen=True):
 class StepResult(msgspec.Struct, frozen=True, tag="result"):
     """New tokens of a step for each record with logits, in batch order.
 
-    Ranks that own no output answer with empty ``token_ids``: that is their acknowledgement.
-    ``counts`` says how many tokens each request got, one and the accepted drafts; it is empty
-    where nothing was drafted: one each. Every rank says how many tokens its experts have computed
-    since it started, and how many tokens found no room in their exchange: then the step counts for
-    nothing, and is run again.
-    ``non_finite`` names the requests whose tokens mean nothing: their logits are NaN or infinite.
-    Where the worker measures: ``timings_us`` is its host time by stage, from plan to result;
-    ``overlapped_us`` what it did while the device worked, or between two steps; ``counted`` are
-    the step's collectives and their bytes, where the device counts them.
+    Ranks that own no output answer with empty ``token_ids``, as their acknowledgement. ``counts``
+    has the number of tokens of each request: one, and the accepted drafts; it is empty without
+    drafts: one each. Every rank reports the number of tokens that its experts have computed since
+    it started, and the number of tokens without room in their exchange. If there are any of the
+    latter, the step does not count, and is run again. ``non_finite`` has the requests whose tokens
+    are meaningless, because their logits are NaN or infinite. If the worker measures,
+    ``timings_us`` is its host time by stage, from plan to result; ``overlapped_us`` is its work
+    while the device worked, or between two steps; ``counted`` has the step's collectives and their
+    bytes, if the device counts them.
     """
 
     epoch: int
@@ -121,19 +121,19 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     rank: int
     token_ids: bytes = b""  # int32 [num_new], request by request
     counts: bytes = b""  # int32 [num_sampled]
-    non_finite: bytes = b""  # int32 [k], indices among the requests that sampled
-    logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new], or empty if nobody asked
+    non_finite: bytes = b""  # int32 [k], indices among the sampled requests
+    logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new], or empty if no request wants them
     expert_tokens: int = 0
     num_unplaced: int = 0
     timings_us: dict[str, float] = {}
     overlapped_us: dict[str, float] = {}
     counted: dict[str, int] = {}
     error: str = ""  # the step failed on this rank; the epoch is over
-    fault: DeviceFault | None = None  # what stopped its device, where the error is a known one
+    fault: DeviceFault | None = None  # the cause of a stopped device, if the error is a known one
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):
-    """No step follows for now: answer the one in flight.
+    """No step follows for now: answer the step in flight.
 
     With two steps in flight workers answer one when the next is queued behind it.
     """
@@ -142,9 +142,10 @@ class Pause(msgspec.Struct, frozen=True, tag="pause"):
 
 
 class Resume(msgspec.Struct, frozen=True, tag="resume"):
-    """Bring the device back, as those of all ranks are stopped; forget rows and steps in flight.
+    """Restart the device, because those of all ranks are stopped; forget rows and steps in flight.
 
-    What follows is of ``next_epoch``; ``keeps_kv`` says whether it may read what the KV cache has.
+    Later messages belong to ``next_epoch``; ``keeps_kv`` tells whether steps may read the existing
+    KV cache.
     """
 
     epoch: int
@@ -153,7 +154,7 @@ class Resume(msgspec.Struct, frozen=True, tag="resume"):
 
 
 class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
-    """A rank's device works again, in the next epoch; or why not."""
+    """A rank's answer: its device works again, in the next epoch; or the reason why not."""
 
     epoch: int
     rank: int

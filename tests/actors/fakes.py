@@ -12,7 +12,7 @@ from dist_aclgraph.planning.plan import CaptureCost, GraphPlan
 
 @dataclass
 class FakeRank:
-    """What one rank holds: a plan, graphs that it captured, and of these the committed ones."""
+    """The state of one rank: a plan, its captured graphs, and which of them are committed."""
 
     rank: int
     streams: int

@@ -1,4 +1,4 @@
-"""What a deployment must not leave behind."""
+"""Checks that a deployment leaves no process and no NPU behind."""
 
 from __future__ import annotations
 

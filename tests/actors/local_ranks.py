@@ -36,7 +36,7 @@ class LocalRanks:
     ) -> list[GraphAnswer]:
         command = GraphCommand(0, 0, action, graph, plan)
         answers = [worker.carry_out(command) for worker in self.workers]
-        # One device for all: what it has left when the last is done.
+        # All ranks share one device; its free streams are compared when the last rank is done.
         left = answers[-1].free_streams
         return [msgspec.structs.replace(answer, free_streams=left) for answer in answers]
 

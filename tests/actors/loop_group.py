@@ -22,8 +22,8 @@ from dist_aclgraph.actors.wire.addresses import Endpoint, Place
 from dist_aclgraph.actors.wire.client_links import ClientLinks
 from dist_aclgraph.actors.wire.messages import (
     MAX_UNREAD_BYTES,
+    EngineStatus,
     Hello,
-    Pulse,
     Submit,
     encoder,
     from_engine_decoder,
@@ -196,7 +196,7 @@ class Group:
 
 
 class RawClient:
-    """A client that sends what it likes."""
+    """A client that sends arbitrary messages."""
 
     def __init__(self, endpoint: Endpoint, token: str = TOKEN, name: str = "raw") -> None:
         self._context = zmq.Context()
@@ -213,7 +213,7 @@ class RawClient:
         while True:
             assert self._socket.poll(WAIT_S * 1000), "no answer"
             message = from_engine_decoder.decode(self._socket.recv())
-            if not isinstance(message, Pulse):
+            if not isinstance(message, EngineStatus):
                 return message
 
     def close(self) -> None:

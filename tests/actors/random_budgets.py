@@ -49,7 +49,7 @@ def make_round(base: Config, mode: str, model: str, chosen: random.Random) -> Co
 
 
 def play(ranks: LocalRanks, config: Config, free: int) -> str:
-    """Negotiate and capture with ``free`` stream ids; return what came of it, in a word.
+    """Negotiate and capture with ``free`` stream ids; return the outcome in one word.
 
     The law: what the models that count streams negotiate is captured completely; whatever a plan
     became, one more bucket of a family that it cut short does not fit; and all streams come back.

@@ -32,13 +32,13 @@ from dist_aclgraph.steps.step import (
 from dist_aclgraph.topology import GroupRank, WorldRank
 from tests.forks import begin, forks
 
-ANSWER_S = 120.0  # until a rank counts as stuck, whatever it was asked
+ANSWER_S = 120.0  # until a rank counts as stuck in any call
 END_S = 10.0  # until one that was told to leave is killed
 
 
 @dataclass(frozen=True)
 class RankStep:
-    """What one rank did in a step.
+    """The result of a step on one rank.
 
     Attributes:
         num_collectives: that ran on its device.
@@ -144,7 +144,7 @@ def rank_processes(config: Config) -> Iterator[RankProcesses]:
         for rank, process in enumerate(processes)
     ]
     try:
-        nothing: Any = None  # they are placed by nobody
+        nothing: Any = None  # no controller places them
         ranks = tuple(map(WorldRank, range(size)))
         yield RankProcesses(ranks, pipes, request=nothing, bundles=nothing, infos=infos)
         for pipe in pipes:
@@ -164,7 +164,7 @@ def rendezvous() -> Iterator[str]:
 
 
 def _answer(worker: Worker, pipe: Connection) -> None:
-    """Carry out calls, one after another, until nobody is there to call."""
+    """Carry out calls, one after another, until the caller has ended."""
     while True:
         try:
             method, arguments = pipe.recv()

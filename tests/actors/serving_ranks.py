@@ -47,7 +47,7 @@ class ServingRanks:
 
 @dataclass(frozen=True)
 class _Captured:
-    """Ranks whose graphs are what they are."""
+    """Ranks that never change their graphs."""
 
     ranks: tuple[WorldRank, ...]
 

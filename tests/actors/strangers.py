@@ -1,4 +1,4 @@
-"""Peers that nobody has asked for: with other keys than they should have, or with junk."""
+"""Peers that do not belong to the deployment: with wrong keys, or with junk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_JUNK = int(os.environ.get("DIST_ACLGRAPH_JUNK", "2000"))
 
 
 def with_fresh_keys(endpoint: Endpoint) -> Endpoint:
-    """What a stranger has who knows the server's public key."""
+    """The keys of a stranger that knows the server's public key."""
     assert endpoint.keys is not None
     public, secret = zmq.curve_keypair()
     return replace(
@@ -56,7 +56,9 @@ def refusal_of(endpoint: Endpoint, token: str = TOKEN) -> str:
 
 
 def send_raw(url: str, count: int) -> int:
-    """Send what is no ZMTP, over connection after connection; return how much was taken."""
+    """Send bytes that are not ZMTP, over one connection after another; return how many were
+    accepted.
+    """
     host, port = url.removeprefix("tcp://").split(":")
     taken = 0
     while taken < count:

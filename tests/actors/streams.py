@@ -20,7 +20,7 @@ GRAPH = {"sizes": [4, 12]}
 
 @dataclass
 class Streams:
-    """Requests of a few prompts, of which so many run at any time, each after the last.
+    """A number of streams, each of which sends one request after another, with prompts in turn.
 
     Attributes:
         ended: by prompt.

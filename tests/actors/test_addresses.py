@@ -1,4 +1,4 @@
-"""Who gets through to a socket of an engine: from its node, from others, with keys and without."""
+"""Which peers reach a socket of an engine: on its node, on another, with keys and without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory turns bad under many streams: what lay there is done again, and no request is lost."""
+"""Memory turns bad under many streams: its contents are computed again, and no request is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults in the middle of a capture, on one rank of two: what the deployment makes of them."""
+"""Faults in the middle of a capture, on one rank of two, and how the deployment reacts."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_memory_that_runs_out_inside_a_capture_costs_that_bucket_alone(checkpoin
     (rollback,) = report["rollbacks"]
     assert "piecewise mixed 512 was undone on all ranks: rank 1 failed (memory)" in rollback
     assert report["ranks"][0]["streams"]["measured"] == report["ranks"][1]["streams"]["measured"]
-    # What the undone bucket had taken is back: smaller ones fit in the smallest segment there is.
+    # The streams of the undone bucket are back: smaller buckets fit in the smallest segment.
     assert report["pool_bytes"] == SMALLEST_SEGMENT
 
 
@@ -162,7 +162,7 @@ def test_ranks_silent_in_a_collective_are_all_named_and_none_is_blamed(checkpoin
 def test_a_rank_that_dies_in_a_capture_ends_the_start_at_once(checkpoint: Path) -> None:
     fault = {"op": "aclnnSwiGlu", "when": "capture", "call": 5, "kind": "die"}
 
-    # Nobody waits for the limit.
+    # The start fails at once, not at the limit.
     error, *_ = fail_to_start(make_faulty_config(checkpoint, fault=fault, capture_s=600.0))
 
     assert (error.rank, error.phase) == (1, "CAPTURING")

@@ -235,7 +235,7 @@ def test_a_dead_group_loses_no_request_and_its_replacement_is_tried_again_when_i
 
 @pytest.mark.slow
 def test_the_death_of_all_groups_at_once_loses_no_request(pair: Pair) -> None:
-    """Of one the worker dies, of the other one the engine: nobody is left to tell of new groups."""
+    """One group loses its worker, the other its engine: no group is left to announce new ones."""
     service, names = pair.service, names_of(pair.service)
     outage_s = service.client.outage_seconds()
     workers, engines = pids_of(service), pair.engine_pids()

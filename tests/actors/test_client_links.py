@@ -1,4 +1,4 @@
-"""What becomes of requests when an engine, a client, or the way between them fails."""
+"""Requests whose engine, client, or connection between both fails."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from dist_aclgraph.actors.client.engine_client import EngineClient
 from dist_aclgraph.actors.wire.addresses import Address, Endpoint
 from dist_aclgraph.actors.wire.messages import (
     Deltas,
+    EngineStatus,
     Goodbye,
     GroupEntry,
-    Groups,
+    GroupList,
     Hello,
-    Pulse,
     Refused,
     RequestDelta,
     encoder,
@@ -123,7 +123,7 @@ def test_a_client_that_is_held_for_a_while_misses_no_delta(
     wait_until(lambda: group.scheduler.num_requests == 60, "not all requests are there")
     reader.hold()
 
-    # The engine makes them all while nobody reads.
+    # The engine makes all deltas while no client reads.
     deadline_s = time.monotonic() + 120
     while not owns_nothing(group):
         assert time.monotonic() < deadline_s
@@ -173,7 +173,7 @@ def _serve_pulses(address: str, received: Any) -> None:
     router.bind(address)
     while True:
         routing_id, frame = router.recv_multipart()
-        router.send_multipart([routing_id, encoder.encode(Pulse())])
+        router.send_multipart([routing_id, encoder.encode(EngineStatus())])
         if b"submit" in frame:
             received.set()
 
@@ -326,8 +326,8 @@ JUNK = (
 )
 
 
-def groups_of(group: Group, version: int, *, is_draining: bool = False) -> Groups:
-    return Groups(version, (GroupEntry("0", group.clients_at, 32, 16, is_draining),))
+def groups_of(group: Group, version: int, *, is_draining: bool = False) -> GroupList:
+    return GroupList(version, (GroupEntry("0", group.clients_at, 32, 16, is_draining),))
 
 
 def test_a_new_client_knows_who_drains_before_it_is_answered(make_group: MakeGroup) -> None:
@@ -343,7 +343,7 @@ def test_a_new_client_knows_who_drains_before_it_is_answered(make_group: MakeGro
         new.send(encoder.encode(Hello(TOKEN, "new")))
 
         assert new.poll(WAIT_S * 1000)
-        assert isinstance(from_engine_decoder.decode(new.recv()), Groups)
+        assert isinstance(from_engine_decoder.decode(new.recv()), GroupList)
 
 
 def test_lists_of_groups_that_overtake_each_other_leave_the_latest(make_group: MakeGroup) -> None:

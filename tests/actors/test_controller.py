@@ -1,4 +1,4 @@
-"""The states that a controller enters, whoever else changes them at the same time."""
+"""The states that a controller enters while other threads change them."""
 
 from __future__ import annotations
 

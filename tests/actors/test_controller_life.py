@@ -1,4 +1,6 @@
-"""A controller that has died is replaced, whatever fails meanwhile, or the end is said."""
+"""A dead controller is replaced despite other failures, or the end of the deployment is
+reported.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import pytest
 import ray
 
 from dist_aclgraph.actors.controller.controller import Progress
-from dist_aclgraph.actors.controller.term import Standing
+from dist_aclgraph.actors.controller.term import Handover
 from dist_aclgraph.actors.deployment.controller_life import ControllerKeeper
 from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.config import Config, load_config
@@ -35,8 +37,8 @@ class Controller:
     def pid(self) -> int:
         return os.getpid()
 
-    def standing(self) -> Standing:
-        return Standing(self._config, 1)
+    def handover(self) -> Handover:
+        return Handover(self._config, 1)
 
     def progress(self) -> Progress:
         return Progress("PLACING")
@@ -84,7 +86,7 @@ def test_a_start_that_the_system_refuses_is_tried_again(
         lambda: keeper.controller != first and not keeper.progress, "no other one serves", LIMIT_S
     )
 
-    assert ray.get(keeper.controller.standing.remote(), timeout=120).num_groups == 1
+    assert ray.get(keeper.controller.handover.remote(), timeout=120).num_groups == 1
     assert not keeper.failure
 
 

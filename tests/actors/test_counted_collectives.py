@@ -1,4 +1,4 @@
-"""Where a worker measures, its results tell what the ranks of a step have sent each other."""
+"""A worker that measures reports the bytes that the ranks of a step sent each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a deployment holds of the cluster when nobody is left to give it back."""
+"""NPUs of a deployment whose owner and controller are dead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a group's engine tells of its ranks for /metrics."""
+"""The numbers of its ranks that a group's engine reports for /metrics."""
 
 from __future__ import annotations
 

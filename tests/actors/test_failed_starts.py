@@ -30,12 +30,12 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
 
 def start(config: Config) -> None:
-    """Start, and stop at once what ought not to have started."""
+    """Start a deployment that should fail, and stop it at once if it does not."""
     deployment.start(config).shut_down()
 
 
 def start_ranks(config: Config) -> None:
-    """The same without Ray, for what ranks and negotiation refuse."""
+    """The same without Ray, for refusals of ranks and of the negotiation."""
     with lockstep(config):
         pass
 

@@ -1,4 +1,4 @@
-"""What clients see when a worker dies, fails or stalls in the middle of their requests."""
+"""A worker dies, fails or stalls in the middle of requests: what their clients receive."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.deployments import (
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
 LONG = 400
-# What fails does not come back, and is not replaced: requests end where no group is left.
+# A failed group is neither resumed nor replaced: requests end when no group is left.
 NO_RECOVERY = {"restarts_per_hour": 0, "resume_s": 0}
 
 
@@ -66,7 +66,7 @@ def submit_some(service: Serving, count: int = 4) -> list[Answer]:
 
 @contextmanager
 def busy(checkpoint: Path, num_requests: int = 4, **overrides: Any) -> Iterator[Busy]:
-    """Requests run, of which each has got its first tokens; nothing holds an NPU behind it."""
+    """Within the block requests run, each with its first tokens; after it all NPUs are free."""
     overrides = {"recovery": NO_RECOVERY, **overrides}
     with serving(make_deployment_config(checkpoint, **overrides)) as service:
         pids, answers = worker_pids(service), submit_some(service, num_requests)

@@ -83,7 +83,7 @@ class Starter:
         return out
 
     def run(self, *arguments: str, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """Return what the program says."""
+        """Return the program's output."""
         out = self.start(*arguments, environment=environment)
         wait_until(lambda: out.read_text().endswith("}\n"), "the program has ended", 120)
         found: dict[str, Any] = json.loads(out.read_text().splitlines()[-1])

@@ -10,43 +10,59 @@ LIMIT_S = 20.0
 BEAT_S = beat_s(LIMIT_S)
 
 
+class Clock:
+    """A clock that stands still between two turns of a listener."""
+
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def is_silent_after(self, listener: Silence | SharedHeartbeat, seconds: float) -> bool:
+        """Listen for so long; return whether the peer counted as silent by then."""
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            self.now_s += BEAT_S
+            if listener.listen():
+                return True
+        return False
+
+
+clock = Clock()
+
+
 @pytest.fixture
 def heartbeat() -> SharedHeartbeat:
-    return SharedHeartbeat(LIMIT_S)
-
-
-def is_silent_after(heartbeat: SharedHeartbeat, seconds: float) -> bool:
-    """Listen for so long; return whether the process counted as silent by then."""
-    turns = int(seconds / BEAT_S)
-    return any(heartbeat.listen(BEAT_S) for _ in range(turns))
+    return SharedHeartbeat(LIMIT_S, clock)
 
 
 def test_a_peer_is_silent_once_the_limit_is_passed() -> None:
-    silence = Silence(LIMIT_S)
-    turns = int(LIMIT_S / BEAT_S)
+    silence = Silence(LIMIT_S, clock)
 
-    assert [silence.listen(BEAT_S) for _ in range(turns + 1)] == [False] * turns + [True]
+    assert not clock.is_silent_after(silence, LIMIT_S)
+    assert clock.is_silent_after(silence, BEAT_S)
     silence.heard()
-    assert not silence.listen(BEAT_S)
+    assert not clock.is_silent_after(silence, LIMIT_S)
 
 
 def test_a_listener_that_was_stopped_blames_nobody_for_it() -> None:
-    silence = Silence(LIMIT_S)
+    silence = Silence(LIMIT_S, clock)
+    clock.now_s += 100 * LIMIT_S
 
-    assert not silence.listen(100 * LIMIT_S)
+    assert not silence.listen()
     assert silence.silent_s == 2 * BEAT_S
 
 
 def test_a_process_that_beats_is_not_silent(heartbeat: SharedHeartbeat) -> None:
     for _ in range(300):  # more than the byte has values
         heartbeat.beat()
-        assert not is_silent_after(heartbeat, LIMIT_S / 2)
+        assert not clock.is_silent_after(heartbeat, LIMIT_S / 2)
 
 
 def test_a_process_that_stops_beating_is_silent(heartbeat: SharedHeartbeat) -> None:
     heartbeat.beat()
 
-    assert is_silent_after(heartbeat, 2 * LIMIT_S)
+    assert clock.is_silent_after(heartbeat, 2 * LIMIT_S)
 
 
 def test_the_first_sign_of_a_process_is_expected_from_the_fork_on(
@@ -54,17 +70,17 @@ def test_the_first_sign_of_a_process_is_expected_from_the_fork_on(
 ) -> None:
     heartbeat.begin()
 
-    assert is_silent_after(heartbeat, 2 * LIMIT_S)
+    assert clock.is_silent_after(heartbeat, 2 * LIMIT_S)
     assert not heartbeat.has_served
     heartbeat.begin()
-    assert not is_silent_after(heartbeat, LIMIT_S / 2)
+    assert not clock.is_silent_after(heartbeat, LIMIT_S / 2)
 
 
 def test_a_process_at_rest_is_expected_to_give_no_sign(heartbeat: SharedHeartbeat) -> None:
     heartbeat.beat()
     heartbeat.rest()
 
-    assert not is_silent_after(heartbeat, 3 * LIMIT_S)
+    assert not clock.is_silent_after(heartbeat, 3 * LIMIT_S)
     assert heartbeat.has_served
 
 

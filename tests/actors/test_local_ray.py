@@ -1,4 +1,4 @@
-"""A Ray that we start: who reaches it, and what happens when a part of it dies."""
+"""A Ray that we start: which peers reach it, and what happens when one of its processes dies."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def start(script: str, *arguments: object) -> subprocess.Popen[str]:
 
 @contextmanager
 def running(script: str, *arguments: object) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
-    """Run a driver; yield it and what it says once it is there. Its descendants are ended."""
+    """Run a driver; yield it and its first output. Its descendants are ended."""
     driver = start(script, *arguments)
     try:
         assert driver.stdout is not None
@@ -249,7 +249,7 @@ os.waitpid(leader, 0)
 
 
 def test_the_last_process_of_a_group_may_start_ray() -> None:
-    """As one that a script has left in the background: nobody keeps its group meanwhile."""
+    """As a process that a script left in the background, whose process group nobody holds."""
     ended = subprocess.run(
         [sys.executable, "-c", LAST_OF_ITS_GROUP], capture_output=True, text=True, timeout=WAIT_S
     )

@@ -20,7 +20,7 @@ from dist_aclgraph.actors.wire import local_steps
 from dist_aclgraph.actors.wire.addresses import Place
 from dist_aclgraph.actors.wire.local_steps import (
     LENGTH,
-    Frames,
+    FrameReader,
     LocalEngine,
     LocalPeers,
     SocketFile,
@@ -66,7 +66,7 @@ def next_of(peers: LocalPeers) -> bytes:
 @given(st.lists(st.binary(max_size=300), max_size=20), st.lists(st.integers(1, 200)))
 def test_frames_come_out_whole_however_the_bytes_are_cut(sent: list[bytes], cuts: list[int]):
     stream = b"".join(LENGTH.pack(len(frame)) + frame for frame in sent)
-    frames, out, begin = Frames(), [], 0
+    frames, out, begin = FrameReader(), [], 0
     for size in [*cuts, len(stream)]:
         out += frames.feed(stream[begin : begin + size])
         begin += size
@@ -108,7 +108,7 @@ def test_all_that_is_sent_comes_in_order_and_whole_in_both_directions(
 
 
 def test_a_frame_that_is_too_long_is_refused_before_it_is_there():
-    frames = Frames()
+    frames = FrameReader()
 
     with pytest.raises(NotAMessageError, match=f"{MAX_MESSAGE_BYTES} are taken"):
         frames.feed(LENGTH.pack(MAX_MESSAGE_BYTES + 1))
@@ -184,7 +184,7 @@ def test_a_worker_that_stands_still_keeps_nobody_waiting_and_is_cut_off_in_the_e
 
 
 def die(address: SocketFile, has_answered: int) -> None:
-    """A worker's process that answers so many times and then is gone, in the middle of a frame."""
+    """A worker's process that answers a number of times and then ends in the middle of a frame."""
     worker = LocalEngine(address)
     for _ in range(has_answered):
         worker.send(worker.receive())

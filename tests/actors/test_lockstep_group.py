@@ -1,4 +1,4 @@
-"""One lockstep group: its states, and what clients are told of it."""
+"""One lockstep group: its states, and the messages about it to clients."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ PROMPTS = make_prompts((1, 3, 10, 16, 17, 30, 45, 60))
 def config(
     npu: Any, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Config:
-    # Half of what all requests at once need, so that some are preempted.
+    # Half of the blocks that all requests need at once, so that some requests are preempted.
     num_blocks, mixed = (14, (16, 32)) if request.param is EXPERTS else (5, (4, 16))
     directory = tmp_path_factory.mktemp("deepseek")
     make_reference("DeepseekV3ForCausalLM", directory, num_hidden_layers=2)
@@ -127,7 +127,7 @@ def test_random_arrivals_and_aborts(group: Lockstep) -> None:
     assert scheduler.num_reruns > 0 or group.shares_contexts
     # A graph's collectives do not depend on what it runs.
     assert all(len(counts) == 1 for counts in collectives.values())
-    # Equal prompts have equal beginnings, whatever ran beside them.
+    # Equal prompts have equal first tokens, in any batch.
     for index in range(len(PROMPTS)):
         answers = sorted((tokens[name] for name in prompts if prompts[name] == index), key=len)
         for answer in answers:

@@ -1,4 +1,4 @@
-"""One plan for two ranks that differ, and what every rank of a deployment predicted and paid."""
+"""One plan for two ranks that differ, and the predicted and paid streams of every rank."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_nan_ends_its_own_request_and_leaves_no_trace_in_blocks_or_prefix_cache(
     config = make_deployment_config(
         directory,
         parallel={"tp": 2},
-        # Chunks, so that blocks are full before the logits say what is in them; and few blocks.
+        # Chunks, so that blocks are full before any logits are computed; and few blocks.
         scheduler={"max_num_seqs": 8, "max_num_batched_tokens": 32},
         kv={"num_blocks": 14, "block_size": 32},
         speculative={"num_tokens": num_drafts},

@@ -1,4 +1,4 @@
-"""How an ingress asks the owner of its deployment, and what it hears where nobody answers."""
+"""How an ingress asks the owner of its deployment, with and without an answer."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 from dist_aclgraph.actors.client.outage import Outlook
 from dist_aclgraph.actors.deployment.owner_link import (
+    Admission,
     Owner,
     OwnerLink,
-    Standing,
     listen_for_ingress,
 )
 from dist_aclgraph.actors.wire.addresses import Reach
@@ -18,15 +18,15 @@ WAIT_S = 20.0
 
 
 class Answers:
-    """What an owner says; of its outlook nothing before it is let."""
+    """The answers of an owner; its outlook waits until the test lets it go."""
 
     def __init__(self) -> None:
         self.asked, self.may_answer = threading.Event(), threading.Event()
         self.is_open = False
 
-    def standing(self, is_open: bool) -> Standing:
+    def admission(self, is_open: bool) -> Admission:
         self.is_open = is_open
-        return Standing("the server is stopping", 2.5)
+        return Admission("the server is stopping", 2.5)
 
     def reach(self) -> Reach | None:
         return None
@@ -40,13 +40,13 @@ class Answers:
 def test_questions_are_answered_by_whoever_owns_the_deployment_now(tmp_path: Path) -> None:
     path = str(tmp_path / "owner")
     asker = Owner(path)
-    assert asker.standing(is_open=False) is None
+    assert asker.admission(is_open=False) is None
     with listen_for_ingress(path) as listener:
         for _ in range(2):
             answers = Answers()
             answers.may_answer.set()
             with OwnerLink(listener, answers) as link:
-                assert asker.standing(is_open=True) == Standing("the server is stopping", 2.5)
+                assert asker.admission(is_open=True) == Admission("the server is stopping", 2.5)
                 assert answers.is_open
                 assert asker.reach() is None
                 assert asker.outlook() == Outlook(progress="it comes")

@@ -1,4 +1,4 @@
-"""What Ray is asked for, and who gets which rank: laws for whatever Ray makes of it."""
+"""The demands on Ray and the placement of ranks: laws that hold for any answer of Ray."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ clusters = st.lists(st.integers(0, 9), min_size=1, max_size=6).map(lambda npus: 
 def place(
     request: BundleRequest, nodes: list[Node], groups: int, draw: st.DrawFn
 ) -> list[list[Landed]] | None:
-    """What Ray may do: any nodes with room, one for STRICT_PACK, and any of their NPUs.
+    """Ray's freedom: any nodes with room, one node for STRICT_PACK, and any of their NPUs.
 
     None where there is no room for a bundle.
     """
@@ -119,7 +119,7 @@ def test_a_group_is_asked_for_on_one_node_where_all_groups_find_one(
 
 @st.composite
 def used_clusters(draw: st.DrawFn) -> tuple[list[Node], list[Node]]:
-    """Nodes of two racks, and the same ones with the NPUs that nobody holds."""
+    """Nodes of two racks, and the same nodes with their free NPUs."""
     racks = [{"rack": draw(st.sampled_from(["r1", "r2"]))} for _ in range(draw(st.integers(1, 5)))]
     nodes = [Node(f"{i:08}", "", draw(st.integers(0, 9)), rack) for i, rack in enumerate(racks)]
     return nodes, [replace(node, npus=draw(st.integers(0, node.npus))) for node in nodes]

@@ -1,4 +1,4 @@
-"""What people are shown while a controller works, however late it answers."""
+"""The progress that users see while a controller works, even if it answers late."""
 
 from __future__ import annotations
 

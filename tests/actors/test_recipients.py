@@ -1,4 +1,4 @@
-"""What clients get of a step in columns is what each of their requests got."""
+"""Clients receive a step in columns; each request gets the same deltas as alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dist_aclgraph.actors.engine.recipients import Recipients
 from dist_aclgraph.actors.host.liveness import Silence
-from dist_aclgraph.actors.wire.client_links import Link
+from dist_aclgraph.actors.wire.client_links import ClientLink
 from dist_aclgraph.actors.wire.messages import Deltas, encoder, from_engine_decoder
 from dist_aclgraph.errors import NotAMessageError
 from dist_aclgraph.ints import pack_ints
@@ -21,8 +21,8 @@ from dist_aclgraph.steps.step import RowLogprobs, RowSampling
 NUM_CLIENTS = 3
 
 
-def make_link(name: str) -> Link:
-    return Link(name.encode(), name, Silence(1.0))
+def make_link(name: str) -> ClientLink:
+    return ClientLink(name.encode(), name, Silence(1.0))
 
 
 def make_request(name: str, num_cached: int = 0) -> Request:

@@ -1,4 +1,4 @@
-"""Recovery as a model: whatever dies, and whenever, a deployment ends in service or with an error.
+"""Recovery as a model: after any deaths at any time, a deployment serves or ends with an error.
 
 Upkeep, its budget and the client's outage are the real ones; groups are names, and time is a
 number.
@@ -41,7 +41,7 @@ class Group:
 
 @dataclass
 class Groups:
-    """What Upkeep sees of a deployment's groups, and what becomes of those that it starts."""
+    """The groups of a deployment as Upkeep sees them, and the fate of those that it starts."""
 
     num_wanted: int
     config: Any
@@ -97,7 +97,7 @@ class Groups:
             self.groups.remove(group)
 
     def failure(self) -> str:
-        """As of GroupWatch: it knows those that it watches."""
+        """As GroupWatch: it knows the groups that it watches."""
         is_served = any(not group.lost_because for group in self.watched)
         return "" if is_served else "rank 0 in SERVING: the process died"
 
@@ -215,7 +215,7 @@ class RecoveryModel(RuleBasedStateMachine):
     def is_restored(self) -> bool:
         return not (self.groups.num_missing or self.client.num_open)
 
-    # ---- what happens
+    # ---- events
 
     @precondition(lambda self: self.groups.taking)
     @rule(which=st.integers(0, 10))
@@ -259,7 +259,7 @@ class RecoveryModel(RuleBasedStateMachine):
 
     @invariant()
     def what_has_failed_stays_so_within_the_hour(self) -> None:
-        """Who was told that no group comes must not be told otherwise a moment later."""
+        """A client that was told that no group comes must not be told otherwise a moment later."""
         if self.is_over:
             self.upkeep.look()
             assert self.is_over
@@ -274,7 +274,7 @@ class RecoveryModel(RuleBasedStateMachine):
         assert not (self.groups.serves and self.upkeep.failure)
 
     def teardown(self) -> None:
-        """Once nothing dies any more, all groups serve, or all has ended with an error."""
+        """After the last death all groups serve, or the deployment has ended with an error."""
         if not hasattr(self, "upkeep"):
             return
         self.groups.comes_up = self.groups.has_room = True

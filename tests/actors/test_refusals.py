@@ -1,4 +1,4 @@
-"""What the model's own files refuse is refused at once: no Ray, no worker, no emulator."""
+"""A refusal by the model's own files comes at once: no Ray, no worker, no emulator."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ CHECKPOINT = Path(__file__).parents[2] / "models" / "tiny-qwen3"
 
 @pytest.fixture(autouse=True)
 def no_cluster_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who asks for Ray all the same gets another error."""
+    """A start that asks for Ray nevertheless gets another error."""
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
 
 
 def start(config: Config) -> None:
-    """Start, and stop at once what ought not to have started."""
+    """Start a deployment that should fail, and stop it at once if it does not."""
     deployment.start(config).shut_down()
 
 

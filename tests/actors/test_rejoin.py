@@ -107,7 +107,7 @@ def test_all_workers_survive_their_engine_and_then_a_group_is_built_anew(checkpo
 def test_where_survivors_make_no_group_another_one_is_built(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Whoever loads finds no weights: not beside survivors, and not in a whole new group."""
+    """No process finds weights to load, neither beside survivors nor in a whole new group."""
     directory = copy_of(checkpoint, tmp_path)
     weights, away = directory / "model.safetensors", tmp_path / "away"
     config = make_deployment_config(directory, parallel={"tp": 2})

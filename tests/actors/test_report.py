@@ -1,4 +1,4 @@
-"""What a report says of its groups is of one moment, however late engines answer."""
+"""A report describes all groups at one moment, even if engines answer late."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def resumption() -> Resumption:
 
 
 def come_back(resumption: Resumption, epoch: int, num_steps: int) -> None:
-    """Fail in this epoch, and run so many steps behind that."""
+    """Fail in this epoch, and run a number of steps after that."""
     assert resumption.run(LINK, epoch, lambda: None) == Comeback(epoch + 1, keeps_kv=True)
     for _ in range(num_steps):
         resumption.note_step()

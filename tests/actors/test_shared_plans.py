@@ -1,4 +1,4 @@
-"""Groups that share one plan: those that could capture more give the surplus up, on the device."""
+"""Groups that share one plan: a group that could capture more releases its surplus graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.serve.conftest import CONFIG
 
 
 class Workers(FakeRanks):
-    """Ranks that say what their graphs hold."""
+    """Ranks that report the streams of their graphs."""
 
     def call(self, method: str, *args: Any) -> list[int]:
         assert method == "pool_bytes"

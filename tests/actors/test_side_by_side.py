@@ -1,4 +1,4 @@
-"""Groups work at the same time: nobody's wait is added to another's."""
+"""Groups work at the same time: their waits do not add up."""
 
 from __future__ import annotations
 

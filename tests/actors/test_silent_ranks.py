@@ -1,4 +1,4 @@
-"""Whom a group blames where several ranks do not answer."""
+"""Which rank a group blames when several ranks do not answer."""
 
 from __future__ import annotations
 

@@ -165,9 +165,9 @@ def test_a_silent_worker_is_named(open_channel: Callable[..., Channel], tmp_path
 
 
 def test_of_silent_workers_the_one_is_named_that_says_nothing(tmp_path: Path) -> None:
-    standing = {0: {"waits": True, "doing": ""}, 1: None, 2: {"waits": True, "doing": ""}}
+    statuses = {0: {"waits": True, "doing": ""}, 1: None, 2: {"waits": True, "doing": ""}}
     sender = StepSender(
-        (4, 5, 6), Place(NODE, str(tmp_path)), ask=lambda ranks: {r: standing[r] for r in ranks}
+        (4, 5, 6), Place(NODE, str(tmp_path)), ask=lambda ranks: {r: statuses[r] for r in ranks}
     )
 
     with pytest.raises(WorkerLostError, match="rank 5 does not say where it stands") as caught:

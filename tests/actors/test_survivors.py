@@ -1,4 +1,4 @@
-"""Who of a lost group is trusted to join another one, and who is ended."""
+"""Which processes of a lost group may join another group, and which are ended."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
 
 class LoopWorker:
-    """What ``Worker`` answers once its group is lost.
+    """The answers of ``Worker`` after the loss of its group.
 
     Args:
         fails: which of its methods does, with what.

@@ -1,4 +1,4 @@
-"""What processes leave that end when nobody looks."""
+"""Folders left behind by processes that ended without cleaning up."""
 
 from __future__ import annotations
 

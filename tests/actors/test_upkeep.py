@@ -28,7 +28,7 @@ NO_WORKERS: Any = None
 
 
 class Engine:
-    """Answers what it is asked for, or sleeps."""
+    """Answers a query, or sleeps."""
 
     def __init__(self, *, is_stuck: bool) -> None:
         self._is_stuck = is_stuck

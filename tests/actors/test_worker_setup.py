@@ -1,4 +1,4 @@
-"""What starts in a worker's process beside what Ray's own program would have started there."""
+"""The command that starts in a worker's process, compared with that of Ray's own program."""
 
 from __future__ import annotations
 

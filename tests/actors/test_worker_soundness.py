@@ -139,7 +139,7 @@ def test_an_engine_that_is_gone_when_it_is_answered_says_nothing_of_the_device(
 
 
 class Answered:
-    """Brings one step, and keeps what it is answered; the error comes behind the answer."""
+    """Sends one step and keeps the answer; the error comes after the answer."""
 
     def __init__(self, plan: StepPlan) -> None:
         self._plans: list[StepPlan] = [plan]

@@ -1,4 +1,4 @@
-"""Running a bench of several deployments, and what every one of them must say."""
+"""Running a bench of several deployments, and the output that each must have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is loaded in the bench of loading has the size that was asked for."""
+"""The bench of loading loads as many bytes as it was told to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A service whose own processes are killed: it comes back, and only what cannot is lost."""
+"""A service whose own processes are killed comes back, and loses only what no process can keep."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def is_busy(service: Service) -> bool:
 
 
 def fork_servers(service: Service) -> set[int]:
-    """Return what forks the service's processes; nothing where each has a core."""
+    """Return the service's fork servers; none if each process has a core."""
     return {
         pid
         for pid in processes.children(service.process.pid)
@@ -59,7 +59,7 @@ def test_the_streams_of_an_ingress_that_is_killed_go_on_with_another(npu: object
 
         def strike() -> None:
             kill(service, INGRESS)
-            # Who connects now waits, and is not refused.
+            # A client that connects now waits, and is not refused.
             meanwhile.append(service.http.get("/health").status_code)
 
         streams = service.ask_all(600, strike)

@@ -83,7 +83,7 @@ class Service:
 
     def all(self) -> set[int]:
         """Return its processes that live, the one that came first included."""
-        # Those that were forked have other parents; what they inherit stays.
+        # Forked processes have other parents, but inherit the environment.
         return processes.with_variable(MARK, self._mark) & processes.living()
 
     def pids(self, name: str) -> list[int]:

@@ -50,7 +50,9 @@ class Obedient(FakeDeployment):
 
 
 class Command:
-    """What clients and an operator do meanwhile, in a thread; the command needs the main one."""
+    """The actions of clients and of an operator run in a thread; the command needs the main
+    thread.
+    """
 
     def __init__(self, **overrides: object) -> None:
         with socket.socket() as probe:

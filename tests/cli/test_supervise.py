@@ -313,7 +313,7 @@ def own(signals, heartbeat):
     ingress = service.pid(INGRESS)
     sleepers: list[int] = []
 
-    def are_there() -> bool:  # one may be about to become what it is
+    def are_there() -> bool:  # one may be about to call exec
         sleepers[:] = [pid for pid in service.all() if processes.name_of(pid) == "sleep"]
         return len(sleepers) == 2
 

@@ -1,7 +1,7 @@
 """Ray clusters of several nodes on this machine, and programs that run at the head of one.
 
-Ray's own utility starts a raylet for each node. They share a kernel, so that nothing but the ids
-and the loopback addresses of nodes tells them apart: what goes from one to another goes over TCP.
+Ray's own utility starts a raylet for each node. They share a kernel, and differ only in their ids
+and loopback addresses: messages between them go over TCP.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Program:
         return self._process.pid
 
     def read(self) -> Any:
-        """Return what the program says next."""
+        """Return the next line of the program."""
         assert self._process.stdout is not None
         lines = []
         for line in self._process.stdout:

@@ -111,8 +111,8 @@ def test_a_group_whose_node_dies_goes_to_a_spare_place(nodes: Nodes) -> None:
         now = wait_for_groups(program, dead=before[1])
         assert ask(program, "generate", PROMPTS, 20)[0] == [row[:20] for row in alone]
 
-        # Fewer nodes are left than there were groups: one whose worker dies has its place still,
-        # once nobody waits any more for the NPU of a node of whose death Ray did not know yet.
+        # Fewer nodes are left than there were groups. A group whose worker dies keeps its place, as
+        # soon as no demand waits for an NPU of the dead node.
         dies, stays = now
         nodes.kill(dies)
         wait_for_missing(program)

@@ -22,7 +22,7 @@ open_npu(config.device, 0)
 
 
 def run_ranks(code: str, count: int, folder: Path) -> list[str]:
-    """Run code in processes that know their ``RANK``; return what each has printed."""
+    """Run code in processes that know their ``RANK``; return the output of each."""
     outs = [folder / f"out{rank}" for rank in range(count)]
     processes = []
     for rank, out in enumerate(outs):

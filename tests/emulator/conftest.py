@@ -1,4 +1,4 @@
-"""The emulator, strict, in the test process; what kills a process runs in one of its own."""
+"""The emulator, strict, in the test process; code that kills its process runs in another one."""
 
 import json
 import os
@@ -71,7 +71,7 @@ class Script:
             self._process.start()
 
     def output(self) -> str:
-        """Return what the program has written so far."""
+        """Return the program's output so far."""
         return self._out.read_text() if self._out.exists() else ""
 
     def finish(self, timeout_s: float) -> tuple[int, str]:

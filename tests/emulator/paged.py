@@ -1,4 +1,4 @@
-"""Attention over a paged cache, and what plain float32 torch says of it."""
+"""Attention over a paged cache, and the same in plain float32 torch."""
 
 import math
 

@@ -1,4 +1,6 @@
-"""Aborting what a device runs, by torch_npu's own calls: what is gone, what stays, and going on."""
+"""Aborting the tasks of a device by torch_npu's own calls: what is lost, what remains, and how
+ranks continue.
+"""
 
 import re
 
@@ -153,7 +155,7 @@ def test_ranks_of_several_hosts_go_on_behind_what_lies_in_their_sockets(start_ra
 
 
 def test_a_message_that_nobody_has_taken_when_it_is_aborted_never_comes(run_ranks):
-    """Lives take turns with two sets of counters: what one leaves would be seen two lives later."""
+    """Lives use two sets of counters in turn: a stale counter would be seen two lives later."""
     results = run_ranks(
         RANKS
         + """

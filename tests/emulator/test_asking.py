@@ -1,4 +1,4 @@
-"""The child process that asks an NPU what it is, over the emulated CANN in place of a real one."""
+"""The child process that reads an NPU's properties, on the emulated CANN instead of a real one."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def merge(lse, outs, update_type=0):
 
 
 def merged(lse, outs):
-    """What the operator's document says, in float32."""
+    """The formula of the operator's document, in float32."""
     lse, outs = torch.stack(lse), torch.stack([out.float() for out in outs])
     total = lse.logsumexp(0)
     return ((lse - total).exp()[..., None] * outs).sum(0), total
@@ -122,7 +122,7 @@ def test_8_5_does_not_know_infinity(run_script):
     assert status == 0 and "RESULT [nan, 1.0]" in output, output
 
 
-# ---- what attention gives for rows without keys
+# ---- attention for rows without keys
 
 
 def test_rows_without_keys_are_zero_with_an_infinite_log_sum_exp():

@@ -1,4 +1,4 @@
-"""What attention refuses differs by line of CANN: each line's process tries every call."""
+"""Attention refuses other calls on each line of CANN: a process of each line tries every call."""
 
 import json
 
@@ -41,7 +41,7 @@ print("ANSWERS", json.dumps(answers))
 LATENT = {"heads": 4, "kv_heads": 1, "dim": 512, "rope": True}
 TAKEN = "taken"
 
-# Call, what 8.5 says, what 9 says.
+# Call, the answer of 8.5, the answer of 9.
 CASES = [
     ({}, TAKEN, TAKEN),
     ({"dtype": "float16"}, "query must be bfloat16 with TND on CANN 8.5", TAKEN),

@@ -80,7 +80,7 @@ print("ALL DONE")
 
 
 def leftovers(pids: list[str]) -> list[str]:
-    """What these processes have made in shared memory."""
+    """The files of these processes in shared memory."""
     return [p.name for pid in pids for p in Path("/dev/shm").glob(f"*emulated_hccl_{pid}_*")]
 
 

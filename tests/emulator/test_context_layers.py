@@ -1,4 +1,4 @@
-"""Attention over sharded caches in graphs: what it takes, as scripts/context_layer.py counts it.
+"""Attention over sharded caches in graphs: its cost, as scripts/context_layer.py counts it.
 
 One run of each layout serves all its tests, because starting ranks takes most of the time.
 """
@@ -22,7 +22,7 @@ def done() -> dict:
 
 @pytest.fixture
 def layers(done, run_ranks):
-    """What the first rank of a layout counted, and the same of a cache that is whole."""
+    """The counts of the first rank of a layout, and the same for a whole cache."""
 
     def of(layout):
         if layout not in done:

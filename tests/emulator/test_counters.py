@@ -1,4 +1,4 @@
-"""What the emulated device tells of itself: ids by owner, graphs, waits, updates."""
+"""The counters of the emulated device: ids by owner, graphs, waits, updates."""
 
 import time
 
@@ -12,7 +12,7 @@ OWNERS = ("streams", "captured", "cascaded", "domains", "graph_domains")
 
 
 def taken(before):
-    """What changed since, without zeros and without waits of the host."""
+    """The changes since then, without zeros and without waits of the host."""
     now = emulator.counters()
     changed = {key: now[key] - n for key, n in before.items() if now[key] != n}
     changed.pop("host_syncs", None)
@@ -69,7 +69,7 @@ def test_a_failed_capture_leaves_no_graph(x):
     before, graph = emulator.counters(), torch.npu.NPUGraph()
     with pytest.raises(RuntimeError), torch.npu.graph(graph):
         x.cpu()
-    graph.reset()  # what was recorded before the refused call is a graph
+    graph.reset()  # the calls recorded before the refused one are a graph
     assert taken(before) == {}
 
 

@@ -1,4 +1,6 @@
-"""Destroying communicators: who still uses one, what is said of it, and who is freed by it."""
+"""Destroying communicators: refusals while one is in use, the counters, and the ranks that it
+frees.
+"""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Modelled time: how clocks move, when the host goes on, and what is told of idle devices."""
+"""Modelled time: how clocks move, when the host continues, and the idle time that is reported."""
 
 import json
 import textwrap
@@ -24,7 +24,7 @@ def open_gate():
 
 @pytest.fixture
 def told(run_script):
-    """Run code on a device with modelled time and return what it tells by ``print_json``."""
+    """Run code on a device with modelled time and return its output by ``print_json``."""
 
     def run(code, **settings):
         settings = {"kernels": "timed", "strict": False} | settings
@@ -294,7 +294,7 @@ def test_the_host_takes_its_time_for_updates_before_it_learns_anything(told, tmp
         rates=str(rates),
     )
     assert t["host_us"] >= 900
-    assert t["queued_us"] >= 900  # what comes behind them is queued so late
+    assert t["queued_us"] >= 900  # the tasks after them are queued that late
 
 
 @pytest.mark.parametrize("where", ["update()", "exec(in_a_thread)"])

@@ -35,7 +35,7 @@ def measure(name, operator):
 
 @pytest.fixture
 def microseconds(run_script):
-    """Run code that calls ``measure`` and return what each took; one gap is not counted."""
+    """Run code that calls ``measure`` and return the time of each call; one gap is not counted."""
 
     def run(code, **settings):
         settings = {"kernels": "timed", "cann": "9.0.0", "hbm_mb": 65536} | settings

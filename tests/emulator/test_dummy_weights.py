@@ -1,4 +1,4 @@
-"""Weights that nobody reads: a real model's shapes on a machine that does not hold them."""
+"""Weights that are never read: a real model's shapes on a machine too small for its weights."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Layers of experts over tensor and data parallel ranks: scripts/expert_layer.py says what is run.
+"""Layers of experts over tensor and data parallel ranks, run by scripts/expert_layer.py.
 
 One run of each layout serves all its tests, because starting ranks takes most of the time.
 """
@@ -22,7 +22,7 @@ def done() -> dict:
 
 @pytest.fixture
 def results(done, run_ranks):
-    """What the ranks of a layout print."""
+    """The output of the ranks of a layout."""
 
     def of(layout):
         if layout not in done:
@@ -66,8 +66,8 @@ class TestEveryExchange:
 
 
 def test_lanes_hold_what_the_budget_counts(results):
-    # Per layer: what runs beside on the side stream, two products and the activation, is counted
-    # on both lanes.
+    # Per layer: two products and the activation run on the side stream, and are counted on both
+    # lanes.
     (first, *_), beside = results((2, 2)), SHARED - 2
     for kind, more in [("all_gather", GATHER), ("all_to_all", ALL_TO_ALL)]:
         main, *others = first["lanes"][kind]

@@ -1,4 +1,6 @@
-"""HCCL between hosts: the same bytes as on one, who is let in, and where the root listens."""
+"""HCCL between hosts: the same bytes as on one host, which peers are admitted, and where the root
+listens.
+"""
 
 import re
 import socket
@@ -11,7 +13,9 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def forgotten_roots() -> Iterator[None]:
-    """Remove what roots have left that no rank joined; the next start of an emulator would."""
+    """Remove the files of roots that no rank joined; the next start of an emulator would do the
+    same.
+    """
     yield
     for path in Path("/dev/shm").glob("meeting_of_emulated_hccl_*"):
         pid = path.name.removeprefix("meeting_of_emulated_hccl_").split("_")[0]
@@ -166,7 +170,9 @@ def create(info, ranks):
 
 @pytest.mark.parametrize("secret", ["question", "answer"])
 def test_a_wrong_secret_makes_no_communicator(run_ranks, secret):
-    """The root does not let in who says another one; a peer does not believe who answers so."""
+    """The root refuses a peer with another secret, and a peer refuses a root with another
+    secret.
+    """
     results = run_ranks(
         BY_HAND
         + f"""

@@ -33,7 +33,9 @@ def test_the_host_cannot_read_device_memory(run_script, expandable):
 
 @pytest.mark.slow
 def test_a_segment_that_grows_is_poisoned_in_part(run_script):
-    """As a block of its size: who asks for gigabytes does not use as much of the host's memory."""
+    """As a block of its size: an allocation of gigabytes does not use as much memory of the
+    host.
+    """
     status, output = run_script(
         """
         def shared_mb():

@@ -1,4 +1,6 @@
-"""Memory that turns bad (UCE, 507053): who fails, what CANN tells, and torch_npu's own repair."""
+"""Memory that turns bad (UCE, 507053): the calls that fail, CANN's report, and torch_npu's own
+repair.
+"""
 
 import re
 

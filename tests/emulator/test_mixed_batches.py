@@ -13,7 +13,7 @@ def make(rows, lengths, dtype=torch.float16):
 
 
 def assert_causal(out, query, pages, rows, lengths):
-    """Each request's rows are what torch computes."""
+    """Each request's rows equal those that torch computes."""
     start = 0
     for b, (n, length) in enumerate(zip(rows, lengths, strict=True)):
         part = slice(start, start + n)

@@ -1,4 +1,6 @@
-"""Operators of mixture-of-experts layers against plain torch, and what their documents exclude."""
+"""Operators of mixture-of-experts layers against plain torch, and the refusals of their
+documents.
+"""
 
 import json
 

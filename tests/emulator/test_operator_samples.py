@@ -22,7 +22,7 @@ LIST = HERE / "data" / "operator_samples.json"
 FEW, MANY = 1, 12
 PROCESSES = 2
 
-# What cannot be equal, and why.
+# Operators whose results cannot be equal, and why.
 RANDOM = {
     "bernoulli", "exponential", "multinomial", "nn_functional_fractional_max_pool2d",
     "nn_functional_fractional_max_pool3d", "normal", "normal_in_place", "normal_number_mean",
@@ -84,7 +84,7 @@ def test_samples_are_equal_or_refused_by_name(run_script):
 
 
 def write_list():
-    """Try many samples of all operators, and print what was wrong."""
+    """Try many samples of all operators, and print the errors."""
     from conftest import Script
     from torch.testing._internal.common_methods_invocations import op_db
 

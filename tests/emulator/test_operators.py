@@ -313,7 +313,7 @@ def test_an_operator_that_is_not_emulated_fails_with_its_name():
         torch.erfinv(X.npu())
 
 
-# ---- what the device does otherwise than torch on a CPU, or refuses
+# ---- differences from torch on a CPU, and refusals
 
 
 def test_gelu_is_the_form_with_tanh_whatever_is_asked_for():

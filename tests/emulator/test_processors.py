@@ -1,5 +1,6 @@
-"""The emulator on other processors than x86-64. Where a compiler for aarch64 is at hand, what knows
-a processor compiles for it; where a user-mode QEMU is as well, what came out runs."""
+"""The emulator on other processors than x86-64. If a compiler for aarch64 is installed, the code
+for processors compiles for it; if a user-mode QEMU is installed as well, the result runs.
+"""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""``python -m dist_aclgraph.device.emulator run``: any program, whatever it imports first."""
+"""``python -m dist_aclgraph.device.emulator run``: any program, with any first import."""
 
 import os
 import subprocess

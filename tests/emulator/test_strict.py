@@ -1,4 +1,4 @@
-"""What the documents of the operators exclude is refused; the message names operator and rule."""
+"""Calls that the operators' documents exclude are refused; the message names operator and rule."""
 
 import pytest
 import torch

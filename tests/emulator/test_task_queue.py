@@ -1,4 +1,4 @@
-"""What a refusal leaves behind, with torch_npu's task queue off and on.
+"""The state after a refusal, with torch_npu's task queue off and on.
 
 With TASK_QUEUE_ENABLE from 1 on, torch_npu launches from a thread of its own, which skips all later
 work without a word once a launch has failed. There the device stops instead.
@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-# What a copy to the host reports is only the code; torch_npu prints the reason before it.
+# A copy to the host reports only the code; torch_npu prints the reason before it.
 PROLOGUE = """
 def attempt(call, operator):
     try:

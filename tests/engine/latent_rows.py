@@ -1,4 +1,4 @@
-"""A step of latent attention on random rows, and what plain PyTorch makes of the same cache."""
+"""A step of latent attention on random rows, and the same in plain PyTorch over the same cache."""
 
 from __future__ import annotations
 
@@ -92,7 +92,9 @@ class LatentRows:
         return cache.cpu().flatten(0, 2)[slots]
 
     def expected(self, attention: LatentAttention) -> Tensor:
-        """Attention over what the cache holds now, each key and value made of its latent."""
+        """Attention over the present contents of the cache, with keys and values made from the
+        latents.
+        """
         weights = attention.keys.cpu(), attention.values.cpu()
         outs, start = [], 0
         for row, end, length in zip(self.table, self.query_ends, self.kv_lens, strict=True):

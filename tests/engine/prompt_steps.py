@@ -18,7 +18,7 @@ from dist_aclgraph.steps.host_step import NO_STEP, HostStep
 def prompt_step(
     npu: Npu, query_ends: Sequence[int], kv_lens: Sequence[int], table: IntArray, slots: Tensor
 ) -> tuple[HostStep, DeviceStep]:
-    """Return what attention reads of a step, on the host and on the device.
+    """Return the inputs of attention in a step, on the host and on the device.
 
     Args:
         table: [num_reqs, num_blocks]; slots: [num_tokens].

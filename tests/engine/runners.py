@@ -77,7 +77,7 @@ def turn(scheduler: Scheduler, runner: ModelRunner) -> StepOutputs:
 class Sequences:
     """Requests that all run in every step, decided by hand instead of by a scheduler."""
 
-    # What other data-parallel ranks run in each step, and how the tokens of all meet experts.
+    # The steps of other data-parallel ranks, and the exchange of tokens between experts.
     beside: tuple[RankBatch, ...] = ()
     exchange: ExchangeKind | None = None
 

@@ -1,4 +1,4 @@
-"""What is told of a graph that holds operators of the AI CPU."""
+"""The report of a graph that holds operators of the AI CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.scheduler.test_scheduler import make_scheduler
 
 
 def capture(npu: Npu, dtype: torch.dtype, graph: BatchDescriptor) -> CaptureCost:
-    """Capture sums whose type decides who computes them: of int64 there is no kernel."""
+    """Capture sums of a type: int64 has no kernel, so the AI CPU computes it."""
     x = torch.ones(8, dtype=dtype, device=npu.device)
     store = GraphStore(npu)
 

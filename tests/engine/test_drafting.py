@@ -44,9 +44,9 @@ def test_drafts_count_up_to_the_first_wrong_one(npu: Npu, data: st.DataObject) -
 
 
 class Recorder:
-    """A module that says ``hidden + token + 1`` and notes what it would have written where.
+    """A module that returns ``hidden + token + 1`` and notes its writes to the cache.
 
-    No place may see a position that nobody has written.
+    No place may see a position that was never written.
 
     Args:
         requests: first position and slot of position 0 of each request that is sampled.
@@ -118,7 +118,7 @@ def test_proposals_go_on_behind_the_last_right_draft(k: int) -> None:
         references = References(drafter.tokens.num_latest, k, 5)
         names = references.draft(np.full(k, row), np.arange(k))
         assert drafter.tokens.fill_in(ints(names, cpu)).tolist() == expected
-    # What lay in the cache before the last right place is the target's, not the drafts'.
+    # The cache before the last right place has values of the target, not of the drafts.
     assert recorder.cache[110] == (10, sampled_row[0])
     assert recorder.cache[200] == (0, 5)
 

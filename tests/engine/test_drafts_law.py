@@ -1,4 +1,4 @@
-"""Law: whatever the schedule, drafts change no token, eagerly and in graphs."""
+"""Law: under any schedule, drafts change no token, in eager steps and in graphs."""
 
 from __future__ import annotations
 

@@ -93,7 +93,9 @@ def runner(npu: Any, request: pytest.FixtureRequest) -> ModelRunner:
 
 
 def continued(runner: ModelRunner, whole: list[Got], cut: int, *, exact: bool) -> list[int]:
-    """Go on from so many tokens; return who gets something else than the rest of the whole."""
+    """Continue from a number of tokens; return the requests whose tokens differ from the
+    uninterrupted run.
+    """
     rest = play(runner, [one.tokens[:cut] for one in whole], exact=exact)
     return [
         index
@@ -117,7 +119,7 @@ def test_who_is_preempted_gets_the_same_tokens(runner: ModelRunner) -> None:
 
 
 def test_output_that_is_computed_like_a_prompt_leads_to_other_tokens(runner: ModelRunner) -> None:
-    """What the replay is for: without it some continuations differ by rounding."""
+    """Without the replay some continuations differ by rounding."""
     whole = play(runner, [[] for _ in PROMPTS], exact=False)
 
     assert continued(runner, whole, 30, exact=False)

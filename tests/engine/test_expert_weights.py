@@ -115,7 +115,7 @@ def write(module: Any, directory: Path) -> None:
 
 
 class ReadLog(Checkpoint):
-    """A checkpoint that remembers what was read of it."""
+    """A checkpoint that records its reads."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, torch.float32)

@@ -1,4 +1,4 @@
-"""Law of steps made by counting on: each is what a worker would make that knew nothing before."""
+"""Law of steps made by counting on: each equals the step that a fresh worker would make."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLACES = {
 
 @dataclass
 class Row:
-    """A running request: what exists of it, and what its worker was told."""
+    """A running request: its tokens and blocks, and those that its worker knows."""
 
     tokens: list[int]
     blocks: list[int]
@@ -52,7 +52,7 @@ class Group:
         return self.data.draw(st.integers(low, high))
 
     def blocks_for(self, num_tokens: int, already: int = 0) -> list[int]:
-        """Return blocks for what is missing, and sometimes for more."""
+        """Return the missing blocks, and sometimes more."""
         wanted = min(num_tokens + self.draw(0, 1) * self.tokens_per_block, MAX_LEN)
         count = max(0, -(-wanted // self.tokens_per_block) - already)
         self.next_block += count

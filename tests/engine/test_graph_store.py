@@ -1,4 +1,4 @@
-"""What a rank keeps of captures that fail."""
+"""The state of a rank after captures that fail."""
 
 from __future__ import annotations
 

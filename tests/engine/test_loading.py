@@ -1,4 +1,4 @@
-"""Weights on their way from a checkpoint to the device: what is there, and how much meanwhile."""
+"""Weights on their way from a checkpoint to the device: the result, and the memory meanwhile."""
 
 from __future__ import annotations
 

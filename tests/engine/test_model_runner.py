@@ -109,7 +109,7 @@ def test_steps_after_a_right_guess_send_no_lengths(npu: Any, guessing: ModelRunn
     for live in (3, 3, 2):
         before = emulator.counters()["task_updates"]
         sequences.decode(decode_graph(4), live)
-        npu.synchronize()  # what was sent ahead is carried out beside the step
+        npu.synchronize()  # updates sent ahead run beside the step
         updates.append(emulator.counters()["task_updates"] - before)
 
     ahead = guessing._model.spec.num_layers

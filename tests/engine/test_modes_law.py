@@ -1,4 +1,4 @@
-"""Law: whatever the schedule, every graph mode gives the tokens that eager steps give."""
+"""Law: under any schedule, every graph mode gives the tokens of eager steps."""
 
 from __future__ import annotations
 

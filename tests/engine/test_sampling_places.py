@@ -1,4 +1,4 @@
-"""Law of parameters that stay on the device: whatever they were before, tokens are the same."""
+"""Law of parameters that stay on the device: earlier values never change the tokens."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PENALISED = [
 
 
 class Worker:
-    """What a worker has to sample with, two steps in flight."""
+    """The sampling parameters of a worker, with two steps in flight."""
 
     def __init__(self, npu: Any, num_drafts: int) -> None:
         self._npu, self._num_places = npu, num_drafts + 1
@@ -76,7 +76,7 @@ class Worker:
         return got.token_ids.tolist(), got.logprobs
 
     def abort(self) -> None:
-        """Have the device lose what it knows."""
+        """Erase the parameters on the device."""
         self._npu.synchronize()
         for tensor in tensors_of(self.output._known._places):
             tensor.fill_(1)
@@ -108,7 +108,7 @@ def test_a_worker_that_remembers_samples_what_one_from_nothing_does(
     coming: list[tuple[Worker, ComingOutput, Worker, ComingOutput]] = []
     for _ in range(data.draw(st.integers(1, 14))):
         rows = () if last is None else last.sampled_rows.tolist()
-        ended = 0  # of a row that has none any more
+        ended = 0  # of a row that no longer has any
         latest = [group.rows[row].tokens[-1] if row in group.rows else ended for row in rows]
         plan = group.decide()
         for start in plan.started:

@@ -36,8 +36,8 @@ GARBAGE = 1000.0
 class Case:
     """Requests of (queries, tokens before them), on ``shards.count`` ranks.
 
-    Whatever no request has written is far from all that is, so that a key that nobody may see
-    shows. (NaN would show through a weight of zero, too.)
+    Unwritten places hold values far from all others, so that a key that should be hidden changes
+    the result. (NaN would show even through a weight of zero.)
     """
 
     shards: Shards

@@ -1,4 +1,4 @@
-"""The stream of shared experts: whatever happens beside it, it is joined."""
+"""The stream of shared experts is always joined, even after an error on the main stream."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def play(
     sampling: dict[str, Any],
     changes: Changes,
 ) -> dict[str, Got]:
-    """Return what each request gets."""
+    """Return the tokens of each request."""
     dispatcher = GraphDispatcher(plan)
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS),

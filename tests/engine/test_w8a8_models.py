@@ -82,7 +82,7 @@ def is_quantised(name: str, tensor: Tensor) -> bool:
 
 
 def rewrite(directory: Path, target: Path, quantise: Any, config: dict[str, Any]) -> Path:
-    """Write a checkpoint again with some of its matrices as what ``quantise`` makes of them."""
+    """Write a checkpoint again, with some of its matrices quantised by ``quantise``."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in load_file(directory / "model.safetensors").items():
         made = quantise(name, tensor) if is_quantised(name, tensor) else {name: tensor}

@@ -14,7 +14,7 @@ from torch import Tensor
 from dist_aclgraph.comm.groups import ALONE, CommGroup
 from dist_aclgraph.layers.context_parallel import ContextParallel
 
-MEETING_S = 20.0  # until a member counts as missing: the collective fails on those that wait
+MEETING_S = 20.0  # until a member counts as missing, and the collective fails on the others
 
 
 class Meeting:
@@ -28,7 +28,7 @@ class Meeting:
     def exchange(
         self, rank: int, x: Tensor, combine: Callable[[Sequence[Tensor]], Tensor]
     ) -> Tensor:
-        """Return what ``combine`` makes of all that was brought, in group order.
+        """Return the result of ``combine`` for the values of all members, in group order.
 
         Raises:
             BrokenBarrierError: a member did not come.
@@ -38,7 +38,7 @@ class Meeting:
         self._barrier.wait()
         assert len({each.shape for each in self._brought}) == 1, "members bring equal shapes"
         found = combine(self._brought)
-        # Nobody lets go of what others may still have to read.
+        # No member releases its value before all have read it.
         self._barrier.wait()
         return found
 

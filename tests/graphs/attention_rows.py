@@ -1,4 +1,4 @@
-"""A decoder of attention and nothing else, with what plain PyTorch makes of the same rows."""
+"""A decoder of attention alone, and the same rows in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class AttentionDecoder:
 
     @staticmethod
     def lens(graph: CapturedGraph, rows: list[Row], longer: int = 0) -> Lens:
-        """What a replay with these rows wants, when each is ``longer`` tokens longer."""
+        """The wanted result of a replay of these rows, each ``longer`` tokens longer."""
         bucket = graph.descriptor.num_tokens
         live = [len(row.tokens) + longer for row in rows]
         padding = [PADDING_KV_LEN] * (bucket - len(rows))
@@ -180,7 +180,7 @@ def slot(row: Row) -> int:
 
 
 def make_rows(count: int, seed: int = 0) -> list[Row]:
-    """Rows with one token each and blocks of their own; block 0 belongs to nobody."""
+    """Rows with one token each and blocks of their own; block 0 belongs to no row."""
     random = np.random.RandomState(seed)
     ids = random.permutation(np.arange(1, NUM_BLOCKS))
     return [

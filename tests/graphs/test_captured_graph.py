@@ -74,7 +74,7 @@ def test_padding_rows_write_nowhere(decoder: AttentionDecoder) -> None:
     decoder.replay(graph, rows)  # the padding of the next step was live in this one
     live = rows[2:5]
     grow(live, 0)
-    decoder.cache.keys.fill_(7.0)  # so that no write can repeat what is there
+    decoder.cache.keys.fill_(7.0)  # so that each write changes the value
     decoder.cache.values.fill_(7.0)
     before = decoder.cache.keys.cpu().clone(), decoder.cache.values.cpu().clone()
 

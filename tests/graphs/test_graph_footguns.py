@@ -1,4 +1,4 @@
-"""Silent hazards of captured graphs: each is refused, or shown here as what it is."""
+"""Silent hazards of captured graphs: each is refused, or its effect is shown here."""
 
 from __future__ import annotations
 

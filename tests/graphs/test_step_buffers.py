@@ -1,4 +1,4 @@
-"""Law of the inputs of graphs: whatever was written before, the device has the last step's."""
+"""Law of the inputs of graphs: the device has those of the last step, after any earlier writes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def draw_array(data: st.DataObject, *shape: int) -> IntArray:
 
 
 def draw_step(data: st.DataObject, most: int, last: HostStep) -> HostStep:
-    """Return a step of at most so many requests, which may share arrays with the one before."""
+    """Return a step with a limited number of requests, which may share arrays with the previous
+    step.
+    """
     goes_on = data.draw(st.booleans()) and 0 < len(last.token_ids) <= most
     n = len(last.token_ids) if goes_on else data.draw(st.integers(1, most))
     fresh: dict[str, Any] = {name: draw_array(data, n) for name in COLUMNS}

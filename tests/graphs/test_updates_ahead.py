@@ -73,7 +73,9 @@ def run(
     longer: int = 1,
     num_ahead: int = LAYERS,
 ) -> int:
-    """Run a step, check what it computed, and send ahead; return what was sent behind."""
+    """Run a step, check its result, and send updates ahead; return the updates that were sent
+    late.
+    """
     with device.step():
         num_behind = decoder.queue(graph, rows)
         device.settle()

@@ -34,7 +34,9 @@ def read(name: str) -> dict[str, Any]:
 
 
 def check_ray_up(config: dict[str, Any]) -> None:
-    """Apply Ray's validation, and what it lets pass: a typo there starts half a cluster."""
+    """Apply Ray's validation, and check keys that it ignores: a typo there starts half a
+    cluster.
+    """
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     validate_config(prepare_config(copy.deepcopy(config)))

@@ -1,4 +1,4 @@
-"""Commands that comments and documents show are not refused: of keys, and of what they serve."""
+"""Commands in comments and documents are accepted: their keys, and their configurations."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def test_the_demo_model_answers(installation: Installation) -> None:
     code = "from dist_aclgraph.device import emulator; print(emulator.BUILD)"
     folder = Path(installation.python("-c", code).stdout.strip())
     assert folder.is_relative_to(installation.cache)
-    # What is built of equal sources is the same: a build of its own would take a minute.
+    # Builds of equal sources are equal: another build would take a minute.
     shutil.copytree(emulator.build(), folder, ignore=shutil.ignore_patterns("*.gch"))
 
     done = installation.command(

@@ -1,4 +1,4 @@
-"""What the targets that run tests say and set."""
+"""The output and the settings of the targets that run tests."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from tests.parity.recorded import LENGTHS, LONG_CONTEXT, LONG_LENGTHS, NUM_TOKEN
 
 @dataclass(frozen=True)
 class Reference:
-    """A checkpoint and what transformers generates from it."""
+    """A checkpoint and the tokens that transformers generates from it."""
 
     directory: Path
     model: Any

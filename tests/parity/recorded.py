@@ -1,4 +1,4 @@
-"""What transformers generates for the parity tests, recorded: ``python -m tests.parity.recorded``.
+"""Recorded tokens of transformers for the parity tests: ``python -m tests.parity.recorded``.
 
 ``test_recorded.py`` has transformers generate it again.
 """
@@ -16,7 +16,7 @@ LONG_LENGTHS = (1, 2, 15, 16, 17, 40, 129, 255, 300, 511, 640, 900)
 LONG_CONTEXT = 1024
 NUM_TOKENS = 64
 FILE = Path(__file__).parents[1] / "data" / "transformers_tokens.json"
-# Of the lengths of prompts, and what of the model is not as usual.
+# The lengths of prompts, and the unusual settings of the model.
 PARTS = {
     "short": (LENGTHS, {}),
     "long": (LONG_LENGTHS, {"max_position_embeddings": LONG_CONTEXT}),
@@ -30,7 +30,7 @@ def recorded_tokens(part: str, architecture: str) -> list[list[int]]:
 
 
 def generate(part: str, architecture: str) -> list[list[int]]:
-    """Have transformers generate what is recorded."""
+    """Generate the recorded tokens with transformers."""
     lengths, overrides = PARTS[part]
     model = make_reference(architecture, **overrides)
     return greedy(model, make_prompts(lengths), NUM_TOKENS)

@@ -1,4 +1,4 @@
-"""However ranks share contexts, requests get the same tokens, whatever they ask for."""
+"""Requests with any features get the same tokens, in every way of sharing contexts."""
 
 from __future__ import annotations
 

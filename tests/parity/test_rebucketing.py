@@ -64,7 +64,7 @@ def test_three_plan_versions_under_load_change_no_token(
             "traffic_half_life_s": 3.0,
             "lazy": "off",
         },
-        # What is left after torch_npu and HCCL pays for a handful of buckets.
+        # The streams left after torch_npu and HCCL suffice for a handful of buckets.
         device={"emulator": {"strict": False, "streams": 54}},
         kv={"block_size": 16, "num_blocks": 800},
     )

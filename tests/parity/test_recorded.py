@@ -1,4 +1,4 @@
-"""What is recorded of transformers is what it generates."""
+"""The recorded tokens are those that transformers generates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What sharding caches is for: each rank holds its share, so that contexts can be longer."""
+"""With sharded caches each rank holds its share, so that contexts can be longer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Grafana board asks for, against what /metrics has."""
+"""The queries of the Grafana board, against the samples of /metrics."""
 
 from __future__ import annotations
 

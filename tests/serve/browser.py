@@ -17,7 +17,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 SHOWN_MS = 60_000
 NOTHING = "\u2013"  # stands where there is no sample
 
-# Contrast as WCAG 2 defines it, of every text that is visible, against what is painted below it.
+# Contrast as WCAG 2 defines it, of every visible text against its background.
 FAINT_TEXTS = """() => {
   const parse = (color) => color.match(/[\\d.]+/g).map(Number);
   const luminance = (rgb) => {
@@ -67,7 +67,7 @@ def open_browser() -> Iterator[Any]:
 
 
 class StatusPage:
-    """The page in a tab of its own, and what the tab asked for."""
+    """The page in a tab of its own, and the requests of the tab."""
 
     def __init__(self, browser: Any, url: str, **context: Any) -> None:
         self._context = browser.new_context(**context)
@@ -84,7 +84,7 @@ class StatusPage:
             self.complaints.append(message.text)
 
     def wait_for_numbers(self, polls: int = 1) -> None:
-        """Wait until the page has shown so many more answers."""
+        """Wait until the page has shown ``polls`` more answers."""
         shown = int(self.tab.evaluate("document.body.dataset.shown || 0"))
         self.wait_for(f"Number(document.body.dataset.shown || 0) >= {shown + polls}")
 

@@ -52,9 +52,9 @@ def until(condition, timeout_s: float = WAIT_S) -> None:
 
 
 def open_port(state: ApiState, access: Access | None = None) -> tuple[str, HttpServer]:
-    """Serve the API; return where, and what ends it."""
+    """Serve the API; return its address and the server."""
     listener = listen("127.0.0.1", 0)
-    # A process that answers is linked to a holder; nobody holds anything here.
+    # A server has a link to a holder of connections; this link holds none.
     server = HttpServer(state.config.serve, listener, link=HolderLink())
     server.start(make_api(state, access))
     return f"http://127.0.0.1:{listener.getsockname()[1]}", server

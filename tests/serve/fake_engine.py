@@ -17,10 +17,10 @@ from dist_aclgraph.actors.wire.messages import (
     Abort,
     Beat,
     Deltas,
+    EngineStatus,
     Goodbye,
-    Groups,
+    GroupList,
     Hello,
-    Pulse,
     Query,
     Refused,
     Submit,
@@ -126,8 +126,8 @@ class FakeEngine:
         self.token_limit: int | None = None
         self.refusal = ""
         self.metrics = copy.deepcopy(METRICS)
-        self.groups: Groups | None = None
-        self._told: Groups | None = None
+        self.groups: GroupList | None = None
+        self._told: GroupList | None = None
         self.others_tokens = 0
         self.last_beat = Beat()
         self._numbers: dict[bytes, int] = {}  # of the last deltas, by client
@@ -191,14 +191,14 @@ class FakeEngine:
                 for earlier in [c for c, name in self._names.items() if name == message.client]:
                     self._forget(earlier)
                 self._numbers[client], self._names[client] = 0, message.client
-                self._send(client, Pulse())
+                self._send(client, EngineStatus())
                 if self._told is not None:
                     self._send(client, self._told)
         elif client not in self._numbers:
             return
         elif isinstance(message, Beat):
             self.last_beat = message
-            self._send(client, Pulse("", self.others_tokens))
+            self._send(client, EngineStatus("", self.others_tokens))
         elif isinstance(message, Goodbye):
             self._forget(client)
         elif isinstance(message, Submit):

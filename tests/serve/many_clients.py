@@ -1,7 +1,7 @@
 """Clients that all ask at once: ``python -m tests.serve.many_clients PORT COUNT STATUS REQUEST``.
 
-A process of its own, with bare sockets, so that what it costs counts as little as possible. Prints
-the seconds from each request to the beginning of its answer.
+A separate process with bare sockets, so that it uses as little CPU time as possible. Prints the
+seconds from each request to the beginning of its answer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who may ask: keys, names of the host, pages of other sites."""
+"""Which requests are admitted: keys, names of the host, pages of other sites."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A service of two groups: what it says of itself, and does, when one of them goes."""
+"""A service of two groups: its reports and answers when one of them is lost."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dist_aclgraph.actors.wire.messages import GroupEntry, Groups
+from dist_aclgraph.actors.wire.messages import GroupEntry, GroupList
 from dist_aclgraph.config import load_config
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.serve.openai.completion_slots import CompletionSlots
@@ -64,7 +64,7 @@ def test_a_draining_group_is_counted_and_gets_nothing(service, other):
         GroupEntry("0", service.engine.address, 100, 16),
         GroupEntry("1", other.address, 100, 16, is_draining=True),
     )
-    service.engine.groups = Groups(1, entries)
+    service.engine.groups = GroupList(1, entries)
     until(lambda: groups(service)["draining"] == 1)
 
     assert groups(service) == {"serving": 1, "draining": 1, "lost": 0, "total": 2}
@@ -109,7 +109,7 @@ def test_a_group_that_drains_keeps_its_places(service, other):
     for i in range(2):
         service.state.client.submit(str(i), [i], SamplingParams(max_tokens=100000), (), deltas.put)
     service.state.slots.acquire(1024 + 16)
-    service.engine.groups = Groups(1, entries)
+    service.engine.groups = GroupList(1, entries)
     until(lambda: groups(service)["draining"] == 1)
 
     assert ask(service) == 200
@@ -130,7 +130,7 @@ def test_metrics_count_what_each_group_was_sent(service, other):
 
 
 def samples(service: Service, name: str) -> dict[str, float]:
-    """Return a metric's values, by its labels but those that all have."""
+    """Return a metric's values by its labels, without the labels that all metrics have."""
     found = {}
     for line in service.http.get("/metrics").text.splitlines():
         if line.startswith(f"dist_aclgraph_{name}{{"):

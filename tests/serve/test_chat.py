@@ -130,7 +130,7 @@ def test_streamed_logprobs_cover_every_token(service):
 
 
 def drawn_seeds(config: Config, state: ApiState, replica: int = 0) -> list[int]:
-    """What an ingress that starts now draws for requests without a seed."""
+    """The seeds that a new ingress draws for requests without one."""
     new = ApiState(config, state.tokenizer, state.client, replica=replica)
     return [new.open_journal({}).chance.seed for _ in range(5)]
 

@@ -9,7 +9,7 @@ import pytest
 from dist_aclgraph.actors.client.engine_client import EngineClient
 from dist_aclgraph.actors.client.token_log import MAX_LOSSES
 from dist_aclgraph.actors.wire.addresses import Address, Endpoint
-from dist_aclgraph.actors.wire.messages import GroupEntry, Groups, error_of
+from dist_aclgraph.actors.wire.messages import GroupEntry, GroupList, error_of
 from dist_aclgraph.errors import EngineDeadError, InvalidParameterError
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.sampling import SamplingParams
@@ -87,7 +87,7 @@ def other():
 
 
 def until_all_have_answered(client: EngineClient) -> None:
-    """Until then, requests go to those that have."""
+    """Until then, requests go to the groups that have."""
     until(lambda: all(engine.link.is_welcome for engine in client._known()))
 
 
@@ -100,12 +100,12 @@ def both(engine, other):
     client.close()
 
 
-def list_groups(version: int, *engines: FakeEngine, draining: str = "") -> Groups:
+def list_groups(version: int, *engines: FakeEngine, draining: str = "") -> GroupList:
     entries = [
         GroupEntry(str(i), engine.address, 100, 16, is_draining=str(i) in draining)
         for i, engine in enumerate(engines)
     ]
-    return Groups(version, tuple(entries))
+    return GroupList(version, tuple(entries))
 
 
 def test_equal_beginnings_go_to_one_engine_while_others_wait_no_less(both, engine, other):
@@ -149,8 +149,8 @@ def test_an_engine_that_is_added_takes_requests(engine, client, other):
     until_all_have_answered(client)
     client.submit("new", [2], LONG, (), lambda delta: None)
     until(lambda: len(other.submitted) == 1)
-    # The newcomer, too, says what there is: its older word changes nothing.
-    other.groups = Groups(0, ())
+    # The new engine also lists the groups: its older list changes nothing.
+    other.groups = GroupList(0, ())
     until(lambda: other.last_beat.groups_version == 1)
     assert client.capacity().total == 2
 
@@ -171,7 +171,7 @@ def test_an_engine_that_drains_keeps_its_requests_and_gets_no_others(both, engin
         both.submit(f"later{i}", [1, 2], PARAMS, (), lambda delta: None)
     until(lambda: len(other.submitted) == 6)
     assert len(engine.submitted) == 2
-    other.groups = Groups(2, (GroupEntry("1", other.address, 100, 16),))
+    other.groups = GroupList(2, (GroupEntry("1", other.address, 100, 16),))
     for deltas in answers.values():
         ids, last = collect(deltas)
         assert (len(ids), last.finish_reason) == (300, "length")

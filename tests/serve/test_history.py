@@ -114,7 +114,7 @@ def test_ten_minutes_are_kept_and_no_more():
 
 
 class Client:
-    """Closes with the last of so many looks."""
+    """Closes with the last sample."""
 
     def __init__(self, num_looks: int) -> None:
         self.num_left = num_looks

@@ -97,7 +97,7 @@ def test_a_hostile_body_is_refused_while_the_event_loop_turns(service, name):
     path, body = BODIES[name]
 
     longest = []
-    for _ in range(3):  # on a busy machine a turn is also what another thread does beside it
+    for _ in range(3):  # on a busy machine a turn includes the work of other threads
         with watched(service.loop) as turns:
             reply = service.http.post(path, content=body)
         assert_error(reply)

@@ -1,4 +1,4 @@
-"""What is written down of a connection, and who holds it beside the process that answers."""
+"""The journal of a connection, and the process that holds the connection beside the ingress."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def new_memory() -> Iterator[tuple[JournalMemory, int]]:
 
 
 def state_of(descriptor: int) -> Any:
-    """Return what another process sees; None for a journal that is void."""
+    """Return the journal as another process sees it; None for a journal that is void."""
     try:
         memory = JournalMemory(descriptor)
     except ValueError:
@@ -220,7 +220,7 @@ class Connection:
         self.holder.take_in()
 
     def read(self, data: bytes, *, is_noted: bool = True) -> None:
-        """Have the process read what the client sends, and die before it knows, or live on."""
+        """Let the process read the client's bytes and die before it records them, or live on."""
         self.client.sendall(data)
         self.server.recv_into(self.record.read_buffer(), len(data), socket.MSG_WAITALL)
         if is_noted:

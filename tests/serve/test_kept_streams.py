@@ -39,14 +39,14 @@ HEADERS = "Host: x\r\nContent-Type: application/json\r\n"
 
 
 def by_position(submit: Submit) -> list[int]:
-    """A model whose tokens depend on their positions, whatever it was given of them before."""
+    """A model whose tokens depend on their positions alone."""
     first = len(submit.prompt) // INT_BYTES
     return [60 + (first + i) * 7919 % 97 for i in range(submit.max_tokens)]
 
 
 @dataclass
 class Answer:
-    """What came over one connection."""
+    """The bytes received over one connection."""
 
     error: str = ""
     bodies: list[bytes] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Answer:
 
 def _choice_of(frame: bytes) -> bytes:
     found = re.search(rb'"choices":\[\{"index":([0-9]+)', frame)
-    return found[1] if found else b"~"  # what belongs to none comes last
+    return found[1] if found else b"~"  # frames of no request come last
 
 
 def num_descriptors_of(pid: int) -> int:
@@ -92,7 +92,7 @@ class Service:
         return socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)
 
     def ask(self, request: bytes, count: int = 1) -> Answer:
-        """Ask the same so many times, one after the other over one connection."""
+        """Send the same request several times, one after another over one connection."""
         answer = Answer()
         try:
             with self.connect() as client, client.makefile("rb") as stream:
@@ -130,7 +130,7 @@ class Service:
         until(lambda: self.ingress(other_than=pid) > 0, WAIT_S)
 
     def wait_for_tokens(self, count: int) -> None:
-        """Return once the engine has made so many more tokens."""
+        """Return once the engine has made ``count`` more tokens."""
         wanted = self.engine.metrics["generation_tokens"] + count
         until(lambda: self.engine.metrics["generation_tokens"] >= wanted, WAIT_S)
 
@@ -179,7 +179,7 @@ class Service:
         return num_descriptors_of(self.process.pid)
 
     def num_descriptors_at_rest(self) -> int:
-        """Return how many it has, once those of connections that have ended are gone."""
+        """Return the number of held connections, once ended ones are gone."""
         found = [self.num_descriptors]
 
         def is_at_rest() -> bool:
@@ -360,8 +360,8 @@ def test_a_request_right_behind_a_large_answer_goes_on_like_all_others(service: 
 def test_of_two_requests_at_once_on_one_connection_none_waits_for_ever(
     service: Service, num_before: int
 ) -> None:
-    """The process dies within the first answer, which goes on with the second one behind it, or
-    within the second, of which nobody else knows: then the connection ends.
+    """The process dies within the first answer, which continues and is followed by the second, or
+    within the second, which no other process knows: then the connection ends.
     """
     [plain] = service.ask_all([KINDS["chat"]])
     answer = Answer()
@@ -396,7 +396,7 @@ def stop(pid: int) -> None:
 
 @pytest.mark.slow
 def test_a_request_is_answered_wherever_the_ingress_dies_while_it_comes(service: Service) -> None:
-    """Unread, half of it read, on a connection that nobody has accepted, or on one used before."""
+    """Unread, half read, on a connection that was not accepted yet, or on a used one."""
     request = KINDS["chat"]
     half = len(request) // 2
     plain = service.ask(request, count=2)
@@ -548,7 +548,7 @@ def test_what_comes_before_anything_can_be_answered_waits_at_the_client(tmp_path
 
 
 def test_of_an_answer_that_is_not_written_down_nothing_comes_twice(service: Service) -> None:
-    """A response that had begun and of which nobody knows more ends with its process."""
+    """A response that has begun, and that no other process knows, ends with its process."""
     get = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
     pid = service.ingress()
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Limits on connections: whoever sends or reads too slowly, or too much, loses the connection."""
+"""Limits on connections: a client that sends or reads too slowly, or too much, is disconnected."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_trailers_and_extensions_of_chunks_without_an_end_are_cut_off(service, b
     with connect(service) as client:
         client.sendall(CHUNKED + b"1\r\n{\r\n" + begun)
 
-        with pytest.raises(OSError):  # a reset: the kernel takes a few MB that nobody reads
+        with pytest.raises(OSError):  # a reset: the kernel buffers a few MB that are never read
             for _ in range(500):
                 client.sendall(piece)
 
@@ -223,7 +223,8 @@ def test_bodies_have_a_limit_all_together():
         assert_full(small.recv(65536))
         until(lambda: bodies.num_bytes == 4 << 20)
 
-        # A body counts until its request is answered; beyond the limit nobody is told to send one.
+        # A body counts until its request is answered; beyond the limit no client is told to send
+        # one.
         answered.sendall(head(CHAT, len(asked), JSON) + asked)
         until(lambda: service.engine.num_running == 1)
         waiting.sendall(head("/tokenize", 100, "Expect: 100-continue", JSON))

@@ -1,4 +1,4 @@
-"""Beyond its places the service refuses at once, before it reads what was sent."""
+"""A full service refuses at once, before it reads the body."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_full_service_refuses_and_says_when_to_come_back(full):
 
 
 def test_a_refusal_reads_nothing(full):
-    """What is no JSON is refused for the lack of a place, not for what it is."""
+    """A body that is not JSON is refused for the lack of a place, not for its contents."""
     assert_error(full.http.post(CHAT, content=b"{" * 1000), 503)
 
 

@@ -96,7 +96,7 @@ REPLACED = (
     + """
 import os, secrets
 from ray import serve
-from dist_aclgraph.actors.wire.messages import GroupEntry, Groups
+from dist_aclgraph.actors.wire.messages import GroupEntry, GroupList
 from dist_aclgraph.actors.client.outage import Outlook
 from dist_aclgraph.ints import INT_BYTES
 from dist_aclgraph.serve.app import make_app
@@ -118,7 +118,7 @@ def start_one(config, found=sys.argv[3]):
 
         def outlook(self):
             entry = GroupEntry("0", self.engine.address, 100, 16)
-            return Outlook(Groups(1, (entry,)), token=self.token)
+            return Outlook(GroupList(1, (entry,)), token=self.token)
 
     with open(found, "a") as pids:
         print(os.getpid(), file=pids)

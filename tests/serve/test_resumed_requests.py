@@ -1,4 +1,4 @@
-"""Requests whose engine dies go on with another one, and nobody sees it in their tokens."""
+"""Requests whose engine dies continue with another one, and their tokens do not change."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from dist_aclgraph.steps.delta import RequestDelta
 from tests.serve.conftest import WAIT_S, until
 from tests.serve.fake_engine import NODE, TOKEN, FakeEngine
 
-LINK_S = 10.0  # none is lost by silence, on a busy machine either
+LINK_S = 10.0  # no engine counts as silent, even on a busy machine
 PROMPT = [7, 8, 9]
 END_ID = 5000
 
 
 def by_position(submit: Submit) -> list[int]:
-    """A model whose tokens depend on their positions, whatever the engine was given of them."""
+    """A model whose tokens depend on their positions alone."""
     first = len(submit.prompt) // INT_BYTES
     return [1000 + first + i for i in range(submit.max_tokens)]
 
@@ -68,7 +68,7 @@ class Engines:
         until(lambda: all(known.link.is_welcome for known in self.client._known()))
 
     def collect(self, count: int | None = None) -> tuple[list[int], RequestDelta]:
-        """Take so many tokens, or all."""
+        """Read a number of tokens, or all."""
         tokens: list[int] = []
         while True:
             delta = self.deltas.get(timeout=WAIT_S)

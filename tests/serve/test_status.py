@@ -1,4 +1,4 @@
-"""The status page's file and its numbers: who may see them, what they cost, whether they agree."""
+"""The status page's file and its numbers: access to them, their cost, and their agreement."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_the_page_is_one_file_that_asks_no_other_host(service):
     assert links == ["data:,"]
     assert "@import" not in page.text and "url(" not in page.text
     assert re.findall(r"https?://[^\"]*", page.text) == [
-        "http://www.w3.org/2000/svg"  # a name, that nobody asks
+        "http://www.w3.org/2000/svg"  # a name that is never resolved
     ]
 
 

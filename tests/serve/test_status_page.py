@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from dist_aclgraph.actors.wire.messages import GroupEntry, Groups
+from dist_aclgraph.actors.wire.messages import GroupEntry, GroupList
 from dist_aclgraph.config import ServeConfig
 from dist_aclgraph.serve.api import make_api
 from dist_aclgraph.serve.http.access import read_access
@@ -84,7 +84,7 @@ def test_numbers_under_load_lie_between_two_scrapes_and_then_equal_the_last(brow
         with under_load(own_service):
             for _ in range(3):
                 before = scrape(own_service)
-                page.wait_for_numbers(2)  # what is shown then was read after the scrape
+                page.wait_for_numbers(2)  # the next numbers were read after the scrape
                 samples = page.samples()
                 assert_in_between(samples, before, scrape(own_service))
         page.wait_for_numbers(2)
@@ -148,11 +148,11 @@ def test_groups_that_drain_or_are_lost_are_shown_beside_those_that_serve(browser
             GroupEntry("0", service.engine.address, 100, 16),
             GroupEntry("7", other.address, 100, 16, is_draining=True),
         )
-        service.engine.groups = other.groups = Groups(1, entries)
+        service.engine.groups = other.groups = GroupList(1, entries)
         head = "document.querySelector(\"[data-group='7'] h2\")"
         page.wait_for(f"{head} !== null && {head}.textContent.includes('draining')")
         assert page.tab.inner_text("#state") == "1 of 2 groups serve"
-        service.engine.groups = other.groups = Groups(
+        service.engine.groups = other.groups = GroupList(
             2, (entries[0], GroupEntry("7", other.address, 100, 16))
         )
         page.wait_for(f"{head}.textContent.includes('serving')")

@@ -1,4 +1,4 @@
-"""Requests wait while no group serves, and nobody sees it in their tokens."""
+"""Requests wait while no group serves, and their tokens do not change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from dist_aclgraph.actors.client.engine_client import EngineClient
 from dist_aclgraph.actors.client.outage import Outlook, Recovery
 from dist_aclgraph.actors.client.token_log import MAX_LOSSES
-from dist_aclgraph.actors.wire.messages import GroupEntry, Groups, error_of
+from dist_aclgraph.actors.wire.messages import GroupEntry, GroupList, error_of
 from dist_aclgraph.errors import EngineDeadError, EngineUnavailableError
 from dist_aclgraph.ints import INT_BYTES
 from dist_aclgraph.sampling import SamplingParams
@@ -21,7 +21,7 @@ from tests.serve.conftest import WAIT_S, until
 from tests.serve.fake_engine import NODE, TOKEN, FakeEngine
 from tests.serve.test_resumed_requests import PROMPT, by_position, wanted
 
-LINK_S = 10.0  # none is lost by silence, on a busy machine either
+LINK_S = 10.0  # no engine counts as silent, even on a busy machine
 LOADING = "LOADING 3 of 9"
 
 
@@ -67,13 +67,13 @@ class Deployment:
         engine = self.new_engine()
         number = len(self.engines) - 1
         entry = GroupEntry(str(number), engine.address, 100, 16)
-        self.outlook = Outlook(Groups(number, (entry,)))
+        self.outlook = Outlook(GroupList(number, (entry,)))
         return engine
 
     def begin_anew(self) -> FakeEngine:
         """Have another deployment in the place of this one: it counts groups from 0."""
         engine = self.new_engine(token="another-token")
-        groups = Groups(1, (GroupEntry("0", engine.address, 100, 16),))
+        groups = GroupList(1, (GroupEntry("0", engine.address, 100, 16),))
         self.outlook = Outlook(groups, token="another-token")
         return engine
 
@@ -83,7 +83,7 @@ class Deployment:
         self.client.submit(name, PROMPT, params, (), deltas.put, seed=11)
 
     def collect(self, name: str, count: int | None = None) -> tuple[list[int], RequestDelta]:
-        """Take so many tokens, or all."""
+        """Read a number of tokens, or all."""
         tokens: list[int] = []
         while True:
             delta = self.deltas[name].get(timeout=WAIT_S)

@@ -21,7 +21,7 @@ TOKENIZER = Tokenizer(MODEL)
 
 
 def naive(text: str, stops: list[str], immune: int = 0) -> str:
-    """What a reader of the whole text, character by character, would cut.
+    """The cut that a reader of the whole text, character by character, would make.
 
     Args:
         immune: number of characters at the front in which no stop string may end.

@@ -1,4 +1,4 @@
-"""Asking an NPU in a child process: what comes back, and that it ends."""
+"""Reading an NPU's properties in a child process: the answer, and the end of the child."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ BAD = MemoryRange(PAGE, 2 * PAGE)
 
 
 class Acl:
-    """What the runtime lists, and does about it.
+    """The runtime's list of bad memory, and its repair.
 
     Args:
         code: of the question; left: what stays bad behind a repair.

@@ -27,7 +27,7 @@ LAYOUTS = ("cann", "ascend-toolkit")
 
 @pytest.fixture
 def ascend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where CANN would be, on a machine with an NPU; nobody has sourced anything."""
+    """The place of CANN on a machine with an NPU, where no set_env.sh was sourced."""
     monkeypatch.setattr(kind, "DEV", tmp_path)
     (tmp_path / "davinci0").touch()
     monkeypatch.setenv("ASCEND_INSTALL_PATH", str(tmp_path))

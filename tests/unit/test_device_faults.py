@@ -1,4 +1,4 @@
-"""What stopped a device, read from torch_npu's words."""
+"""The cause that stopped a device, read from torch_npu's message."""
 
 from __future__ import annotations
 

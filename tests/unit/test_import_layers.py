@@ -1,4 +1,4 @@
-"""The architecture as a test: who imports whom, and what nobody may do."""
+"""The architecture as a test: the imports of each folder, and calls that no module may make."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BESIDE = ("benchmarks", "tools")  # folders beside the package, which is shipped
 
 @dataclass(frozen=True)
 class Row:
-    """What the modules of one folder may import: other folders, and libraries."""
+    """The imports that one folder may have: other folders, and libraries."""
 
     folders: frozenset[str]
     libraries: frozenset[str]
@@ -67,7 +67,7 @@ class Module:
 
 
 def folder_of(name: str) -> str:
-    """Return the folder of a module or of what is imported from it, its name without ours.
+    """Return the folder of a module, or of a name imported from it, without the package's name.
 
     An inner folder counts where it has a row of its own.
     """
@@ -79,7 +79,7 @@ def folder_of(name: str) -> str:
 
 
 def imported_folder(target: str) -> str | None:
-    """Return the folder that an import names, None for what is not ours."""
+    """Return the folder that an import names, None for a library."""
     top, _, inner = target.partition(".")
     if top in BESIDE:
         return top
@@ -93,7 +93,7 @@ def modules() -> list[Module]:
             parts = path.relative_to(base).with_suffix("").parts
             name = ".".join(part for part in parts if part != "__init__")
             if not name:
-                continue  # the package's face names what is public, from any folder
+                continue  # the package's __init__ imports public names from any folder
             tree = ast.parse(path.read_text(encoding="utf-8"))
             found.append(Module(name, tree, path.name == "__init__.py"))
     return found
@@ -146,7 +146,7 @@ def assigned_roots(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, target.id
 
 
-# ---- rules of one module: each yields the lines that break it, and what they do
+# ---- rules of one module: each yields the lines that break it, with the reason
 
 Rule = Callable[[Module], Iterator[tuple[int, str]]]
 

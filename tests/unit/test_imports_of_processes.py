@@ -1,4 +1,4 @@
-"""What a process imports before it does anything: seconds of a core, in each of them."""
+"""The imports of a process before it works: seconds of a core in each process."""
 
 from __future__ import annotations
 

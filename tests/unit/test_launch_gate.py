@@ -1,4 +1,4 @@
-"""A device is stopped while nobody launches, and nobody launches before it works again."""
+"""A device is stopped while no thread launches, and no thread launches before it works again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks of a node read ahead of each other."""
+"""The files that the ranks of a node read ahead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling parameters: limits, spellings, and what is derived."""
+"""Sampling parameters: limits, spellings, and derived values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who took a rank's streams."""
+"""The owners of a rank's streams."""
 
 from __future__ import annotations
 

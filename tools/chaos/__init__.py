@@ -1,1 +1,1 @@
-"""The rig behind ``make chaos``: faults from a seed against a service that people would start."""
+"""The rig behind ``make chaos``: faults from a seed against a real service."""

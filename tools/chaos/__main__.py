@@ -25,15 +25,15 @@ from tools.chaos.report import COLUMNS, lines_of, sentence_of
 from tools.chaos.rig import Rig
 from tools.chaos.shapes import SHAPES, Shape
 
-SHARE = 0.05  # of all deltas: a fault strikes before
+SHARE = 0.05  # share of all deltas before which a fault strikes
 
 
 def run_plan(
     shape: Shape, plan: list[Strike], room: Path | None, console: Console
 ) -> Iterator[Outcome]:
-    """Carry out a plan; print a line for each strike as soon as it is over, and yield what it did.
+    """Execute a plan; print a line after each strike, and yield its result.
 
-    What was started is ended when the iterator is closed.
+    Closing the iterator ends everything that was started.
     """
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.description}"), console=console) as bar:
@@ -52,7 +52,7 @@ def chosen_kinds(only: str) -> tuple[Kind, ...]:
     """Return the faults whose names are in a list with commas; all for "".
 
     Raises:
-        ConfigError: there is none of a name.
+        ConfigError: a name is unknown.
     """
     names = [name.strip() for name in only.split(",") if name.strip()]
     known = {kind.name.lower(): kind for kind in FIRSTS}
@@ -67,10 +67,10 @@ def main(
     shape: Annotated[str, typer.Option(help=f"the deployment: {', '.join(SHAPES)}")] = "replicas",
     only: Annotated[str, typer.Option(help="names of faults, with commas between them")] = "",
 ) -> None:
-    """Run faults against a service, and print a table of what each one cost."""
+    """Run faults against a service, and print a table with the cost of each."""
     if shape not in SHAPES:
         raise ConfigError(f"there is no shape {shape!r}; there are: {', '.join(SHAPES)}")
-    # What was started is ended then, too.
+    # Ends everything that was started, too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     console = Console(width=200 if not os.isatty(1) else None)
     found = SHAPES[shape]
@@ -88,7 +88,7 @@ def main(
         try:
             for outcome in run_plan(found, plan, room, console):
                 outcomes.append(outcome)
-        finally:  # what was tried is told, whatever ends it
+        finally:  # print the results, however the run ends
             minutes = (time.monotonic() - began_s) / 60
             print_table(f"{shape}, seed {seed}", outcomes, minutes, console)
     if not all(outcome.is_good for outcome in outcomes):

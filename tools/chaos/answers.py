@@ -1,4 +1,4 @@
-"""What clients saw of their answers, and what may be concluded from it. Knows no sockets."""
+"""The answers that clients received, and conclusions from them. Knows no sockets."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ OK, BUSY = 200, (429, 503)
 
 @dataclass
 class Answer:
-    """One request's answer, as it came. One thread writes it.
+    """One request's answer, as received. One thread writes it.
 
     Attributes:
-        body: which request it answers; equal ones must get equal texts.
-        status: of HTTP, 0 where none came.
-        retry_after: whether the refusal said when to come again.
-        num_tokens: as the service counted them in the end.
-        times_s: when each delta came.
-        given_up: its client went away by itself.
+        body: number of the request that it answers; equal requests must get equal texts.
+        status: HTTP status, 0 without one.
+        retry_after: whether the refusal has a Retry-After.
+        num_tokens: tokens by the service's final count.
+        times_s: time of each delta.
+        given_up: whether its client disconnected on purpose.
     """
 
     body: int
@@ -34,7 +34,7 @@ class Answer:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the service said, before it had begun, that it has no room."""
+        """Whether the service refused, before the answer began, for lack of room."""
         return self.status in BUSY and self.retry_after
 
     @property
@@ -43,13 +43,13 @@ class Answer:
 
     @property
     def is_lost(self) -> bool:
-        """Whether an answer was owed and did not come."""
+        """Whether an expected answer is missing."""
         return not (self.is_whole or self.is_refused or self.given_up)
 
     def differs(self, wanted: Answer) -> bool:
-        """Whether it has other tokens than the one of a run without faults.
+        """Whether it has other tokens than the answer of a run without faults.
 
-        Of an answer that was not to the end, what there is must be how that one begins.
+        An incomplete answer must be a prefix of that answer.
         """
         if not self.is_whole:
             return not wanted.text.startswith(self.text)
@@ -73,13 +73,13 @@ class Pause:
 
 
 def longest_pause(times_s: Sequence[float], struck_s: float) -> Pause | None:
-    """Return the longest time without a delta that ended after ``struck_s``, None if none did."""
+    """Return the longest time without a delta that ended after ``struck_s``, or None."""
     found = [Pause(a, b) for a, b in pairwise(sorted(times_s)) if b > struck_s]
     return max(found, key=lambda pause: pause.length_s, default=None)
 
 
 def first_after(times_s: Sequence[float], at_s: float) -> float | None:
-    """Return when the next delta came, None where none did."""
+    """Return the time of the next delta, or None."""
     return min((t for t in times_s if t > at_s), default=None)
 
 

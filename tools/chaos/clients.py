@@ -1,4 +1,4 @@
-"""Clients that stream answers at once, on threads of their own, and count what comes."""
+"""Clients that stream answers at the same time, on threads of their own, and count deltas."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from tools.chaos.answers import OK, Answer
 
 PATH = "/v1/completions"
 TIMEOUT_S = 400.0  # without a byte: longer than requests wait for a group
-NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # unused, but wanted; slow to make
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # required by the API but unused; slow to make
 SMALL_BUFFER = [(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)]
 
 BeforeDelta = Callable[[Answer], None]
 
 
 class Hangup(Exception):
-    """The client goes away."""
+    """The client disconnects."""
 
 
 class Clients:
-    """Sends requests at once. Owns their answers, and how many deltas have come.
+    """Sends requests at once. Owns their answers, and the number of deltas.
 
     Args:
-        bodies: the requests, by the numbers that answers remember them by.
+        bodies: the requests, by the numbers that answers refer to.
         before_delta: called before each delta of an answer is read, on that client's thread; may
             wait, or raise Hangup.
     """
@@ -62,7 +62,7 @@ class Clients:
             thread.start()
 
     def wait_for_deltas(self, count: int, timeout_s: float) -> bool:
-        """Return whether so many deltas have come before all answers were over."""
+        """Return whether so many deltas arrived before all answers ended."""
         with self._seen:
             self._seen.wait_for(
                 lambda: self._num_deltas >= count or not self._num_running, timeout_s
@@ -70,12 +70,14 @@ class Clients:
             return self._num_deltas >= count
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for all answers; return whether all are over."""
+        """Wait for all answers; return whether all have ended."""
         with self._seen:
             return self._seen.wait_for(lambda: not self._num_running, timeout_s)
 
     def _client(self) -> httpx.Client:
-        """Return a client for one thread: one that threads share may close what another reads."""
+        """Return a client for one thread, because a shared client may close a connection that
+        another thread reads.
+        """
         transport = httpx.HTTPTransport(verify=NO_TLS, socket_options=self._options)
         return httpx.Client(transport=transport, timeout=TIMEOUT_S)
 

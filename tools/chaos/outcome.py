@@ -1,4 +1,4 @@
-"""What a strike did: from what clients and watchers saw to one row of numbers."""
+"""The result of a strike: from observations of clients and watchers to one row of numbers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tools.chaos.plan import Strike
 
 @dataclass(frozen=True)
 class Sight:
-    """One look at ``/ready``.
+    """One poll of ``/ready``.
 
     Attributes:
-        serving: groups that take requests; 0 also where nobody answers.
+        serving: groups that accept requests; 0 also if the service does not answer.
     """
 
     at_s: float
@@ -28,19 +28,19 @@ class Sight:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one strike did. Seconds after it; None for what did not happen.
+    """The result of one strike. Times are in seconds after it; None if the event did not happen.
 
     Attributes:
         tried: requests that were sent.
-        lost: of those that were accepted, the ones that did not get their answer.
-        refused: with 429 or 503, and told when to come again.
-        unready_s: until ``/ready`` knew of fewer groups.
+        lost: accepted requests without an answer.
+        refused: refused with 429 or 503 and Retry-After.
+        unready_s: until ``/ready`` reported fewer groups.
         new_tokens_s: until each stream had a delta after the fault was known.
-        pause_s: the longest time that a stream stood still.
+        pause_s: the longest time without a delta in one stream.
         recovered_s: until all groups served again.
         exit_code: of the service, if it ended.
-        left: what was there afterwards and should not have been.
-        error: what the first lost request was told.
+        left: remains that should not exist.
+        error: error of the first lost request.
         said: the last line of a service that ended.
     """
 
@@ -60,7 +60,7 @@ class Outcome:
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing was lost, differs or was left behind, and the service goes on."""
+        """Whether nothing was lost, differs or was left behind, and the service continues."""
         return not (self.lost or self.different or self.left) and self.exit_code is None
 
 
@@ -77,7 +77,7 @@ def judge(
     left: Sequence[str],
     said: str,
 ) -> Outcome:
-    """Return what a strike did.
+    """Return the result of a strike.
 
     Args:
         wanted: answers of a run without faults, by their bodies.
@@ -105,6 +105,6 @@ def judge(
 
 
 def first_without(sights: Sequence[Sight], struck_s: float, num_groups: int) -> float | None:
-    """Return when, after a strike, fewer groups than all were seen first."""
+    """Return the first time, after a strike, at which not all groups were seen."""
     seen = (s.at_s for s in sights if s.at_s >= struck_s and s.serving < num_groups)
     return min(seen, default=None)

@@ -1,9 +1,9 @@
-"""``make bench-overload``: what readers notice of others who ask ten times too much, or stall.
+"""``make bench-overload``: the effect of overload, and of stalled clients, on readers.
 
-One service of the emulated NPU, as people start it. Its peak is measured with as many clients as
-it has places; then requests come at ten times that rate, whoever is served or refused; then eight
-readers beside 64 that read nothing; then beside bodies that are huge. Clients and service share
-this machine's cores, so that figures count as ratios within one run.
+The bench starts one service of the emulated NPU like a user. It measures the peak with as many
+clients as there are places. Then requests arrive at ten times that rate, independent of refusals.
+Then eight readers read beside 64 clients that read nothing, and finally beside huge bodies. Clients
+and service share this machine's cores, so figures are meaningful as ratios within one run.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ SHAPE = replace(
 
 @dataclass
 class Reply:
-    """What a client saw, in seconds of the monotonic clock; status 0 where nothing came."""
+    """A client's observations, in seconds of the monotonic clock; status 0 without an answer."""
 
     asked_s: float
     status: int = 0
     head_s: float = 0.0
-    says_when: bool = False  # a refusal that has Retry-After
+    says_when: bool = False  # whether a refusal has Retry-After
     deltas_s: list[float] = field(default_factory=list)
     is_whole: bool = False
 
@@ -73,7 +73,9 @@ class Reply:
 
 
 class Visitor:
-    """Asks a service over connections of its own: little work for each, as cores are shared."""
+    """Sends each request on a new connection, with little work, because clients and service share
+    cores.
+    """
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -109,7 +111,7 @@ class Visitor:
                 f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
                 + body
             )
-            with suppress(ConnectionError):  # who is refused early need not be read to the end
+            with suppress(ConnectionError):  # an early refusal need not be read to the end
                 await writer.drain()
             yield reader
         finally:
@@ -117,10 +119,10 @@ class Visitor:
 
 
 class Pings:
-    """Asks again and again whether the service lives, from a process that does nothing else.
+    """Polls the health of a service, from a process that does nothing else.
 
     Attributes:
-        seconds: how long each answer took; once the block is over.
+        seconds: duration of each answer; available after the block.
     """
 
     def __init__(self, port: int) -> None:
@@ -140,7 +142,7 @@ class Pings:
 
 
 def _ping(port: int, told: Connection) -> None:
-    """Ask until something is told; tell that it has begun, and in the end how long answers took."""
+    """Poll until the parent sends something; report the start, and at the end the durations."""
     found: list[float] = []
     told.send(None)
     while not told.poll(PING_S):
@@ -161,7 +163,7 @@ def body_of(count: int, prompt: Any = None) -> bytes:
 
 
 async def at_the_peak(visitor: Visitor, seconds: float) -> list[Reply]:
-    """Keep all places busy for so long."""
+    """Keep all places busy for the given time."""
     until_s = time.monotonic() + seconds
     replies: list[Reply] = []
 
@@ -174,7 +176,7 @@ async def at_the_peak(visitor: Visitor, seconds: float) -> list[Reply]:
 
 
 async def at_a_rate(visitor: Visitor, per_second: float, seconds: float) -> list[Reply]:
-    """Send requests evenly, whatever became of those before."""
+    """Send requests at a constant rate, independent of earlier ones."""
     tasks: list[asyncio.Task[Reply]] = []
     start_s = time.monotonic()
     while (now_s := time.monotonic() - start_s) < seconds:
@@ -185,7 +187,7 @@ async def at_a_rate(visitor: Visitor, per_second: float, seconds: float) -> list
 
 
 async def readers(visitor: Visitor) -> list[Reply]:
-    """Have a few readers each read an answer, side by side."""
+    """Let a few readers each read an answer, at the same time."""
     return list(
         await asyncio.gather(*(visitor.ask(body_of(READ_TOKENS)) for _ in range(NUM_READERS)))
     )
@@ -193,7 +195,7 @@ async def readers(visitor: Visitor) -> list[Reply]:
 
 @asynccontextmanager
 async def beside(works: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
-    """Run work beside what is in the block, and end it with the block."""
+    """Run work beside the block, and end it with the block."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         yield
@@ -204,7 +206,7 @@ async def beside(works: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[No
 
 
 async def send_huge_bodies(visitor: Visitor) -> None:
-    """Send what is too large again and again: a body, a prompt, a word."""
+    """Send too large data again and again: a body, a prompt, a word."""
     bodies = [b" " * (32 << 20), body_of(1, [70] * 200_000), body_of(1, "a" * (1 << 20))]
     while True:
         for body in bodies:
@@ -266,7 +268,9 @@ async def drop(work: Coroutine[Any, Any, Any]) -> None:
 
 
 async def wait_for_running(service: Service, count: int) -> None:
-    """Wait until so many requests run; goes on after a while, as some may be over already."""
+    """Wait until so many requests run; continue after a while, because some may have ended
+    already.
+    """
     until_s = time.monotonic() + RUNNING_S
     while (await asyncio.to_thread(service.metrics)).get("num_requests_running", 0) < count:
         if time.monotonic() > until_s:
@@ -275,7 +279,7 @@ async def wait_for_running(service: Service, count: int) -> None:
 
 
 def goodput(replies: Iterable[Reply]) -> float:
-    """Return the tokens a second of answers that are whole, from the first token to the last."""
+    """Return the tokens per second of complete answers, from the first token to the last."""
     whole = [reply.deltas_s for reply in replies if reply.is_whole]
     if not whole:
         return 0.0
@@ -295,7 +299,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def resident_bytes(pids: Iterable[int]) -> int:
-    """Return the memory that processes hold, those that live."""
+    """Return the memory of those processes that still live."""
     page = os.sysconf("SC_PAGE_SIZE")
     total = 0
     for pid in pids:

@@ -1,7 +1,7 @@
-"""Which faults are tried, in which order and when: all of it follows from a seed.
+"""The faults to try, their order and their times: a seed determines everything.
 
-When a fault strikes is said in logical steps, such as after the k-th delta of all streams, so that
-a slow machine sees what a fast one does.
+The time of a fault is a logical step, such as after the k-th delta of all streams, so that slow and
+fast machines run the same plan.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """What goes wrong; the value is what the table calls it."""
+    """A kind of fault; the value is its name in the table."""
 
     KILL_WORKER = "worker killed"
     PREFILL_DEATH = "worker dies in a prefill"
@@ -35,12 +35,12 @@ class Kind(Enum):
     KILL_RAYLET = "raylet killed"
     KILL_OWNER = "owner of the deployment killed"
     STOP_OWNER = "owner of the deployment stopped, until it is killed"
-    # Inside the recovery of another fault only.
+    # Only inside the recovery of another fault.
     CAPTURE_DEATH = "a rank of the replacement dies in its capture"
     CAPTURE_MEMORY = "memory of the replacement runs out in its capture"
 
 
-# They end a group, which is replaced.
+# These end a group, which is replaced.
 GROUP_ENDING = (
     Kind.KILL_WORKER,
     Kind.PREFILL_DEATH,
@@ -59,7 +59,7 @@ class Fault:
     """A fault, or two, of which the second strikes inside the recovery of the first.
 
     Attributes:
-        second: strikes once the first is known, or in the capture that it is about.
+        second: strikes once the first is known, or in the capture that it names.
     """
 
     kind: Kind
@@ -74,8 +74,8 @@ class Strike:
     """One fault of a plan.
 
     Attributes:
-        after_deltas: how many deltas all streams together have seen before it.
-        target: chooses among the processes that may be meant, modulo their number.
+        after_deltas: number of deltas of all streams before it.
+        target: index of the target among the possible processes, modulo their number.
     """
 
     number: int
@@ -90,11 +90,11 @@ class Strike:
 def make_plan(
     seed: int, count: int, *, max_deltas: int, kinds: Sequence[Kind] = FIRSTS
 ) -> list[Strike]:
-    """Return ``count`` strikes: round after round of all faults, each in an order of its own.
+    """Return ``count`` strikes: rounds of all faults, each round in a random order.
 
     Args:
-        max_deltas: the latest that a fault strikes.
-        kinds: those that may come first; the others are left out.
+        max_deltas: upper limit of the deltas before a fault.
+        kinds: kinds that may come first; others are omitted.
     """
     chance = random.Random(seed)
     strikes: list[Strike] = []
@@ -106,7 +106,7 @@ def make_plan(
 
 
 def _round(chance: random.Random, kinds: Sequence[Kind]) -> list[Fault]:
-    """Every kind alone, then one of those that end a group with each of the second ones."""
+    """Every kind alone, then one kind that ends a group with each second kind."""
     alone = [Fault(kind) for kind in kinds]
     ending = [kind for kind in kinds if kind in GROUP_ENDING]
     pairs = [Fault(chance.choice(ending), second) for second in IN_RECOVERY if ending]

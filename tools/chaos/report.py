@@ -1,4 +1,4 @@
-"""The table of ``make chaos``: one line a fault, over all strikes of it."""
+"""The table of ``make chaos``: one line per fault, over all of its strikes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOTAL = "all"
 def lines_of(outcomes: Sequence[Outcome]) -> Iterator[list[str]]:
     """Yield a line for each fault in the order of their first strikes, then one for all.
 
-    Seconds are of the worst strike.
+    Seconds are those of the worst strike.
     """
     names = list(dict.fromkeys(str(outcome.strike.fault) for outcome in outcomes))
     for name in names:
@@ -59,7 +59,7 @@ def _worst(seconds: Iterable[float | None]) -> str:
 
 
 def sentence_of(outcome: Outcome) -> str:
-    """Say in one line what a strike did."""
+    """Describe the result of a strike in one line."""
     told = {
         "not ready": outcome.unready_s,
         "new tokens": outcome.new_tokens_s,

@@ -1,4 +1,4 @@
-"""Carrying out strikes: load, fault, waiting, and looking at what is left."""
+"""Execution of strikes: load, fault, waiting, and a check for remains."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ Say = Callable[[str], None]
 
 @dataclass
 class Watcher:
-    """Looks at ``/ready`` again and again, on a thread, while it is a context."""
+    """Polls ``/ready`` on a thread, inside this context."""
 
     service: Service
     sights: list[Sight] = field(default_factory=list)
@@ -84,11 +84,11 @@ class Watcher:
 
 
 class Rig:
-    """Owns the service that is struck, until it ends; then there is another one.
+    """Owns the service under test, until it ends; then starts another one.
 
     Args:
         room: a folder on a small disk for temporary files, or None for the system's.
-        say: told what happens, in one line each.
+        say: called with one line per event.
     """
 
     def __init__(self, shape: Shape, room: Path | None, say: Say) -> None:
@@ -110,10 +110,10 @@ class Rig:
     # ---- the service
 
     def service(self) -> Service:
-        """Return a service of which all groups serve, with answers of a run without faults.
+        """Return a service with all groups serving, and answers of a run without faults.
 
         Raises:
-            ChaosError: it did not come up, or gives wrong answers without any fault.
+            ChaosError: it did not start, or gives wrong answers without any fault.
         """
         if self._service is None:
             self._say("starting the service")
@@ -146,7 +146,7 @@ class Rig:
         kind = strike.fault.kind
         normal = self._clients(service, self._shape.num_streams)
         others = self._other_clients(service, kind, normal)
-        # Before there is load: finding processes takes a while on a busy machine.
+        # Before the load, because finding processes takes a while on a busy machine.
         if self._full is not None:  # faults are armed by a file on that disk
             self._full.join()
         victim = self._victim(service, kind, strike.target)
@@ -163,7 +163,7 @@ class Rig:
             if others is not None:
                 others.start()
             stopped += self._strike(service, kind, victim)
-            if kind is Kind.STOP_OWNER:  # no request feels it before
+            if kind is Kind.STOP_OWNER:  # requests are not affected before
                 wait_for(lambda: watcher.knows_since(began_s), KNOWN_S)
             self._second(service, strike, watcher, began_s)
             self._say("waiting for answers")
@@ -196,7 +196,7 @@ class Rig:
         return Clients(service.url, {i: bodies[i] for i in range(count)}, **options)
 
     def _other_clients(self, service: Service, kind: Kind, normal: Clients) -> Clients | None:
-        """Return the clients that are the fault, where it is one of clients."""
+        """Return the clients that are the fault, if the fault is one of clients."""
         bodies = self._shape.bodies()
         few = range(self._shape.num_streams)
         long = range(self._shape.num_streams, len(bodies))
@@ -225,10 +225,10 @@ class Rig:
                 return None
 
     def _victim(self, service: Service, kind: Kind, target: int) -> int | None:
-        """Return the process that a fault is about, None where it is about none.
+        """Return the target process of a fault, or None if the fault has none.
 
         Raises:
-            ChaosError: there is none, and none comes.
+            ChaosError: there is no such process, and none appears.
         """
         if kind not in PROCESSES:
             return None
@@ -243,7 +243,7 @@ class Rig:
         return pids[target % len(pids)]
 
     def _strike(self, service: Service, kind: Kind, victim: int | None) -> list[int]:
-        """Let a fault happen; return the processes that it has stopped."""
+        """Inject a fault; return the processes that it has stopped."""
         match kind:
             case Kind.OPERATOR_FAILS:
                 service.arm(fault_op=self._shape.operator)
@@ -264,7 +264,7 @@ class Rig:
             wait_for(lambda: not service.fault_file.exists(), KNOWN_S)
         if victim is None:
             return []
-        with contextlib.suppress(ProcessLookupError):  # it has ended with its group meanwhile
+        with contextlib.suppress(ProcessLookupError):  # it has ended with its group already
             os.kill(victim, signal.SIGSTOP if kind in STOPS else signal.SIGKILL)
         return [victim] if kind in STOPS else []
 
@@ -287,15 +287,15 @@ class Rig:
         return [answer for clients in all_clients for answer in clients.answers]
 
     def _wait_for_groups(self, service: Service) -> float | None:
-        """Return when all groups served, None if that did not come."""
+        """Return the time when all groups served, or None."""
         groups = self._shape.num_groups
         wait_for(lambda: service.has_ended or service.serving() == groups, RECOVERY_S)
         return time.monotonic() if service.serving() == groups else None
 
-    # ---- what is left
+    # ---- remains
 
     def _left(self, service: Service, stopped: Sequence[int]) -> list[str]:
-        """Return what a strike has left in a service that serves again."""
+        """Return the remains of a strike in a service that serves again."""
         left = []
         if service.disarm():
             left.append("a fault that struck nobody")
@@ -315,7 +315,7 @@ class Rig:
         return {name: found[name] for name in BUSY if found.get(name, 0.0)}
 
     def _things(self) -> dict[str, int]:
-        """Return how many there are of what a strike may leave behind."""
+        """Return the counts of everything that a strike may leave behind."""
         assert self._service is not None
         names = (WORKER, ENGINE, CONTROLLER, RAYLET, OWNER, INGRESS)
         counts = {name: len(self._service.pids(name)) for name in names}

@@ -1,7 +1,7 @@
-"""A service in processes of its own: started as people do, struck, and ended without a trace.
+"""A service in its own processes: started like a user's, struck, and ended without remains.
 
-It leads a session, and all temporary files of its processes are in one folder: so what belongs to
-it can be told from what others run on this machine.
+It leads a session, and all temporary files of its processes are in one folder. So its processes and
+files can be distinguished from others on this machine.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tools.chaos.shapes import Shape
 
 START_S, END_S, LOOK_S, ANSWER_S = 240.0, 60.0, 0.05, 10.0
 SHARED_MEMORY = Path("/dev/shm")
-SEGMENTS = ("emulated_hccl_", "meeting_of_")  # how names of HCCL's begin
+SEGMENTS = ("emulated_hccl_", "meeting_of_")  # prefixes of the names of HCCL's segments
 TEMPORARY = "TMPDIR"
 QUOTED_LINES = 15
 
 
 class ChaosError(DistAclGraphError):
-    """The rig cannot go on."""
+    """The rig cannot continue."""
 
 
 class Service:
@@ -71,13 +71,13 @@ class Service:
             )
         self._http = httpx.Client(base_url=self.url, timeout=ANSWER_S)
 
-    # ---- what it says
+    # ---- its output
 
     def wait_until_ready(self) -> None:
         """Return once all groups serve.
 
         Raises:
-            ChaosError: it did not come up; quotes its last words.
+            ChaosError: it did not start; the message has its last lines.
         """
         if not wait_for(lambda: self.serving() == self.shape.num_groups or self.has_ended, START_S):
             raise ChaosError(f"the service is not ready after {START_S:g} s: {self.last_words()}")
@@ -85,7 +85,7 @@ class Service:
             raise ChaosError(f"the service has ended at its start: {self.last_words()}")
 
     def serving(self) -> int:
-        """Return how many groups take requests, 0 where nobody answers."""
+        """Return the number of groups that accept requests, 0 if the service does not answer."""
         try:
             reply = self._http.get("/ready")
             return int(reply.json()["groups"]["serving"]) if reply.is_success else 0
@@ -97,7 +97,7 @@ class Service:
         return Sight(at_s, self.serving())
 
     def metrics(self) -> dict[str, float]:
-        """Return the sums of its gauges and counters over their labels; none where it is silent."""
+        """Return the sums of its gauges and counters over their labels; empty if it is silent."""
         try:
             lines = self._http.get("/metrics").text.splitlines()
         except httpx.HTTPError:
@@ -123,29 +123,29 @@ class Service:
         return "\n".join(text.splitlines()[-QUOTED_LINES:])
 
     def error(self) -> str:
-        """Return its last line that says why it has ended, or ""."""
+        """Return the last line with the reason of its end, or ""."""
         lines = [line for line in self.last_words().splitlines() if line.startswith("error:")]
         return lines[-1] if lines else ""
 
     # ---- its processes
 
     def pids(self, name: str) -> list[int]:
-        """Return its processes whose names begin so, the oldest first."""
+        """Return its processes whose names have the prefix, oldest first."""
         return sorted(p for p in self._all() if processes.name_of(p).startswith(name))
 
     def _all(self) -> set[int]:
-        """Return all its processes that live: of its session, or with its temporary folder."""
+        """Return all its living processes: of its session, or with its temporary folder."""
         leader = self._process.pid
         own = {pid for pid in processes.living() if processes.session_of(pid) == leader}
         return own | processes.with_variable(TEMPORARY, str(self.folder))
 
     def dead_segments(self) -> list[str]:
-        """Return segments of HCCL's that came since the start, and whose makers are gone."""
-        # Others' services may make some meanwhile; their makers live.
+        """Return segments of HCCL that were made since the start, and whose makers have exited."""
+        # Other services may make some meanwhile; their makers live.
         return sorted(name for name in _segments() - self._segments if _is_dead(name))
 
     def dead_run_directories(self) -> list[str]:
-        """Return those whose owners are gone."""
+        """Return directories whose owners have exited."""
         found = []
         for path in run_directory.directories(self.folder):
             with run_directory.held_if_free(path) as is_free:
@@ -162,7 +162,7 @@ class Service:
         new.rename(self.fault_file)
 
     def disarm(self) -> bool:
-        """Take back what is armed; return whether it had struck nobody."""
+        """Disarm the fault; return whether it had not struck."""
         try:
             self.fault_file.unlink()
         except FileNotFoundError:
@@ -172,7 +172,7 @@ class Service:
     # ---- its end
 
     def end(self) -> list[str]:
-        """Stop it in order, and by force where it does not; return what it has left behind."""
+        """Stop it in order, and by force if necessary; return what it has left behind."""
         self._http.close()
         if not self.has_ended:
             self._process.send_signal(signal.SIGTERM)
@@ -183,7 +183,7 @@ class Service:
         return left
 
     def kill(self) -> None:
-        """End all that is left of it now."""
+        """End all that remains of it now."""
         self._http.close()
         wait_for(self._kill_once, END_S)
         self._process.wait(END_S)
@@ -192,13 +192,15 @@ class Service:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _kill_once(self) -> bool:
-        """End what lives; return whether nothing did: what was just being started shows later."""
+        """End living processes; return whether there were none, because a process that was just
+        being started appears later.
+        """
         alive = self._all()
         processes.kill_all(alive)
         return not alive
 
     def _left_behind(self) -> list[str]:
-        """Return what is there although the service has ended, after a moment for it to go."""
+        """Return the remains of the ended service, after a moment in which they may disappear."""
         wait_for(lambda: not self._all(), END_S)
         left = [f"process {processes.name_of(pid)}" for pid in sorted(self._all())]
         left += [f"shared memory {name}" for name in self.dead_segments()]
@@ -210,7 +212,7 @@ class Service:
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
-    """Return whether a condition has come true within so long."""
+    """Return whether a condition became true within the time."""
     until_s = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > until_s:
@@ -230,7 +232,7 @@ def _segments() -> set[str]:
 
 
 def _is_dead(segment: str) -> bool:
-    """Whether the process that a segment bears the id of is gone."""
+    """Whether the process whose id a segment's name contains has exited."""
     with contextlib.suppress(ValueError, OSError):
         name = segment
         if not segment.startswith(SEGMENTS[0]):

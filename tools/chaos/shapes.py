@@ -1,4 +1,4 @@
-"""The deployments that faults are tried on, small enough for two cores."""
+"""The deployments under test, small enough for two cores."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 LIMIT_S, LINK_S = 20.0, 5.0
-LONG, NUM_LONG = 2, 2  # so many times the tokens, so that no buffer holds the answer
-STALL_S = 600.0  # longer than any limit: only a limit can end it
+LONG, NUM_LONG = 2, 2  # so many times the tokens, so that no buffer holds the whole answer
+STALL_S = 600.0  # longer than any limit, so that only a limit can end it
 COMMON = (
-    "dtype=float32",  # so that an answer does not depend on what runs beside it
+    "dtype=float32",  # an answer must not depend on the other requests
     "device.kind=emulated",
     "device.emulator.strict=false",
     "kv.num_blocks=64",
-    # What is captured later would make a capture of the replacement's something else.
+    # Later captures would change the number of captures of a replacement.
     "graph.lazy='off'",
     "graph.rebucket_s=0",
     "recovery.restarts_per_hour=10000",
@@ -25,12 +25,13 @@ COMMON = (
 
 @dataclass(frozen=True)
 class Shape:
-    """A deployment and the load that it gets.
+    """A deployment and its load.
 
     Attributes:
         config: a file of ``configs/``.
-        operator, collective: what is made to fail, or to stall.
-        attention, linear: whose second operand, keys or a weight, lies in memory that turns bad.
+        operator, collective: the operators that fail, or stall.
+        attention, linear: operators whose second operand, keys or a weight, is in memory that turns
+            bad.
         num_streams: requests that are sent at once; each has a body of its own.
     """
 
@@ -79,7 +80,7 @@ SHAPES = {
             "scheduler.max_waiting=8",
         ),
         operator="aclnnSwiGlu",
-        collective="aclnnSwiGlu",  # a group of one rank has none
+        collective="aclnnSwiGlu",  # a group of one rank has no collective
         attention="aclnnFusedInferAttentionScoreV3",
         num_streams=8,
         num_tokens=500,
@@ -108,7 +109,7 @@ SHAPES = {
             "graph.sizes=[16,64]",
             "scheduler.max_num_seqs=64",
             "scheduler.max_waiting=64",
-            "kv.num_blocks=130",  # two for each stream: the cache is full
+            "kv.num_blocks=130",  # two per stream: the cache is full
         ),
         operator="aclnnSwiGlu",
         collective="HcclAllReduce",

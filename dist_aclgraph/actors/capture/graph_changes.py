@@ -1,9 +1,9 @@
 """Changing a group's graphs while it serves: between two steps, one graph at a time.
 
-Two sources: a new plan version, whose graphs are captured one by one in quiet steps before those
-that it drops are released; and lazy graphs, which the traffic asks for. Steps replay what exists on
-every rank, at every moment. A capture that fails is undone everywhere and costs no other graph: one
-that was released to make room for it is captured again.
+There are two kinds of changes. The graphs of a new plan version are captured one by one in quiet
+steps, before the graphs that it drops are released. Lazy graphs are captured when the traffic needs
+them. Steps replay only graphs that exist on every rank. A capture that fails is undone on all ranks
+and costs no other graph: one that was released to make room for it is captured again.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ class ChannelRanks:
 
 @dataclass
 class GraphChanges:
-    """Owns what is still to be changed.
+    """Owns the changes that are still to be made.
 
     Attributes:
         costs: of every graph that exists, the most that any rank paid.
-        failures: sentences about captures that were undone, the latest ones.
+        failures: sentences about the latest captures that were undone.
     """
 
     dispatcher: GraphDispatcher
@@ -99,7 +99,7 @@ class GraphChanges:
         """Say whether there may be something to change, and now is a good moment.
 
         Args:
-            is_idle: no request is there; nobody waits for us.
+            is_idle: there is no request, and so no client waits.
             is_quiet: no request is about to start.
         """
         lazy = self.dispatcher.lazy
@@ -109,7 +109,7 @@ class GraphChanges:
         return is_idle or since >= (STEPS_BETWEEN if is_quiet else PATIENCE_STEPS)
 
     def advance(self) -> None:
-        """Do at most one capture, and behind one that fails that of the graph it replaced.
+        """Do at most one capture; if it fails, capture the graph again that it replaced.
 
         Raises:
             WorkerError: a rank is lost, or captured something else than the others.

@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class CaptureRecord:
-    """What capture led to.
+    """The result of capturing a plan.
 
     Attributes:
         plan: the plan that holds now.
         costs: by graph, the most that any rank paid.
-        rollbacks: sentences about what was undone.
+        rollbacks: sentences about captures that were undone.
     """
 
     plan: GraphPlan
@@ -47,10 +47,10 @@ OnGraph = Callable[[CaptureRecord, BatchDescriptor | None], None]  # so far, and
 def capture_plan(
     transaction: GraphTransaction, plan: GraphPlan, ledgers: list[Ledger], on_graph: OnGraph
 ) -> CaptureRecord:
-    """Capture all graphs of ``plan``, or of what it shrinks to.
+    """Capture all graphs of ``plan``, which shrinks where a capture fails.
 
     Args:
-        ledgers: one per rank; what each graph took is entered.
+        ledgers: one per rank; the cost of each graph is entered.
 
     Raises:
         CaptureError: no graph can be captured; names rank, graph and remedy.
@@ -75,14 +75,14 @@ def capture_plan(
 def agree(
     records: Sequence[CaptureRecord], capture_again: Callable[[int, GraphPlan], CaptureRecord]
 ) -> None:
-    """Bring groups to one plan: those that could capture more than others give the surplus up.
+    """Bring groups to one plan: a group that has captured more than others gives the surplus up.
 
-    A group may fail to capture the plan of another one, because it is too large for it. Then the
-    comparison starts anew; plans shrink each time, so it ends.
+    A group may fail to capture another group's plan, because the plan is too large. Then the
+    comparison starts again; plans shrink each time, so it ends.
 
     Args:
         records: of each group.
-        capture_again: has the group of this index capture a plan in place of its own.
+        capture_again: captures a plan, in the group of this index, in place of its own plan.
     """
     left = list(records)
     while True:
@@ -97,9 +97,9 @@ def agree(
 def probe_graphs(
     transaction: GraphTransaction, graphs: Iterable[BatchDescriptor], offers: Sequence[StreamOffer]
 ) -> list[StreamOffer]:
-    """Capture and release each graph; return the offers with what it took on their ranks.
+    """Capture and release each graph; return the offers with the costs on their ranks.
 
-    A graph that is too much for some rank is left out: the plan finds out what is not.
+    A graph that is too large for some rank is left out: negotiation finds one that is not.
     """
     probed = list(offers)
     for graph in graphs:
@@ -115,7 +115,7 @@ def probe_graphs(
 
 
 def cost_of(graph: BatchDescriptor, costs: list[CaptureCost]) -> CaptureCost:
-    """Return the most that any rank paid for a graph; warn of what is slow in it.
+    """Return the most that any rank paid for a graph; warn of its AI CPU operators.
 
     All ranks have recorded the same operators, on chips of one kind.
     """

@@ -1,12 +1,13 @@
 """EngineClient: how an ingress, or an LLM object, talks to the engines of a deployment.
 
-One I/O thread owns all sockets. A link that is lost ends all its requests in the engine; here they
-go on with another engine, from the tokens that they have (``token_log.py``). Where there is none,
-they wait for one (``outage.py``), or end with an error where none will come, so that nobody hangs.
-Another link is opened in its place, and the engine is used again once it answers.
+One I/O thread owns all sockets. A lost link ends all its requests in the engine; the client has
+another engine continue them, from the tokens that they have (``token_log.py``). Without another
+engine they wait for one (``outage.py``), or end with an error if none will come: no request hangs.
+The client opens another link to the lost engine, and uses the engine again once it answers.
 
-Which engines there are, any of them says (``Groups``): requests go to those that take some, by the
-rule of ``scheduler/routing.py``, and who drains is left once it has no request any more.
+Any engine says which engines there are (``GroupList``). Requests go to the engines that take some,
+by the rule of ``scheduler/routing.py``. The client leaves an engine that drains once the engine has
+no request of this client.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from dist_aclgraph.actors.client.known_engine import Capacity, GroupState, KnownEngine
+from dist_aclgraph.actors.client.known_engine import Capacity, KnownEngine, SeenGroupState
 from dist_aclgraph.actors.client.outage import Outage, Recovery
 from dist_aclgraph.actors.client.token_log import MAX_LOSSES, OnDelta, OpenRequest
 from dist_aclgraph.actors.host.liveness import beat_s
@@ -44,7 +45,7 @@ from dist_aclgraph.actors.wire.messages import (
     Answer,
     Deltas,
     Goodbye,
-    Groups,
+    GroupList,
     Hello,
     Query,
     QueryKind,
@@ -66,7 +67,7 @@ from dist_aclgraph.scheduler.request import row_sampling
 from dist_aclgraph.scheduler.routing import RoutedCounts, Router
 from dist_aclgraph.steps.delta import RequestDelta
 
-# Of caches, until an engine has said what they are.
+# Sizes of a cache that are assumed until its engine has told them.
 TOKENS_PER_BLOCK, CACHE_BLOCKS = 128, 4096
 NUMBERS = 1 << 31  # of requests on one engine, before they begin again
 STOPPING = "the service is stopping"
@@ -106,7 +107,7 @@ class EngineClient:
         self._node_id = node_id
         self._link_s = link_s
         self._groups_version = 0
-        # Replicas begin with different ones of equal groups.
+        # Of equal groups, replicas of the ingress begin with different ones.
         self._router = Router(first=secrets.randbelow(len(addresses)))
         self._engines: dict[str, KnownEngine] = {}  # by URL, as for the router
         for index, address in enumerate(addresses):
@@ -144,7 +145,7 @@ class EngineClient:
             on_delta: called on the I/O thread, in order, until a delta has a finish reason.
             seed: used where ``params`` brings none.
             cache_salt: cached blocks are shared with requests of the same salt only.
-            output: tokens that it has already, int32: it goes on behind them.
+            output: tokens that the request has already, int32; the engine continues after them.
 
         Raises:
             EngineDeadError: no engine is alive, and none will be.
@@ -183,7 +184,7 @@ class EngineClient:
     def _taking(self) -> list[str]:
         """Return the URLs of the engines that requests may go to. The lock is held.
 
-        One that has not answered yet may never do: it is used only where none has.
+        An engine that has not answered yet is used only if no engine has answered.
         """
         serving = [engine for engine in self._engines.values() if engine.state == "serving"]
         return [e.url for e in serving if e.link.is_welcome] or [e.url for e in serving]
@@ -201,20 +202,20 @@ class EngineClient:
         engine.names[number] = request_id
         self._owner[request_id] = engine, number
         self.num_resumed += request.is_resumed
-        # Before the lock is given back: what is routed by one version of the groups is sent before
-        # that of the next one is confirmed.
+        # Under the lock: a request that was routed by one version of the groups is sent before the
+        # next version is confirmed.
         self._commands.put((engine, request.submit(number)))
         return True
 
     def abort(self, request_id: str) -> None:
-        """End a request, whose deltas nobody wants any more; unknown ids are ignored."""
+        """End a request whose deltas are no longer wanted; unknown ids are ignored."""
         with self._lock:
             engine = self._forget(request_id)
         if engine is not None:
             self._command(engine, Abort(request_id))
 
     def _forget(self, request_id: str) -> KnownEngine | None:
-        """Forget a request; return the engine that has it. The lock is held."""
+        """Remove a request; return the engine that has it. The lock is held."""
         self._outage.forget(request_id)
         engine, number = self._owner.pop(request_id, (None, 0))
         if engine is not None:
@@ -225,7 +226,7 @@ class EngineClient:
     def query(self, what: QueryKind, timeout_s: float = 5.0) -> dict[str, dict[str, Any]]:
         """Return the answer of each living engine, by the names of their groups.
 
-        One that leaves meanwhile, dies or does not answer in time is left out.
+        An engine that leaves, dies or does not answer in time is left out.
 
         Raises:
             EngineDeadError: no engine has answered.
@@ -268,8 +269,8 @@ class EngineClient:
                 raise EngineDeadError(self._why_dead())
 
     def outage(self) -> str:
-        """Say why no group takes requests, or runs what it takes, and how far the next one is; ""
-        while one does.
+        """Say why no group takes or runs requests, and how far the start of another one is; ""
+        while a group does both.
         """
         with self._lock:
             if taking := self._taking():
@@ -303,7 +304,7 @@ class EngineClient:
         with self._lock:
             return Capacity.of(self._engines.values())
 
-    def states(self) -> dict[str, GroupState]:
+    def states(self) -> dict[str, SeenGroupState]:
         """Return what each group does, by their names."""
         with self._lock:
             return {engine.name: engine.state for engine in self._engines.values()}
@@ -327,7 +328,7 @@ class EngineClient:
             return list(self._engines.values())
 
     def _add(self, name: str, address: Address, cache_blocks: int, tokens_per_block: int) -> None:
-        """Get to know an engine, or more of it. The lock is held, once there is a thread."""
+        """Add an engine, or update what is known of it. The lock is held, once the thread runs."""
         url = address.file.url
         if url not in self._engines:
             endpoint = address.seen_from(self._node_id)
@@ -358,7 +359,7 @@ class EngineClient:
         reason = STOPPING
         try:
             self._serve()
-        except Exception as e:  # Whatever it is: nobody may wait for a thread that has ended.
+        except Exception as e:  # of any kind: no request may wait for a thread that has ended
             logger.exception("the client's thread has ended")
             reason = f"{type(e).__name__}: {e}"
         self._closing.set()
@@ -393,7 +394,7 @@ class EngineClient:
             engine.link.send(Goodbye())
 
     def _look_at_outage(self) -> None:
-        """Take in what the controller says, and end what has waited for too long."""
+        """Adopt the controller's last outlook, and end requests that have waited for too long."""
         outlook = None
         if self._outage.questions is not None:
             outlook = self._outage.questions.take_answer()
@@ -431,8 +432,10 @@ class EngineClient:
         return poller
 
     def _beat(self) -> bool:
-        """Give signs of life, and replace links that were lost or are needed no more; say whether
-        there were any.
+        """Send beats, reopen lost links, and remove engines that have drained.
+
+        Returns:
+            Whether a link was reopened, or an engine removed.
         """
         is_new = False
         for engine in self._known():
@@ -452,7 +455,7 @@ class EngineClient:
         return is_new
 
     def _leave(self, engine: KnownEngine) -> bool:
-        """Forget an engine that has drained; say whether it was so."""
+        """Remove an engine if it has drained; return whether it was removed."""
         with self._lock:
             is_over = engine.link.is_lost or not (engine.is_listed or engine.requests)
             if not (engine.is_draining and is_over):
@@ -469,7 +472,7 @@ class EngineClient:
         return True
 
     def _follow(self, token: str, node_id: str) -> None:
-        """Belong to another deployment, if that of this token is one: it counts for itself."""
+        """Change to another deployment, if the token is new; it numbers its versions anew."""
         if token and token != self._hello.token:
             logger.warning("the deployment is another one now")
             with self._lock:
@@ -477,8 +480,8 @@ class EngineClient:
                 self._groups_version = -1
                 self._node_id = node_id or self._node_id
 
-    def _adopt(self, groups: Groups) -> None:
-        """Take in which groups there are. None at all would be no news, but an end."""
+    def _adopt(self, groups: GroupList) -> None:
+        """Adopt a newer list of groups. An empty list means that the deployment has ended."""
         if groups.version <= self._groups_version or not groups.groups:
             return
         with self._lock:
@@ -502,7 +505,7 @@ class EngineClient:
             for message in engine.link.receive():
                 if isinstance(message, Answer):
                     self._answered(engine, message)
-                elif isinstance(message, Groups):
+                elif isinstance(message, GroupList):
                     self._adopt(message)
                 else:
                     self._deliver(engine, message)
@@ -545,13 +548,13 @@ class EngineClient:
             raise EngineDeadError(death)
 
     def _resume(self, request: OpenRequest, kind: LossKind) -> bool:
-        """Go on with a request whose link is lost; say whether that can be. The lock is held."""
+        """Have a request of a lost link go on; return whether it can. The lock is held."""
         request.is_resumed = True
-        request.losses += kind != "refused"  # such an engine lives: it wants no such client
+        request.losses += kind != "refused"  # an engine that refuses its client is not dead
         return not request.may_kill and self._place(request)
 
     def _end(self, request: OpenRequest, error: DistAclGraphError) -> None:
-        """End a request that nobody goes on with."""
+        """End a request that does not go on."""
         if request.may_kill:
             reason = f"{MAX_LOSSES} engines died while they ran this request; the last: {error}"
             logger.error("request %r is not tried again: %s", request.request_id, reason)
@@ -559,7 +562,7 @@ class EngineClient:
         self._tell(request.on_delta, failed(request.request_id, error))
 
     def _tell(self, on_delta: OnDelta, delta: RequestDelta) -> None:
-        """Call a request's callback. What it raises ends this request, and nothing else."""
+        """Call a request's callback. An exception of the callback ends this request only."""
         try:
             on_delta(delta)
         except Exception as e:
@@ -570,7 +573,7 @@ class EngineClient:
                 self._tell(on_delta, failed(delta.request_id, error))
 
     def _lose(self, engine: KnownEngine, reason: str) -> None:
-        """Go on elsewhere with all that this engine has; questions to it end."""
+        """Have other engines continue this engine's requests; queries to it end."""
         with self._lock:
             if not (engine.dead_because or self._closing.is_set()):
                 self._losses[engine.link.loss_kind] += 1
@@ -609,7 +612,7 @@ class EngineClient:
     def _send_commands(self) -> None:
         while not self._commands.empty():
             engine, message = self._commands.get()
-            # What was lost with its link goes on elsewhere; a new connection knows nothing of it.
+            # A request of a lost link goes on elsewhere; the new connection does not know it.
             if isinstance(message, Submit) and message.number not in engine.names:
                 continue
             if not engine.link.is_lost:

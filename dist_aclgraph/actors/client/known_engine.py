@@ -1,4 +1,4 @@
-"""What a client knows of the deployment's engines, and what that leaves of it to serve."""
+"""A client's view of the deployment's engines, and of the capacity that they have."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, Literal
 from dist_aclgraph.actors.client.token_log import OpenRequest
 from dist_aclgraph.actors.wire.engine_link import EngineLink
 
-GroupState = Literal["serving", "draining", "lost"]
+SeenGroupState = Literal["serving", "draining", "lost"]
 
 
 @dataclass(eq=False)
 class KnownEngine:
-    """One engine. The client's lock guards what is not the link.
+    """One engine. The client's lock guards everything but the link.
 
     Attributes:
         name: of its group.
@@ -39,7 +39,7 @@ class KnownEngine:
         self.link = self.open_link()
 
     @property
-    def state(self) -> GroupState:
+    def state(self) -> SeenGroupState:
         if self.dead_because:
             return "lost"
         return "draining" if self.is_draining else "serving"
@@ -47,11 +47,11 @@ class KnownEngine:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What is left of a deployment, in lockstep groups.
+    """The lockstep groups of a deployment, counted by what they do.
 
     Attributes:
         serving: groups that take requests.
-        draining: those that end what they have.
+        draining: groups that end their running requests.
         lost: why groups are dead, by their names.
     """
 

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dist_aclgraph.actors.client.token_log import OpenRequest
-from dist_aclgraph.actors.wire.messages import Groups
+from dist_aclgraph.actors.wire.messages import GroupList
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import DistAclGraphError
 
 ASK_S = 0.2  # between an answer and the next question
-NO_GROUPS = Groups(0, ())
+NO_GROUPS = GroupList(0, ())
 
 logger = logging.getLogger(__name__)
 
@@ -26,37 +26,37 @@ class Outlook:
     """What the controller says of its deployment.
 
     Attributes:
-        groups: those that there are.
+        groups: all groups of the deployment.
         failure: why none will take requests again, or "".
         progress: how far the next one is, e.g. ``LOADING 3 of 9``.
-        token: of the deployment that has the groups; "" for the one that is known.
-        node_id: where the client is, as that deployment's Ray calls it; "" for as before.
+        token: of the deployment that has the groups; "" for an unchanged token.
+        node_id: the client's node, as that deployment's Ray calls it; "" for an unchanged one.
     """
 
-    groups: Groups = NO_GROUPS
+    groups: GroupList = NO_GROUPS
     failure: str = ""
     progress: str = ""
     token: str = ""
     node_id: str = ""
 
 
-Ask = Callable[[], Outlook]
+AskOutlook = Callable[[], Outlook]
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """What a client needs in order to wait for a group.
+    """How a client waits for a group.
 
     Attributes:
-        ask: gets an outlook; may take long, and what it raises ends the outage as a failure.
+        ask: returns an outlook; may take long. An exception ends the outage as a failure.
         wait_s: how long a request waits for a group.
     """
 
-    ask: Ask
+    ask: AskOutlook
     wait_s: float
 
     @classmethod
-    def from_config(cls, config: Config, ask: Ask) -> Recovery | None:
+    def from_config(cls, config: Config, ask: AskOutlook) -> Recovery | None:
         """Return None where lost groups are not replaced."""
         recovery = config.recovery
         return cls(ask, recovery.wait_s) if recovery.restarts_per_hour else None
@@ -68,7 +68,7 @@ class Outage:
     The client's lock guards it. Times are those of one clock that does not go back.
 
     Args:
-        recovery: None where nothing is to be waited for.
+        recovery: None where requests do not wait for a group.
     """
 
     def __init__(self, recovery: Recovery | None) -> None:
@@ -115,17 +115,17 @@ class Outage:
         return True
 
     def forget(self, request_id: str) -> None:
-        """Let go of a request, if it waits."""
+        """Remove a request, if it waits."""
         self._requests.pop(request_id, None)
 
     def take_all(self) -> list[OpenRequest]:
-        """Let go of all requests: those with most tokens come first, then the oldest."""
+        """Remove and return all requests, those with most tokens first, then the oldest."""
         requests = [request for request, _ in self._requests.values()]
         self._requests.clear()
         return sorted(requests, key=lambda request: -request.num_output_tokens)
 
     def take_overdue(self, now_s: float) -> list[OpenRequest]:
-        """Return the requests that have waited for too long."""
+        """Remove and return the requests that have waited for too long."""
         overdue = [request for request, until_s in self._requests.values() if until_s <= now_s]
         for request in overdue:
             del self._requests[request.request_id]
@@ -141,9 +141,9 @@ class Outage:
 
 
 class Questions:
-    """Asks for outlooks on a thread of its own, for as long as they are wanted."""
+    """Asks for outlooks, on a private thread, while they are wanted."""
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: AskOutlook) -> None:
         self._ask = ask
         self._answer: Outlook | None = None
         self._wanted = threading.Event()
@@ -164,7 +164,7 @@ class Questions:
         return answer
 
     def close(self) -> None:
-        """Ask no more. A question that is under way is not waited for."""
+        """Stop asking. A question that is under way is not waited for."""
         self._closing.set()
         self._wanted.set()
 
@@ -177,7 +177,7 @@ class Questions:
                 self._answer = self._ask()
             except DistAclGraphError as e:
                 self._answer = Outlook(failure=str(e))
-            except Exception as e:  # whatever it is: requests wait for an answer
+            except Exception as e:  # of any kind: requests wait for an answer
                 logger.exception("asking for the deployment's outlook failed")
                 self._answer = Outlook(failure=f"{type(e).__name__}: {e}")
             self._closing.wait(ASK_S)

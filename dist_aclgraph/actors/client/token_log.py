@@ -1,4 +1,4 @@
-"""The token log: what a client must remember of a request to go on with it on another engine.
+"""The token log: what a client keeps of a request, so that another engine can continue it.
 
 Sampling is a function of seed, position and token, so a request that is submitted again with the
 tokens it has gets the tokens that it would have had (but for rounding, unless
@@ -30,7 +30,7 @@ class OpenRequest:
         tokens: int32, of prompt and output.
         max_tokens: of the output, as asked for.
         losses: engines that died last, one after the other, while they ran it.
-        is_resumed: whether it has lost the engine, or the link to it, that it had.
+        is_resumed: whether it has lost an engine, or the link to one.
     """
 
     request_id: str
@@ -53,19 +53,19 @@ class OpenRequest:
 
     @property
     def may_kill(self) -> bool:
-        """Whether it must not be given to one more engine."""
+        """Whether it may be the cause of its engines' deaths, and must not reach another one."""
         return self.losses >= MAX_LOSSES
 
     def see_others_loss(self) -> None:
-        """An engine died that did not run it: so engines die of something else."""
+        """An engine died without running it: engines die of something else."""
         self.losses = 0
 
     def note(self, delta: RequestDelta) -> None:
-        """Remember what was handed out."""
+        """Keep the tokens that were handed out."""
         self.append(delta.token_ids)
 
     def append(self, output: bytes) -> None:
-        """Have more output, int32."""
+        """Add output, int32."""
         self.tokens += output
 
     def submit(self, number: int) -> Submit:

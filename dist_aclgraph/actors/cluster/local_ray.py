@@ -1,8 +1,8 @@
 """Ray as this process uses it: a cluster that it has joined, or one that it has started itself.
 
-A Ray that we start is for this machine alone: it listens on loopback, wants a token, and is out of
-the way of signals that are meant for its driver. When one of its daemons dies, Ray's own calls may
-hang for as long as they like: whoever started it learns of it at once, and can end what is left.
+A Ray that we start is for this machine alone: it listens on loopback, wants a token, and does not
+get the signals that are meant for its driver. When one of its daemons dies, Ray's own calls may
+hang for ever: so the process that started this Ray watches the daemons, and can end the rest.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dist_aclgraph.errors import PlacementError
 NAMESPACE = "dist_aclgraph"
 CONTROLLER = "controller"  # names of controllers: this, and eight random digits
 NPUS_OF_A_NODE = 8
-OBJECT_STORE_BYTES = 100 << 20  # the control plane needs none; this is what Ray accepts gladly
+OBJECT_STORE_BYTES = 100 << 20  # the control plane needs none; Ray refuses less than 75 MiB
 RAYLET = "raylet"
 START_ATTEMPTS, TOO_SLOW = 3, "timed out during startup"  # a part of Ray's own sentence
 KILL_ROUNDS, KILL_PAUSE_S = 5, 0.2
@@ -61,7 +61,7 @@ class LocalRay:
         self._starter = starter
         raylets = [pid for pid, name in daemons.items() if name == RAYLET]
         self._raylets = raylets
-        # Its agents outlive it for up to a minute, and hide what they were started with.
+        # A raylet's agents outlive it for up to a minute, and hide their command lines.
         agents = set().union(*map(processes.children, raylets))
         self._handles = processes.open_handles(agents | set(daemons))
         self._stopped = threading.Event()
@@ -78,20 +78,20 @@ class LocalRay:
         watch_processes(names, tell, self._stopped)
 
     def unwatch(self) -> None:
-        """From now on, its processes end because somebody stops them."""
+        """Stop watching: from now on its processes may be ended."""
         self._stopped.set()
 
     def kill(self) -> None:
-        """End all its processes now, whatever state they are in."""
+        """End all its processes now, in whichever state they are."""
         self.unwatch()
         processes.kill_handles(self._handles)
-        for _ in range(KILL_ROUNDS):  # one that was just being started shows a moment later
+        for _ in range(KILL_ROUNDS):  # a process that was being started appears a moment later
             processes.kill_all(self._workers())
             time.sleep(KILL_PAUSE_S)
         self._starter.end_started()
 
     def stop(self) -> None:
-        """End it in order, or by force where it cannot be any more."""
+        """End it in order, or by force if a daemon has died."""
         self.unwatch()
         if self.death:
             self.kill()
@@ -116,7 +116,7 @@ def start_ray(config: Config, starter: ProcessStarter | None = None) -> LocalRay
         The Ray that was started; None where one was joined.
 
     Raises:
-        PlacementError: there is none to be had; says what to do.
+        PlacementError: no Ray can be joined or started; says what to do.
     """
     address = ray_address()
     prepare_ray_environment(is_local=address is None)
@@ -163,20 +163,20 @@ def _start(starter: ProcessStarter, **options: Any) -> LocalRay:
 
 
 def join_ray(local_address: str | None) -> None:
-    """Join the Ray cluster that RAY_ADDRESS names, else one that a service has started on this
-    machine for itself.
+    """Join the Ray cluster that RAY_ADDRESS names, else the one that a service has started on this
+    machine.
 
     Args:
-        local_address: of the latter, where it is given; goes before RAY_ADDRESS.
+        local_address: of the service's Ray; goes before RAY_ADDRESS.
 
     Raises:
-        PlacementError: there is none to be had, or it is not clear which; says what to do.
+        PlacementError: there is no cluster, or more than one; says what to do.
     """
     is_local = local_address is not None or ray_address() is None
     prepare_ray_environment(is_local=is_local)
     address = local_address or ray_address() or _only_ray()
     if is_local:
-        # As whoever started it: on loopback, with this user's token.
+        # As the service that has started it: on loopback, with this user's token.
         if ray_constants.ENABLE_RAY_CLUSTER:
             importlib.reload(ray_constants)
         logging.getLogger("ray").setLevel(logging.ERROR)  # as ``_init`` asks for, a moment later
@@ -188,7 +188,11 @@ def join_ray(local_address: str | None) -> None:
 
 
 def _only_ray() -> str:
-    """Let Ray find itself on this machine: of several, it would take any."""
+    """Return the address by which Ray finds the only Ray of this machine.
+
+    Raises:
+        PlacementError: several Rays run, of which Ray would take any.
+    """
     found = sorted(find_gcs_addresses())
     if len(found) > 1:
         raise PlacementError(
@@ -199,7 +203,7 @@ def _only_ray() -> str:
 
 
 def _check_listener(address: str) -> None:
-    """Raise ConnectionError if nobody listens at ``HOST:PORT``: Ray would end this process for it,
+    """Raise ConnectionError if no process listens at ``HOST:PORT``: Ray would end this process,
     without an exception.
     """
     host, _, port = address.rpartition(":")
@@ -213,7 +217,7 @@ def _check_listener(address: str) -> None:
 
 def _init(address: str, **options: Any) -> None:
     _check_listener(address)
-    # What Ray has to say, of daemons and of what it retries, is no news to whoever serves a model.
+    # Ray's messages on daemons and retries mean nothing to the operator of a model.
     ray.init(
         address=address,
         namespace=NAMESPACE,
@@ -225,11 +229,11 @@ def _init(address: str, **options: Any) -> None:
 
 @contextmanager
 def own_process_group() -> Iterator[None]:
-    """Start children in a process group of their own, then go back to ours.
+    """Start children in another process group, then return to this process's group.
 
     ``timeout``, a shell or a supervisor signals whole groups: Ray's daemons would die before the
-    driver has stopped in order. Where this process leads its group, children stay in it. Where it
-    was the only one left of its group, as behind a script that has ended, it leads one from now on.
+    driver has stopped in order. If this process leads its group, the children stay in that group.
+    If this process was the last one of its group, as after a script, it leads a group afterwards.
     """
     group = os.getpgrp()
     if group == os.getpid():

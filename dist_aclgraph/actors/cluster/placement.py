@@ -29,7 +29,7 @@ from dist_aclgraph.actors.cluster.local_ray import CONTROLLER, NAMESPACE
 from dist_aclgraph.errors import PlacementError
 from dist_aclgraph.topology import ParallelLayout
 
-# An emulated NPU needs no resource of its own; the little CPU lets Ray spread and account.
+# An emulated NPU needs no resource; by the small share of a CPU, Ray counts and spreads ranks.
 EMULATED_RANK = {"CPU": 0.001}
 START = "start nodes with --resources='{\"NPU\": 8}'"
 ROOM_S, POLL_S = 5.0, 0.1
@@ -42,7 +42,7 @@ class Node:
     """A living node of the Ray cluster.
 
     Attributes:
-        npus: those that it has declared, used or not; of ``free_nodes``, those not used.
+        npus: declared NPUs, used or not; in the result of ``free_nodes``, unused NPUs only.
     """
 
     node_id: str
@@ -104,7 +104,8 @@ def plan_bundles(
         nodes: of the cluster, which live.
         labels: that a node must have.
         tp_across_nodes: whether a tensor parallel group that no node holds may span several.
-        may_be_undeclared: where nobody declares NPUs, any one node will do: they are emulated.
+        may_be_undeclared: whether any node will do where no node declares NPUs, as they are
+            emulated.
 
     Raises:
         PlacementError: the cluster has too few NPUs, or has them on too many nodes.
@@ -135,7 +136,7 @@ def plan_bundles(
     ]
     if tp_across_nodes:
         ways.append(BundleRequest({"NPU": 1}, size, 1, "PACK", labels))
-    # As for the whole deployment, while its nodes live: what is replaced was placed in that way.
+    # While all nodes live, place as for the whole deployment: a lost group was placed that way.
     for count in (max(num_groups, len(layout.lockstep_groups)), num_groups):
         for request in ways:
             if has_places(request, fitting, count):
@@ -149,7 +150,7 @@ def plan_bundles(
 
 
 def has_places(request: BundleRequest, nodes: Sequence[Node], num_groups: int) -> bool:
-    """Whether so many groups find their places on these nodes, whichever Ray takes first."""
+    """Whether so many groups fit on these nodes, in any order in which Ray takes nodes."""
     if "NPU" not in request.rank:
         return True  # they are emulated, and any node will do
     unit = request.ranks_of_node
@@ -195,7 +196,7 @@ def cluster_nodes() -> list[Node]:
 
 
 def free_nodes() -> list[Node]:
-    """Return the living nodes with the NPUs that nobody holds, as far as Ray has counted."""
+    """Return the living nodes with their unused NPUs, as far as Ray has counted."""
     available = available_resources_per_node()
     return [
         replace(node, npus=int(available.get(node.node_id, {}).get("NPU", 0)))
@@ -215,7 +216,7 @@ def has_room(request: BundleRequest, num_groups: int, wait_s: float = ROOM_S) ->
     """Whether so many groups would be placed now, as far as Ray has counted.
 
     Args:
-        wait_s: how long to wait for room: Ray counts what was given back with a delay.
+        wait_s: how long to wait for room: Ray counts returned NPUs with a delay.
     """
     deadline_s = time.monotonic() + wait_s
     while not (fits := has_places(request, free_nodes(), num_groups)):
@@ -291,7 +292,7 @@ def release(group: PlacementGroup) -> None:
 
 
 def release_all(prefix: str) -> None:
-    """Give back the bundles of a deployment whose controller is gone, and could not do it itself.
+    """Give back the bundles of a deployment whose controller died before it could.
 
     Ray keeps them for as long as the job lives that the controller was part of.
     """
@@ -301,15 +302,14 @@ def release_all(prefix: str) -> None:
 
 
 def release_dead() -> None:
-    """Give back the bundles of deployments whose controllers are gone, and who started them too.
+    """Give back the bundles of deployments whose controllers and drivers are both gone.
 
-    As when ``release_all`` should have been called by a replica of Ray Serve that was killed: its
-    job lives for ever.
+    A replica of Ray Serve that is killed cannot call ``release_all``, and its job never ends.
     """
     for entry in placement_group_table().values():
         found = OF_A_CONTROLLER.match(entry["name"])
         if found and entry["state"] != "REMOVED" and not _is_actor(found[1]):
-            with suppress(ValueError):  # somebody else was faster
+            with suppress(ValueError):  # another process was faster
                 remove_placement_group(get_placement_group(entry["name"]))
 
 

@@ -28,7 +28,7 @@ from dist_aclgraph.errors import (
 
 LOGS = "/tmp/ray/session_latest/logs"
 MAX_CHARS = 500
-# Frames of C++ and of Ray, the actor's coordinates, and what stands around a traceback.
+# Frames of C++ and of Ray, the actor's coordinates, and the lines around a traceback.
 NOISE = re.compile(
     r"^(frame #|\[ERROR\]|ray::|Traceback|File \"|class_name:|actor_id:|pid:|name:|namespace:|ip:"
     r"|Worker exit|The actor (died|is dead)|\x1b)"
@@ -70,7 +70,7 @@ def of_worker(error: BaseException, rank: int, phase: str) -> DistAclGraphError:
     """Return the error for a call to a worker, or to another actor where ``rank`` is -1."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     if rank >= 0 and isinstance(cause, DeviceError | GraphError):
-        # A device does not know whose it is.
+        # A device does not know its rank.
         return type(cause)(f"rank {rank} in {phase}: {cause}")
     if isinstance(cause, DistAclGraphError):
         return cause

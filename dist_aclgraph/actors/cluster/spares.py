@@ -1,4 +1,4 @@
-"""Places that are held free for groups that lose theirs, as with a node that dies."""
+"""Places that are kept free for groups that lose their places, as when a node dies."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dist_aclgraph.errors import PlacementError
 
 
 class Spares:
-    """Owns placement groups that nothing runs in. One that was given is asked for again: Ray has
-    it ready as soon as there is room, as when a node comes back.
+    """Owns empty placement groups. A released one is requested again: Ray places it once there is
+    room, as when a node comes back.
 
     Args:
-        deployment: its name, with which those of the placement groups begin.
-        count: how many lockstep groups they are for.
+        deployment: its name; names of the placement groups begin with it.
+        count: how many lockstep groups there are places for.
     """
 
     def __init__(self, deployment: str, count: int) -> None:
@@ -46,7 +46,7 @@ class Spares:
             self._held.append(placement.reserve(request, timeout_s, self._name))
 
     def give(self) -> bool:
-        """Let go of one place, for who asks for it next; return whether there was one."""
+        """Release one place for the next placement; return whether there was one."""
         for group in self._held:
             if placement.is_placed(group):
                 self._held.remove(group)

@@ -30,7 +30,7 @@ from dist_aclgraph.actors.controller.serving_groups import (
 )
 from dist_aclgraph.actors.controller.startup import Startup
 from dist_aclgraph.actors.controller.state import State, advance
-from dist_aclgraph.actors.controller.term import Standing, Term
+from dist_aclgraph.actors.controller.term import Handover, Term
 from dist_aclgraph.actors.controller.upkeep import Upkeep
 from dist_aclgraph.actors.host.liveness import leave_with_raylet
 from dist_aclgraph.actors.host.process_starter import ProcessStarter
@@ -65,8 +65,8 @@ class Controller:
     """Owns the plan, the states, and all actors of a deployment.
 
     Args:
-        name: of the deployment; what it holds of the cluster bears it.
-        starter: starts its workers; None for the one that ``choose_starter`` returns here.
+        name: of the deployment; names of its placement groups begin with it.
+        starter: starts its workers; None for the result of ``choose_starter`` in this process.
     """
 
     def __init__(
@@ -104,14 +104,14 @@ class Controller:
         return os.getpid()
 
     def check(self) -> str:
-        """Return why the deployment serves no more, or "" while a group does, or may again."""
+        """Return why the deployment has ended, or "" while a group serves or may serve again."""
         return self._failure if self._upkeep is None else self._upkeep.failure
 
-    def standing(self) -> Standing:
-        """Say what another controller would begin with; and that this one lives."""
+    def handover(self) -> Handover:
+        """Return what another controller would begin with; the answer is a sign of life, too."""
         if self._serving is None:
-            return Standing(self._config, self._term.num_groups)
-        return Standing(self._serving.config, self._serving.num_wanted)
+            return Handover(self._config, self._term.num_groups)
+        return Handover(self._serving.config, self._serving.num_wanted)
 
     def outlook(self) -> Outlook:
         """Say what becomes of the deployment, for clients that know no group that serves."""
@@ -122,9 +122,9 @@ class Controller:
         return Outlook(serving.listed, self.check(), progress, self._term.token)
 
     def report(self) -> dict[str, Any]:
-        """Return what is known of the plan, the ranks and every engine's counters.
+        """Return the plan, the ranks and every engine's counters, as far as they are known.
 
-        ``groups`` are those after the first; ``lost_groups`` says which serve no more, and why.
+        ``groups`` are those after the first; ``lost_groups`` names lost groups, with the reasons.
         """
         groups = self._groups if self._serving is None else list(self._serving.groups)
         lost_groups: list[str] = []
@@ -144,7 +144,7 @@ class Controller:
         return merged
 
     def _reports_of(self, groups: Sequence[LockstepGroup]) -> list[dict[str, Any]]:
-        """Ask all engines at once: one that hangs costs the others nothing."""
+        """Ask all engines at once, so that an engine that hangs delays no other answer."""
         asked = [g.engine.report.remote() for g in groups if g.engine is not None]
         ready = ray.wait(asked, num_returns=len(asked), timeout=REPORT_S)[0] if asked else []
         answers = iter(asked)
@@ -153,7 +153,7 @@ class Controller:
             ref = next(answers) if group.engine is not None else None
             try:
                 reports.append(dict(ray.get(ref)) if ref in ready else group_report(group))
-            except RayError:  # An engine that is gone has taken its counters along.
+            except RayError:  # the counters of a dead engine are lost
                 reports.append(group_report(group))
         return reports
 
@@ -253,7 +253,7 @@ class Controller:
     # ---- the end
 
     def shut_down(self) -> None:
-        """Stop in order: engines say goodbye, workers leave, what is left is killed."""
+        """Stop in order: engines say goodbye, workers leave, and the others are killed."""
         self._enter(State.DRAINING, only_from={State.SERVING})
         self._stop_actors()
         self._enter(State.STOPPED, only_from=NOT_STOPPED)

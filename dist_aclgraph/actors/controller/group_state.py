@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class GroupState(Enum):
-    """Where a lockstep group stands.
+    """The states of a lockstep group.
 
     STARTING: its ranks start; no client knows of it.
     SERVING: it takes requests.

@@ -34,26 +34,26 @@ class _Heartbeat:
         self._answer = ask(self._number)
         self._silence = Silence(link_s)
 
-    def listen(self, elapsed_s: float) -> str:
+    def listen(self) -> str:
         """Return why the actor counts as lost, or "" while it answers."""
         if ray.wait([self._answer], timeout=0)[0]:
             self._silence.heard()
             self._number += 1
             self._answer = self._ask(self._number)  # that it is dead is seen by other ends
-        elif self._silence.listen(elapsed_s):
+        elif self._silence.listen():
             return f"it has not answered for {self._silence.silent_s:.1f} s, not even a heartbeat"
         return ""
 
 
 class GroupWatch:
-    """Finds out which group is lost and why, ends what is left of it, and watches the others.
+    """Finds lost groups and their reasons, ends their other processes, and watches the others.
 
     Args:
-        link_s: an engine or a worker that is silent for longer is gone: ``timeouts.link_s``.
+        link_s: an engine or a worker that is silent for longer is lost: ``timeouts.link_s``.
     """
 
     def __init__(self, link_s: float) -> None:
-        self._lock = threading.Lock()  # of what is watched
+        self._lock = threading.Lock()  # guards groups, references and heartbeats
         self._groups: list[LockstepGroup] = []
         self._link_s = link_s
         self._beat_s = beat_s(link_s)
@@ -87,14 +87,14 @@ class GroupWatch:
                 self._heartbeats += beats
 
     def remove(self, group: LockstepGroup) -> None:
-        """Watch a group no more: what ends of it from now on was ended by somebody."""
+        """Stop watching a group: from now on its processes are ended on purpose."""
         with self._lock:
             self._groups.remove(group)
             self._forget(group)
             self._heartbeats = [beat for beat in self._heartbeats if beat[0] is not group]
 
     def _forget(self, group: LockstepGroup) -> None:
-        """Watch a group's ends no more. Its engine is still asked: it tells its clients why."""
+        """Stop watching a group's ends. Its engine is still asked: it tells its clients why."""
         self._owner = {ref: owner for ref, owner in self._owner.items() if owner[0] is not group}
         self._heartbeats = [b for b in self._heartbeats if b[0] is not group or b[1] is None]
 
@@ -110,7 +110,7 @@ class GroupWatch:
 
     @property
     def trouble(self) -> str:
-        """Why nobody would hear of a group's death, or ""."""
+        """Why the death of a group would not be found, or ""."""
         if self._stopping.is_set() or self._thread.is_alive():
             return ""
         return "the watch over the workers has ended; restart the deployment"
@@ -123,7 +123,7 @@ class GroupWatch:
     # ---- the thread
 
     def _run(self) -> None:
-        beaten_s = time.monotonic()
+        next_beat_s = 0.0
         while not self._stopping.is_set():
             with self._lock:
                 watched = list(self._owner)
@@ -136,10 +136,9 @@ class GroupWatch:
                 return
             for ended in ready:
                 self._see_end(ended)
-            elapsed_s = time.monotonic() - beaten_s
-            if elapsed_s >= self._beat_s:
-                beaten_s += elapsed_s
-                self._listen(elapsed_s)
+            if time.monotonic() >= next_beat_s:
+                next_beat_s = time.monotonic() + self._beat_s
+                self._listen()
 
     def _see_end(self, ended: Any) -> None:
         with self._lock:
@@ -164,11 +163,11 @@ class GroupWatch:
         with self._lock:
             self._owner.pop(ended, None)
 
-    def _listen(self, elapsed_s: float) -> None:
+    def _listen(self) -> None:
         with self._lock:
             heartbeats = list(self._heartbeats)
         for group, rank, heartbeat in heartbeats:
-            reason = heartbeat.listen(elapsed_s)
+            reason = heartbeat.listen()
             if not reason or group.is_lost:
                 continue
             if rank is not None:
@@ -180,11 +179,10 @@ class GroupWatch:
     def _lose(self, group: LockstepGroup, reason: str, rank: WorldRank | None = None) -> None:
         """End the epoch of a group: its requests get the reason.
 
-        Its workers are killed; where some may join another group, they are left to whoever has them
-        do that.
+        Its workers are killed, unless some of them may join another group (``survivors.py``).
 
         Args:
-            rank: whose process is lost, if it is known.
+            rank: the rank whose process is lost, if it is known.
         """
         with self._lock:
             if group not in self._groups:

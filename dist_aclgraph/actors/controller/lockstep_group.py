@@ -123,14 +123,14 @@ class LockstepGroup:
             self.workers.kill()
 
     def kill(self) -> None:
-        """End what is left of its actors now."""
+        """End its actors now, as far as they live."""
         if self.engine is not None:
             ray.kill(self.engine)
         self.workers.kill()
 
 
 def group_report(group: LockstepGroup) -> dict[str, Any]:
-    """Return plan, buckets and ranks as plain values; what is not known yet is empty."""
+    """Return plan, buckets and ranks as plain values; unknown ones are empty."""
     record = group.record
     return {
         "device": group.device,

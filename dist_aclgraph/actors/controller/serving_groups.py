@@ -1,7 +1,7 @@
 """The groups of a serving deployment: opened, added, drained and replaced while others serve.
 
-What changes is told to the engines, whose clients hear of it from any of them (``Groups``). A group
-that drains gets no new requests, ends what it has, and is given back. One change at a time.
+Engines are told of each change, and tell their clients (``GroupList``). A group that drains gets no
+new requests, ends its running ones, and is given back. There is one change at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dist_aclgraph.actors.engine.engine import EngineSettings
 from dist_aclgraph.actors.host import run_directory
 from dist_aclgraph.actors.host.process_starter import ProcessStarter
 from dist_aclgraph.actors.wire.addresses import Address
-from dist_aclgraph.actors.wire.messages import Groups
+from dist_aclgraph.actors.wire.messages import GroupList
 from dist_aclgraph.actors.worker.worker_group import bundles_of_groups, fetch
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import (
@@ -57,18 +57,18 @@ class ServingGroups:
     """Owns the groups of a deployment from the moment that they serve.
 
     Args:
-        deployment: its name, with which those of placement groups begin.
-        term: what there was of the deployment before.
+        deployment: its name; names of placement groups begin with it.
+        term: what this controller takes over from the previous ones.
         planner: of the first groups.
-        spares: places for lost ones.
+        spares: places for groups that lose theirs.
         starter: starts the processes of groups.
         on_phase, on_graph: told how far a change is; see ``Startup``.
 
     Attributes:
-        groups: those that clients know of. A lost one is there until another takes its place.
-        starting: those that are about to be.
-        num_wanted: how many ought to take requests.
-        part: of a change that has several, which is under way, e.g. "group 2 of 3".
+        groups: the groups that clients know. A lost group stays until another takes its place.
+        starting: the groups that are being started.
+        num_wanted: how many groups ought to take requests.
+        part: the part of a change that is under way, e.g. "group 2 of 3".
     """
 
     def __init__(
@@ -117,9 +117,9 @@ class ServingGroups:
         return any(not group.is_lost for group in self.groups)
 
     @property
-    def listed(self) -> Groups:
+    def listed(self) -> GroupList:
         """What clients are told of the groups."""
-        return Groups(self._version, tuple(group.entry for group in self.groups))
+        return GroupList(self._version, tuple(group.entry for group in self.groups))
 
     @property
     def num_missing(self) -> int:
@@ -167,7 +167,7 @@ class ServingGroups:
         self._publish()
 
     def scale(self, count: int, room_s: float = placement.ROOM_S) -> None:
-        """Have so many groups take requests; dead ones are given back.
+        """Change the number of groups that take requests; lost groups are given back.
 
         Other changes may begin while it waits for room.
 
@@ -194,9 +194,9 @@ class ServingGroups:
             self._drain(self.taking[count:])
 
     def replace_one(self) -> None:
-        """Start a group where one is missing. A lost one, of which clients know, then goes.
+        """Start a group if one is missing, and remove a lost group from the clients' list.
 
-        What is left of the lost one is part of the new one, where that is possible.
+        Survivors of the lost group become part of the new one, where that is possible.
 
         Raises:
             PlacementError: there is no room for a group.
@@ -305,10 +305,10 @@ class ServingGroups:
             self._changing.release()
 
     def check_room(self, count: int, wait_s: float) -> None:
-        """Return if there are NPUs for so many groups more, or come to be within ``wait_s``.
+        """Return once there are NPUs for ``count`` more groups.
 
         Raises:
-            PlacementError: there are not.
+            PlacementError: there are too few after ``wait_s``.
         """
         request = bundles_of_groups(self.config, count)
         if not placement.has_room(request, count, wait_s):
@@ -320,11 +320,11 @@ class ServingGroups:
 
     @property
     def _lost(self) -> list[LockstepGroup]:
-        """Groups whose epoch is over, and that clients know of; the oldest first."""
+        """The lost groups that clients still know, the oldest first."""
         return [group for group in self.groups if group.is_lost]
 
     def find_place(self) -> None:
-        """Have a place for a missing group: of a lost one that its survivors leave, or any other.
+        """Find a place for a missing group: that of a lost group with survivors, or another one.
 
         Other changes may begin while it waits for room.
 
@@ -342,26 +342,26 @@ class ServingGroups:
         self.check_room(1, placement.ROOM_S)
 
     def give_up_lost(self, *, are_replaced: bool) -> None:
-        """Free the places of lost groups that nobody will join again.
+        """Free the places of lost groups whose survivors will make no other group.
 
         Args:
-            are_replaced: whether any is replaced at all.
+            are_replaced: whether lost groups are replaced at all.
         """
         for group in self._lost:
             if not (are_replaced and self._may_rejoin(group)):
                 group.give_up()
 
     def _may_rejoin(self, group: LockstepGroup) -> bool:
-        # It has weights of its own configuration, and what is missing is of the newest.
+        # Survivors have the weights of their configuration; a new group has the newest one.
         return group.planner is self._planner and group.way_back() == "REJOIN"
 
     def _make_room(self) -> None:
-        """Have NPUs for a group in the place of a lost one: a spare's at once, where there is one.
+        """Free NPUs for a group in the place of a lost one: those of a spare, if there is one.
 
-        What Ray counts as free may be on a node of whose death it does not know yet.
+        The NPUs that Ray counts as free may be on a node whose death Ray has not noticed yet.
 
         Raises:
-            PlacementError: there are none.
+            PlacementError: there are too few.
         """
         if not self._spares.give():
             self.check_room(1, placement.ROOM_S)
@@ -369,7 +369,7 @@ class ServingGroups:
     def _ask_for_spares(self) -> None:
         try:
             self._spares.refill(bundles_of_groups(self.config, 1))
-        except PlacementError as e:  # when there are nodes again, so are spares
+        except PlacementError as e:  # tried again with the next change
             logger.warning("no spares are held: %s", e)
 
     def _add(self, planner: Planner, count: int) -> None:
@@ -379,7 +379,7 @@ class ServingGroups:
         self._start(planner, lambda startup: startup.run(ranks, deployment=self._deployment))
 
     def _start(self, planner: Planner, run: Callable[[Startup], None]) -> None:
-        """Have groups come up beside those that serve: nothing is left of them if one fails."""
+        """Start groups beside those that serve; if one fails, all new ones are ended."""
         new: list[LockstepGroup] = []
         self.starting = new
         self._on_phase(State.PLACING)
@@ -397,7 +397,7 @@ class ServingGroups:
             self.starting = []
 
     def _drain(self, groups: Sequence[LockstepGroup]) -> None:
-        """Let groups end what they have, side by side, and give each back that has."""
+        """Drain groups, side by side, and give each back once it has drained."""
         if not groups:
             return
         for group in groups:
@@ -496,7 +496,7 @@ def check_count(count: int) -> None:
 
 
 def stop_groups(groups: Sequence[LockstepGroup], timeout_s: float) -> None:
-    """Stop in order: engines say goodbye, workers leave, what is left is killed."""
+    """Stop in order: engines say goodbye, workers leave, and the others are killed."""
     stopping = [
         ref
         for group in groups
@@ -510,12 +510,12 @@ def stop_groups(groups: Sequence[LockstepGroup], timeout_s: float) -> None:
 
 
 def _problem_of_drain(ref: Any, group: LockstepGroup) -> str:
-    """Return why a group has not ended what it had, "" where it has."""
+    """Return why a group has not drained, "" where it has."""
     try:
         if ray.get(ref):
             return ""
         return f"it took more than {group.planner.config.timeouts.drain_s:g} s"
-    except RayError as e:  # it has died meanwhile: what it had has ended, or goes on elsewhere
+    except RayError as e:  # it has died meanwhile: its requests have ended, or go on elsewhere
         return str(ours(e, f"draining group {group.number}"))
 
 

@@ -1,7 +1,7 @@
-"""From configuration to captured graphs: what a deployment does once, all its groups in parallel.
+"""The phases from configuration to captured graphs, for all groups of a start in parallel.
 
-The lockstep groups of a deployment have nothing to wait for in each other until one plan is made
-for all of them. Each phase has a deadline; an error names the rank and the phase.
+The lockstep groups do not wait for each other until one plan is made for all of them. Each phase
+has a deadline; an error names the rank and the phase.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ MIB = 1 << 20
 TRIAL_BLOCKS = 2  # a cache for padding rows alone: they use the dummy block
 
 T = TypeVar("T")
-Part = TypeVar("Part")
+Item = TypeVar("Item")
 OnPhase = Callable[[State], object]
 OnGraph = Callable[[int, int, str], None]  # captured so far, of how many, and what comes next
 
 
 class Startup:
-    """The phases. Owns nothing: what it starts is in ``groups``, which belong to the controller."""
+    """The phases. Adds the groups that it starts to ``groups``, which the controller owns."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class Startup:
                     deployment=deployment,
                     python=self._python,
                 )
-            except Exception as e:  # raised once all have an answer: who was placed is given back
+            except Exception as e:  # raised once all have an answer, so that no group is forgotten
                 return e
 
         placed = side_by_side(place, ranks)
@@ -177,7 +177,7 @@ class Startup:
             assert group.workers.bundles is not None
             group.engine = self._engine_at(placement.leading_node(group.workers.bundles))
         timeouts = self._config.timeouts
-        # A command of ours may load, before a process exists, what others load while they join.
+        # A fork server may load libraries first, which other processes load while they join.
         timeout_s = timeouts.place_s + (timeouts.join_s if self._python is not None else 0.0)
         self._each(lambda group: group.workers.find_out(timeout_s))
 
@@ -207,7 +207,7 @@ class Startup:
         group.device = devices[0]
 
     def _engine_at(self, node_id: str) -> Any:
-        """Start an engine beside the first worker: its node is the one that ranks meet at."""
+        """Start an engine on the node of the first worker, where the ranks meet."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         actor = ray.remote(
@@ -225,7 +225,7 @@ class Startup:
         group.weight_bytes = max(loaded)
 
     def _neighbour(self, worker: WorkerInfo) -> Neighbour:
-        """Return a worker's place among those of its node that load, of all groups."""
+        """Return a worker's place among all workers of its node that load weights."""
         if worker.has_weights:
             return ALONE
         infos = [info for group in self._groups for info in group.workers.infos]
@@ -266,7 +266,7 @@ class Startup:
             group.offers = probe_graphs(self._transaction(group), largest, group.offers)
 
     def _plan_groups(self, groups: list[LockstepGroup]) -> None:
-        """Negotiate one plan over ``groups``, size the caches with what it leaves, capture it."""
+        """Negotiate one plan over ``groups``, size the caches with the rest, capture the plan."""
         config, planner = self._config, self._planner
         negotiated = planner.negotiate([offer for group in groups for offer in group.offers])
         plan = negotiated.plan
@@ -326,7 +326,7 @@ class Startup:
         return GraphTransaction(group.workers, timeouts.negotiate_s, timeouts.capture_s)
 
 
-def side_by_side(work: Callable[[Part], T], parts: Sequence[Part]) -> list[T]:
+def side_by_side(work: Callable[[Item], T], parts: Sequence[Item]) -> list[T]:
     """Have all parts of a deployment work at the same time; return what each gave.
 
     Raises:
@@ -343,7 +343,7 @@ def side_by_side(work: Callable[[Part], T], parts: Sequence[Part]) -> list[T]:
 
 
 def _progress_of(record: CaptureRecord, graph: BatchDescriptor | None, available: int) -> str:
-    """What is captured next, and what the graphs before it have left on the tightest rank."""
+    """Return the next graph, the tightest rank's free streams, and the bytes that are taken."""
     left = available - sum(cost.streams for cost in record.costs.values())
     held = sum(cost.bytes for cost in record.costs.values())
     return f"{graph or 'done'}; {left} streams left, {held / MIB:.1f} MiB taken"

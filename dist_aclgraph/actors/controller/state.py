@@ -8,7 +8,7 @@ from dist_aclgraph.errors import DistAclGraphError
 
 
 class State(Enum):
-    """Where a deployment stands.
+    """The states of a deployment.
 
     PLACING: Ray looks for NPUs and starts one worker actor on each.
     JOINING: workers open their device and form the HCCL groups.
@@ -16,9 +16,9 @@ class State(Enum):
     NEGOTIATING: offers become one plan; every rank confirms its hash.
     CAPTURING: buckets are captured in lockstep, largest first.
     SERVING: steps run.
-    RECOVERING: no group is left, and others are started in their places; requests wait.
+    RECOVERING: all groups are lost, and others are started in their places; requests wait.
     DRAINING: no new requests; running ones end.
-    STOPPED: nothing is left; holds the error that led here, if one did.
+    STOPPED: all processes have ended.
     """
 
     PLACING = "PLACING"

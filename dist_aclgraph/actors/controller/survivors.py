@@ -1,8 +1,8 @@
 """Which workers of a lost group may join another one, with the weights that they have.
 
 A worker survives if its process answers, its step loop ended in order or with its engine, its
-device can be stopped and comes back, and what failed there has not spoiled its memory. Any other
-one is ended here, and the bundle that it had is free when this returns.
+device can be stopped and comes back, and the failure has not spoiled its memory. All other workers
+are ended here, and their bundles are free when this returns.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 def gather_survivors(group: LockstepGroup) -> bool:
-    """Have the workers that survive leave their group; note in it who is lost.
+    """Have the workers that survive leave their group; record its lost ranks.
 
     Returns:
-        Whether they may join another group: some are left, and the places of the others free.
+        Whether they may join another group: some survive, and the places of the others are free.
     """
     config = group.planner.config
     timeout_s = min(config.recovery.resume_s, config.timeouts.link_s)
@@ -53,7 +53,7 @@ def _without(ranks: Sequence[GroupRank], others: Collection[GroupRank]) -> list[
 
 
 def _failed(group: LockstepGroup, ranks: Sequence[GroupRank]) -> list[GroupRank]:
-    """Return those whose step loop is over, but not in order."""
+    """Return the ranks whose step loop has failed."""
     loops = {group.loops[rank]: rank for rank in ranks}
     over = ray.wait(list(loops), num_returns=len(loops), timeout=0)[0] if loops else []
     return [loops[loop] for loop in over if _has_failed(group, loops[loop], loop)]
@@ -89,8 +89,8 @@ def _leave(group: LockstepGroup, ranks: Sequence[GroupRank], timeout_s: float) -
 def _end(group: LockstepGroup, ranks: Sequence[GroupRank]) -> bool:
     """Kill workers; return whether all of them have ended.
 
-    Ray counts as dead whatever it was asked to kill, and knows nothing of nodes that have just
-    gone. So survivors end the processes of their own node.
+    Ray counts an actor as dead once it was asked to kill it, and notices the death of a node late.
+    So survivors end the processes of their own node.
     """
     workers, infos = group.workers.workers, group.workers.infos
     ending = []

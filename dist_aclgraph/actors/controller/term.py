@@ -1,4 +1,4 @@
-"""A deployment has one controller after another: what each takes over from those before it."""
+"""What each controller of a deployment takes over from the previous ones."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from dataclasses import dataclass
 
 from dist_aclgraph.config import Config
 
-# More than a controller ever has: their numbers do not meet.
+# More than a controller ever has, so that no two terms have the same numbers.
 GROUPS_OF_A_TERM, VERSIONS_OF_A_TERM = 1_000, 1 << 32
 
 
 @dataclass(frozen=True)
 class Term:
-    """What a controller takes over from those before it, which are dead.
+    """What a controller takes over from the previous ones, which are dead.
 
     Attributes:
         number: how many there were.
-        token: what clients know of the deployment.
-        max_model_len: what they were promised; 0 where there are none yet.
-        num_groups: that ought to take requests; 0 for those of the configuration.
+        token: the deployment's, which its clients have.
+        max_model_len: the promise to clients; 0 before there are any.
+        num_groups: how many ought to take requests; 0 for the number in the configuration.
     """
 
     number: int
@@ -38,8 +38,8 @@ class Term:
 
 
 @dataclass(frozen=True)
-class Standing:
-    """What another controller would have to begin with, if this one died now."""
+class Handover:
+    """What the next controller would begin with, if this one died now."""
 
     config: Config
     num_groups: int

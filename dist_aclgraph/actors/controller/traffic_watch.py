@@ -49,18 +49,18 @@ class TrafficWatch:
         return not self._groups
 
     def add(self, groups: Sequence[LockstepGroup]) -> None:
-        """Groups that are new: they come to the others' plan at the next look. Any thread."""
+        """Add new groups: they get the others' plan at the next look. Any thread."""
         self._groups = [*self._groups, *groups]
 
     def remove(self, group: LockstepGroup) -> None:
-        """A group that is no more. Any thread."""
+        """Remove a group. Any thread."""
         self._groups = [known for known in self._groups if known is not group]
 
     def look(self, now_s: float) -> None:
-        """Where it is time, take the traffic in, and move to a better plan if there is one.
+        """When it is time, read the traffic, and change to a better plan if there is one.
 
-        Groups that are still changing their plan are left alone; those that hold different ones,
-        because a capture failed on some, come to one again.
+        Groups that are still changing their plan are left alone. Groups that hold different plans,
+        because a capture failed on some, get one plan again.
         """
         if not self._asked:
             groups = [g for g in self._groups if g.state is GroupState.SERVING]

@@ -1,8 +1,8 @@
-"""What a deployment does of itself while it serves, on a thread of its own.
+"""What a deployment does unasked while it serves, on a private thread.
 
-It replaces lost groups, has more or fewer of them where requests want it (``serve.autoscale``),
-chooses graphs again for the traffic, and removes what engines of this node have left that were
-stopped for long before they ended. No engine is waited for: one that hangs would hold up all.
+It replaces lost groups, adds and drains groups for the load (``serve.autoscale``), chooses graphs
+for the traffic, and removes the directories of dead engines on this node. It waits for no engine:
+an engine that hangs would delay everything.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class Change(Protocol):
 
 
 def begin_thread(change: Callable[[], None]) -> Change:
-    """Change the groups on a thread of its own: that takes long, and looks go on."""
+    """Change the groups on a new thread: a change takes long, and looks go on."""
     thread = threading.Thread(target=change, daemon=True)
     thread.start()
     return thread
 
 
 class Upkeep:
-    """Owns what was tried, and when.
+    """Owns the times of the last tries, and the budget of restarts.
 
     Args:
         on_service: told at every look whether a group serves.
@@ -105,7 +105,7 @@ class Upkeep:
         ):
             try:
                 look(now_s)
-            except Exception:  # whatever it is: the next look may go well
+            except Exception:  # of any kind: the next look may succeed
                 logger.exception("looking after the groups failed")
 
     @property
@@ -115,7 +115,7 @@ class Upkeep:
 
     @property
     def ends_recovery(self) -> str:
-        """Why no lost group is replaced any more, or "" while one is being started, or may be."""
+        """Why no lost group is replaced again, or "" while one is being started or may be."""
         if self._is_changing or self._restarts.is_left(self._clock()):
             return ""
         return (
@@ -125,7 +125,7 @@ class Upkeep:
 
     @property
     def failure(self) -> str:
-        """Why the deployment serves no more, or "" while a group does, or may again."""
+        """Why the deployment has ended, or "" while a group serves or may serve again."""
         watch = self._serving.watch
         # In this order: a group serves a moment before it is watched.
         if self._serving.serves or watch.trouble:
@@ -159,13 +159,13 @@ class Upkeep:
             )
 
     def _replace(self) -> None:
-        """Start a group for one that is missing; if that fails, it is tried again later."""
+        """Start a missing group; after a failure, try again later."""
         try:
             self._serving.find_place()
             was_left = self._restarts.take(self._clock())
             assert was_left, "looked at before"
             self._serving.replace_one()
-        except Exception as e:  # whatever it is: what serves goes on
+        except Exception as e:  # of any kind: the other groups serve on
             self._restarts.failed(self._clock())
             self._complain(str(e))
         else:
@@ -190,7 +190,7 @@ class Upkeep:
         self._next_count_s = now_s + COUNT_S
         taking = self._serving.taking
         if not taking:
-            return  # those that are missing come first
+            return  # missing groups come first
         running, waiting = self._count_requests(taking)
         rows = min(group.num_rows for group in taking)
         demand = Demand(len(taking), running, waiting, rows, self._serving.num_missing)
@@ -212,7 +212,7 @@ class Upkeep:
                 pause_s,
                 e,
             )
-        except Exception:  # whatever it is: what serves goes on
+        except Exception:  # of any kind: the groups serve on
             self._growth.failed(self._clock())
             logger.exception("changing the number of groups to %d failed", count)
         else:
@@ -227,7 +227,7 @@ class Demands:
         self._said: dict[int, tuple[int, int]] = {}
 
     def look(self, groups: Sequence[LockstepGroup]) -> tuple[int, int]:
-        """Ask those that have answered again; return how many requests run and wait in all."""
+        """Ask engines that have answered again; return how many requests run and wait in all."""
         numbers = {group.number for group in groups}
         self._asked = {n: ref for n, ref in self._asked.items() if n in numbers}
         self._said = {n: said for n, said in self._said.items() if n in numbers}

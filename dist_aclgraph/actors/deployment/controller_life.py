@@ -1,8 +1,7 @@
-"""The life of a deployment's controller: who starts one keeps asking how it stands, and starts
-another when it is gone.
+"""The life of a deployment's controller: its driver checks that it answers, and replaces it.
 
-Ray ends all that a controller has started when it dies. So another one begins anew, with as many
-groups of the latest configuration; the requests of the lost groups wait at their clients meanwhile.
+When a controller dies, Ray ends all actors that it has started. So the next controller starts as
+many groups of the latest configuration. Meanwhile requests of lost groups wait at their clients.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from ray.exceptions import ActorDiedError, RayError
 from dist_aclgraph.actors.cluster import placement
 from dist_aclgraph.actors.cluster.local_ray import NAMESPACE
 from dist_aclgraph.actors.controller.controller import Controller, Progress
-from dist_aclgraph.actors.controller.term import Standing, Term
+from dist_aclgraph.actors.controller.term import Handover, Term
 from dist_aclgraph.actors.host import processes
-from dist_aclgraph.actors.host.liveness import Silence
+from dist_aclgraph.actors.host.liveness import Silence, beat_s
 from dist_aclgraph.actors.host.process_starter import ProcessStarter
 from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.actors.worker.worker_group import fetch
@@ -66,18 +65,18 @@ def make_controller(
 
 
 def end_by_force(controller: Any, name: str) -> None:
-    """Take from a controller what it may not have given back, its life included."""
+    """Kill a controller, and give back the NPUs that it held."""
     with suppress(RayError):
         ray.kill(controller)
         placement.release_all(name)
 
 
 def progress_of(controller: Any, work: Any) -> Iterator[Progress | None]:
-    """Yield, until ``work`` of the controller is over, how far it is, or that is not known.
+    """Yield how far the controller is, None where that is not known, until ``work`` is over.
 
-    A late answer is no failure: work has limits of its own, and on a busy machine the controller's
-    process alone may take longer to come than an answer should. What has become of a controller
-    that is gone, ``work`` itself says.
+    A late answer is no failure: work has its own limits, and on a busy machine the start of the
+    controller's process may take longer than an answer should. If the controller dies, ``work``
+    ends with an error.
     """
     asked = None
     while not ray.wait([work], timeout=POLL_S)[0]:
@@ -95,14 +94,14 @@ class ControllerKeeper:
     Args:
         controller: the first, which serves.
         name: of the deployment, and so of all its controllers.
-        has_ray: whether there is still a Ray that another one could be started on.
+        has_ray: whether there is still a Ray to start another controller on.
         starter: starts controllers and their workers; see ``make_controller``.
         make: starts a controller's process; see ``make_controller``.
 
     Attributes:
-        controller: the one of now. It may be dead already.
-        progress: how far the start of another one is; "" while one is there.
-        failure: why there will be no other one; "" before that.
+        controller: the current one; it may be dead already.
+        progress: how far the start of another controller is; "" while none is being started.
+        failure: why no other controller is started; "" while one may be.
     """
 
     def __init__(
@@ -124,7 +123,7 @@ class ControllerKeeper:
         self._name = name
         self._process = self._open_handles()
         num_groups = len(ParallelLayout.from_config(config.parallel).lockstep_groups)
-        self._standing = Standing(config, num_groups)
+        self._handover = Handover(config, num_groups)
         self._term = Term(0, reach.token, reach.max_model_len)
         self._silence = Silence(LEASES * config.timeouts.link_s)
         self._restarts = RestartBudget(config.recovery.restarts_per_hour)
@@ -134,14 +133,14 @@ class ControllerKeeper:
         self._thread.start()
 
     def stop(self) -> Any:
-        """Start no other controller, and ask no more; return the last one."""
+        """Stop the checks, start no other controller, and return the last one."""
         with self._making:
             self._stopping.set()
-        self._thread.join(JOIN_S)  # a question to a Ray that was left would start another Ray
+        self._thread.join(JOIN_S)  # a call after ray.shutdown() would start another Ray
         return self.controller
 
     def end_by_force(self) -> None:
-        """Take from the last controller what it may not have given back, its life included."""
+        """Kill the last controller, and give back the NPUs that it held."""
         end_by_force(self.controller, self._name)
         # Ray asks a process to end that it has not started itself: a stopped one does not hear.
         processes.kill_handles(self._process)
@@ -152,24 +151,22 @@ class ControllerKeeper:
                 death = self._look()
                 if death and self._has_ray():  # else any question hangs
                     self._replace(death)
-            except RayError as e:  # of Ray itself, which whoever started it watches
+            except RayError as e:  # of Ray itself, which its owner watches
                 logger.debug("asking the controller failed: %s", e)
-            except Exception:  # whatever it is: the next look may go well
+            except Exception:  # of any kind: the next check may succeed
                 logger.exception("looking after the controller failed")
 
     def _look(self) -> str:
-        """Ask the controller how it stands; return why it counts as dead, or ""."""
-        asked, looked_s = self.controller.standing.remote(), time.monotonic()
+        """Ask the controller for its handover; return why it counts as dead, or ""."""
+        asked = self.controller.handover.remote()
         self._silence.heard()
-        while not ray.wait([asked], timeout=LOOK_S)[0]:
+        while not ray.wait([asked], timeout=beat_s(self._silence.limit_s))[0]:
             if self._stopping.is_set():
                 return ""
-            elapsed_s = time.monotonic() - looked_s
-            looked_s += elapsed_s
-            if self._silence.listen(elapsed_s):
+            if self._silence.listen():
                 return f"the controller has not answered for {self._silence.limit_s:g} s"
         try:
-            self._standing = ray.get(asked)
+            self._handover = ray.get(asked)
         except ActorDiedError:
             return "the controller has died"
         return ""
@@ -185,7 +182,7 @@ class ControllerKeeper:
                 return
             try:
                 self._start_another()
-            except Exception as e:  # whatever it is: the budget ends what fails for good
+            except Exception as e:  # of any kind: the budget ends repeated failures
                 logger.error("the controller could not be started again: %s", e)
                 death = f"{death}, and starting another failed: {e}"
                 self._restarts.failed(time.monotonic())
@@ -200,7 +197,7 @@ class ControllerKeeper:
     def _start_another(self) -> None:
         self.end_by_force()
         number = self._term.number + 1
-        self._term = replace(self._term, number=number, num_groups=self._standing.num_groups)
+        self._term = replace(self._term, number=number, num_groups=self._handover.num_groups)
         self._make()
         if self._stopping.is_set():
             return
@@ -220,7 +217,7 @@ class ControllerKeeper:
                 if self._stopping.is_set():
                     return
                 try:
-                    config = self._standing.config
+                    config = self._handover.config
                     self.controller = self._make_controller(
                         config, self._name, self._term, self._starter
                     )

@@ -46,7 +46,7 @@ UNKNOWN = (ActorDiedError, GetTimeoutError)
 class RayDeployment(Deployment):
     """A deployment whose processes are actors of Ray.
 
-    Owns what keeps its controller alive, and the connection to Ray where it had to make one.
+    Owns the keeper of its controller, and the connection to Ray if it has made one.
 
     Args:
         local_ray: the Ray that was started for it.
@@ -112,7 +112,7 @@ class RayDeployment(Deployment):
         """Say what becomes of the deployment; for clients that know no group that serves.
 
         Raises:
-            EngineDeadError: nobody can say.
+            EngineDeadError: the deployment has ended.
         """
         self._raise_end()
         if progress := self._keeper.progress:
@@ -135,10 +135,10 @@ class RayDeployment(Deployment):
             raise EngineDeadError(self._keeper.failure)
 
     def scale(self, count: int) -> None:
-        """Have so many groups take requests, while those that stay serve on.
+        """Change the number of groups that take requests, while the others serve on.
 
         Raises:
-            DistAclGraphError: it could not be done; what serves goes on.
+            DistAclGraphError: it could not be done; all groups that served go on.
         """
         fetch(self._controller.scale.remote(count), NO_RANK, "SERVING")
 
@@ -146,7 +146,7 @@ class RayDeployment(Deployment):
         """Replace all groups by groups of another configuration, without a failed request.
 
         Raises:
-            DistAclGraphError: it could not be done; what serves goes on.
+            DistAclGraphError: it could not be done; all groups that served go on.
         """
         check(config)
         fetch(self._controller.roll.remote(config), NO_RANK, "SERVING")
@@ -165,7 +165,7 @@ class RayDeployment(Deployment):
 
 
 def check(config: Config) -> None:
-    """Return if nothing that this process can read is against the deployment.
+    """Return if no file that this process can read refuses the deployment.
 
     Raises:
         ConfigError, ModelError: the model cannot be served, or not so.
@@ -183,7 +183,7 @@ def start(
 ) -> RayDeployment:
     """Bring a deployment up, on this process's Ray cluster, or as ``start_ray`` finds one.
 
-    What the files of the model refuse is refused here, before anything is built or started.
+    Errors of the model's files are raised before anything is built or started.
 
     Args:
         starter: starts the processes of a Ray that is started here, or was started by this process.
@@ -205,14 +205,14 @@ def start(
         starter = choose_starter(config)
     try:
         if starter is not None:
-            starter.command(config)  # what it has to load, it loads while Ray starts
+            starter.command(config)  # a fork server loads while Ray starts
         local_ray = start_ray(config, starter) if owns_connection else None
     except BaseException:
         if starter is not None:
             starter.close()
         raise
     if local_ray is not None:
-        # What is left of Ray would keep the engine; without it, clients learn of the end at once.
+        # The other daemons would keep engines alive; when all end, clients learn of it at once.
         started = local_ray
         local_ray.watch(lambda _: started.kill())
     controller, name = None, f"{CONTROLLER}-{secrets.token_hex(4)}"

@@ -1,4 +1,4 @@
-"""What an ingress or an LLM object needs of a deployment, whoever has started it."""
+"""A deployment, as an ingress or an LLM object uses it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Deployment(Protocol):
         ...
 
     def shut_down(self) -> None:
-        """Stop all that was started."""
+        """Stop all processes of the deployment."""
         ...
 
 

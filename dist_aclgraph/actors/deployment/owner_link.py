@@ -1,7 +1,7 @@
 """How an ingress asks the process that owns its deployment: over a Unix socket, in MessagePack.
 
-Whoever starts both holds the socket that listens. So either of them may die: its successor goes on
-with the other, and a question that nobody answers yet is asked again.
+Their supervisor holds the listening socket. So either of them may die: its successor goes on with
+the other one, and the ingress asks a question again that has got no answer.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ MAX_BYTES = 16 << 20  # of one message
 WAITING = 64  # connections, most of them of questions that were given up
 LOOK_S, LOOK_MS = 0.05, 500
 CONNECT_S = 1.0
-STANDING_S = 1.0  # limits of answers: what is known already,
-SEARCH_S = 30.0  # and what Ray has to be asked for; longer than the deployment's own limits
+ADMISSION_S = 1.0  # limit of an answer that the owner knows already
+SEARCH_S = 30.0  # limit of one for which it asks Ray; longer than the deployment's own limits
 
 logger = logging.getLogger(__name__)
 encode = msgspec.msgpack.Encoder().encode
@@ -38,36 +38,36 @@ encode = msgspec.msgpack.Encoder().encode
 class Question(msgspec.Struct, frozen=True):
     """What an ingress asks, and whether it lets requests in."""
 
-    what: Literal["standing", "reach", "outlook"]
+    what: Literal["admission", "reach", "outlook"]
     is_open: bool = False
 
 
-class Standing(msgspec.Struct, frozen=True):
-    """What becomes of the requests.
+class Admission(msgspec.Struct, frozen=True):
+    """Whether the ingress lets requests in.
 
     Attributes:
-        end: why no more are to be let in; "" while they are.
-        drain_s: how long those that are in may take to end.
+        end: why it lets no more in; "" while it does.
+        drain_s: how long the running requests may take to end.
     """
 
     end: str = ""
     drain_s: float = 0.0
 
 
-class Answers(Protocol):
-    """What the owner of a deployment says; asked on any thread."""
+class OwnerAnswers(Protocol):
+    """The owner's answers; asked for on any thread."""
 
-    def standing(self, is_open: bool) -> Standing: ...
+    def admission(self, is_open: bool) -> Admission: ...
 
     def reach(self) -> Reach | None:
-        """Return None while nobody can be reached."""
+        """Return None while no engine can be reached."""
         ...
 
     def outlook(self) -> Outlook: ...
 
 
 def listen_for_ingress(path: str) -> socket.socket:
-    """Return a socket that listens, for whoever owns the deployment."""
+    """Return a socket that listens, for the owners of the deployment, one after the other."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(WAITING)
@@ -76,13 +76,13 @@ def listen_for_ingress(path: str) -> socket.socket:
 
 
 class OwnerLink:
-    """The owner's end, while it is a context: a thread for each connection, and one that accepts.
+    """The owner's end, as a context: one thread that accepts, and one for each connection.
 
     Args:
         listener: borrowed; of ``listen_for_ingress``.
     """
 
-    def __init__(self, listener: socket.socket, answers: Answers) -> None:
+    def __init__(self, listener: socket.socket, answers: OwnerAnswers) -> None:
         self._listener = listener
         self._answers = answers
         self._lock = threading.Lock()
@@ -124,7 +124,7 @@ class OwnerLink:
                 while True:
                     peer.send_bytes(self._answer(read_frame(decoder, peer.recv_bytes(MAX_BYTES))))
         except (EOFError, OSError):
-            pass  # it has left, or does not want the answer any more
+            pass  # the ingress has left
         except NotAMessageError as e:
             logger.warning("%s", e)
         finally:
@@ -132,8 +132,8 @@ class OwnerLink:
 
     def _answer(self, question: Question) -> bytes:
         match question.what:
-            case "standing":
-                return encode(self._answers.standing(question.is_open))
+            case "admission":
+                return encode(self._answers.admission(question.is_open))
             case "reach":
                 return encode(self._answers.reach())
             case "outlook":
@@ -145,18 +145,18 @@ class OwnerLink:
 
 
 class Owner:
-    """The ingress's end, asked by one thread: the owner of now, whichever process that is."""
+    """The ingress's end, for one thread. It asks the current owner, after a replacement too."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._peer: Connection | None = None
 
-    def standing(self, *, is_open: bool) -> Standing | None:
-        """Say whether requests are let in; return what becomes of them, None without an answer."""
-        return self._ask(Question("standing", is_open), Standing, STANDING_S)
+    def admission(self, *, is_open: bool) -> Admission | None:
+        """Tell whether this ingress is open; return the admission, None without an answer."""
+        return self._ask(Question("admission", is_open), Admission, ADMISSION_S)
 
     def reach(self) -> Reach | None:
-        """Return None where nobody can say, or nobody can be reached."""
+        """Return None without an answer, or while no engine can be reached."""
         return self._ask(Question("reach"), Reach | None, SEARCH_S)  # type: ignore[arg-type]
 
     def outlook(self) -> Outlook:
@@ -185,7 +185,7 @@ class Owner:
     def _connect(self) -> Connection:
         opened = socket.socket(socket.AF_UNIX)
         try:
-            opened.settimeout(CONNECT_S)  # while there is no owner, nobody takes who queues
+            opened.settimeout(CONNECT_S)  # without an owner, nobody accepts the connection
             opened.connect(self._path)
             opened.settimeout(None)
         except OSError:

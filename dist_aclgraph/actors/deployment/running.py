@@ -20,14 +20,14 @@ from dist_aclgraph.topology import NO_RANK
 
 
 class RunningDeployment:
-    """The controller of a deployment that somebody else has started, and will stop."""
+    """The controller of a deployment that another process has started, and will stop."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._controller = ray.get_actor(name)
 
     def scale(self, count: int, on_progress: OnProgress) -> None:
-        """Have so many groups take requests; see ``ServingGroups.scale``."""
+        """Change the number of groups that take requests; see ``ServingGroups.scale``."""
         self._wait_for(self._controller.scale.remote(count), on_progress)
 
     def roll(self, config: Config, on_progress: OnProgress) -> None:
@@ -35,10 +35,10 @@ class RunningDeployment:
         self._wait_for(self._controller.roll.remote(config), on_progress)
 
     def _wait_for(self, change: Any, on_progress: OnProgress) -> None:
-        """Say how far a change is, until it is over.
+        """Report how far a change is, until it is over.
 
         Raises:
-            DistAclGraphError: it could not be done; what serves goes on.
+            DistAclGraphError: it could not be done; all groups that served go on.
         """
         for progress in progress_of(self._controller, change):
             if progress is not None:

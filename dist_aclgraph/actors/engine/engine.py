@@ -1,4 +1,4 @@
-"""The engine actor of one lockstep group: the loop on a thread of its own, and calls about it."""
+"""The engine actor of one lockstep group: its loop, on a thread, and the controller's calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dist_aclgraph.actors.host.liveness import Lease, leave_with, leave_with_ray
 from dist_aclgraph.actors.host.run_directory import RunDirectory
 from dist_aclgraph.actors.wire.addresses import Address, Place
 from dist_aclgraph.actors.wire.client_links import ClientLinks
-from dist_aclgraph.actors.wire.messages import Groups
+from dist_aclgraph.actors.wire.messages import GroupList
 from dist_aclgraph.actors.wire.step_channel import ChannelAddress, StepSender
 from dist_aclgraph.actors.worker.worker_group import ask_workers, stop_devices
 from dist_aclgraph.config import Config
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What a group's engine must know, after negotiation and capture."""
+    """What a group's engine gets once its graphs are captured."""
 
     epoch: int
     num_blocks: int
@@ -59,7 +59,7 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class SeenTraffic:
-    """What a group has seen: its plan (None while that changes), batches, and step times."""
+    """A group's plan (None while the plan changes), its batches, and its step times."""
 
     plan: GraphPlan | None
     traffic: Traffic
@@ -85,7 +85,7 @@ class Engine:
         self._lease = Lease(config.timeouts.link_s)
         leave_with(self._lease, "this engine")
 
-    # ---- answered at any time, on a thread of its own
+    # ---- answered at any time, on the control thread
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def ping(self, number: int) -> None:
@@ -204,7 +204,7 @@ class Engine:
         assert self._loop is not None
         self._loop.change_plan(plan, actions)
 
-    def set_groups(self, groups: Groups) -> None:
+    def set_groups(self, groups: GroupList) -> None:
         """Have clients told which groups the deployment has."""
         assert self._loop is not None
         self._loop.set_groups(groups)
@@ -220,7 +220,7 @@ class Engine:
             self._loop.fail(reason)
 
     def wait_for_end(self) -> str:
-        """Return why the group serves no more, when that is so: the engine's death notice."""
+        """Wait until the group has ended, and return why: the engine's death notice."""
         assert self._loop is not None
         return self._loop.wait_for_end()
 

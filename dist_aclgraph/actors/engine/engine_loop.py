@@ -18,8 +18,8 @@ from dist_aclgraph.actors.capture.graph_changes import GraphChanges
 from dist_aclgraph.actors.engine.engine_report import LoopCounts, group_metrics, group_report
 from dist_aclgraph.actors.engine.recipients import Recipients
 from dist_aclgraph.actors.engine.resumption import Resumption
-from dist_aclgraph.actors.wire.client_links import ClientLinks, Link
-from dist_aclgraph.actors.wire.messages import Groups, Submit
+from dist_aclgraph.actors.wire.client_links import ClientLink, ClientLinks
+from dist_aclgraph.actors.wire.messages import GroupList, Submit
 from dist_aclgraph.actors.wire.step_channel import StepSender
 from dist_aclgraph.errors import (
     DeviceFaultError,
@@ -78,15 +78,15 @@ class EngineLoop:
 
     Args:
         vocab_size: of the model; a prompt with another token id is refused.
-        changes: what becomes of the group's graphs while it serves.
-        resumption: brings the group back where its device or a link fails.
-        report: what is known of the ranks; part of every report.
+        changes: the changes of the group's graphs while it serves.
+        resumption: brings the group back when its device or a link fails.
+        report: the facts about the ranks; part of every report.
         steps_in_flight: how many are sent before the first of them is answered.
         step_timeout_s: a step that takes longer ends the epoch.
-        turn_timeout_s: host work that takes longer between two waits is stuck. Waits have limits of
-            their own.
-        is_held: whether the group is still this engine's to serve; while it is not, nothing is
-            sent to workers or clients.
+        turn_timeout_s: host work that takes longer between two waits is stuck. Waits have their
+            own limits.
+        is_held: whether this engine holds the lease of the group; without it, nothing is sent to
+            workers or clients.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class EngineLoop:
     # ---- any thread
 
     def fail(self, reason: str) -> None:
-        """Say that a worker is gone: every request ends with this reason, and so do later ones."""
+        """End every request with the reason why a worker is lost, and later requests too."""
         self._failure = self._failure or reason
         self._links.wake()
 
@@ -153,18 +153,18 @@ class EngineLoop:
         self._stopping = True
 
     def wait_for_end(self) -> str:
-        """Wait until nothing is served any more, and return why."""
+        """Wait until the loop has ended, and return why."""
         while not (reason := self.failure_now()) and not self._stopping:
             time.sleep(IDLE_S)
         return reason or STOPPING
 
-    def set_groups(self, groups: Groups) -> None:
+    def set_groups(self, groups: GroupList) -> None:
         """Have clients told which groups the deployment has."""
         self._links.set_groups(groups)
 
     def drain(self, version: int, timeout_s: float) -> bool:
-        """Wait until all clients route by this version of the groups, which sends nothing here any
-        more, and what they sent before is done. Return False where that takes too long.
+        """Wait until all clients route by this version of the groups, by which no request comes
+        here, and until earlier requests have ended. Return False if that takes too long.
         """
         self._drains_from = version
         return self._drained.wait(timeout_s)
@@ -188,8 +188,8 @@ class EngineLoop:
         return stats["running"], stats["waiting"]
 
     def step_seconds(self) -> dict[BatchDescriptor, float]:
-        """Return how long a step takes that replays each graph, on average; of those that were
-        replayed often enough to say.
+        """Return the mean time of a step by the graph that it replays, for graphs that were
+        replayed often enough.
         """
         means = list(self._step_times.items())
         return {graph: mean.value for graph, mean in means if mean.count >= MEAN_FROM}
@@ -219,7 +219,7 @@ class EngineLoop:
                     outputs = self._resume(e)
                 except DistAclGraphError as e:
                     self.fail(str(e))
-                except Exception as e:  # Clients must hear of it, whatever it is.
+                except Exception as e:  # of any kind: clients must hear of it
                     self.fail(f"{type(e).__name__}: {e}")
         finally:
             self._dismiss_workers()
@@ -227,11 +227,11 @@ class EngineLoop:
             self._links.close()
 
     def _turn(self, outputs: StepOutputs) -> StepOutputs:
-        """Decide one step, hand out the outputs of an earlier one, and return those of the next."""
+        """Decide one step, hand out the outputs of an earlier step, and return the next outputs."""
         self._take(0)
         is_due = self._changes.is_due(not self._scheduler.has_work, not self._scheduler.waiting)
         if is_due and not self._flying:
-            self._deliver(outputs)  # nobody waits for a capture with a token that is there
+            self._deliver(outputs)  # before a capture: no token waits for it
             outputs = StepOutputs()
             self._changes.advance()
         start_s = time.perf_counter()
@@ -252,7 +252,7 @@ class EngineLoop:
         return self._land()
 
     def _land(self) -> StepOutputs:
-        """Wait for the oldest step in flight; return what it has brought."""
+        """Wait for the oldest step in flight; return its outputs."""
         sent = self._flying.popleft()
         plan = sent.plan
         results = self._channel.receive(plan, self._step_timeout_s, self.check)
@@ -275,7 +275,7 @@ class EngineLoop:
         return outputs
 
     def _resume(self, error: DeviceFaultError) -> StepOutputs:
-        """Have the group come back, if it can; return what was not handed out yet: nothing."""
+        """Bring the group back, if it may come back; return no outputs, as its steps run again."""
         try:
             comeback = self._resumption.run(error, self._scheduler.epoch, self.check)
         except DistAclGraphError as e:
@@ -288,10 +288,10 @@ class EngineLoop:
         return StepOutputs()
 
     def check(self) -> None:
-        """While a step runs: end the wait when a worker is known to be gone.
+        """End the wait for a step once a worker is known to be lost.
 
         Raises:
-            WorkerLostError: it is.
+            WorkerLostError: a worker is lost.
         """
         self._seen_s = time.monotonic()
         if self._failure:
@@ -300,7 +300,7 @@ class EngineLoop:
             raise EngineDeadError(STOPPING)
 
     def _book(self, sent: _Sent, result: StepResult, took_s: float, update_s: float) -> None:
-        """Add one step's host times, in microseconds, and what was counted, split by mode."""
+        """Add one step's host times, in microseconds, and its counters, split by mode."""
         graph = sent.plan.graph
         mode = "eager" if graph is None else graph.mode.lower()
         worker_us = sum(result.timings_us.values())
@@ -320,7 +320,7 @@ class EngineLoop:
     # ---- clients
 
     def _take(self, timeout_s: float) -> None:
-        """Take in all that clients want; wait up to ``timeout_s`` for the first of it."""
+        """Handle all messages of clients; wait up to ``timeout_s`` for the first one."""
         for link, wish in self._links.take(timeout_s):
             if isinstance(wish, Submit):
                 self._submit(link, wish)
@@ -330,12 +330,12 @@ class EngineLoop:
                 for request_id in self._recipients.remove_link(link):
                     self._scheduler.abort(request_id)
 
-    def _abort(self, link: Link, request_id: str) -> None:
+    def _abort(self, link: ClientLink, request_id: str) -> None:
         if self._recipients.is_owner(link, request_id):
             self._recipients.remove(request_id)
             self._scheduler.abort(request_id)
 
-    def _submit(self, link: Link, submit: Submit) -> None:
+    def _submit(self, link: ClientLink, submit: Submit) -> None:
         try:
             if self._failure:
                 raise EngineDeadError(self._failure)
@@ -370,7 +370,7 @@ class EngineLoop:
             self._channel.close(self._scheduler.epoch)
 
     def _serve_failure(self) -> None:
-        """End what runs, and answer whoever still asks."""
+        """End running requests, and refuse later ones."""
         self._scheduler.abort_all("error")
         self._end_requests(self._failure)
         self._take(IDLE_S)

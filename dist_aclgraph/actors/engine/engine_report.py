@@ -21,7 +21,7 @@ class LoopCounts:
     prompt_tokens: int
     generation_tokens: int
     steps: int
-    resumptions: Mapping[DeviceFault, int]  # by what had stopped a device
+    resumptions: Mapping[DeviceFault, int]  # by the fault that had stopped a device
 
 
 def group_metrics(
@@ -71,7 +71,7 @@ def group_metrics(
 
 
 def _by_rank(counts: Mapping[int, int], ranks_report: Mapping[str, Any]) -> dict[str, int]:
-    """Name what is counted by places in the group by world ranks, as all else is."""
+    """Key counters by world rank in place of the rank in the group."""
     world_ranks = [rank["rank"] for rank in ranks_report.get("ranks", [])]
     return {
         str(world_ranks[place] if world_ranks else place): count

@@ -1,4 +1,4 @@
-"""Who gets what a step brought: the client of each request, in columns by the request's key."""
+"""The clients that get a step's outputs: one for each request, in columns by the request's key."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dist_aclgraph.actors.wire.client_links import Link
+from dist_aclgraph.actors.wire.client_links import ClientLink
 from dist_aclgraph.scheduler.outputs import StepOutputs
 from dist_aclgraph.steps.delta import StepDeltas
 
@@ -23,14 +23,14 @@ class Recipients:
 
     def __init__(self) -> None:
         self._key_of: dict[str, int] = {}
-        self._links: list[Link] = []
+        self._links: list[ClientLink] = []
         self._link_of = np.full(FIRST_CAPACITY, NOBODY, np.int32)  # by key: index in _links
         self._number_of = np.zeros(FIRST_CAPACITY, np.int32)  # by key: what the client calls it
         self._free = list(range(FIRST_CAPACITY))
         self._left: list[int] = []  # keys that outputs may still have
 
-    def add(self, request_id: str, link: Link, number: int) -> int:
-        """Note whose a request is; return its key."""
+    def add(self, request_id: str, link: ClientLink, number: int) -> int:
+        """Record the client of a request; return the request's key."""
         if link not in self._links:
             self._links.append(link)
         if not self._free:
@@ -39,7 +39,7 @@ class Recipients:
         self._link_of[key], self._number_of[key] = self._links.index(link), number
         return key
 
-    def is_owner(self, link: Link, request_id: str) -> bool:
+    def is_owner(self, link: ClientLink, request_id: str) -> bool:
         key = self._key_of.get(request_id)
         return key is not None and self._links[self._link_of[key]] is link
 
@@ -49,15 +49,15 @@ class Recipients:
         self._link_of[key] = NOBODY
         self._left.append(key)
 
-    def pop(self, request_id: str) -> tuple[Link, int]:
+    def pop(self, request_id: str) -> tuple[ClientLink, int]:
         """Forget a request; return its link, and what the client calls it."""
         key = self._key_of[request_id]
         link, number = self._links[self._link_of[key]], int(self._number_of[key])
         self.remove(request_id)
         return link, number
 
-    def remove_link(self, link: Link) -> list[str]:
-        """Forget a link, and return the requests that it had."""
+    def remove_link(self, link: ClientLink) -> list[str]:
+        """Remove a link, and return its requests."""
         requests = [request_id for request_id in self._key_of if self.is_owner(link, request_id)]
         for request_id in requests:
             self.remove(request_id)
@@ -67,12 +67,12 @@ class Recipients:
             self._link_of[self._link_of > index] -= 1
         return requests
 
-    def remove_all(self) -> Iterator[tuple[Link, int]]:
+    def remove_all(self) -> Iterator[tuple[ClientLink, int]]:
         """Forget all requests; yield of each its link, and what the client calls it."""
         for request_id in list(self._key_of):
             yield self.pop(request_id)
 
-    def hand_out(self, outputs: StepOutputs) -> Iterator[tuple[Link, StepDeltas]]:
+    def hand_out(self, outputs: StepOutputs) -> Iterator[tuple[ClientLink, StepDeltas]]:
         """Yield what each client is to be told, and forget the requests that are over."""
         if len(outputs):
             links = self._link_of[outputs.keys]

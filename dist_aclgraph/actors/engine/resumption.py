@@ -1,11 +1,11 @@
-"""Bringing a group back whose device or link has failed while all of its processes live.
+"""Bringing a group back in place after a device or a link has failed, while all processes live.
 
-All ranks abort what they run, from beside, as whoever launches may wait for the device. When the
-last one has, which is where they meet, each brings its device and its communicators back and says
-so. Weights, KV and graphs stay, and no request begins again: the engine decides the interrupted
-steps anew. Where KV was in faulty memory, requests are computed again from their first token.
-Whatever goes wrong on the way ends the epoch of the group as a dead worker does, and so does a rank
-that takes too long.
+All ranks abort their devices, on their control threads, as the thread of the step may wait for the
+device. When the last rank has done so, each resumes its device and its communicators, and reports
+it. Weights, KV and graphs stay, and no request begins again: the engine decides the interrupted
+steps again. If KV was in faulty memory, requests are computed again from their first token. A
+failure on the way ends the epoch of the group as a dead worker does, and so does a rank that takes
+too long.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Comeback(NamedTuple):
     """How a group came back.
 
     Attributes:
-        epoch: its next one.
-        keeps_kv: whether the KV cache holds what was written to it.
+        epoch: the group's next one.
+        keeps_kv: whether the KV cache is intact.
     """
 
     epoch: int
@@ -44,10 +44,10 @@ class Comeback(NamedTuple):
 
 
 class Resumption:
-    """Owns how often the group has come back, and decides with that whether it may again.
+    """Counts how often the group has come back, and decides whether it may come back again.
 
     Attributes:
-        counts: how often it came back, by what had stopped a device.
+        counts: how often it came back, by the fault that had stopped a device.
 
     Args:
         stop: see ``StopDevices``.

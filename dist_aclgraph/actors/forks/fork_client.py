@@ -1,7 +1,7 @@
-"""What Ray starts in place of Python for a worker that is forked: asks the fork server for it.
+"""The program that Ray starts in place of Python for a forked worker: a client of the fork server.
 
-Run by its path, so that nothing but the standard library has to be found. Where nobody answers it
-becomes the Python that Ray meant, which loads everything itself.
+It is run by its path, and needs only the standard library. Without an answer it becomes the Python
+that Ray meant, which loads everything itself.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Forking workers from one process that has loaded what takes seconds to load.
+"""Forking workers from one process that has imported their libraries.
 
-Importing Ray, torch and torch_npu keeps a core busy for seconds in every worker. Where a machine
-has fewer cores than processes that are about to start, those wait for each other: there, one
-process imports once, and the others are forked from it, then and whenever one is replaced. It
-opens no device and has no thread, so what it forks is as good as new. Ray starts workers by
-``fork_client.py`` then (``py_executable`` of their runtime environment), which hands over
-arguments, environment and output; the rest is Ray's.
+Importing Ray, torch and torch_npu keeps a core busy for seconds in every worker. If a machine has
+fewer cores than processes that start, the processes wait for each other. There, one process imports
+once, and the others are forked from it, at the start and at each replacement. It opens no device
+and has no thread, so a forked process is like a new one. Ray starts workers by ``fork_client.py``
+(``py_executable`` of their runtime environment), which hands over arguments, environment and
+output; everything else is Ray's.
 """
 
 from __future__ import annotations
@@ -31,21 +31,20 @@ from dist_aclgraph.actors.host.liveness import leave_with_raylet
 from dist_aclgraph.actors.host.run_directory import RunDirectory
 from dist_aclgraph.config import Config
 from dist_aclgraph.environment import (
-    JOB_VARIABLE,
     RAYLET_VARIABLE,
     child_environment,
     python_environment,
-    ray_job,
     raylet_pid,
     take_over_environment,
 )
 
 CLIENT = Path(__file__).with_name("fork_client.py")
-REQUEST_S, REQUEST_BYTES = 10.0, 4 << 20  # limits of what a client sends
+REQUEST_S, REQUEST_BYTES = 10.0, 4 << 20  # limits of a client's request
 STOP_S, LOOK_S = 5.0, 0.02
 # Ray's native part reads both once, when it is loaded, which may be before Ray is there. Only
 # processes of a Ray's first job may be forked then. Raylets are watched by forked processes
 # themselves: the server is given a process that never ends.
+JOB_VARIABLE = "RAY_JOB_ID"
 SERVER_VARIABLES = {JOB_VARIABLE: "01000000", RAYLET_VARIABLE: "1"}
 MODULES = (
     "ray._private.workers.default_worker",
@@ -63,7 +62,7 @@ CHUNK = 1 << 16
 
 @dataclass(frozen=True)
 class ForkAddress:
-    """A server as any process of this machine knows it, whoever owns it.
+    """A fork server, for any process of this machine.
 
     Attributes:
         path: of its socket.
@@ -87,8 +86,9 @@ class ForkAddress:
         return self._lives and is_alike and processes.is_running(self.pid)
 
     def end_forked(self) -> None:
-        """Kill all that it has forked, and wait a while for their ends. Of a dead server, nobody
-        knows.
+        """Kill the processes that it has forked, and wait a while for their ends.
+
+        The processes of a dead server cannot be found.
         """
         until_s = time.monotonic() + STOP_S
         while self._lives and (forked := processes.children(self.pid)):
@@ -106,6 +106,7 @@ class ForkServer:
     """Owns a server for processes of this machine; they outlive it."""
 
     def __init__(self, config: Config) -> None:
+        variables = SERVER_VARIABLES | python_environment(config)
         self._directory = RunDirectory()
         path = f"{self._directory.path}/forks"
         try:
@@ -113,11 +114,18 @@ class ForkServer:
                 listener.bind(path)
                 listener.listen(socket.SOMAXCONN)
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", __name__, str(listener.fileno()), str(os.getpid())],
+                    [
+                        sys.executable,
+                        "-m",
+                        __name__,
+                        str(listener.fileno()),
+                        str(os.getpid()),
+                        variables[JOB_VARIABLE],
+                    ],
                     pass_fds=[listener.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,  # libraries say things when they are loaded
-                    env=SERVER_VARIABLES | python_environment(config),
+                    env=variables,
                     process_group=0,  # signals for the service are not for it
                 )
         except BaseException:
@@ -137,8 +145,8 @@ class ForkServer:
         self._directory.remove()
 
 
-class Request(msgspec.Struct):
-    """What a process is started with."""
+class ForkRequest(msgspec.Struct):
+    """The arguments, folder and environment of a process to fork."""
 
     arguments: list[str]
     folder: str
@@ -154,17 +162,18 @@ def load() -> None:
         importlib.import_module(name)
 
 
-def serve(listener: socket.socket, parent: int) -> tuple[Request, list[int]] | None:
+def serve(listener: socket.socket, parent: int, job: str) -> tuple[ForkRequest, list[int]] | None:
     """Fork a process for each client.
 
     Args:
-        parent: a handle of the process that started this one, with which it ends.
+        parent: a handle of the process that started the server, which ends with it.
+        job: of Ray's; processes of others load for themselves.
 
     Returns:
-        In each of them, what it was started with, and its standard streams; in the server None,
-        when the process that started it has ended.
+        In each forked process, its request and its standard streams; in the server None, once its
+        parent has ended.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forked processes leave no zombies
     poll = select.poll()
     poll.register(listener, select.POLLIN)
     poll.register(parent, select.POLLIN)
@@ -175,9 +184,9 @@ def serve(listener: socket.socket, parent: int) -> tuple[Request, list[int]] | N
             try:
                 request, streams = _receive(connection)
             except (OSError, ValueError):
-                continue  # the client sees it, and helps itself
-            is_ours = request.environment.get(JOB_VARIABLE, ray_job()) == ray_job()
-            # One that has waited for too long has helped itself.
+                continue  # without an answer, the client becomes Python itself
+            is_ours = request.environment.get(JOB_VARIABLE, job) == job
+            # A client that has waited for too long has become Python itself.
             pid = _fork() if is_ours and not _has_left(connection) else -1
             if pid == 0:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -200,7 +209,7 @@ def _has_left(client: socket.socket) -> bool:
 
 
 def _fork() -> int:
-    """As ``os.fork``, or -1 where the system has no room: the client helps itself then."""
+    """As ``os.fork``, or -1 if the system refuses: then the client becomes Python itself."""
     try:
         return os.fork()
     except OSError as e:
@@ -208,21 +217,21 @@ def _fork() -> int:
         return -1
 
 
-def _receive(connection: socket.socket) -> tuple[Request, list[int]]:
+def _receive(connection: socket.socket) -> tuple[ForkRequest, list[int]]:
     """Raises: OSError, ValueError: it is no request."""
     _, streams, _, _ = socket.recv_fds(connection, 1, 3)
     try:
         data = b""
         while (chunk := connection.recv(CHUNK)) and len(data) <= REQUEST_BYTES:
             data += chunk
-        return msgspec.json.decode(data, type=Request), streams
+        return msgspec.json.decode(data, type=ForkRequest), streams
     except (OSError, ValueError):
         for fd in streams:
             os.close(fd)
         raise
 
 
-def become(request: Request, streams: list[int]) -> None:
+def become(request: ForkRequest, streams: list[int]) -> None:
     """Run the program that a client was started for, as if Python had been started with it."""
     os.setpgid(0, 0)
     for target, fd in enumerate(streams):
@@ -245,18 +254,18 @@ def _read_again() -> None:
 
 
 def main() -> None:
-    """Load, then fork for whoever asks at the socket that was inherited."""
+    """Load, then fork a process for each client of the inherited socket."""
     started_by = int(sys.argv[2])
     parent = os.pidfd_open(os.getppid())
     if os.getppid() != started_by:
-        return  # it is gone already, and whoever adopted this process may live for ever
+        return  # the parent has ended already
     with socket.socket(fileno=int(sys.argv[1])) as listener:
         load()
         if len(list(Path("/proc/self/task").iterdir())) > 1:
             return  # a library has started a thread, which a forked process would lack
         gc.collect()
         gc.freeze()  # collections in forked processes leave shared memory alone
-        forked = serve(listener, parent)
+        forked = serve(listener, parent, sys.argv[3])
     if forked is not None:
         become(*forked)
 

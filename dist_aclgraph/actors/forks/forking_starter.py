@@ -49,7 +49,7 @@ class ForkingStarter(ProcessStarter):
         self._named = self._find_server(config)
         if self._named is not None:
             return self._named.command
-        # None would not do: a forked process hands its own command on to those that it starts.
+        # Not None: Ray would start the processes of a forked one by the forked one's own command.
         return shlex.quote(sys.executable)
 
     def _find_server(self, config: Config) -> ForkAddress | None:

@@ -1,7 +1,7 @@
-"""What a Ray that we start runs first in each worker's process, in place of its own program.
+"""The first program in each worker's process, in place of Ray's own one, on a Ray that we start.
 
 Ray's own program imports all of Ray to set a few variables; then the process becomes the worker and
-imports all of Ray again. This one is run by its path, and needs the standard library alone.
+imports all of Ray again. This program is run by its path, and needs only the standard library.
 """
 
 from __future__ import annotations

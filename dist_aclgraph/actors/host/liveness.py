@@ -1,9 +1,9 @@
 """Whether other processes live: every wait for a sign of life, and every watch over a process.
 
-There are three mechanisms. A *silence* counts how long a peer gives no sign, over whatever link. A
-*heartbeat* is the sign of a process on the same machine, in memory that it shares with its parent.
-A *process watch* learns of an end at once, from the kernel. A lease is what the holder of a place
-makes of the signs that it answers.
+There are three mechanisms. A *silence* counts how long a peer sends no sign of life over a link. A
+*heartbeat* is the sign of life of a child process, in memory that it shares with its parent. A
+*process watch* learns of the end of a process at once, from the kernel. A *lease* is the other side
+of a silence: the process that sends the signs may act only while it is asked for them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dist_aclgraph.environment import raylet_pid
 
 BEATS_OF_A_SILENCE = 20  # signs of life that a peer misses before it counts as dead
-WATCH_MS = 1000  # between two looks whether the watch is over
+WATCH_MS = 1000  # between two checks whether the watch is to stop
 
 logger = logging.getLogger(__name__)
 
@@ -37,19 +37,25 @@ class Silence:
 
     Args:
         limit_s: more is too long.
+        clock: in seconds; does not go back.
     """
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit_s = limit_s
         self._turn_s = 2 * beat_s(limit_s)  # the most that one turn of the listener counts
-        self.silent_s = 0.0
+        self._clock = clock
+        self.heard()
 
     def heard(self) -> None:
-        self.silent_s = 0.0
+        self.silent_s, self._turned_s = 0.0, self._clock()
 
-    def listen(self, elapsed_s: float) -> bool:
-        """Count a turn in which nothing was heard; return whether the silence is too long."""
-        self.silent_s += min(elapsed_s, self._turn_s)
+    def listen(self) -> bool:
+        """Count a turn in which nothing was heard; return whether the silence is too long.
+
+        To be called about every ``beat_s``.
+        """
+        turned_s, self._turned_s = self._turned_s, self._clock()
+        self.silent_s += min(self._turned_s - turned_s, self._turn_s)
         return self.silent_s > self.limit_s
 
 
@@ -60,14 +66,15 @@ class SharedHeartbeat:
 
     Args:
         limit_s: silence of more than that is too long.
+        clock: in seconds; does not go back.
     """
 
     REST, FIRST, LAST = 0, 1, 255  # values of the byte; at rest, no sign is expected
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._shared = mmap.mmap(-1, 2)  # the byte, and whether the process serves
         self._seen = self.REST
-        self._silence = Silence(limit_s)
+        self._silence = Silence(limit_s, clock)
 
     def beat(self, *, serves: bool = True) -> None:
         """Give a sign. More of them are expected from now on."""
@@ -76,7 +83,7 @@ class SharedHeartbeat:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Give signs from a thread in this context, whose work has limits of its own."""
+        """Beat from a thread within this context, whose work has its own limits."""
         has_ended = threading.Event()
 
         def run() -> None:
@@ -108,11 +115,11 @@ class SharedHeartbeat:
         """Whether the process has given a sign that it serves."""
         return bool(self._shared[1])
 
-    def listen(self, elapsed_s: float) -> bool:
-        """Look for a sign; return whether the process has been silent for too long."""
+    def listen(self) -> bool:
+        """Look for a sign, about every ``beat_s``; return whether silence has been too long."""
         before, self._seen = self._seen, self._shared[0]
         if self._seen == before != self.REST:
-            return self._silence.listen(elapsed_s)
+            return self._silence.listen()
         self._silence.heard()
         return False
 
@@ -138,13 +145,13 @@ class Lease:
         self._limit_s = limit_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._seen_s = self._looked_s = clock()
+        self._seen_s = clock()
         self._renewed_s: float | None = None
         self._number = 0  # of the last question
         self._counts_from = 0  # the first question that renews
         self.is_given_back = False
         # The holder's own stops do not end the lease: the process that gave the place decides.
-        self._silence = Silence(2 * limit_s)
+        self._silence = Silence(2 * limit_s, clock)
 
     def renew(self, number: int) -> None:
         """Answer a question."""
@@ -167,11 +174,10 @@ class Lease:
     def look(self) -> bool:
         """Return whether the lease is over; for one thread, every ``look_s``."""
         with self._lock:
-            now_s = self._see()
-            elapsed_s, self._looked_s = now_s - self._looked_s, now_s
+            self._see()
             if self._renewed_s is None or self.is_given_back:
                 return False
-            return self._silence.listen(elapsed_s)
+            return self._silence.listen()
 
     def _see(self) -> float:
         """Return the time, and find out whether this process was stopped until now."""
@@ -183,7 +189,7 @@ class Lease:
 
 
 def leave_with(lease: Lease, who: str) -> None:
-    """End this process once the lease is over; from a thread of its own."""
+    """End this process once the lease is over; a thread checks it."""
 
     def watch() -> None:
         while not lease.look():
@@ -197,9 +203,7 @@ def leave_with(lease: Lease, who: str) -> None:
 
 
 def leave_with_raylet() -> None:
-    """End this process when the raylet ends that started it, or its parent where none did: at once,
-    whatever its threads are waiting for.
-    """
+    """End this process at once when its raylet ends; without a raylet, when its parent ends."""
 
     def leave(name: str) -> None:
         os._exit(1)

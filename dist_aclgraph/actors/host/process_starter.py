@@ -12,8 +12,8 @@ from dist_aclgraph.config import Config
 class ProcessStarter:
     """Ray's own start: each process is a Python that loads for itself, and that Ray can end.
 
-    Another way of starting processes is a subclass, which ``choose_starter`` names. A starter may
-    be sent to another process, and a process that was forked keeps it by ``disown``.
+    Other ways to start processes are subclasses, which ``choose_starter`` names. A starter may be
+    sent to another process; in a forked process, call ``disown`` first.
     """
 
     def command(self, config: Config) -> str | None:
@@ -26,20 +26,20 @@ class ProcessStarter:
         yield {}
 
     def open_handles(self, pid: int) -> list[int]:
-        """Return handles by which to kill a process that Ray cannot end, as it has not started it.
+        """Return a handle of a process, if Ray cannot kill it as it has not started it.
 
-        ``processes.kill_handles`` takes them.
+        ``processes.kill_handles`` takes the result.
         """
         return []
 
     def renew(self) -> None:
-        """Start the next process by other means than the last ones, which may hang."""
+        """Replace the server of previous starts, if there is one: it may hang."""
 
     def end_started(self) -> None:
         """Kill all processes that Ray has not started itself."""
 
     def disown(self) -> None:
-        """Leave what this object owns to the parent process, in one that was forked."""
+        """In a forked process: leave what this object owns to the parent."""
 
     def close(self) -> None:
-        """Start no more processes, and end what was needed for it."""
+        """Start no more processes, and free what this object owns."""

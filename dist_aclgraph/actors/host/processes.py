@@ -26,7 +26,7 @@ def signal_with_parent(number: signal.Signals, parent: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of whatever this process's children leave behind."""
+    """Become the parent of processes whose parents were descendants of this process and end."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -83,7 +83,7 @@ def with_variable(name: str, value: str) -> set[int]:
 
 
 def open_handles(pids: set[int]) -> list[int]:
-    """Return handles of processes: unlike ids, they never come to mean others."""
+    """Return handles of processes, which unlike ids never refer to other processes."""
     handles = []
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):

@@ -1,11 +1,11 @@
 """A private directory for socket files: only this user may enter, and short enough for a socket.
 
-Its owner holds a lock in it for as long as it lives. A process id would not say whether that is so:
-several containers may share one temporary folder, and each counts its processes on its own.
+Its owner holds a lock in it while it lives. A process id would not tell whether the owner lives:
+several containers may share one temporary folder, and each has its own process ids.
 
-A directory is made and removed under a hidden name. One of this name that nobody has locked is what
-a process has left that was killed meanwhile, or is being made in this moment: it is swept in either
-case, and its maker makes another one.
+A directory is made and removed under a hidden name. An unlocked directory of this name belongs to a
+process that was killed meanwhile, or is just being made: it is swept in both cases, and in the
+second case its maker makes another one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RunDirectory:
         try:
             lock = os.open(new / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX)
-            os.rename(new, path)  # locked before that: nobody finds it free
+            os.rename(new, path)  # it is locked already, so that no process sweeps it
         except FileNotFoundError:
             if lock >= 0:
                 os.close(lock)
@@ -51,7 +51,7 @@ class RunDirectory:
         return True
 
     def disown(self) -> None:
-        """Leave it to the parent, in a process that was forked: its life is what counts."""
+        """In a forked process: leave the directory to the parent, whose life counts."""
         os.close(self._lock)
         self._lock = -1
 
@@ -88,7 +88,7 @@ def held_if_free(path: Path) -> Iterator[bool]:
     """Say whether a directory is one of ours whose owner has ended; hold its lock meanwhile."""
     flags = os.O_RDWR | os.O_CLOEXEC
     if path.name.startswith(UNFINISHED):
-        flags |= os.O_CREAT  # it may have none yet, or no more
+        flags |= os.O_CREAT  # the lock may not exist yet, or be removed already
     try:
         is_ours = path.stat().st_uid == os.getuid()
         lock = os.open(path / LOCK, flags, 0o600) if is_ours else -1

@@ -1,8 +1,8 @@
-"""Where a channel of ours is reached: one rule for all of them.
+"""Where channels listen: one rule for all of them.
 
-Peers on the engine's node come through a socket file, in a directory that only this user may enter.
-Peers on other nodes come over TCP with CURVE keys, which Ray hands over: the engine listens at its
-node's own address, never at a wildcard, and lets nobody in who has not the channel's client key.
+Peers on the engine's node connect to a socket file, in a directory that only this user may enter.
+Peers on other nodes connect over TCP with CURVE keys, which Ray hands over: the engine listens at
+its node's own address, never at a wildcard, and accepts only peers with the channel's client key.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DOMAIN = "dist_aclgraph"  # in which the authenticator asks us
 
 @dataclass(frozen=True)
 class PeerKeys:
-    """What a peer needs to connect over TCP: CURVE keys, in Z85."""
+    """The CURVE keys by which a peer connects over TCP, in Z85."""
 
     server_public: bytes
     client_public: bytes
@@ -40,7 +40,7 @@ class PeerKeys:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """What a peer's socket connects to: ZeroMQ's address, and the keys where it is TCP."""
+    """ZeroMQ's address of a socket, and the keys of the channel if it is TCP."""
 
     url: str
     keys: PeerKeys | None = None
@@ -69,10 +69,10 @@ class Address:
     tcp: Endpoint | None = None
 
     def seen_from(self, node_id: str) -> Endpoint:
-        """Return what a peer on a node connects to.
+        """Return the endpoint for a peer on a node.
 
         Raises:
-            PlacementError: the engine expects no peer on other nodes than its own.
+            PlacementError: the engine expects peers on its own node only.
         """
         if node_id == self.node_id:
             return self.file
@@ -86,7 +86,7 @@ class Reach(msgspec.Struct, frozen=True):
 
     Attributes:
         addresses: of the engines of all groups.
-        token: what clients prove by that they are the deployment's.
+        token: the secret that clients send to be let in.
         max_model_len: the longest request that clients may send.
         node_id: the node of the deployment's owner, as Ray calls it.
     """
@@ -125,7 +125,7 @@ class Place:
 class Listener:
     """Binds the sockets of one channel, which have one pair of keys for each end.
 
-    Owns the thread that looks at the keys of those who connect.
+    Owns the thread that checks the keys of connecting peers.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], place: Place) -> None:
@@ -161,9 +161,9 @@ class Listener:
         owned.bind(file)
         if place.host is None:
             return Address(place.node_id, Endpoint(file))
-        # From here on: options hold for what is bound after them.
+        # Only for TCP: options hold for addresses that are bound after them.
         owned.curve_server = True
-        # Without this, nobody is asked while the authenticator does not run, and any key will do.
+        # Without this, any key is accepted while the authenticator does not run.
         owned.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         owned.zap_domain = DOMAIN.encode()
         owned.curve_publickey = self._server_public
@@ -175,7 +175,7 @@ class Listener:
         return Address(place.node_id, Endpoint(file), Endpoint(url, self._keys))
 
     def close(self) -> None:
-        """Look at no more keys: before the context ends."""
+        """Stop checking keys; to be called before the context ends."""
         if self._authenticator is not None:
             self._authenticator.stop()
 
@@ -205,10 +205,10 @@ def open_meeting(host: str, ports: range | None, timeout_s: float) -> socket.soc
 
 
 def bind_to_one(ports: range | None, host: str, bind: Callable[[int], object]) -> None:
-    """Call ``bind`` with one port after the other, until one is free; 0 stands for any.
+    """Call ``bind`` with one port after the other, until one is free; port 0 means any.
 
     Raises:
-        PlacementError: none is.
+        PlacementError: no port is free.
     """
     for port in ports if ports is not None else (0,):
         try:
@@ -230,5 +230,5 @@ def bind_to_one(ports: range | None, host: str, bind: Callable[[int], object]) -
 
 
 def url_host(host: str) -> str:
-    """Return an address as it stands in a URL."""
+    """Return an address in the form for a URL."""
     return f"[{host}]" if ":" in host else host

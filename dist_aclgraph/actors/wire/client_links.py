@@ -1,8 +1,8 @@
 """The engine's end of the links to its clients: one I/O thread that is never busy with a step.
 
-It reads what clients send, answers their beats while a step runs, and numbers what goes to them. A
-link ends when its client says goodbye, begins anew, sends junk, stays silent or stops reading; the
-loop is told, and aborts what the client had.
+It reads the messages of clients, answers their beats while a step runs, and numbers the messages to
+them. A link ends when its client says goodbye, connects again, sends junk, stays silent or stops
+reading; the loop is told, and aborts the client's requests.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import queue
 import secrets
 import threading
-import time
 from collections import deque
 from typing import Any, Protocol
 
@@ -23,11 +22,11 @@ from dist_aclgraph.actors.wire.messages import (
     Abort,
     Beat,
     Deltas,
+    EngineStatus,
     FromEngine,
     Goodbye,
-    Groups,
+    GroupList,
     Hello,
-    Pulse,
     Query,
     Refused,
     Submit,
@@ -40,14 +39,14 @@ from dist_aclgraph.actors.wire.sockets import Wakeup, has_message, read_frame
 from dist_aclgraph.errors import NotAMessageError
 from dist_aclgraph.steps.delta import StepDeltas
 
-# Frames for one peer. Only strangers, who have no limit in bytes, can come near.
+# Frames for one peer. Clients reach their limit in bytes first; other peers have no such limit.
 MAX_QUEUED_FRAMES = 1 << 16
 FRAMES_A_TURN = 256  # so that a flood of frames delays no beat
 LAST_WORDS_MS = 200
 UNHELD_S = 0.01  # between two looks whether clients may be answered again
 
 
-class Answers(Protocol):
+class LoopAnswers(Protocol):
     """What the I/O thread asks of the loop; answered at any time, on any thread."""
 
     def failure_now(self) -> str:
@@ -67,7 +66,7 @@ class Answers(Protocol):
     def metrics(self) -> dict[str, Any]: ...
 
 
-class Link:
+class ClientLink:
     """One connection of one client. The I/O thread's, but for its identity.
 
     Attributes:
@@ -95,7 +94,8 @@ class Link:
             self.unread_bytes -= self.unread.popleft()[1]
 
 
-Event = tuple[Link, Submit | Abort | None]  # None: the link is over, and all that it asked for
+# None: the link is over, and with it all requests of its client.
+Event = tuple[ClientLink, Submit | Abort | None]
 
 
 class ClientLinks:
@@ -128,20 +128,20 @@ class ClientLinks:
         self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_FRAMES)
         self._listener = Listener(self._context, place)
         self.address = self._listener.bind(self._socket, "clients")
-        self._links: dict[bytes, Link] = {}
+        self._links: dict[bytes, ClientLink] = {}
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._outgoing: deque[tuple[Link, StepDeltas]] = deque()
+        self._outgoing: deque[tuple[ClientLink, StepDeltas]] = deque()
         self._wakeup = Wakeup()
         self._closing = threading.Event()
         self._told = "", ""  # the failure, and the pause, that clients know of
         self._setting = threading.Lock()
-        self._groups = Groups(0, ())
+        self._groups = GroupList(0, ())
         self._told_groups = self._groups
         self._thread: threading.Thread | None = None
 
     # ---- the loop's thread
 
-    def start(self, answers: Answers) -> None:
+    def start(self, answers: LoopAnswers) -> None:
         """Serve clients from now on."""
         self._thread = threading.Thread(
             target=self._run, args=(answers,), name="client-links", daemon=True
@@ -158,7 +158,7 @@ class ClientLinks:
         except queue.Empty:
             return events
 
-    def send(self, link: Link, deltas: StepDeltas) -> None:
+    def send(self, link: ClientLink, deltas: StepDeltas) -> None:
         """Send deltas, in order; a link that is over takes none."""
         self._outgoing.append((link, deltas))
         self._wakeup.wake()
@@ -167,7 +167,7 @@ class ClientLinks:
         """Have a new failure told at once."""
         self._wakeup.wake()
 
-    def set_groups(self, groups: Groups) -> None:
+    def set_groups(self, groups: GroupList) -> None:
         """Have all clients told of the deployment's groups; any thread. Of several calls, which may
         overtake each other, the latest version holds.
         """
@@ -178,12 +178,12 @@ class ClientLinks:
     def have_confirmed(self, version: int) -> bool:
         """Whether all clients route by this version of the groups, or a later one; any thread.
 
-        What they sent before they did is in ``take`` by then.
+        The requests that they routed by earlier versions are in ``take`` by then.
         """
         return all(link.groups_version >= version for link in list(self._links.values()))
 
     def close(self) -> None:
-        """Send what is left to be sent, and end the thread."""
+        """Send all deltas that are queued, and end the thread."""
         self._closing.set()
         self._wakeup.wake()
         if self._thread is not None:
@@ -195,11 +195,10 @@ class ClientLinks:
 
     # ---- the I/O thread
 
-    def _run(self, answers: Answers) -> None:
+    def _run(self, answers: LoopAnswers) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wakeup.fileno(), zmq.POLLIN)
-        turned_s = time.monotonic()
         while not self._closing.is_set():
             poller.poll(int(self._beat_s * 1000))
             self._wakeup.drain()
@@ -210,14 +209,12 @@ class ClientLinks:
             self._send_deltas()
             self._tell(answers.failure_now(), answers.pause_now())
             self._tell_groups()
-            now_s = time.monotonic()
             if is_drained:
-                self._look_for_silence(now_s - turned_s)
-            turned_s = now_s
+                self._look_for_silence()
         self._send_deltas()
 
-    def _receive(self, answers: Answers) -> bool:
-        """Read what is there; return whether that was all."""
+    def _receive(self, answers: LoopAnswers) -> bool:
+        """Read frames; return whether the socket is empty."""
         for _ in range(FRAMES_A_TURN):
             if not has_message(self._socket):
                 return True
@@ -231,7 +228,7 @@ class ClientLinks:
             self._serve(routing_id, message, answers)
         return False
 
-    def _serve(self, routing_id: bytes, message: ToEngine, answers: Answers) -> None:
+    def _serve(self, routing_id: bytes, message: ToEngine, answers: LoopAnswers) -> None:
         if isinstance(message, Hello):
             self._welcome(routing_id, message)
             return
@@ -245,7 +242,7 @@ class ClientLinks:
             link.confirm(message.received)
             link.waiting_tokens = message.waiting_tokens
             link.groups_version = message.groups_version
-            self._post(link, self._pulse(link))
+            self._post(link, self._status(link))
         elif isinstance(message, Query):
             ask = answers.report if message.what == "report" else answers.metrics
             self._post(link, answer(message, ask()))
@@ -259,18 +256,18 @@ class ClientLinks:
         for link in list(self._links.values()):
             if link.client == hello.client or link.routing_id == routing_id:
                 self._end(link)
-        link = Link(routing_id, hello.client, Silence(self._link_s))
+        link = ClientLink(routing_id, hello.client, Silence(self._link_s))
         self._links[routing_id] = link
-        # Before it counts as an answer: who drains gets nothing.
+        # Before the status, after which the client sends requests: the list may name a drain.
         if self._told_groups.version:
             self._post(link, self._told_groups)
-        self._post(link, self._pulse(link))
+        self._post(link, self._status(link))
 
-    def _pulse(self, link: Link) -> Pulse:
+    def _status(self, link: ClientLink) -> EngineStatus:
         failure, pause = self._told
-        return Pulse(failure, self._others_tokens(link), pause)
+        return EngineStatus(failure, self._others_tokens(link), pause)
 
-    def _others_tokens(self, link: Link) -> int:
+    def _others_tokens(self, link: ClientLink) -> int:
         return sum(other.waiting_tokens for other in self._links.values() if other is not link)
 
     def _send_deltas(self) -> None:
@@ -290,7 +287,7 @@ class ClientLinks:
         if (failure, pause) != self._told:
             self._told = failure, pause
             for link in list(self._links.values()):
-                self._post(link, self._pulse(link))
+                self._post(link, self._status(link))
 
     def _tell_groups(self) -> None:
         groups = self._groups
@@ -299,21 +296,21 @@ class ClientLinks:
             for link in list(self._links.values()):
                 self._post(link, groups)
 
-    def _look_for_silence(self, elapsed_s: float) -> None:
+    def _look_for_silence(self) -> None:
         for link in list(self._links.values()):
-            if link.silence.listen(elapsed_s):
+            if link.silence.listen():
                 self._cut(link, f"the client was silent for {link.silence.silent_s:.1f} s")
 
-    def _cut(self, link: Link, reason: str) -> None:
+    def _cut(self, link: ClientLink, reason: str) -> None:
         self._end(link)
         self._write(link.routing_id, encoder.encode(Refused(reason)))
 
-    def _end(self, link: Link) -> None:
+    def _end(self, link: ClientLink) -> None:
         if self._links.get(link.routing_id) is link:
             del self._links[link.routing_id]
             self._events.put((link, None))
 
-    def _post(self, link: Link, message: FromEngine) -> None:
+    def _post(self, link: ClientLink, message: FromEngine) -> None:
         if not self._write(link.routing_id, encoder.encode(message)):
             self._end(link)
 

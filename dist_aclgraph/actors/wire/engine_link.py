@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Literal, get_args
 
@@ -15,9 +14,9 @@ from dist_aclgraph.actors.wire.messages import (
     Answer,
     Beat,
     Deltas,
-    Groups,
+    EngineStatus,
+    GroupList,
     Hello,
-    Pulse,
     Refused,
     ToEngine,
     encoder,
@@ -28,8 +27,8 @@ from dist_aclgraph.errors import EngineDeadError, NotAMessageError
 
 FRAMES_A_TURN = 256  # so that a flood of tokens delays no beat
 LAST_WORDS_MS = 100
-# Why a link is lost: its engine's process has ended, is silent, says that its group serves no more,
-# wants no such client, or has sent what cannot be.
+# Why a link is lost: the engine's process has ended, is silent, reports the end of its group,
+# refuses the client, or has sent junk.
 LossKind = Literal["gone", "silent", "failed", "refused", "broken"]
 LOSS_KINDS: tuple[LossKind, ...] = get_args(LossKind)
 REFUSALS = (
@@ -47,10 +46,10 @@ class EngineLink:
 
     Attributes:
         is_welcome: whether the engine has answered on this connection, and serves.
-        is_lost: whether this connection is over; set by whoever has caught its error.
+        is_lost: whether this connection is over; set where its error is caught.
         loss_kind: why, once an error has said so.
-        others_tokens: what waits at the engine for other clients, as it said last.
-        pause: why it runs no step for now, likewise; "" while it does.
+        others_tokens: the tokens that wait at the engine for other clients, by its last status.
+        pause: why the engine runs no step for now, by its last status; "" while it does.
     """
 
     def __init__(
@@ -67,7 +66,6 @@ class EngineLink:
         self.pause = ""
         self._received = 0
         self._silence = Silence(link_s)
-        self._beaten_s = time.monotonic()
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         # No limit that discards or blocks: what we send is bounded by the requests that are open.
@@ -84,7 +82,7 @@ class EngineLink:
     def send(self, message: ToEngine) -> None:
         self._socket.send(encoder.encode(message), zmq.NOBLOCK)
 
-    def receive(self) -> Iterator[Deltas | Answer | Groups]:
+    def receive(self) -> Iterator[Deltas | Answer | GroupList]:
         """Yield what the engine has sent.
 
         Raises:
@@ -100,7 +98,7 @@ class EngineLink:
             self._silence.heard()
             if isinstance(message, Refused):
                 raise self._lost("refused", f"the engine refused the connection: {message.reason}")
-            if isinstance(message, Pulse):
+            if isinstance(message, EngineStatus):
                 if message.failure:
                     raise self._lost("failed", message.failure)
                 self.is_welcome = True
@@ -134,14 +132,12 @@ class EngineLink:
         Raises:
             EngineDeadError: it has been silent for too long.
         """
-        now_s = time.monotonic()
-        elapsed_s, self._beaten_s = now_s - self._beaten_s, now_s
         if self.is_lost:
             return
-        if not has_message(self._socket) and self._silence.listen(elapsed_s):
+        if not has_message(self._socket) and self._silence.listen():
             silent_s = self._silence.silent_s
             raise self._lost("silent", f"the engine has been silent for {silent_s:.1f} s")
-        if self.is_welcome:  # else our greeting still waits for an engine
+        if self.is_welcome:  # else the Hello still waits for an engine
             self.send(Beat(self._received, waiting_tokens, groups_version))
 
     def close(self, linger_ms: int = LAST_WORDS_MS) -> None:

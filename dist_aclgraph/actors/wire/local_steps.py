@@ -1,8 +1,8 @@
 """Steps between an engine and the workers on its node: a Unix socket for each of them.
 
-A frame is its length in four bytes, and its bytes. The system keeps bytes in order, wakes who
-waits, tells at once when a peer's process is gone, and keeps nothing when both are. Who comes in
-must be of this user, reach the engine's directory, and know the token that Ray hands over.
+A frame is its length in four bytes, and its bytes. The system keeps bytes in order, wakes a waiting
+peer, and reports at once when a peer's process has ended. A worker must be of this user, reach the
+engine's directory, and know the token that Ray hands over.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dist_aclgraph.errors import EngineDeadError, NotAMessageError
 
 LENGTH = struct.Struct("<I")
 READ_BYTES = 1 << 16
-MAX_UNREAD_BYTES = 2 * MAX_MESSAGE_BYTES  # by a worker that stands still; then it is cut off
+MAX_UNREAD_BYTES = 2 * MAX_MESSAGE_BYTES  # a worker that leaves more unread is cut off
 MAX_WAITING_CONNECTIONS = 64
 FAREWELL_S = 0.2  # for the last frame to a worker that reads slowly
 CREDENTIALS = struct.Struct("3i")  # process, user, group
@@ -29,13 +29,13 @@ CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 @dataclass(frozen=True)
 class SocketFile:
-    """Where workers on the engine's node connect, and what they say first."""
+    """Where workers on the engine's node connect, and the token that they send first."""
 
     path: str
     token: str = field(repr=False)
 
 
-class Frames:
+class FrameReader:
     """The bytes of a connection, cut into frames."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class _Peer:
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
-        self.frames = Frames()
+        self.frames = FrameReader()
         self.unsent = bytearray()
         self.is_worker = False
 
@@ -81,8 +81,8 @@ class LocalPeers:
     """The engine's end. Owns the socket file and all connections; for one thread.
 
     Attributes:
-        num_workers: that have come.
-        num_lost: of them, whose connections have ended.
+        num_workers: how many have connected.
+        num_lost: how many of these connections have ended.
     """
 
     def __init__(self, path: str) -> None:
@@ -100,11 +100,11 @@ class LocalPeers:
         self._epoll.register(self._listener, select.EPOLLIN)
 
     def fileno(self) -> int:
-        """Return what is ready to be read where ``wait`` would find something."""
+        """Return the file descriptor that is readable when ``wait`` would return a frame."""
         return self._epoll.fileno()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until something comes, and take it in; say whether it did."""
+        """Wait for bytes, connections or ends, and handle them; return whether there were any."""
         found = self._epoll.poll(timeout_s)
         for fd, events in found:
             peer = self._peers.get(fd)
@@ -122,14 +122,14 @@ class LocalPeers:
         return self._arrived.popleft() if self._arrived else None
 
     def send(self, frame: bytes) -> None:
-        """Send a frame to every worker. One that does not read keeps nobody waiting."""
+        """Send a frame to every worker. A worker that does not read delays no other one."""
         data = LENGTH.pack(len(frame)) + frame
         for peer in list(self._peers.values()):
             if peer.is_worker:
                 self._send(peer, data)
 
     def close(self) -> None:
-        """Send what is left to those who read it soon, and end all connections."""
+        """Send unsent bytes to workers that read them soon, and end all connections."""
         for peer in list(self._peers.values()):
             if peer.unsent:
                 peer.connection.settimeout(FAREWELL_S)
@@ -193,12 +193,12 @@ class LocalPeers:
 
     @staticmethod
     def _sent(peer: _Peer, data: bytes | bytearray) -> int:
-        """Send; return how many bytes need not be sent any more."""
+        """Send; return how many bytes were sent, or are dropped as the connection has ended."""
         try:
             return peer.connection.send(data)
         except BlockingIOError:
             return 0
-        except OSError:  # reading says so, behind what the worker has sent before
+        except OSError:  # reading reports it, after the worker's last frames
             return len(data)
 
     def _cut(self, peer: _Peer) -> None:
@@ -215,9 +215,9 @@ class LocalEngine:
         """Connect.
 
         Raises:
-            EngineDeadError: nobody listens.
+            EngineDeadError: no engine listens.
         """
-        self._frames = Frames()
+        self._frames = FrameReader()
         self._arrived: deque[bytes] = deque()
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

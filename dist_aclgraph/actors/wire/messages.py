@@ -1,10 +1,10 @@
 """What crosses between an engine and its clients, over one ZeroMQ ROUTER (engine) / DEALER pair.
 
 Plain MessagePack, as between engine and workers (``steps/step.py``); each message is one frame.
-A client says ``Hello`` first, and ``Beat`` regularly; an engine answers both with ``Pulse``, a
-wrong token with ``Refused``, and ignores who has not said ``Hello``. After ``Hello``, and whenever
-they change, it names all ``Groups``. A link that fails at one end
-takes its requests with it: the client ends them with an error, the engine aborts them.
+A client says ``Hello`` first, and ``Beat`` regularly; an engine answers both with an
+``EngineStatus``, and a wrong token with ``Refused``. It ignores a peer that has not said ``Hello``.
+After ``Hello``, and whenever the groups change, it sends the ``GroupList``. A link that fails at
+one end takes its requests with it: the client ends them with an error, the engine aborts them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     Attributes:
         received: the number of the last ``Deltas`` that were read.
         waiting_tokens: what waits at this engine for the client's requests, see ``Router``.
-        groups_version: of the last ``Groups`` that were read; what comes after it was routed by it.
+        groups_version: of the last ``GroupList`` that was read; later requests are routed by it.
     """
 
     received: int = 0
@@ -52,14 +52,14 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
-    """A new request. ``sampling.seed`` is final: who submits has drawn one where none was given.
+    """A new request. ``sampling.seed`` is final: the client draws one if the user gives none.
 
-    ``number`` is what deltas call it; no other request of the connection has it meanwhile.
+    Deltas name the request by ``number``, which no other request of the connection has meanwhile.
     """
 
     request_id: str
     number: RequestNumber
-    prompt: bytes  # int32 [num_tokens], and behind it the output that the request has already
+    prompt: bytes  # int32 [num_tokens]: the prompt, then the output that the request has already
     sampling: RowSampling
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
@@ -89,13 +89,13 @@ class Deltas(msgspec.Struct, frozen=True, tag="deltas"):
     number: int
 
 
-class Pulse(msgspec.Struct, frozen=True, tag="pulse"):
+class EngineStatus(msgspec.Struct, frozen=True, tag="status"):
     """The engine's sign of life.
 
     Attributes:
-        failure: why it serves no more, "" where it does.
-        pause: why no step runs for now, though its group will go on, "" where steps run.
-        others_tokens: what waits here for requests of other clients, as they say.
+        failure: why the engine has ended, "" while it serves.
+        pause: why no step runs for now, though the group will go on; "" while steps run.
+        others_tokens: the tokens that wait here for other clients, by their own count.
     """
 
     failure: str = ""
@@ -121,10 +121,10 @@ class GroupEntry(msgspec.Struct, frozen=True):
     is_draining: bool = False
 
 
-class Groups(msgspec.Struct, frozen=True, tag="groups"):
+class GroupList(msgspec.Struct, frozen=True, tag="groups"):
     """All groups of the deployment; every engine tells its clients, and the latest version holds.
 
-    Requests end where they run; a group that is not there any more has none.
+    A group that is not in the list has no requests: they end where they run.
     """
 
     version: int
@@ -145,7 +145,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 ToEngine = Hello | Beat | Submit | Abort | Query | Goodbye
-FromEngine = Deltas | Pulse | Groups | Answer | Refused
+FromEngine = Deltas | EngineStatus | GroupList | Answer | Refused
 
 encoder = msgspec.msgpack.Encoder()
 to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

@@ -22,7 +22,7 @@ def read_frame(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
     """Return the message in ``frame``.
 
     Raises:
-        NotAMessageError: there is none; whatever the bytes are, this is the only error.
+        NotAMessageError: the bytes are no message; any bytes lead to this error only.
     """
     try:
         return decoder.decode(frame)
@@ -48,7 +48,7 @@ class Wakeup:
         return self._in.fileno()
 
     def wake(self) -> None:
-        # A full pipe means that the thread has wake-ups waiting already, a closed one that it left.
+        # A full socket has wake-ups already, and a closed one means that the thread has ended.
         with contextlib.suppress(OSError):
             self._out.send(b"\0")
 

@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from dist_aclgraph.actors.wire.addresses import Place, reached_here_alone
+from dist_aclgraph.actors.wire.blame import AskRanks, RankStatuses, judge
 from dist_aclgraph.actors.wire.local_steps import LocalEngine, LocalPeers, SocketFile
 from dist_aclgraph.actors.wire.remote_steps import Endpoints, RemoteEngine, RemotePeers
 from dist_aclgraph.actors.wire.sockets import read_frame
-from dist_aclgraph.actors.wire.standing import Ask, Places, judge
 from dist_aclgraph.errors import (
     DeviceFaultError,
     NotAMessageError,
@@ -39,7 +39,7 @@ from dist_aclgraph.steps.step import (
 from dist_aclgraph.topology import GroupRank, WorldRank
 
 POLL_S = 0.1  # how often a wait looks whether it should end
-GONE_S = 1.0  # after a worker's connection has ended, for others to say what they know of it
+GONE_S = 1.0  # after a worker's connection has ended, until others have reported its failure
 SOCKET_FILE = "steps"
 
 logger = logging.getLogger(__name__)
@@ -60,19 +60,19 @@ class Deadline:
         self.at_s = min(self.at_s, time.monotonic() + timeout_s)
 
 
-def nobody_says(ranks: Sequence[GroupRank]) -> Places:
+def nobody_says(ranks: Sequence[GroupRank]) -> RankStatuses:
     """The answers of ranks that cannot be asked."""
     return dict.fromkeys(ranks)
 
 
 class StepSender:
-    """The engine's end. Owns what it is reached by, on its node and from others."""
+    """The engine's end. Owns its sockets for workers on its node and on others."""
 
     def __init__(
         self,
         world_ranks: Sequence[WorldRank],
         place: Place,
-        ask: Ask = nobody_says,
+        ask: AskRanks = nobody_says,
     ) -> None:
         """Bind.
 
@@ -159,7 +159,7 @@ class StepSender:
         return list(results.values())
 
     def _failure(self, result: StepResult) -> WorkerLostError:
-        """The error for what a rank has reported."""
+        """Return the error for a rank's report."""
         rank = self._world_ranks[result.rank]
         if result.fault is None:
             return WorkerLostError(result.error, rank, "SERVING")
@@ -263,7 +263,7 @@ class StepReceiver:
         """Connect.
 
         Raises:
-            EngineDeadError: on the engine's node, nobody listens.
+            EngineDeadError: no engine listens, on the engine's node.
         """
         self._engine: LocalEngine | RemoteEngine
         if isinstance(address, SocketFile):
@@ -278,7 +278,7 @@ class StepReceiver:
     def receive(self, epoch: int) -> StepPlan | GraphCommand | Pause | Resume | None:
         """Return the next message of ``epoch``, or None when the engine shuts down.
 
-        What is no message is dropped.
+        Frames that are no messages are dropped.
 
         Raises:
             EngineDeadError: on the engine's node, its process is gone; or see ``end``.

@@ -1,4 +1,4 @@
-"""What a rank is at each stage of its start: one value each, which the next is made from.
+"""The stages of a rank's start: one value for each, from which the next one is made.
 
 ``join_rank`` gives a ``JoinedRank``, its ``load`` a ``LoadedRank``, its ``make_runner`` a
 ``RunningRank``; ``leave`` leads from there back to a ``LoadedRank``, which may join again. Heavy
@@ -55,15 +55,14 @@ def join_rank(
     """Open the device and join the lockstep group that meets at ``rendezvous``.
 
     Args:
-        meeting: what listens there, at the rank that leads a group over several nodes.
+        meeting: the socket that listens there, at rank 0 of a group over several nodes.
 
     Raises:
-        ConfigError: the chip is not one of those that plans assume, or does not take what the
-            configuration wants.
+        ConfigError: plans do not know the chip, or the chip does not support the configuration.
     """
     from dist_aclgraph.device.npu import open_npu
 
-    # In this process's environment, that of its node: nobody else can see it.
+    # In this process's environment, which is its node's: no other process can check it.
     normalise_mode(config.graph.mode, GraphSupport(), launch_blocking=launch_blocking())
     spec = read_model_spec(config.model)
     npu = open_npu(config.device, rank, deterministic=needs_fixed_sums(config, spec))
@@ -213,7 +212,7 @@ class JoinedRank:
         return LoadedRank(self, model, before - self.npu.memory().free_bytes)
 
     def _check_needs(self, free_bytes: int) -> int:
-        """Refuse, before anything is read, what cannot be had or cannot fit by known bytes.
+        """Refuse weights that are missing or cannot fit, before any of them is read.
 
         Returns:
             The bytes of the weights.
@@ -295,9 +294,9 @@ class RunningRank:
         return self.loaded.joined
 
     def leave(self) -> LoadedRank:
-        """Leave the group, some of whose ranks may be gone; the device has been stopped.
+        """Leave the group, some of whose ranks may be dead; the device has been stopped.
 
-        Graphs, caches and communicators go, weights stay.
+        Graphs, caches and communicators are freed; weights stay.
 
         Raises:
             DeviceError: the device does not come back.
@@ -310,9 +309,9 @@ class RunningRank:
         return self.loaded
 
     def locate(self, memory: Sequence[MemoryRange]) -> DeviceFault:
-        """Return what an error of such memory is, by what lies there; ``uce`` where none is told.
+        """Return the kind of fault, by the contents of the faulty memory; ``uce`` if there is none.
 
-        What torch's allocator does not have is a library's, or of nobody that is known.
+        Memory outside torch's allocator belongs to a library, or to no known owner.
         """
         caches = [
             MemoryRange(t.data_ptr(), t.data_ptr() + t.nbytes) for t in self.runner.cache_tensors()
@@ -322,11 +321,10 @@ class RunningRank:
         return "uce_kv" if lies_in(memory, caches) else "uce_tensor"
 
     def resume(self, *, keeps_kv: bool = True) -> None:
-        """Bring the device back from an abort; graphs stay, and so does KV, unless nobody will read
-        it any more.
+        """Bring the device back from an abort. Graphs stay, and so does KV that is still needed.
 
         Raises:
-            DeviceError: it does not come back, or memory is faulty that holds what is needed.
+            DeviceError: the device does not come back, or memory is faulty that is still needed.
         """
         npu = self.joined.npu
         if memory := npu.bad_memory():
@@ -373,7 +371,7 @@ class RunningRank:
         )
 
     def move(self, command: GraphCommand) -> CaptureCost:
-        """Do one move of a graph transaction, and return what it took."""
+        """Do one move of a graph transaction, and return its cost."""
         assert command.graph is not None
         if command.action == "capture":
             return self.runner.capture(command.graph)

@@ -1,4 +1,4 @@
-"""Who took a rank's streams: what its offer says beside the number that is left."""
+"""The users of a rank's streams, which its offer lists beside the number of free ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StreamLedger:
         self.taken: Counter[str] = Counter()
 
     def book(self, what: str) -> None:
-        """Enter who took the streams that went since the last entry."""
+        """Enter the user of the streams that were taken since the last entry."""
         available = self._npu.available_streams()
         self.taken[what] += self._available - available
         if not self.taken[what]:

@@ -1,6 +1,6 @@
 """The worker actor: one NPU, one rank. Cold phases are calls; steps come over the step channel.
 
-Ray knows the phases by name; what they do to the rank is in ``rank_stages``.
+Ray calls the phases by name; ``rank_stages`` implements them.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ class Worker:
         self._neighbours: dict[int, int] = {}  # handles of other ranks' processes, by their ids
         self._progress = (0, 0)  # bytes of weights loaded, and in all
         self._doing = ""
-        self._is_told_to_stop = False  # so that steps fail, in whatever way
+        self._is_told_to_stop = False  # and so steps fail, with any error
         self._leaving = threading.Lock()
         self._is_sound = True  # what its device's memory holds, but for KV and for
-        self._bad_memory: set[MemoryRange] = set()  # of tensors, what was faulty
+        self._bad_memory: set[MemoryRange] = set()  # faulty memory of tensors
         self._plan = NO_PLAN
         self._meeting: socket.socket | None = None
         self._stage: JoinedRank | LoadedRank | RunningRank | None = None
@@ -95,16 +95,16 @@ class Worker:
         assert isinstance(self._stage, RunningRank), "the controller calls the phases in order"
         return self._stage
 
-    # ---- answered at any time, on a thread of its own
+    # ---- answered at any time, on the control thread
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def ping(self, number: int | None = None) -> dict[str, Any]:
-        """Say where this worker stands: rank, phase, last step, progress of loading.
+        """Return this worker's status: rank, phase, last step, progress of loading.
 
         ``waits`` says whether its host waits for the device.
 
         Args:
-            number: of the controller's questions while this serves; each renews the lease.
+            number: of the controller's question, while this worker serves; it renews the lease.
         """
         if number is not None:
             self._lease.renew(number)
@@ -232,22 +232,22 @@ class Worker:
         return self._stage.weight_bytes
 
     def leave(self, epoch: int) -> None:
-        """Leave the lockstep group, which is lost; device and weights stay, for the next one.
+        """Leave the lockstep group, which is lost; device and weights stay for the next group.
 
-        Weights go, too, where memory was faulty that cannot be given back without them. Called when
-        the device has been stopped; waits until the step loop is over.
+        Weights are freed, too, if faulty memory cannot be given back without them. Called once the
+        device has been stopped; waits until the step loop is over.
 
         Args:
             epoch: of the next group.
 
         Raises:
-            DeviceError: the device does not come back, or nobody knows what its memory holds.
+            DeviceError: the device does not come back, or the contents of its memory are unknown.
         """
         if not self._is_sound or not self._knows_bad_memory():
             raise DeviceError(f"rank {self._rank} cannot trust its memory any more")
         self._lease.give_back()
         self._lease = Lease(self._config.timeouts.link_s)
-        with self._leaving:  # whoever wants the device stopped, too, wants it before or never
+        with self._leaving:  # the device may be stopped before this, but not meanwhile
             self._stage = self._running.leave()
         gc.unfreeze()
         self._give_back()
@@ -378,10 +378,10 @@ class Worker:
     def run_loop(self, address: ChannelAddress) -> None:
         """Execute steps until the engine says goodbye.
 
-        With two steps in flight, one is answered when the next is queued behind it. Any failure is
-        reported. Where the device stopped with an error that is known, this rank waits for what
-        the engine makes of it, and runs nothing before it was resumed; any other failure ends this
-        process's part: the group is then rebuilt or stopped.
+        With two steps in flight, a step is answered when the next one is queued behind it. Every
+        failure is reported. If the device stopped with a known error, this rank waits for the
+        engine's decision, and runs no step before it is resumed; any other failure ends the loop,
+        and the group is rebuilt or stopped.
         """
         self._phase = "SERVING"
         leave_with(self._lease, f"rank {self._rank}")
@@ -427,8 +427,8 @@ class Worker:
         """Tell the engine; return what stopped the device, where that is known."""
         joined, fault = self._running.joined, self._fault_of(error)
         self._note_fault(fault)
-        # Of the step behind the last one, as that may have been answered: errors of earlier ones
-        # are not looked at.
+        # Reported for the step after the last one, which may have been answered: the engine ignores
+        # errors of earlier steps.
         step = self._last_step + 1
         channel.send(
             StepResult(self._epoch, step, joined.group_rank, error=str(error), fault=fault)
@@ -436,7 +436,7 @@ class Worker:
         return fault
 
     def _note_fault(self, fault: DeviceFault | None) -> None:
-        """Remember whether weights are still what was loaded."""
+        """Record whether the weights are still as they were loaded."""
         self._is_sound = self._is_sound and fault in MAY_SURVIVE
 
     def _fault_of(self, error: Exception) -> DeviceFault | None:
@@ -466,7 +466,7 @@ class Worker:
             self._epoch, self._is_told_to_stop = order.next_epoch, False
         except DistAclGraphError as e:
             error = str(e)
-            # What is not known is not "stopped" here: the device was to come back.
+            # An unknown error is not "stopped" here: the device was to come back.
             self._note_fault(rank.joined.npu.fault_of(e))
         self._doing = ""
         return Resumed(order.next_epoch, rank.joined.group_rank, error)

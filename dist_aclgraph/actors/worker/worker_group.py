@@ -14,7 +14,7 @@ from ray.util.placement_group import PlacementGroup
 from dist_aclgraph.actors.cluster import placement
 from dist_aclgraph.actors.cluster.placement import BundleRequest
 from dist_aclgraph.actors.cluster.ray_errors import of_worker
-from dist_aclgraph.actors.wire.standing import Places, judge
+from dist_aclgraph.actors.wire.blame import RankStatuses, judge
 from dist_aclgraph.actors.wire.step_channel import ChannelAddress
 from dist_aclgraph.actors.worker.worker import Worker, WorkerInfo
 from dist_aclgraph.config import Config
@@ -32,22 +32,22 @@ from dist_aclgraph.topology import GroupRank, ParallelLayout, WorldRank
 
 PEERS_OF_A_FAILURE_S = 5.0  # how long ranks are waited for once one of them has failed
 
-ASK_S = 2.0  # limit of asking ranks where they stand
-LOOK_S = 0.1  # between two looks whether a wait should end
+ASK_S = 2.0  # limit of the answer of control threads
+LOOK_S = 0.1  # between two checks of a wait
 
 
 @dataclass
 class WorkerGroup:
     """Handles in rank order.
 
-    Owns the actors and their placement group. Knows nothing of what the calls mean.
+    Owns the actors and their placement group. Does not know the meaning of the calls.
 
     Attributes:
         ranks: world rank of each worker.
-        request: by which its bundles were got.
-        bundles: None once another group has them, and the workers that were left.
-        infos: where each landed.
-        slots: which of them, as they were asked for, each worker has.
+        request: the request for its bundles.
+        bundles: None once another group has taken them, with the surviving workers.
+        infos: the node and the device of each worker.
+        slots: the index of each worker's bundle.
     """
 
     ranks: tuple[WorldRank, ...]
@@ -56,7 +56,7 @@ class WorkerGroup:
     bundles: PlacementGroup | None
     infos: list[WorkerInfo] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
-    phase: str = "NEGOTIATING"  # what a failing graph transaction is part of
+    phase: str = "NEGOTIATING"  # named in errors of graph transactions
     _num_commands: int = 0
 
     def call(
@@ -71,14 +71,14 @@ class WorkerGroup:
         Args:
             arguments: from a worker's index to the arguments of its call; none by default.
 
-        A rank that reports a failure may have left its peers alone in a collective: they get a
-        moment longer, and no more.
+        A rank that reports a failure may have left its peers alone in a collective: they get a few
+        seconds more.
 
         Raises:
-            WorkerLostError: a worker died, the others are not waited for; or one reported a failure
-                that others did not come back from.
-            WorkerStartTimeoutError: some did not answer; names them, and whom to blame if it shows.
-            DistAclGraphError: what a worker raised.
+            WorkerLostError: a worker died, and the others are not waited for; or a worker reported
+                a failure, after which others did not answer.
+            WorkerStartTimeoutError: some did not answer; names them, and the one to blame if known.
+            DistAclGraphError: the error that a worker raised.
         """
         refs = [
             getattr(worker, method).remote(*(arguments(i) if arguments else ()))
@@ -126,14 +126,14 @@ class WorkerGroup:
         )
 
     def find_out(self, timeout_s: float) -> None:
-        """Learn where the workers landed, and give neighbouring ranks to neighbouring NPUs.
+        """Ask where the workers are, and give neighbouring ranks to neighbouring NPUs.
 
-        Where some have been in a group before, all keep their ranks.
+        If the group has survivors of another one, all workers keep their ranks.
 
         Raises:
             WorkerStartTimeoutError, WorkerLostError: a worker did not come up.
-            PlacementError: ranks have devices of different kinds, or none of their own; or one came
-                up on another node than its predecessor.
+            PlacementError: ranks have devices of different kinds, or share one; or a worker came up
+                on another node than its predecessor.
         """
         infos: list[WorkerInfo] = self.call("describe", "PLACING", timeout_s)
         if self.infos:
@@ -193,7 +193,7 @@ class WorkerGroup:
         ]
 
     def progress(self) -> list[dict[str, Any]]:
-        """Return where those workers stand that say so."""
+        """Return the statuses of the workers that answer."""
         places = ask_workers(self.workers, [GroupRank(i) for i in range(len(self.workers))])
         return [place for place in places.values() if place is not None]
 
@@ -281,9 +281,9 @@ def refill_group(
     *,
     python: str | None = None,
 ) -> WorkerGroup:
-    """Start workers in the places of those that a group has lost; ``find_out`` waits for them.
+    """Start workers in the places of a group's lost ones; ``find_out`` waits for them.
 
-    The new group has the bundles of ``left``, and its other workers with them.
+    The new group takes the bundles and the surviving workers of ``left``.
 
     Args:
         python: as in ``place_group``.
@@ -328,7 +328,7 @@ def bundles_of_groups(config: Config, num_groups: int) -> BundleRequest:
 
 
 def runtime_environment(config: Config, python: str | None) -> dict[str, Any]:
-    """Return what Ray starts a process of ours with; ``python`` as in ``place_group``."""
+    """Return the runtime environment of a process; ``python`` as in ``place_group``."""
     environment: dict[str, Any] = {"env_vars": child_environment(config)}
     return environment if python is None else environment | {"py_executable": python}
 
@@ -360,8 +360,8 @@ def stop_devices(
     return silent
 
 
-def ask_workers(workers: Sequence[Any], ranks: Sequence[GroupRank]) -> Places:
-    """Return where workers stand, asked on their control threads."""
+def ask_workers(workers: Sequence[Any], ranks: Sequence[GroupRank]) -> RankStatuses:
+    """Return the statuses of workers, which their control threads answer."""
     refs = {rank: workers[rank].ping.remote() for rank in ranks}
     ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=ASK_S)
     places: dict[GroupRank, dict[str, Any] | None] = {}

@@ -1,7 +1,7 @@
-"""What captured graphs cost in streams and bytes, and what a rank can afford.
+"""The cost of captured graphs in streams and bytes, and the budget of a rank.
 
 ``formula.py`` holds the historical formulas, exact; ``domains.py`` the price of a communication
-domain; ``captured.py`` what a bucket's graphs hold; every budget model has a file of its own.
+domain; ``captured.py`` the contents of a bucket's graphs; every budget model has its own file.
 """
 
 from dist_aclgraph.config import BudgetModelName

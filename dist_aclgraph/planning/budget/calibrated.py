@@ -1,4 +1,4 @@
-"""Prices from probes: what one bucket of each family took on this very rank."""
+"""Prices from probes: the measured cost of one bucket of each family on this rank."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from dist_aclgraph.planning.budget.offer import StreamOffer
 
 @dataclass(frozen=True)
 class CalibratedBudget(CannPinnedBudget):
-    """A rank's probes say what its buckets take: as many streams each, and bytes by tokens.
+    """A rank's probes give the prices of its buckets: streams per bucket, and bytes per token.
 
-    Each rank captures and releases the largest bucket of each family. A family that nobody probed,
-    or a device whose count of streams does not follow graphs, is priced by CANN's accounting with
-    pinned ids, and the lines say so: of the readings of CANN's sources it is the most careful.
+    Each rank captures and releases the largest bucket of each family. A family without a probe, or
+    a device whose count of streams does not follow graphs, gets its prices from CANN's accounting
+    with pinned ids, and the lines say so. This accounting is the most careful reading of CANN's
+    sources.
     """
 
     name: BudgetModelName = "calibrated"

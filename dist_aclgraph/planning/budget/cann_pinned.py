@@ -21,8 +21,8 @@ from dist_aclgraph.planning.budget.workload import Workload
 
 @dataclass(frozen=True)
 class CannPinnedBudget:
-    """One id for each lane of each graph, for each further queue that a long lane needs, and for
-    what HCCL takes inside the graph. Nothing is fixed: an offer counts what is left after joining.
+    """One id for each lane of each graph, for each further queue of a long lane, and for HCCL's
+    streams inside the graph. Nothing is fixed: an offer counts the ids that are left after joining.
     """
 
     workload: Workload

@@ -1,10 +1,10 @@
 """CANN's own accounting with new drivers: graphs borrow their queues.
 
 Capture takes a stream id for each lane as before; queues are bound when a graph runs, and idle
-graphs lose theirs in the order of their creation. So ids still bound the number of graphs, and
-queues only the width of one. What ``aclrtGetStreamAvailableNum`` tells is free queues: equal to the
-ids that are left before anything was captured, when offers are made, and not after that. All this
-is a reading of CANN's sources; a rank that finds otherwise shrinks the plan.
+graphs lose theirs in the order of their creation. So ids still limit the number of graphs, and
+queues limit only the width of one graph. ``aclrtGetStreamAvailableNum`` returns the free queues.
+Their number equals that of the free ids when offers are made, before anything was captured, but not
+later. All this is a reading of CANN's sources; if a rank behaves differently, the plan shrinks.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from dist_aclgraph.planning.budget.model import Limit, total
 from dist_aclgraph.planning.budget.offer import StreamOffer
 from dist_aclgraph.planning.budget.workload import Workload
 
-QUEUES = 1024  # of one graph, and of all graphs of a device that are bound at once
+QUEUES = 1024  # of one graph, and of all bound graphs of a device
 
 
 @dataclass(frozen=True)
 class CannSoftwareSqBudget(CannPinnedBudget):
     """Ids as with pinned queues; a graph of more than 1024 queues cannot run (EE1023).
 
-    Graphs that together need more than 1024 take turns, and each pays for being bound again.
+    Graphs that together need more than 1024 queues take turns, and each is bound again at a cost.
     """
 
     name: BudgetModelName = "cann-software-sq"
@@ -39,5 +39,5 @@ class CannSoftwareSqBudget(CannPinnedBudget):
 
 
 def _widest(family: GraphFamily, workload: Workload) -> int:
-    """Return the queues of the graph that needs most."""
+    """Return the queues of the graph that needs the most."""
     return max(total(shape.price(workload)) for shape in shapes(family, workload))

@@ -1,7 +1,7 @@
-"""What one bucket's graphs hold: how many there are, their lanes, and how long each lane is.
+"""The contents of one bucket's graphs: their number, their lanes, and the length of each lane.
 
-A lane is a captured stream. CANN keeps its tasks in queues of fixed length, so that a long lane
-takes several. Counts are queue entries.
+A lane is a captured stream. CANN keeps its tasks in queues of fixed length, so a long lane needs
+several queues. Counts are queue entries.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ QUEUE_ENTRIES = 2016  # of a captured stream: 2048 less 32 that CANN reserves
 # products and the activation after it. Models without head norms have two less.
 BEFORE_ATTENTION = 7
 AFTER_ATTENTION = 5
-# Of a layer of experts, in place of a dense one's three: router, routing, products, shared experts;
-# gathered tokens take six more, an all-to-all with its indices thirty-five.
+# Of a layer of experts, instead of a dense layer's three: router, routing, products, shared
+# experts; gathered tokens need six more, an all-to-all with its indices thirty-five.
 EXPERTS, GATHER, ALL_TO_ALL, DENSE = 23, 10, 39, 3
 SHARED = 5  # on the lane of shared experts: a wait, two products, the activation, a record
 # Cache write and attention, and the wait for its parameters with its reset: four entries each.
 ATTENTION = 10
-# More where a cache is sharded, at most (with latent attention, and ranks that repeat heads):
-# queries put together; findings in float32, masked, sent and merged.
+# Upper limit of the additional operators of a sharded cache (with latent attention, and ranks that
+# repeat heads): queries are joined; results are converted to float32, masked, sent and merged.
 SHARDED = 16
 EMBEDDING = 3  # rows of the embedding and of the rotary tables
 LAST_NORM = 1
 HEAD = 3  # product, argmax, copy to the static buffer
-SPLIT_EMBEDDING, SPLIT_HEAD = 8, 2  # more with TP: foreign ids masked out, parts put together
-COLLECTIVE_MAIN = 2  # on the lane that waits: a record and a wait
-COLLECTIVE = 4  # on the lane of HCCL: a wait, the collective, two records
+# additional operators with TP: foreign ids masked out, parts joined
+SPLIT_EMBEDDING, SPLIT_HEAD = 8, 2
+COLLECTIVE_MAIN = 2  # on the waiting lane: a record and a wait
+COLLECTIVE = 4  # on HCCL's lane: a wait, the collective, two records
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,11 @@ class Shape:
     """One of a bucket's graphs, or several alike.
 
     Attributes:
-        what: in plain words.
+        what: description in plain words.
         copies: graphs of this shape in each bucket.
         main: entries of the main lane.
-        collectives: by domain that the graph touches, how often; each has a lane of its own.
-        beside: entries of the lane on which shared experts run beside the main one, if they do.
+        collectives: number of collectives by domain; each domain has its own lane.
+        beside: entries of the lane of shared experts, if they run beside the main lane.
     """
 
     what: str
@@ -63,7 +64,9 @@ class Shape:
         return (self.main + waits, *sides, *([self.beside] if self.beside else []))
 
     def price(self, workload: Workload) -> Price:
-        """Return the queues of one such graph, itemised; in old drivers each is a stream id."""
+        """Return the queues of one such graph, itemised; with old drivers each queue is a stream
+        id.
+        """
         cascaded = sum(-(-lane // QUEUE_ENTRIES) - 1 for lane in self.lanes)
         domains = [domain for domain, _ in self.collectives]
         inner = sum(streams_per_domain(workload.expansion, d.num_ranks) for d in domains)
@@ -81,8 +84,8 @@ def shapes(family: GraphFamily, workload: Workload) -> tuple[Shape, ...]:
     """Return the graphs of one bucket, draft graphs included."""
     found = _model_shapes(family, workload, workload.num_layers, 1, "")
     if not workload.draft_layers or family.run_mode != "FULL":
-        return found  # behind pieces, drafting runs eagerly
-    steps = max(1, workload.query_len - 1)  # all of them are captured into one graph
+        return found  # behind pieces, drafts run eagerly
+    steps = max(1, workload.query_len - 1)  # one graph contains all iterations of drafting
     return found + _model_shapes(family, workload, workload.draft_layers, steps, "draft ")
 
 
@@ -110,7 +113,7 @@ def _model_shapes(
         main = embedding + layers * (layer + attention) + head
         count = {d: steps * _in_full(d, layers, workload) for d in workload.domains}
         return (Shape(f"{prefix}graph", 1, steps * main, _touched(count), steps * layers * beside),)
-    # Collectives of context parallelism belong to attention, which pieces leave out.
+    # Collectives of context parallelism belong to attention, which pieces do not contain.
     first = {d: int("tp" in d.kinds) for d in workload.domains}
     later = {d: _after_attention(d) for d in workload.domains}
     between = Shape(f"{prefix}pieces between", layers - 1, layer, _touched(later), beside)
@@ -126,27 +129,27 @@ def _touched(counts: dict[Domain, int]) -> tuple[tuple[Domain, int], ...]:
 
 
 def _experts(workload: Workload) -> int:
-    """Operators of a layer of experts; of its possible exchanges, the longest."""
+    """Operators of a layer of experts, with the longest of its possible exchanges."""
     if not any(_is_spread(domain) for domain in workload.domains):
         return EXPERTS
     return EXPERTS + (ALL_TO_ALL if workload.exchange in ("auto", "all_to_all") else GATHER)
 
 
 def _is_spread(domain: Domain) -> bool:
-    """Whether tokens must travel in it to meet their experts: no single TP group has them all."""
+    """Whether tokens must travel to their experts, because no single TP group has all experts."""
     return "ep" in domain.kinds and "tp" not in domain.kinds
 
 
 def _after_attention(domain: Domain) -> int:
-    """Collectives of a layer outside its attention: two sums over TP, there and back over EP."""
+    """Collectives of a layer outside its attention: two sums over TP, and both ways over EP."""
     return 2 * ("tp" in domain.kinds) + 2 * _is_spread(domain)
 
 
 def in_sharded_attention(workload: Workload) -> int:
-    """Collectives over DCP in a layer that decodes: shards exchange what they found, and gather
-    queries if they have different heads.
+    """Collectives over DCP in a decoding layer: shards exchange their results, and gather queries
+    if they have different heads.
 
-    PCP, which is for prompts, meets in no graph.
+    PCP is for prompts, and has no collective in a graph.
     """
     if workload.dcp == 1:
         return 0
@@ -154,7 +157,7 @@ def in_sharded_attention(workload: Workload) -> int:
 
 
 def _in_full(domain: Domain, layers: int, workload: Workload) -> int:
-    """Collectives of a full graph: with TP, one more for the embedding and one for the head."""
+    """Collectives of a full graph; with TP, one more for the embedding and one for the head."""
     in_attention = in_sharded_attention(workload) if "dcp" in domain.kinds else 0
     ends = 2 * ("tp" in domain.kinds)
     return layers * (_after_attention(domain) + in_attention) + ends

@@ -1,4 +1,4 @@
-"""What a communication domain costs in streams. A reading of public notes, never measured."""
+"""The cost of a communication domain in streams. A reading of public notes, never measured."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ MOST_AICPU_RANKS = 16
 
 
 def streams_per_domain(expansion: HcclExpansion, num_ranks: int) -> int:
-    """Return the streams that a domain holds, and that each captured graph takes to touch it.
+    """Return the streams that a domain holds; each captured graph that uses the domain takes as
+    many.
 
-    AIV and FFTS: what the historical formulas count for a group, one and two. AICPU: a stream for
+    AIV and FFTS: one and two, as the historical formulas count for a group. AICPU: a stream for
     each other rank, of at most sixteen ranks.
     """
     if expansion == "AIV":

@@ -1,7 +1,7 @@
 """The stream budget formulas of vllm-ascend 0.11 to 0.20, reproduced exactly.
 
 Source: ``vllm_ascend/utils.py::update_aclgraph_sizes``, last present before its commit 5f2ef5a0b2.
-All four assume a device with 2048 streams of which 248 stay free, whatever the device really has.
+All four assume a device with 2048 streams of which 248 stay free, independent of the real device.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Variant = Literal["v0.11", "v0.13", "v0.20", "last"]
 DEVICE_STREAMS = 2048
 RESERVED_STREAMS = 248
 LEGACY_STREAMS = DEVICE_STREAMS - RESERVED_STREAMS
-CONTEXT_PARALLEL_STREAMS = 100  # taken off once for PCP and once for DCP
-GROUP_STREAMS = 40  # taken off for each of TP and DP without AIV
+CONTEXT_PARALLEL_STREAMS = 100  # subtracted once for PCP and once for DCP
+GROUP_STREAMS = 40  # subtracted for each of TP and DP without AIV
 
 
 @dataclass(frozen=True, kw_only=True)
 class LegacyInputs:
-    """Everything that the historical formulas look at, and some that they ignore.
+    """All inputs of the historical formulas, and some that they ignore.
 
     Attributes:
         num_hidden_layers: layers of the main model.
@@ -32,7 +32,7 @@ class LegacyInputs:
         tp, dp, pcp, dcp: parallel sizes.
         ep: whether expert parallelism is on (the formulas do not ask for its size).
         aiv: whether HCCL expands collectives on vector cores (``HCCL_OP_EXPANSION_MODE=AIV``).
-        multistream_shared: whether shared experts run on a stream of their own.
+        multistream_shared: whether shared experts run on a separate stream.
         draft_layers: layers of the draft model; 0 means there is none.
         sizes: candidate sizes, ascending; None takes the stepped sizes up to ``max_size``.
         device: chip generation; no formula depends on it.
@@ -61,7 +61,7 @@ class LegacyInputs:
 
     @property
     def num_graphs(self) -> int:
-        """Piecewise graphs of one bucket: between the attentions of all layers, draft included."""
+        """Piecewise graphs of one bucket: between the attentions of all layers, drafts included."""
         graphs = self.num_hidden_layers + 1
         return graphs + self.draft_layers + 1 if self.draft_layers else graphs
 
@@ -79,14 +79,14 @@ class LegacyInputs:
 
 
 def max_buckets(inputs: LegacyInputs, variant: Variant) -> int:
-    """Return how many buckets the formula allows; zero or less where not even one fits."""
+    """Return the number of buckets that the formula allows; zero or less if none fits."""
     left = LEGACY_STREAMS
     if variant == "last" and inputs.cudagraph_mode == "FULL_AND_PIECEWISE":
         left = max(0, left - len(inputs.candidate_sizes))
     if inputs.aiv:
         if not inputs.moe:
             left -= inputs.streams_per_graph * inputs.num_graphs
-        # Two divisions, as in the source: one by the product could round differently.
+        # Two divisions, as in the source; one division by the product could round differently.
         return math.floor(left / inputs.num_graphs / inputs.streams_per_graph)
     if variant != "v0.11":
         left -= CONTEXT_PARALLEL_STREAMS * ((inputs.pcp > 1) + (inputs.dcp > 1))
@@ -99,7 +99,7 @@ def legacy_sizes(inputs: LegacyInputs, variant: Variant) -> list[int]:
     limit = max_buckets(inputs, variant)
     if variant != "v0.11":
         return trim_sizes(inputs.candidate_sizes, limit)
-    # 0.11 sampled a descending list, so that half-way indices fall on the other side.
+    # 0.11 sampled a descending list, which rounds half-way indices in the other direction.
     sizes = trim_sizes(inputs.candidate_sizes[::-1], limit)[::-1]
     if limit <= 1:
         sizes = inputs.candidate_sizes[-1:]

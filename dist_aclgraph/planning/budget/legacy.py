@@ -30,11 +30,11 @@ LEGACY_VARIANTS: dict[BudgetModelName, Variant] = {
 class LegacyBudget:
     """A historical formula as a budget model.
 
-    The formulas price piecewise graphs, one between each two attentions, and where a plan has
-    piecewise graphs they limit those. A plan without them is limited as if its full graphs were
-    such pieces; upstream never applied the formula to full graphs.
-    The formulas trust in 1800 streams. A rank that offers less is held to the least that a graph
-    can take, one stream; whether its graphs take more, the transaction of capture finds out.
+    The formulas price piecewise graphs, one between each two attentions, and limit the piecewise
+    graphs of a plan. A plan without piecewise graphs is limited as if its full graphs were pieces;
+    upstream never applied the formula to full graphs. The formulas assume 1800 streams. For a rank
+    that offers fewer, the limit is the minimum of a graph, one stream; the capture transaction
+    finds out whether its graphs take more.
     """
 
     name: BudgetModelName
@@ -108,7 +108,7 @@ def _graphs(family: GraphFamily, workload: Workload) -> int:
 
 
 def _inputs(num_graphs: int | None, workload: Workload, num_candidates: int = 0) -> LegacyInputs:
-    """Return the formula's inputs; with ``num_graphs``, of a model that has so many pieces."""
+    """Return the formula's inputs; ``num_graphs`` describes a model with so many pieces."""
     return LegacyInputs(
         num_hidden_layers=workload.num_layers if num_graphs is None else num_graphs - 1,
         moe=workload.moe,

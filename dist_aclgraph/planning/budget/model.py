@@ -1,4 +1,4 @@
-"""What a budget model answers: prices, itemised, and the limits that the counts must keep."""
+"""The interface of a budget model: itemised prices, and limits on the numbers of buckets."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class BudgetTerm:
     """One line of a price.
 
     Attributes:
-        name: who takes the streams.
-        total: how many in each bucket.
-        why: in plain words.
-        of: which of a bucket's graphs, where they differ.
+        name: owner of the streams.
+        total: number of streams in each bucket.
+        why: reason in plain words.
+        of: the graph of a bucket, if its graphs differ.
     """
 
     name: str
@@ -38,11 +38,11 @@ Price = tuple[BudgetTerm, ...]
 
 @dataclass(frozen=True)
 class Limit:
-    """What a rank has of something, and what one bucket of each family takes of it.
+    """A rank's amount of some resource, and the price of one bucket of each family in it.
 
     Attributes:
-        what: in plain words, in the plural.
-        amount: what is left for buckets, fixed prices taken off.
+        what: name in plain words, in the plural.
+        amount: amount for buckets, without fixed prices.
         prices: one for each family.
     """
 
@@ -51,11 +51,13 @@ class Limit:
     prices: tuple[int, ...]
 
     def admits(self, counts: Sequence[int]) -> bool:
-        """Whether so many buckets of each family are paid for; the fewer, the likelier."""
+        """Whether the amount is enough for so many buckets of each family. Fewer buckets never cost
+        more.
+        """
         return sum(p * n for p, n in zip(self.prices, counts, strict=True)) <= self.amount
 
     def most(self, family: int) -> int | None:
-        """Return how many buckets of one family alone are paid for, None where it is not asked."""
+        """Return the number of affordable buckets of one family alone, or None if they are free."""
         price = self.prices[family]
         return None if price == 0 else max(0, self.amount // price)
 
@@ -71,23 +73,23 @@ class BudgetModel(Protocol):
 
     @property
     def workload(self) -> Workload:
-        """What is captured."""
+        """The captured workload."""
 
     def price(self, family: GraphFamily, offer: StreamOffer) -> Price:
-        """Return the streams that one bucket of a family takes on the rank, itemised."""
+        """Return the streams of one bucket of a family on the rank, itemised."""
 
     def fixed(self, offer: StreamOffer) -> Price:
-        """Return the streams that are gone before the first bucket, itemised."""
+        """Return the streams that are used before the first bucket, itemised."""
 
     def limits(self, families: Sequence[GraphFamily], offer: StreamOffer) -> tuple[Limit, ...]:
-        """Return all limits that the numbers of buckets must keep on the rank.
+        """Return all limits on the numbers of buckets on the rank.
 
         Args:
             families: with all candidate sizes.
         """
 
     def bytes_per_token(self, family: GraphFamily, offer: StreamOffer) -> float:
-        """Return the device memory of one bucket, divided by its tokens; 0 where unknown."""
+        """Return the device memory of one bucket, divided by its tokens; 0 if unknown."""
 
 
 def total(price: Price) -> int:
@@ -96,12 +98,12 @@ def total(price: Price) -> int:
 
 
 def stream_limit(prices: Sequence[int], offer: StreamOffer) -> Limit:
-    """Return the limit that the rank's streams set."""
+    """Return the limit by the rank's streams."""
     return Limit("streams for graphs", offer.usable, tuple(prices))
 
 
 def driver_limit(families: Sequence[GraphFamily], offer: StreamOffer) -> tuple[Limit, ...]:
-    """Return the limit that the device's driver sets on piecewise sizes, if it sets one."""
+    """Return the limit of the device's driver on piecewise sizes, if it has one."""
     if offer.max_sizes is None:
         return ()
     prices = tuple(int(family.run_mode == "PIECEWISE") for family in families)

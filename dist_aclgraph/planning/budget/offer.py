@@ -1,4 +1,4 @@
-"""What one rank can give to graphs."""
+"""The resources that one rank can give to graphs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import msgspec
 from dist_aclgraph.planning.buckets import GraphFamily
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 
-ASCEND_950_PIECEWISE_SIZES = 4  # what its driver takes (vllm-ascend: MAX_CAPTURE_SIZES_FOR_950)
+ASCEND_950_PIECEWISE_SIZES = 4  # limit of its driver (vllm-ascend: MAX_CAPTURE_SIZES_FOR_950)
 ANY_BYTES = 1 << 62
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True):
-    """What one bucket took on one rank when it was captured and released to find out."""
+    """The cost of one bucket on one rank, measured by a capture and its release."""
 
     graph: BatchDescriptor
     streams: int
@@ -24,7 +24,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank can give to graphs; it travels from worker to controller."""
+    """The resources that one rank can give to graphs; sent from worker to controller."""
 
     rank: int  # world rank
     available: int  # streams that the device still has
@@ -33,9 +33,9 @@ class StreamOffer(msgspec.Struct, frozen=True, kw_only=True):
     free_bytes: int = ANY_BYTES  # device memory that graphs may take
     device: str = ""  # name of the chip
     cann: str = ""  # version of CANN
-    card: str = ""  # ranks that name the same card share its streams; "" shares with nobody
-    taken: dict[str, int] = {}  # streams gone before the offer, by who took them
-    max_sizes: int | None = None  # most piecewise buckets that the driver takes, if limited
+    card: str = ""  # ranks with the same card share its streams; "" shares with no rank
+    taken: dict[str, int] = {}  # streams used before the offer, by owner
+    max_sizes: int | None = None  # largest number of piecewise buckets for the driver, if limited
     probes: tuple[Probe, ...] = ()
 
     @property
@@ -43,7 +43,7 @@ class StreamOffer(msgspec.Struct, frozen=True, kw_only=True):
         return max(0, self.available - self.reserve)
 
     def with_probe(self, probe: Probe) -> StreamOffer:
-        """Return the offer with one probe more."""
+        """Return the offer with one more probe."""
         return msgspec.structs.replace(self, probes=(*self.probes, probe))
 
     def probes_of(self, family: GraphFamily) -> tuple[Probe, ...]:
@@ -53,14 +53,14 @@ class StreamOffer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def max_piecewise_sizes(chip: str) -> int | None:
-    """Return how many piecewise sizes the driver of a chip takes; None where any number."""
+    """Return the limit of a chip's driver on piecewise sizes; None without a limit."""
     return ASCEND_950_PIECEWISE_SIZES if "950" in chip else None
 
 
 def share_cards(offers: Sequence[StreamOffer]) -> list[StreamOffer]:
-    """Return the offers with the streams of a card divided by the ranks that are on it.
+    """Return the offers with the streams of a card divided by its ranks.
 
-    Each of them sees all streams that are left. Every rank keeps its own reserve.
+    Each rank counts all free streams of the card. Every rank keeps its own reserve.
     """
     ranks = Counter(offer.card for offer in offers)
     return [

@@ -1,4 +1,4 @@
-"""What is captured on every rank: the model's and the configuration's share of a price."""
+"""The captured work of every rank: the model's and the configuration's share of a price."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMMUNICATING: tuple[GroupKind, ...] = ("tp", "pcp", "dcp", "ep")
 
 @dataclass(frozen=True)
 class Domain:
-    """A communication domain of a rank: how many ranks meet there, and for which kinds of group."""
+    """A communication domain of a rank: its number of ranks, and its kinds of group."""
 
     num_ranks: int
     kinds: tuple[GroupKind, ...]
@@ -22,17 +22,17 @@ class Domain:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is captured on every rank.
+    """The captured work of every rank.
 
     Attributes:
         num_layers: hidden layers of the main model.
-        mode: which graphs a bucket needs.
-        draft_layers: layers of the draft model, 0 where there is none.
-        exchange: how the configuration wants tokens to travel to experts of other ranks.
+        mode: mode, which determines the graphs of a bucket.
+        draft_layers: layers of the draft model, 0 without one.
+        exchange: configured way of tokens to experts of other ranks.
         expansion: how HCCL expands collectives on the device.
-        multistream_shared: shared experts run on a stream of their own.
+        multistream_shared: whether shared experts run on a separate stream.
         bytes_per_token: device memory that a graph takes per token of its bucket; the pool is
-            shared, so that all graphs together take what the largest one does.
+            shared, so all graphs together take as much as the largest one.
     """
 
     num_layers: int
@@ -71,7 +71,9 @@ class Workload:
 
     @cached_property
     def domains(self) -> tuple[Domain, ...]:
-        """The distinct rank sets that rank 0 meets in collectives; every rank has as many."""
+        """The distinct rank sets that rank 0 meets in collectives; every rank has the same
+        number.
+        """
         layout = ParallelLayout(tp=self.tp, dp=self.dp, pcp=self.pcp, dcp=self.dcp, ep=self.ep)
         return tuple(
             Domain(

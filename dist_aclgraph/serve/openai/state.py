@@ -10,7 +10,7 @@ import time
 from starlette.types import Scope
 
 from dist_aclgraph.actors.client.engine_client import EngineClient
-from dist_aclgraph.actors.client.outage import Ask, Recovery
+from dist_aclgraph.actors.client.outage import AskOutlook, Recovery
 from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import (
@@ -121,7 +121,7 @@ def open_state(
     config: Config,
     tokenizer: Tokenizer,
     reach: Reach,
-    ask: Ask,
+    ask: AskOutlook,
     replica: int = 0,
 ) -> ApiState:
     """Connect to a deployment's engines; ``client.close`` of the state ends it.

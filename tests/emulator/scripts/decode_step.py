@@ -89,7 +89,7 @@ class Model:
 
 
 def fast_ms(action, count: int = 60) -> float:
-    """The tenth part of the times is below it: what a loaded machine leaves of the true one."""
+    """A tenth of the times is below it: close to the true time, even on a loaded machine."""
     times = []
     for _ in range(count):
         start = time.perf_counter()

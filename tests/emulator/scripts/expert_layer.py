@@ -1,5 +1,5 @@
 """Run by every rank: a layer of experts in all ways, against every expert for every token in
-float32 on the CPU. Prints one JSON object: what went wrong by check, and digests of captures.
+float32 on the CPU. Prints one JSON object: the errors of each check, and digests of captures.
 
 Nothing is raised, so that all ranks stay in step. Arguments: tp dp.
 """
@@ -161,7 +161,7 @@ def run_eagerly(kind):
 
 
 def run_captured(kind):
-    # Two layers after another: what one frees, the next may take.
+    # Two layers in turn: the second may use memory that the first has freed.
     side, n, total = SideStream(), 5, 0
     layers = [make_layer(side=side), make_layer(side=side)]
     x, slots = (t.npu() for t in batch(0, n, n))
@@ -233,7 +233,7 @@ def run_in_int8(kind):
 
 
 def run_overflow():
-    """All tokens of a rank choose alike, and only so many find room."""
+    """All tokens of a rank choose the same experts, and only some of them find room."""
     layer, n, live = make_layer(factor=1.0), 96, 90
     x, slots = batch(0, n, live)
     x[:live] = x[0]

@@ -1,8 +1,9 @@
 """torch's own samples of its operators, on the CPU and on the emulator: one line a verdict.
 
 Arguments: how many samples of each operator and type at most, then names of operators. A line is
-"VERDICT" and in JSON: name, type, how many samples were equal, who refused others, what was wrong.
-An operator that stops the device ends the process; the caller goes on behind it with another.
+"VERDICT" and in JSON: name, type, number of equal samples, which side refused the others, errors.
+An operator that stops the device ends the process; the caller continues with the next operator in
+another process.
 """
 
 import json

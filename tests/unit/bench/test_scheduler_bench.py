@@ -1,4 +1,4 @@
-"""The bench of the scheduler runs; its times are nobody's assertion."""
+"""The bench of the scheduler runs; its times are not checked."""
 
 from __future__ import annotations
 

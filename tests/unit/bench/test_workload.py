@@ -1,4 +1,4 @@
-"""Workloads of benches and the arithmetic over what they brought."""
+"""Workloads of benches, and the arithmetic over their results."""
 
 from __future__ import annotations
 

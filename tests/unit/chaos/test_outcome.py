@@ -1,4 +1,4 @@
-"""What is concluded from what clients saw."""
+"""The verdict on a run of faults, from the answers that clients received."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_shards_hold_longer_contexts_and_more_requests_on_the_same_npus(name: st
     assert ranks == [report["layout"]["world_size"]] * 2
     assert (whole["dcp"], whole["pcp"]) == (1, 1)
     assert shared["bytes_per_token"] * shared["dcp"] == whole["bytes_per_token"]
-    # But for what domains of their own take, each NPU keeps as much as before.
+    # Each NPU keeps as many streams as before, except those of its own domains.
     assert 0.95 < shared["tokens"] / (whole["tokens"] * shared["dcp"]) < 1.05
     assert shared["requests"] >= 0.95 * whole["requests"] * shared["dcp"]
     # The file and the page say the numbers that the plan prints.

@@ -1,4 +1,4 @@
-"""What doctor says of the graphs of the last start."""
+"""The findings of doctor on the graphs of the last start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What doctor says of HCCL's variables on this machine."""
+"""The findings of doctor on HCCL's variables of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What doctor says of a host with NPUs: a whole one, and one fault at a time."""
+"""The findings of doctor on a host with NPUs: a complete host, and one fault at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is planned on a machine with NPUs, and refused before anything starts there."""
+"""Plans on a machine with NPUs, and refusals before anything starts there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of `dist-aclgraph plan`: numbers, reasons, and what it refuses."""
+"""The report of `dist-aclgraph plan`: numbers, reasons, and refusals."""
 
 from __future__ import annotations
 

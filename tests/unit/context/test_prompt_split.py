@@ -72,7 +72,7 @@ def test_shares_of_a_prompt_cost_the_same_under_causality(
     lens = np.array([context]), np.array([length])
     work = [share_of_work(pieces, *lens) for pieces in split.pieces]
     assert sum(work) == length * context + length * (length + 1) // 2
-    # Chunks differ by one token, which sees what the longest one sees.
+    # Chunks differ by one token, which sees the same keys as the longest one.
     assert max(work) - min(work) <= 4 * (length + context)
 
 

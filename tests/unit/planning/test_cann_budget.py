@@ -1,4 +1,6 @@
-"""CANN's accounting: what the lanes of a bucket's graphs take, by kind of graph and by domain."""
+"""CANN's accounting: the streams of the lanes of a bucket's graphs, by kind of graph and by
+domain.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What chips refuse: each rule with a neighbour that passes."""
+"""The refusals of chips: each rule with a similar case that passes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def check(cann: str, model: dict[str, Any], **keys: Any) -> None:
         ("8.5.0", LATENT, SHARDED, "parallel.dcp is 2; latent attention gives no sums"),
         # One that tells no version has the stricter rules.
         ("", {}, {"kv": {"block_size": 64}}, "kv.block_size is 64; .* multiples of 128"),
-        # Each rank has one head of each: none is shared any more.
+        # Each rank has one head of each kind, so that no head is shared.
         ("9.1.0", {}, {"kv": {"block_size": 64}, "parallel": {"tp": 8}}, "kv.block_size is 64"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Lazy graphs: what deserves one, what makes room for it, and what is left alone."""
+"""Lazy graphs: which shapes get one, which graphs make room for it, and which stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The account of a rank's memory: published sizes, documented buffers, and what is refused."""
+"""The account of a rank's memory: published sizes, documented buffers, and refusals."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_hccl_has_two_buffers_for_each_domain() -> None:
     assert part(account(alone), "HCCL buffers") == 2 * 200 * MIB  # TP and EP are the same ranks
     assert part(account(make(device={"hccl_buffer_mb": 512})), "HCCL buffers") == 4 * 512 * MIB
     assert part(account(spread, hccl=False), "HCCL buffers") == 0
-    assert part(account(make(parallel={})), "HCCL buffers") == 0  # one rank talks to nobody
+    assert part(account(make(parallel={})), "HCCL buffers") == 0  # a single rank has no peer
 
 
 def test_ranks_that_split_prompts_hold_whole_weights_and_the_buffers_of_their_domains() -> None:
@@ -119,7 +119,8 @@ def test_drafts_cost_a_layer_and_their_buffers() -> None:
     with_drafts = make(max_model_len=1024, speculative={"num_tokens": 1})
     more = weights(account(with_drafts)) - weights(account(without))
 
-    # 11.6 billion parameters of a layer with experts, of which a 32nd is here, and what is whole.
+    # 11.6 billion parameters of a layer with experts, of which this rank has a 32nd, and the whole
+    # tensors.
     assert 1.0 < more / (11.6e9 * 2 / 32) < 1.7
     assert part(account(with_drafts), "step buffers") > 1.5 * part(account(without), "step buffers")
 

@@ -1,4 +1,4 @@
-"""Whatever is asked for, the mode that comes out can be had, and its reasons tell why."""
+"""For any request, the resulting mode is possible, and its reasons say why it was chosen."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ supports = st.builds(
 
 
 def can_have(mode: GraphMode, support: GraphSupport) -> bool:
-    """What each mode demands, said once more in other words."""
+    """The demands of each mode, written independently."""
     updates = "none" if support.is_encoder_decoder else support.attention_updates
     return {
         "NONE": True,

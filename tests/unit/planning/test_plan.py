@@ -1,4 +1,4 @@
-"""What a plan becomes after a failed capture."""
+"""The plan after a failed capture."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def test_a_little_traffic_or_a_little_gain_changes_nothing() -> None:
 
 
 def test_a_family_that_was_given_up_stays_so_and_sizes_do_not_grow() -> None:
-    """What ranks could not capture once is not tried again while they serve."""
+    """A size that ranks once failed to capture is not tried again while they serve."""
     plan = make_plan((8, 32), (64,))
     plan = msgspec.structs.replace(plan, families=plan.families[:1])
     offers = [StreamOffer(rank=0, available=900)]
@@ -183,7 +183,7 @@ causes = st.sampled_from(["streams", "memory", "operator"])
 
 @given(plans, histograms, st.data(), causes, st.booleans())
 def test_what_failed_once_is_not_proposed_again(old, decode, data, cause, is_serving) -> None:
-    """The model believes in more than the ranks have; what they could not capture says so."""
+    """The model expects more streams than the ranks have; their failed captures show it."""
     offers = [StreamOffer(rank=0, available=900)]
     failed = data.draw(st.sampled_from(old.capture_order))
     if is_serving:

@@ -55,7 +55,7 @@ def test_a_family_alone_takes_decode_batches_too() -> None:
     (found,) = weights_of(Traffic(decode={8: 3.0}, mixed={100: 1.0}), [MIXED])
 
     assert found[8] > 3.0 and found[100] > 1.0
-    assert 0 < found[7] < 0.1  # nobody saw it, and it comes one day
+    assert 0 < found[7] < 0.1  # a size that was never observed, but may occur
 
 
 def test_before_anything_was_seen_small_sizes_lie_dense() -> None:

@@ -1,4 +1,4 @@
-"""Which way back a group takes, from what is known of its failure."""
+"""The kind of recovery of a group, chosen from the facts about its failure."""
 
 from __future__ import annotations
 

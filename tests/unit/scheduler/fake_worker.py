@@ -88,7 +88,7 @@ class FakeWorker:
         )
 
     def resume(self, num_in_flight: int) -> None:
-        """The last steps were aborted: what they wrote is garbage, and the host forgets its rows.
+        """The last steps were aborted: their writes are garbage, and the host forgets its rows.
         Drafts stay where the device has them.
         """
         for written in self._written[len(self._written) - num_in_flight :]:

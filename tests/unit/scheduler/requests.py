@@ -21,7 +21,7 @@ def submit(
     """Return a request that ends at EOS, too, unless its parameters ignore it.
 
     Args:
-        output: what it has already, from a group that died.
+        output: the tokens that it has already, from a group that died.
     """
     ends = sorted({*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))})
     sampling = row_sampling(params, seed=0, num_prompt_tokens=len(prompt), end_ids=ends)

@@ -1,4 +1,4 @@
-"""Who gets the tokens of a step: no prompt waits behind a long one, and nobody starves."""
+"""The shares of a step's tokens: no prompt waits behind a long one, and no request starves."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_scheduler(
 
 
 def run_step(scheduler: Scheduler) -> tuple[StepPlan, list[str]]:
-    """Run one step; return its plan and the names of those that got a token."""
+    """Run one step; return its plan and the names of the requests that got a token."""
     plan = scheduler.schedule()
     assert plan is not None
     results = []

@@ -1,4 +1,4 @@
-"""NaN in a request's KV: it ends with an error, and nobody else ever sees it."""
+"""NaN in a request's KV: the request ends with an error, and no other request ever sees it."""
 
 from __future__ import annotations
 

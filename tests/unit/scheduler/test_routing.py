@@ -1,4 +1,6 @@
-"""Laws of routing: bounded load, equal beginnings together, nothing for who takes nothing."""
+"""Laws of routing: bounded load, equal prefixes together, and no request for a group that takes
+none.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,7 @@ def test_equal_beginnings_meet_while_loads_are_near_and_part_when_they_are_not()
     found = [router.route(str(i), prompt(*shared, 9000 + i), "", ["a", "b"]) for i in range(40)]
 
     assert found[0] == found[1] == found[2]
-    # What one more request waits for costs more than the beginning is worth.
+    # The wait of one more request costs more than the shared prefix saves.
     assert {"a", "b"} == set(found)
 
 
@@ -130,7 +132,7 @@ def test_a_group_that_takes_no_requests_gets_none(sizes, alive):
 
 @given(st.lists(st.integers(1, 60), min_size=8, max_size=60))
 def test_no_group_is_starved_by_prompts_that_begin_alike(sizes):
-    """Nobody ends: loads stay within the largest prompt of each other."""
+    """No request ends: loads differ by the largest prompt at most."""
     router = make_router("a", "b")
     for i, count in enumerate(sizes):
         router.route(str(i), prompt(*begin(1, count)), "", ["a", "b"])
@@ -168,7 +170,7 @@ def test_a_memory_is_bounded_and_forgets_beginnings_last(uses, num_blocks):
         hashes = block_hashes(prompt(*begin(use % 4, use * 2)), "", BLOCK)
         memory.note(hashes)
         assert len(memory) <= num_blocks
-        # What was just used is known as far as there is room, from its beginning on.
+        # The prefix that was used last is known from its beginning on, as far as there is room.
         assert memory.match(hashes) == min(len(hashes), num_blocks)
 
 

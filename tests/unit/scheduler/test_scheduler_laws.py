@@ -59,7 +59,7 @@ class Arrival:
         )
 
     def expected(self, index: int) -> tuple[list[int], str]:
-        """Return the output that the request must have, whatever else runs beside it."""
+        """Return the output that the request must have in any batch."""
         tokens = self.prompt(index)
         start = len(tokens)
         limit = min(MAX_MODEL_LEN, start + (self.max_tokens or MAX_MODEL_LEN))

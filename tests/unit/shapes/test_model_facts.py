@@ -1,4 +1,4 @@
-"""What a configuration wants of its model, and what the model has."""
+"""The demands of a configuration on its model, and the facts of the model."""
 
 from __future__ import annotations
 

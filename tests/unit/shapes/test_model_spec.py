@@ -1,4 +1,4 @@
-"""What is read from config.json, for the values that DeepSeek published."""
+"""The values read from config.json, compared with those that DeepSeek published."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantised checkpoints by what their files say: which are read, and which are refused how."""
+"""Quantised checkpoints: the formats that are read, and the refusals of others."""
 
 from __future__ import annotations
 

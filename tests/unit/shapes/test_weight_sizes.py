@@ -1,4 +1,4 @@
-"""Bytes of weights against what their makers publish of their models."""
+"""Bytes of weights against the published sizes of the models."""
 
 from __future__ import annotations
 

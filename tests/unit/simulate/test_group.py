@@ -161,7 +161,7 @@ def test_the_simulation_decides_as_the_scheduler_does_with_a_worker(
     assert simulated.dispatcher.report() == dispatcher.report()
     assert simulated.scheduler.num_preemptions == scheduler.num_preemptions
     assert simulated.scheduler.stats() == scheduler.stats()
-    # What was counted beside the dispatcher agrees with it.
+    # The counts agree with those of the dispatcher.
     shares, counters = simulated.tally.all, dispatcher.report()
     assert shares.eager_steps == sum(counters["misses"].values())
     assert shares.padded_tokens == counters["padded_tokens"]
@@ -282,7 +282,8 @@ def test_a_group_without_requests_changes_its_graphs_while_it_waits(checkpoint: 
     )
     simulated = group(config)
 
-    # All is over after two hundred seconds, and nobody comes before the buckets are chosen again.
+    # All requests end within two hundred seconds, and none arrives before the buckets are chosen
+    # again.
     load = [Arrival(0, 1, 200)] * 17 + [Arrival(10_000, 1, 2)]
     play(simulated, load)
 

@@ -1,4 +1,4 @@
-"""Traces and drawn loads: what a line may be, what is said of a bad one, and how loads spread."""
+"""Traces and drawn loads: valid lines, messages for bad ones, and the spread of loads."""
 
 from __future__ import annotations
 

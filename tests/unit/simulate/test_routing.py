@@ -1,4 +1,4 @@
-"""Requests with shared beginnings over several groups: what routing by caches brings."""
+"""Requests with shared prefixes over several groups: the gain of routing by caches."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_shared_beginnings_are_found_in_caches_more_often_than_by_counting_reque
     ours, other = found[BY_CACHE], found[BY_COUNT]
     assert ours["cached_share"] > other["cached_share"] + 0.15
     assert ours["first_token_s"]["mean"] < other["first_token_s"]["mean"]
-    # Nobody is starved for it.
+    # No request starves because of it.
     counts = [group["requests"] for group in ours["groups"]]
     assert sum(counts) == 400 and min(counts) > 400 / 4 / 3
 

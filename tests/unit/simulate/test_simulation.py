@@ -1,4 +1,4 @@
-"""Whole simulations: which groups stand for which, what ends a load, and what is compared."""
+"""Whole simulations: the groups that are simulated, the end of a load, and comparisons."""
 
 from __future__ import annotations
 

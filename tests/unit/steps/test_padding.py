@@ -1,4 +1,4 @@
-"""Laws of padding: what a step's lengths become in a graph."""
+"""Laws of padding: the lengths of a step in a graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Laws of split steps: what ranks run adds up to the step, and each finds what the others have."""
+"""Laws of split steps: the ranks' parts add up to the step, and each rank finds the others'
+results.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,7 @@ def test_every_rank_finds_every_place(lens: list[tuple[int, int]], num_ranks: in
         owners, landings = share.prompts.owners, share.prompts.landings
         found = [shares[o].token_ids[i] for o, i in zip(owners, landings, strict=True)]
         assert found == step.places.tolist()
-        # What a rank itself contributes to the places that it owns.
+        # The rank's own part of the places that it owns.
         own = owners == share.prompts.rank
         assert (share.token_ids[share.places][own] == step.places[own]).all()
 

@@ -1,0 +1,54 @@
+"""What ranks that do not answer are doing, and which of them is to blame.
+
+A rank that waits for its device may be waiting for its peers in a collective. The rank to blame is
+the one that is stuck on its host, or that does not answer at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dist_aclgraph.topology import NO_RANK, GroupRank, WorldRank
+
+# What ``Worker.ping`` says; None for no answer.
+RankStatuses = Mapping[GroupRank, dict[str, Any] | None]
+AskRanks = Callable[[Sequence[GroupRank]], RankStatuses]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Attributes:
+    rank: the one to blame, or NO_RANK where several may be.
+    silent: the ranks that did not answer, e.g. ``rank 4, 5``.
+    where: what each of them waits for.
+    doing: the operation that they are in, "" if none of them tells.
+    """
+
+    rank: WorldRank
+    silent: str
+    where: str
+    doing: str
+
+
+def judge(world_ranks: Sequence[WorldRank], statuses: RankStatuses) -> Verdict:
+    """Say who is to blame among ranks that did not answer.
+
+    Args:
+        world_ranks: of the whole group.
+    """
+    silent = sorted(statuses)
+    blamed = [r for r in silent if (status := statuses[r]) is None or not status["waits"]] or silent
+    return Verdict(
+        world_ranks[blamed[0]] if len(blamed) == 1 else NO_RANK,
+        f"rank {', '.join(str(world_ranks[rank]) for rank in silent)}",
+        "; ".join(f"rank {world_ranks[rank]} {_status_of(statuses[rank])}" for rank in silent),
+        next((status["doing"] for status in statuses.values() if status and status["doing"]), ""),
+    )
+
+
+def _status_of(status: dict[str, Any] | None) -> str:
+    if status is None:
+        return "does not say where it stands"
+    return "waits for its device" if status["waits"] else "is stuck on its host"
