@@ -1,5 +1,5 @@
-# What every node of a cluster needs before `ray start`; start-head.sh and start-worker.sh read it.
-# Whatever is set already stays. docs/operate/cluster.md says why each of these is here.
+# The environment of every node before `ray start`; start-head.sh and start-worker.sh read it.
+# Existing values stay. docs/operate/cluster.md explains each variable.
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export PATH="$repository/.venv/bin:$PATH"
@@ -32,7 +32,7 @@ for script in ${scripts[@]+"${scripts[@]}"}; do
   read_cann "$script"
 done
 
-# Who reaches Ray runs code: nobody does without the token, which is the same on all nodes.
+# A client of Ray can run code, so Ray requires a token, which is the same on all nodes.
 export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}"
 export RAY_AUTH_TOKEN_PATH="${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}"
 if [ "$RAY_AUTH_MODE" = token ] && [ -z "${RAY_AUTH_TOKEN:-}" ] && [ ! -s "$RAY_AUTH_TOKEN_PATH" ]; then
@@ -41,9 +41,9 @@ if [ "$RAY_AUTH_MODE" = token ] && [ -z "${RAY_AUTH_TOKEN:-}" ] && [ ! -s "$RAY_
   exit 1
 fi
 
-# Ray lowers the priority of its workers by 15, which costs them their turn on a busy host.
+# Ray lowers the priority of its workers by 15, which starves them on a busy host.
 export RAY_worker_niceness="${RAY_worker_niceness:-0}"
-# A node that is gone is noticed after seconds, not half a minute. Read by the head alone.
+# A lost node is noticed within seconds, not half a minute. Only the head reads these.
 export RAY_health_check_period_ms="${RAY_health_check_period_ms:-1000}"
 export RAY_health_check_timeout_ms="${RAY_health_check_timeout_ms:-3000}"
 export RAY_health_check_failure_threshold="${RAY_health_check_failure_threshold:-5}"

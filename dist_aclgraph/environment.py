@@ -1,4 +1,4 @@
-"""Environment variables: what is read of this process's, and what child processes are given.
+"""Environment variables: those that this process reads, and those that child processes get.
 
 The only reader and writer of ``os.environ``.
 """
@@ -13,12 +13,12 @@ from pathlib import Path
 
 from dist_aclgraph.config import Config, DeviceConfig, HcclExpansion
 
-# How HCCL_OP_EXPANSION_MODE calls them. FFTS+ is what an A2 takes when the host expands.
+# The names of HCCL_OP_EXPANSION_MODE. FFTS+ is the mode of an A2 if the host expands.
 HCCL_EXPANSION_NAMES: dict[HcclExpansion, str] = {"AIV": "AIV", "AICPU": "AI_CPU", "FFTS": "HOST"}
 
 EMULATED_VARIABLE = "EMULATED_NPU"  # read by the emulated libraries too
-RAYLET_VARIABLE = "RAY_RAYLET_PID"  # which Ray gives to all that a raylet starts
-# Plans and limits count with these: on all nodes they are what the configuration says.
+RAYLET_VARIABLE = "RAY_RAYLET_PID"  # Ray sets it for all processes that a raylet starts
+# Plans and limits rest on these: on all nodes they have the configuration's values.
 CONFIGURED_HCCL = {
     "HCCL_EXEC_TIMEOUT": "timeouts.step_s",
     "HCCL_BUFFSIZE": "device.hccl_buffer_mb",
@@ -28,7 +28,9 @@ API_KEY_VARIABLE = "DIST_ACLGRAPH_API_KEY"
 
 
 def child_environment(config: Config) -> dict[str, str]:
-    """Environment of worker processes: what torch and Ray read and nothing else may set."""
+    """Return the environment of worker processes: variables for torch and Ray that nothing else may
+    set.
+    """
     variables = {
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         "OMP_NUM_THREADS": "1",
@@ -43,7 +45,7 @@ def child_environment(config: Config) -> dict[str, str]:
 
 
 def python_environment(config: Config) -> dict[str, str]:
-    """Environment of a Python that finds the modules that this process finds, and loads torch as
+    """Return the environment of a Python that finds this process's modules, and loads torch as
     worker processes do.
     """
     paths = os.pathsep.join(filter(None, sys.path))
@@ -51,7 +53,7 @@ def python_environment(config: Config) -> dict[str, str]:
 
 
 def environment_with(variables: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment, with other variables in it."""
+    """Return this process's environment with further variables."""
     return {**os.environ, **variables}
 
 
@@ -68,14 +70,14 @@ def raylet_pid() -> int | None:
 
 
 def prepare_network(config: DeviceConfig, address: str | None = None) -> None:
-    """Set, before torch_npu is loaded, how this node reaches others; what is set already stays.
+    """Set, before torch_npu is loaded, the network variables of this node; existing values stay.
 
-    So a node's own environment, that of its ``ray start``, goes before the configuration, which is
-    the same for all nodes.
+    So the environment of a node's ``ray start`` overrides the configuration, which is the same for
+    all nodes.
 
     Args:
-        address: this node's own, where the ranks of its group are on several; HCCL takes it where
-            nothing else says which to take.
+        address: this node's own address, if the ranks of its group are on several nodes; HCCL uses
+            it if no other variable selects one.
     """
     asked = {
         "HCCL_SOCKET_IFNAME": config.hccl_interfaces,
@@ -86,20 +88,20 @@ def prepare_network(config: DeviceConfig, address: str | None = None) -> None:
     for name, value in asked.items():
         if value is not None:
             os.environ.setdefault(name, value)
-    # It goes before the interfaces, for HCCL: who has chosen those wants no other address.
+    # HCCL prefers it to interfaces, so it is not set if interfaces are selected.
     if address is not None and "HCCL_SOCKET_IFNAME" not in os.environ:
         os.environ.setdefault("HCCL_IF_IP", address)
 
 
 def network_variables() -> dict[str, str]:
-    """Return what this process's environment tells HCCL, and Gloo."""
+    """Return the variables of this process's environment for HCCL and Gloo."""
     return {
         name: value for name, value in os.environ.items() if name.startswith(("HCCL_", "GLOO_"))
     }
 
 
 def sourced_cann() -> Path | None:
-    """Return where CANN is by its own set-up script, or None where nobody has sourced that."""
+    """Return the path of CANN by its own set-up script, or None if the script was not sourced."""
     for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"):
         if os.environ.get(name):
             return Path(os.environ[name])
@@ -107,26 +109,26 @@ def sourced_cann() -> Path | None:
 
 
 def cann_scripts() -> list[Path]:
-    """Return the set-up scripts of CANN that are installed, that of the newest layout first."""
+    """Return the installed set-up scripts of CANN, that of the newest layout first."""
     root = Path(os.environ.get("ASCEND_INSTALL_PATH") or "/usr/local/Ascend")
     scripts = [root / folder / "set_env.sh" for folder in ("cann", "ascend-toolkit")]
     return [script for script in scripts if script.is_file()]
 
 
 def ascend_toolkit() -> Path:
-    """Return where CANN is, as its own set-up script says, or where it is installed by default."""
+    """Return the path of CANN by its own set-up script, or its default path."""
     if sourced := sourced_cann():
         return sourced
-    # From 8.5 on CANN lies in cann/, before in ascend-toolkit/latest/.
+    # From 8.5 on CANN is in cann/, before in ascend-toolkit/latest/.
     folders = [script.parent for script in cann_scripts()]
     found = folders[0] if folders else Path("/usr/local/Ascend/cann")
     return found / "latest" if found.name == "ascend-toolkit" else found
 
 
 def prepare_device(config: DeviceConfig, *, is_npu: bool, deterministic: bool) -> None:
-    """Set, before torch_npu is loaded, what depends on the device that this process found.
+    """Set, before torch_npu is loaded, the variables that depend on this process's device.
 
-    What a user has set for the allocator stays.
+    A user's settings of the allocator stay.
 
     Args:
         deterministic: whether collectives sum in a fixed order.
@@ -141,13 +143,13 @@ def prepare_device(config: DeviceConfig, *, is_npu: bool, deterministic: bool) -
 
 
 def cache_directory() -> Path:
-    """Return where this user keeps what can be made again."""
+    """Return the user's folder for files that can be made again."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "dist-aclgraph"
 
 
 def build_environment() -> dict[str, str]:
-    """Environment of a compiler run: ours, without the flags of a make around it."""
+    """Return the environment of a compiler run: this one, without the flags of an outer make."""
     return {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS")}
 
 
@@ -157,35 +159,36 @@ def launch_blocking() -> bool:
 
 
 def ray_address() -> str | None:
-    """Return the Ray cluster that the environment names, e.g. ``auto`` on a node of one."""
+    """Return the Ray cluster that the environment names, e.g. ``auto`` on one of its nodes."""
     return os.environ.get("RAY_ADDRESS") or None
 
 
 def api_key() -> str | None:
-    """Return the API key that the environment gives to the HTTP service, if it does."""
+    """Return the HTTP service's API key from the environment, if there is one."""
     return os.environ.get(API_KEY_VARIABLE) or None
 
 
 def prepare_ray_environment(*, is_local: bool) -> None:
-    """Set, before Ray starts, the variables whose defaults surprise; what a user has set stays.
+    """Set, before Ray starts, variables with unsuitable defaults; a user's values stay.
 
     Args:
-        is_local: whether it is a Ray that we have started, or start. A cluster that others have
-            started has settings of its own, which are left alone.
+        is_local: whether we start, or have started, this Ray. A cluster that others have started
+            keeps its own settings.
     """
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Calls to a head that is gone end after so many seconds instead of a minute.
+    # Calls to a lost head end after so many seconds instead of a minute.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if is_local:
-        # Who reaches Ray runs code. Ray wants a token where nobody has set RAY_AUTH_MODE; this is
+        # A client of Ray can run code. If RAY_AUTH_MODE is not set, Ray requires a token. This is
         # its switch for clusters of several machines, on all systems: off means loopback only.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-        # A worker may wait for cores, or for what it is forked from; our own limits are for that.
+        # A worker may wait for cores, or for the fork server; our own limits cover this.
         os.environ.setdefault("RAY_worker_register_timeout_seconds", "300")
-        # Where memory runs short, Ray would end our actors, and not the program that takes it.
+        # When memory runs short, Ray would end our actors instead of the program that takes the
+        # memory.
         os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 
 
@@ -197,13 +200,13 @@ def disable_backend_autoload() -> None:
 def emulated_environment(
     libraries: Path, packages: Path, programs: Path, settings: Mapping[str, str]
 ) -> dict[str, str]:
-    """Environment of a program that finds the emulated NPU whatever it imports first.
+    """Return the environment of a program that finds the emulated NPU, in any order of imports.
 
     Args:
         libraries: folder of the emulated CANN.
-        packages: where this package lies.
-        programs: where this interpreter lies, with pytest and the like.
-        settings: of the emulator; see ``emulator/README.md``.
+        packages: folder of this package.
+        programs: folder of this interpreter, with pytest and similar programs.
+        settings: settings of the emulator; see ``emulator/README.md``.
     """
     paths = {"LD_LIBRARY_PATH": libraries, "PYTHONPATH": packages, "PATH": programs}
     variables = {
@@ -221,7 +224,7 @@ def has_emulated_environment() -> bool:
 
 
 def visible_devices() -> tuple[int, ...] | None:
-    """Physical NPU ids that this process may use, or None where nobody restricted them."""
+    """Physical NPU ids that this process may use, or None without a restriction."""
     value = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
     if value is None:
         return None

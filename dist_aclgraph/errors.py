@@ -31,10 +31,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-FailureCause = Literal["streams", "memory", "operator", "timeout"]  # of a device's refusal
-# What stopped a device: its work was aborted; a link; a peer, perhaps; HCCL's own retries; memory
-# that is suspect, that is faulty, or lost several bits at once; a kernel. Of faulty memory (uce) it
-# may be known that all of it is of the KV cache (uce_kv), or of any tensors (uce_tensor).
+FailureCause = Literal["streams", "memory", "operator", "timeout"]  # cause of a device's refusal
+# Causes of a stopped device: an abort; a link; perhaps a peer; HCCL's own retries; memory that is
+# suspect, that is faulty, or that lost several bits at once; a kernel. Faulty memory (uce) may be
+# known to belong to the KV cache alone (uce_kv), or to some tensors (uce_tensor).
 DeviceFault = Literal[
     "stopped",
     "link",
@@ -69,7 +69,7 @@ class WorkerError(DistAclGraphError):
     """A worker failed.
 
     Attributes:
-        rank: world rank of the worker, or -1 where it had none yet.
+        rank: world rank of the worker, or -1 if it had none yet.
         phase: deployment state in which it failed, e.g. ``"LOADING"``.
     """
 
@@ -92,10 +92,10 @@ class WorkerLostError(WorkerError):
 
 
 class DeviceFaultError(WorkerLostError):
-    """A worker's device stopped with an error that is known, and its process lives.
+    """A worker's device stopped with a known error, and its process lives.
 
     Attributes:
-        fault: what stopped it.
+        fault: cause of the stop.
     """
 
     def __init__(
@@ -131,11 +131,11 @@ class GraphError(DistAclGraphError):
 
 
 class CaptureError(GraphError):
-    """A bucket could not be captured, for another reason than streams or memory."""
+    """A bucket could not be captured, for a reason other than streams or memory."""
 
 
 class ReplayMismatchError(GraphError):
-    """A captured graph was given inputs that it was not captured for."""
+    """A captured graph got inputs that differ from those of its capture."""
 
 
 class StreamBudgetError(GraphError):
@@ -147,7 +147,7 @@ class KVCacheError(DistAclGraphError):
 
 
 class OutOfBlocksError(KVCacheError):
-    """The block pool cannot give the blocks that were asked for."""
+    """The block pool has fewer free blocks than requested."""
 
 
 class ModelError(DistAclGraphError):
@@ -155,7 +155,7 @@ class ModelError(DistAclGraphError):
 
 
 class UnsupportedModelError(ModelError):
-    """The architecture, or an option of it, is not one that this package implements."""
+    """This package does not implement the architecture, or an option of it."""
 
 
 class MissingTensorError(ModelError):
@@ -163,7 +163,7 @@ class MissingTensorError(ModelError):
 
 
 class RequestError(DistAclGraphError):
-    """A request that cannot be served as it is.
+    """A request that cannot be served in this form.
 
     Attributes:
         param: the request field at fault, in OpenAI's spelling, or None.
@@ -196,11 +196,11 @@ class UnknownModelError(RequestError):
 
 
 class NonFiniteLogitsError(DistAclGraphError):
-    """The model computed NaN or infinity for a request, so that it has no next token."""
+    """The model computed NaN or infinity for a request, so there is no next token."""
 
 
 class NotAMessageError(DistAclGraphError):
-    """What came over one of our sockets is not a message of ours."""
+    """Bytes from one of our sockets are not one of our messages."""
 
 
 class EngineUnavailableError(DistAclGraphError):
@@ -212,7 +212,7 @@ class EngineDeadError(EngineUnavailableError):
 
 
 class RayDiedError(EngineDeadError):
-    """The Ray that was started for a deployment has died, and all of the deployment with it."""
+    """The Ray that was started for a deployment has died, and the deployment with it."""
 
 
 class QueueFullError(EngineUnavailableError):
@@ -220,7 +220,8 @@ class QueueFullError(EngineUnavailableError):
 
 
 class RollError(DistAclGraphError):
-    """Some groups were replaced by another configuration, and the next one could not be.
+    """Some groups were replaced by another configuration, and the next one could not be replaced.
 
-    All that serve go on; the message says which group runs what, and how to go on.
+    All serving groups continue. The message has the configuration of each group, and the way to
+    continue.
     """

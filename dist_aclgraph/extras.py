@@ -14,7 +14,7 @@ def require(package: str, extra: Extra, purpose: str) -> None:
     """Return if ``package`` can be imported.
 
     Raises:
-        MissingPackageError: it is not installed; names the extra that holds it.
+        MissingPackageError: it is not installed; the message names the extra that contains it.
     """
     if find_spec(package) is None:
         raise MissingPackageError(

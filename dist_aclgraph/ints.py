@@ -1,4 +1,4 @@
-"""Integers as they travel: little-endian int32, packed into bytes."""
+"""Integers in messages: little-endian int32, packed into bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ assert sys.byteorder == "little" and array("i").itemsize == INT_BYTES
 
 
 def int_list(values: Sequence[int] | IntArray = ()) -> array[int]:
-    """Return a growing list of int32, which packs at the cost of a copy of its bytes."""
+    """Return a growing list of int32, which can be packed by copying its bytes."""
     if not isinstance(values, np.ndarray):
         return array("i", values)
     found = array("i")
@@ -31,11 +31,11 @@ def pack_ints(values: Sequence[int] | IntArray) -> bytes:
 
 
 def listed_ints(data: bytes) -> list[int]:
-    """Return packed integers as a list: for a few, at a fraction of what an array costs."""
+    """Return packed integers as a list; for few integers this is much cheaper than an array."""
     return memoryview(data).cast("i").tolist()
 
 
 def unpack_ints(data: bytes, width: int | None = None) -> IntArray:
-    """Return a read-only [n] view of packed integers, or [n, width] where ``width`` is given."""
+    """Return a read-only [n] view of packed integers, or [n, width] if ``width`` is given."""
     flat = np.frombuffer(data, dtype="<i4")
     return flat if width is None else flat.reshape(-1, width)

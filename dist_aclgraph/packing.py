@@ -1,4 +1,4 @@
-"""Several arrays of numbers in one transfer: where each of them begins."""
+"""Several arrays of numbers in one transfer: the offset of each array."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-ALIGNMENT = 128  # of 4 bytes: 512 in all, what vector units read at once; operators want 32
+# elements of 4 bytes: 512 bytes, which vector units read at once; operators need 32
+ALIGNMENT = 128
 
 
 def aligned(size: int) -> int:
-    """Return how many places an array of ``size`` integers takes."""
+    """Return the number of elements reserved for an array of ``size`` integers."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def pack_parts(sizes: Iterable[int]) -> tuple[list[slice], int]:
-    """Return where arrays of these sizes lie, on aligned places, and the size of the whole."""
+    """Return the aligned offsets of arrays of these sizes, and the size of the whole."""
     parts, end = [], 0
     for size in sizes:
         parts.append(slice(end, end + size))
@@ -25,7 +26,7 @@ def pack_parts(sizes: Iterable[int]) -> tuple[list[slice], int]:
 
 
 def stack_rows(arrays: Sequence[npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
-    """Return arrays of one size as rows that begin on aligned places: [arrays, aligned(size)]."""
+    """Return arrays of one size as rows with aligned offsets: [arrays, aligned(size)]."""
     stacked = np.zeros((len(arrays), aligned(len(arrays[0]))), np.float32)
     stacked[:, : len(arrays[0])] = arrays
     return stacked

@@ -1,4 +1,4 @@
-"""SamplingParams: how the next token is chosen and when a request ends. Validated once, here."""
+"""SamplingParams: the choice of the next token and the end of a request. Validated once, here."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class SamplingParams:
 
     Attributes:
         max_tokens: most tokens to generate; None means up to the context's end.
-        temperature: [0, 2]; below 1e-5 greedy, and raised to 0.01 where positive but smaller.
+        temperature: [0, 2]; below 1e-5 greedy; smaller positive values are raised to 0.01.
         top_k: keep the k most probable tokens; 0 or -1 keeps all.
         top_p: (0, 1], keep the smallest set of tokens whose probability reaches top_p.
         min_p: [0, 1], drop tokens below min_p times the highest probability.
         presence_penalty, frequency_penalty: [-2, 2], subtracted for tokens generated so far.
         repetition_penalty: > 0, divides (or multiplies) logits of tokens seen in prompt or output.
-        seed: fixes the random numbers, which depend on (seed, position) alone; None draws one.
+        seed: fixes the random numbers, which depend on (seed, position) alone; None draws a seed.
         logprobs: number of alternatives reported per token; None reports nothing.
         stop: strings that end the text; they are not part of it.
         stop_token_ids: ids that end the output besides the model's own end tokens.
-        ignore_eos: go on after the model's end token.
-        min_tokens: the first min_tokens tokens hold no end token, and a stop string that ends
+        ignore_eos: continue after the model's end token.
+        min_tokens: the first min_tokens tokens contain no end token, and a stop string that ends
             within them does not end the text.
     """
 

@@ -1,21 +1,21 @@
-"""Where the files are that are no Python: configurations, demo models, the emulator's sources."""
+"""The paths of files other than Python: configurations, demo models, the emulator's sources."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
-INSIDE = PACKAGE / "shipped"  # setup.py puts them there when it makes a wheel
+INSIDE = PACKAGE / "shipped"  # setup.py copies them there when it makes a wheel
 
 
 def is_installed() -> bool:
-    """Whether this package was installed from a wheel; else it lies in a clone."""
+    """Whether this package was installed from a wheel; otherwise it is in a clone."""
     return INSIDE.is_dir()
 
 
 def shipped(name: str) -> Path:
     """Return ``configs``, ``models`` or ``emulator``, or a path below one of them.
 
-    In a clone they lie beside the package, in an installed package inside it.
+    In a clone they are beside the package; in an installed package they are inside it.
     """
     return (INSIDE if is_installed() else PACKAGE.parent) / name

@@ -1,4 +1,4 @@
-"""The one rule about token ids: the model has a row for each, so they lie in [0, vocab_size)."""
+"""The only rule about token ids: the model has a row for each, so they are in [0, vocab_size)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dist_aclgraph.ints import IntArray
 
 
 def check_token_ids(ids: Sequence[int] | IntArray, vocab_size: int, param: str) -> None:
-    """Return if all are ids of tokens that the model has.
+    """Return if all are ids of the model's tokens.
 
     Args:
-        param: the field of the request that they are of.
+        param: the field of the request that contains them.
 
     Raises:
-        InvalidParameterError: one is not; it names the first such id, and the limit.
+        InvalidParameterError: one is not; the message has the first such id, and the limit.
     """
     array = np.asarray(ids)
     is_other = (array < 0) | (array >= vocab_size)

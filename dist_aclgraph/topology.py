@@ -15,25 +15,25 @@ from dist_aclgraph.config import ParallelConfig
 from dist_aclgraph.errors import ConfigError
 
 GroupKind = Literal["tp", "dp", "pcp", "dcp", "ep"]
-ExchangeKind = Literal["all_gather", "all_to_all", "mc2"]  # how tokens travel to their experts
+ExchangeKind = Literal["all_gather", "all_to_all", "mc2"]  # ways of tokens to their experts
 MAY_LOSE_TOKENS = frozenset[ExchangeKind | None](["all_to_all"])  # has room for usual routing only
 GROUP_KINDS: tuple[GroupKind, ...] = ("tp", "dp", "pcp", "dcp", "ep")
 
 # Messages that people read name world ranks; within a lockstep group, ranks count from 0.
 WorldRank = NewType("WorldRank", int)
 GroupRank = NewType("GroupRank", int)
-NO_RANK = WorldRank(-1)  # of a worker that has none yet, or where several may be meant
+NO_RANK = WorldRank(-1)  # of a worker that has none yet, or if several are possible
 Ranks = tuple[int, ...]
 ChooseExchange = Callable[[int], ExchangeKind | None]  # by the padded tokens of each rank
 
 
 def no_exchange(num_tokens: int) -> ExchangeKind | None:
-    """The rule where every tensor parallel group has all experts, or there are none."""
+    """The rule if every tensor parallel group has all experts, or there are none."""
     return None
 
 
 class Coordinates(NamedTuple):
-    """Where a rank stands on each axis of the layout."""
+    """The position of a rank on each axis of the layout."""
 
     dp: int
     pcp: int
@@ -45,10 +45,10 @@ class ParallelLayout:
     """The sizes of all parallel axes. Knows nothing of nodes, devices or HCCL.
 
     ``ep`` ranks share one set of experts: 1, or whole data-parallel ranks that divide the world.
-    ``dcp`` ranks keep a request's KV cache between them: 1, or all PCP ranks times some TP ranks
-    that stand together; a rank's index in its DCP group is its shard. ``mc2`` says that experts
-    have, beside the EP domain, one of the same ranks for operators that communicate inside their
-    kernel: nothing else may run in it.
+    ``dcp`` ranks share a request's KV cache: 1, or all PCP ranks times some neighbouring TP ranks;
+    a rank's index in its DCP group is its shard. With ``mc2``, experts have a second domain of the
+    same ranks beside the EP domain, for operators that communicate inside their kernel: nothing
+    else may run in it.
     """
 
     tp: int = 1
@@ -97,7 +97,7 @@ class ParallelLayout:
         return replace(self, dp=dp)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Return where world rank ``rank`` stands."""
+        """Return the coordinates of world rank ``rank``."""
         if not 0 <= rank < self.world_size:
             raise ConfigError(f"rank {rank} is not one of the {self.world_size} ranks")
         rest, tp = divmod(rank, self.tp)
@@ -120,8 +120,8 @@ class ParallelLayout:
         if kind == "dp":
             order = [(dp, pcp, tp) for pcp in self._pcp for tp in self._tp for dp in self._dp]
             return self._grouped(order, self.dp)
-        # A DCP group spans the prefill ranks before it spans TP ranks; its own order is by rank, so
-        # that the first ones have all of its heads.
+        # A DCP group spans the prefill ranks before it spans TP ranks. Its own order is by rank, so
+        # the first ranks together have all of its heads.
         order = [(dp, pcp, tp) for dp in self._dp for tp in self._tp for pcp in self._pcp]
         return self._grouped(order, self.pcp if kind == "pcp" else self.dcp)
 
@@ -134,7 +134,7 @@ class ParallelLayout:
         """The communication domains: distinct rank sets of two or more that meet in collectives.
 
         Two named groups of the same ranks share one communicator, and cost streams once; MC2 has
-        another, behind all others. Dense copies of a model never talk to each other; experts spread
+        another one, behind all others. Dense copies of a model never communicate; experts spread
         over them do, in the EP domain.
         """
         kinds: tuple[GroupKind, ...] = ("tp", "pcp", "dcp", "ep")
@@ -143,7 +143,7 @@ class ParallelLayout:
 
     @property
     def mc2_domains(self) -> tuple[Ranks, ...]:
-        """The domains that MC2 has for itself."""
+        """MC2's own domains."""
         return self.groups("ep") if self.mc2 and self.ep > 1 else ()
 
     def domains_of(self, rank: int) -> tuple[Ranks, ...]:

@@ -1,4 +1,4 @@
-"""What is refused before anything is started: by files and shapes, in a second."""
+"""Checks of files and shapes, which take a second, before anything is started."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_deployment(config: Config) -> Config:
     if config.weights == "checkpoint":
         check_weight_files(config.model)
     if config.device.kind == "auto":
-        Planner.from_config(config)  # what devices hold, the nodes of the cluster know
+        Planner.from_config(config)  # the nodes of the cluster know the memory of their devices
     else:
         plan_report(config)
     return config

@@ -11,7 +11,7 @@ import gc
 import select
 from collections.abc import Callable
 
-from dist_aclgraph.actors.deployment.owner_link import Admission, Owner
+from dist_aclgraph.actors.deployment.owner_link import Admission, OwnerClient
 from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.cli.opened import Opened
 from dist_aclgraph.errors import EngineUnavailableError
@@ -43,7 +43,7 @@ def serve_http(
     server = HttpServer(opened.config.serve, opened.http, beat, link)
     front = Front("the service is starting")
     server.start(front)
-    owner = Owner(opened.owner_path)
+    owner = OwnerClient(opened.owner_path)
     try:
         if reach := _wait_for_deployment(owner, life):
             _serve(opened, life, server, front, owner, reach)
@@ -55,7 +55,7 @@ def serve_http(
         server.stop()
 
 
-def _wait_for_deployment(owner: Owner, life: int) -> Reach | None:
+def _wait_for_deployment(owner: OwnerClient, life: int) -> Reach | None:
     """Return where the engines are; None if the service ends before they serve."""
     while not _is_over(life, POLL_S):
         admission = owner.admission(is_open=False)
@@ -67,9 +67,9 @@ def _wait_for_deployment(owner: Owner, life: int) -> Reach | None:
 
 
 def _serve(
-    opened: Opened, life: int, server: HttpServer, front: Front, owner: Owner, reach: Reach
+    opened: Opened, life: int, server: HttpServer, front: Front, owner: OwnerClient, reach: Reach
 ) -> None:
-    asker = Owner(opened.owner_path)  # for outlooks, which another thread asks for
+    asker = OwnerClient(opened.owner_path)  # for outlooks, which another thread asks for
     state = open_state(opened.config, opened.tokenizer, reach, asker.outlook)
     failure = None
     try:
@@ -94,7 +94,7 @@ def _serve(
         raise failure
 
 
-def _wait_for_end(state: ApiState, owner: Owner, life: int) -> Admission:
+def _wait_for_end(state: ApiState, owner: OwnerClient, life: int) -> Admission:
     """Return once no more requests are to be let in.
 
     Raises:

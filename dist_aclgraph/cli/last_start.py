@@ -1,4 +1,4 @@
-"""The report of the last start, for ``doctor``: what a machine cannot tell without starting."""
+"""The report of the last start, for ``doctor``: facts that only a start finds out."""
 
 from __future__ import annotations
 

@@ -17,17 +17,17 @@ COMPARED_TOKENS = 32768  # of the requests that are counted
 
 
 def layout_in_words(sizes: Mapping[str, int]) -> str:
-    """Return the sizes of a layout; those of context parallelism where it is used."""
+    """Return the sizes of a layout, with context parallelism if it is used."""
     names = [n for n in ("tp", "pcp", "dcp", "dp", "ep") if n[1:] != "cp" or sizes[n] > 1]
     return ", ".join(f"{name} {sizes[name]}" for name in names)
 
 
 def context_entry(deployment: AssumedDeployment, pool_bytes: int) -> dict[str, Any] | None:
-    """Return what a data parallel rank has room for, and what it would with dcp 1 and pcp 1; None
-    where that is what it has.
+    """Return the capacity of a data parallel rank, beside that with dcp 1 and pcp 1; None if the
+    layout has dcp 1 and pcp 1.
 
     Args:
-        pool_bytes: what graphs take; 0: not predicted.
+        pool_bytes: of the graphs; 0 if not predicted.
     """
     parallel = deployment.config.parallel
     if parallel.dcp == parallel.pcp == 1:
@@ -39,7 +39,7 @@ def context_entry(deployment: AssumedDeployment, pool_bytes: int) -> dict[str, A
         return {**which.config.parallel.model_dump(), **asdict(room)}
 
     layouts = [describe(deployment, pool_bytes)]
-    with suppress(ConfigError):  # NPUs that hold what was asked for may not hold this
+    with suppress(ConfigError):  # NPUs that hold the asked layout may not hold this one
         layouts.append(describe(deployment.without_shared_context(), 0))
     return {"request_tokens": request_tokens, "layouts": layouts}
 

@@ -1,6 +1,6 @@
-"""What a deployment would capture and cache, computed without NPU, weights or Ray.
+"""The plan and the caches of a deployment, computed without NPU, weights or Ray.
 
-The numbers of a device that nobody asked are assumptions, and the report lists them.
+Numbers of a device that was not asked are assumptions, and the report lists them.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _exchange_entries(rule: ExchangeRule) -> list[dict[str, Any]]:
 
 
 def _memory_entry(deployment: AssumedDeployment, pool: int, kv_bytes: int) -> dict[str, Any]:
-    """What the memory of the poorest NPU is spent on; the parts and what is left are all of it."""
+    """The memory of the NPU with the least: the parts and the free bytes add up to it."""
     memory = deployment.memory
     graphs = deployment.graph_bytes(pool)
     parts = [
@@ -191,9 +191,9 @@ def _print_terms(terms: list[dict[str, Any]], console: Console) -> None:
 
 
 def _alike(entries: list[dict[str, Any]], *numbers: str) -> Iterator[tuple[Any, ...]]:
-    """Yield each entry that differs in more than ``numbers``, with those of all that are like it.
+    """Yield one entry of each kind, with the numbers of all entries that differ in nothing else.
 
-    Thousands of ranks are a few lines then.
+    Thousands of ranks become a few lines.
     """
     found: dict[str, list[dict[str, Any]]] = {}
     for entry in entries:
@@ -266,7 +266,7 @@ def _plan_entry(config: Config, group: int, plan: GraphPlan) -> dict[str, Any]:
 def _chosen_entry(
     family: GraphFamily, wanted: GraphFamily, weights: Mapping[int, float]
 ) -> dict[str, Any]:
-    """The chosen buckets; what traffic pads with them, with all sizes, and with uniform ones."""
+    """The chosen buckets, and the padding of the traffic with them, all sizes, and uniform ones."""
     sets = {
         CHOSEN: family.buckets,
         ALL_SIZES: wanted.buckets,
@@ -283,7 +283,7 @@ def _chosen_entry(
 
 
 class _Costs:
-    """What a plan costs a rank, computed once for all ranks that offer the same."""
+    """The cost of a plan for each rank, computed once for all ranks with the same offer."""
 
     def __init__(self, deployment: AssumedDeployment) -> None:
         self._deployment = deployment

@@ -32,7 +32,7 @@ class Autoscaler:
     One group is added once more than ``target_waiting`` requests per group have waited during all
     of ``up_s``. One is removed once no request has waited during all of ``down_s``, while the
     running requests would have filled at most half of the other groups. So the other groups have
-    room, and no request waits at once.
+    room, and no request has to wait afterwards.
     """
 
     config: AutoscaleConfig

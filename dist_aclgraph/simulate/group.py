@@ -40,7 +40,7 @@ from dist_aclgraph.steps.step import RowSampling, StepPlan, StepResult
 IDLE_POLL_S = 0.1  # between two graph changes of an idle group
 MAX_VERSIONS = 256  # the latest plan versions are kept
 STEPS_BETWEEN_LOOKS = 512  # of the simulation's observer
-SAMPLE = 3  # index of the sampled token in a record of ``RankBatch.scheduled``
+SAMPLE = 3  # index of num_logits in a record of ``RankBatch.scheduled``
 RECORD = 4
 
 OnProgress = Callable[[], None]

@@ -1,5 +1,5 @@
-// The ATen headers of all operator files, precompiled once: every at:: function that one of them
-// calls has its header here. ATen/ATen.h declares all 2,000 and takes twice the time.
+// The ATen headers of all operator files, precompiled once: the header of each at:: function in
+// use. ATen/ATen.h declares all 2,000 functions and takes twice the time.
 #ifndef EMU_ATEN_H
 #define EMU_ATEN_H
 

@@ -1,4 +1,4 @@
-// What the emulated libraries share: launching work, device addresses, errors. Not part of CANN.
+// Shared by the emulated libraries: launching work, device addresses, errors. Not part of CANN.
 #pragma once
 
 #include <acl/acl_base.h>
@@ -18,7 +18,7 @@ namespace emu {
 
 using Task = std::function<void()>;
 
-// What a task is. Only kernels may be updated through a task group.
+// The kind of a task. Only kernels may be updated through a task group.
 enum class TaskKind {
   Kernel,
   Copy,
@@ -30,17 +30,17 @@ enum class TaskKind {
 };
 
 struct LaunchTraits {
-  // What is counted of a launch, each time it runs: the operator's name, or null.
+  // Counts of a launch, each time it runs: the operator's name, or null.
   const char *ai_cpu = nullptr;     // the AI CPU runs it
   const char *unaligned = nullptr;  // a tensor does not begin at a multiple of 32 bytes
   // With modelled time.
-  int64_t ns = 0;                   // what it takes on the chip
-  bool between_host_and_device = false;  // a copy that keeps no core busy
-  // Where its tensors lie, in the order of the arguments; null unless `wants_operands`.
+  int64_t ns = 0;                   // its time on the chip
+  bool between_host_and_device = false;  // a copy that uses no core
+  // Addresses of its tensors, in the order of the arguments; null unless `wants_operands`.
   std::shared_ptr<const std::vector<uintptr_t>> operands;
 };
 
-// Whether a fault may strike the memory of an operator's tensors: then its launch tells them.
+// Whether a fault may hit the memory of an operator's tensors; then its launch must name them.
 EMU_SHARED bool wants_operands(const char *name);
 
 // Runs `body` on the device. Depending on the state of the stream the task is queued on the
@@ -55,8 +55,8 @@ EMU_SHARED aclError fail(aclError code, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 
 
-// Device addresses lie in a window that is PROT_NONE for everybody; "kernels" use an alias mapping
-// of the same pages. So host code that dereferences a device pointer crashes, as on the device.
+// Device addresses are in a window that is PROT_NONE; "kernels" use an alias mapping of the same
+// pages. So host code that dereferences a device pointer crashes, as on the device.
 constexpr int kMaxDevices = 64;
 constexpr uintptr_t kDeviceWindow = 0x200000000000ull;
 constexpr uintptr_t kDeviceWindowBytes = 0x100000000000ull;

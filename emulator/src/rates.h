@@ -1,5 +1,5 @@
-// How fast the modelled chip is (kernels=timed). Every number, with its source, stands in rates.cpp and
-// docs/develop/device-time.md; each may be replaced by a measured one (setting rate.NAME).
+// The speed of the modelled chip (kernels=timed). rates.cpp and docs/develop/device-time.md have
+// every number with its source; a measured number may replace each (setting rate.NAME).
 #pragma once
 
 #include "emulator.h"
@@ -15,7 +15,7 @@ struct Rates {
   double matmul_1024, matmul_2048, matmul_4096, int8_matmul, attention, latent_attention;
   // Shares of the memory's bandwidth.
   double weights_memory, cache_memory, vector_memory, softmax_memory, argmax_memory, sort_memory;
-  // The least time of a kernel, and what stands between two.
+  // The least time of a kernel, and the gap between two.
   double matmul_us, vector_us, decode_attention_us, prefill_attention_us, gap_us;
   double ai_cpu_us, ai_cpu_gb_s;
   // Graphs, and tasks that are no kernels.
@@ -30,7 +30,7 @@ struct Rates {
   double dispatch_us, dispatch_token_us, combine_us, combine_token_us, doubling_us;
 };
 
-// Those of the chip that the settings name, with what they replace.
+// The rates of the chip in the settings, with replacements.
 EMU_SHARED const Rates &rates();
 
 bool is_rate(const std::string &name);

@@ -1,4 +1,4 @@
-// What the user may set, by emulator_configure(key, value), before the first use of the device.
+// The user's settings, made by emulator_configure(key, value) before the first use of the device.
 #pragma once
 
 #include <cstddef>
@@ -18,8 +18,8 @@ struct Fault {
   FaultKind kind = FaultKind::Fail;
   int rank = -1;  // HCCL world rank, or the device id of a process without HCCL; -1 any
   double stall_s = 5;
-  int operand = 0;  // Uce: of the operator's tensors, the one in whose memory it happens, and
-  long offset = 0;  // so many bytes behind its begin
+  int operand = 0;  // Uce: index of the operator's tensor whose memory turns bad, and
+  long offset = 0;  // the offset from its begin, in bytes
 };
 constexpr int kFaults = 2;
 
@@ -32,7 +32,7 @@ struct Settings {
   std::string cann = "8.5.0";
   bool strict = true;         // operators refuse what their documents exclude
   bool compute = true;        // false: launches, graphs and collectives run, arithmetic does not
-  bool timed = false;         // besides, streams have clocks that tell a chip's time
+  bool timed = false;         // in addition, streams have clocks with a chip's time
   int choices = 1;            // without arithmetic, ArgMax takes one of the first so many indices
   std::map<std::string, double> rates;  // instead of those of rates.cpp, by name
   int streams = 2048;         // stream ids of one device
@@ -46,16 +46,17 @@ struct Settings {
   bool trace = false;         // print every launch and every error
 
   Fault faults[kFaults];      // each happens once, and counts for itself
-  std::string fault_file;     // arms a fault while it is there; its words are settings like these
+  // a file that arms a fault while it exists; its words are settings like these
+  std::string fault_file;
   size_t memory_limit_bytes = 0;  // allocations beyond it fail although hbm_bytes is reported
 };
 
 __attribute__((visibility("default"))) const Settings &settings();
 
-// Sets one; throws std::invalid_argument if there is no such setting, or it cannot be so.
+// Sets one setting; throws std::invalid_argument if it does not exist, or the value is invalid.
 void set_setting(Settings &s, const std::string &name, const std::string &value);
 
-// Sets all of a text: key=value, with spaces between them. Tells of those that cannot be set.
+// Sets all settings of a text: key=value, separated by spaces. Reports those that cannot be set.
 void read_settings(Settings &s, const std::string &text, const char *where);
 
 }  // namespace emu

@@ -1,4 +1,4 @@
-// Which chip and which line of CANN the settings name. Checks that differ by them ask here.
+// The chip and the CANN release of the settings. Checks that differ by them use these functions.
 #pragma once
 
 #include "settings.h"

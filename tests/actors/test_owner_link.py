@@ -8,7 +8,7 @@ from pathlib import Path
 from dist_aclgraph.actors.client.outage import Outlook
 from dist_aclgraph.actors.deployment.owner_link import (
     Admission,
-    Owner,
+    OwnerClient,
     OwnerLink,
     listen_for_ingress,
 )
@@ -39,7 +39,7 @@ class Answers:
 
 def test_questions_are_answered_by_whoever_owns_the_deployment_now(tmp_path: Path) -> None:
     path = str(tmp_path / "owner")
-    asker = Owner(path)
+    asker = OwnerClient(path)
     assert asker.admission(is_open=False) is None
     with listen_for_ingress(path) as listener:
         for _ in range(2):
@@ -57,7 +57,7 @@ def test_questions_are_answered_by_whoever_owns_the_deployment_now(tmp_path: Pat
 def test_a_question_that_is_left_has_no_answer(tmp_path: Path) -> None:
     path, answers, heard = str(tmp_path / "owner"), Answers(), list[Outlook]()
     with listen_for_ingress(path) as listener, OwnerLink(listener, answers):
-        asker = Owner(path)
+        asker = OwnerClient(path)
         asks = threading.Thread(target=lambda: heard.append(asker.outlook()), daemon=True)
         asks.start()
         assert answers.asked.wait(WAIT_S)

@@ -288,7 +288,7 @@ class RecoveryModel(RuleBasedStateMachine):
             self.now_s += 60.0
         self.upkeep.look()
         self.turn()
-        self.client.outage.questions.close()  # type: ignore[union-attr]
+        self.client.outage.outlook_poller.close()  # type: ignore[union-attr]
         assert self.client.num_open == 0
         if self.is_over:
             assert "recovery.restarts_per_hour allows" in self.upkeep.failure

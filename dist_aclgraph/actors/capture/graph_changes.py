@@ -33,8 +33,8 @@ class ChannelRanks:
     """The ranks of a serving group, reached over its step channel.
 
     Attributes:
-        epoch: the group's, as it is now.
-        pool_bytes: that all graphs of a rank hold together, the most of any rank.
+        epoch: the group's current one.
+        pool_bytes: of all graphs of a rank together, the most of any rank.
     """
 
     channel: StepSender
@@ -85,7 +85,7 @@ class GraphChanges:
     # ---- any thread
 
     def change_plan(self, plan: GraphPlan, actions: Sequence[Action]) -> None:
-        """Move to ``plan`` by ``actions``, as quiet steps allow."""
+        """Change to ``plan`` by ``actions``, in quiet steps."""
         self._wanted = (plan, actions)
 
     @property
@@ -96,7 +96,7 @@ class GraphChanges:
     # ---- the loop's thread
 
     def is_due(self, is_idle: bool, is_quiet: bool) -> bool:
-        """Say whether there may be something to change, and now is a good moment.
+        """Return whether there may be a change to make, and this is a good moment.
 
         Args:
             is_idle: there is no request, and so no client waits.

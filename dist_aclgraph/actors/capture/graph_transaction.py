@@ -2,8 +2,8 @@
 
 Prepare, vote, capture, vote, commit. Each move has a deadline. A capture's vote carries a digest of
 the operators that were recorded: ranks that captured different graphs would hang in the first
-replay, so they find out before. What fails on one rank is undone on all, and every rank proves that
-its streams, where its device counts them, and the pool's bytes are back where they were.
+replay, so the vote refuses them. A capture that fails on one rank is undone on all, and every rank
+proves that its streams, if its device counts them, and the pool's bytes are as before.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.plan import CaptureCost, CaptureFailure, GraphPlan
 
 
-class Ranks(Protocol):
-    """All ranks of one lockstep group, as far as their graphs are concerned."""
+class GraphRanks(Protocol):
+    """All ranks of one lockstep group, for changes of their graphs."""
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -50,7 +50,7 @@ class GraphTransaction:
         work_s: limit of preparing a graph, and of capturing it.
     """
 
-    ranks: Ranks
+    ranks: GraphRanks
     vote_s: float
     work_s: float
 
@@ -107,7 +107,7 @@ class GraphTransaction:
         graph: BatchDescriptor | None = None,
         plan: GraphPlan | None = None,
     ) -> list[GraphAnswer]:
-        """Have every rank do what takes nothing, and so has no excuse to fail."""
+        """Have every rank do a move that takes no resources; any failure is a WorkerError."""
         answers = self.ranks.carry_out(action, self.vote_s, graph, plan)
         for rank, answer in zip(self.ranks.ranks, answers, strict=True):
             if answer.failure is not None:

@@ -41,11 +41,11 @@ class CaptureRecord:
     rollbacks: list[str] = field(default_factory=list)
 
 
-OnGraph = Callable[[CaptureRecord, BatchDescriptor | None], None]  # so far, and what comes next
+OnCapture = Callable[[CaptureRecord, BatchDescriptor | None], None]  # so far, and what comes next
 
 
 def capture_plan(
-    transaction: GraphTransaction, plan: GraphPlan, ledgers: list[Ledger], on_graph: OnGraph
+    transaction: GraphTransaction, plan: GraphPlan, ledgers: list[Ledger], on_graph: OnCapture
 ) -> CaptureRecord:
     """Capture all graphs of ``plan``, which shrinks where a capture fails.
 

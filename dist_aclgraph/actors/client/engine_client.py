@@ -80,11 +80,11 @@ class EngineClient:
 
     Args:
         addresses: of the engines, one per lockstep group. The groups are called 0, 1, ... until an
-            engine says their names.
-        node_id: where this process is, as Ray calls it.
+            engine tells their names.
+        node_id: this process's node, as Ray calls it.
         token: the deployment's connection token.
         link_s: silence after which an engine counts as dead: ``timeouts.link_s``.
-        recovery: how to wait for a group where none takes requests; None for not at all.
+        recovery: how requests wait while no group takes any; None if they do not wait.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class EngineClient:
             params: ``max_tokens`` must be set; the caller knows the context's end.
             stop_ids: all token ids that end the output.
             on_delta: called on the I/O thread, in order, until a delta has a finish reason.
-            seed: used where ``params`` brings none.
+            seed: used if ``params`` has none.
             cache_salt: cached blocks are shared with requests of the same salt only.
             output: tokens that the request has already, int32; the engine continues after them.
 
@@ -174,8 +174,8 @@ class EngineClient:
         self._wakeup.wake()
 
     def _place(self, request: OpenRequest) -> bool:
-        """Give a request to an engine, or let it wait for one; return whether it goes on. The lock
-        is held.
+        """Give a request to an engine, or let it wait for one; return whether either was possible.
+        The lock is held.
         """
         if self._closing.is_set():
             return False
@@ -300,12 +300,12 @@ class EngineClient:
             return {kind: self._losses[kind] for kind in LOSS_KINDS}
 
     def capacity(self) -> Capacity:
-        """Return how many groups there are, and what they do."""
+        """Return how many groups there are, by their states."""
         with self._lock:
             return Capacity.of(self._engines.values())
 
     def states(self) -> dict[str, SeenGroupState]:
-        """Return what each group does, by their names."""
+        """Return the states of groups, by their names."""
         with self._lock:
             return {engine.name: engine.state for engine in self._engines.values()}
 
@@ -314,7 +314,7 @@ class EngineClient:
         return self._closing.wait(timeout_s)
 
     def routed(self) -> dict[str, RoutedCounts]:
-        """Return what was sent to each group, by their names."""
+        """Return the counts of routed requests, by the names of groups."""
         with self._lock:
             counts = self._router.counts
             return {e.name: replace(counts[e.url]) for e in self._engines.values()}
@@ -348,8 +348,8 @@ class EngineClient:
             self._closing.set()
             self._wakeup.wake()
             self._thread.join()
-            if self._outage.questions is not None:
-                self._outage.questions.close()
+            if self._outage.outlook_poller is not None:
+                self._outage.outlook_poller.close()
             self._wakeup.close()
             self._context.term()
 
@@ -396,8 +396,8 @@ class EngineClient:
     def _look_at_outage(self) -> None:
         """Adopt the controller's last outlook, and end requests that have waited for too long."""
         outlook = None
-        if self._outage.questions is not None:
-            outlook = self._outage.questions.take_answer()
+        if self._outage.outlook_poller is not None:
+            outlook = self._outage.outlook_poller.take_answer()
         if outlook is not None:
             if outlook.groups.groups:
                 self._follow(outlook.token, outlook.node_id)
@@ -524,10 +524,10 @@ class EngineClient:
             future.set_result(json.loads(message.body))
 
     def _deliver(self, engine: KnownEngine, message: Deltas) -> None:
-        """Hand out what a step brought.
+        """Hand out the deltas of a step.
 
         Raises:
-            EngineDeadError: the engine says that it is dead; what it had is still there.
+            EngineDeadError: the engine has ended; its other requests are still open.
         """
         told: list[tuple[OnDelta, RequestDelta]] = []
         death = ""

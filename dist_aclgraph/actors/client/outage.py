@@ -1,6 +1,6 @@
 """An outage, as a client sees it: no group takes requests, and they wait until one does again.
 
-No engine is left to say what becomes of the deployment, so its controller is asked.
+As no engine can answer, the client asks the controller about the deployment.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Outlook:
-    """What the controller says of its deployment.
+    """The controller's answer about its deployment.
 
     Attributes:
         groups: all groups of the deployment.
@@ -77,7 +77,7 @@ class Outage:
         self._began_s: float | None = None
         self._past_s = 0.0
         self.outlook = Outlook()
-        self.questions = None if recovery is None else Questions(recovery.ask)
+        self.outlook_poller = None if recovery is None else OutlookPoller(recovery.ask)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -91,7 +91,7 @@ class Outage:
         return self._recovery is not None and not self.outlook.failure
 
     def see(self, now_s: float, *, is_served: bool) -> None:
-        """Take in whether a group takes requests now."""
+        """Record whether a group takes requests now."""
         if is_served == (self._began_s is None):
             return
         if self._began_s is None:
@@ -100,8 +100,8 @@ class Outage:
             self._past_s += now_s - self._began_s
             self._began_s = None
             self.outlook = Outlook()
-        if self.questions is not None:
-            self.questions.ask(is_wanted=not is_served)
+        if self.outlook_poller is not None:
+            self.outlook_poller.ask(is_wanted=not is_served)
 
     def seconds(self, now_s: float) -> float:
         """Return how long no group took requests, in all."""
@@ -140,7 +140,7 @@ class Outage:
         )
 
 
-class Questions:
+class OutlookPoller:
     """Asks for outlooks, on a private thread, while they are wanted."""
 
     def __init__(self, ask: AskOutlook) -> None:

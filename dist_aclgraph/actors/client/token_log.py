@@ -2,8 +2,7 @@
 
 Sampling is a function of seed, position and token, so a request that is submitted again with the
 tokens it has gets the tokens that it would have had (but for rounding, unless
-``recovery.exact``). Prompt and output lie one behind the other; where the output begins,
-``sampling`` says.
+``recovery.exact``). The output follows the prompt; ``sampling`` has the place where it begins.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class OpenRequest:
         self.tokens += output
 
     def submit(self, number: int) -> Submit:
-        """Return what asks an engine for the rest of its tokens."""
+        """Return the message that asks an engine for the rest of its tokens."""
         return Submit(
             self.request_id,
             number,

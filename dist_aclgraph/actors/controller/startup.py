@@ -47,7 +47,7 @@ MIB = 1 << 20
 TRIAL_BLOCKS = 2  # a cache for padding rows alone: they use the dummy block
 
 T = TypeVar("T")
-Item = TypeVar("Item")
+Job = TypeVar("Job")
 OnPhase = Callable[[State], object]
 OnGraph = Callable[[int, int, str], None]  # captured so far, of how many, and what comes next
 
@@ -326,7 +326,7 @@ class Startup:
         return GraphTransaction(group.workers, timeouts.negotiate_s, timeouts.capture_s)
 
 
-def side_by_side(work: Callable[[Item], T], parts: Sequence[Item]) -> list[T]:
+def side_by_side(work: Callable[[Job], T], parts: Sequence[Job]) -> list[T]:
     """Have all parts of a deployment work at the same time; return what each gave.
 
     Raises:

@@ -75,7 +75,7 @@ def _has_failed(group: LockstepGroup, rank: GroupRank, done: Any) -> bool:
 def _leave(group: LockstepGroup, ranks: Sequence[GroupRank], timeout_s: float) -> list[GroupRank]:
     """Have workers leave their group; return those that do not.
 
-    An engine that hangs, or a dead one of another node, ends no loop.
+    The step loop does not end by itself if the engine hangs, or has died on another node.
     """
     for rank in ranks:
         group.workers.workers[rank].dismiss.remote()

@@ -45,7 +45,7 @@ class TrafficWatch:
 
     @property
     def is_over(self) -> bool:
-        """Whether none of its groups is left."""
+        """Whether all its groups were removed."""
         return not self._groups
 
     def add(self, groups: Sequence[LockstepGroup]) -> None:
@@ -116,7 +116,7 @@ class TrafficWatches:
         self._watches = [*self._watches, (planner, TrafficWatch(planner, groups))]
 
     def remove(self, group: LockstepGroup) -> None:
-        """Forget a group, and the watch that had no other."""
+        """Remove a group, and its watch if that has no other group."""
         for _, watch in self._watches:
             watch.remove(group)
         self._watches = [(p, watch) for p, watch in self._watches if not watch.is_over]
@@ -135,7 +135,7 @@ def _reunite(groups: Sequence[LockstepGroup], plans: Sequence[GraphPlan]) -> Non
 
 
 def _answer(ref: Any) -> SeenTraffic | None:
-    """Return what an engine has said, None where it has died meanwhile."""
+    """Return an engine's answer, None if the engine has died meanwhile."""
     try:
         answer: SeenTraffic = ray.get(ref)
         return answer

@@ -36,7 +36,7 @@ class Change(Protocol):
     """A change of the groups that was begun."""
 
     def is_alive(self) -> bool:
-        """Whether it is under way."""
+        """Whether the change is under way."""
 
 
 def begin_thread(change: Callable[[], None]) -> Change:
@@ -220,7 +220,7 @@ class Upkeep:
 
 
 class Demands:
-    """What each group's engine said last of its requests."""
+    """The last answer of each group's engine about its requests."""
 
     def __init__(self) -> None:
         self._asked: dict[int, Any] = {}

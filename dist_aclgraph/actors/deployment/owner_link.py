@@ -144,7 +144,7 @@ class OwnerLink:
             self._num_linked += more
 
 
-class Owner:
+class OwnerClient:
     """The ingress's end, for one thread. It asks the current owner, after a replacement too."""
 
     def __init__(self, path: str) -> None:

@@ -106,12 +106,12 @@ class Engine:
         """Open the step channel; workers may connect from now on.
 
         Args:
-            node_id: where this actor runs, as Ray calls it.
-            workers_host, clients_host: this node's own address, where there may be workers, or
-                clients, on other nodes; else None.
+            node_id: this actor's node, as Ray calls it.
+            workers_host, clients_host: this node's address if workers, or clients, may be on other
+                nodes; else None.
 
         Returns:
-            Where workers that are all on this node meet for HCCL: a file.
+            The file at which workers meet for HCCL, if all of them are on this node.
         """
         place = Place(node_id, self._directory.path, workers_host, self._config.cluster.port_range)
         self._world_ranks = tuple(world_ranks)
@@ -200,7 +200,7 @@ class Engine:
         return SeenTraffic(loop.plan, loop.take_traffic(), loop.step_seconds())
 
     def change_plan(self, plan: GraphPlan, actions: Sequence[Action]) -> None:
-        """Move to another graph plan while serving."""
+        """Change to another graph plan while serving."""
         assert self._loop is not None
         self._loop.change_plan(plan, actions)
 
@@ -210,12 +210,12 @@ class Engine:
         self._loop.set_groups(groups)
 
     def drain(self, version: int, timeout_s: float) -> bool:
-        """Wait for the end of what runs; see ``EngineLoop.drain``."""
+        """Wait for the end of running requests; see ``EngineLoop.drain``."""
         assert self._loop is not None
         return self._loop.drain(version, timeout_s)
 
     def fail(self, reason: str) -> None:
-        """A worker is gone."""
+        """End the epoch: a worker is lost."""
         if self._loop is not None:
             self._loop.fail(reason)
 

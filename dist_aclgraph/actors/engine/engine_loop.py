@@ -1,8 +1,8 @@
-"""The loop of one lockstep group: take requests in, decide a step, send it, hand its tokens out.
+"""The loop of one lockstep group: admit requests, decide a step, send it, hand its tokens out.
 
-Runs on one thread of the engine actor and owns the scheduler and the step channel; the clients are
-another thread's (``client_links.py``). What step n brought is handed to the clients while the
-workers run step n + 1.
+It runs on one thread of the engine actor, and owns the scheduler and the step channel; another
+thread serves the clients (``client_links.py``). The tokens of step n are handed to the clients
+while the workers run step n + 1.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ NON_FINITE = (
     "too large for the dtype (bfloat16 holds numbers that are infinite in float16)"
 )
 IDLE_S = 0.1  # without work, between two looks around
-UNHELD_S = 0.01  # between two looks whether the group is this engine's again
+UNHELD_S = 0.01  # between two looks whether the lease is held again
 MEAN_FROM, MEAN_OF = 16, 200  # steps
 
 
 @dataclass
 class _Mean:
-    """A running mean that forgets slowly."""
+    """A running mean in which old values lose weight slowly."""
 
     value: float = 0.0
     count: int = 0
@@ -138,7 +138,7 @@ class EngineLoop:
         self._links.wake()
 
     def failure_now(self) -> str:
-        """Return why nothing is served, or "" while all is well."""
+        """Return why the group has ended, or "" while it serves."""
         stuck_s = time.monotonic() - self._seen_s
         # Where the whole process stood still, its loop is not to blame; the lease is gone, too.
         if not self._failure and stuck_s > self._turn_timeout_s and self.is_held():
@@ -146,7 +146,7 @@ class EngineLoop:
         return self._failure
 
     def pause_now(self) -> str:
-        """Return why no step runs while the group comes back; "" where that takes a moment."""
+        """Return why no step runs while the group comes back; "" for a short pause."""
         return self._resumption.pause_now()
 
     def stop(self) -> None:
@@ -170,7 +170,7 @@ class EngineLoop:
         return self._drained.wait(timeout_s)
 
     def change_plan(self, plan: GraphPlan, actions: Sequence[Action]) -> None:
-        """Move to another graph plan, in quiet steps."""
+        """Change to another graph plan, in quiet steps."""
         self._changes.change_plan(plan, actions)
 
     @property

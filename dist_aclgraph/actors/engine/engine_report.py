@@ -1,4 +1,4 @@
-"""What an engine tells of its group: counters and gauges for /metrics, and the report."""
+"""An engine's report of its group, and counters and gauges for /metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Costs = Mapping[BatchDescriptor, CaptureCost]
 
 @dataclass(frozen=True)
 class LoopCounts:
-    """What the loop itself has counted."""
+    """The loop's own counters."""
 
     prompt_tokens: int
     generation_tokens: int

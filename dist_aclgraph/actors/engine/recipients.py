@@ -17,8 +17,8 @@ FIRST_CAPACITY = 64
 class Recipients:
     """Owns the keys of requests. The loop's thread alone uses it.
 
-    The key of a request that is over may be in outputs that are not handed out yet: it is given
-    to another one only after that.
+    The key of an ended request may be in outputs that are not handed out yet: only afterwards does
+    another request get it.
     """
 
     def __init__(self) -> None:
@@ -44,13 +44,13 @@ class Recipients:
         return key is not None and self._links[self._link_of[key]] is link
 
     def remove(self, request_id: str) -> None:
-        """Forget a request."""
+        """Remove a request."""
         key = self._key_of.pop(request_id)
         self._link_of[key] = NOBODY
         self._left.append(key)
 
     def pop(self, request_id: str) -> tuple[ClientLink, int]:
-        """Forget a request; return its link, and what the client calls it."""
+        """Remove a request; return its link, and the client's number of it."""
         key = self._key_of[request_id]
         link, number = self._links[self._link_of[key]], int(self._number_of[key])
         self.remove(request_id)
@@ -68,12 +68,12 @@ class Recipients:
         return requests
 
     def remove_all(self) -> Iterator[tuple[ClientLink, int]]:
-        """Forget all requests; yield of each its link, and what the client calls it."""
+        """Remove all requests; yield the link of each, and the client's number of it."""
         for request_id in list(self._key_of):
             yield self.pop(request_id)
 
     def hand_out(self, outputs: StepOutputs) -> Iterator[tuple[ClientLink, StepDeltas]]:
-        """Yield what each client is to be told, and forget the requests that are over."""
+        """Yield each client's deltas, and remove the requests that have ended."""
         if len(outputs):
             links = self._link_of[outputs.keys]
             numbers = self._number_of[outputs.keys]

@@ -71,7 +71,7 @@ class Resumption:
         self.counts: Counter[DeviceFault] = Counter()
 
     def pause_now(self) -> str:
-        """Return why the group runs no step, if that is so for longer than a moment. Any thread."""
+        """Return why the group runs no step, "" for a short pause or none. Any thread."""
         begun = self._begun
         if begun is None or time.monotonic() - begun[0] < MOMENT_S:
             return ""
@@ -87,8 +87,8 @@ class Resumption:
         """Bring the group back, into its next epoch, in which workers know no rows.
 
         Args:
-            error: what the first rank has reported.
-            check: ends every wait where it raises.
+            error: the first rank's report.
+            check: raises to end a wait.
 
         Raises:
             WorkerLostError: the group does not come back.

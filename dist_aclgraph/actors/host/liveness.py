@@ -168,7 +168,7 @@ class Lease:
             return self._renewed_s is None or now_s - self._renewed_s <= self._limit_s
 
     def give_back(self) -> None:
-        """The holder acts no more by the lease, which from now on is never over."""
+        """End the lease: its holder acts no more by it, and ``leave_with`` ends no process."""
         self.is_given_back = True
 
     def look(self) -> bool:

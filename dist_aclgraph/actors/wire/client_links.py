@@ -47,10 +47,10 @@ UNHELD_S = 0.01  # between two looks whether clients may be answered again
 
 
 class LoopAnswers(Protocol):
-    """What the I/O thread asks of the loop; answered at any time, on any thread."""
+    """The loop's answers to the I/O thread; given at any time, on any thread."""
 
     def failure_now(self) -> str:
-        """Return why nothing is served, or "" while all is well."""
+        """Return why the group has ended, or "" while it serves."""
         ...
 
     def pause_now(self) -> str:
@@ -58,7 +58,7 @@ class LoopAnswers(Protocol):
         ...
 
     def is_held(self) -> bool:
-        """Whether clients may be answered, and learn that this engine lives."""
+        """Whether the engine holds its lease, and so may answer clients."""
         ...
 
     def report(self) -> dict[str, Any]: ...
@@ -67,12 +67,12 @@ class LoopAnswers(Protocol):
 
 
 class ClientLink:
-    """One connection of one client. The I/O thread's, but for its identity.
+    """One connection of one client. Only the I/O thread uses its attributes.
 
     Attributes:
         unread: number and bytes of each message that the client has not confirmed.
-        waiting_tokens: what waits here for its requests, as it says.
-        groups_version: of the groups that it routes by.
+        waiting_tokens: the tokens that wait here for its requests, by its own count.
+        groups_version: of the group list by which it routes.
     """
 
     def __init__(self, routing_id: bytes, client: str, silence: Silence) -> None:
@@ -95,7 +95,7 @@ class ClientLink:
 
 
 # None: the link is over, and with it all requests of its client.
-Event = tuple[ClientLink, Submit | Abort | None]
+ClientEvent = tuple[ClientLink, Submit | Abort | None]
 
 
 class ClientLinks:
@@ -103,8 +103,8 @@ class ClientLinks:
 
     Args:
         place: where the socket listens.
-        token: what clients must know.
-        link_s: a client that is silent for longer is gone.
+        token: the deployment's, which clients must send.
+        link_s: a client that is silent for longer is lost.
         max_unread_bytes: a client that has more to read is cut off.
 
     Attributes:
@@ -123,13 +123,13 @@ class ClientLinks:
         self._max_unread_bytes = max_unread_bytes
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
-        # Where a frame cannot go, an error and not its silent loss.
+        # A frame that cannot be sent is an error, and not lost silently.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_FRAMES)
         self._listener = Listener(self._context, place)
         self.address = self._listener.bind(self._socket, "clients")
         self._links: dict[bytes, ClientLink] = {}
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[ClientEvent] = queue.SimpleQueue()
         self._outgoing: deque[tuple[ClientLink, StepDeltas]] = deque()
         self._wakeup = Wakeup()
         self._closing = threading.Event()
@@ -148,9 +148,9 @@ class ClientLinks:
         )
         self._thread.start()
 
-    def take(self, timeout_s: float) -> list[Event]:
-        """Return what clients want, waiting up to ``timeout_s`` for the first of it."""
-        events: list[Event] = []
+    def take(self, timeout_s: float) -> list[ClientEvent]:
+        """Return the clients' events, after waiting up to ``timeout_s`` for the first one."""
+        events: list[ClientEvent] = []
         try:
             events.append(self._events.get(timeout_s > 0, timeout_s or None))
             while True:
@@ -164,12 +164,12 @@ class ClientLinks:
         self._wakeup.wake()
 
     def wake(self) -> None:
-        """Have a new failure told at once."""
+        """Send a new failure to clients at once."""
         self._wakeup.wake()
 
     def set_groups(self, groups: GroupList) -> None:
-        """Have all clients told of the deployment's groups; any thread. Of several calls, which may
-        overtake each other, the latest version holds.
+        """Send the list of groups to all clients; any thread. Calls may overtake each other: the
+        latest version holds.
         """
         with self._setting:
             self._groups = max(self._groups, groups, key=lambda g: g.version)
@@ -315,7 +315,7 @@ class ClientLinks:
             self._end(link)
 
     def _write(self, routing_id: bytes, frame: bytes) -> bool:
-        """Send a frame; return whether its way is open."""
+        """Send a frame; return whether the peer takes it."""
         try:
             self._socket.send_multipart([routing_id, frame], zmq.NOBLOCK)
         except zmq.ZMQError:  # the peer is gone (EHOSTUNREACH), or reads nothing (EAGAIN)

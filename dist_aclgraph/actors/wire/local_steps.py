@@ -42,10 +42,10 @@ class FrameReader:
         self._received = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Take bytes in; return the frames that are whole by them.
+        """Add received bytes; return the frames that they complete.
 
         Raises:
-            NotAMessageError: one is longer than a frame may be.
+            NotAMessageError: a frame is longer than a frame may be.
         """
         if not self._received and 0 < self._end(data) == len(data):  # nearly always
             return [data[LENGTH.size :]]
@@ -58,7 +58,7 @@ class FrameReader:
 
     @staticmethod
     def _end(data: bytes | bytearray) -> int:
-        """Return where the first frame ends, 0 while that is not known."""
+        """Return the end of the first frame, 0 while it is not known."""
         if len(data) < LENGTH.size:
             return 0
         (size,) = LENGTH.unpack_from(data)
@@ -68,7 +68,7 @@ class FrameReader:
 
 
 class _Peer:
-    """A connection at the engine. It is a worker's once it has said the token."""
+    """A connection at the engine. It is a worker's once it has sent the token."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -118,7 +118,7 @@ class LocalPeers:
         return bool(found)
 
     def take(self) -> bytes | None:
-        """Return the next frame of any worker, None where nothing has come."""
+        """Return the next frame of any worker, None if there is none."""
         return self._arrived.popleft() if self._arrived else None
 
     def send(self, frame: bytes) -> None:
@@ -230,14 +230,14 @@ class LocalEngine:
         self.send(address.token.encode())
 
     def has_message(self) -> bool:
-        """Say whether ``receive`` would return at once."""
+        """Return whether ``receive`` would return at once."""
         return bool(self._arrived or self._readable.poll(0))
 
     def receive(self) -> bytes:
         """Return the next frame.
 
         Raises:
-            EngineDeadError: the engine's process is gone, or it sends what cannot be.
+            EngineDeadError: the engine's process has ended, or has sent junk.
         """
         try:
             while not self._arrived:

@@ -1,4 +1,4 @@
-"""What crosses between an engine and its clients, over one ZeroMQ ROUTER (engine) / DEALER pair.
+"""The messages between an engine and its clients, over one ZeroMQ ROUTER (engine) / DEALER pair.
 
 Plain MessagePack, as between engine and workers (``steps/step.py``); each message is one frame.
 A client says ``Hello`` first, and ``Beat`` regularly; an engine answers both with an
@@ -27,7 +27,7 @@ MAX_UNREAD_BYTES = 128 << 20
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """First message on a connection. An earlier connection of the same client is over by it."""
+    """First message on a connection. It ends an earlier connection of the same client."""
 
     token: str
     client: str
@@ -38,7 +38,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
 
     Attributes:
         received: the number of the last ``Deltas`` that were read.
-        waiting_tokens: what waits at this engine for the client's requests, see ``Router``.
+        waiting_tokens: the tokens that wait at this engine for the client's requests.
         groups_version: of the last ``GroupList`` that was read; later requests are routed by it.
     """
 
@@ -48,7 +48,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
-    """The client leaves, and wants nothing of what still runs for it."""
+    """The client leaves: its requests are aborted."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
@@ -139,7 +139,7 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The engine does not serve this client, or no longer: nothing follows on this connection."""
+    """The engine does not serve this client, or no longer: this is the last message to it."""
 
     reason: str
 

@@ -58,7 +58,7 @@ class RemotePeers:
         return Endpoints(self._plans_at.seen_from(node_id), self._results_at.seen_from(node_id))
 
     def wait(self, timeout_s: float, beside: int | None = None) -> bool:
-        """Wait until something comes here, or to the file ``beside``; say whether it did."""
+        """Wait until this end or the file ``beside`` is readable; return whether one is."""
         if beside is not None and beside not in self._poller:
             self._poller.register(beside, zmq.POLLIN)
         found = self._poller.poll(int(timeout_s * 1e3))
@@ -67,7 +67,7 @@ class RemotePeers:
         return bool(found)
 
     def take(self) -> bytes | None:
-        """Return the next frame of any worker, None where nothing has come."""
+        """Return the next frame of any worker, None if there is none."""
         return self._results.recv() if has_message(self._results) else None
 
     def send(self, frame: bytes) -> None:
@@ -96,14 +96,14 @@ class RemoteEngine:
         address.plans.connect(self._plans)
 
     def has_message(self) -> bool:
-        """Say whether ``receive`` would return at once."""
+        """Return whether ``receive`` would return at once."""
         return has_message(self._plans)
 
     def receive(self) -> bytes:
         """Return the next frame.
 
         Raises:
-            EngineDeadError: see ``end``; whether the engine lives is not known here.
+            EngineDeadError: see ``end``; this end does not notice the engine's death.
         """
         while not self._plans.poll(LOOK_MS):
             if self._is_over.is_set():
@@ -111,7 +111,7 @@ class RemoteEngine:
         return self._plans.recv()
 
     def end(self) -> None:
-        """Have ``receive`` raise where it waits. Any thread."""
+        """Have a waiting ``receive`` raise. Any thread."""
         self._is_over.set()
 
     def send(self, frame: bytes) -> None:

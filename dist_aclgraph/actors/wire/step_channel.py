@@ -56,12 +56,12 @@ class Deadline:
         self.at_s = time.monotonic() + timeout_s
 
     def shorten(self, timeout_s: float) -> None:
-        """Let so much time be left at most."""
+        """Shorten the remaining time to this, if it is longer."""
         self.at_s = min(self.at_s, time.monotonic() + timeout_s)
 
 
 def nobody_says(ranks: Sequence[GroupRank]) -> RankStatuses:
-    """The answers of ranks that cannot be asked."""
+    """The statuses of ranks that cannot be asked."""
     return dict.fromkeys(ranks)
 
 
@@ -79,7 +79,7 @@ class StepSender:
         Args:
             world_ranks: of the group's workers, which answer with their ranks in the group.
             place: where the sockets listen.
-            ask: where ranks stand that did not answer in time.
+            ask: returns the statuses of ranks that did not answer in time.
 
         Raises:
             PlacementError: no port is free.
@@ -101,7 +101,7 @@ class StepSender:
         """Return where a worker on a node finds this end.
 
         Raises:
-            PlacementError: the engine expects no worker on other nodes than its own.
+            PlacementError: the engine expects workers on its own node only.
         """
         if node_id == self._place.node_id:
             return self._local.address
@@ -113,7 +113,7 @@ class StepSender:
         """Return when every worker listens; plans sent earlier would be lost.
 
         Raises:
-            WorkerStartTimeoutError: not all did in time.
+            WorkerStartTimeoutError: a worker did not listen in time.
         """
         deadline_s = time.monotonic() + timeout_s
         while (connected := self._num_connected()) < self._num_workers:
@@ -168,7 +168,7 @@ class StepSender:
     def receive_resumed(
         self, epoch: int, timeout_s: float, check: Callable[[], None]
     ) -> dict[GroupRank, str]:
-        """Return why ranks have not come back in this epoch; empty where all have.
+        """Return why ranks have not come back in this epoch; empty if all have come back.
 
         Raises:
             WorkerLostError: a worker did not answer in time; names the rank.
@@ -220,7 +220,7 @@ class StepSender:
                 return message
 
     def _wait(self) -> bool:
-        """Wait for something to come, for a while; say whether it did."""
+        """Wait for a frame, for a while; return whether one may have come."""
         if self._remote is None:
             return self._local.wait(POLL_S)
         found = self._remote.wait(POLL_S, beside=self._local.fileno())
@@ -228,7 +228,7 @@ class StepSender:
         return found
 
     def _take(self) -> bytes | None:
-        """Return the next frame of any worker, None where nothing has come."""
+        """Return the next frame of any worker, None if there is none."""
         frame = self._local.take()
         if frame is None and self._remote is not None:
             frame = self._remote.take()
@@ -272,7 +272,7 @@ class StepReceiver:
             self._engine = RemoteEngine(address)
 
     def has_message(self) -> bool:
-        """Say whether ``receive`` would find a message."""
+        """Return whether ``receive`` would find a message."""
         return self._engine.has_message()
 
     def receive(self, epoch: int) -> StepPlan | GraphCommand | Pause | Resume | None:
@@ -296,7 +296,7 @@ class StepReceiver:
         self._engine.send(encoder.encode(result))
 
     def end(self) -> None:
-        """Have ``receive`` raise as if the engine's process were gone. Any thread."""
+        """Have ``receive`` raise as if the engine's process had ended. Any thread."""
         self._engine.end()
 
     def close(self) -> None:

@@ -121,8 +121,8 @@ def _host_threads(num_processes: int) -> Iterator[None]:
 def needs_fixed_sums(config: Config, facts: ModelFacts) -> bool:
     """Whether collectives must give the same sum in every run and on every rank.
 
-    Ranks with the same tokens route them, and accept drafts, each for itself: sums that differ in
-    the last bit would part them.
+    Ranks with the same tokens route them, and accept drafts, each for itself: with sums that differ
+    in the last bit, they might choose differently.
     """
     if config.device.deterministic is not None:
         return config.device.deterministic
@@ -150,9 +150,9 @@ class JoinedRank:
         return self.layout.domains_of(self.group_rank)
 
     def join_again(self, rendezvous: str, meeting: socket.socket | None) -> JoinedRank:
-        """Join a group of the same layout that meets anew, once the last one has been left.
+        """Join a new group of the same layout, after leaving the previous one.
 
-        Weights and layers notice nothing: they communicate through it from now on.
+        Weights and layers do not change: they communicate through the new group.
         """
         streams = StreamLedger(self.npu)
         self.groups.become(
@@ -167,10 +167,10 @@ class JoinedRank:
         """Load this rank's weights.
 
         Args:
-            num_neighbours: ranks of this node, itself counted, that load at the same time.
+            num_neighbours: ranks of this node that load at the same time, this one included.
 
         Raises:
-            ConfigError: the device does not hold them, or no KV blocks beside them.
+            ConfigError: the device cannot hold the weights, or no KV blocks beside them.
         """
         from dist_aclgraph.engine.model_runner import TORCH_DTYPES
         from dist_aclgraph.models.checkpoint import Checkpoint
@@ -260,7 +260,7 @@ class LoadedRank:
     def make_runner(
         self, num_blocks: int, max_len: int, graphs: list[BatchDescriptor]
     ) -> RunningRank:
-        """Make a runner with a KV cache for trying things out, and buffers for all ``graphs``."""
+        """Make a runner with a small KV cache for trials, and buffers for all ``graphs``."""
         from dist_aclgraph.device.npu import translated
         from dist_aclgraph.engine.model_runner import ModelRunner
         from dist_aclgraph.layers.context_parallel import ContextParallel
@@ -309,7 +309,7 @@ class RunningRank:
         return self.loaded
 
     def locate(self, memory: Sequence[MemoryRange]) -> DeviceFault:
-        """Return the kind of fault, by the contents of the faulty memory; ``uce`` if there is none.
+        """Return the kind of fault, by the contents of the faulty memory; ``uce`` if unknown.
 
         Memory outside torch's allocator belongs to a library, or to no known owner.
         """
@@ -337,7 +337,7 @@ class RunningRank:
             self.runner.clear_cache()
 
     def make_cache(self, num_blocks: int) -> None:
-        """Allocate the KV cache, of as many blocks as every other rank's."""
+        """Allocate the KV cache, which has the same number of blocks on every rank."""
         from dist_aclgraph.device.npu import translated
 
         with translated("allocating the KV cache"):
@@ -350,7 +350,7 @@ class RunningRank:
         self.joined.streams.book(f"HCCL domains of {sizes} ranks, expanded by {mode}")
 
     def offer(self) -> StreamOffer:
-        """Say what this rank can give to graphs.
+        """Return this rank's offer to graphs.
 
         Called after eager steps, when the HCCL domains and side streams exist, and before any
         capture: with software queues the count does not rise again when graphs are released.

@@ -48,7 +48,7 @@ NO_PLAN = GraphPlan(version=0, mode="NONE", budget_model="legacy-last")
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """Where a worker landed."""
+    """The process, node and device of a worker."""
 
     node_id: str
     node_ip: str
@@ -62,7 +62,7 @@ class WorkerInfo:
 class Worker:
     """State of one rank, from placement to death. A worker is never restarted.
 
-    It may outlive its group: it leaves that, and joins the next one with the weights it has.
+    It may outlive its group: it leaves the group, and joins the next one with its weights.
     """
 
     def __init__(self, config: Config, epoch: int) -> None:
@@ -120,12 +120,12 @@ class Worker:
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def stop_device(self, timeout_s: float) -> None:
-        """Abort what the device runs; the step loop hears of it as of an error of its device.
+        """Abort the device's work; the step loop gets an error of its device.
 
         A device that does not stop in time ends the process.
 
         Raises:
-            DeviceError: it cannot be stopped.
+            DeviceError: the device cannot be stopped.
         """
         with self._leaving:
             if not isinstance(self._stage, RunningRank):
@@ -141,14 +141,14 @@ class Worker:
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def end_neighbour(self, pid: int, timeout_s: float) -> bool:
-        """End another rank's process, if it has not ended; return whether it is gone in time."""
+        """End another rank's process; return whether it has ended in time."""
         handle = self._neighbours.get(pid)
         return handle is not None and end_process(handle, timeout_s)
 
     # ---- phases, in order
 
     def describe(self) -> WorkerInfo:
-        """Say where this worker landed. From now on it leaves with the raylet that started it."""
+        """Return this worker's place. From now on the worker ends with its raylet."""
         if self._stage is None:
             leave_with_raylet()
         context = ray.get_runtime_context()
@@ -163,7 +163,7 @@ class Worker:
         )
 
     def prepare(self, neighbour: Neighbour, pids: Sequence[int]) -> None:
-        """Begin to read weights ahead; build the emulated NPU where this node lacks it.
+        """Begin to read weights ahead; build the emulated NPU if this node has none.
 
         Args:
             pids: processes of the other ranks of the group that are on this node.
@@ -186,7 +186,7 @@ class Worker:
                 self._neighbours[pid] = os.pidfd_open(pid)
 
     def open_meeting(self) -> str:
-        """Return where a group that spans nodes meets, at this rank, which leads it.
+        """Listen for the ranks of a group on several nodes, and return the address.
 
         Raises:
             PlacementError: no port is free.
@@ -199,7 +199,7 @@ class Worker:
     def join(self, rank: WorldRank, group_rank: GroupRank, rendezvous: str) -> str:
         """Open the device and join the lockstep group; return the device in plain words.
 
-        A worker that has weights already keeps them, and the device; it has its old ranks again.
+        A worker that has weights keeps them, its device and its ranks.
 
         Args:
             group_rank: place in the lockstep group; answers carry it.
@@ -220,7 +220,7 @@ class Worker:
         return self._stage.npu.description
 
     def load(self) -> int:
-        """Load this rank's weights, where it has none; return their bytes.
+        """Load this rank's weights, if it has none; return their bytes.
 
         As ``JoinedRank.load``.
         """
@@ -283,17 +283,17 @@ class Worker:
         self._progress = (done, total)
 
     def make_runner(self, num_blocks: int, max_len: int, graphs: list[BatchDescriptor]) -> None:
-        """Make a runner with a KV cache for trying things out, and buffers for all ``graphs``."""
+        """Make a runner with a small KV cache for trials, and buffers for all ``graphs``."""
         assert isinstance(self._stage, LoadedRank)
         self._phase = "NEGOTIATING"
         self._stage = self._stage.make_runner(num_blocks, max_len, graphs)
 
     def make_cache(self, num_blocks: int) -> None:
-        """Allocate the KV cache, of as many blocks as every other rank's."""
+        """Allocate the KV cache, which has the same number of blocks on every rank."""
         self._running.make_cache(num_blocks)
 
     def offer(self) -> StreamOffer:
-        """Say what this rank can give to graphs, once eager steps have run."""
+        """Return this rank's offer to graphs, once eager steps have run."""
         offer = self._running.offer()
         self._phase = "CAPTURING"
         return offer
@@ -364,7 +364,7 @@ class Worker:
         return rank.runner.execute(step, rank.joined.groups.dp_rank, rank.joined.group_rank)
 
     def launch(self, step: StepPlan, report: Callable[[StepResult], None]) -> None:
-        """Queue one step; ``report`` takes the result of the oldest one where it has ended.
+        """Queue one step; if the oldest one has ended, ``report`` gets its result.
 
         Raises:
             RankDisagreementError: see ``check_plan``.
@@ -424,7 +424,7 @@ class Worker:
             runner.prepare_next(channel.has_message)
 
     def _report_failure(self, error: Exception, channel: StepReceiver) -> DeviceFault | None:
-        """Tell the engine; return what stopped the device, where that is known."""
+        """Tell the engine; return the fault that stopped the device, if it is known."""
         joined, fault = self._running.joined, self._fault_of(error)
         self._note_fault(fault)
         # Reported for the step after the last one, which may have been answered: the engine ignores
@@ -440,7 +440,7 @@ class Worker:
         self._is_sound = self._is_sound and fault in MAY_SURVIVE
 
     def _fault_of(self, error: Exception) -> DeviceFault | None:
-        """Return what stopped the device, where that is known."""
+        """Return the fault that stopped the device, if it is known."""
         npu = self._running.joined.npu
         fault = npu.fault_of(error) if isinstance(error, DeviceError) else None
         if fault == "uce":
@@ -448,7 +448,7 @@ class Worker:
         return "stopped" if fault is None and self._is_told_to_stop else fault
 
     def _locate_bad_memory(self) -> DeviceFault:
-        """Return what an error of memory is, by what lies there."""
+        """Return the kind of a memory error, by the contents of the memory."""
         try:
             memory = self._running.joined.npu.bad_memory()
         except DeviceError:

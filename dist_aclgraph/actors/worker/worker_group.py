@@ -109,7 +109,7 @@ class WorkerGroup:
         silent: Sequence[int],
         failed: GraphAnswer | None,
     ) -> DistAclGraphError:
-        """The error for workers that did not answer: theirs, or of the rank that they wait for."""
+        """Return the error for workers that did not answer; it names the rank to blame, if any."""
         verdict = judge(self.ranks, ask_workers(self.workers, [GroupRank(i) for i in silent]))
         if failed is not None:
             return WorkerLostError(
@@ -198,7 +198,7 @@ class WorkerGroup:
         return [place for place in places.values() if place is not None]
 
     def kill(self) -> None:
-        """End all workers now; a hung one too."""
+        """Kill all workers now."""
         for worker in self.workers:
             ray.kill(worker)
         if self.bundles is not None:
@@ -218,8 +218,8 @@ def fetch(ref: Any, rank: int, phase: str) -> Any:
     """Return the value of a finished call, with Ray's errors as ours.
 
     Raises:
-        WorkerLostError: the actor is dead, or raised something that is not ours.
-        DistAclGraphError: what the worker raised.
+        WorkerLostError: the actor is dead, or raised an error that is not ours.
+        DistAclGraphError: the error that the worker raised.
     """
     try:
         return ray.get(ref)
@@ -261,7 +261,7 @@ def place_group(
 
     Args:
         request: what one group takes; see ``bundles_of_groups``.
-        deployment: its name, with which that of the placement group begins.
+        deployment: its name; the name of the placement group begins with it.
         python: the command that starts them in place of Ray's own.
 
     Raises:
@@ -312,10 +312,10 @@ def _start_worker(
 
 
 def bundles_of_groups(config: Config, num_groups: int) -> BundleRequest:
-    """Return what each of the groups that are to be placed takes of the cluster as it is now.
+    """Return the request of each group that is to be placed, for the cluster as it is now.
 
     Raises:
-        PlacementError: the cluster has not the NPUs for so many groups, used or not.
+        PlacementError: the cluster has too few NPUs for the groups, used ones included.
     """
     return placement.plan_bundles(
         ParallelLayout.from_config(config.parallel),
@@ -340,7 +340,7 @@ def stop_devices(
 
     Args:
         timeout_s: limit; a worker that takes longer ends itself.
-        check: called now and then; ends the wait where it raises.
+        check: called now and then; raises to end the wait.
     """
     refs = {worker.stop_device.remote(timeout_s): i for i, worker in enumerate(workers)}
     deadline_s = time.monotonic() + timeout_s

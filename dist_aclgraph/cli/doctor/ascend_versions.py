@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 # github.com/Ascend/pytorch, COMPATIBILITY.en.md: 9.1.0 goes with torch_npu 2.12.0, the newest it
-# lists; what goes with 2.13.0 nobody has published.
+# lists; the version for 2.13.0 is not published.
 CANN_OF_TORCH_NPU = {"2.13.0": "9.1.0"}
 # Task updates, on which replays rest, came with this driver; before 25.5 a process has a million.
 MIN_DRIVER = (25, 0)

@@ -1,4 +1,4 @@
-"""``dist-aclgraph doctor``: what this machine has, what is missing, and what to do about it."""
+"""``dist-aclgraph doctor``: the parts that this machine has or lacks, and how to get them."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def _shared_memory() -> Finding:
 
 
 def _graphs() -> list[Finding]:
-    """What is slow in the graphs of the last deployment that was started here."""
+    """Slow operators in the graphs of the last deployment that was started here."""
     if (start := last_start()) is None:
         return []
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(start["time_s"]))

@@ -15,10 +15,10 @@ PORT_VARIABLES = ("HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE")
 
 
 def network_problem(variables: dict[str, str], interfaces: list[str]) -> str:
-    """Return what is wrong with the variables on this machine, or "".
+    """Return the mistake in the variables for this machine, or "".
 
     Args:
-        variables: those of HCCL and Gloo, see ``environment.network_variables``.
+        variables: of HCCL and Gloo, see ``environment.network_variables``.
         interfaces: of this machine.
     """
     address = variables.get("HCCL_IF_IP", "")

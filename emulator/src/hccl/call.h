@@ -1,4 +1,4 @@
-// What a rank runs, for comparison and messages.
+// The call that a rank runs, for comparison and messages.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,8 @@ constexpr size_t kDescriptionBytes = 112;
 struct Call {
   char text[kDescriptionBytes];
   uint32_t session;  // the capture that is replayed; 0: the call is not part of a graph
-  // With modelled time: when this rank has come, and what it takes from the arrival of the latest.
+  // With modelled time: the arrival of this rank, and the cost of the call from the latest rank's
+  // arrival.
   int64_t arrival_ns, cost_ns;
 };
 

@@ -22,8 +22,8 @@ Call describe(const char *name, uint64_t count, int type, int argument = 0) {
   return call;
 }
 
-// What all ranks take part in: as `call`, which in a graph carries the session of the capture.
-// `bytes` come from other ranks, if nothing travels twice; with modelled time it takes `ns`.
+// An operation of all ranks: runs as `call`, which in a graph carries the session of the capture.
+// `bytes` come from other ranks, counted once each; with modelled time it takes `ns`.
 template <class Body>
 HcclResult launch_for_all(const Comm &c, const char *name, Call call, aclrtStream stream,
                           size_t bytes, int64_t ns, Body body) {
@@ -37,8 +37,8 @@ HcclResult launch_for_all(const Comm &c, const char *name, Call call, aclrtStrea
   });
 }
 
-// Every rank offers the same number of bytes, and `consume(begin, bytes, parts)` gets that stretch
-// of all offers. In one go if the offer fits a slot, else in chunks.
+// Every rank offers the same number of bytes, and `consume(begin, bytes, parts)` gets one stretch
+// of all offers: in one call if the offer fits a slot, otherwise in chunks.
 template <class Consume>
 void all_to_each(Communicator &c, const Call &call, const char *offer, size_t bytes,
                  Consume consume) {
@@ -59,7 +59,7 @@ void all_to_each(Communicator &c, const Call &call, const char *offer, size_t by
   }
 }
 
-// A stretch [begin, end) of the offers cut to [from, to): what lies in both.
+// The common part of the stretch [begin, end) of the offers and of [from, to).
 struct Overlap {
   size_t begin, bytes;
   Overlap(size_t stretch, size_t size, size_t from, size_t to) {
@@ -69,11 +69,11 @@ struct Overlap {
   }
 };
 
-// The share of `bytes` that others have, where each rank has an equal one.
+// The share of `bytes` on other ranks, if each rank has an equal one.
 size_t of_others(const Comm &c, size_t bytes) { return bytes - bytes / c->ranks; }
 
-// What really travels of so many bytes: with modelled time nothing of floats, or of the int8 that
-// stands for them, which nobody computed.
+// The bytes that really travel: with modelled time none of floats, or of int8 in their place, which
+// were not computed.
 size_t travelling(size_t bytes, HcclDataType type) {
   bool is_computed = type == HCCL_DATA_TYPE_INT8 || type == HCCL_DATA_TYPE_FP16 || type == HCCL_DATA_TYPE_BFP16 ||
                   type == HCCL_DATA_TYPE_FP32 || type == HCCL_DATA_TYPE_FP64;
@@ -150,7 +150,7 @@ EMU_API HcclResult HcclAllGather(void *send, void *receive, uint64_t count, Hccl
                         (c->ranks - 1) * bytes, operation_ns(Pattern::AllGather, bytes, *c), run);
 }
 
-// Only the root's bytes are read; the others offer theirs, which is simpler than not doing so.
+// Only the root's bytes are read; the other ranks offer theirs, too, which is simpler.
 EMU_API HcclResult HcclBroadcast(void *data, uint64_t count, HcclDataType type, uint32_t root,
                                  HcclComm comm, aclrtStream stream) {
   Comm c = communicator(comm);
@@ -216,7 +216,7 @@ EMU_API HcclResult HcclAlltoAll(const void *send, uint64_t count, HcclDataType t
 }
 
 // Counts and displacements are host arrays: fixed at launch, also inside a captured graph. Each
-// pair of ranks exchanges its part by the mailboxes, after all agreed that this is the call.
+// pair of ranks exchanges its part by the mailboxes, after all ranks have agreed on the call.
 EMU_API HcclResult HcclAlltoAllV(const void *send, const void *send_counts,
                                  const void *send_displacements, HcclDataType type,
                                  const void *receive, const void *receive_counts,
@@ -253,7 +253,7 @@ std::optional<Domain> emu::hccl::find_domain(const std::string &name, uint32_t r
     snprintf(call.text, sizeof call.text, "%s", what.c_str());
     c->check_usable();
     all_to_each(*c, call, offer, bytes, consume);
-    count_collective(c->device, 0);  // what of the offers would travel, the operator knows
+    count_collective(c->device, 0);  // the operator knows the travelling part of the offers
   };
   bool has_collectives = !c->claim(Communicator::Use::Kernels);
   return Domain{c->ranks, c->rank, c->buffer_mb, has_collectives, exchange};

@@ -74,7 +74,7 @@ void Communicator::arrive(const RootInfo &root) {
     forget(root);
     throw;
   }
-  // All have mapped everything: the names may go, and a killed rank leaves nothing.
+  // All ranks have mapped everything: the names can be removed, so a killed rank leaves nothing.
   remove_segment(segment_name(rank));
   forget(root);
 }
@@ -99,13 +99,13 @@ void Communicator::wait(std::atomic<uint32_t> &word, std::atomic<uint32_t> &slee
   });
 }
 
-// Of the ranks of this host. The last one to arrive wakes all others by one word, so that each
-// sleeps at most once.
+// Barrier of the ranks of this host. The last rank to arrive wakes all others by one word, so each
+// rank sleeps at most once.
 void Communicator::barrier(const Call &call) {
   uint32_t target = ++barriers_;
   Barriers &first = barriers_of(here_[0]);
   barriers_of(rank).arrived = target;
-  // Both counts begin anew behind 2^32.
+  // Both counts start again after 2^32.
   if (first.arrivals.fetch_add(1) + 1 == static_cast<uint32_t>(target * here_.size())) {
     first.completed = target;
     if (first.sleepers)
@@ -140,7 +140,7 @@ void Communicator::compare(const Call &call) const {
   }
 }
 
-// What goes to other hosts is on its way while those of this one meet.
+// Data for other hosts travels while the ranks of this host meet.
 void Communicator::exchange(const Call &call, const std::vector<char *> &rooms, const void *data,
                             size_t bytes) {
   int turn = ++calls_ & 1;
@@ -205,8 +205,8 @@ void Communicator::end_life() {
   links_.end_life(next);
 }
 
-// HCCL asks no peer; a rank that resumes too early loses what the others reset after it, which shows
-// much later. So here it is refused.
+// HCCL does not check its peers: if a rank resumes too early, it loses data when the others reset
+// later, and the error shows much later. So the emulator refuses this.
 void Communicator::resume() {
   std::string what = "HcclCommResume of communicator " + name + " on rank " + std::to_string(rank);
   if (headers_[rank]->lives_over != life_ + 1)

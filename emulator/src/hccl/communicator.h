@@ -1,11 +1,9 @@
-// A communicator: ranks that exchange messages, through memory that those of one host share, and over
-// sockets (links.h) between hosts.
-//
-// Every rank owns a segment that all of its host map. Small messages go through two slots used in
-// turn, so that one barrier suffices: nobody can be two operations ahead of a rank that still reads.
-// Larger ones go through the segment's area in chunks, each between two barriers. Of a rank on
-// another host this process has a segment of its own, into which it reads what that rank sends: so
-// whoever uses a segment need not know where its rank is, and sums are the same.
+// A communicator: ranks that exchange messages, over shared memory within a host, and over sockets
+// (links.h) between hosts. Every rank owns a segment that all ranks of its host map. Small messages
+// use two slots in turn, so one barrier is enough: no rank can be two operations ahead of a rank
+// that still reads. Larger messages use the segment's area in chunks, each between two barriers.
+// For a rank on another host this process has its own segment, into which it reads that rank's
+// data. So code that uses a segment does not depend on the rank's host, and sums are the same.
 #pragma once
 
 #include "emulator.h"
@@ -24,9 +22,9 @@ namespace emu::hccl {
 constexpr size_t kSlotBytes = 64 << 10;
 constexpr size_t kAreaBytes = 4 << 20;  // one chunk of a large message
 
-// Work that was aborted leaves these anywhere. So each life of a communicator, which an abort ends and
-// HcclCommResume begins, has one of two in turn: whoever aborts clears the next one, and nobody uses
-// it before all have.
+// Aborted work leaves these at any value. So lives of a communicator use one of two sets in turn;
+// an abort ends a life, and HcclCommResume begins the next one. A rank that aborts clears the next
+// set, and no rank uses it before all ranks have aborted.
 struct Barriers {
   std::atomic<uint32_t> arrived;  // barriers that this rank has reached, for messages
   // Of the host's first rank only: arrivals of all there, and the last barrier that is complete (a
@@ -80,36 +78,36 @@ public:
   void receive(void *data, size_t bytes, uint32_t from);
 
   // One communicator is for collectives, or for operators that communicate inside their kernel: the
-  // kernels keep flags and data of several steps in its windows, where collectives write too
-  // (documents of npu_moe_distribute_dispatch_v2 and _combine_v2). Whoever comes first has it.
+  // kernels keep flags and data of several steps in its windows, where collectives write, too
+  // (documents of npu_moe_distribute_dispatch_v2 and _combine_v2). The first use decides.
   enum class Use { None, Collectives, Kernels };
   bool claim(Use use) {
     Use owner = Use::None;
     return use_.compare_exchange_strong(owner, use) || owner == use;
   }
 
-  // An abort of the device comes: no call until `resume`.
+  // An abort of the device begins: no call until `resume`.
   void suspend() { is_suspended_ = true; }
   // All tasks of this rank have ended.
   void end_life();
-  // The next life begins. Throws why it cannot.
+  // Begins the next life. Throws the reason if it cannot.
   void resume();
   bool is_suspended() const { return is_suspended_; }
-  // Throws where a task may not run: the communicator is suspended, or was destroyed.
+  // Throws if a task may not run: the communicator is suspended, or was destroyed.
   void check_usable() const;
   std::atomic<bool> is_destroyed{false};
-  // Who uses it: calls of the host that are under way, tasks that are queued or run, and those that
-  // captured graphs hold.
+  // Users of the communicator: running calls of the host, queued or running tasks, and tasks of
+  // captured graphs.
   std::atomic<int> calls{0}, tasks{0}, captured_tasks{0};
 
   CaptureSessions &sessions() { return sessions_; }
-  // What ranks of other hosts dropped, and to them what this one did.
+  // Numbers of captures that ranks of other hosts dropped, and that this rank dropped.
   void hear_dropped();
   void tell_dropped(uint32_t number) { links_.tell(number); }
 
   uint32_t ranks_here() const { return static_cast<uint32_t>(here_.size()); }
 
-  // Collectives of one communicator are one after the other.
+  // Collectives of one communicator run one after the other.
   std::mutex &order() { return order_; }
 
   const int device;
@@ -136,13 +134,13 @@ private:
   size_t segment_bytes() const;
   Mailbox *mailbox(uint32_t from, uint32_t to) const;
   void arrive(const RootInfo &root);  // all ranks of this host have mapped all segments
-  // Publishes what this rank runs and `bytes` bytes at `data`, waits for all, and checks that all run
-  // the same; rooms[r] is where the bytes of rank r lie then.
+  // Publishes this rank's call and `bytes` bytes at `data`, waits for all ranks, and checks that
+  // all run the same call; then rooms[r] has the bytes of rank r.
   void exchange(const Call &call, const std::vector<char *> &rooms, const void *data, size_t bytes);
   void barrier(const Call &call);
   void compare(const Call &call) const;
-  void exchange_clocks() const;  // with modelled time: what all ranks said of theirs
-  // Waits until word >= at_least, for `peers` (asked now and then).
+  void exchange_clocks() const;  // with modelled time: the clocks that all ranks reported
+  // Waits until word >= at_least, for `peers` (called from time to time).
   template <class Peers>
   void wait(std::atomic<uint32_t> &word, std::atomic<uint32_t> &sleepers, uint32_t at_least,
             const char *operation, Peers peers);

@@ -20,7 +20,8 @@ static double fixed_us() {
 
 namespace {
 
-// One exchange in which each rank of `ranks` has `bytes` for, or of, each other.
+// One exchange in which each rank of `ranks` sends `bytes` to, or receives them from, each other
+// rank.
 double exchange_ns(double bytes, double ranks, double link_us, double pair_gb_s, double port_gb_s) {
   if (ranks <= 1)
     return 0;
@@ -35,7 +36,8 @@ double between_nodes_ns(double bytes, double nodes) {
   return exchange_ns(bytes, nodes, rates().network_us, gb_s, gb_s);
 }
 
-// All ranks get what each offers: first from those of equal place, then within the node.
+// All ranks get the offer of each rank: first from ranks at the same position, then within the
+// node.
 double gather_ns(double bytes, double nodes, double here) {
   return between_nodes_ns(bytes, nodes) + in_node_ns(bytes * nodes, here);
 }
@@ -50,7 +52,7 @@ int64_t operation_ns(Pattern pattern, size_t bytes, uint32_t ranks, uint32_t ran
   double ns = fixed_us() * 1e3;
   switch (pattern) {
   case Pattern::AllGather:
-  case Pattern::ReduceScatter:  // the same way backwards
+  case Pattern::ReduceScatter:  // the same in reverse
     ns += gather_ns(bytes, nodes, here);
     break;
   case Pattern::AllReduce:  // a reduce-scatter, and an all-gather

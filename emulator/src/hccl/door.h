@@ -1,5 +1,6 @@
-// Lets in who knows the secret. Everybody may connect to a port; nobody is waited for: whoever does
-// not say the secret at once is shut out, the sooner the more stand there.
+// Admits connections that present the secret. Any process may connect to a port, but the listener
+// does not wait for it: a connection without the secret is closed soon, and sooner if more
+// connections are waiting.
 #pragma once
 
 #include "hccl/meeting.h"
@@ -9,7 +10,7 @@
 
 namespace emu::hccl {
 
-// Where a rank is. It listens if `address` has a port.
+// The place of a rank. It listens if `address` has a port.
 struct Place {
   char memory[128];
   Address address;
@@ -30,7 +31,7 @@ public:
 
   Door(Socket listener, const Secret &question)
       : listener_(std::move(listener)), question_(question) {}
-  // Waits for at most so long, and lets in who has proved itself.
+  // Waits up to the limit, and admits connections that have presented the secret.
   void attend(int ms, const Admit &admit);
 
 private:
@@ -45,7 +46,7 @@ private:
   std::list<Visitor> visitors_;
 
   void accept_all();
-  bool listen_to(Visitor &visitor, bool *has_proved) const;  // false: it has to go
+  bool listen_to(Visitor &visitor, bool *has_proved) const;  // false: the connection must be closed
 };
 
 bool equal_in_constant_time(const Secret &a, const Secret &b);

@@ -1,4 +1,4 @@
-// Which address and which ports of this host HCCL's variables name.
+// The address and the ports of this host that HCCL's variables select.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace emu::hccl {
 
 // Throws a sentence with variable, value and remedy.
 std::string host_ip();
-// In the order in which they are to be tried; 0 leaves the choice to the system.
+// In the order of attempts; 0 leaves the choice to the system.
 std::vector<uint16_t> host_ports();
 
 }  // namespace emu::hccl

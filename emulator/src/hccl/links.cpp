@@ -19,7 +19,7 @@ Links::Links(uint32_t rank, uint32_t ranks, std::vector<RemoteRank> remote,
     peers_.emplace_back(std::move(r));
 }
 
-// What connecting took is not counted.
+// Bytes of connecting are not counted.
 Links::Peer::Peer(RemoteRank r) : remote(std::move(r)) {
   for (const Socket &socket : remote.sockets)
     socket.sent = socket.received = 0;
@@ -33,7 +33,7 @@ const RemoteRank &Links::remote(uint32_t rank) const {
                            std::to_string(ranks_));
 }
 
-// ---- collectives: a frame of what is run, and the bytes that are offered
+// ---- collectives: a frame that describes the call, and the offered bytes
 
 size_t Links::to_send(const Peer &p) const {
   size_t all = sizeof(Frame) + (p.runs_other ? 0 : frame_.bytes);
@@ -68,7 +68,7 @@ void Links::push(Peer &p) {
     p.sent += part;
     p.remote[Channel::Collectives].sent += part;
   } else if (errno != EAGAIN && errno != EINTR) {
-    p.sent = sizeof frame_ + frame_.bytes;  // it is gone: what comes from it tells
+    p.sent = sizeof frame_ + frame_.bytes;  // the peer has exited; reading from it will show this
   }
 }
 
@@ -140,7 +140,7 @@ size_t Links::collect(const PlaceOf &place) {
   return bytes;
 }
 
-// ---- messages: the number of bytes, and they
+// ---- messages: the number of bytes, then the bytes
 
 void check_message_bytes(uint32_t rank, size_t wanted, uint32_t from, size_t sent) {
   if (wanted != sent)
@@ -166,7 +166,7 @@ void Links::receive(void *data, size_t bytes, uint32_t from) {
   receive_all(socket, data, bytes, from, patience);
 }
 
-// ---- notes: numbers that wait in the other host until somebody asks
+// ---- notes: numbers that wait on the other host until they are read
 
 void Links::tell(uint32_t number) {
   using std::chrono::steady_clock;

@@ -1,4 +1,4 @@
-// What a rank exchanges over sockets with those of other hosts.
+// The socket exchange of a rank with ranks of other hosts.
 #pragma once
 
 #include "hccl/call.h"
@@ -10,12 +10,12 @@
 
 namespace emu::hccl {
 
-// A message has to be as long as its receiver says. Throws.
+// Checks that a message has the length that its receiver expects. Throws.
 void check_message_bytes(uint32_t rank, size_t wanted, uint32_t from, size_t sent);
 
 class Links {
 public:
-  // Where what a rank runs and offers is to be put.
+  // Place for a rank's call and its data.
   struct Place {
     Call *call;
     char *data;
@@ -28,22 +28,24 @@ public:
 
   bool empty() const { return peers_.empty(); }
 
-  // A collective in two halves, between which the ranks of this host meet. What is offered has to
-  // stay until the end. A peer that runs another call is heard to the end of its description.
+  // A collective in two halves, between which the ranks of this host meet. The offered data must
+  // stay until the end. If a peer runs another call, its description is still received.
   void offer(const Call &call, const char *data, size_t bytes);
-  size_t collect(const PlaceOf &place);  // returns the bytes that have come
+  size_t collect(const PlaceOf &place);  // returns the number of received bytes
 
   void send(const void *data, size_t bytes, uint32_t to);
   void receive(void *data, size_t bytes, uint32_t from);
 
-  // A number for all others, which lies in their hosts when this returns, if they can be reached.
+  // Sends a number to all other ranks; when this returns, their hosts have it, if they can be
+  // reached.
   void tell(uint32_t number);
   void hear(const std::function<void(uint32_t rank, uint32_t number)> &told);
 
-  // All tasks of this rank have ended, and with them a life of the communicator: the others are told,
-  // and how much this rank has sent them by then.
+  // All tasks of this rank have ended, and with them a life of the communicator: tells the other
+  // ranks, and the number of bytes that this rank has sent them.
   void end_life(uint32_t life);
-  // Takes away what the others have sent in lives that are over. Throws who has not ended this one.
+  // Discards the data of ended lives from other ranks. Throws the ranks that have not ended this
+  // life.
   void begin_life(uint32_t life);
 
 private:

@@ -1,6 +1,6 @@
-// What is left between hosts by work that was aborted: parts of frames and of messages, which nobody
-// reads any more. Each rank says at the end of a life how much it had sent, so that the next life
-// begins behind that.
+// The remains of aborted work between hosts: parts of frames and of messages that are never read.
+// At the end of a life each rank reports its number of sent bytes, so that the next life begins
+// behind them.
 #include "hccl/links.h"
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace emu::hccl {
 
 using std::chrono::steady_clock;
 
-constexpr auto kMoment = std::chrono::seconds(2);  // for what was sent long ago, to arrive
+constexpr auto kMoment = std::chrono::seconds(2);  // limit for the arrival of earlier data
 constexpr Channel kDrained[] = {Channel::Collectives, Channel::Messages};
 
 void Links::end_life(uint32_t life) {
@@ -23,7 +23,8 @@ void Links::end_life(uint32_t life) {
     EndOfLife end{life, {}};
     for (size_t c = 0; c < std::size(kDrained); c++)
       end.sent[c] = p.remote[kDrained[c]].sent;
-    send_some(p.remote[Channel::Lives], &end, sizeof end);  // so few bytes find room, or it is gone
+    // so few bytes always fit, or the peer has exited
+    send_some(p.remote[Channel::Lives], &end, sizeof end);
   }
 }
 

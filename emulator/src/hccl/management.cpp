@@ -1,4 +1,4 @@
-// Creation and destruction of communicators, and what torch_npu asks of one.
+// Creation and destruction of communicators, and torch_npu's queries about them.
 #include "hccl/handles.h"
 #include "hccl/meeting.h"
 #include "runtime/faults.h"
@@ -38,7 +38,7 @@ static void for_all_of(int device, const std::function<void(Communicator &)> &wh
     what(*comm);
 }
 
-// The device's tasks are aborted: communicators follow.
+// The device's tasks are aborted: communicators are suspended, too.
 static int32_t follow_abort(int32_t device, aclrtDeviceTaskAbortStage stage, uint32_t, void *) {
   if (stage == ACL_RT_DEVICE_TASK_ABORT_PRE)
     for_all_of(device, [](Communicator &comm) { comm.suspend(); });
@@ -47,7 +47,7 @@ static int32_t follow_abort(int32_t device, aclrtDeviceTaskAbortStage stage, uin
   return 0;
 }
 
-// Of the communicator's configuration, else HCCL_BUFFSIZE, else HCCL's default.
+// From the communicator's configuration, else HCCL_BUFFSIZE, else HCCL's default.
 static uint32_t buffer_mb(const HcclCommConfig *config) {
   if (config && config->hcclBufferSize != HCCL_COMM_BUFFSIZE_CONFIG_NOT_SET)
     return config->hcclBufferSize;
@@ -104,8 +104,8 @@ EMU_API HcclResult HcclCommInitRootInfoConfig(uint32_t ranks, const HcclRootInfo
                                               HcclComm *out) {
   return emu::hccl::open(*root, ranks, rank, config, out);
 }
-// Whom `members` does not name calls with none, and gets no communicator. The others carry the root
-// info through the parent.
+// A rank outside `members` calls without a list, and gets no communicator. The other ranks send the
+// root info through the parent.
 EMU_API HcclResult HcclCreateSubCommConfig(HcclComm *parent, uint32_t ranks, uint32_t *members,
                                            uint64_t, uint32_t rank, HcclCommConfig *config,
                                            HcclComm *out) {
@@ -127,8 +127,8 @@ EMU_API HcclResult HcclCreateSubCommConfig(HcclComm *parent, uint32_t ranks, uin
   }
   return emu::hccl::open(root, ranks, rank, config, out);
 }
-// HCCL looks at calls of the host alone: what tasks and graphs still use is freed under them. Here
-// the object lives on while they name it; they fail, and those that wait for peers end at once.
+// HCCL checks only calls of the host, and frees a communicator under tasks and graphs. Here the
+// object lives as long as they refer to it; they fail, and those that wait for peers end at once.
 EMU_API HcclResult HcclCommDestroy(HcclComm comm) {
   const std::shared_ptr<Communicator> c = communicator(comm);
   if (c->calls) {

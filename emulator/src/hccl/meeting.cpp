@@ -19,7 +19,7 @@ namespace {
 
 constexpr uint64_t kMark = 0x3230'4c43'4348'4d45;  // of the format of a root info
 constexpr char kCreation[] = "the creation of the communicator";
-constexpr int kLobbyMs = 5;  // how often the root, which listens, looks into the lobby
+constexpr int kLobbyMs = 5;  // interval at which the listening root checks the lobby
 
 template <size_t N> void copy_text(char (&to)[N], const std::string &text) {
   snprintf(to, N, "%s", text.c_str());
@@ -32,7 +32,7 @@ Secret new_secret() {
   return secret;
 }
 
-// Roots of this process whose ranks have not met.
+// Roots of this process whose ranks have not all arrived.
 std::mutex listening_mutex;
 std::map<std::string, Socket> listening;
 
@@ -57,7 +57,7 @@ void check_ranks(uint32_t rank, uint32_t ranks, const std::string &other, uint32
 class Lobby {
 public:
   struct Guest {
-    std::atomic<int32_t> pid;  // 0 not there, -1 on another host
+    std::atomic<int32_t> pid;  // 0: absent, -1: on another host
     std::atomic<uint64_t> start_time;
   };
 
@@ -106,7 +106,7 @@ private:
 
 using Roster = std::vector<Place>;
 
-// The root collects everybody's place and tells all.
+// The root collects the places of all ranks and sends the list to all.
 Roster gather(const RootInfo &root, uint32_t ranks, uint32_t rank, Socket listener,
               const Patience &patience) {
   Lobby lobby(root.memory, ranks);
@@ -140,7 +140,7 @@ Roster gather(const RootInfo &root, uint32_t ranks, uint32_t rank, Socket listen
     lobby.remove();
     throw;
   }
-  lobby.remove();  // all of this host have mapped it
+  lobby.remove();  // all ranks of this host have mapped it
   std::copy(roster.begin(), roster.end(), lobby.places());
   lobby.head().is_open = 1;
   wake_word(lobby.head().is_open);
@@ -175,7 +175,7 @@ void hear_answer(const Socket &from, const RootInfo &root, uint32_t peer,
 
 Roster join(const RootInfo &root, Hello hello, const Patience &patience) {
   hello.is_joining = 1;
-  constexpr uint32_t kRoot = 0;  // for messages: whoever makes a root info is rank 0
+  constexpr uint32_t kRoot = 0;  // for messages: the rank that makes a root info is rank 0
   Socket socket = connect_to(root.address, kRoot, patience);
   send_all(socket, &hello, sizeof hello, kRoot, patience);
   hear_answer(socket, root, kRoot, patience);
@@ -186,21 +186,21 @@ Roster join(const RootInfo &root, Hello hello, const Patience &patience) {
   return roster;
 }
 
-// Of two ranks that do not share memory, who connects to whom: those in the root's memory do not
-// listen, else the lower one connects.
+// Decides which of two ranks without shared memory connects: ranks in the root's memory do not
+// listen, otherwise the lower rank connects.
 bool connects(const Roster &roster, uint32_t rank, uint32_t peer) {
   if (!roster[rank].address.port || !roster[peer].address.port)
     return !roster[rank].address.port;
   return rank < peer;
 }
 
-// A connection for each channel with every rank of another host. First all that this rank begins
-// are begun, for which nobody need accept; then those that others begin are taken and answered;
-// then answers are heard. So nobody waits in a ring.
+// Opens one connection per channel with every rank of another host. First this rank begins all of
+// its own connections, which needs no accept. Then it accepts and answers the connections of
+// others. Then it reads the answers. So ranks never wait in a ring.
 std::vector<RemoteRank> connect_all(const RootInfo &root, const Roster &roster, Hello hello,
                                     Socket listener, const Patience &patience) {
   std::map<uint32_t, RemoteRank> remote;
-  std::vector<uint32_t> to_come;  // a peer stands there once for each channel
+  std::vector<uint32_t> to_come;  // a peer appears once per channel
   for (uint32_t r = 0; r < roster.size(); r++) {
     if (!strcmp(roster[r].memory, roster[hello.rank].memory))
       continue;

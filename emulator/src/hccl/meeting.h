@@ -1,10 +1,9 @@
-// How the ranks of a communicator find each other, and connect where they share no memory.
-//
-// The root info, which the program carries to all ranks, says where the root listens, what its
-// host's memory is called, and two secrets: a peer that connects speaks the first at once, who
-// listens answers with the second. Ranks that share the root's memory enter a lobby in it; the
-// others join over TCP. When all have come, the root tells everybody who is where and listens no
-// more. Then each pair of ranks of different hosts connects, and all other sockets are closed.
+// The rendezvous of a communicator's ranks, and their connections without shared memory. The
+// program carries the root info to all ranks. It has the root's address, the name of its host's
+// memory, and two secrets: a connecting peer sends the first at once, and the listener answers with
+// the second. Ranks that share the root's memory enter a lobby in it; the others join over TCP.
+// When all have arrived, the root sends everybody the list of places and stops listening. Then each
+// pair of ranks of different hosts connects, and all other sockets are closed.
 #pragma once
 
 #include "hccl/sockets.h"
@@ -29,7 +28,7 @@ struct RootInfo {
 };
 static_assert(sizeof(RootInfo) <= sizeof(HcclRootInfo));
 
-// Of what a pair of ranks exchanges, each has a connection of its own.
+// Each kind of exchange between two ranks has its own connection.
 enum class Channel : uint32_t { Collectives, Messages, Notes, Lives };
 constexpr size_t kChannels = 4;
 
@@ -47,9 +46,9 @@ struct Company {
 
 // Makes the calling process the root: it listens from now on, until all have met.
 RootInfo new_root();
-// Blocks until all ranks are there. Throws what is wrong.
+// Blocks until all ranks have arrived. Throws the reason of a failure.
 Company meet(const RootInfo &root, uint32_t ranks, uint32_t rank);
-// To be called when all ranks of this host have mapped what they share.
+// Call this when all ranks of this host have mapped their shared memory.
 void forget(const RootInfo &root);
 
 }  // namespace emu::hccl

@@ -1,4 +1,4 @@
-// How long a rank waits for others, and what it says when it gives up.
+// The limits of a rank's waits for others, and the errors when a limit is reached.
 #pragma once
 
 #include <atomic>
@@ -10,11 +10,11 @@
 
 namespace emu::hccl {
 
-constexpr int kCheckMs = 100;  // how often who waits looks whether its peers live
+constexpr int kCheckMs = 100;  // interval at which a waiting rank checks whether its peers live
 
 class Patience {
 public:
-  // Of a peer that is dead, how that is known; of one that lives nothing.
+  // For a dead peer, how its death is known; empty for a living one.
   using Death = std::function<std::string(uint32_t peer)>;
 
   // `is_destroyed`: of the communicator, if there is one yet.
@@ -22,8 +22,9 @@ public:
            const std::atomic<bool> *is_destroyed = nullptr)
       : rank_(rank), ranks_(ranks), operation_(std::move(operation)), is_destroyed_(is_destroyed) {}
 
-  // To be asked every kCheckMs by who waits for `absent`. Throws if one of them is dead, if the
-  // device has failed or the communicator was destroyed, or when hccl_s has passed; `detail` says what the wait hangs on.
+  // Called every kCheckMs while a rank waits for `absent`. Throws if one of them is dead, if the
+  // device has failed or the communicator was destroyed, or after hccl_s; `detail` names the cause
+  // of the wait.
   void ask(const std::vector<uint32_t> &absent, const Death &death = {},
            const std::string &detail = "") const;
   [[noreturn]] void is_dead(uint32_t peer, const std::string &how) const;

@@ -11,7 +11,7 @@
 using namespace emu;
 using namespace emu::hccl;
 
-// Counts for as long as it lives.
+// Counts as a user for its whole life.
 static std::shared_ptr<void> count_in(const Comm &c, std::atomic<int> &users) {
   users++;
   return {nullptr, [c, &users](void *) { users--; }};
@@ -34,7 +34,7 @@ HcclResult emu::hccl::launch_on(const Comm &c, const char *name, aclrtStream str
                : HCCL_SUCCESS;
   if (use_domain(stream, c.get(), c->ranks))
     return HCCL_E_RUNTIME;
-  // A task that is thrown away unused is no user any more.
+  // A task that is destroyed without running is no longer a user.
   bool is_captured = graph_of_capture(stream) != 0;
   auto user = count_in(c, is_captured ? c->captured_tasks : c->tasks);
   auto counted = [c, bytes, is_captured, user, body = std::move(body)] {
@@ -72,8 +72,8 @@ static void copy_to_itself(const std::vector<Transfer> &sends,
   }
 }
 
-// The step at which a pair meets is the same for both, and one sends while the other receives: so
-// nobody waits in a ring.
+// Both ranks of a pair meet at the same step, and one sends while the other receives, so ranks
+// never wait in a ring.
 void emu::hccl::exchange(Communicator &c, const Transfers &mine) {
   std::lock_guard<std::mutex> in_order(c.order());
   for (uint32_t step = 0; step < c.ranks; step++) {

@@ -13,8 +13,8 @@ inline char *bytes_at(const void *p) {
   return static_cast<char *>(const_cast<void *>(accessible(p)));
 }
 
-// As one task of the stream. `bytes` come from other ranks, if nothing travels twice; with modelled
-// time it takes `ns`.
+// As one task of the stream. `bytes` come from other ranks, counted once each; with modelled time
+// the task takes `ns`.
 HcclResult launch_on(const Comm &c, const char *name, aclrtStream stream, size_t bytes, int64_t ns,
                      Task body);
 
@@ -23,12 +23,12 @@ struct Transfer {
   char *at;
   size_t bytes;
 };
-// What one rank sends and receives at once; between two ranks in the order of the lists.
+// The sends and receives of one rank at once; between two ranks in the order of the lists.
 struct Transfers {
   std::vector<Transfer> sends, receives;
 };
 void exchange(Communicator &c, const Transfers &mine);
-// As if the larger of what it sends and receives were spread evenly over all others.
+// As if the larger of its sent and received bytes were spread evenly over all others.
 int64_t exchange_ns(const Communicator &c, const Transfers &mine);
 size_t bytes_from_others(const Communicator &c, const Transfers &mine);
 

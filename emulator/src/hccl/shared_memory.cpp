@@ -25,7 +25,7 @@ static const std::filesystem::path kFolder = "/dev/shm";
 static const char kPrefix[] = "emulated_hccl_";
 static const char kMeeting[] = "meeting_of_";
 
-// Ids of processes mean something only among those that share this.
+// Process ids are meaningful only among processes that share this namespace.
 static unsigned long long process_ids() {
   struct stat entry;
   return stat("/proc/self/ns/pid", &entry) == 0 ? entry.st_ino : 0;
@@ -42,7 +42,7 @@ std::string new_name() {
          "_" + std::to_string(process_ids()) + "_" + text;
 }
 
-// Whether the process that made this name up has ended; not if that cannot be told from here.
+// Whether the process that made this name has ended; false if this cannot be known here.
 static bool is_stale(const std::string &name) {
   int pid = 0;
   unsigned long long started = 0, ids = 0;
@@ -51,7 +51,7 @@ static bool is_stale(const std::string &name) {
          process_start_time(pid) != started;
 }
 
-// Empty if it is not there or not ours to read.
+// Empty if the file does not exist or must not be read.
 static std::string text_of_file(const std::filesystem::path &path) {
   std::ifstream file(path);
   return std::string((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());

@@ -11,26 +11,28 @@
 
 namespace emu::hccl {
 
-// Names begin with the process that made them up, so that a later one may remove what a killed one
-// left. No two are equal, on all hosts together.
+// A name begins with the process that made it, so that a later process may remove the remains of a
+// killed one. Names are unique over all hosts.
 std::string new_name();
 void remove_stale_segments();
 
-// The name that the ranks of a communicator have in common which share this host's memory: whoever
-// comes first makes it up and leaves it under a name that all know. So two ranks are on one host if
-// one can open what the other has made, and can tell whether the other's process lives.
+// The common name of a communicator's ranks that share this host's memory: the first rank makes it
+// and stores it under a name that all know. So two ranks are on one host if each can open the
+// other's memory, and can tell whether the other's process lives.
 std::string name_on_this_host(const std::string &communicator);
 void forget_name_on_this_host(const std::string &communicator);
 
-char *map_segment(const std::string &name, size_t bytes);  // created if need be; throws
-char *map_private(size_t bytes);                           // as large, for this process alone
+char *map_segment(const std::string &name, size_t bytes);  // created if necessary; throws
+// of the same size, for this process alone
+char *map_private(size_t bytes);
 void unmap_segment(char *p, size_t bytes);
 void remove_segment(const std::string &name);
 
 void wait_on_word(std::atomic<uint32_t> &word, uint32_t seen, long microseconds);
 void wake_word(std::atomic<uint32_t> &word);
 
-// Until word >= at_least; whoever raises it wakes the sleepers. `impatient` runs every kCheckMs.
+// Waits until word >= at_least; the process that raises it wakes the sleepers. `impatient` runs
+// every kCheckMs.
 template <class Impatient>
 void wait_until(std::atomic<uint32_t> &word, std::atomic<uint32_t> &sleepers, uint32_t at_least,
                 Impatient impatient) {

@@ -79,7 +79,7 @@ Socket listen_for_peers(Address *bound) {
       error = errno;
       continue;
     }
-    sockaddr_in6 got{};  // the port lies at the same place in both families
+    sockaddr_in6 got{};  // the port is at the same offset in both families
     socklen_t bytes = sizeof got;
     getsockname(socket.file(), reinterpret_cast<sockaddr *>(&got), &bytes);
     bound->port = ntohs(got.sin6_port);
@@ -91,7 +91,7 @@ Socket listen_for_peers(Address *bound) {
                            "; see HCCL_IF_IP, HCCL_SOCKET_IFNAME and HCCL_HOST_SOCKET_PORT_RANGE");
 }
 
-// A peer that does not listen yet, or whose network is not there yet, is tried again.
+// If a peer does not listen yet, or its network is not up yet, the connection is tried again.
 Socket connect_to(const Address &to, uint32_t peer, const Patience &patience) {
   SocketAddress address(to);
   for (;;) {

@@ -1,4 +1,4 @@
-// TCP sockets: an address to listen at, as HCCL chooses it, and waiting that knows a limit.
+// TCP sockets: the listening address, as HCCL chooses it, and waits with a limit.
 #pragma once
 
 #include "hccl/patience.h"
@@ -10,7 +10,7 @@
 
 namespace emu::hccl {
 
-// Travels between hosts as it is.
+// Sent between hosts unchanged.
 struct Address {
   char ip[46];  // text, IPv4 or IPv6
   uint16_t port;
@@ -30,28 +30,28 @@ public:
   int file() const { return file_; }
   explicit operator bool() const { return file_ >= 0; }
 
-  // Bytes that have passed, for those who count them.
+  // Number of transferred bytes.
   mutable uint64_t sent = 0, received = 0;
 
 private:
   int file_ = -1;
 };
 
-// At this host's address for HCCL: HCCL_IF_IP, else that of the first network interface that
-// HCCL_SOCKET_IFNAME admits, else that of the first one by name, where those of docker come behind
-// all others and the loopback last. At a port of HCCL_HOST_SOCKET_PORT_RANGE, else one of the 16
-// from HCCL_IF_BASE_PORT, else any. Throws what is wrong with them.
+// Listens at this host's address for HCCL: HCCL_IF_IP, else the address of the first network
+// interface that HCCL_SOCKET_IFNAME allows, else of the first one by name, with those of docker
+// behind all others and the loopback last. The port is one of HCCL_HOST_SOCKET_PORT_RANGE, else one
+// of the 16 from HCCL_IF_BASE_PORT, else any. Throws the error in these variables.
 Socket listen_for_peers(Address *bound);
 
-// All of these never block for longer than kCheckMs without asking `patience`; `peer` is whom they
-// wait for. A connection that the peer has closed is its death.
+// None of these blocks for longer than kCheckMs without a call of `patience`; `peer` is the awaited
+// rank. A connection that the peer has closed means its death.
 Socket connect_to(const Address &address, uint32_t peer, const Patience &patience);
 void send_all(const Socket &to, const void *data, size_t bytes, uint32_t peer,
               const Patience &patience);
 void receive_all(const Socket &from, void *data, size_t bytes, uint32_t peer,
                  const Patience &patience);
 
-// What the socket takes or has at once: -1 if it is closed or broken.
+// Sends or receives without waiting: returns -1 if the socket is closed or broken.
 ptrdiff_t send_some(const Socket &to, const void *data, size_t bytes);
 ptrdiff_t receive_some(const Socket &from, void *data, size_t bytes);
 bool has_ended(const Socket &socket);  // the peer has closed it, and nothing is left to read

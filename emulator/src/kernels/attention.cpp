@@ -67,7 +67,7 @@ template <class Function> void with_width(int64_t n, Function function) {
 
 bool is_finite(float x) { return (std::bit_cast<uint32_t>(x) & 0x7f800000) != 0x7f800000; }
 
-// By the bits of the exponent alone, so that it costs little.
+// By the bits of the exponent alone, which is cheap.
 template <class Bits> bool all_finite_bits(const Bits *x, int64_t n, Bits exponent) {
   bool found = false;
   for (int64_t i = 0; i < n; i++)
@@ -82,7 +82,7 @@ bool all_finite(Data d, int64_t offset, int64_t n) {
 }
 
 constexpr int64_t kTile = 64;         // tokens, and query rows of one block
-constexpr int64_t kStreamedRows = 8;  // at most: below this gathering keys does not pay
+constexpr int64_t kStreamedRows = 8;  // at most: with fewer rows, gathering keys does not pay off
 
 // One sequence and one key-value head.
 class Worker {
@@ -103,7 +103,8 @@ private:
   const Attention &a;
   const Sequence &s;
   int64_t kv_head, group;
-  const float *tail = nullptr;  // what the values behind the last key add, if not all are finite
+  // the contribution of values behind the last key, if not all are finite
+  const float *tail = nullptr;
 
   int64_t page_of(int64_t token) const {
     if (!a.block_table)
@@ -143,7 +144,7 @@ private:
     return a.mask_data + s.batch * a.mask_batch_stride + row * a.mask_row_stride;
   }
 
-  // Blocks are read whole: behind the last key weights are zero, and zero times NaN is NaN.
+  // Whole blocks are read: behind the last key weights are zero, and zero times NaN is NaN.
   void read_tail() {
     static thread_local Scratch room, values_room;
     int64_t end = s.kv_count;
@@ -181,7 +182,7 @@ private:
     float *out = room.of(a.value_dim);
     float factor = divisor > 0 ? 1.0f / divisor : divisor == 0 ? 0.0f : divisor;
     for (int64_t i = 0; i < a.value_dim; i++)
-      out[i] = divisor == 0 ? 0.0f : sums[i] * factor;  // a row that sees nothing is zero
+      out[i] = divisor == 0 ? 0.0f : sums[i] * factor;  // a row without visible keys is zero
     for (int64_t i = 0; tail && divisor != 0 && i < a.value_dim; i++)
       out[i] += tail[i];
     int64_t token = s.out_start + row;
@@ -253,7 +254,7 @@ private:
       write(row, kv_head * group + g, sums + g * m, divisors[g], greatest[g]);
   }
 
-  // Turns scores into weights relative to the greatest score so far and rescales what was summed.
+  // Turns scores into weights relative to the greatest score so far, and rescales the sum so far.
   void weigh(float *scores, const uint8_t *mask, int64_t count, float &greatest, float &divisor,
              float *sums) const {
     if (mask)

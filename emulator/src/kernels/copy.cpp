@@ -44,10 +44,11 @@ template <class T> struct Plane {
   }
 };
 
-// What lies side by side in the source is often written far apart: by tiles, and through a small
-// one of our own, since lines that are a power of two apart push each other out of the cache.
+// Elements that are neighbours in the source are often written far apart. So the copy works by
+// tiles, through a small local tile, because lines at distances of a power of two evict each other
+// from the cache.
 template <class T> static void copy_tiles(const Plane<T> &p) {
-  constexpr int64_t kRows = 256, kColumns = 32;  // long where lines are read one after another
+  constexpr int64_t kRows = 256, kColumns = 32;  // long, because lines are read one after another
   T tile[kColumns][kRows];
   for (int64_t i = 0; i < p.rows; i += kRows)
     for (int64_t j = 0; j < p.columns; j += kColumns) {
@@ -63,8 +64,8 @@ template <class T> static void copy_tiles(const Plane<T> &p) {
     }
 }
 
-// Squares of a plane whose rows lie in one piece where they are written, and its columns where they
-// are read.
+// Squares of a plane whose rows are contiguous in the destination, and whose columns are contiguous
+// in the source.
 template <class T, bool kPastCaches>
 static void copy_squares(const Plane<T> &p, int64_t rows, int64_t columns) {
   constexpr int64_t side = kLineBytes / sizeof(T);
@@ -87,7 +88,7 @@ static void copy_squares(const Plane<T> &p, int64_t rows, int64_t columns) {
 
 template <class T> static void copy_transposed(const Plane<T> &p) {
   constexpr int64_t side = kLineBytes / sizeof(T);
-  constexpr int64_t large = 1 << 20;  // bytes that nobody expects to find in a cache
+  constexpr int64_t large = 1 << 20;  // copies of this size are not expected to be in a cache
   const int64_t rows = p.rows / side * side, columns = p.columns / side * side;
   const bool begin_lines =
       reinterpret_cast<uintptr_t>(p.to) % kLineBytes == 0 && p.to_row % side == 0;
@@ -118,7 +119,7 @@ static void copy_plane(const StridedCopy &c, int outer, char *to, const char *fr
     copy_tiles(p);
 }
 
-// Whether elements that follow each other do so on both sides.
+// Whether neighbouring elements are neighbours on both sides.
 static bool is_dense(const StridedCopy &c) {
   return c.to_stride[c.rank - 1] == 1 && c.from_stride[c.rank - 1] == 1;
 }

@@ -13,7 +13,7 @@ namespace emu::kernels {
 namespace {
 
 #ifdef __AVX512F__
-constexpr int64_t kFewRows = 4;             // measured: up to here the plain loops win
+constexpr int64_t kFewRows = 4;             // measured: up to here the plain loops are faster
 #else
 constexpr int64_t kFewRows = 8;
 #endif
@@ -72,7 +72,7 @@ void dot_rows(const float *a, int64_t a_stride, const float *b, int64_t b_stride
 void few_rows_transposed(const float *a, int64_t a_stride, const float *b, int64_t b_stride,
                          float *out, int64_t out_stride, int64_t m, int64_t n, int64_t k) {
   int64_t i = 0;
-  for (; i + 4 <= n; i += 4)  // four rows of b stay in the first cache for all rows of a
+  for (; i + 4 <= n; i += 4)  // four rows of b stay in the first-level cache for all rows of a
     dot_rows(a, a_stride, b + i * b_stride, b_stride, k, out + i, out_stride, m);
   for (; i < n; i++)
     for (int64_t row = 0; row < m; row++) {

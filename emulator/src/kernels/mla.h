@@ -5,14 +5,15 @@
 
 namespace emu::kernels {
 
-// out = x with pairs brought apart (even elements, then odd ones), then rotated by halves.
+// out = x with even elements first, then odd ones, then rotated by halves.
 struct PairRotary {
   Data x, cos, sin, out;
   int64_t dim;
 };
 void rotate_pairs(const PairRotary &r, int64_t x_offset, int64_t angle_offset, int64_t out_offset);
 
-// Rows [rms | rope] of kv: the first part normed into `latent`, the second rotated into `rope`.
+// Rows [rms | rope] of kv: the first part goes to `latent`, normed; the second goes to `rope`,
+// rotated.
 struct LatentRows {
   Data kv, gamma, cos, sin;
   Data rope, latent;            // caches

@@ -18,7 +18,7 @@ static void softmax(float *x, int64_t count) {
     x[i] /= sum;
 }
 
-// Marks and returns the greatest that is not taken, the first of equals.
+// Marks and returns the greatest expert that is not marked; the first one of equals.
 static int64_t take_greatest(const float *x, char *taken, int64_t count) {
   int64_t best = 0;
   for (int64_t i = 1; i < count; i++)

@@ -1,4 +1,4 @@
-// Squares of elements, of which each row is one line of memory, transposed in vector registers.
+// Squares of elements, each row one line of memory, transposed in vector registers.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@ namespace emu::kernels {
 constexpr int64_t kLineBytes = 64;
 typedef uint64_t Line __attribute__((vector_size(kLineBytes)));
 
-// Of two lines cut into pieces of kBytes, the second piece of each pair in `a` changes places with
-// the first one in `b`. Words have their first byte lowest, as on all processors that are built for.
+// Two lines are cut into pieces of kBytes; the second piece of each pair in `a` is exchanged with
+// the first one in `b`. Words have their lowest byte first, as on all supported processors.
 template <int kBytes> inline void exchange(Line &a, Line &b) {
   const Line old_a = a, old_b = b;
   if constexpr (kBytes < 8) {
@@ -45,8 +45,8 @@ template <int kElementBytes, int kBytes = kElementBytes> inline void transpose(L
     transpose<kElementBytes, 2 * kBytes>(lines);
 }
 
-// Writes a line, which begins at a multiple of its length, to memory and not into the caches: it is
-// not read before it is written, and what is there stays. To be followed by finish_stores().
+// Writes a line, aligned to its length, to memory without the caches: the line is not read before,
+// and the caches keep their contents. Call finish_stores() afterwards.
 inline void store_past_caches(void *to, Line line) {
 #ifdef __AVX512F__
   _mm512_stream_si512(static_cast<__m512i *>(to), reinterpret_cast<__m512i>(line));

@@ -79,14 +79,14 @@ inline float element(Data d, int64_t i) {
   return static_cast<float>(static_cast<const Float16 *>(d.p)[i]);
 }
 
-// Row `offset` of `d` as floats: in place for float, else converted into `scratch`.
+// Row `offset` of `d` as floats: in place for float, otherwise converted into `scratch`.
 inline const float *as_floats(Data d, int64_t offset, int64_t count, float *scratch) {
   if (d.type == Type::F32)
     return static_cast<const float *>(d.p) + offset;
   load_floats(d, offset, scratch, count);
   return scratch;
 }
-// Where to compute a row of `d`; commit() stores it if it was not computed in place.
+// The place to compute a row of `d`; commit() stores it if it was not computed in place.
 inline float *output_row(Data d, int64_t offset, float *scratch) {
   return d.type == Type::F32 ? static_cast<float *>(d.p) + offset : scratch;
 }
@@ -95,7 +95,7 @@ inline void commit(Data d, int64_t offset, int64_t count, const float *computed)
     store_floats(computed, d, offset, count);
 }
 
-// Grows and stays: one per thread and use.
+// Grows and is kept: one per thread and use.
 struct Scratch {
   std::vector<float> floats;
   float *of(int64_t count) {

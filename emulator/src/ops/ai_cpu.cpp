@@ -29,8 +29,8 @@ bool floor_division(const Operands &o) {  // of a quotient that is rounded down
   return o.numbers.at(0) == 2 && by_result<F, H, B, I32, I8, U8>(o);
 }
 
-// scatter_elements.cpp, UseScatterElementsV2: in November 2025 also multiplication, and what a vector
-// core would have to load in more than 50 parts.
+// scatter_elements.cpp, UseScatterElementsV2: in November 2025 also multiplication, and rows that a
+// vector core would have to load in more than 50 parts.
 bool scatter(const Operands &o) {
   const at::Tensor &data = o.tensors.at(0), &index = o.tensors.at(1);
   if (by_input<F, H, B, I32, I8, U8>(o))

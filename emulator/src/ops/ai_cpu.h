@@ -1,12 +1,12 @@
-// Which launches A2 and A3 run on their AI CPU instead of an AI core: slower by far, and the reason is
-// a type or a size that no kernel has. Counted, not refused.
+// The launches that A2 and A3 run on their AI CPU instead of an AI core, which is much slower. The
+// reason is a type or a size without a kernel. They are counted, not refused.
 #pragma once
 
 #include "aten.h"
 
 namespace emu {
 
-// What a rule may look at of a call.
+// The properties of a call that a rule may use.
 struct Operands {
   std::vector<at::Tensor> tensors;  // in the order of the call, results last
   std::vector<int64_t> numbers;
@@ -18,7 +18,7 @@ struct AiCpuRule {
   bool (*applies)(const Operands &);
 };
 
-// Null where the operator always has a kernel, or nothing is known.
+// Null if the operator always has a kernel, or if nothing is known.
 const AiCpuRule *find_ai_cpu_rule(const char *op);
 
 }  // namespace emu

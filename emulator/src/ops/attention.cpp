@@ -108,7 +108,7 @@ void bind_mask(const FiaArguments &f, Attention &a) {
     a.mask_batch_stride = m.stride(0);
 }
 
-// The user guarantees the triangle of the compressed mask; the device would read it.
+// The user guarantees the triangle of the compressed mask, which the device would read.
 void require_triangle(const Tensor &mask) {
   auto *m = static_cast<const uint8_t *>(mask.data_ptr());
   int64_t row = mask.stride(-2), last = mask.size(-1) - 1;

@@ -1,4 +1,4 @@
-// The arguments of FusedInferAttentionScore that the emulator looks at, and their checks.
+// The arguments of FusedInferAttentionScore that the emulator uses, and their checks.
 #pragma once
 
 #include "ops/bind.h"
@@ -6,7 +6,7 @@
 namespace emu {
 
 enum class FiaLayout { TND, BNSD, BSND, BSH };
-enum class FiaOut { AsQuery, BSND, NBSD, NTD };  // what stands behind the _ of input_layout
+enum class FiaOut { AsQuery, BSND, NBSD, NTD };  // the part of input_layout behind the _
 
 struct FiaArguments {
   Tensor query;
@@ -35,15 +35,16 @@ struct FiaArguments {
   int64_t value_dim() const;
   // Multi-head latent attention after absorption: one head of 512 plus 64 for all queries.
   bool latent() const { return query_rope && head_dim() == 512; }
-  // Whether the kernel for one query row of each sequence takes the call, or its successor in 9 that
-  // keeps to its ways (fused_infer_attention_score_tiling_info_parser.cpp, GetLegacyIfaFlag).
+  // Whether the call is for the kernel for one query row of each sequence, or for its successor in
+  // 9 with the same behaviour (fused_infer_attention_score_tiling_info_parser.cpp,
+  // GetLegacyIfaFlag).
   bool incremental() const;
-  // Whether the tiling of CANN 9 for grouped queries in TND takes the call.
+  // Whether the call is for CANN 9's tiling for grouped queries in TND.
   bool split_fuse() const;
 
   // Reads the layout and fills in defaults; throws Refusal.
   void prepare();
-  // What documents demand; throws Refusal with the code of the operator.
+  // The requirements of documents; throws Refusal with the code of the operator.
   void check() const;
 
 private:

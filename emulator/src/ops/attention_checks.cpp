@@ -1,6 +1,7 @@
-// What FusedInferAttentionScore demands. Rules: op-plugin document npu_fused_infer_attention_score,
-// sections named at each check; where a line of CANN takes less, the tilings of ops-transformer:
-// for 8.5 that of November 2025 (c29bc10), for 9 those of 2026.
+// The requirements of FusedInferAttentionScore. Rules: op-plugin document
+// npu_fused_infer_attention_score, with sections named at each check. If a CANN release supports
+// less, the tilings of ops-transformer apply: those of November 2025 (c29bc10) for 8.5, those of
+// 2026 for 9.
 #include "ops/attention.h"
 #include "target.h"
 
@@ -8,7 +9,7 @@
 
 namespace emu {
 
-// The tiling of the operator refuses with this code.
+// The code of the tiling's refusals.
 constexpr int kTilingRefused = 561002;
 
 template <class Condition, class... Parts>
@@ -281,7 +282,7 @@ void FiaArguments::check_tnd() const {
   should(sparse_mode != 0 || !mask, "with TND sparse_mode 0 takes no atten_mask");
   const Ints &q = *query_lengths, &kv = *kv_lengths;
   for (size_t i = 0; sparse_mode == 3 && i < q.size(); i++) {
-    // The other tiling does not look; what rows without keys become there, no source says.
+    // The other tiling does not check this; no source defines the result of rows without keys.
     int64_t rows = q[i] - (i ? q[i - 1] : 0), seen = kv[i] - (i && !paged() ? kv[i - 1] : 0);
     should(rows <= seen, "with sparse_mode 3 sequence ", i, " has ", rows,
            " query rows, more than its ", seen, " keys");

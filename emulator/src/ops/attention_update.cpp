@@ -1,4 +1,4 @@
-// AttentionUpdate: merges what ranks found over their shares of the keys.
+// AttentionUpdate: merges the results of ranks over their shares of the keys.
 #include "ops/bind.h"
 #include "target.h"
 
@@ -53,7 +53,7 @@ OP(aclnnAttentionUpdate,
      m.lse = lse_out ? lse_out->data_ptr<float>() : nullptr;
      m.rows = out.size(0);
      m.dim = out.size(1);
-     // Since December 2025; of a row without keys anywhere that makes NaN all the same.
+     // Since December 2025; a row without keys in any share is still NaN.
      m.infinity_is_empty = !is_cann_8_5();
      return arithmetic([m = std::move(m)] { kernels::merge_attention(m); });
    })

@@ -9,7 +9,7 @@ namespace emu {
 inline bool is_half(const Tensor &t) {
   return t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16;
 }
-// Whether the kernels take the type.
+// Whether the kernels support the type.
 inline bool is_kernel_type(const Tensor &t) { return is_half(t) || t.scalar_type() == at::kFloat; }
 inline bool is_index(const Tensor &t) {
   return t.scalar_type() == at::kInt || t.scalar_type() == at::kLong;

@@ -22,14 +22,15 @@ template <class... Parts> std::string text(const Parts &...parts) {
   return stream.str();
 }
 
-// What no setting can make work.
+// Refuses a call that no setting allows.
 template <class Condition, class... Parts>
 void refuse_unless(const Condition &condition, const Parts &...parts) {
   if (!condition)
     throw Refusal(text(parts...));
 }
 
-// What the operator's document demands; the document stands beside the call. Not with strict=false.
+// Refuses a call that the operator's document excludes; the document is named beside the check. Not
+// with strict=false.
 template <class Condition, class... Parts>
 void demand(const Condition &condition, const Parts &...parts) {
   if (settings().strict && !condition)

@@ -45,8 +45,8 @@ Task copy_task(const Tensor &to, const Tensor &from) {
 OP(aclnnInplaceCopy, [](Tensor to, Tensor from) -> Task { return copy_task(to, from); })
 OP(aclnnCast, [](Tensor a, aclDataType, Tensor out) -> Task { return copy_task(out, a); })
 
-// Pages that are given back to the system read as zeros and take no memory until they are written:
-// so a cache that begins as zeros costs no more than one that does not.
+// Pages that are returned to the system read as zeros and take no memory until they are written. So
+// a cache of zeros costs no more than one without initial values.
 static void clear(char *p, size_t bytes) {
   constexpr uintptr_t page = 2u << 20;
   auto begin = reinterpret_cast<uintptr_t>(p), end = begin + bytes;
@@ -54,7 +54,8 @@ static void clear(char *p, size_t bytes) {
   auto gives_back = [&](int advice) {
     return madvise(reinterpret_cast<void *>(first), last - first, advice) == 0;
   };
-  // The second is for memory of no file, which refuses the first; a file would keep what it holds.
+  // The second call is for memory without a file, which refuses the first; memory of a file would
+  // keep its contents.
   if (bytes < 8 * page || !(gives_back(MADV_REMOVE) || gives_back(MADV_DONTNEED))) {
     memset(p, 0, bytes);
     return;
@@ -85,7 +86,7 @@ OP(aclnnArange,
 OP(aclnnRange,
    [](Scalar start, Scalar end, Scalar step, Tensor out) { at::range_out(out, start, end, step); })
 OP(aclnnLinspace, [](Scalar start, Scalar end, int64_t steps, Tensor out) {
-  // Integers are rounded step by step, as torch does; half-width floats once.
+  // Integers are rounded in each step, as in torch; half-width floats are rounded once.
   auto type = out.is_floating_point() ? at::kFloat : out.scalar_type();
   out.copy_(at::linspace(start, end, steps, type));
 })
@@ -104,7 +105,7 @@ OP(aclnnCat, [](Tensors list, int64_t dim, Tensor out) -> Task {
   std::vector<Task> copies;
   int64_t at = 0, axis = dim < 0 ? dim + out.dim() : dim;
   for (const Tensor &part : list) {
-    if (part.numel() == 0)  // torch lets an empty vector join anything
+    if (part.numel() == 0)  // torch allows to join an empty vector with anything
       continue;
     refuse_unless(part.dim() == out.dim(), "cat of ranks ", part.dim(), " and ", out.dim());
     copies.push_back(copy_task(out.narrow(axis, at, part.size(axis)), part));

@@ -5,10 +5,10 @@
 
 using namespace emu;
 
-// What the lists of types in aclnn_x.cpp (ops-math, ops-nn, August 2026) say for A2 and A3.
+// The lists of types in aclnn_x.cpp (ops-math, ops-nn, August 2026) for A2 and A3.
 struct Types {
   std::initializer_list<at::ScalarType> input;
-  bool floats;  // whether the result is one
+  bool floats;  // whether the result is a float
 };
 constexpr auto kF = at::kFloat, kH = at::kHalf, kB = at::kBFloat16, kD = at::kDouble;
 constexpr auto kI8 = at::kChar, kU8 = at::kByte, kI16 = at::kShort, kI32 = at::kInt,
@@ -31,8 +31,9 @@ template <const Types &types> static void require_types(const Tensor &a, const T
          " is not among the types of the operator");
 }
 
-// aclnnX(a, out), aclnnInplaceX(a); aclnnX(a, b, out), aclnnInplaceX(a, b). Floats are left alone
-// with kernels=skip; integers and booleans are always computed, because they decide about positions.
+// aclnnX(a, out), aclnnInplaceX(a); aclnnX(a, b, out), aclnnInplaceX(a, b). With kernels=skip
+// floats are not computed; integers and booleans are always computed, because they decide about
+// positions.
 #define UNARY(NAME, F, TYPES)                                                                      \
   OP(aclnn##NAME, [](Tensor a, Tensor out) -> Task {                                               \
     require_types<TYPES>(a, out);                                                                  \
@@ -61,7 +62,7 @@ template <const Types &types> static void require_types(const Tensor &a, const T
   })
 #define BINARY(NAME, F) BINARY_OF(Tensor, NAME, F)
 #define WITH_SCALAR(NAME, F) BINARY_OF(Scalar, NAME, F)
-// aclnnX(a, b, alpha, out): a + alpha * b and the like.
+// aclnnX(a, b, alpha, out): a + alpha * b and similar.
 #define SCALED_OF(SECOND, NAME, F)                                                                 \
   OP(aclnn##NAME, [](Tensor a, SECOND b, Scalar k, Tensor out) {                                   \
     if (!skips(out))                                                                               \
@@ -78,7 +79,7 @@ SCALED_OF(Scalar, Subs, sub)
 SCALED_OF(Tensor, Rsub, rsub)
 SCALED_OF(Scalar, Rsubs, rsub)
 
-// The two most used ones write in place where the types allow it.
+// The two most frequent ones write in place if the types allow it.
 static bool same_types(const Tensor &a, const Tensor &b, const Tensor &out) {
   return a.scalar_type() == out.scalar_type() && b.scalar_type() == out.scalar_type();
 }
@@ -168,7 +169,7 @@ UNARY(Sqrt, sqrt, kToFloats)
 UNARY(Tanh, tanh, kToFloats)
 UNARY(Trunc, trunc, kHalves)
 
-// Document aclnnGelu: the form with tanh, whatever torch asks for.
+// Document aclnnGelu: the form with tanh, whichever form torch requests.
 OP(aclnnGelu, [](Tensor a, Tensor out) -> Task {
   require_types<kHalves>(a, out);
   return arithmetic([=] {

@@ -1,10 +1,9 @@
-// Exports a function under a C name without saying its type again.
-//
-// An exported function is declared with its parameters, and those of an operator are derived from
-// its lambda: no declaration could name them. So the export is an indirect function (ifunc), a
-// symbol without code: who looks it up gets from the dynamic linker the address that the symbol's
-// resolver returns. A call goes straight to the function, so that nothing here knows how a processor
-// passes arguments. Of ELF, GCC and glibc, on x86-64 and aarch64 among others.
+// Exports a function under a C name without a second declaration of its type. An exported function
+// is declared with its parameters, but those of an operator are derived from its lambda, so no
+// declaration can name them. Therefore the export is an indirect function (ifunc), a symbol without
+// code: the dynamic linker gives a caller the address that the symbol's resolver returns. A call
+// goes straight to the function, so this code does not depend on how a processor passes arguments.
+// Ifuncs belong to ELF, GCC and glibc, on x86-64 and aarch64 among others.
 #pragma once
 
 #include "emulator.h"

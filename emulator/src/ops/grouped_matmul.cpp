@@ -1,5 +1,5 @@
-// GroupedMatmul: one product for each expert. The sizes of the groups lie in device memory, so they
-// are read when the task runs.
+// GroupedMatmul: one product per expert. The sizes of the groups are in device memory, so they are
+// read when the task runs.
 #include "ops/matmul.h"
 
 using namespace emu;
@@ -8,9 +8,9 @@ using kernels::MatMul;
 namespace {
 
 struct Grouped {
-  std::vector<MatMul> products;  // one for each group; where x is one tensor, of all its rows
+  std::vector<MatMul> products;  // one per group; if x is one tensor, of all its rows
   std::vector<OptTensor> bias;
-  OptTensor list;  // null: each group has an x of its own
+  OptTensor list;  // null: each group has its own x
   bool cumulative;
 };
 
@@ -111,8 +111,8 @@ void check_list(const OptTensor &list, int64_t kind, int64_t groups, bool single
 }
 
 // Rules: op-plugin document npu_grouped_matmul, for group_list as a tensor, without quantisation.
-// The document wants the groups to cover x. Ranks that hold part of the experts give less in the
-// field; the rows beyond are then not written here.
+// By the document the groups must cover x. But in other projects, ranks with a part of the experts
+// pass fewer rows; the remaining rows are then not written here.
 Task bind_grouped(const Tensors &x, const Tensors &weight, const Tensors &bias, const OptTensor &list,
                   int64_t split_item, int64_t group_type, int64_t list_type, int64_t activation,
                   const Tensors &y) {
@@ -169,8 +169,8 @@ void refuse_all(std::initializer_list<std::pair<const char *, const Tensors *>> 
 
 bool is_given(const Tensors &list) { return !list.empty() && list[0].numel() > 0; }
 
-// Table 2, rows of per-token quantisation: bfloat16 results want scales in bfloat16, float16 results
-// want float32.
+// Table 2, rows of per-token quantisation: bfloat16 results need scales in bfloat16, float16
+// results need float32.
 void check_scales(const Tensor &x, const Tensor &weight, const Tensors &scale, const Tensors &rows,
                   const Tensor &y) {
   refuse_unless(is_half(y), "output_dtype ", y.scalar_type(), " of int8 is not emulated");
@@ -240,8 +240,8 @@ Task bind_any(const Tensors &x, const Tensors &weight, const Tensors &bias, cons
   return bind_grouped(x, weight, bias, list, split_item, group_type, list_type, activation, y);
 }
 
-// The sizes of the groups lie in device memory, and are not known: as if the rows were spread over as
-// many groups as they can be, each of which has its weights read.
+// The sizes of the groups are in device memory, and unknown here. The time assumes that rows are
+// spread over as many groups as possible, and that the weights of each such group are read.
 int64_t grouped_ns(const Tensors &x, const Tensors &weight) {
   double rows = 0, weight_bytes = 0, groups = 0;
   for (const Tensor &t : x)

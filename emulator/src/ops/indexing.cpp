@@ -5,7 +5,7 @@
 
 using namespace emu;
 
-// An index of int32 is taken by the device and not by every ATen function.
+// The device accepts an int32 index, but not every ATen function does.
 static Tensor as_long(const Tensor &index) { return index.to(at::kLong); }
 
 static void check_inside(const Tensor &index, int64_t limit) {
@@ -61,9 +61,9 @@ OP(aclnnGather, [](Tensor a, int64_t dim, Tensor index, Tensor out) {
 })
 OP(aclnnTake, [](Tensor a, Tensor index, Tensor out) { out.copy_(at::take(a, as_long(index))); })
 
-// Undefined entries of the list stand for whole dimensions, and so does torch_npu's placeholder: a
-// vector of no elements, without data and of the tensor's own type (an index of no elements differs
-// from it by its type alone). Booleans stand for their positions.
+// Undefined entries of the list mean whole dimensions, and so does torch_npu's placeholder: an
+// empty vector without data and of the tensor's own type (an empty index differs from it only by
+// its type). Booleans mean their positions.
 static c10::List<OptTensor> index_list(const Tensor &a, const Tensors &indices) {
   c10::List<OptTensor> list;
   int64_t dim = 0;
@@ -84,7 +84,7 @@ static c10::List<OptTensor> index_list(const Tensor &a, const Tensors &indices) 
   }
   return list;
 }
-// Both return at once where there is nothing to read or write (aclnn_index.cpp,
+// Both return at once if there is nothing to read or write (aclnn_index.cpp,
 // aclnn_index_put_impl.cpp of ops-nn).
 OP(aclnnIndex, [](Tensor a, Tensors indices, Tensor out) {
   if (out.numel() == 0 || idles(out))
@@ -95,7 +95,7 @@ OP(aclnnIndexPutImpl, [](Tensor a, Tensors indices, Tensor values, bool accumula
   if (values.numel() == 0 || a.numel() == 0 || idles(a))
     return;
   auto list = index_list(a, indices);
-  // Nobody indexes whole dimensions only: these are indices of no elements, of the tensor's own type.
+  // No call indexes only whole dimensions: these are empty indices of the tensor's own type.
   if (std::none_of(list.begin(), list.end(), [](const OptTensor &i) { return i.has_value(); }))
     return;
   a.index_put_(list, values.to(a.scalar_type()), accumulate);

@@ -79,8 +79,8 @@ static void write_index(const std::vector<int64_t> &to, bool scatter, int32_t *i
       index[to[i]] = static_cast<int32_t>(i);
 }
 
-// What CANN 9 does where all experts are active (moe_v3_full_load_base.h, SortCompute): it sorts
-// without leaving out foreign ids, and counts nothing once it has met one.
+// CANN 9 with all experts active (moe_v3_full_load_base.h, SortCompute): it sorts foreign ids, too,
+// and counts nothing once it has met one.
 static std::vector<int64_t> sorted_unfiltered(const kernels::Routing &r, bool &counted) {
   std::vector<int64_t> order(r.count), to(r.count);
   std::iota(order.begin(), order.end(), 0);
@@ -156,7 +156,7 @@ OP(aclnnMoeInitRoutingV3,
      int64_t columns = x.size(1), k = experts.size(1);
      int64_t room = columns ? rows.numel() / columns : 0;
      refuse_unless(index.numel() == experts.numel(), "expanded_row_idx of shape ", index.sizes());
-     // torch_npu keeps the default range of its first call: give active_expert_range always.
+     // torch_npu keeps the default range of its first call: always pass active_expert_range.
      int64_t counted = tokens_kind == Pairs ? 2 * expert_num : range[1] - range[0];
      refuse_unless(tokens.numel() == counted, "expert_tokens_count_or_cumsum of shape ",
                    tokens.sizes(), " for ", counted, " numbers");

@@ -1,5 +1,5 @@
 // MoeDistributeDispatch and Combine: rows go to the ranks of their experts, and come back. On the
-// device they communicate inside the kernel; here by gathering what all ranks offer. They take no
+// device they communicate inside the kernel; here all ranks' offers are gathered. They take no
 // stream ids of the domain.
 #include "hccl/domain.h"
 #include "ops/bind.h"
@@ -87,8 +87,8 @@ bool is_active(const OptTensor &mask, int64_t row, int64_t choice, int64_t k) {
   return mask->dim() == 1 ? p[row] : p[row * k + choice];
 }
 
-// Ids in range and different in each row, in masked rows too; these come last: what the documents of
-// both operators leave to the caller.
+// Ids in range and different in each row, in masked rows too; masked rows come last. The documents
+// of both operators leave these conditions to the caller.
 void require_ids(const int32_t *ids, int64_t rows, int64_t k, int64_t experts,
                  const OptTensor &mask) {
   for (int64_t row = 0; row < rows; row++) {
@@ -109,7 +109,7 @@ std::string describe(const char *what, const Parallel &p, int64_t hidden, int64_
               p.most_rows * p.ranks);
 }
 
-// The offers of all ranks, one after the other; all are of one size.
+// The offers of all ranks, one after the other; all have one size.
 std::vector<char> gather(const Domain &domain, const std::string &what,
                          const std::vector<char> &offer) {
   std::vector<char> all(offer.size() * domain.ranks);
@@ -121,12 +121,12 @@ std::vector<char> gather(const Domain &domain, const std::string &what,
   return all;
 }
 
-// Of what is exchanged only the clocks, with modelled time.
+// With modelled time, only the clocks are exchanged.
 void meet_only(const Domain &domain, const std::string &what) {
   domain.exchange(what, nullptr, 0, [](size_t, size_t, const char *const *) {});
 }
 
-// A received row: from which rank, which of its rows, which choice. 128 numbers are reserved.
+// The origin of a received row: its rank, its row there, its choice. 128 numbers are reserved.
 struct Origin {
   int32_t rank, row, choice;
 };

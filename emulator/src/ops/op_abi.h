@@ -72,7 +72,7 @@ inline Tensor emulated(const aclTensor *p) {
   return p->t;
 }
 
-// The C type of an argument, and how it becomes the lambda's parameter.
+// The C type of an argument, and its conversion to the lambda's parameter.
 template <class T> struct Argument {
   using C = T;
   static T convert(T v) { return v; }
@@ -128,19 +128,19 @@ struct AtenScope {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
 };
 
-// With kernels=skip arithmetic does not run; what decides about positions is set to zero instead,
-// so that it stays a valid index.
+// With kernels=skip no arithmetic runs; values that decide about positions are set to zero instead,
+// which is always a valid index.
 inline bool skipping() { return !settings().compute; }
 inline bool skips(const Tensor &out) { return skipping() && out.is_floating_point(); }
 inline Task arithmetic(Task task) { return skipping() ? Task([] {}) : task; }
 
-// The same for what only moves floats, and the int8 that stands for them. Modelled time leaves this out
-// too, because nothing computed them; other integers are always moved.
+// The same for operators that only move floats, or int8 in their place. Modelled time skips these,
+// too, because nothing computed the values; other integers are always moved.
 inline bool idles(const Tensor &out) {
   return settings().timed && (out.is_floating_point() || out.scalar_type() == at::kChar);
 }
 
-// A task, and what it takes with modelled time.
+// A task, and its modelled time.
 struct TimedTask {
   Task task;
   int64_t ns;
@@ -148,7 +148,7 @@ struct TimedTask {
 
 int refused(const char *op, const std::exception &error);
 
-// ATen has tensors of wide unsigned integers, and hardly a function for them.
+// ATen has tensors of wide unsigned integers, but hardly any function for them.
 inline bool is_wide_unsigned(const Tensor &t) {
   return t.defined() && (t.scalar_type() == at::kUInt32 || t.scalar_type() == at::kUInt64);
 }
@@ -158,9 +158,9 @@ template <class... A> void refuse_wide_unsigned(const std::tuple<A...> &argument
   refuse_unless(!found, "uint32 and uint64 are emulated for copies only");
 }
 
-// ---- what is counted of a launch
+// ---- counts of a launch
 
-// Kernels load whole blocks of 32 bytes: elsewhere a tensor costs more.
+// Kernels load whole blocks of 32 bytes: tensors at other addresses cost more.
 inline bool is_unaligned(const Tensor &t) {
   return t.defined() && t.numel() > 0 && reinterpret_cast<uintptr_t>(t.data_ptr()) % 32 != 0;
 }
@@ -227,7 +227,7 @@ int64_t ns_of(const char *name, const LaunchTraits &traits, const std::tuple<A..
   return memory_ns(name, traits.ai_cpu != nullptr, tensors);
 }
 
-// The work is done once for each signature; what is made for each operator is one call.
+// The work is done once per signature; each operator only adds one call.
 template <class Function> struct WorkspacePhase;
 template <class Result, class... A> struct WorkspacePhase<Result (*)(A...)> {
   using Body = Result (*)(A...);

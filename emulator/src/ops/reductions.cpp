@@ -54,8 +54,9 @@ OP(aclnnAmin, [](Tensor a, Ints dims, bool keep, Tensor out) {
     out.copy_(at::amin(a, dims, keep));
 })
 
-// Without arithmetic: of the first so many indices, by chance, so that drafts pass now and then. Ranks
-// choose alike that call it on one stream: it depends on how often a device has since its last abort.
+// Without arithmetic: one of the first `choices` indices, by chance, so that some drafts are
+// rejected. Ranks make the same choices on one stream, because the choice depends on the number of
+// calls since the device's last abort.
 static void choose_by_chance(const Tensor &out, int64_t choices) {
   struct Calls {
     std::mutex mutex;
@@ -89,7 +90,7 @@ static Task choose(const Tensor &a, int64_t dim, const Tensor &out) {
   };
 }
 
-// The kernel that finds the greatest value of each row; none where ATen has to.
+// The kernel for the greatest value of each row; none if ATen must do it.
 static Task argmax_kernel(const Tensor &a, int64_t dim, const Tensor &out) {
   bool last = a.dim() > 0 && (dim == -1 || dim == a.dim() - 1);
   if (!last || !is_kernel_type(a) || !a.is_contiguous() || !out.is_contiguous() ||

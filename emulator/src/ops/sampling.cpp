@@ -31,7 +31,7 @@ static at::Generator seeded(int64_t seed, int64_t offset) {
   uint64_t mixed = static_cast<uint64_t>(seed) + 0x9e3779b97f4a7c15ull * (offset + 1);
   return at::make_generator<at::CPUGeneratorImpl>(mixed);
 }
-// In a captured graph seed and offset lie in device memory, rewritten before each replay.
+// In a captured graph seed and offset are in device memory, rewritten before each replay.
 static at::Generator seeded_by(const Tensor &seed, const Tensor &offset, uint64_t inside) {
   return seeded(*static_cast<int64_t *>(seed.data_ptr()),
                 *static_cast<int64_t *>(offset.data_ptr()) + static_cast<int64_t>(inside));
@@ -50,7 +50,7 @@ OP(aclnnMultinomialTensor,
    [](Tensor p, int64_t count, bool replacement, Tensor seed, Tensor offset, uint64_t inside,
       Tensor out) { draw(p, count, replacement, seeded_by(seed, offset, inside), out); })
 
-// torch_npu asks for values in [from, to); drawn in float32 and rounded once.
+// torch_npu requests values in [from, to); drawn in float32 and rounded once.
 static void uniform(const Tensor &a, double from, double to, at::Generator generator) {
   if (!skipping())
     a.copy_(at::empty(a.sizes(), at::kFloat).uniform_(from, to, generator));
@@ -120,10 +120,11 @@ void cut_top_k(float *row, int64_t n, int64_t k) {
     row[i] = row[i] < least ? -INFINITY : row[i];
 }
 
-// Sorts none but the logits near the cut. False where rounding could decide: nothing is written.
+// Sorts only the logits near the cut. False if rounding could decide; then nothing is written.
 bool cut_top_p(float *row, const double *weights, int64_t n, double p, float greatest) {
   constexpr int kBuckets = 1024;
-  constexpr double kNear = 1e-9;  // of the sum; rounding is less, to millions of logits
+  // of the sum; the rounding error is smaller, up to millions of logits
+  constexpr double kNear = 1e-9;
   auto bucket_of = [&](float x) {
     return static_cast<int>(std::min((greatest - x) * 64, float(kBuckets - 1)));
   };

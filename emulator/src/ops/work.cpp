@@ -19,8 +19,8 @@ int64_t kernel_ns(double us, double floor_us) {
   return microseconds(std::max(us, floor_us) + rates().gap_us);
 }
 
-// Between the sizes that were measured by the logarithm; other shapes as the cube of as many
-// operations.
+// Measured sizes are interpolated by the logarithm; other shapes count as the cube with the same
+// number of operations.
 double product_efficiency(const Product &p) {
   const Rates &r = rates();
   double size = std::log2(std::max(std::cbrt(p.m * p.n * p.k), 1.));
@@ -33,7 +33,7 @@ double product_efficiency(const Product &p) {
   return r.matmul_4096;
 }
 
-// What is really there of an expanded tensor.
+// The stored bytes of an expanded tensor.
 double bytes_of(const at::Tensor &t) {
   if (!t.defined())
     return 0;
@@ -43,7 +43,7 @@ double bytes_of(const at::Tensor &t) {
   return elements * t.element_size();
 }
 
-// Of these operands only the rows that an index names are read or written; of the others all.
+// Operands of which only the indexed rows are read or written; other operands count in full.
 struct IndexedRule {
   const char *op;
   std::initializer_list<size_t> tables;
@@ -64,7 +64,7 @@ const IndexedRule kIndexed[] = {
     {"aclnnKvRmsNormRopeCache", {5, 6}},
 };
 
-// What works in place writes what it has read, but for these, which only write.
+// An operator in place counts its tensor twice, except for these, which only write.
 bool reads_its_result(const char *op) {
   if (strncmp(op, "aclnnInplace", 12))
     return false;

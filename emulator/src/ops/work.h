@@ -1,6 +1,6 @@
-// What operators take of the chip with modelled time (kernels=timed): the larger of operations over
-// peak and bytes over bandwidth, at least the kernel's floor, and the gap to the next one. In
-// nanoseconds; docs/develop/device-time.md says which rate is which operator's.
+// The time of operators on the chip with modelled time (kernels=timed): the larger of operations /
+// peak and bytes / bandwidth, at least the kernel's floor, plus the gap to the next kernel. In
+// nanoseconds; docs/develop/device-time.md lists the rate of each operator.
 #pragma once
 
 #include "aten.h"
@@ -11,7 +11,7 @@ namespace emu {
 
 struct Product {
   double batch, m, n, k;
-  at::ScalarType type;  // of what is multiplied
+  at::ScalarType type;  // of the factors
   double weight_bytes;  // of the right side
 };
 int64_t product_ns(const Product &product);

@@ -1,4 +1,4 @@
-// Aborting what a device runs, and what CANN tells of memory errors (13_exception_handling.md of the
+// Aborts of a device's work, and CANN's reports of memory errors (13_exception_handling.md of the
 // runtime's documents; the order is that of ContextManage::DeviceTaskAbort).
 #include "runtime/bad_memory.h"
 #include "runtime/faults.h"
@@ -32,7 +32,7 @@ aclError tell_listeners(int device, aclrtDeviceTaskAbortStage stage, uint32_t ti
   return 0;
 }
 
-// Workers skip what is queued, and what runs gives up, because the device has failed.
+// Workers skip queued tasks, and running tasks give up, because the device has failed.
 bool wait_until_drained(int device, uint32_t timeout_ms) {
   auto end = Clock::now() + std::chrono::milliseconds(timeout_ms);
   for (Stream *stream : streams_of(device))
@@ -52,7 +52,7 @@ aclError refuse_device(int32_t device) {
 
 }  // namespace
 
-// Memory, handles and graphs stay; what was queued is gone, and events that waited for it are over.
+// Memory, handles and graphs stay; queued work is removed, and events behind it count as complete.
 // A device whose abort fails stays stopped.
 EMU_API aclError aclrtDeviceTaskAbort(int32_t device, uint32_t timeout_ms) {
   if (!is_device(device))
@@ -107,8 +107,8 @@ EMU_API aclError aclrtMemUceRepair(int32_t device, aclrtMemUceInfo *ranges, size
   return repair_memory(device, ranges, count);
 }
 
-// On A2 and A3 there are errors of memory, others, and none (ApiImpl::GetErrorVerbose); torch_npu
-// asks from Ascend950 on.
+// On A2 and A3 the answer is an error of memory, another error, or none (ApiImpl::GetErrorVerbose);
+// torch_npu queries it from Ascend950 on.
 EMU_API aclError aclrtGetErrorVerbose(int32_t device, aclrtErrorInfo *info) {
   if (!is_device(device))
     return refuse_device(device);

@@ -15,12 +15,12 @@ namespace emu {
 
 namespace {
 
-constexpr size_t kBadPage = 4096;  // turns bad, and is repaired, as a whole
+constexpr size_t kBadPage = 4096;  // unit of bad memory and of repairs
 constexpr int kMostPages = 20;  // of a device, that CANN records (RT_MAX_RECORD_PA_NUM_PER_DEV)
 
 // The signal handler reads these without a lock.
 struct Page {
-  std::atomic<uintptr_t> address{0};  // as the program sees it; 0 is none
+  std::atomic<uintptr_t> address{0};  // the program's address; 0 means none
   std::atomic<bool> touched{false};
   int device = 0;
 };
@@ -36,8 +36,8 @@ void *alias_of(const Page &page) {
   return accessible(reinterpret_cast<void *>(page.address.load()));
 }
 
-// A thread that touches a bad page goes on with what is there, and is told behind its task. What no
-// bad page explains is left to whoever was asked before.
+// A thread that accesses a bad page continues with the stored values, and its task reports this at
+// its end. A fault without a bad page goes to the previous signal handler.
 void on_fault(int, siginfo_t *info, void *) {
   uintptr_t alias = reinterpret_cast<uintptr_t>(info->si_addr) / kBadPage * kBadPage;
   uintptr_t at = alias - kDeviceWindowBytes;
@@ -62,7 +62,7 @@ void install_handler() {
   (void)once;
 }
 
-// With the mutex held; null if as many are bad as may be.
+// With the mutex held; null if the maximum number of pages is bad.
 Page *new_page(int device, uintptr_t address) {
   for (Page &page : g_pages)
     if (!page.address || page.address == address) {
@@ -76,7 +76,7 @@ Page *new_page(int device, uintptr_t address) {
 
 void protect(const Page &page) { mprotect(alias_of(page), kBadPage, PROT_NONE); }
 
-// What this thread has touched, as text; the pages are as bad as before.
+// The pages that this thread has accessed, as text; the pages stay bad.
 std::string take_touched() {
   std::string text;
   Lock lock(g_bad_mutex);
@@ -128,7 +128,8 @@ Task watched(Task body) {
   if (!may_turn_bad())
     return body;
   return [body = std::move(body)] {
-    t_touched = 0;  // of a task that has failed otherwise; and the handler finds the variable made
+    // of a task that failed for another reason; also creates the variable for the handler
+    t_touched = 0;
     body();
     check_memory();
   };
@@ -159,8 +160,8 @@ std::vector<aclrtMemUceInfo> told_bad_memory(int device) {
   return told;
 }
 
-// What was there is lost. Stricter than what is known of CANN: tasks must have been aborted, and
-// only what is bad may be repaired.
+// The contents are lost. Stricter than CANN as far as known: tasks must have been aborted, and only
+// bad memory may be repaired.
 aclError repair_memory(int device, const aclrtMemUceInfo *ranges, size_t count) {
   if (count > kMostPages)
     return fail(ACL_ERROR_RT_PARAM_INVALID, "%zu addresses to repair, at most %d", count,

@@ -1,5 +1,5 @@
-// Memory with errors that the hardware can find and not correct (UCE). A page turns bad by a fault
-// of the settings; whatever reads or writes it from then on fails, until it is repaired.
+// Memory with errors that the hardware finds and cannot correct (UCE). A fault of the settings
+// makes a page bad; every access to it fails afterwards, until it is repaired.
 #pragma once
 
 #include "emulator.h"
@@ -8,25 +8,26 @@
 
 namespace emu {
 
-// Whether a fault of the settings may ever turn memory bad: only then is anything watched.
+// Whether a fault of the settings may make memory bad: only then accesses are watched.
 bool may_turn_bad();
 
-// The page of a device's memory in which `address` lies; nobody knows before somebody touches it.
+// Makes the page of a device's memory that contains `address` bad; this is noticed at the next
+// access.
 void turn_bad(int device, uintptr_t address);
-// The same for memory that no program has: a library's own. The calling task has touched it.
+// The same for memory of a library, which no program has. The calling task has accessed it.
 void turn_library_memory_bad(int device);
 
-// The body; it throws behind it if it has touched bad memory.
+// Wraps a body, which throws at its end if it has accessed bad memory.
 Task watched(Task body);
-// Throws the same as soon as is known: before what was read goes to others.
+// Throws the same as soon as it is known, before the read data goes to other ranks.
 EMU_SHARED void check_memory();
-// For calls of the host that touch memory themselves: 0, or the code with which the device stops.
+// For calls of the host that access memory themselves: 0, or the code with which the device stops.
 aclError check_memory_of_call(const char *call);
 
-// Memory that is given back or unmapped takes its errors along.
+// Memory that is freed or unmapped loses its errors.
 void release_bad_memory(uintptr_t address, size_t bytes);
 
-// What CANN tells: addresses that were touched. It keeps what it has told until the next repair.
+// CANN's list: accessed bad addresses. The list is kept until the next repair.
 std::vector<aclrtMemUceInfo> told_bad_memory(int device);
 aclError repair_memory(int device, const aclrtMemUceInfo *ranges, size_t count);
 

@@ -1,4 +1,4 @@
-// Copies and fills, at once or as tasks of a stream.
+// Copies and fills, synchronous or as tasks of a stream.
 #include "rates.h"
 #include "runtime/bad_memory.h"
 #include "runtime/counters.h"
@@ -17,7 +17,8 @@ static aclError check_room(size_t room, size_t bytes) {
   return 0;
 }
 
-// With modelled time: over the host's link, or within the device's memory. Fills have one side.
+// With modelled time: over the host's link, or within the device's memory. Fills have only a
+// destination.
 static LaunchTraits traits_of(const void *to, const void *from, size_t bytes) {
   const Rates &r = rates();
   LaunchTraits traits;
@@ -29,7 +30,7 @@ static LaunchTraits traits_of(const void *to, const void *from, size_t bytes) {
                                              r.vector_memory / 1e3);
   return traits;
 }
-// What the host waits for a copy at once: streams have nothing to do with it.
+// The host's wait for a synchronous copy, which does not concern streams.
 static void sleep_for(const LaunchTraits &traits) {
   if (settings().timed)
     sleep_until_ns(now_ns() + traits.ns);

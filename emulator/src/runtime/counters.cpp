@@ -17,7 +17,7 @@ Counters &Counters::of(int device) {
 
 namespace {
 
-// How often each operator has run.
+// The number of executions of each operator.
 struct Operators {
   std::mutex mutex;
   std::map<std::string, long> counts;
@@ -64,7 +64,7 @@ void count_socket_bytes(int device, size_t bytes) {
 }  // namespace emu
 
 // A JSON object; a negative device is the current one of the calling thread. Null for a device that
-// there is not.
+// does not exist.
 EMU_API const char *emulator_counters(int device) {
   using namespace emu;
   if (device < 0)
@@ -118,8 +118,8 @@ static const char *counts_of(emu::Operators *by_device, int device) {
   return as_json(by_device[device].counts);
 }
 
-// How often the AI CPU ran each operator, and how often each ran on an unaligned view; arguments and
-// result as above.
+// The executions of each operator on the AI CPU, and on unaligned views; arguments and result as
+// above.
 EMU_API const char *emulator_ai_cpu_operators(int device) {
   return counts_of(emu::g_ai_cpu, device);
 }

@@ -1,5 +1,5 @@
-// What a device has counted since the process began. Written everywhere, read by
-// emulator_counters() alone: nothing in the emulator depends on it.
+// Counts of a device since the process began. Only emulator_counters() reads them: nothing in the
+// emulator depends on them.
 #pragma once
 
 #include "emulator.h"
@@ -14,12 +14,12 @@ struct Counters {
   std::atomic<long> external_waits{0}, external_wait_ns{0};
   std::atomic<long> task_updates{0};
   std::atomic<long> queue_bindings{0};
-  std::atomic<long> collectives{0};  // that have run, in replays too
-  std::atomic<long> collective_bytes{0};  // that reached this rank by them
-  std::atomic<long> socket_bytes{0};      // of other hosts' ranks that it has read
-  std::atomic<long> careless_destroys{0};  // of communicators that tasks or graphs still used
+  std::atomic<long> collectives{0};  // executed collectives, in replays too
+  std::atomic<long> collective_bytes{0};  // bytes that reached this rank by them
+  std::atomic<long> socket_bytes{0};      // bytes read from ranks of other hosts
+  std::atomic<long> careless_destroys{0};  // of communicators still in use by tasks or graphs
   std::atomic<long> host_syncs{0};   // calls in which the host waits for the device
-  std::atomic<long> ai_cpu{0}, unaligned_views{0};  // launches that have run, in replays too
+  std::atomic<long> ai_cpu{0}, unaligned_views{0};  // executed launches, in replays too
   std::atomic<long> ai_cpu_captured{0};             // tasks of graphs
 
   static Counters &of(int device);
@@ -31,7 +31,7 @@ inline void count(std::atomic<long> &counter, long by = 1) {
 
 void count_traits(int device, LaunchTraits traits);
 
-// While it lives, a stream stands at an external event; counted if a graph put it there.
+// While it exists, a stream waits for an external event; counted if a graph caused it.
 class ExternalWait {
 public:
   ExternalWait(int device, bool captured)

@@ -16,8 +16,8 @@ using namespace emu;
 
 static const char *cann_version() { return settings().cann.c_str(); }
 
-// What ASCEND_RT_VISIBLE_DEVICES leaves of the machine's devices: ids between commas, up to the
-// first thing that is none (CANN's document of the variable). The process counts them from zero.
+// The devices that ASCEND_RT_VISIBLE_DEVICES selects: ids between commas, up to the first invalid
+// one (CANN's document of the variable). The process counts them from zero.
 static std::vector<int> visible_devices() {
   std::vector<int> ids;
   const char *p = getenv("ASCEND_RT_VISIBLE_DEVICES");
@@ -183,7 +183,7 @@ EMU_API aclError aclrtDeviceGetUuid(int32_t device, aclrtUuid *uuid) {
   return 0;
 }
 
-// Operators that torch_npu sends to the graph engine because no aclnn kernel was found.
+// Operators that torch_npu sends to the graph engine because it found no aclnn kernel.
 EMU_API aclError aclopCompileAndExecute(const char *op, ...) {
   return fail(ACL_ERROR_FEATURE_UNSUPPORTED,
               "GE operator %s (no aclnn kernel is emulated for this call)", op);

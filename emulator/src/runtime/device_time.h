@@ -1,4 +1,5 @@
-// How long a device's kernels have run, and why none did for the rest: what its streams report.
+// How long a device's kernels have run, and the causes of the other time, as reported by its
+// streams.
 #pragma once
 
 #include <array>
@@ -18,13 +19,13 @@ struct IdleSpan {
   Idle cause;
 };
 
-// Streams report in any order. Time in which any stream's kernel runs is busy; of the rest, that
-// which lies before a kernel is idle for the reasons of this kernel's stream.
+// Streams report in any order. Time in which any stream's kernel runs is busy. Idle time before a
+// kernel has the causes of this kernel's stream.
 class DeviceTime {
 public:
   static DeviceTime &of(int device);
 
-  // A kernel ran from `begin` to `end`, and before that its stream stood as `idle` says.
+  // A kernel ran from `begin` to `end`; before that, its stream waited as `idle` describes.
   void kernel(const std::vector<IdleSpan> &idle, int64_t begin, int64_t end);
 
   struct Totals {
@@ -37,7 +38,7 @@ private:
   mutable std::mutex mutex_;
   int64_t start_ = 0, frontier_ = 0;  // of all that was reported
   std::array<int64_t, kIdleCauses> idle_{};
-  std::deque<IdleSpan> gaps_;  // the latest of those that are counted in idle_
+  std::deque<IdleSpan> gaps_;  // the latest spans that are counted in idle_
 
   void leave_gap(IdleSpan gap);
   void fill_gaps(int64_t begin, int64_t end);

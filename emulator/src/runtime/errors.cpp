@@ -16,7 +16,7 @@ namespace emu {
 DeviceFailure g_failures[kMaxDevices];
 
 static thread_local std::string t_error;
-static thread_local aclError t_last_error = 0;  // of the runtime, until it is taken
+static thread_local aclError t_last_error = 0;  // the runtime's error, until it is read
 
 // Codes of the runtime are 107xxx, 207xxx and 507xxx.
 static bool is_of_runtime(aclError code) { return code / 1000 % 100 == 7; }
@@ -39,7 +39,7 @@ aclError fail(aclError code, const char *format, ...) {
   return 0;
 }
 
-// torch_npu names the thread that launches what its task queue holds.
+// torch_npu names the thread that launches the calls of its task queue.
 bool in_task_queue() {
   char name[16] = "";
   pthread_getname_np(pthread_self(), name, sizeof name);
@@ -102,7 +102,7 @@ EMU_API const char *aclGetRecentErrMsg() {
   emu::t_error.clear();
   return returned.empty() ? nullptr : returned.c_str();
 }
-// torch_npu asks for it where a library above the runtime fails: HCCL says no more than "a call of
-// the runtime has failed".
+// torch_npu queries it if a library above the runtime fails: HCCL only reports that "a call of the
+// runtime has failed".
 EMU_API aclError aclrtPeekAtLastError(aclrtLastErrLevel) { return emu::t_last_error; }
 EMU_API aclError aclrtGetLastError(aclrtLastErrLevel) { return std::exchange(emu::t_last_error, 0); }

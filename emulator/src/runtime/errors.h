@@ -1,4 +1,4 @@
-// Errors of calls, and of devices that a failed kernel stopped.
+// Errors of calls, and of devices stopped by a failed kernel.
 #pragma once
 
 #include "emulator.h"
@@ -14,7 +14,7 @@ namespace emu {
 // device's work is aborted.
 struct DeviceFailure {
   std::atomic<aclError> code{0};
-  std::atomic<uint32_t> aborts{0};  // how often work was aborted; what waits meanwhile is told so
+  std::atomic<uint32_t> aborts{0};  // number of aborts; waits that an abort interrupts get an error
   std::mutex mutex;
   std::string message;
 
@@ -23,12 +23,12 @@ struct DeviceFailure {
   // The same for a wait that began after so many aborts.
   aclError report_since(uint32_t aborts_before);
 
-  void begin_abort();  // in place of whatever error there is
+  void begin_abort();  // replaces any existing error
   void end_abort();    // the device works again
 };
 extern DeviceFailure g_failures[kMaxDevices];
 
-// What a task throws whose device stops with another code than that of a failed kernel.
+// Thrown by a task whose device stops with another code than that of a failed kernel.
 class TaskError : public std::runtime_error {
 public:
   const aclError code;
@@ -38,11 +38,11 @@ aclError code_of(const std::exception &e);
 
 void stop_device(int device, aclError code, const std::string &text);
 
-// Whether this is the thread of torch_npu's task queue. It gives up at the first error and skips
-// later work without a word, so there no call fails: the device stops instead, and says why.
+// Whether this is the thread of torch_npu's task queue. That thread gives up at the first error and
+// skips later work silently. So no call fails there: the device stops instead, with the reason.
 bool in_task_queue();
 
-// Which device the thread works on; -1 before aclrtSetDevice.
+// The device of the thread; -1 before aclrtSetDevice.
 inline thread_local int t_device = -1;
 inline int current_device() { return t_device < 0 ? 0 : t_device; }
 

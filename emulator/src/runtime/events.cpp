@@ -29,7 +29,7 @@ static std::shared_ptr<Event> event_of(aclrtEvent handle) {
   return static_cast<Event *>(handle)->self;
 }
 
-// Of the worker's task: by the modelled clock, or the host's.
+// The time of the worker's task: by the modelled clock, or by the host's.
 static int64_t time_of_task() { return t_timeline ? t_timeline->ns() : now_ns(); }
 
 static void set_external(Event &e, bool value) {
@@ -40,8 +40,9 @@ static void set_external(Event &e, bool value) {
     e.changed.notify_all();
   }
 }
-// What the host asks of an event: nothing of a captured one before its capture ends, and nothing of
-// an external one ever (api_error.cc: EventSynchronize, EventQueryStatus and those beside them).
+// Queries of the host about an event are refused for a captured one before its capture ends, and
+// always for an external one (api_error.cc: EventSynchronize, EventQueryStatus and similar
+// functions).
 static aclError refuse_question(const Event &e, const char *question) {
   if (e.external())
     return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "%s of an external event is not supported",
@@ -134,7 +135,7 @@ EMU_API aclError aclrtCreateEventExWithFlag(aclrtEvent *out, uint32_t flags) {
 EMU_API aclError aclrtCreateEvent(aclrtEvent *out) { return aclrtCreateEventWithFlag(out, 0); }
 EMU_API aclError aclrtDestroyEvent(aclrtEvent event) {
   auto last = std::move(static_cast<Event *>(event)->self);
-  return 0;  // freed here, or when no task names it any more
+  return 0;  // freed here, or with the last task that refers to it
 }
 EMU_API aclError aclrtGetEventAvailNum(uint32_t *count) {
   *count = kEventsPerDevice - g_live_events;
@@ -206,8 +207,8 @@ EMU_API aclError aclrtSynchronizeEvent(aclrtEvent event) {
   auto done = [&] { return e->completed >= generation; };
   uint32_t aborts = e->aborts;
   if (g_failures[e->device].aborts != aborts)
-    return 0;  // the record is gone, and nobody waits for it
-  // A device that fails never completes it: the tasks after the failed one do not run.
+    return 0;  // the record was removed, and nothing waits for it
+  // A failed device never completes it, because tasks behind the failed one do not run.
   while (!e->changed.wait_for(lock, std::chrono::milliseconds(20), done))
     if (aclError error = g_failures[e->device].report_since(aborts))
       return error;

@@ -38,7 +38,7 @@ struct Call {
   bool in_capture;
 };
 
-// A fault that happens now.
+// A fault that happens at this call.
 struct Due {
   Fault fault;
   std::string which;
@@ -50,7 +50,7 @@ bool is_for(const Fault &f, const Call &call) {
   return f.op == call.name && counts && (f.rank < 0 || f.rank == identity);
 }
 
-// A fault of the settings, at the call that it is for. Each counts for itself.
+// A fault of the settings, at its call. Each fault has its own count.
 std::optional<Due> counted_fault(const Call &call) {
   std::optional<Due> due;
   for (int i = 0; i < kFaults; i++) {
@@ -61,7 +61,7 @@ std::optional<Due> counted_fault(const Call &call) {
   return due;
 }
 
-// The fault that a file has armed, for the first call of all processes that it is for.
+// The fault that a file has armed, for the first matching call of all processes.
 std::optional<Due> armed_fault(const Call &call) {
   const std::string &path = settings().fault_file;
   if (path.empty() || access(path.c_str(), R_OK))
@@ -69,7 +69,7 @@ std::optional<Due> armed_fault(const Call &call) {
   std::ifstream file(path);
   Settings armed;
   read_settings(armed, {std::istreambuf_iterator<char>(file), {}}, path.c_str());
-  if (!is_for(armed.faults[0], call) || unlink(path.c_str()))  // or another process was the first
+  if (!is_for(armed.faults[0], call) || unlink(path.c_str()))  // or another process was first
     return {};
   return Due{armed.faults[0], "that a file has armed"};
 }
@@ -85,13 +85,13 @@ void sleep_for(double seconds, const std::function<bool()> &is_over) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
 }
 
-// Carries out the fault; true if the call fails.
+// Executes the fault; true if the call fails.
 bool strike(const Fault &f, const std::function<bool()> &is_over) {
   switch (f.kind) {
   case FaultKind::Stall: {
     int64_t begun = now_ns();
     sleep_for(f.stall_s, is_over);
-    if (t_timeline)  // the device stood for as long
+    if (t_timeline)  // the device waited as long
       t_timeline->pass(now_ns() - begun, Idle::Host);
     return false;
   }
@@ -104,7 +104,7 @@ bool strike(const Fault &f, const std::function<bool()> &is_over) {
 
 bool never() { return false; }
 
-// With what code the device stops, and what CANN's text has as the reason.
+// The code with which the device stops, and the reason in CANN's text.
 std::pair<aclError, const char *> code_of(FaultKind kind) {
   switch (kind) {
   case FaultKind::Link:
@@ -139,7 +139,7 @@ bool may_be_due(const char *name) {
 
 bool wants_operands(const char *name) { return may_turn_bad() && may_be_due(name); }
 
-// A page of one of the operator's tensors; of HCCL's own memory for what has none.
+// A page of one of the operator's tensors; for an operator without tensors, of HCCL's own memory.
 static void turn_bad(const Fault &f, int device, const std::vector<uintptr_t> *operands) {
   if (!operands || operands->empty())
     return turn_library_memory_bad(device);

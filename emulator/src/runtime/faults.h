@@ -1,20 +1,21 @@
-// Fault injection: what the settings fault_* ask for.
+// Fault injection by the settings fault_*.
 #pragma once
 
 #include "emulator.h"
 
 namespace emu {
 
-// The body, wrapped if the fault is for an execution of `name`.
+// The body, wrapped if the fault hits an execution of `name`.
 Task with_fault(const char *name, int device, const LaunchTraits &traits, Task body);
 
-// `name` is about to be recorded into a graph: an error if it shall fail.
+// Before `name` is recorded into a graph: returns an error if it shall fail.
 aclError fault_in_capture(const char *name, int device);
 
-// The host calls `name`: an error if it shall fail. A call that stalls does so in full.
+// Before the host calls `name`: returns an error if it shall fail. A stall of a call lasts its full
+// time.
 EMU_SHARED aclError fault_in_call(const char *name, int device);
 
-// Device memory is about to be allocated: an error if it shall fail.
+// Before device memory is allocated: returns an error if it shall fail.
 aclError fault_in_allocation(int device);
 
 }  // namespace emu

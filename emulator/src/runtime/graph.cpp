@@ -117,10 +117,11 @@ void Graph::end_capture() {
   capturing = false;
 }
 
-// Whether edges put each task behind the one that was captured before it, so that no two lanes ever
-// run side by side.
+// Whether edges order each task behind the previously captured one, so that no two lanes run side
+// by side.
 bool Graph::each_task_follows_the_one_before() const {
-  std::vector<int> behind(lanes.size(), -1);  // of each lane: the last task that it follows, or is
+  // of each lane: the last task that it follows or contains
+  std::vector<int> behind(lanes.size(), -1);
   std::vector<int> at_record(nodes.size(), -1);
   int last = -1;
   for (int i = 0; i < static_cast<int>(nodes.size()); i++) {
@@ -188,7 +189,7 @@ static std::string lane_name(const Graph &g, int lane) {
   return "lane " + std::to_string(lane) + " of graph " + std::to_string(g.id);
 }
 
-// A device that stops does not begin another task.
+// A stopped device does not begin another task.
 static void run_node(const Node &node) {
   if (device_failed())
     throw std::runtime_error("given up, because the device failed");
@@ -197,7 +198,7 @@ static void run_node(const Node &node) {
 
 namespace {
 
-// Threads that wait for lanes to run; they stay for the next replay.
+// Threads for lanes; they stay for the next replay.
 class LaneThreads {
 public:
   void run(Task task) {
@@ -231,12 +232,12 @@ private:
   }
 };
 
-// What the lanes of one replay share. Kept by each lane, so that it outlives the fastest.
+// The shared state of a replay's lanes. Each lane owns it, so that it outlives the fastest lane.
 struct LaneRun {
   std::mutex mutex;
   std::condition_variable changed;
   std::vector<std::atomic<char>> recorded;
-  std::vector<int64_t> recorded_ns;  // with modelled time, by those that recorded
+  std::vector<int64_t> recorded_ns;  // with modelled time: times of records
   std::vector<std::unique_ptr<Timeline>> timelines;  // of all lanes but the first
   std::atomic<bool> failed{false};
   std::string error;
@@ -289,8 +290,8 @@ void run_lane(LaneRun &run, const Graph &g, int lane) {
   run.changed.notify_all();
 }
 
-// What the calling worker is while it runs the lanes of a graph by turns; the first lane is the worker
-// itself, and so it is again in the end.
+// The identity of the calling worker while it runs the lanes of a graph by turns; the worker itself
+// is the first lane, and again at the end.
 class Turns {
 public:
   Turns(const Graph &graph, size_t lanes) : graph_(graph) {
@@ -308,7 +309,7 @@ public:
       t_timeline = lane ? &others_[lane - 1] : worker_;
     t_where = lane ? lane_name(graph_, lane) : where_;
   }
-  // The worker goes on when all lanes have ended.
+  // The worker continues when all lanes have ended.
   void join() {
     for (const Timeline &other : others_)
       worker_->wait_until(other.ns(), Idle::Event);
@@ -324,8 +325,8 @@ private:
 
 }  // namespace
 
-// One lane, or lanes that take turns, as where each collective is waited for at once: they need no
-// threads that wake each other.
+// One lane, or lanes that take turns, for example if each collective is awaited at once: they need
+// no threads that wake each other.
 void Graph::replay_in_order() const {
   Turns turns(*this, lane_sqes_.size());
   std::vector<int64_t> recorded_ns(t_timeline ? nodes.size() : 0);

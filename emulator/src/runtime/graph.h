@@ -49,7 +49,7 @@ struct Graph : std::enable_shared_from_this<Graph> {
   Graph(Stream *origin, aclmdlRICaptureMode mode);
   ~Graph();
 
-  // Each may find no stream id left; then the capture is invalid and the code is returned.
+  // Each may find no free stream id; then the capture is invalid and the code is returned.
   aclError add_lane(Stream *stream);
   aclError append(Stream *stream, Node node, int *index = nullptr);
   aclError use_domain(const void *domain, uint32_t ranks);

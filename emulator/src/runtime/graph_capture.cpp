@@ -1,4 +1,4 @@
-// The aclmdlRI calls: capture, execution, destruction; and where a launch goes.
+// The aclmdlRI calls: capture, execution, destruction; and the target of a launch.
 #include "runtime/counters.h"
 #include "runtime/faults.h"
 #include "runtime/graph.h"
@@ -41,7 +41,7 @@ aclError refuse_during_capture(const char *call) {
   return 0;
 }
 
-// The body, counted each time it runs.
+// The body, counted at each run.
 static Task counted(Task body, int device, LaunchTraits traits) {
   if (!traits.ai_cpu && !traits.unaligned)
     return body;
@@ -133,7 +133,7 @@ EMU_API aclError aclmdlRICaptureEnd(aclrtStream handle, aclmdlRI *model) {
   else if (g->has_unjoined_lane())
     error = fail(ACL_ERROR_RT_STREAM_UNJOINED,
                  "a forked stream was not joined to the capture's origin stream");
-  if (error) {  // nobody gets a handle to destroy, so nothing may stay behind
+  if (error) {  // no caller gets a handle to destroy, so nothing may remain
     g->release_streams();
     g->self.reset();
     return error;
@@ -154,8 +154,7 @@ EMU_API aclError aclmdlRIGetId(aclmdlRI model, uint32_t *id) {
   return 0;
 }
 
-// With null `streams` only the number is told. The handles name the graph's streams and are not
-// usable for anything else.
+// With null `streams` only the number is returned. The handles only identify the graph's streams.
 EMU_API aclError aclmdlRIGetStreams(aclmdlRI model, aclrtStream *streams, uint32_t *count) {
   Graph *g = graph_of(model);
   auto number = static_cast<uint32_t>(g->stream_count());
@@ -172,7 +171,7 @@ EMU_API aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream stream) {
     if (aclError e = QueuePool::of(g->device).bind(*g))
       return e;
   g->in_flight++;
-  // The count falls when the task is freed, also if it never runs.
+  // The count falls when the task is freed, also if it never ran.
   std::shared_ptr<void> flight(nullptr, [g](void *) { g->in_flight--; });
   return launch(stream, TaskKind::GraphLaunch, "aclmdlRIExecute",
                 [g, flight = std::move(flight)] { g->replay(); });
@@ -187,7 +186,7 @@ EMU_API aclError aclmdlRIDestroy(aclmdlRI model) {
   count(Counters::of(g->device).graphs, -1);
   count(Counters::of(g->device).ai_cpu_captured, -g->ai_cpu_tasks());
   g->self.reset();
-  return 0;  // freed here, or when no update task names it any more
+  return 0;  // freed here, or with the last update task that refers to it
 }
 
 static const char *task_type(const Node &node) {

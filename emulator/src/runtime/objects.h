@@ -28,16 +28,16 @@ class Stream;
 inline thread_local aclmdlRICaptureMode t_capture_mode = ACL_MODEL_RI_CAPTURE_MODE_GLOBAL;
 inline thread_local std::string t_where;  // of a worker: "stream 3" or "lane 1 of graph 7"
 
-// Guards what captures and updates change, of streams, events and graphs that are being captured:
-// the thread that captures, torch_npu's queue thread and those that ask for events all come here.
-// Never taken by workers, nor while a stream's or an event's mutex is held.
+// Guards everything that captures and updates change in streams, events and graphs under capture.
+// The capturing thread, torch_npu's queue thread and threads that query events all take it. Workers
+// never take it, nor is it taken while a stream's or an event's mutex is held.
 extern std::mutex g_capture_mutex;
 
 // ---- waiting
 
 extern std::atomic<bool> g_oversubscribed;  // see services.h
 
-// Spins for some tens of microseconds until `ready`; false if the time is up.
+// Spins for some tens of microseconds until `ready`; false after that time.
 template <class Ready> bool spin_until(Ready ready);
 
 // For tasks: waits until `ready`; throws if the device has failed or wait_s has passed.
@@ -51,11 +51,11 @@ struct Event {
   std::mutex mutex;
   std::condition_variable changed;
   uint64_t submitted = 0, completed = 0;  // generations: re-recording makes a new one
-  // When each record ends: kept by those that wait for it, because the next record has its own.
+  // End of each record, kept by its waiters, because the next record has its own.
   std::shared_ptr<int64_t> moment = std::make_shared<int64_t>(0);
-  int64_t timestamp_ns = 0;  // of the last record that is complete
-  // Where the last record was queued, and after how many aborts there: the next one takes it away,
-  // and nobody waits for it any more.
+  int64_t timestamp_ns = 0;  // of the last complete record
+  // Where the last record was queued, and the number of aborts there before: a later abort removes
+  // it, and nothing waits for it any more.
   int device = 0;
   uint32_t aborts = 0;
   bool external_set = false;
@@ -123,8 +123,8 @@ private:
 
 Stream *stream_of(aclrtStream handle);  // nullptr means the default stream of the current device
 std::vector<Stream *> streams_of(int device);
-// Until the device's time has come, or it has stopped: then the error of a wait that began after so
-// many aborts.
+// Waits until the device's time has come, or it has stopped; then returns the error of a wait that
+// began after so many aborts.
 aclError sleep_with_device(int device, int64_t until_ns, uint32_t aborts_before);
 
 // Refuses if the call is not permitted during an active capture, which stays valid, as in CANN's

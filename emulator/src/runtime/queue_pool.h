@@ -1,11 +1,10 @@
-// Accounting software_sq: the hardware queues of a device.
-//
-// Every stream has an id. One that the program or HCCL made holds a queue as long as it lives; one
-// that belongs to a graph only borrows one, while the graph is bound. What graphs may borrow is
-// pooled: capture sets one more queue aside for each stream, as long as the device has some and the
-// pool has fewer than 1024, and fails for want of none. A graph is bound by its first execution and
-// stays so until another one needs its queues: idle graphs lose them in the order of their creation.
-// The pool shrinks only for a stream that finds no other queue.
+// Accounting software_sq: the hardware queues of a device. Every stream has an id. A stream that
+// the program or HCCL made holds a queue for its whole life. A stream of a graph only borrows a
+// queue while the graph is bound. Queues for graphs are in a pool: a capture adds one queue per
+// stream, as long as the device has free ones and the pool has fewer than 1024; it never fails for
+// lack of queues. The first execution binds a graph, which stays bound until another graph needs
+// its queues: idle graphs lose them in the order of their creation. The pool shrinks only for a
+// stream that finds no other queue.
 #pragma once
 
 #include "runtime/stream_budget.h"
@@ -26,10 +25,10 @@ public:
   explicit QueuePool(int device) : device_(device) {}
   static QueuePool &of(int device);
 
-  void set_aside(long count);   // a graph captured so many streams more
+  void set_aside(long count);   // a graph captured so many more streams
   aclError bind(Graph &graph);  // before its execution; waits while others run
   void unbind(Graph &graph);
-  bool spare(long count);       // so many running streams more, counted already; false if too many
+  bool spare(long count);       // so many more running streams, counted already; false if too many
 
   long size();
   long bound();
@@ -46,7 +45,7 @@ private:
   void recycle(long count);
 };
 
-// Ids and queues for streams that run by themselves; false, and takes nothing, if one is short.
+// Takes ids and queues for streams outside graphs; false, and takes nothing, if one is short.
 bool take_running_streams(int device, StreamBudget::Holder holder, long count);
 
 }  // namespace emu

@@ -1,4 +1,5 @@
-// The table. Sources and how sure each number is: docs/develop/device-time.md, which repeats the values.
+// The table. docs/develop/device-time.md has the sources and the certainty of each number, and
+// repeats the values.
 #include "rates.h"
 
 #include "target.h"
@@ -6,7 +7,8 @@
 namespace emu {
 namespace {
 
-// The peaks and the memory of each chip; a name that is not here counts as the first of its kind.
+// The peaks and the memory of each chip; a name that is missing here counts as the first of its
+// kind.
 struct ChipRow {
   const char *soc;
   double bf16_tflops, int8_tflops, hbm_tb_s;
@@ -118,7 +120,7 @@ bool is_rate(const std::string &name) {
 
 }  // namespace emu
 
-// A JSON object of the rates in force. The text is valid until the thread's next call.
+// A JSON object of the rates in use. The text is valid until the thread's next call.
 EMU_API const char *emulator_rates() {
   using namespace emu;
   static thread_local std::string text;

@@ -44,7 +44,7 @@ bool boolean(const std::string &value) {
   throw std::invalid_argument("want true or false");
 }
 
-// Which of the choices `value` is.
+// The index of `value` among the choices.
 int choice(const std::string &value, std::initializer_list<const char *> choices) {
   std::string all;
   int i = 0;
@@ -106,7 +106,7 @@ const std::map<std::string, FaultSetter> &fault_setters() {
   return table;
 }
 
-// "fault_op" is of the first fault, "fault2_op" of the second; "stall_s" stands without a name.
+// "fault_op" belongs to the first fault, "fault2_op" to the second; "stall_s" has no such prefix.
 bool set_fault(Settings &settings, std::string name, const std::string &value) {
   if (name == "stall_s")
     name = "fault_stall_s";
@@ -201,7 +201,7 @@ void read_settings(Settings &s, const std::string &text, const char *where) {
 
 }  // namespace emu
 
-// Returns null, or what is wrong. Call before the first use: later changes are seen in part only.
+// Returns null, or the error. Call before the first use: later changes have only a partial effect.
 EMU_API const char *emulator_configure(const char *key, const char *value) {
   static thread_local std::string problem;
   try {
@@ -213,7 +213,8 @@ EMU_API const char *emulator_configure(const char *key, const char *value) {
   }
 }
 
-// What the command `run` gives to a process and its children, and has tried before.
+// The settings that the command `run` passes to a process and its children; it has checked them
+// before.
 static const bool is_configured_by_environment = [] {
   const char *text = getenv("EMULATED_NPU");
   emu::read_settings(emu::g_settings, text ? text : "", "EMULATED_NPU");

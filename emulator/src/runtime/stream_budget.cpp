@@ -50,8 +50,8 @@ std::string StreamBudget::shortage() {
          std::to_string(h[Captured] + h[Cascaded] + h[GraphDomains]) + " by captured graphs)";
 }
 
-// A reading of public notes, never measured: one for each domain under AIV and two under FFTS+ is
-// what the field's stream formula counts; of AI CPU it says "up to rank count, at most 16, less one".
+// A reading of public notes, never measured: vllm-ascend's stream formula counts one for each
+// domain under AIV and two under FFTS+; of AI CPU it says "up to rank count, at most 16, less one".
 long streams_per_domain(uint32_t ranks) {
   if (settings().hccl_streams_per_domain >= 0)
     return settings().hccl_streams_per_domain;

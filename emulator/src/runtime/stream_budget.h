@@ -1,4 +1,4 @@
-// Stream ids of a device: who holds how many.
+// Stream ids of a device, by holder.
 #pragma once
 
 #include <array>
@@ -12,15 +12,15 @@ public:
   enum Holder {
     Streams,       // created by the program
     Captured,      // lanes of captured graphs
-    Cascaded,      // more of a lane whose queue entries do not fit one
+    Cascaded,      // further ids of a lane whose queue entries do not fit one queue
     Domains,       // communication domains themselves
-    GraphDomains,  // captured graphs, for the domains that they touch
+    GraphDomains,  // captured graphs, for the domains that they use
     kHolders
   };
   using Held = std::array<long, kHolders>;
   static StreamBudget &of(int device);
 
-  bool take(Holder holder, long count);  // false, and takes nothing, if they are not there
+  bool take(Holder holder, long count);  // false, and takes nothing, if not enough are free
   void release(Holder holder, long count);
   Held held();
   long available();
@@ -31,7 +31,7 @@ private:
   Held held_{};
 };
 
-// Ids that a communication domain holds, and that a captured graph takes when it touches it.
+// Ids that a communication domain holds, and that a captured graph takes when it uses the domain.
 long streams_per_domain(uint32_t ranks);
 
 }  // namespace emu

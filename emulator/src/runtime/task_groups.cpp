@@ -11,7 +11,7 @@
 
 namespace emu {
 
-// Handles outlive graphs in the hands of the caller: only live ones may be followed.
+// Callers may keep handles after their graphs end, so only living ones are followed.
 static std::mutex g_groups_mutex;
 static std::map<TaskGroup *, std::weak_ptr<Graph>> g_groups;
 
@@ -33,7 +33,7 @@ static void remember(TaskGroup *group, const std::shared_ptr<Graph> &graph) {
   g_groups[group] = graph;
 }
 
-// What the host takes for an update with modelled time.
+// The time of the host for an update, with modelled time.
 static int64_t update_ns(const char *name) {
   bool is_attention = strncmp(name, "aclnnFusedInferAttention", 24) == 0;
   return microseconds(is_attention ? rates().update_attention_us : rates().update_us);

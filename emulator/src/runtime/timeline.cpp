@@ -12,7 +12,7 @@
 
 namespace emu {
 
-constexpr size_t kSpans = 64;  // a stream without kernels keeps no more
+constexpr size_t kSpans = 64;  // limit for a stream without kernels
 constexpr int64_t kMaxOwedNs = 1000000;  // a host that slept for every call would find its caches cold
 
 static std::atomic<int64_t> g_owed_ns[kMaxDevices];

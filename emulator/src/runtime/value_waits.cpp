@@ -10,7 +10,7 @@ using namespace emu;
 
 static std::mutex g_value_mutex;
 static std::condition_variable g_value_changed;
-// With modelled time: when each word was written last.
+// With modelled time: time of the last write of each word.
 static std::map<const void *, int64_t> g_written_ns;
 
 static bool value_matches(uint64_t x, uint64_t v, uint32_t condition) {

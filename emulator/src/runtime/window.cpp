@@ -56,7 +56,8 @@ void unmap_window(uintptr_t address, size_t bytes) {
   munmap(accessible(at(address)), bytes);
 }
 
-// All at once costs a third less than a fault for each. A system that cannot leaves it to them.
+// Mapping all pages at once costs a third less than a fault for each. If the system cannot, the
+// faults do it.
 static void have_pages(char *p, size_t bytes) {
 #ifdef MADV_POPULATE_WRITE
   madvise(p, bytes, MADV_POPULATE_WRITE);
@@ -65,7 +66,7 @@ static void have_pages(char *p, size_t bytes) {
 
 void poison(uintptr_t address, size_t bytes) {
   if (!settings().compute)
-    return;  // nothing computes, so that zeros must do as valid indices
+    return;  // without arithmetic, zeros must serve as valid indices
   if (bytes > kPoisonWhole)
     return poison_ends(address, bytes, kPoisonEnd);
   auto *p = static_cast<char *>(accessible(at(address)));

@@ -18,7 +18,7 @@ bool map_window(uintptr_t address, size_t bytes, int file, size_t offset);
 void hide_window(uintptr_t address, size_t bytes);   // keeps the range reserved
 void unmap_window(uintptr_t address, size_t bytes);  // both mappings
 
-// What takes more than this is poisoned at its ends only, because poisoned pages are really there.
+// Larger allocations are poisoned at their ends only, because poisoned pages use real memory.
 constexpr size_t kPoisonWhole = 256u << 20;
 
 void poison(uintptr_t address, size_t bytes);
