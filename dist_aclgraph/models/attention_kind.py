@@ -1,4 +1,4 @@
-"""What a decoder asks of a kind of attention: one layer's part, and what all layers share."""
+"""The interface of a kind of attention: the part of one layer, and the part that layers share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LayerAttention(Protocol):
 
 
 class AttentionKind(Protocol):
-    """What all layers of a decoder share of their attention. Owns the rotary tables.
+    """The attention state that all layers of a decoder share. Owns the rotary tables.
 
     Attributes:
         slot_dtype: of the slots that its cache write takes.

@@ -73,7 +73,7 @@ class Checkpoint:
         """Return a whole tensor in the dtype of the checkpoint object.
 
         Raises:
-            MissingTensorError: no such tensor, or one of another shape.
+            MissingTensorError: the tensor is missing, or has another shape.
         """
         return self._floats(name, shape, 0, 0, shape[0], self.dtype)
 

@@ -1,4 +1,4 @@
-"""A decoder on one rank: embedding, layers, head; what kind of attention, the spec says."""
+"""A decoder on one rank: embedding, layers, head; ``ModelSpec`` names the kind of attention."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Decoder:
 
         Raises:
             ConfigError: the heads cannot be split over the group.
-            MissingTensorError: names the first tensor that lacks or has another shape.
+            MissingTensorError: a tensor is missing, or has another shape; names the first one.
         """
         self.spec = spec
         slices = WeightSlices(checkpoint, groups.tp, device, experts or ExpertSetup(groups), note)

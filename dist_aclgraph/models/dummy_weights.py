@@ -1,7 +1,7 @@
 """Weights without files: a checkpoint of zeros, of the shapes that config.json implies.
 
-Answers mean nothing; steps take what they take with weights. On the emulated NPU zeros take device
-memory that is counted and never there.
+Answers mean nothing; steps take the same time as with weights. On the emulated NPU the zeros count
+as device memory, but take none.
 """
 
 from __future__ import annotations

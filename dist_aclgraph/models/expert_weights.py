@@ -1,5 +1,7 @@
-"""Loading a layer's experts: without expert parallelism each split over the tensor parallel group
-by its inner width, with it those that the rank has, as a whole; shared ones are always split.
+"""Loading a layer's experts.
+
+With expert parallelism a rank loads its experts whole. Without it, the tensor parallel group splits
+each expert by its inner width. Shared experts are always split.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class GroupedQueryAttention:
 
 
 class GroupedQuery:
-    """What the layers share: the rank's heads and the rotary tables."""
+    """State that the layers share: the rank's heads and the rotary tables."""
 
     slot_dtype = torch.int32
     takes_long_queries = True

@@ -78,7 +78,7 @@ class MultiHeadLatentAttention:
 
 
 class MultiHeadLatent:
-    """What the layers share: the rank's heads and the rotary tables."""
+    """State that the layers share: the rank's heads and the rotary tables."""
 
     slot_dtype = torch.int64
     takes_long_queries = False  # directly its operator takes few of a request

@@ -1,8 +1,8 @@
 """The module of a checkpoint that predicts one token further than the decoder.
 
-A decoder layer of its own behind a mix of two things: the hidden state at a place, and the token
-that came after it. Embedding and head are the decoder's; checkpoints repeat them. Reference: the
-DeepSeek-V3 report, section 2.2.
+A mix of the hidden state at a position and the token after it, followed by one decoder layer.
+Embedding and head are the decoder's; checkpoints repeat them. Reference: the DeepSeek-V3 report,
+section 2.2.
 """
 
 from __future__ import annotations

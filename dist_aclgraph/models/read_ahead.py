@@ -1,8 +1,8 @@
 """Reading a checkpoint into the page cache ahead of the ranks that copy out of it.
 
-What is computed of a slice and what the disk brings meanwhile lie side by side then. Ranks of a
-node take turns: together they ask for each byte once, and from the first to the last, since all of
-them need slices of the same tensors at about the same time.
+So the disk reads while slices are computed. The ranks of a node take turns: together they request
+each byte once, from the first to the last, because they need slices of the same tensors at about
+the same time.
 """
 
 from __future__ import annotations

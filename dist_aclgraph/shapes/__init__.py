@@ -1,1 +1,1 @@
-"""What models are, read from their checkpoints, and what their parts take; without torch."""
+"""Shapes of models, read from their checkpoints, and the bytes of their parts; without torch."""

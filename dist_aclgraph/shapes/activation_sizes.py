@@ -1,8 +1,8 @@
 """Bytes of what a decoder computes between its inputs and its logits: an estimate from its shape.
 
-Never compared with an NPU. It errs upwards: of a layer it adds up all that is made, as though
-nothing were freed before the layer's end, and it lets every exchange of tokens bring what gathering
-them brings. Left out is what operators take for themselves.
+It was never compared with an NPU. It errs upwards: it sums all tensors of a layer, as though none
+were freed before the layer's end, and counts every exchange of tokens as if they were gathered. It
+leaves out the workspaces of operators.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which attention heads a rank has: the one home of that rule."""
+"""The rule of which attention heads a rank has."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def check_shards(
     num_prompt_ranks: int,
     is_latent: bool,
 ) -> None:
-    """Check that the ranks that are to keep a cache between them would hold copies of it.
+    """Check that the ranks that share a cache by ``dcp`` would otherwise hold copies of it.
 
     Args:
         num_shards: ``parallel.dcp``; num_prompt_ranks: ``parallel.pcp``.

@@ -1,4 +1,4 @@
-"""JSON files of a checkpoint: bounded, and refused in one sentence."""
+"""JSON files of a checkpoint, with limits of size, refused in one sentence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_JSON_BYTES = 64 << 20  # an index of a million tensors
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return what a file of a checkpoint holds.
+    """Return the object in a file of a checkpoint.
 
     Raises:
         ModelError: it is not a regular file, too large, not JSON or no object.
@@ -50,7 +50,7 @@ def read_text(path: Path) -> str:
 def check_regular(path: Path) -> None:
     """Raise ModelError where a file is missing, or one that would block a reader, such as a pipe.
 
-    A symbolic link counts as what it leads to: caches of downloads are made of them.
+    A symbolic link counts as its target: caches of downloads consist of links.
     """
     try:
         mode = path.stat().st_mode

@@ -30,7 +30,7 @@ class ModelConfig:
     Attributes:
         path: of the file, for errors.
         raw: the object; of a model with several parts, the text part over the whole.
-        generation: what generation_config.json holds.
+        generation: the object of generation_config.json, empty without one.
     """
 
     path: Path
@@ -130,7 +130,7 @@ class ModelConfig:
         return bool(self.raw.get(key))
 
     def unsupported(self, why: str) -> UnsupportedModelError:
-        """Return the error of a checkpoint that asks for what is not implemented."""
+        """Return the error of a checkpoint with a feature that is not implemented."""
         return UnsupportedModelError(f"{self.path}: {why}")
 
     def _value(self, key: str, default: Any) -> Any:
@@ -139,7 +139,7 @@ class ModelConfig:
             return value
         if default is None:
             raise ModelError(
-                f"{self.path} of a {self.architecture} lacks the key {key}; is it whole?"
+                f"{self.path} of a {self.architecture} lacks the key {key}; is the file complete?"
             )
         return default
 

@@ -1,4 +1,4 @@
-"""What planning must know of a model, of any architecture: from config.json and weight headers.
+"""Facts of a model of any architecture, for planning: from config.json and weight headers.
 
 A ``ModelSpec`` holds these facts and the details of a supported decoder.
 """
@@ -80,10 +80,10 @@ class ModelFacts:
 
 
 def check_model(config: Config, facts: ModelFacts) -> None:
-    """Check what a deployment wants of its model.
+    """Check that a model has the features that a deployment needs.
 
     Raises:
-        ConfigError: the model has not what ``parallel.ep`` or ``speculative.num_tokens`` need, or
+        ConfigError: the model lacks what ``parallel.ep`` or ``speculative.num_tokens`` need, or
             its heads cannot be split over ``parallel.tp``, its KV cannot be sharded over
             ``parallel.dcp``, or int8 matrices meet float32.
     """

@@ -104,7 +104,7 @@ class LatentSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec(ModelFacts):
-    """The shape of a decoder: the facts of any model, and what only a supported one has."""
+    """The shape of a supported decoder: the facts of its model, and its details."""
 
     intermediate_size: int
     rms_norm_eps: float
@@ -174,7 +174,7 @@ def _read_experts(config: ModelConfig) -> ExpertSpec | None:
 
 
 def _checked(config: ModelConfig, experts: ExpertSpec) -> ExpertSpec:
-    """Refuse numbers of experts that no router can choose by."""
+    """Return the experts, or refuse numbers of groups and experts that exclude each other."""
     per_group, rest = divmod(experts.num_experts, experts.num_groups)
     if rest or not 1 <= experts.top_groups <= experts.num_groups:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""Which quantised checkpoints can be read: by config.json and its companion, not by weights."""
+"""The supported formats of quantised checkpoints, by config.json and its companion file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SUPPORTED = (
 
 
 def check_quantisation(config: ModelConfig) -> None:
-    """Check how a checkpoint is quantised, if it is; its weights say for themselves which are.
+    """Check the format of a quantised checkpoint; which weights have it, their dtypes say.
 
     Raises:
         ModelError: config.json has a value that cannot be, or the description cannot be read.

@@ -1,6 +1,6 @@
-"""The safetensors files of a checkpoint: which there are, and whether they are whole.
+"""The safetensors files of a checkpoint, and whether they are complete.
 
-Only their headers are read: what is missing or cut off is known before anything is started.
+Only headers are read, so that a missing or truncated file is known before anything is started.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 
 
 def _file_named(directory: Path, name: str) -> Path:
-    """Return the file of that name, or else the only one whose name ends alike.
+    """Return the file of that name, or else the only file whose name has the same ending.
 
     Tools that quantise choose names of their own.
     """

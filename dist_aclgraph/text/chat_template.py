@@ -1,8 +1,8 @@
 """ChatTemplate: a checkpoint's own template, rendered in a child process with limits.
 
-Jinja's sandbox bounds neither time nor memory: one filter can compute for hours, or fill the memory
-of the service. The kernel bounds both for a process (``template_process``). A process serves one
-render at a time; it is started when no other is idle, and serves the next ones, too.
+Jinja's sandbox limits neither time nor memory: one filter can compute for hours, or fill the memory
+of the service. The kernel limits both for a process (``template_process``). A process serves one
+render at a time. The next render reuses an idle process, or starts another one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RenderLimits:
 
     Attributes:
         cpu_s: time on a processor; published templates take milliseconds.
-        wait_s: until its process is taken for one that hangs.
+        wait_s: how long the parent waits for the answer before it kills the process.
         memory_bytes: address space of its process.
         chars: length of the prompt.
     """
@@ -178,7 +178,7 @@ def read_chat_template(directory: Path, described: Mapping[str, Any]) -> ChatTem
     """Return the chat template of a checkpoint, None where it has none.
 
     Args:
-        described: what its tokenizer_config.json holds.
+        described: the content of its tokenizer_config.json.
 
     Raises:
         ModelError: the template cannot be read, or does not compile.

@@ -12,7 +12,7 @@ MAX_HELD_TOKENS = 8  # more than one UTF-8 character needs; then the bytes are i
 class Detokenizer:
     """One request's text, by the library's ``DecodeStream``.
 
-    The stream holds bytes back until they are a character. It would do so for ever with bytes that
+    The stream holds bytes back until they are a character. It would do so forever with bytes that
     never become one: they come out as replacement characters, after a few tokens or at the end.
     """
 

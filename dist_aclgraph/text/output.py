@@ -17,8 +17,8 @@ class TextPiece(msgspec.Struct, frozen=True):
     """What one delta brought to one output.
 
     Attributes:
-        text: what is new and certain.
-        token_ids: the output's new tokens, an end token included; none behind a stop string.
+        text: new text that no later token changes.
+        token_ids: the output's new tokens, an end token included; none after a stop string.
         logprobs: one for each of these tokens, or none at all.
         finish_reason: "stop" or "length" in the last piece.
         has_end_token: whether the last of the tokens is an end token, which has no text.

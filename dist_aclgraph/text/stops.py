@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Cuts a text before the first stop string, whatever the pieces it arrives in.
+    """Cuts a text before the first stop string, however the text is divided into pieces.
 
     Text that may be the beginning of a stop string is held back. The first match is the one that
     ends first; among those that end together, the longest.

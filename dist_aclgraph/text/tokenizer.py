@@ -123,7 +123,7 @@ class Tokenizer:
     def _check_parts(self, text: str, max_tokens: int) -> None:
         """Refuse a long text by its beginning, without an encoding of all its tokens.
 
-        Where a text is cut, a token may become as many as it has characters.
+        A cut may split a token into as many tokens as it has characters.
         """
         count = 0
         for start in range(0, len(text), PART_CHARS):
@@ -183,7 +183,7 @@ class Tokenizer:
         """Return if the model has all of these tokens.
 
         Raises:
-            InvalidParameterError: it has not.
+            InvalidParameterError: a token is missing.
         """
         check_token_ids(ids, self.vocab_size, param)
 
@@ -212,7 +212,7 @@ class Tokenizer:
 
 
 def _translate(error: BaseException, ours: DistAclGraphError) -> BaseException:
-    """The Rust side panics with a BaseException of its own; everything else passes unchanged."""
+    """Return our error for a panic of the Rust library; pass all other errors on unchanged."""
     if isinstance(error, Exception) or type(error).__name__ == "PanicException":
         return ours
     return error

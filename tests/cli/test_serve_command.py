@@ -116,7 +116,7 @@ def test_without_keeping_answers_it_serves_from_one_process():
     def meanwhile() -> None:
         command.wait_for(200)
         command.seen["serving"] = command.post()
-        assert processes.children(os.getpid()) == before
+        assert processes.children(os.getpid()) <= before  # those of other tests may end
 
     command.run(meanwhile, serve)
 

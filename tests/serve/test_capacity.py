@@ -72,7 +72,7 @@ def test_a_draining_group_is_counted_and_gets_nothing(service, other):
     assert other.submitted == []
 
 
-def test_places_follow_the_groups_that_there_are(service, other):
+def test_slots_follow_the_number_of_groups(service, other):
     """One group is configured; the other one came by scaling."""
     slots, of_a_group = service.state.slots, 1024 + 16  # scheduler.max_waiting, max_num_seqs
     slots.acquire(2 * of_a_group - 1)
@@ -98,7 +98,7 @@ def test_places_follow_the_groups_that_there_are(service, other):
     assert not slots.is_full
 
 
-def test_a_group_that_drains_keeps_its_places(service, other):
+def test_a_group_that_drains_keeps_its_slots(service, other):
     """Its requests still have them: without, the others would get less than they can take."""
     entries = (
         GroupEntry("0", service.engine.address, 100, 16),
@@ -164,7 +164,7 @@ def test_metrics_count_lost_groups_by_kind_and_requests_that_went_on(service, ot
     assert samples(service, "group_losses_total") == {**kinds, 'kind="silent"': 1}
 
 
-def test_places_of_groups_that_are_lost_stay_as_requests_wait_for_others() -> None:
+def test_slots_of_lost_groups_stay_because_requests_wait_for_others() -> None:
     config = load_config(CONFIG, {"parallel.dp": 2})
     counts = [2]
     slots = CompletionSlots.from_config(config, lambda: counts[0])

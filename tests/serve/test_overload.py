@@ -19,7 +19,7 @@ HANGING = {"model": MODEL, "prompt": [70], "max_tokens": 2000, "stream": True}
 
 @pytest.fixture(scope="module")
 def full():
-    """A service all of whose places are taken by streams that do not end."""
+    """A service all of whose slots are taken by streams that do not end."""
     with serving(**{"scheduler.max_waiting": 4}) as service:
         service.engine.step_s = 0.2
         replies = [
@@ -56,7 +56,7 @@ def test_a_place_that_becomes_free_is_given_away(own_service):
     until(lambda: slots.taken == 0)
 
 
-def test_more_choices_than_places_are_refused(own_service):
+def test_more_choices_than_slots_are_refused(own_service):
     service = own_service
     total = service.state.config.scheduler.max_waiting + 16
     service.state.slots.acquire(total - 2)

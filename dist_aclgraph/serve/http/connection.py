@@ -75,7 +75,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._limits = server.limits
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
-        # Requests behind one that closes the connection are no fault of that one.
+        # Data behind a request that closes the connection does not invalidate that request.
         self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._deadline = ClientDeadline(self._loop, self._end_overdue)
         self._stall: asyncio.TimerHandle | None = None  # rings for a client that does not read
@@ -324,7 +324,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             return False
         given = next((value for name, value in self._headers if name == REQUEST_ID), b"")
         headers = [*self.server.headers, (REQUEST_ID, request_name(given))]
-        # A client that waits for our word before it sends a body gets none, and sends no body.
+        # A client that waits for "100 Continue" does not get it, and sends no body.
         keeps_alive = (
             not self._is_crowded
             and not self._expects_continue

@@ -1,4 +1,4 @@
-"""ClientDeadline: until when a client must have done what the server waits for."""
+"""ClientDeadline: the time until which the server waits for a client."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 class ClientDeadline:
     """Owns one timer, which rings once the deadline has passed.
 
-    A later deadline does not touch the timer: it rings too early then, and is wound up again.
+    A later deadline leaves the timer alone: when it fires too early, it is set again.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_overdue: Callable[[], None]) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import resource
 import sys
 
-OTHER_FILES = 512  # descriptors for all that is no client's
+OTHER_FILES = 512  # descriptors that are not of clients
 
 
 def _allow_open_files(wanted: int) -> int:
-    """Raise this process's own limit of open files, as far as it may; return what it is now."""
+    """Raise the limit of open files of this process as far as allowed; return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)

@@ -14,7 +14,7 @@ RawHeaders = Iterable[tuple[bytes, bytes]]
 
 
 class Refusal:
-    """A response as it goes over the wire, but for the headers that differ by request."""
+    """A response as bytes, without the headers that differ by request."""
 
     def __init__(self, response: Response) -> None:
         self._head = status_line(response.status_code) + header_lines(response.raw_headers)
@@ -25,12 +25,12 @@ class Refusal:
 
 
 class GatedApp(Protocol):
-    """An ASGI application that may refuse a request for its first line alone."""
+    """An ASGI application that may refuse a request by its first line."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
     def refusal(self, method: bytes, path: bytes) -> Refusal | None:
-        """Return the refusal, or None where the request is to be looked at.
+        """Return the refusal, or None if the request must be read.
 
         Args:
             path: as the client wrote it, with its query.

@@ -28,7 +28,7 @@ from dist_aclgraph.serve.resume.record import ConnectionRecord
 log = logging.getLogger(__name__)
 SEND_BUFFER_BYTES = 64 << 10  # of each connection; by itself it grows to megabytes
 BACKLOG = 4096  # connections that wait to be accepted; beyond, clients try again after a second
-BEAT_S = 1.0  # between two signs of life, and two dates
+BEAT_S = 1.0  # between two heartbeats, and two dates
 LOOK_S = 0.05
 STOP_S = 5.0  # for replies that are on their way when the server is stopped
 
@@ -76,11 +76,10 @@ class HttpServer:
         self._thread.start()
 
     def let_in(self, opens: Callable[[], None]) -> None:
-        """Have ``opens`` let new requests in, and go on with answers that a previous process has
-        promised; these come before new requests.
+        """Admit new requests, after the answers that a previous process has begun.
 
         Args:
-            opens: called on the event loop. The application answers from then on.
+            opens: opens the application; called on the event loop.
         """
 
         async def let_in() -> None:

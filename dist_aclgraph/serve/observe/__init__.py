@@ -1,1 +1,1 @@
-"""What the service says of itself: metrics, their history, the status page."""
+"""Observability: metrics, their history, the status page."""

@@ -1,4 +1,4 @@
-"""History: the last ten minutes of what /metrics counts, for people who open the status page late.
+"""History: the last ten minutes of /metrics, for the status page.
 
 Every few seconds the metrics are collected, and what has changed since the last time is kept as one
 point: rates, and quantiles of the latencies in between. The number of points is bounded.
@@ -39,7 +39,7 @@ Buckets = tuple[tuple[float, float], ...]  # upper bound, and how many were not 
 
 @dataclass(frozen=True)
 class MetricCounts:
-    """What was counted until ``time_s``, a monotonic time.
+    """The counters at ``time_s``, a monotonic time.
 
     Attributes:
         engines: a metric's name -> engine -> value.
@@ -55,7 +55,7 @@ class MetricCounts:
 
 @dataclass(frozen=True)
 class Point:
-    """What happened in the time up to ``time_s``.
+    """What has changed between the previous point and ``time_s``.
 
     Attributes:
         values: of a series, None where nothing is known.
@@ -87,7 +87,7 @@ class History:
                 try:
                     self.add(read_counts(collect(), time.monotonic()))
                     is_failing = False
-                except Exception:  # whatever it is: the next look may go well
+                except Exception:  # of any kind: the next attempt may succeed
                     if not is_failing:
                         logger.exception("the history has no metrics")
                     is_failing = True
@@ -96,7 +96,7 @@ class History:
         threading.Thread(target=run, name="history", daemon=True).start()
 
     def add(self, counts: MetricCounts) -> None:
-        """Add what was counted since the last call."""
+        """Add a point with the changes since the last call."""
         with self._lock:
             if self._last is not None and counts.time_s > self._last.time_s:
                 self._points.append(_point(self._last, counts))
@@ -173,7 +173,7 @@ def _point(old: MetricCounts, new: MetricCounts) -> Point:
 
 
 def _gains(old: ByEngine, new: ByEngine) -> dict[str, float]:
-    """What counters that are in both have gained; one that fell has begun again."""
+    """Return the increase of the counters in both; one that fell has been reset to 0."""
     return {
         key: value - old[key] if value >= old[key] else value
         for key, value in new.items()

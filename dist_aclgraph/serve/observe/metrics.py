@@ -1,4 +1,4 @@
-"""Prometheus metrics: what the ingress measures itself, and what the engines answer when asked.
+"""Prometheus metrics: of the ingress itself, and of the engines, which are queried.
 
 The engine's answer to ``Query("metrics")`` is one JSON object; ``ENGINE_METRICS`` says where in it
 each value lies. A value that is an object is one sample per key, labelled with the name given.

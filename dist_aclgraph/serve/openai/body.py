@@ -44,8 +44,8 @@ class BodyBudget:
         """Return if another piece of a body may be read.
 
         Raises:
-            QueueFullError: more than the limit is held. Pieces that had been read are counted, so
-                this is one piece of each connection at most.
+            QueueFullError: more than the limit is held. The limit can be exceeded by one piece of
+                each connection, because a piece is counted after it was read.
         """
         if self.num_bytes > self.max_bytes:
             raise QueueFullError(
@@ -55,11 +55,12 @@ class BodyBudget:
 
 
 class HeldBody:
-    """One request's part of a budget: its ASGI ``receive``, which counts what it returns.
+    """One request's ASGI ``receive``, which counts the bytes that it returns in the budget.
 
     Args:
         copies: how often each byte is held.
-        is_owed: the request was accepted by another process: it is counted, and not refused.
+        is_owed: whether an earlier process has accepted the request: its bytes are counted, and it
+            is never refused.
     """
 
     def __init__(self, budget: BodyBudget, receive: Receive, *, copies: int, is_owed: bool) -> None:
@@ -87,7 +88,7 @@ class HeldBody:
 
 
 class Body(msgspec.Struct, kw_only=True, gc=False):
-    """Base of what clients send; ``strict`` gives classes that are closed to unknown fields."""
+    """Base of request bodies. ``strict`` returns a class that refuses unknown fields."""
 
     def check(self) -> None:
         """Refuse what the types allow and the service does not offer.
@@ -143,7 +144,7 @@ async def read_body(
     """Return what ``convert`` makes of the decoded and checked body.
 
     Args:
-        convert: called beside the event loop where the body is large.
+        convert: called on another thread if the body is large.
 
     Raises:
         InvalidParameterError: it is not JSON, or not what ``kind`` describes.

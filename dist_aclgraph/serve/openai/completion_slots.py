@@ -12,12 +12,13 @@ from dist_aclgraph.topology import ParallelLayout
 class CompletionSlots:
     """Counts completions from their request's first byte on; used on one event loop only.
 
-    The engines' own queues are the second bound: they count only what has reached them.
+    The queues of the engines are a second limit, for requests that have arrived there.
 
     Args:
         of_a_group: completions that may run or wait in one group.
-        configured: groups that are to be there: they count while they are not, as requests wait.
-        num_groups: says how many there are now, which may be more; asked for each request.
+        configured: number of groups in the configuration. It is the least that counts, because
+            requests wait for groups that are lost.
+        num_groups: returns how many groups there are now; called for each request.
     """
 
     def __init__(self, of_a_group: int, configured: int, num_groups: Callable[[], int]) -> None:
@@ -28,7 +29,7 @@ class CompletionSlots:
 
     @classmethod
     def from_config(cls, config: Config, num_groups: Callable[[], int]) -> CompletionSlots:
-        """Return as many as may run or wait on the engines that there are."""
+        """Return one slot for each completion that may run or wait on an engine."""
         configured = len(ParallelLayout.from_config(config.parallel).lockstep_groups)
         limits = config.scheduler
         of_a_group = limits.max_waiting + config.parallel.dp // configured * limits.max_num_seqs

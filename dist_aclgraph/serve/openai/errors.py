@@ -45,7 +45,7 @@ class BodyTimeoutError(RequestError):
 
 
 class GenerationTimeoutError(RequestError):
-    """The answer took longer than is allowed; asked again, it would do so again."""
+    """The answer took longer than is allowed. A retry would take as long."""
 
     code = "generation_timeout"
 
@@ -88,7 +88,7 @@ TYPE_OF = {
 }
 
 
-# Clients of OpenAI's ask again behind a 408, unless they are told not to.
+# The openai client retries after a 408 unless a header forbids it.
 HEADERS_OF: dict[type[DistAclGraphError], Mapping[str, str]] = {
     UnauthorizedError: {"WWW-Authenticate": "Bearer"},
     GenerationTimeoutError: {"X-Should-Retry": "false"},
@@ -123,7 +123,7 @@ def error_response(error: BaseException) -> Response:
 
 
 def plain_error(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
-    """An error that is none of ours, such as an unknown path or method."""
+    """Return an error of the HTTP layer, such as an unknown path or method."""
     kind = TYPE_OF.get(status, "invalid_request_error")
     body = {"error": {"message": message, "type": kind, "param": None, "code": None}}
     return json_response(body, status, headers)

@@ -31,7 +31,7 @@ class ClientGoneError(Exception):
 
 
 class ChoicePiece(msgspec.Struct, frozen=True):
-    """What is new in one choice; ``logprobs`` leave out an end token."""
+    """New text of one choice; ``logprobs`` leave out an end token."""
 
     index: int
     text: str
@@ -40,12 +40,13 @@ class ChoicePiece(msgspec.Struct, frozen=True):
 
 
 class Sink(Protocol):
-    """What takes the pieces of a generation, on the event loop's thread."""
+    """Takes the pieces of a generation, on the event loop's thread."""
 
     def take(self, piece: ChoicePiece) -> None:
         """Take what one delta brought to one choice; the last piece has a finish reason.
 
-        There is one also where the tokens have no text (yet): by it clients see that all is well.
+        A delta whose tokens have no text (yet) brings a piece, too: it shows clients that the
+        generation goes on.
         """
         ...
 
@@ -99,14 +100,12 @@ class Generation:
     cache_salt: str  # cached blocks are shared with requests of the same salt only
     journal: Journal
     _choices: list[_Choice] = field(default_factory=list)
-    _num_slots: int = 0  # taken beside the one that the HTTP request has
+    _num_slots: int = 0  # besides the one that the HTTP request has
     _num_open: int = 0  # choices that have not ended
     _timer: asyncio.TimerHandle | None = None  # of ``serve.generation_s``
 
     def start(self, sink: Sink) -> None:
-        """Submit all choices; from now on ``sink`` is given what they bring, and first what the
-        journal says that they brought before.
-        """
+        """Submit all choices. ``sink`` first gets the pieces of the journal, then the new ones."""
         inbox = self.state.inbox()
         now_s = time.monotonic()
         num_others = len(self.prompts) * self.num_choices - 1
@@ -155,7 +154,7 @@ class Generation:
         if limit_s is None:
             return
         passed_s = 0.0
-        if self.journal.is_resumed:  # by a clock that the process before had, too
+        if self.journal.is_resumed:  # by the wall clock, which the previous process had, too
             passed_s = time.time() - self.journal.chance.created_s
 
         def overrun() -> None:
@@ -195,7 +194,7 @@ class Generation:
     def _hand_on(self, sink: Sink, choice: _Choice, delta: RequestDelta, now_s: float) -> None:
         try:
             sink.take(self._advance(choice, delta, now_s))
-        except Exception as e:  # whatever it is: somebody waits for the end
+        except Exception as e:  # of any kind: the client waits for the end
             self._num_open = 0
             sink.end(e)
             return
@@ -252,7 +251,7 @@ def _wrap(seed: int) -> int:
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
     """Return what ``work`` gives, unless the client goes away first.
 
-    The body must have been read: what comes next on the connection is then its end.
+    The body must have been read, so that only the end of the connection can come next.
 
     Raises:
         ClientGoneError: the client closed the connection; the work is cancelled.

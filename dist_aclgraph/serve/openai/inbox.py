@@ -14,7 +14,7 @@ Take = Callable[[RequestDelta, float], None]  # with the time, on the monotonic 
 
 
 class Inbox:
-    """Wakes the loop once for all that a step brings, and no task for any of it."""
+    """Wakes the loop once for all deltas of a step, without a task for each."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -33,7 +33,7 @@ class Inbox:
                 self.loop.call_soon_threadsafe(self._hand_out)
 
     def _hand_out(self) -> None:
-        # First: what comes from here on may be too late for this call.
+        # Cleared first: a delta that comes from now on needs another wake-up.
         self._is_called = False
         now_s = time.monotonic()
         for _ in range(len(self._arrived)):

@@ -33,7 +33,7 @@ async def show_model(state: ApiState, request: Request) -> Response:
 
 
 async def health(state: ApiState, request: Request) -> Response:
-    """200 while any group lives, or may again; says how far that is. 503 once all are dead."""
+    """200 while a group lives or is being replaced, with the progress; 503 once all are dead."""
     state.check()
     if outage := state.client.outage():
         return json_response({"status": "recovering", "reason": outage})
@@ -41,7 +41,7 @@ async def health(state: ApiState, request: Request) -> Response:
 
 
 async def ready(state: ApiState, request: Request) -> Response:
-    """200 if a request sent now would run at once; says which capacity is left."""
+    """200 if a request would run at once, with the free capacity."""
     state.check()
     if state.is_draining:
         raise EngineUnavailableError("the server is stopping")

@@ -91,8 +91,8 @@ async def reply(
 ) -> Response:
     """Run a generation and answer with it.
 
-    A stream begins once its first piece is there, so that a request which the engine refuses gets
-    a proper status and not a broken stream.
+    A stream begins with its first piece. So a request that the engine refuses gets the status of
+    its error, not a broken stream.
     """
     with contextlib.ExitStack() as stack:
         stack.callback(generation.close)
@@ -203,7 +203,7 @@ class _Stream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, outlet: sse.Outlet, held: contextlib.ExitStack) -> None:
-        # Not as a response with a body, whose length would be announced.
+        # Response.__init__ would announce the length of a body.
         self.status_code = 200
         self.background = None
         self.init_headers(sse.HEADERS)

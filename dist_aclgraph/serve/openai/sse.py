@@ -1,9 +1,9 @@
 """Server-sent events: one ``data:`` frame per chunk, out to a client as it comes.
 
 A server may offer ``WRITE`` among the extensions of its scope, as ours does: a function that writes
-a part of the response's body at once, and says whether the connection took it. Frames go that way
-without waking a task; what a connection does not take waits for the response's task, which sends
-it in ASGI's own way. Any other server gets everything so.
+a part of the response's body at once, and returns whether the connection took it. Such a write
+wakes no task. Frames that the connection did not take are sent by the response's task through
+ASGI's ``send``, as are all frames on other servers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def frame(body: Any) -> bytes:
 
 def error_frame(error: Exception) -> bytes:
     """Return what a client is told in place of [DONE]."""
-    if not isinstance(error, DistAclGraphError):  # a bug of ours: this must not look like an end
+    if not isinstance(error, DistAclGraphError):  # a bug of ours: the stream must not seem complete
         log.error("a stream failed", exc_info=error)
     return frame(error_body(error))
 
@@ -42,13 +42,13 @@ def error_frame(error: Exception) -> bytes:
 class Outlet:
     """The frames of one response, in order. For the event loop's thread alone.
 
-    What is put at once is one part of the body, whichever way it goes: so the bytes on the wire do
-    not depend on what waited, and another process can go on behind them (``journal.py``).
+    Each call of ``put`` makes one part of the body, however it is sent. So the bytes on the wire do
+    not depend on timing, and another process can continue them (``journal.py``).
     """
 
     def __init__(self) -> None:
         self._waiting: deque[bytes] = deque()
-        self._write: Write | None = None  # while nothing is before what is put
+        self._write: Write | None = None  # None while frames wait
         self._is_over = False
         self._wakes: asyncio.Future[None] | None = None
 

@@ -32,7 +32,7 @@ class ApiState:
     tokenizer.
 
     Args:
-        replica: the number of this ingress among those that serve at once.
+        replica: the number of this ingress among the replicas.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ApiState:
         self.bodies = BodyBudget(config.serve.max_bodies_mib << 20)
         self.metrics = Metrics(config.name, client, has_aliases=config.serve.vllm_metrics)
         self.status = StatusNumbers(config.name, self.metrics, client)
-        # By default of the system's entropy. Seeds of a configuration are below 2**31.
+        # None: from the entropy of the system. Seeds of a configuration are below 2**31.
         seed = None if config.seed is None else config.seed + (replica << 31)
         self._seeds = random.Random(seed)
         self._inbox: Inbox | None = None
@@ -66,7 +66,7 @@ class ApiState:
         return self._inbox
 
     def drain(self, seconds: float) -> None:
-        """Take nothing new, and let what runs end, for so many seconds at most."""
+        """Refuse new requests, and wait until the others have ended, for so long at most."""
         self.is_draining = True
         deadline_s = time.monotonic() + seconds
         while self.slots.taken and time.monotonic() < deadline_s:
@@ -107,9 +107,7 @@ class ApiState:
         return wanted
 
     def open_journal(self, scope: Scope) -> Journal:
-        """Return the journal of a request that is to be answered; what is in it already, where
-        another process has begun to.
-        """
+        """Return a request's journal; it has entries if an earlier process began the answer."""
         chance = Chance.draw(self._seeds.randrange(2**31))
         open_it = scope.get("extensions", {}).get(JOURNAL)
         return open_it(chance) if open_it is not None else Journal(chance)

@@ -1,4 +1,4 @@
-"""Request bodies of the OpenAI API: shapes, limits, and what is not offered.
+"""Request bodies of the OpenAI API: shapes, limits, and features that are refused.
 
 Sampling ranges live in ``SamplingParams``. ``user``, ``metadata``, ``store``, ``service_tier``,
 ``prompt_cache_key`` and ``safety_identifier`` are accepted and have no effect.
@@ -42,7 +42,7 @@ class StreamOptions(Body):
 
 
 class _Typed(Body):
-    """The type of a content part or a response format, whatever else it has."""
+    """The type of a content part or a response format; its other fields are ignored."""
 
     type: str
     text: str | None = None
@@ -93,7 +93,7 @@ class ChatMessage(Body):
 
 
 class GenerateRequest(Body, kw_only=True):
-    """What chat and text completions share."""
+    """The fields that chat and text completions share."""
 
     model: str
     max_tokens: int | None = None

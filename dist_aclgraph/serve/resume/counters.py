@@ -16,7 +16,7 @@ _INT = struct.Struct("=i")
 
 
 class Counters(NamedTuple):
-    """What the kernel says of a connection. Of the counts only differences have a meaning.
+    """The kernel's counts of a connection. Only differences of two counts have a meaning.
 
     Attributes:
         num_read: bytes that have been read of the connection; its end may count as one.
@@ -42,7 +42,7 @@ def read_counters(connection: int) -> Counters:
         while True:
             info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
             state, num_acked, num_received = found = _COUNTS.unpack_from(info)
-            # A byte that moves between the three questions would be counted twice, or not at all.
+            # A byte that moves between the three calls would be counted twice, or not at all.
             if found == before:
                 return Counters(
                     num_received - num_unread, num_acked + num_unacked, state == _ESTABLISHED

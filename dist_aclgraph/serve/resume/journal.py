@@ -1,9 +1,9 @@
-"""Journal: what another process must know of a request that is being answered, to go on with it.
+"""Journal: all that another process needs to continue the answer to a request.
 
-An answer is a function of the request, of what is left to chance, and of the deltas that came.
-The request is in the journal's memory as it came (``memory.py``). What is left to chance is written
-down when the request is accepted, and each delta before anything of it is sent. Another process
-makes the same bytes again, leaves out those that have been sent, and goes on.
+An answer is a function of the request, of random values, and of the deltas. The request is in the
+journal's memory as it came (``memory.py``). The random values are written down when the request is
+accepted, and each delta before its text is sent. Another process makes the same bytes again, leaves
+out those that have been sent, and continues.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dist_aclgraph.serve.resume.memory import JournalMemory
 from dist_aclgraph.steps.delta import FinishReason, RequestDelta
 from dist_aclgraph.steps.step import RowLogprobs
 
-JOURNAL = "dist_aclgraph.journal"  # what a server of ours offers in the extensions of its scope
-RESUMED = "dist_aclgraph.resumed"  # and where another process has accepted the request
+JOURNAL = "dist_aclgraph.journal"  # an extension that our server offers in its scope
+RESUMED = "dist_aclgraph.resumed"  # likewise, if another process has accepted the request
 
 
 class Chance(msgspec.Struct, frozen=True):
@@ -27,7 +27,7 @@ class Chance(msgspec.Struct, frozen=True):
 
     name: str  # of the reply, behind its prefix
     created_s: int
-    seed: int  # where the request brings none
+    seed: int  # if the request has none
 
     @classmethod
     def draw(cls, seed: int) -> Chance:
