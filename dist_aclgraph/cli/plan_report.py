@@ -329,4 +329,4 @@ def _rank_entry(
 def _traffic_in_words(config: Config) -> str:
     if config.graph.traffic or config.graph.mixed_traffic:
         return "the configured traffic"
-    return "traffic that nobody has seen yet, batches of n tokens weighing 1/n"
+    return "assumed traffic, in which a batch of n tokens weighs 1/n"

@@ -104,5 +104,5 @@ def _end(group: LockstepGroup, ranks: Sequence[GroupRank]) -> bool:
     try:
         return all(ray.get(ending, timeout=2 * END_S))
     except RayError as e:
-        logger.info("survivors end nobody: %s", e)
+        logger.info("survivors could not end the other processes: %s", e)
         return False

@@ -185,7 +185,7 @@ class OwnerClient:
     def _connect(self) -> Connection:
         opened = socket.socket(socket.AF_UNIX)
         try:
-            opened.settimeout(CONNECT_S)  # without an owner, nobody accepts the connection
+            opened.settimeout(CONNECT_S)  # without an owner, no process accepts the connection
             opened.connect(self._path)
             opened.settimeout(None)
         except OSError:

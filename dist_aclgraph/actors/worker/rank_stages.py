@@ -330,7 +330,7 @@ class RunningRank:
         if memory := npu.bad_memory():
             fault = self.locate(memory)
             if keeps_kv or fault not in LOSES_KV:
-                raise DeviceError(f"memory is faulty, and nobody has told of it ({fault})")
+                raise DeviceError(f"memory is faulty, though no error reported it ({fault})")
         npu.restart()
         self.runner.forget_steps()
         if not keeps_kv:
