@@ -150,7 +150,7 @@ class Supervisor:
         return None
 
     def _replace_owner(self, code: int) -> int | None:
-        """Have another owner started, or return the exit code of the service."""
+        """Start another owner, or return the exit code of the service."""
         self._owner = 0
         served, before = self._owner_heartbeat.has_served, self._has_served
         self._has_served = served or before

@@ -60,7 +60,7 @@ class Deadline:
         self.at_s = min(self.at_s, time.monotonic() + timeout_s)
 
 
-def nobody_says(ranks: Sequence[GroupRank]) -> RankStatuses:
+def unknown_statuses(ranks: Sequence[GroupRank]) -> RankStatuses:
     """The statuses of ranks that cannot be asked."""
     return dict.fromkeys(ranks)
 
@@ -72,7 +72,7 @@ class StepSender:
         self,
         world_ranks: Sequence[WorldRank],
         place: Place,
-        ask: AskRanks = nobody_says,
+        ask: AskRanks = unknown_statuses,
     ) -> None:
         """Bind.
 
