@@ -113,7 +113,7 @@ class PacedDeployment:
     def report(self) -> dict[str, Any]:
         return {}
 
-    def check(self) -> None:
+    def raise_if_dead(self) -> None:
         """It lives as long as the bench."""
 
     def outlook(self) -> Outlook:

@@ -104,7 +104,7 @@ def _wait_for_end(state: ApiState, owner: OwnerClient, life: int) -> Admission:
         admission = owner.admission(is_open=True)
         if admission is not None and admission.end:
             return admission
-        state.check()
+        state.raise_if_dead()
     return OVER
 
 

@@ -149,7 +149,7 @@ class RankMemory:
         """Bytes for graphs and KV blocks."""
         return max(0, self.device_bytes - self.taken_bytes)
 
-    def check(self, config: Config, whose: str = "each NPU") -> None:
+    def check_fits(self, config: Config, whose: str = "each NPU") -> None:
         """Refuse weights and buffers that do not fit on the device.
 
         Raises:

@@ -82,7 +82,7 @@ class AssumedDeployment:
         is_npu = config.device.kind == "npu"
         chip = Chip(config.device.chip, config.device.npu_cann if is_npu else emulator.cann)
         if is_npu or emulator.strict:
-            chip.check(config, facts, "as plans assume")
+            chip.check_attention(config, facts, "as plans assume")
         exchange = ExchangeRule.from_config(config, facts, chip)
         memory = RankMemory.from_config(
             config,
@@ -91,7 +91,7 @@ class AssumedDeployment:
             has_hccl_buffers=is_npu,
             mc2_buffer_mb=exchange.mc2_buffer_mb,
         )
-        memory.check(config)
+        memory.check_fits(config)
         has_mc2 = exchange.mc2_buffer_mb is not None
         offers = [_offer(planner, rank, memory.taken_bytes, has_mc2=has_mc2) for rank in ranks]
         return cls(planner, memory, unknown_shape, offers, exchange)

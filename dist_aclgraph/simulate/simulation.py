@@ -53,7 +53,7 @@ class LoadOptions:
     beginning_tokens: int = 1024
     seed: int = 0
 
-    def check(self) -> None:
+    def check_options(self) -> None:
         """Return if the options fit together.
 
         Raises:
@@ -111,7 +111,7 @@ def simulate(
         ConfigError: the model, the options or the trace are invalid.
         StreamBudgetError: a rank cannot afford a single bucket.
     """
-    options.check()
+    options.check_options()
     deployment = AssumedDeployment.from_config(config)
     trace = None
     if options.trace is not None:

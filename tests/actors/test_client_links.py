@@ -162,7 +162,7 @@ def test_a_step_longer_than_any_silence_harms_nobody(
     client.submit("r", [1, 2, 3], greedy_params(40), [], answer.take)
 
     while not answer.ended.wait(0.05):
-        client.check()
+        client.raise_if_dead()
 
     assert (answer.finish_reason, len(answer.tokens)) == ("length", 40), answer.error
 

@@ -147,7 +147,7 @@ class LLM:
                     client.abort(delta.request_id)  # no effect unless a stop string ended it
         except EngineDeadError:
             if self._deployment is not None:
-                self._deployment.check()  # may know of the cause
+                self._deployment.raise_if_dead()  # may know of the cause
             raise
         finally:
             for request_id in running:

@@ -255,7 +255,7 @@ class EngineLoop:
         """Wait for the oldest step in flight; return its outputs."""
         sent = self._flying.popleft()
         plan = sent.plan
-        results = self._channel.receive(plan, self._step_timeout_s, self.check)
+        results = self._channel.receive(plan, self._step_timeout_s, self.raise_if_dead)
         received_s = time.perf_counter()
         outputs = self._scheduler.update(results)
         done_s = time.perf_counter()
@@ -277,7 +277,7 @@ class EngineLoop:
     def _resume(self, error: DeviceFaultError) -> StepOutputs:
         """Bring the group back, if it may come back; return no outputs, as its steps run again."""
         try:
-            comeback = self._resumption.run(error, self._scheduler.epoch, self.check)
+            comeback = self._resumption.run(error, self._scheduler.epoch, self.raise_if_dead)
         except DistAclGraphError as e:
             self.fail(str(e))
         else:
@@ -287,7 +287,7 @@ class EngineLoop:
                 self._scheduler.lose_kv()
         return StepOutputs()
 
-    def check(self) -> None:
+    def raise_if_dead(self) -> None:
         """End the wait for a step once a worker is known to be lost.
 
         Raises:
