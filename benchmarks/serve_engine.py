@@ -45,7 +45,7 @@ class PacedEngine:
 
     def wait_for(self, num_streams: int) -> None:
         while sum(map(len, self._numbers.values())) < num_streams:
-            for link, wish in self._links.take(TAKE_S):
+            for link, wish in self._links.next_events(TAKE_S):
                 if isinstance(wish, Submit):
                     self._numbers.setdefault(link, []).append(wish.number)
 

@@ -321,7 +321,7 @@ class EngineLoop:
 
     def _take(self, timeout_s: float) -> None:
         """Handle all messages of clients; wait up to ``timeout_s`` for the first one."""
-        for link, wish in self._links.take(timeout_s):
+        for link, wish in self._links.next_events(timeout_s):
             if isinstance(wish, Submit):
                 self._submit(link, wish)
             elif wish is not None:

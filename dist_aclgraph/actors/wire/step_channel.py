@@ -229,9 +229,9 @@ class StepSender:
 
     def _take(self) -> bytes | None:
         """Return the next frame of any worker, None if there is none."""
-        frame = self._local.take()
+        frame = self._local.poll_frame()
         if frame is None and self._remote is not None:
-            frame = self._remote.take()
+            frame = self._remote.poll_frame()
         return frame
 
     def _silence(self, what: str, answered: set[GroupRank], timeout_s: float) -> WorkerLostError:
