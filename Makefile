@@ -25,7 +25,7 @@ run: setup emulator ## Serve the demo model, or CONFIG=configs/x.yaml
 
 # Apart: the emulator's settings hold for the life of a process, and its own tests are strict. JOBS
 # processes take file after file, the longest first (tests/conftest.py); benches run alone.
-JOBS ?= 3
+JOBS ?= 2
 PYTEST = $(BIN)/python -m pytest
 SPREAD = $(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder
 OTHERS = $(SPREAD) --ignore=tests/emulator
