@@ -36,7 +36,6 @@ def child_environment(config: Config) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "HCCL_EXEC_TIMEOUT": str(config.timeouts.collective_s),
-        "HCCL_BUFFSIZE": str(config.device.hccl_buffer_mb),
         "HCCL_CONNECT_TIMEOUT": str(math.ceil(max(120.0, config.timeouts.join_s))),
     }
     if (expansion := config.device.hccl_expansion) is not None:
@@ -91,6 +90,13 @@ def prepare_network(config: DeviceConfig, address: str | None = None) -> None:
     # HCCL prefers it to interfaces, so it is not set if interfaces are selected.
     if address is not None and "HCCL_SOCKET_IFNAME" not in os.environ:
         os.environ.setdefault("HCCL_IF_IP", address)
+
+
+def set_hccl_buffsize(mb: int) -> None:
+    """Set HCCL's buffer of domains without an option of their own. torch_npu reads the variable
+    once, when this process makes its first communicator.
+    """
+    os.environ["HCCL_BUFFSIZE"] = str(mb)
 
 
 def network_variables() -> dict[str, str]:

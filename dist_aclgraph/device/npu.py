@@ -356,8 +356,12 @@ class GraphPool:
             self.handle = runtime().graph_pool_handle()
 
 
-def hccl_options(buffer_mb: int) -> Any:
-    """Return options of a process group whose communicators have buffers of so many MB."""
+def hccl_options(buffer_mb: int | None) -> Any:
+    """Return options of a process group whose communicators have buffers of so many MB; None for
+    the buffers of HCCL_BUFFSIZE.
+    """
+    if buffer_mb is None:
+        return None
     from torch_npu._C._distributed_c10d import ProcessGroupHCCL
 
     options = ProcessGroupHCCL.Options()

@@ -5,9 +5,10 @@ The limits are those of the operators' documents; none was tried on an NPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from dist_aclgraph.config import HcclExpansion
 from dist_aclgraph.planning.chip import Chip, generation_of
@@ -17,18 +18,33 @@ MAX_EXPERTS, MAX_TOP_K = 1024, 16
 MAX_EXPERTS_CANN_8 = 512  # of an A2
 
 
-def mc2_buffer_mb(num_rows: int, hidden: int, ep: int, num_local: int, top_k: int) -> int:
-    """Return HCCL's buffer in MB that dispatch and combine need, by their documents.
+class Traffic(NamedTuple):
+    """What dispatch and combine move.
 
-    Args:
+    Attributes:
         num_rows: most tokens of one rank.
         num_local: experts of one rank.
     """
-    row = 2 * hidden
-    dispatch = _aligned(_aligned(row, 32) + 64, 512)
-    combine = _aligned(row, 512)
-    needed = 2 * num_rows * (dispatch * ep * num_local + combine * top_k)
-    return needed // MIB + 1
+
+    num_rows: int
+    hidden: int
+    ep: int
+    num_local: int
+    top_k: int
+
+
+def a2_buffer_bytes(traffic: Traffic) -> int:
+    """Return the bytes of HCCL's buffer that an A2 needs, by the operators' documents."""
+    rows, hidden, ep, num_local, top_k = traffic
+    return 2 * (rows * ep * min(num_local, top_k) * 2 * hidden + 2 * MIB)
+
+
+def a3_buffer_bytes(traffic: Traffic) -> int:
+    """Return the bytes of HCCL's buffer that an A3 needs, by the operators' documents."""
+    rows, hidden, ep, num_local, top_k = traffic
+    dispatch = _aligned(_aligned(2 * hidden, 32) + 64, 512)
+    combine = _aligned(2 * hidden, 512)
+    return 2 * rows * (dispatch * ep * num_local + combine * top_k)
 
 
 def _aligned(size: int, to: int) -> int:
@@ -41,6 +57,7 @@ class Product:
 
     Attributes:
         max_rows: tokens of one rank.
+        buffer_bytes: the need of HCCL's buffer.
         hidden_sizes: widths of a token.
         pays_from_ep, pays_to_local: ranks, and experts of a rank, for which other projects use MC2.
         takes_scales: whether the weights of experts travel with the tokens, and back.
@@ -50,6 +67,7 @@ class Product:
     ep_sizes: frozenset[int]
     max_rows: int
     hidden_sizes: range
+    buffer_bytes: Callable[[Traffic], int]
     pays_from_ep: int = 2
     pays_to_local: int = MAX_EXPERTS
     takes_scales: bool = False
@@ -61,11 +79,12 @@ PRODUCTS = (
         frozenset({2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128, 256}),
         256,
         range(32, 7168 + 1, 32),
+        a2_buffer_bytes,
         pays_from_ep=16,
         pays_to_local=24,
         takes_scales=True,
     ),
-    Product("A3", frozenset(range(2, 769)), 512, range(1024, 8192 + 1)),
+    Product("A3", frozenset(range(2, 769)), 512, range(1024, 8192 + 1), a3_buffer_bytes),
 )
 
 
@@ -102,7 +121,9 @@ class Mc2:
 
     def needed_mb(self, num_rows: int) -> int:
         """Return the buffer in MB for batches of so many tokens per rank."""
-        return mc2_buffer_mb(num_rows, self.hidden, self.ep, self.num_local, self.top_k)
+        assert self.product is not None
+        traffic = Traffic(num_rows, self.hidden, self.ep, self.num_local, self.top_k)
+        return self.product.buffer_bytes(traffic) // MIB + 1
 
     def obstacle(self, num_rows: int) -> str | None:
         """Return why ``num_rows`` tokens per rank cannot use MC2, None if they can."""

@@ -88,9 +88,18 @@ def _join_groups(
     from dist_aclgraph.comm.groups import join_lockstep_group, make_groups
 
     timeouts, size = config.timeouts, layout.world_size
+    buffer_mb = config.device.hccl_buffer_mb
     if size > 1:
-        join_lockstep_group(rendezvous, group_rank, size, timeouts.join_s, meeting)
-    return make_groups(layout, group_rank, exchange.mc2_buffer_mb, watchdog_s=timeouts.watchdog_s)
+        join_lockstep_group(
+            rendezvous, group_rank, size, timeouts.join_s, meeting, buffer_mb=buffer_mb
+        )
+    return make_groups(
+        layout,
+        group_rank,
+        buffer_mb=buffer_mb,
+        mc2_buffer_mb=exchange.mc2_buffer_mb,
+        watchdog_s=timeouts.watchdog_s,
+    )
 
 
 def _check_chip(

@@ -240,11 +240,11 @@ def test_the_report_says_how_tokens_travel_to_their_experts_and_why(checkpoint: 
     out = io.StringIO()
     render_plan(report, Console(file=out, width=200))
 
-    # From 12 rows on MC2 saves 2 MiB; 178 rows of 2 x (64 x 8704 + 4 x 8192) bytes exceed 200 MB.
+    # From 12 rows on MC2 saves 2 MiB; 196 rows of 2 x 16 x 4 x 8192 bytes and 4 MB exceed 200 MB.
     kinds = [(entry["first"], entry["last"], entry["kind"]) for entry in report["exchanges"]]
-    assert kinds == [(1, 22, "all_gather"), (23, 354, "mc2"), (355, 512, "all_to_all")]
-    assert "Experts for 355 to 512 tokens: all_to_all; it moves" in out.getvalue()
-    assert "not mc2: device.mc2_buffer_mb is 200; 178 tokens of one rank need 201" in out.getvalue()
+    assert kinds == [(1, 22, "all_gather"), (23, 390, "mc2"), (391, 512, "all_to_all")]
+    assert "Experts for 391 to 512 tokens: all_to_all; it moves" in out.getvalue()
+    assert "not mc2: device.mc2_buffer_mb is 200; 196 tokens of one rank need 201" in out.getvalue()
 
 
 def test_a_dense_model_reports_no_exchanges(checkpoint: Path) -> None:

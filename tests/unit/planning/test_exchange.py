@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -11,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_aclgraph.config import make_config
-from dist_aclgraph.environment import child_environment
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.exchange import ExchangeRule, expert_capacity
-from dist_aclgraph.planning.mc2 import Mc2, mc2_buffer_mb
+from dist_aclgraph.planning.mc2 import Mc2, Traffic, a2_buffer_bytes, a3_buffer_bytes
 from dist_aclgraph.shapes.model_facts import ExpertFacts, ModelFacts
 
 A3 = Chip("Ascend910_9391", "9.1.0")
@@ -98,36 +98,52 @@ def test_capacity_of_few_tokens_is_all_of_them() -> None:
 # ---- MC2's buffer
 
 
-def test_mc2_asks_for_the_buffer_that_its_operator_states() -> None:
-    assert mc2_buffer_mb(512, 2048, ep=2, num_local=64, top_k=8) == 609
+@pytest.mark.parametrize(
+    ("chip", "needed_mb"),
+    # 2 x 512 x (128 x 4608 + 8 x 4096) bytes; 2 x (512 x 2 x 8 x 4096 bytes + 2 MiB)
+    [(A3, 609), (Chip("Ascend910B1", "9.1.0"), 69)],
+)
+def test_mc2_asks_for_the_buffer_that_its_operator_states(chip: Chip, needed_mb: int) -> None:
+    mc2 = replace(DEEPSEEK_V3, chip=chip, hidden=2048, ep=2, num_experts=128)
+
+    assert mc2.needed_mb(512) == needed_mb
 
 
-@given(st.integers(1, 512), st.integers(1, 8192), st.integers(2, 64), st.integers(1, 64))
-def test_mc2_buffer_grows_with_rows_and_experts(
-    rows: int, hidden: int, ep: int, num_local: int
+traffics = st.builds(
+    Traffic,
+    num_rows=st.integers(1, 512),
+    hidden=st.integers(1, 8192),
+    ep=st.integers(2, 64),
+    num_local=st.integers(1, 64),
+    top_k=st.just(8),
+)
+
+
+@given(traffics, st.sampled_from([a2_buffer_bytes, a3_buffer_bytes]))
+def test_mc2_buffer_grows_with_rows_and_experts_and_holds_the_tokens(
+    traffic: Traffic, needed: Callable[[Traffic], int]
 ) -> None:
-    needed = mc2_buffer_mb(rows, hidden, ep, num_local, 8)
+    rows, hidden, ep, num_local, top_k = traffic
 
-    assert needed <= mc2_buffer_mb(rows + 1, hidden, ep, num_local, 8)
-    assert needed <= mc2_buffer_mb(rows, hidden, ep, num_local + 1, 8)
-    assert needed * (1 << 20) > 2 * rows * 2 * hidden * (ep * num_local + 8)
+    assert needed(traffic) < needed(traffic._replace(num_rows=rows + 1))
+    assert needed(traffic) <= needed(traffic._replace(num_local=num_local + 1))
+    assert needed(traffic) > 2 * rows * 2 * hidden * ep * min(num_local, top_k)
 
 
 def test_an_explicit_mc2_with_too_small_a_buffer_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"mc2_buffer_mb is 200; 64 tokens of one rank need 479"):
+    with pytest.raises(ConfigError, match=r"mc2_buffer_mb is 200; 64 tokens of one rank need 453"):
         rule_of(make_facts(), exchange="mc2")
 
-    rule = rule_of(make_facts(), buffer_mb=479, exchange="mc2")
+    rule = rule_of(make_facts(), buffer_mb=453, exchange="mc2")
     assert rule.choose(512) == "mc2"
 
 
 def test_mc2_has_by_default_the_buffer_of_its_largest_batch() -> None:
     rule = rule_of(make_facts(), buffer_mb=None, exchange="mc2")
-    needed = mc2_buffer_mb(512 // 8, 7168, ep=32, num_local=8, top_k=8)
 
     assert rule.choose(512) == "mc2"
-    assert rule.mc2_buffer_mb == needed == 479
-    assert replace(rule, max_tokens=1024).mc2_buffer_mb == 957
+    assert rule.mc2_buffer_mb == 453
+    assert replace(rule, max_tokens=1024).mc2_buffer_mb == 901
     assert rule_of(make_facts(), buffer_mb=600, exchange="mc2").mc2_buffer_mb == 600
 
 
@@ -141,13 +157,7 @@ def test_auto_falls_back_where_the_buffer_ends_and_says_so() -> None:
     decision = make_rule(buffer_mb=200).decide(512)
 
     assert decision.kind == "all_to_all"
-    assert "device.mc2_buffer_mb is 200; 64 tokens of one rank need 479" in decision.reason
-
-
-def test_workers_get_the_buffer_that_the_rule_counts_on() -> None:
-    config = make_config({"model": "unused", "device": {"hccl_buffer_mb": 609}})
-
-    assert child_environment(config)["HCCL_BUFFSIZE"] == "609"
+    assert "device.mc2_buffer_mb is 200; 64 tokens of one rank need 453" in decision.reason
 
 
 # ---- the choice
