@@ -405,6 +405,14 @@ def external_event() -> Any:
     return runtime().ExternalEvent()
 
 
+def clear_event(event: Any, stream: Any) -> None:
+    """Reset an external event of unknown state, on ``stream``."""
+    # torch_npu 2.13 resets an event in its wait, and its reset does nothing.
+    event.record(stream)
+    event.wait(stream)
+    event.reset(stream)
+
+
 def weak_reference(value: Any) -> Any:
     """Return device tensors (and lists of them) without ownership; anything else as it is."""
     if isinstance(value, list):
