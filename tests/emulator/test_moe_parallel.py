@@ -155,7 +155,7 @@ refused("BS 257 is not 1 to 256", *batch(257, 0)[:2])
 refused("quant_mode 2", quant_mode=2)
 refused("global_bs 6 does not hold 4 rows", global_bs=6)
 refused("comm_alg fullmesh_v1 is not one", comm_alg="fullmesh_v1")
-refused("comm_alg hierarchy needs 16 ranks", comm_alg="hierarchy")
+refused("comm_alg hierarchy needs 16, 32 or 64 ranks, got 2", comm_alg="hierarchy")
 refused("x_active_mask must be bool", x_active_mask=torch.ones(4).npu())
 
 twice = torch.zeros(4, K, dtype=torch.int32)
@@ -252,6 +252,18 @@ else:
 """
     )
     assert_all_pass(run_ranks(bare, 2, devices=2, cann="9.0.0"))
+
+
+def test_hierarchy_of_an_a2_takes_no_mask_and_needs_the_weights(run_ranks):
+    code = """
+given = to_device(*batch(4, 0))
+refused("x_active_mask with comm_alg hierarchy", comm_alg="hierarchy", expert_scales=given[2],
+        x_active_mask=torch.ones(4, dtype=torch.bool).npu())
+refused("comm_alg hierarchy without expert_scales", comm_alg="hierarchy")
+check(Layer(comm_alg="hierarchy")(*given)[0], *batch(4, 0))
+"""
+    # Fewer ranks than the documented sixteen.
+    assert_all_pass(run_ranks(SETUP + code, 2, devices=2, strict=False))
 
 
 def test_without_arithmetic_ranks_stay_in_step(run_ranks):

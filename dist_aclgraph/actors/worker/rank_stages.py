@@ -245,12 +245,11 @@ class JoinedRank:
             else None
         )
         self.streams.book("side stream of shared experts, and the pool that all streams are of")
-        product = self.exchange.mc2.product if self.exchange.mc2 is not None else None
         return ExpertSetup(
             self.groups,
             self.config.parallel.expert_capacity,
             side,
-            mc2_sends_scales=product is not None and product.takes_scales,
+            self.exchange.mc2.product if self.exchange.mc2 is not None else None,
         )
 
 

@@ -99,7 +99,10 @@ Parallel bind_parallel(const std::string &group, int64_t ranks, int64_t rank, in
                (is_a3() ? algorithm == "fullmesh_v1" || algorithm == "fullmesh_v2"
                         : algorithm == "fullmesh");
   refuse_unless(known, "comm_alg ", algorithm, " is not one of this product");
-  demand(algorithm != "hierarchy" || ranks >= 16, "comm_alg hierarchy needs 16 ranks, got ", ranks);
+  if (algorithm == "hierarchy")
+    demand(is_a3() ? ranks % 16 == 0 && ranks <= 256 : ranks == 16 || ranks == 32 || ranks == 64,
+           "comm_alg hierarchy needs ", is_a3() ? "multiples of 16 to 256" : "16, 32 or 64",
+           " ranks, got ", ranks);
   demand(experts >= 1 && experts <= 1024, "moe_expert_num ", experts, " is not 1 to 1024");
   refuse_unless(experts % ranks == 0, "moe_expert_num ", experts, " is not a multiple of ", ranks,
                 " ranks");
@@ -126,7 +129,9 @@ void require_activations(const char *what, const Tensor &t) {
   demand(is_half(t), what, " must be float16 or bfloat16, got ", t.scalar_type());
 }
 
-void check_mask(const OptTensor &mask, const Tensor &ids) {
+void check_mask(const OptTensor &mask, const Tensor &ids, const std::string &algorithm) {
+  refuse_unless(!mask || is_a3() || algorithm != "hierarchy", "x_active_mask with comm_alg ",
+                "hierarchy");
   if (mask)
     refuse_unless(mask->scalar_type() == at::kBool && mask->is_contiguous() &&
                       (mask->sizes() == ids.sizes() ||
@@ -332,8 +337,8 @@ OP(aclnnMoeDistributeDispatchV2,
                    "expert_ids must be int32 [BS, K], got ", ids.sizes(), " for x ", x.sizes());
      Parallel p = bind_parallel(group, ranks, rank, experts, tp_ranks, shard_type, shared_ranks,
                                 algorithm, global_rows, x.size(0), ids.size(1), x.size(1));
-     check_mask(mask, ids);
-     demand(!mask || is_a3() || algorithm != "hierarchy", "x_active_mask with comm_alg hierarchy");
+     check_mask(mask, ids, algorithm);
+     refuse_unless(scales || algorithm != "hierarchy", "comm_alg hierarchy without expert_scales");
      demand(!scales || !is_a3() || algorithm == "hierarchy",
             "expert_scales is for comm_alg hierarchy on this product");
      refuse_unless(!scales || (scales->sizes() == ids.sizes() && scales->scalar_type() == at::kFloat),
@@ -368,7 +373,7 @@ OP(aclnnMoeDistributeCombineV2,
                    " ", scales.sizes());
      Parallel p = bind_parallel(group, ranks, rank, experts, tp_ranks, shard_type, shared_ranks,
                                 algorithm, global_rows, ids.size(0), ids.size(1), rows.size(1));
-     check_mask(mask, ids);
+     check_mask(mask, ids, algorithm);
      demand(is_a3() || row_scales, "expand_scales must be given on this product");
      demand(!is_a3() || !row_scales || algorithm == "hierarchy",
             "expand_scales is for comm_alg hierarchy on this product");
