@@ -5,6 +5,7 @@ The only reader and writer of ``os.environ``.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import sys
@@ -162,6 +163,16 @@ def build_environment() -> dict[str, str]:
 def launch_blocking() -> bool:
     """Whether the environment makes every launch wait for the device, for debugging."""
     return os.environ.get("ASCEND_LAUNCH_BLOCKING") == "1"
+
+
+def is_soft_partition() -> bool:
+    """Whether the NPU that this process has opened is a soft partition (eNPU).
+
+    The library of soft partitions sets the variable by C's setenv, which ``os.environ`` misses.
+    """
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+    return (getenv(b"ENPU_ENABLE") or b"").lower() == b"true"
 
 
 def ray_address() -> str | None:

@@ -19,7 +19,7 @@ from dist_aclgraph.actors.worker.stream_ledger import StreamLedger
 from dist_aclgraph.config import Config
 from dist_aclgraph.device.bad_memory import MemoryRange, lies_in
 from dist_aclgraph.device.kind import DeviceKind
-from dist_aclgraph.environment import launch_blocking, visible_devices
+from dist_aclgraph.environment import is_soft_partition, launch_blocking, visible_devices
 from dist_aclgraph.errors import DeviceError, DeviceFault
 from dist_aclgraph.kv.cache_spec import KVCacheSpec
 from dist_aclgraph.planning.budget import StreamOffer, max_piecewise_sizes
@@ -28,7 +28,7 @@ from dist_aclgraph.planning.commands import GraphCommand
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.exchange import ExchangeRule
 from dist_aclgraph.planning.memory import RankMemory
-from dist_aclgraph.planning.modes import GraphSupport, normalise_mode
+from dist_aclgraph.planning.modes import GraphSupport, check_partition, normalise_mode
 from dist_aclgraph.planning.plan import CaptureCost
 from dist_aclgraph.planning.way_back import LOSES_KV
 from dist_aclgraph.shapes.model_facts import ModelFacts
@@ -66,6 +66,7 @@ def join_rank(
     normalise_mode(config.graph.mode, GraphSupport(), launch_blocking=launch_blocking())
     spec = read_model_spec(config.model)
     npu = open_npu(config.device, rank, deterministic=needs_fixed_sums(config, spec))
+    check_partition(config.graph.mode, is_soft=is_soft_partition())
     chip = Chip(npu.name, npu.cann)
     _check_chip(config, spec, chip, npu.kind, rank)
     exchange = ExchangeRule.from_config(config, spec, chip)
