@@ -114,7 +114,8 @@ def render_plan(report: dict[str, Any], console: Console) -> None:
     console.print(f"  streams are kept for {graph['lazy_capacity']} lazy graphs")
     for entry in report["exchanges"]:
         sizes = f"{entry['first']} to {entry['last']} tokens"
-        console.print(f"Experts for {sizes}: {entry['kind']}; {entry['reason']}")
+        algorithm = f" ({entry['algorithm']})" if entry["algorithm"] else ""
+        console.print(f"Experts for {sizes}: {entry['kind']}{algorithm}; {entry['reason']}")
     for plan, groups in _alike(report["plans"], "group"):
         name = f"Group {groups}" if groups.isdecimal() else f"Groups {groups}"
         console.print(f"{name}: plan {plan['hash'][:12]}")
@@ -143,8 +144,15 @@ def render_plan(report: dict[str, Any], console: Console) -> None:
 
 def _exchange_entries(rule: ExchangeRule) -> list[dict[str, Any]]:
     """How tokens travel to experts of other ranks, by size of batch; empty where none do."""
+    product = rule.mc2.product if rule.mc2 is not None else None
     return [
-        {"first": first, "last": last, "kind": decision.kind, "reason": decision.reason}
+        {
+            "first": first,
+            "last": last,
+            "kind": decision.kind,
+            "algorithm": product.algorithm if product and decision.kind == "mc2" else None,
+            "reason": decision.reason,
+        }
         for first, last, decision in rule.stretches()
         if decision.kind is not None
     ]

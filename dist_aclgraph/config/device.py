@@ -131,14 +131,14 @@ class DeviceConfig(Section):
         200,
         ge=1,
         le=65536,
-        description="HCCL's buffer of a communication domain (HCCL_BUFFSIZE)",
+        description="HCCL's buffer of every communication domain but MC2's",
     )
     mc2_buffer_mb: int | None = Field(
         None,
         ge=1,
         le=65536,
-        description="HCCL's buffer of MC2's own domain; batches that exceed it use another "
-        "way. null is the need of MC2's largest batch",
+        description="HCCL's buffer of MC2's own domain, which gets it by HCCL_BUFFSIZE; batches "
+        "that exceed it use another way. null is the need of MC2's largest batch",
     )
     hccl_interfaces: str | None = Field(
         None,

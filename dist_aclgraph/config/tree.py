@@ -27,6 +27,7 @@ BudgetModelName = Literal[
 # modes in which decode steps have their own graphs
 DECODE_MODES = ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 ExchangeSetting = Literal["auto", "all_gather", "all_to_all", "mc2"]
+Mc2Algorithm = Literal["auto", "fullmesh", "hierarchy"]
 
 # of traffic; a sum with a larger weight loses small ones, and may become infinite
 MAX_WEIGHT = 1e15
@@ -56,6 +57,13 @@ class ParallelConfig(Section):
         "auto",
         description="way of tokens to experts on other ranks; auto decides for each batch "
         "size, see `dist-aclgraph plan`",
+    )
+    mc2_algorithm: Mc2Algorithm = Field(
+        "auto",
+        description="path of tokens in MC2's operators. fullmesh sends a token directly to the "
+        "ranks of its experts; hierarchy first to their nodes, then within each node. hierarchy "
+        "is for A2s with 16, 32 or 64 ranks of experts, eight on each node, and a driver from "
+        "25.0.RC1.1 on; auto takes it wherever the number of ranks permits",
     )
     expert_capacity: float = Field(
         2.0,

@@ -356,8 +356,12 @@ class GraphPool:
             self.handle = runtime().graph_pool_handle()
 
 
-def hccl_options(buffer_mb: int) -> Any:
-    """Return options of a process group whose communicators have buffers of so many MB."""
+def hccl_options(buffer_mb: int | None) -> Any:
+    """Return options of a process group whose communicators have buffers of so many MB; None for
+    the buffers of HCCL_BUFFSIZE.
+    """
+    if buffer_mb is None:
+        return None
     from torch_npu._C._distributed_c10d import ProcessGroupHCCL
 
     options = ProcessGroupHCCL.Options()
@@ -401,6 +405,14 @@ def external_event() -> Any:
     return runtime().ExternalEvent()
 
 
+def clear_event(event: Any, stream: Any) -> None:
+    """Reset an external event of unknown state, on ``stream``."""
+    # torch_npu 2.13 resets an event in its wait, and its reset does nothing.
+    event.record(stream)
+    event.wait(stream)
+    event.reset(stream)
+
+
 def weak_reference(value: Any) -> Any:
     """Return device tensors (and lists of them) without ownership; anything else as it is."""
     if isinstance(value, list):
@@ -416,6 +428,13 @@ def begin_task_group(stream: Any) -> None:
 
 def end_task_group(stream: Any) -> Any:
     return runtime().graph_task_group_end(stream)
+
+
+def fused_update(operator: str) -> Any:
+    """Return torch_npu's function that updates a task of the operator and records an event, in one
+    call without the GIL; None if there is none.
+    """
+    return getattr(torch_npu()._C, f"_{operator}_out_graph", None)
 
 
 def begin_task_update(stream: Any, handle: Any) -> None:

@@ -34,6 +34,7 @@ from typing import Any
 from torch import Tensor
 
 from dist_aclgraph.device import npu
+from dist_aclgraph.graphs.recording import EventPool
 from dist_aclgraph.layers.attention import Arguments, AttentionOperator, AttentionTasks
 from dist_aclgraph.steps.padding import Lens
 
@@ -54,19 +55,30 @@ class UpdatableTask:
     event: Any
     ahead: int = 0
 
-    def patch(self, stream: Any, lens: Lens) -> None:
-        """Send lengths, unless the task already has them. ``stream`` must be current."""
+    def open(self, stream: Any, lens: Lens) -> None:
+        """Send lengths, unless the task already has them, and record the event. ``stream`` must be
+        current.
+        """
         operator, arguments = self.operator, self.arguments
         query_ends, kv_lens = lens.query_ends, lens.kv_lens[self.ahead]
         if arguments[operator.kv_lens] == kv_lens and arguments[operator.query_ends] == query_ends:
+            self.event.record(stream)
             return
         arguments[operator.query_ends] = query_ends
         arguments[operator.kv_lens] = kv_lens
+        if operator.fused_update is not None:
+            try:
+                operator.fused_update(stream, self.handle, self.event, **arguments)
+            except RuntimeError:
+                npu.end_task_update(stream)
+                raise
+            return
         npu.begin_task_update(stream, self.handle)
         try:
             operator.overload(**arguments)
         finally:
             npu.end_task_update(stream)
+        self.event.record(stream)
 
     def forget(self, stream: Any) -> None:
         """Forget the lengths of the task and the state of its event. ``stream`` resets the
@@ -74,10 +86,7 @@ class UpdatableTask:
         """
         for name in (self.operator.kv_lens, self.operator.query_ends):
             self.arguments[name] = [-1] * len(self.arguments[name])  # lengths that no step uses
-        # torch_npu 2.13 resets an event in its wait, and its reset does nothing.
-        self.event.record(stream)
-        self.event.wait(stream)
-        self.event.reset(stream)
+        npu.clear_event(self.event, stream)
 
 
 class TaskRecorder:
@@ -86,8 +95,9 @@ class TaskRecorder:
     Owns the workspace that all tasks of the graph share: they run one after another.
     """
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, events: EventPool) -> None:
         self._stream = stream
+        self._events = events
         self._workspace: Tensor | None = None
         self.tasks: list[UpdatableTask] = []
 
@@ -113,7 +123,7 @@ class TaskRecorder:
             # The largest size that any lengths can need: an update must never need more.
             self._workspace = operator.max_workspace(arguments)
         written = {"workspace": self._workspace, "out": outputs}
-        event = npu.external_event()
+        event = self._events.take()
         event.wait(self._stream)
         event.reset(self._stream)
         npu.begin_task_group(self._stream)
@@ -121,6 +131,12 @@ class TaskRecorder:
         handle = npu.end_task_group(self._stream)
         weak = {key: npu.weak_reference(value) for key, value in (arguments | written).items()}
         self.tasks.append(UpdatableTask(operator, weak, handle, event, ahead))
+
+    def clear_events(self) -> None:
+        """Reset the events, which other graphs may have used; the first replay waits for them."""
+        for task in self.tasks:
+            npu.clear_event(task.event, self._stream)
+        self._stream.synchronize()
 
     def forget_workspace(self) -> None:
         """Finish the capture: the pool may give the workspace's memory to other graphs."""
@@ -212,8 +228,7 @@ class TaskUpdates:
             update_stream.wait_event(self._replayed)
         with npu.on_stream(update_stream, back=main_stream):
             for task in self._tasks[self._num_open :]:
-                task.patch(update_stream, lens)
-                task.event.record(update_stream)
+                task.open(update_stream, lens)
                 self._num_open += 1
                 if is_stopped():
                     return

@@ -210,7 +210,7 @@ def test_a_server_stays_for_later_starts_and_is_replaced_when_it_is_gone(tmp_pat
 
 def test_what_loads_something_else_has_a_server_of_its_own() -> None:
     others = processes.children(os.getpid())
-    device = CONFIG.device.model_copy(update={"hccl_buffer_mb": 300})
+    device = CONFIG.device.model_copy(update={"hccl_expansion": "AIV"})
     with closing(ForkingStarter()) as starter:
         command = starter.command(CONFIG)
 

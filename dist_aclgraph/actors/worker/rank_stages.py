@@ -19,7 +19,7 @@ from dist_aclgraph.actors.worker.stream_ledger import StreamLedger
 from dist_aclgraph.config import Config
 from dist_aclgraph.device.bad_memory import MemoryRange, lies_in
 from dist_aclgraph.device.kind import DeviceKind
-from dist_aclgraph.environment import launch_blocking, visible_devices
+from dist_aclgraph.environment import is_soft_partition, launch_blocking, visible_devices
 from dist_aclgraph.errors import DeviceError, DeviceFault
 from dist_aclgraph.kv.cache_spec import KVCacheSpec
 from dist_aclgraph.planning.budget import StreamOffer, max_piecewise_sizes
@@ -28,7 +28,7 @@ from dist_aclgraph.planning.commands import GraphCommand
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.exchange import ExchangeRule
 from dist_aclgraph.planning.memory import RankMemory
-from dist_aclgraph.planning.modes import GraphSupport, normalise_mode
+from dist_aclgraph.planning.modes import GraphSupport, check_partition, normalise_mode
 from dist_aclgraph.planning.plan import CaptureCost
 from dist_aclgraph.planning.way_back import LOSES_KV
 from dist_aclgraph.shapes.model_facts import ModelFacts
@@ -66,6 +66,7 @@ def join_rank(
     normalise_mode(config.graph.mode, GraphSupport(), launch_blocking=launch_blocking())
     spec = read_model_spec(config.model)
     npu = open_npu(config.device, rank, deterministic=needs_fixed_sums(config, spec))
+    check_partition(config.graph.mode, is_soft=is_soft_partition())
     chip = Chip(npu.name, npu.cann)
     _check_chip(config, spec, chip, npu.kind, rank)
     exchange = ExchangeRule.from_config(config, spec, chip)
@@ -88,9 +89,18 @@ def _join_groups(
     from dist_aclgraph.comm.groups import join_lockstep_group, make_groups
 
     timeouts, size = config.timeouts, layout.world_size
+    buffer_mb = config.device.hccl_buffer_mb
     if size > 1:
-        join_lockstep_group(rendezvous, group_rank, size, timeouts.join_s, meeting)
-    return make_groups(layout, group_rank, exchange.mc2_buffer_mb, watchdog_s=timeouts.watchdog_s)
+        join_lockstep_group(
+            rendezvous, group_rank, size, timeouts.join_s, meeting, buffer_mb=buffer_mb
+        )
+    return make_groups(
+        layout,
+        group_rank,
+        buffer_mb=buffer_mb,
+        mc2_buffer_mb=exchange.mc2_buffer_mb,
+        watchdog_s=timeouts.watchdog_s,
+    )
 
 
 def _check_chip(
@@ -236,12 +246,11 @@ class JoinedRank:
             else None
         )
         self.streams.book("side stream of shared experts, and the pool that all streams are of")
-        product = self.exchange.mc2.product if self.exchange.mc2 is not None else None
         return ExpertSetup(
             self.groups,
             self.config.parallel.expert_capacity,
             side,
-            mc2_sends_scales=product is not None and product.takes_scales,
+            self.exchange.mc2.product if self.exchange.mc2 is not None else None,
         )
 
 

@@ -160,6 +160,10 @@ def test_chips_differ_in_exchange_and_in_what_hccl_takes() -> None:
     assert a3["ranks"][0]["taken"]["communication domains"] == 7 + 15 + 15
     assert price(a3) - price(a2) == (7 + 15) - (2 + 2)
     assert "an Ascend910_9391" in " ".join(a3["assumptions"])
-    # MC2 takes 256 tokens of a rank on A2, 512 on A3.
-    more = {"scheduler.max_num_batched_tokens": 8192, "device.mc2_buffer_mb": 1280}
+    # MC2 takes 256 tokens of a rank on A2 with fullmesh, 512 on A3.
+    more = {
+        "scheduler.max_num_batched_tokens": 8192,
+        "device.mc2_buffer_mb": 1280,
+        "parallel.mc2_algorithm": "fullmesh",
+    }
     assert [kinds(plan(QWEN3, chip | more))["mc2"] for chip in (A2, A3)] == [8 * 256, 8 * 512]
