@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dist_aclgraph.config import HcclExpansion
-from dist_aclgraph.planning.chip import Chip, generation_of
+from dist_aclgraph.config.chips import generation_of
+from dist_aclgraph.planning.chip import Chip
 
 MIB = 1 << 20
 MAX_EXPERTS, MAX_TOP_K = 1024, 16

@@ -71,8 +71,8 @@ class AssumedDeployment:
 
         Raises:
             ConfigError: the model's directory is missing or not a checkpoint, sizes do not match,
-                the configured exchange is impossible, or weights and buffers do not fit on a
-                device.
+                the configured exchange is impossible, or weights, buffers and eager steps do not
+                fit on a device.
         """
         planner = Planner.from_config(config, launch_blocking=launch_blocking())
         config, facts = planner.config, planner.facts
@@ -93,7 +93,8 @@ class AssumedDeployment:
         )
         memory.check(config)
         has_mc2 = exchange.mc2_buffer_mb is not None
-        offers = [_offer(planner, rank, memory.taken_bytes, has_mc2=has_mc2) for rank in ranks]
+        needed = memory.taken_bytes + memory.eager_bytes
+        offers = [_offer(planner, rank, needed, has_mc2=has_mc2) for rank in ranks]
         return cls(planner, memory, unknown_shape, offers, exchange)
 
     def with_mode(self, mode: GraphMode) -> AssumedDeployment:
@@ -212,7 +213,7 @@ def _read_shape(model: str) -> tuple[ModelSpec | None, str]:
         return None, str(e)
 
 
-def _offer(planner: Planner, rank: int, taken_bytes: int, *, has_mc2: bool) -> StreamOffer:
+def _offer(planner: Planner, rank: int, needed_bytes: int, *, has_mc2: bool) -> StreamOffer:
     config, workload = planner.config, planner.budget_model.workload
     emulator = config.device.emulator
     is_npu = config.device.kind == "npu"
@@ -230,7 +231,7 @@ def _offer(planner: Planner, rank: int, taken_bytes: int, *, has_mc2: bool) -> S
         available=max(0, streams - sum(taken.values())),
         taken={who: count for who, count in taken.items() if count},
         reserve=config.graph.reserve_streams,
-        free_bytes=max(0, _device_bytes(config, rank) - taken_bytes),
+        free_bytes=max(0, _device_bytes(config, rank) - needed_bytes),
         device=device,
         max_sizes=max_piecewise_sizes(device),
     )
