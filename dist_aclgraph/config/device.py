@@ -168,8 +168,9 @@ class DeviceConfig(Section):
     soc: str | None = Field(
         None,
         description="name of the chip that plans assume, e.g. Ascend910B1 (an A2) or "
-        "Ascend910_9391 (an A3); the emulator emulates that chip, too. null asks the first NPU "
-        "of this machine, and means an A2 without an NPU",
+        "Ascend910_9391 (an A3); the emulator emulates that chip, too. A plan for an unknown chip "
+        "needs memory_mb, and assumes an A2. null asks the first NPU of this machine, and means an "
+        "A2 without an NPU",
     )
     cann: str | None = Field(
         None,

@@ -189,6 +189,16 @@ def test_blocks_take_what_eager_steps_of_many_ranks_leave(dp: int, ep: int) -> N
     assert parts["eager steps"] > 10 << 30 and memory["left_bytes"] > 0
 
 
+@pytest.mark.parametrize("chip", ["Ascend310P3", "Ascend950", "foo"])
+def test_an_unknown_chip_is_refused_unless_its_memory_is_given(chip: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^device.soc is {chip}; plans know Ascend910B"):
+        plan(QWEN3, {"device.soc": chip})
+
+    report = plan(QWEN3, {"device.soc": chip, "device.memory_mb": 62_420})
+
+    assert f"nothing is known about the chip {chip}: " in report["assumptions"][0]
+
+
 def test_pieces_are_planned_on_an_a3_as_the_last_formula_plans_them() -> None:
     pieces = A3 | {"graph.mode": "PIECEWISE"}
     by_model = {
