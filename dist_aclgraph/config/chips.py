@@ -13,19 +13,24 @@ DIE_64_GB_MB, DIE_32_GB_MB = 62_420, 30_208
 
 
 class ChipFamily(NamedTuple):
-    """Chips whose names begin alike, and what they have in common."""
+    """Chips whose names begin alike, and what they have in common.
+
+    Attributes:
+        node_npus: devices of an ordinary server; an A3 has two dies in each of eight packages.
+    """
 
     prefix: str
     generation: str
     memory_mb: int
+    node_npus: int
 
 
 # A name belongs to the first family whose prefix it has.
 CHIP_FAMILIES = (
-    ChipFamily("Ascend910B4-1", "A2", DIE_64_GB_MB),
-    ChipFamily("Ascend910B4", "A2", DIE_32_GB_MB),
-    ChipFamily("Ascend910B", "A2", DIE_64_GB_MB),
-    ChipFamily("Ascend910_93", "A3", DIE_64_GB_MB),
+    ChipFamily("Ascend910B4-1", "A2", DIE_64_GB_MB, 8),
+    ChipFamily("Ascend910B4", "A2", DIE_32_GB_MB, 8),
+    ChipFamily("Ascend910B", "A2", DIE_64_GB_MB, 8),
+    ChipFamily("Ascend910_93", "A3", DIE_64_GB_MB, 16),
 )
 
 

@@ -72,10 +72,11 @@ class AssumedDeployment:
 
         Raises:
             ConfigError: the model's directory is missing or not a checkpoint, sizes do not match,
-                the configured exchange is impossible, the chip is unknown, or weights, buffers and
-                eager steps do not fit on a device.
+                the configured exchange is impossible, the chip is unknown, no node holds a tensor
+                parallel group, or weights, buffers and eager steps do not fit on a device.
         """
         _check_chip(config)
+        _check_nodes(config)
         planner = Planner.from_config(config, launch_blocking=launch_blocking())
         config, facts = planner.config, planner.facts
         spec, unknown_shape = _read_shape(config.model)
@@ -222,6 +223,19 @@ def _check_chip(config: Config) -> None:
         f"device.soc is {device.chip}; plans know {names}: correct the name, or set "
         "device.memory_mb, too, and the plan assumes an A2 with that memory"
     )
+
+
+def _check_nodes(config: Config) -> None:
+    """Refuse a tensor parallel group that no node holds; the start would refuse it, too."""
+    parallel, family = config.parallel, family_of(config.device.chip)
+    if config.device.kind != "npu" or family is None or parallel.tp_across_nodes:
+        return
+    if parallel.tp > family.node_npus:
+        raise ConfigError(
+            f"parallel.tp is {parallel.tp}; a node has {family.node_npus} NPUs of the chip "
+            f"{config.device.chip}: lower it, or set parallel.tp_across_nodes=true where nodes are "
+            "linked as NPUs of one node are"
+        )
 
 
 def _read_shape(model: str) -> tuple[ModelSpec | None, str]:

@@ -199,6 +199,14 @@ def test_an_unknown_chip_is_refused_unless_its_memory_is_given(chip: str) -> Non
     assert f"nothing is known about the chip {chip}: " in report["assumptions"][0]
 
 
+def test_a_tensor_parallel_group_of_several_nodes_must_be_allowed() -> None:
+    with pytest.raises(ConfigError, match=r"parallel.tp is 16; a node has 8 NPUs .*_across_nodes"):
+        plan(R1, A2)
+
+    assert plan(R1, A2 | {"parallel.tp_across_nodes": True})["layout"]["world_size"] == 16
+    assert plan(R1, A3)["layout"]["world_size"] == 16
+
+
 def test_pieces_are_planned_on_an_a3_as_the_last_formula_plans_them() -> None:
     pieces = A3 | {"graph.mode": "PIECEWISE"}
     by_model = {
