@@ -176,6 +176,12 @@ def simulate(
     ] = None,
     step_ms: Annotated[float, typer.Option(help="assumed time of any step")] = 10.0,
     token_ms: Annotated[float, typer.Option(help="and of each of its padded tokens")] = 0.05,
+    eager_step_ms: Annotated[
+        float | None, typer.Option(help="of a step without a graph, if different")
+    ] = None,
+    eager_token_ms: Annotated[
+        float | None, typer.Option(help="and of each of its tokens, if different")
+    ] = None,
     capture_ms: Annotated[float, typer.Option(help="assumed time of a capture")] = 50.0,
     compare: Annotated[bool, typer.Option("--compare", help="try other sets of graphs")] = False,
     as_json: AsJson = False,
@@ -193,7 +199,7 @@ def simulate(
 
         if plot is not None:
             require("matplotlib", "plots", "--plot")
-        assumed = line_times(step_ms, token_ms, capture_ms)
+        assumed = line_times(step_ms, token_ms, capture_ms, eager_step_ms, eager_token_ms)
         options = LoadOptions(
             trace=trace,
             poisson=poisson,

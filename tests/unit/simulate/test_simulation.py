@@ -301,6 +301,28 @@ def test_times_are_a_line_or_those_of_a_report(tmp_path: Path) -> None:
     assert read_times(path, 20.0).measured == measured.measured
 
 
+def test_steps_without_a_graph_have_a_line_of_their_own(tmp_path: Path) -> None:
+    bucket = {"mode": "FULL", "bucket": 8, "step_seconds": 0.2}
+    times = {"steps": 30, "base_seconds": 0.01, "token_seconds": 0.001}
+    slower = {"steps": 10, "base_seconds": 0.05, "token_seconds": 0.001}
+    path = tmp_path / "report.json"
+    groups = [
+        {"buckets": [bucket], "eager_times": times},
+        {"buckets": [], "eager_times": slower},
+        {"buckets": [], "eager_times": {}},
+    ]
+    path.write_text(json.dumps({"groups": groups}))
+    measured, assumed = read_times(path, 20.0), line_times(10.0, 0.5, 20.0, 4.0)
+
+    assert measured.step_s(100, "NONE") == pytest.approx(0.02 + 0.1)
+    assert measured.step_s(8, "FULL") == 0.2
+    assert "takes 20 ms, and 1 ms for each token" in measured.in_words
+    assert assumed.step_s(10, "NONE") == pytest.approx(0.004 + 0.005)
+    assert assumed.step_s(10, "FULL") == pytest.approx(0.010 + 0.005)
+    with pytest.raises(ConfigError, match="must take some time"):
+        line_times(10.0, 0.5, 20.0, -4.0)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
