@@ -171,6 +171,10 @@ def simulate(
         int, typer.Option(help="show how groups share requests with so many common beginnings")
     ] = 0,
     beginning_tokens: Annotated[int, typer.Option(help="tokens of each beginning")] = 1024,
+    accepted: Annotated[
+        float | None,
+        typer.Option(help="share of drafts that are accepted, if all drafts before them are"),
+    ] = None,
     times: Annotated[
         Path | None, typer.Option(help="step times: the report of a deployment, as JSON")
     ] = None,
@@ -209,6 +213,7 @@ def simulate(
             output_tokens=output_tokens,
             beginnings=beginnings,
             beginning_tokens=beginning_tokens,
+            accepted=accepted,
             seed=seed,
         )
         report = simulate_with_progress(

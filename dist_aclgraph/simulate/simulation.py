@@ -40,7 +40,8 @@ class LoadOptions:
     """The load to play: a trace, or ``poisson`` requests a second.
 
     ``requests`` and ``seconds`` limit it, for the whole deployment. ``beginnings`` is the number of
-    prefixes that drawn prompts share, to show the routing of requests.
+    prefixes that drawn prompts share, to show the routing of requests. ``accepted`` is the
+    probability that a draft is accepted if all drafts before it are.
     """
 
     trace: Path | None = None
@@ -51,6 +52,7 @@ class LoadOptions:
     output_tokens: float = 128.0
     beginnings: int = 0
     beginning_tokens: int = 1024
+    accepted: float | None = None
     seed: int = 0
 
     def check(self) -> None:
@@ -77,6 +79,8 @@ class LoadOptions:
             )
         if self.beginnings and self.poisson is None:
             raise ConfigError("--beginnings needs requests that are drawn: --poisson RATE")
+        if self.accepted is not None and not 0 <= self.accepted <= 1:
+            raise ConfigError(f"--accepted is {self.accepted:g}; it is a share, from 0 to 1")
         if self.seed < 0:
             raise ConfigError(f"--seed is {self.seed}; it must be 0 or more")
 
@@ -121,10 +125,12 @@ def simulate(
                 f"{options.trace} is a trace of batches, which no --requests can end; "
                 "give --seconds"
             )
-    if config.speculative.num_tokens and (trace is None or trace.kind != "batches"):
+    has_requests = trace is None or trace.kind == "requests"
+    num_drafts = config.speculative.num_tokens
+    if num_drafts and has_requests and options.accepted is None:
         raise ConfigError(
-            f"speculative.num_tokens is {config.speculative.num_tokens}; nobody knows how many "
-            "drafts of assumed requests are accepted: set 0, or give a trace of batches"
+            f"speculative.num_tokens is {num_drafts}: give --accepted, the share of drafts that "
+            "are accepted (/metrics of a deployment counts them), or set it to 0"
         )
     began_s = time.perf_counter()
     kinds = group_kinds(deployment)
@@ -141,6 +147,8 @@ def simulate(
             num_blocks,
             times,
             shares_plan_with=kind.num_groups if is_shared else 1,
+            accepted=options.accepted or 0.0,
+            seed=options.seed,
         )
 
         def show(share: float, index: int = index) -> None:
@@ -167,6 +175,7 @@ def simulate(
             times.in_words,
             f"every capture succeeds and takes {times.capture_s * 1e3:g} ms, while which no step "
             "runs",
+            *_drafts_in_words(options, num_drafts if has_requests else 0),
             *_groups_in_words(kinds, num_groups, trace),
         ],
         "overall": overall.report(),
@@ -224,6 +233,7 @@ def group_report(group: SimulatedGroup, kind: GroupKind) -> dict[str, Any]:
             "most_waiting": counts.most_waiting,
         },
         "preemptions": group.scheduler.num_preemptions,
+        "drafts": _drafts_report(group.scheduler.stats()),
         "num_blocks": group.scheduler.ranks[0].pool.num_blocks,
         "streams": {
             "rank": offer.rank,
@@ -243,6 +253,13 @@ def group_report(group: SimulatedGroup, kind: GroupKind) -> dict[str, Any]:
         "over_time": group.tally.over_time.report(),
         "by_tokens": group.tally.by_tokens(),
     }
+
+
+def _drafts_report(stats: dict[str, int]) -> dict[str, Any]:
+    """Return how often drafts were verified, and the mean number of tokens that this gave."""
+    verified = stats["drafts"]
+    each = 1 + stats["accepted_tokens"] / verified if verified else 1.0
+    return {"verifications": verified, "tokens_per_verification": each}
 
 
 def _play(
@@ -321,7 +338,14 @@ def _routing(
     beginnings = Beginnings(options.beginnings, options.beginning_tokens)
     return compare_routing(
         lambda: [
-            SimulatedGroup(deployment, kind.negotiated, num_blocks, times)
+            SimulatedGroup(
+                deployment,
+                kind.negotiated,
+                num_blocks,
+                times,
+                accepted=options.accepted or 0.0,
+                seed=options.seed,
+            )
             for _ in range(num_groups)
         ],
         lambda: beginnings.given_to(iter(own), (options.seed, 1)),
@@ -360,6 +384,12 @@ def _load_in_words(options: LoadOptions, trace: Trace | None, num_groups: int) -
         f"each and as many as {options.output_tokens:g} in answer (means before clipping), spread "
         f"lognormally; seed {options.seed}; each of {num_groups} groups gets an equal share"
     )
+
+
+def _drafts_in_words(options: LoadOptions, num_drafts: int) -> list[str]:
+    if not num_drafts:
+        return []
+    return [f"a draft is accepted with probability {options.accepted:g} if all before it are"]
 
 
 def _groups_in_words(kinds: Sequence[GroupKind], num_groups: int, trace: Trace | None) -> list[str]:

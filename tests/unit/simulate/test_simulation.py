@@ -349,9 +349,40 @@ def test_steps_must_take_time() -> None:
             line_times(*times)
 
 
-def test_requests_with_drafts_are_not_simulated(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "num_nextn_predict_layers": 1}))
-    config = make(tmp_path, speculative={"num_tokens": 1})
+def with_drafts(directory: Path, num_drafts: int) -> Config:
+    (directory / "config.json").write_text(json.dumps({**SHAPE, "num_nextn_predict_layers": 1}))
+    return make(directory, speculative={"num_tokens": num_drafts}, scheduler={"steps_in_flight": 1})
 
-    with pytest.raises(ConfigError, match="nobody knows how many drafts"):
-        simulate(config, LoadOptions(poisson=1.0), StepTimes())
+
+def test_drafts_need_a_share_that_is_accepted(tmp_path: Path) -> None:
+    config = with_drafts(tmp_path, 1)
+
+    with pytest.raises(ConfigError, match=r"speculative.num_tokens is 1: give --accepted"):
+        run(config, LoadOptions(poisson=1.0))
+    with pytest.raises(ConfigError, match=r"--accepted is 1.5; it is a share"):
+        run(config, LoadOptions(poisson=1.0, accepted=1.5))
+
+
+@pytest.mark.parametrize(("accepted", "steps"), [(0.0, 1 + 12), (1.0, 1 + 4)])
+def test_accepted_drafts_save_steps(tmp_path: Path, accepted: float, steps: int) -> None:
+    config = with_drafts(tmp_path, 2)
+    path = tmp_path / "trace.csv"
+    path.write_text("arrival_s,prompt_tokens,output_tokens\n0,5,13\n")
+
+    report = run(config, LoadOptions(trace=path, accepted=accepted))
+
+    assert report["groups"][0]["requests"]["generated_tokens"] == 13
+    assert report["groups"][0]["steps"] == steps
+    assert f"a draft is accepted with probability {accepted:g}" in str(report["assumptions"])
+
+
+def test_drafts_are_accepted_as_often_as_given(tmp_path: Path) -> None:
+    config = with_drafts(tmp_path, 2)
+    load = LoadOptions(poisson=20.0, requests=300, prompt_tokens=20, output_tokens=40, accepted=0.7)
+
+    (group,) = run(config, load)["groups"]
+
+    # 1 + 0.7 + 0.49 tokens in each verification; a request's last one may be cut short.
+    replayed = sum(group["replays"].values())
+    assert replayed > 100
+    assert 1.9 < group["drafts"]["tokens_per_verification"] < 2.25
