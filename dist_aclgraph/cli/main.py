@@ -168,9 +168,9 @@ def simulate(
     prompt_tokens: Annotated[float, typer.Option(help="mean of random prompts")] = 512.0,
     output_tokens: Annotated[float, typer.Option(help="mean of random answers")] = 128.0,
     beginnings: Annotated[
-        int, typer.Option(help="show how groups share requests with so many common beginnings")
+        int, typer.Option(help="prefixes that random prompts share; groups share them, too")
     ] = 0,
-    beginning_tokens: Annotated[int, typer.Option(help="tokens of each beginning")] = 1024,
+    beginning_tokens: Annotated[int, typer.Option(help="tokens of each of these prefixes")] = 1024,
     accepted: Annotated[
         float | None,
         typer.Option(help="share of drafts that are accepted, if all drafts before them are"),

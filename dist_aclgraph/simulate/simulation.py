@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,8 @@ class LoadOptions:
     """The load to play: a trace, or ``poisson`` requests a second.
 
     ``requests`` and ``seconds`` limit it, for the whole deployment. ``beginnings`` is the number of
-    prefixes that drawn prompts share, to show the routing of requests. ``accepted`` is the
-    probability that a draft is accepted if all drafts before it are.
+    prefixes that drawn prompts share; with several groups, their routing is shown, too.
+    ``accepted`` is the probability that a draft is accepted if all drafts before it are.
     """
 
     trace: Path | None = None
@@ -78,7 +79,10 @@ class LoadOptions:
                 "there are 0 beginnings or more, of at least 1 token"
             )
         if self.beginnings and self.poisson is None:
-            raise ConfigError("--beginnings needs requests that are drawn: --poisson RATE")
+            raise ConfigError(
+                "--beginnings needs requests that are drawn: --poisson RATE; a trace has the "
+                "columns shared and shared_tokens"
+            )
         if self.accepted is not None and not 0 <= self.accepted <= 1:
             raise ConfigError(f"--accepted is {self.accepted:g}; it is a share, from 0 to 1")
         if self.seed < 0:
@@ -283,27 +287,56 @@ def _play(
         arrivals = _until(dealt, max_seconds)
         group.play_requests(arrivals, lambda: on_progress(requests.progress()))
         return
-    assert options.poisson is not None
-    max_requests: float = options.requests or DEFAULT_REQUESTS
-    if options.seconds is not None:
-        max_requests = math.inf
-    share = math.inf if max_requests == math.inf else math.ceil(max_requests / num_groups)
-    drawn = Poisson(
-        rate=options.poisson / num_groups,
-        prompt_tokens=options.prompt_tokens,
-        output_tokens=options.output_tokens,
-        max_total_tokens=_max_total_tokens(deployment, num_blocks),
-        max_requests=share,
-        max_seconds=max_seconds,
-        seed=(options.seed, kind.first),
-    )
+    drawn = _draw(deployment, options, num_blocks, share=Fraction(1, num_groups), first=kind.first)
+    wanted = math.ceil((options.requests or DEFAULT_REQUESTS) / num_groups)
 
     def done() -> float:
         if options.seconds is not None:
             return min(1.0, group.clock_s / max_seconds)
-        return group.counts.finished / share
+        return group.counts.finished / wanted
 
-    group.play_requests(iter(drawn), lambda: on_progress(done()))
+    group.play_requests(drawn, lambda: on_progress(done()))
+
+
+def _draw(
+    deployment: AssumedDeployment,
+    options: LoadOptions,
+    num_blocks: int,
+    *,
+    share: Fraction,
+    first: int = 0,
+) -> Iterator[Arrival]:
+    """Draw a share of the load, with the shared prefixes of its prompts.
+
+    Args:
+        first: index of the group that gets it, or of the first of several.
+
+    Raises:
+        ConfigError: the prefixes are too long.
+    """
+    assert options.poisson is not None
+    max_total_tokens = _max_total_tokens(deployment, num_blocks)
+    own_tokens = max_total_tokens - (options.beginning_tokens if options.beginnings else 0)
+    if own_tokens < 2:
+        raise ConfigError(
+            f"--beginning-tokens is {options.beginning_tokens}; a request has at most "
+            f"{max_total_tokens} tokens in all"
+        )
+    ends_by_time = options.seconds is not None
+    wanted = math.ceil((options.requests or DEFAULT_REQUESTS) * share)
+    drawn = Poisson(
+        rate=float(options.poisson * share),
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+        max_total_tokens=own_tokens,
+        max_requests=math.inf if ends_by_time else wanted,
+        max_seconds=math.inf if options.seconds is None else options.seconds,
+        seed=(options.seed, first),
+    )
+    if not options.beginnings:
+        return iter(drawn)
+    beginnings = Beginnings(options.beginnings, options.beginning_tokens)
+    return beginnings.given_to(iter(drawn), (options.seed, first + 1))
 
 
 def _routing(
@@ -317,25 +350,7 @@ def _routing(
     num_groups = min(len(deployment.layout.lockstep_groups), MAX_GROUPS)
     if not options.beginnings or num_groups == 1:
         return None
-    assert options.poisson is not None
-    share = num_groups / len(deployment.layout.lockstep_groups)
-    own = Poisson(
-        rate=options.poisson * share,
-        prompt_tokens=options.prompt_tokens,
-        output_tokens=options.output_tokens,
-        max_total_tokens=_max_total_tokens(deployment, num_blocks) - options.beginning_tokens,
-        max_requests=math.inf
-        if options.seconds
-        else (options.requests or DEFAULT_REQUESTS) * share,
-        max_seconds=math.inf if options.seconds is None else options.seconds,
-        seed=(options.seed, 0),
-    )
-    if own.max_total_tokens < 2:
-        raise ConfigError(
-            f"--beginning-tokens is {options.beginning_tokens}; a request has at most "
-            f"{_max_total_tokens(deployment, num_blocks)} tokens in all"
-        )
-    beginnings = Beginnings(options.beginnings, options.beginning_tokens)
+    share = Fraction(num_groups, len(deployment.layout.lockstep_groups))
     return compare_routing(
         lambda: [
             SimulatedGroup(
@@ -348,7 +363,7 @@ def _routing(
             )
             for _ in range(num_groups)
         ],
-        lambda: beginnings.given_to(iter(own), (options.seed, 1)),
+        lambda: _draw(deployment, options, num_blocks, share=share),
     )
 
 
@@ -379,10 +394,17 @@ def _load_in_words(options: LoadOptions, trace: Trace | None, num_groups: int) -
         return f"the batches of {options.trace}, each a step of every group"
     if trace is not None:
         return f"the requests of {options.trace}, dealt to {num_groups} groups in turn"
+    prefixes = ""
+    if options.beginnings:
+        prefixes = (
+            f"; each prompt begins with {options.beginning_tokens} more tokens, one of "
+            f"{options.beginnings} prefixes"
+        )
     return (
         f"{options.poisson:g} requests a second at random, about {options.prompt_tokens:g} tokens "
         f"each and as many as {options.output_tokens:g} in answer (means before clipping), spread "
-        f"lognormally; seed {options.seed}; each of {num_groups} groups gets an equal share"
+        f"lognormally; seed {options.seed}{prefixes}; each of {num_groups} groups gets an equal "
+        "share"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -347,6 +348,24 @@ def test_steps_must_take_time() -> None:
     for times in [(0.0, 0.0, 1.0), (-1.0, 2.0, 1.0), (1.0, 1.0, -1.0)]:
         with pytest.raises(ConfigError, match="must take some time"):
             line_times(*times)
+
+
+def test_shared_prefixes_are_computed_once(checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    lines = [f"{second},40,1,32" for second in range(10)]
+    path.write_text("\n".join(["arrival_s,prompt_tokens,output_tokens,shared_tokens", *lines]))
+    drawn = LoadOptions(poisson=20.0, requests=30, prompt_tokens=4, output_tokens=4)
+    shared = LoadOptions(**{**asdict(drawn), "beginnings": 1, "beginning_tokens": 32})
+
+    traced, alone, together = (
+        run(make(checkpoint), load) for load in (LoadOptions(trace=path), drawn, shared)
+    )
+
+    assert [row["tokens"] for row in traced["groups"][0]["by_tokens"]] == [8, 32]
+    assert traced["overall"]["live_tokens"] == 40 + 9 * 8
+    more = together["overall"]["live_tokens"] - alone["overall"]["live_tokens"]
+    assert more < 0.2 * 30 * 32
+    assert "each prompt begins with 32 more tokens" in together["load"]
 
 
 def with_drafts(directory: Path, num_drafts: int) -> Config:
