@@ -32,6 +32,7 @@ from dist_aclgraph.scheduler.outputs import StepOutputs
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.simulate.deployment import AssumedDeployment, distinct
+from dist_aclgraph.simulate.latencies import Latencies
 from dist_aclgraph.simulate.load import Arrival, Batch
 from dist_aclgraph.simulate.streams import streams_held, tightest_offer
 from dist_aclgraph.simulate.tally import LastStep, Tally, WatchedDispatcher
@@ -118,6 +119,7 @@ class SimulatedGroup:
         self.clock_s = 0.0
         self.tally = Tally()
         self.counts = Counts()
+        self.latencies = Latencies()
         self.lazy_capacity = negotiated.lazy_capacity
         self.reserve = config.graph.reserve_streams
         self.tightest = tightest_offer(deployment, negotiated)
@@ -216,6 +218,7 @@ class SimulatedGroup:
         except DistAclGraphError as e:
             self.counts.refused[type(e).__name__] += 1
             return False
+        self.latencies.note_arrival(name, arrival.arrival_s)
         self.counts.most_waiting = max(self.counts.most_waiting, len(self.scheduler.waiting))
         return True
 
@@ -231,6 +234,7 @@ class SimulatedGroup:
             results.append(StepResult(plan.epoch, plan.step, owner, tokens, packed))
         self._end_step(step, on_progress)
         outputs = self.scheduler.update(results)
+        self.latencies.note_outputs(self.clock_s, outputs)
         self.counts.generated_tokens += outputs.num_tokens
         self.counts.finished += len(outputs.finish_reasons)
         return outputs

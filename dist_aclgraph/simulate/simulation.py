@@ -25,6 +25,7 @@ from dist_aclgraph.simulate.deployment import (
     distinct,
 )
 from dist_aclgraph.simulate.group import SimulatedGroup
+from dist_aclgraph.simulate.latencies import latency_report
 from dist_aclgraph.simulate.load import Arrival, Batch, Beginnings, Load, Poisson, Trace
 from dist_aclgraph.simulate.routing import compare_routing
 from dist_aclgraph.simulate.tally import Shares
@@ -236,6 +237,7 @@ def group_report(group: SimulatedGroup, kind: GroupKind) -> dict[str, Any]:
             "generated_tokens": counts.generated_tokens,
             "most_waiting": counts.most_waiting,
         },
+        "latency": latency_report(group.latencies, counts.generated_tokens, group.clock_s),
         "preemptions": group.scheduler.num_preemptions,
         "drafts": _drafts_report(group.scheduler.stats()),
         "num_blocks": group.scheduler.ranks[0].pool.num_blocks,

@@ -272,7 +272,14 @@ def test_the_report_renders_as_text_and_as_a_picture(checkpoint: Path, tmp_path:
     render_simulation(report, Console(file=out, width=160))
     plot_simulation(report, picture)
 
-    for words in ("step times are assumed", "stands for 2 groups", "powers of two", "steps/s"):
+    for words in (
+        "step times are assumed",
+        "stands for 2 groups",
+        "powers of two",
+        "steps/s",
+        "first token after",
+        "tokens/s",
+    ):
         assert words in out.getvalue()
     assert picture.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match="cannot write the plot"):
