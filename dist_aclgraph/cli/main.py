@@ -267,7 +267,7 @@ def roll(
     with _user_errors():
         from rich.console import Console
 
-        from dist_aclgraph.actors.deployment.deployment import check
+        from dist_aclgraph.actors.deployment.deployment import check_startable
         from dist_aclgraph.actors.deployment.running import running_deployment
         from dist_aclgraph.cli.progress import StartProgress
         from dist_aclgraph.config import load_config, parse_overrides
@@ -275,7 +275,7 @@ def roll(
 
         loaded = load_config(config, parse_overrides(overrides or []))
         loaded = decide_device(loaded, "cluster")
-        check(loaded)
+        check_startable(loaded)
         with running_deployment(deployment, ray) as running:
             with StartProgress(Console(stderr=True)) as show:
                 running.roll(loaded, show)

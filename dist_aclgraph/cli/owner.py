@@ -243,7 +243,7 @@ class _Checks:
     def _run(self) -> None:
         while self._failure is None and not self._ended.wait(CHECK_S):
             try:
-                self._running.check()
+                self._running.raise_if_dead()
             except EngineUnavailableError as e:
                 self._failure = e
             self._silence.heard()

@@ -1,7 +1,7 @@
 """HCCL groups of a worker, and the collectives that layers call.
 
-A ``CommGroup`` with one member communicates with nobody: its collectives return their input, so
-layers need no case for a single rank.
+A ``CommGroup`` with one member does not communicate: its collectives return their input, so layers
+need no case for a single rank.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Chip:
         """Whether the rules of CANN 8 hold: they are the stricter ones, and an unknown CANN's."""
         return not self.cann or self.cann.startswith("8.")
 
-    def check(self, config: Config, facts: ModelFacts, whose: str) -> None:
+    def check_attention(self, config: Config, facts: ModelFacts, whose: str) -> None:
         """Refuse a type, a head size or a block size that attention does not support on this chip.
 
         Args:

@@ -161,7 +161,7 @@ class RankMemory:
         """Bytes for graphs and KV blocks."""
         return max(0, self.device_bytes - self.taken_bytes - self.eager_bytes)
 
-    def check(self, config: Config, whose: str = "each NPU") -> None:
+    def check_fits(self, config: Config, whose: str = "each NPU") -> None:
         """Refuse weights, buffers and eager steps that do not fit on the device together.
 
         Raises:

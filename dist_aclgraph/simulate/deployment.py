@@ -85,7 +85,7 @@ class AssumedDeployment:
         is_npu = config.device.kind == "npu"
         chip = Chip(config.device.chip, config.device.npu_cann if is_npu else emulator.cann)
         if is_npu or emulator.strict:
-            chip.check(config, facts, "as plans assume")
+            chip.check_attention(config, facts, "as plans assume")
         exchange = ExchangeRule.from_config(config, facts, chip)
         memory = RankMemory.from_config(
             config,
@@ -94,7 +94,7 @@ class AssumedDeployment:
             has_hccl_buffers=is_npu,
             mc2_buffer_mb=exchange.mc2_buffer_mb,
         )
-        memory.check(config)
+        memory.check_fits(config)
         has_mc2 = exchange.mc2_buffer_mb is not None
         needed = memory.taken_bytes + memory.eager_bytes
         offers = [_offer(planner, rank, needed, has_mc2=has_mc2) for rank in ranks]

@@ -302,7 +302,7 @@ class SimulatedGroup:
             return
         self._is_unseen = False
         seen = _times(self.dispatcher.take_traffic(), self._weight)
-        traffic = self._history.take([seen], self.clock_s)
+        traffic = self._history.record([seen], self.clock_s)
         if self.changes.is_changing:
             return
         change = self._deployment.planner.choose_again(

@@ -57,7 +57,7 @@ class LoadOptions:
     accepted: float | None = None
     seed: int = 0
 
-    def check(self) -> None:
+    def check_options(self) -> None:
         """Return if the options fit together.
 
         Raises:
@@ -120,7 +120,7 @@ def simulate(
         ConfigError: the model, the options or the trace are invalid.
         StreamBudgetError: a rank cannot afford a single bucket.
     """
-    options.check()
+    options.check_options()
     deployment = AssumedDeployment.from_config(config)
     trace = None
     if options.trace is not None:

@@ -149,6 +149,7 @@ def test_without_a_server_a_program_loads_for_itself(tmp_path: Path) -> None:
     assert not Path(starter.path).parent.exists()
 
 
+@pytest.mark.slow
 def test_nothing_is_forked_from_a_process_with_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,9 +90,16 @@ one_and_two_hosts = pytest.mark.parametrize("hosts", ["a", "ab"])
 @pytest.mark.parametrize(
     "ranks,hosts", [(2, "a"), (4, "a"), (2, "ab"), (4, "aabb"), (4, "abbb"), (4, "abcd")]
 )
-def test_collectives_eager_and_captured(run_ranks, ranks, hosts):
-    """Two ranks as programs of their own, so that their loading and their end are seen too."""
-    for status, output in run_ranks(ALL, ranks, fresh=ranks == 2 and hosts == "a"):
+def test_collectives_eager_and_captured(run_ranks, ranks):
+    for status, output in run_ranks(ALL, ranks):
+        assert status == 0 and "ALL DONE" in output, output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", ["a"])
+def test_collectives_of_programs_that_load_for_themselves(run_ranks):
+    """Ranks that are not forked, so that their loading and their end are tested, too."""
+    for status, output in run_ranks(ALL, 2, fresh=True):
         assert status == 0 and "ALL DONE" in output, output
 
 

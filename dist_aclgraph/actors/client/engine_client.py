@@ -231,7 +231,7 @@ class EngineClient:
         Raises:
             EngineDeadError: no engine has answered.
         """
-        self.check()
+        self.raise_if_dead()
         asked: list[tuple[KnownEngine, int, Future[dict[str, Any]]]] = []
         for engine in self._known():
             query = Query(next(self._query_ids), what)
@@ -260,7 +260,7 @@ class EngineClient:
             raise EngineDeadError(problem)
         return answers
 
-    def check(self) -> None:
+    def raise_if_dead(self) -> None:
         """Raise EngineDeadError, with the causes, if no engine is alive, and none will be."""
         with self._lock:
             capacity = Capacity.of(self._engines.values())

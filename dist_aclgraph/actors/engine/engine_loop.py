@@ -273,7 +273,7 @@ class EngineLoop:
         """Wait for the oldest step in flight; return its outputs."""
         sent = self._flying.popleft()
         plan = sent.plan
-        results = self._channel.receive(plan, self._step_timeout_s, self.check)
+        results = self._channel.receive(plan, self._step_timeout_s, self.raise_if_dead)
         received_s = time.perf_counter()
         outputs = self._scheduler.update(results)
         done_s = time.perf_counter()
@@ -297,7 +297,7 @@ class EngineLoop:
     def _resume(self, error: DeviceFaultError) -> StepOutputs:
         """Bring the group back, if it may come back; return no outputs, as its steps run again."""
         try:
-            comeback = self._resumption.run(error, self._scheduler.epoch, self.check)
+            comeback = self._resumption.run(error, self._scheduler.epoch, self.raise_if_dead)
         except DistAclGraphError as e:
             self.fail(str(e))
         else:
@@ -307,7 +307,7 @@ class EngineLoop:
                 self._scheduler.lose_kv()
         return StepOutputs()
 
-    def check(self) -> None:
+    def raise_if_dead(self) -> None:
         """End the wait for a step once a worker is known to be lost.
 
         Raises:
@@ -341,7 +341,7 @@ class EngineLoop:
 
     def _take(self, timeout_s: float) -> None:
         """Handle all messages of clients; wait up to ``timeout_s`` for the first one."""
-        for link, wish in self._links.take(timeout_s):
+        for link, wish in self._links.next_events(timeout_s):
             if isinstance(wish, Submit):
                 self._submit(link, wish)
             elif wish is not None:

@@ -99,10 +99,10 @@ def _check_chip(
     whose = f"the NPU of rank {rank}"
     if kind == "emulated":
         if config.device.emulator.strict:
-            chip.check(config, facts, whose)
+            chip.check_attention(config, facts, whose)
         return
     chip.check_assumed(config, whose)
-    chip.check(config, facts, whose)
+    chip.check_attention(config, facts, whose)
 
 
 @contextmanager
@@ -222,7 +222,7 @@ class JoinedRank:
         config, spec = self.config, self.spec
         # What HCCL takes is documented and not measured: no reason to refuse.
         memory = RankMemory.from_config(config, spec, free_bytes, has_hccl_buffers=False)
-        memory.check(config, f"the NPU of rank {self.rank}")
+        memory.check_fits(config, f"the NPU of rank {self.rank}")
         KVCacheSpec.from_config(config, spec).choose_num_blocks(
             config, memory.free_bytes, config.max_model_len or spec.max_position_embeddings
         )

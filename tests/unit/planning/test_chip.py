@@ -33,7 +33,7 @@ SHARDED = {"parallel": {"tp": 4, "dcp": 2}}
 
 def check(cann: str, model: dict[str, Any], **keys: Any) -> None:
     config = make_config({"model": "m", **keys})
-    Chip("Ascend910B1", cann).check(config, facts(**model), "the NPU of rank 3")
+    Chip("Ascend910B1", cann).check_attention(config, facts(**model), "the NPU of rank 3")
 
 
 @pytest.mark.parametrize(

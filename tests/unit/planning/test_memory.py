@@ -148,18 +148,18 @@ def test_what_is_left_is_what_the_parts_leave() -> None:
 
 def test_weights_that_do_not_fit_are_refused_with_sizes_and_remedies() -> None:
     config = make(parallel={"tp": 16, "ep": 16})
-    account(make()).check(make())
+    account(make()).check_fits(make())
 
     weights = r"weights take 8\d\.\d\d of them: raise parallel.tp or parallel.ep, or set quant"
     with pytest.raises(ConfigError, match=rf"of each NPU, which has 64.00; {weights}"):
-        account(config).check(config)
+        account(config).check_fits(config)
 
     quantised = make(parallel={"tp": 16, "ep": 16}, quantization="w8a8")
-    account(quantised).check(quantised)
+    account(quantised).check_fits(quantised)
     with pytest.raises(
         ConfigError, match=r"of rank 3, which has 1.00; weights .*: raise .* parallel.ep; "
     ):
-        account(quantised, device_bytes=GIB).check(quantised, "rank 3")
+        account(quantised, device_bytes=GIB).check_fits(quantised, "rank 3")
 
 
 def test_a_checkpoint_in_int8_is_priced_as_it_is(tmp_path: Path) -> None:
