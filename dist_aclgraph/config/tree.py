@@ -262,7 +262,11 @@ class KVConfig(Section):
         None, ge=2, description="blocks per rank; null derives the number from free device memory"
     )
     memory_fraction: float = Field(
-        0.8, gt=0.0, le=0.98, description="part of free device memory for KV blocks"
+        0.9,
+        gt=0.0,
+        le=0.98,
+        description="share of the KV blocks in the device memory that weights, buffers, graphs "
+        "and eager steps do not need",
     )
     max_bytes: int = Field(
         1 << 40, ge=1 << 16, description="upper limit of the bytes of KV blocks per rank"

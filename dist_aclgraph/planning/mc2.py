@@ -11,7 +11,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from dist_aclgraph.config import HcclExpansion, Mc2Algorithm
-from dist_aclgraph.planning.chip import Chip, generation_of
+from dist_aclgraph.config.chips import generation_of
+from dist_aclgraph.planning.chip import Chip
 
 MIB = 1 << 20
 MAX_EXPERTS, MAX_TOP_K = 1024, 16

@@ -286,7 +286,7 @@ def test_domains_hold_streams_and_captures_take_more(run_ranks):
 def test_a_domain_costs_what_its_expansion_mode_says(run_ranks, expansion):
     results = run_ranks(
         """
-        from dist_aclgraph.planning.budget.domains import streams_per_domain
+        from dist_aclgraph.planning.budget.domains import streams_per_domain, streams_per_graph
         expansion = json.loads(os.environ["SCRIPT_SETTINGS"])["hccl_expansion"]
         dist.init_process_group("hccl")
         x = torch.ones(8).npu()
@@ -305,9 +305,12 @@ def test_a_domain_costs_what_its_expansion_mode_says(run_ranks, expansion):
                 dist.all_reduce(x, group=group)
             graphs.append(graph)
             after = emulator.counters()
-            want = streams_per_domain(expansion, len(ranks))
-            for owner in ("domains", "graph_domains"):
-                assert after[owner] - before[owner] == want, (owner, ranks, before, after)
+            want = {
+                "domains": streams_per_domain(expansion, len(ranks)),
+                "graph_domains": streams_per_graph(expansion),
+            }
+            found = {owner: after[owner] - before[owner] for owner in want}
+            assert found == want, (ranks, before, after)
         dist.barrier()
         for graph in graphs:
             graph.reset()

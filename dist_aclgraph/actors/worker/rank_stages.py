@@ -190,7 +190,8 @@ class JoinedRank:
 
         config, spec = self.config, self.spec
         before = self.npu.memory().free_bytes
-        total, done = self._check_needs(before), 0
+        memory = self._check_needs(before)
+        total, done = memory.weight_bytes, 0
 
         def note(num_bytes: int) -> None:
             nonlocal done
@@ -219,13 +220,14 @@ class JoinedRank:
         self.npu.synchronize()
         self.npu.give_back()  # what weights were cut out of
         note_progress(total, total)
-        return LoadedRank(self, model, before - self.npu.memory().free_bytes)
+        taken_bytes = before - self.npu.memory().free_bytes
+        return LoadedRank(self, model, taken_bytes, memory.eager_bytes)
 
-    def _check_needs(self, free_bytes: int) -> int:
+    def _check_needs(self, free_bytes: int) -> RankMemory:
         """Refuse weights that are missing or cannot fit, before any of them is read.
 
         Returns:
-            The bytes of the weights.
+            The account of this rank.
         """
         config, spec = self.config, self.spec
         # What HCCL takes is documented and not measured: no reason to refuse.
@@ -234,7 +236,7 @@ class JoinedRank:
         KVCacheSpec.from_config(config, spec).choose_num_blocks(
             config, memory.free_bytes, config.max_model_len or spec.max_position_embeddings
         )
-        return memory.weight_bytes
+        return memory
 
     def _make_expert_setup(self) -> ExpertSetup:
         from dist_aclgraph.layers.experts import ExpertSetup
@@ -261,6 +263,7 @@ class LoadedRank:
     joined: JoinedRank
     model: Decoder
     weight_bytes: int
+    eager_bytes: int  # estimate of the temporary memory of the largest eager step
 
     def join_again(self, rendezvous: str, meeting: socket.socket | None) -> LoadedRank:
         """See ``JoinedRank.join_again``."""
@@ -365,13 +368,15 @@ class RunningRank:
         capture: with software queues the count does not rise again when graphs are released.
         """
         joined = self.joined
+        joined.npu.give_back()  # what eager steps took is in their estimate
+        free_bytes = joined.npu.memory().free_bytes - self.loaded.eager_bytes
         chips = ",".join(map(str, visible_devices() or (os.getpid(),)))
         return StreamOffer(
             rank=joined.rank,
             available=joined.npu.available_streams(),
             counts_graphs=self.runner.free_streams is not None,
             reserve=joined.config.graph.reserve_streams,
-            free_bytes=joined.npu.memory().free_bytes,
+            free_bytes=max(0, free_bytes),
             device=joined.npu.name,
             cann=joined.npu.cann,
             card=f"{socket.gethostname()}:{chips}",

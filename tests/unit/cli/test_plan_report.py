@@ -291,19 +291,19 @@ def test_offers_and_blocks_have_what_weights_and_buffers_leave(checkpoint: Path)
     report = plan_report(make(checkpoint, device={"emulator": poor}))
     memory = {part["name"]: part["bytes"] for part in report["memory"]["parts"]}
 
-    graphs_and_blocks = ("graphs", "KV blocks", "eager steps")
+    graphs_and_blocks = ("graphs", "KV blocks")
     fixed = sum(count for name, count in memory.items() if name not in graphs_and_blocks)
     assert report["memory"]["device_bytes"] == 64 << 20
     assert [rank["free_bytes"] + fixed for rank in report["ranks"]] == [
         mb << 20 for mb in (128, 64, 128, 128)
     ]
     left = (64 << 20) - fixed - memory["graphs"]
-    assert report["kv"]["num_blocks"] == int(left * 0.8) // 131072
+    assert report["kv"]["num_blocks"] == int(left * 0.9) // 131072
 
 
 def test_weights_that_an_emulated_npu_does_not_hold_are_refused(checkpoint: Path) -> None:
     (checkpoint / "config.json").write_text(
         json.dumps(SHAPE | {"vocab_size": 200_000, "intermediate_size": 512})
     )
-    with pytest.raises(ConfigError, match=r"which has 0\.06: raise parallel\.tp, or"):
+    with pytest.raises(ConfigError, match=r"which has 0\.06; weights .*: raise parallel\.tp, or"):
         plan_report(make(checkpoint, device={"emulator": {"memory_mb_by_rank": {3: 64}}}))

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from dist_aclgraph.config import make_config
+from dist_aclgraph.config.chips import generation_of
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.planning.chip import Chip, generation_of
+from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.shapes.model_facts import ModelFacts
 
 
