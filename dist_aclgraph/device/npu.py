@@ -430,13 +430,6 @@ def end_task_group(stream: Any) -> Any:
     return runtime().graph_task_group_end(stream)
 
 
-def fused_update(operator: str) -> Any:
-    """Return torch_npu's function that updates a task of the operator and records an event, in one
-    call without the GIL; None if there is none.
-    """
-    return getattr(torch_npu()._C, f"_{operator}_out_graph", None)
-
-
 def begin_task_update(stream: Any, handle: Any) -> None:
     runtime().graph_task_update_begin(stream, handle)
 

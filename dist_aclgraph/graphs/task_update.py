@@ -55,30 +55,19 @@ class UpdatableTask:
     event: Any
     ahead: int = 0
 
-    def open(self, stream: Any, lens: Lens) -> None:
-        """Send lengths, unless the task already has them, and record the event. ``stream`` must be
-        current.
-        """
+    def patch(self, stream: Any, lens: Lens) -> None:
+        """Send lengths, unless the task already has them. ``stream`` must be current."""
         operator, arguments = self.operator, self.arguments
         query_ends, kv_lens = lens.query_ends, lens.kv_lens[self.ahead]
         if arguments[operator.kv_lens] == kv_lens and arguments[operator.query_ends] == query_ends:
-            self.event.record(stream)
             return
         arguments[operator.query_ends] = query_ends
         arguments[operator.kv_lens] = kv_lens
-        if operator.fused_update is not None:
-            try:
-                operator.fused_update(stream, self.handle, self.event, **arguments)
-            except RuntimeError:
-                npu.end_task_update(stream)
-                raise
-            return
         npu.begin_task_update(stream, self.handle)
         try:
             operator.overload(**arguments)
         finally:
             npu.end_task_update(stream)
-        self.event.record(stream)
 
     def forget(self, stream: Any) -> None:
         """Forget the lengths of the task and the state of its event. ``stream`` resets the
@@ -228,7 +217,8 @@ class TaskUpdates:
             update_stream.wait_event(self._replayed)
         with npu.on_stream(update_stream, back=main_stream):
             for task in self._tasks[self._num_open :]:
-                task.open(update_stream, lens)
+                task.patch(update_stream, lens)
+                task.event.record(update_stream)
                 self._num_open += 1
                 if is_stopped():
                     return

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.context.prompt_parts import Launch
-from dist_aclgraph.device import npu
 from dist_aclgraph.layers.context_parallel import UNDIVIDED, ContextParallel
 from dist_aclgraph.layers.prompt_attention import DevicePart, attend_parts
 
@@ -44,10 +43,6 @@ class AttentionOperator:
     def overload(self) -> Any:
         """The form that writes to given tensors."""
         return getattr(torch.ops.npu, self.name).out
-
-    @cached_property
-    def fused_update(self) -> Any:
-        return npu.fused_update(self.name)
 
     def max_workspace(self, arguments: Arguments) -> Tensor:
         """Return a workspace that is large enough for any lengths."""
