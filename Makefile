@@ -14,8 +14,8 @@ export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help run quick test test-more test-all test-cluster lint demo-model bench-decode bench-tp8 bench-moe bench-context bench-load \
-	bench-messages bench-overlap bench-overload bench-serve bench-simulate bench-start bench-step chaos setup setup-bench setup-dev \
-	emulator python
+	bench-messages bench-overlap bench-overload bench-serve bench-simulate bench-start bench-step chaos setup setup-bench \
+	setup-dev emulator python
 
 help: ## Show the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 22

@@ -236,7 +236,8 @@ def simulate(
 def scale(groups: NumGroups, deployment: DeploymentName = None, ray: RayAddress = None) -> None:
     """Change the number of groups of a running deployment; returns when it is done.
 
-    New groups start beside those that serve. Of too many, the newest end their requests, and leave.
+    New groups start beside those that serve. Surplus groups, the newest first, finish their
+    requests and leave.
     """
     with _user_errors():
         from rich.console import Console

@@ -230,7 +230,7 @@ class _Checks:
         self._thread.join(JOIN_S)
 
     def raise_failure(self) -> None:
-        """Raise what ends the service; to be called every ``POLL_S``."""
+        """Raise the error that ends the service; to be called every ``POLL_S``."""
         if isinstance(self._failure, RayDiedError):
             raise self._failure
         if self._failure is not None:

@@ -142,13 +142,13 @@ def render_plan(report: dict[str, Any], console: Console) -> None:
 
 def _exchange_entries(rule: ExchangeRule) -> list[dict[str, Any]]:
     """How tokens travel to experts of other ranks, by size of batch; empty where none do."""
-    product = rule.mc2.product if rule.mc2 is not None else None
+    operators = rule.mc2.operators if rule.mc2 is not None else None
     return [
         {
             "first": first,
             "last": last,
             "kind": decision.kind,
-            "algorithm": product.algorithm if product and decision.kind == "mc2" else None,
+            "algorithm": operators.algorithm if operators and decision.kind == "mc2" else None,
             "reason": decision.reason,
         }
         for first, last, decision in rule.stretches()

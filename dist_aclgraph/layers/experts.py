@@ -18,7 +18,7 @@ from dist_aclgraph.layers.local_experts import LocalExperts
 from dist_aclgraph.layers.router import Router
 from dist_aclgraph.layers.shared_experts import SharedExperts, SideStream
 from dist_aclgraph.layers.token_exchange import Exchange
-from dist_aclgraph.planning.mc2 import Product
+from dist_aclgraph.planning.mc2 import Mc2Operators
 from dist_aclgraph.topology import ExchangeKind
 
 
@@ -53,7 +53,7 @@ class ExpertSetup:
     groups: RankGroups
     capacity_factor: float = 2.0
     side: SideStream | None = None
-    mc2: Product | None = None
+    mc2: Mc2Operators | None = None
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def _aligned(size: int, to: int) -> int:
 
 
 @dataclass(frozen=True)
-class Product:
+class Mc2Operators:
     """MC2 on one generation of NPUs, with one algorithm.
 
     Attributes:
@@ -87,8 +87,8 @@ class Product:
 
 
 # Of the algorithms that are possible, the first one is preferred.
-PRODUCTS = (
-    Product(
+MC2_OPERATORS = (
+    Mc2Operators(
         "A2",
         "hierarchy",
         "hierarchy",
@@ -101,7 +101,7 @@ PRODUCTS = (
         takes_scales=True,
         takes_mask=False,
     ),
-    Product(
+    Mc2Operators(
         "A2",
         "fullmesh",
         "fullmesh",
@@ -113,7 +113,7 @@ PRODUCTS = (
         pays_to_local=24,
         takes_scales=True,
     ),
-    Product(
+    Mc2Operators(
         "A3",
         "fullmesh",
         "fullmesh_v1",
@@ -146,9 +146,9 @@ class Mc2:
     algorithm: Mc2Algorithm = "auto"
 
     @cached_property
-    def product(self) -> Product | None:
+    def operators(self) -> Mc2Operators | None:
         """MC2 with the best algorithm for this number of ranks; None if the chip has none."""
-        found = [p for p in self._products if self.algorithm in ("auto", p.algorithm)]
+        found = [p for p in self._known_operators if self.algorithm in ("auto", p.algorithm)]
         return next((p for p in found if self.ep in p.ep_sizes), found[-1] if found else None)
 
     @property
@@ -158,14 +158,14 @@ class Mc2:
     @property
     def max_rows(self) -> int:
         """Largest number of tokens per rank that the operators accept, with any buffer."""
-        rows = self.product.max_rows if self.product else 0
+        rows = self.operators.max_rows if self.operators else 0
         return min(rows, MAX_ROWS_CANN_8) if self._is_a2_of_cann_8 else rows
 
     def needed_mb(self, num_rows: int) -> int:
         """Return the buffer in MB for batches of so many tokens per rank."""
-        assert self.product is not None
+        assert self.operators is not None
         traffic = Traffic(num_rows, self.hidden, self.ep, self.num_local, self.top_k)
-        return self.product.buffer_bytes(traffic) // MIB + 1
+        return self.operators.buffer_bytes(traffic) // MIB + 1
 
     def obstacle(self, num_rows: int) -> str | None:
         """Return why ``num_rows`` tokens per rank cannot use MC2, None if they can."""
@@ -173,28 +173,28 @@ class Mc2:
 
     def loss(self) -> str | None:
         """Return why MC2 does not pay off where it is possible, None if it does."""
-        product = self.product
-        assert product is not None
-        if self.ep >= product.pays_from_ep and self.num_local <= product.pays_to_local:
+        operators = self.operators
+        assert operators is not None
+        if self.ep >= operators.pays_from_ep and self.num_local <= operators.pays_to_local:
             return None
         return (
-            f"on {product.name} it pays from {product.pays_from_ep} ranks on with at most "
-            f"{product.pays_to_local} experts each"
+            f"on {operators.name} it pays from {operators.pays_from_ep} ranks on with at most "
+            f"{operators.pays_to_local} experts each"
         )
 
     @property
-    def _products(self) -> list[Product]:
-        return [p for p in PRODUCTS if p.name == generation_of(self.chip.name)]
+    def _known_operators(self) -> list[Mc2Operators]:
+        return [p for p in MC2_OPERATORS if p.name == generation_of(self.chip.name)]
 
     @property
     def _is_a2_of_cann_8(self) -> bool:
         return self.chip.is_cann_8 and generation_of(self.chip.name) == "A2"
 
     def _obstacles(self, num_rows: int) -> Iterator[str]:
-        product = self.product
-        if product is None:
+        operators = self.operators
+        if operators is None:
             chip = generation_of(self.chip.name)
-            names = " and ".join(p.algorithm for p in self._products)
+            names = " and ".join(p.algorithm for p in self._known_operators)
             yield (
                 f"parallel.mc2_algorithm is {self.algorithm}; {chip} takes {names}"
                 if names
@@ -203,22 +203,23 @@ class Mc2:
             return
         if self.element_bytes != 2:
             yield "it takes float16 and bfloat16, and dtype is float32"
-        if product.name == "A3" and self.expansion == "AIV":
+        if operators.name == "A3" and self.expansion == "AIV":
             yield "on A3 it hangs with device.hccl_expansion AIV; FFTS and AICPU are possible"
-        if self.ep not in product.ep_sizes:
-            sizes = ", ".join(map(str, sorted(product.ep_sizes)[:12]))
+        if self.ep not in operators.ep_sizes:
+            sizes = ", ".join(map(str, sorted(operators.ep_sizes)[:12]))
             yield (
-                f"parallel.ep is {self.ep}; {product.name} takes {sizes} with {product.algorithm}"
+                f"parallel.ep is {self.ep}; {operators.name} takes {sizes} with "
+                f"{operators.algorithm}"
             )
         if self._is_a2_of_cann_8:
             if self.ep % 8:
                 yield f"parallel.ep is {self.ep}; A2 takes multiples of 8 with CANN 8"
             if self.num_experts > MAX_EXPERTS_CANN_8:
                 yield f"the model has {self.num_experts} experts; A2 takes at most 512 with CANN 8"
-        widths = product.hidden_sizes
+        widths = operators.hidden_sizes
         if self.hidden not in widths:
             yield (
-                f"the model's hidden size is {self.hidden}; {product.name} takes {widths[0]} to "
+                f"the model's hidden size is {self.hidden}; {operators.name} takes {widths[0]} to "
                 f"{widths[-1]} in steps of {widths.step}"
             )
         if self.num_experts > MAX_EXPERTS or self.top_k > MAX_TOP_K:
@@ -227,7 +228,7 @@ class Mc2:
                 f"at most {MAX_EXPERTS} and {MAX_TOP_K}"
             )
         if num_rows > self.max_rows:
-            yield f"{num_rows} tokens of one rank; {product.name} takes {self.max_rows}"
+            yield f"{num_rows} tokens of one rank; {operators.name} takes {self.max_rows}"
         needed = self.needed_mb(num_rows)
         if self.buffer_mb is not None and needed > self.buffer_mb:
             yield (

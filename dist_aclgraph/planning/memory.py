@@ -221,8 +221,11 @@ def _hccl_buffers(config: Config, mc2_buffer_mb: int | None) -> tuple[MemoryPart
 
 
 class EagerStep(NamedTuple):
-    """Return the tokens that a rank runs, and how many of them attend to each shard on their
-    own.
+    """The largest eager step of a rank.
+
+    Attributes:
+        num_tokens: all tokens that the rank runs.
+        num_direct: those of them that attend to each shard on their own.
     """
 
     num_tokens: int

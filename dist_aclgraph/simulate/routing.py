@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.scheduler.outputs import StepOutputs
-from dist_aclgraph.scheduler.routing import Router
+from dist_aclgraph.scheduler.routing import RequestRouter
 from dist_aclgraph.simulate.group import SimulatedGroup
 from dist_aclgraph.simulate.latencies import quantiles
 from dist_aclgraph.simulate.load import Arrival
@@ -22,7 +22,7 @@ BY_COUNT = "fewest outstanding"
 
 
 class Routing(Protocol):
-    """The rule that sends requests to groups; ``Router`` is one."""
+    """The rule that sends requests to groups; ``RequestRouter`` is one."""
 
     def route(
         self, request_id: str, prompt: bytes, cache_salt: str, among: Collection[str]
@@ -116,7 +116,7 @@ def compare_routing(
         routing: Routing = FewestOutstanding()
         if name == BY_CACHE:
             pools = [[rank.pool for rank in group.scheduler.ranks] for group in groups]
-            routing = router = Router()
+            routing = router = RequestRouter()
             for index, found in enumerate(pools):
                 num_blocks = sum(pool.num_usable for pool in found)
                 router.add(str(index), num_blocks, found[0].block_size)

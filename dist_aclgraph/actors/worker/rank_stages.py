@@ -252,7 +252,7 @@ class JoinedRank:
             self.groups,
             self.config.parallel.expert_capacity,
             side,
-            self.exchange.mc2.product if self.exchange.mc2 is not None else None,
+            self.exchange.mc2.operators if self.exchange.mc2 is not None else None,
         )
 
 

@@ -24,14 +24,14 @@ from dist_aclgraph.layers.shared_experts import SharedExperts, SideStream
 from dist_aclgraph.layers.token_exchange import make_exchanges
 from dist_aclgraph.models.int8_weights import quantise
 from dist_aclgraph.planning.exchange import expert_capacity
-from dist_aclgraph.planning.mc2 import PRODUCTS
+from dist_aclgraph.planning.mc2 import MC2_OPERATORS
 from dist_aclgraph.topology import ParallelLayout
 
 TP, DP = int(sys.argv[1]), int(sys.argv[2])
 EP = TP * DP
 HIDDEN, WIDTH, EXPERTS, K = 64, 32, 8, 3
 ALGORITHM = sys.argv[3] if len(sys.argv) > 3 else "fullmesh"
-MC2 = next(p for p in PRODUCTS if p.name == "A2" and p.algorithm == ALGORITHM)
+MC2 = next(p for p in MC2_OPERATORS if p.name == "A2" and p.algorithm == ALGORITHM)
 KINDS = ("all_gather", "all_to_all", "mc2") if len(sys.argv) == 3 else ("mc2",)
 # Live tokens by data parallel rank: all, some, none; numbers of rows that tp divides, and not.
 BATCHES = [(6, (6, 4)), (5, (1, 5)), (7, (3, 0)), (1, (1, 0))]

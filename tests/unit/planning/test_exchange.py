@@ -14,7 +14,7 @@ from dist_aclgraph.config import Mc2Algorithm, make_config
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.exchange import ExchangeRule, expert_capacity
-from dist_aclgraph.planning.mc2 import PRODUCTS, Mc2, Product, Traffic
+from dist_aclgraph.planning.mc2 import MC2_OPERATORS, Mc2, Mc2Operators, Traffic
 from dist_aclgraph.shapes.model_facts import ExpertFacts, ModelFacts
 
 A2, A3 = Chip("Ascend910B1", "9.1.0"), Chip("Ascend910_9391", "9.1.0")
@@ -128,12 +128,12 @@ traffics = st.builds(
 )
 
 
-@given(traffics, st.sampled_from(PRODUCTS))
+@given(traffics, st.sampled_from(MC2_OPERATORS))
 def test_mc2_buffer_grows_with_rows_and_experts_and_holds_the_tokens(
-    traffic: Traffic, product: Product
+    traffic: Traffic, operators: Mc2Operators
 ) -> None:
     rows, hidden, ep, num_local, top_k = traffic
-    needed = product.buffer_bytes
+    needed = operators.buffer_bytes
 
     assert needed(traffic) <= needed(traffic._replace(num_rows=rows + 1))
     assert needed(traffic) <= needed(traffic._replace(num_local=num_local + 1))
@@ -186,10 +186,10 @@ def test_auto_falls_back_where_the_buffer_ends_and_says_so() -> None:
 def test_several_nodes_of_a2_take_the_hierarchy_where_it_is_possible(
     chip: Chip, ep: int, algorithm: str
 ) -> None:
-    product = replace(DEEPSEEK_V3, chip=chip, ep=ep, algorithm="auto").product
+    operators = replace(DEEPSEEK_V3, chip=chip, ep=ep, algorithm="auto").operators
 
-    assert product is not None
-    assert product.algorithm == algorithm
+    assert operators is not None
+    assert operators.algorithm == algorithm
 
 
 @pytest.mark.parametrize(("cann", "most"), [("9.1.0", 512), ("8.5.0", 256)])
