@@ -19,8 +19,8 @@ MAX_EXPERTS, MAX_TOP_K = 1024, 16
 MAX_EXPERTS_CANN_8, MAX_ROWS_CANN_8 = 512, 256  # of an A2
 
 
-class Traffic(NamedTuple):
-    """What dispatch and combine move.
+class Mc2Batch(NamedTuple):
+    """The tokens and experts of one dispatch and combine.
 
     Attributes:
         num_rows: most tokens of one rank.
@@ -37,19 +37,19 @@ class Traffic(NamedTuple):
 # Bytes of HCCL's buffer, by the operators' documents.
 
 
-def a2_fullmesh_bytes(traffic: Traffic) -> int:
-    rows, hidden, ep, num_local, top_k = traffic
+def a2_fullmesh_bytes(batch: Mc2Batch) -> int:
+    rows, hidden, ep, num_local, top_k = batch
     return 2 * (rows * ep * min(num_local, top_k) * 2 * hidden + 2 * MIB)
 
 
-def a2_hierarchy_bytes(traffic: Traffic) -> int:
-    rows, hidden, ep, num_local, top_k = traffic
+def a2_hierarchy_bytes(batch: Mc2Batch) -> int:
+    rows, hidden, ep, num_local, top_k = batch
     row = 2 * hidden + 4 * _aligned(top_k, 8) * 4
     return (ep * num_local + ep // 4) * _aligned(rows * row, 512) + 8 * MIB
 
 
-def a3_fullmesh_bytes(traffic: Traffic) -> int:
-    rows, hidden, ep, num_local, top_k = traffic
+def a3_fullmesh_bytes(batch: Mc2Batch) -> int:
+    rows, hidden, ep, num_local, top_k = batch
     dispatch = _aligned(_aligned(2 * hidden, 32) + 64, 512)
     combine = _aligned(2 * hidden, 512)
     return 2 * rows * (dispatch * ep * num_local + combine * top_k)
@@ -79,7 +79,7 @@ class Mc2Operators:
     ep_sizes: frozenset[int]
     max_rows: int
     hidden_sizes: range
-    buffer_bytes: Callable[[Traffic], int]
+    buffer_bytes: Callable[[Mc2Batch], int]
     pays_from_ep: int = 2
     pays_to_local: int = MAX_EXPERTS
     takes_scales: bool = False
@@ -164,8 +164,8 @@ class Mc2:
     def needed_mb(self, num_rows: int) -> int:
         """Return the buffer in MB for batches of so many tokens per rank."""
         assert self.operators is not None
-        traffic = Traffic(num_rows, self.hidden, self.ep, self.num_local, self.top_k)
-        return self.operators.buffer_bytes(traffic) // MIB + 1
+        batch = Mc2Batch(num_rows, self.hidden, self.ep, self.num_local, self.top_k)
+        return self.operators.buffer_bytes(batch) // MIB + 1
 
     def obstacle(self, num_rows: int) -> str | None:
         """Return why ``num_rows`` tokens per rank cannot use MC2, None if they can."""

@@ -14,7 +14,7 @@ from dist_aclgraph.config import Mc2Algorithm, make_config
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.exchange import ExchangeRule, expert_capacity
-from dist_aclgraph.planning.mc2 import MC2_OPERATORS, Mc2, Mc2Operators, Traffic
+from dist_aclgraph.planning.mc2 import MC2_OPERATORS, Mc2, Mc2Batch, Mc2Operators
 from dist_aclgraph.shapes.model_facts import ExpertFacts, ModelFacts
 
 A2, A3 = Chip("Ascend910B1", "9.1.0"), Chip("Ascend910_9391", "9.1.0")
@@ -119,7 +119,7 @@ def test_mc2_asks_for_the_buffer_that_its_operator_states(
 
 
 traffics = st.builds(
-    Traffic,
+    Mc2Batch,
     num_rows=st.integers(1, 512),
     hidden=st.integers(1, 8192),
     ep=st.integers(2, 64),
@@ -130,7 +130,7 @@ traffics = st.builds(
 
 @given(traffics, st.sampled_from(MC2_OPERATORS))
 def test_mc2_buffer_grows_with_rows_and_experts_and_holds_the_tokens(
-    traffic: Traffic, operators: Mc2Operators
+    traffic: Mc2Batch, operators: Mc2Operators
 ) -> None:
     rows, hidden, ep, num_local, top_k = traffic
     needed = operators.buffer_bytes
