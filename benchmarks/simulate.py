@@ -22,12 +22,13 @@ import typer
 from rich.console import Console
 
 from benchmarks.command import run_command
-from benchmarks.engine import NUM_WORDS, DecodeEngine
+from benchmarks.engine import DecodeEngine
 from benchmarks.report import Table
 from benchmarks.turns import ray_for
 from benchmarks.workload import QUERY_S, SILENCE_S
 from dist_aclgraph.errors import EngineDeadError
 from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.shapes.model_spec import read_model_spec
 from dist_aclgraph.shipped import shipped
 from dist_aclgraph.simulate.load import Arrival
 from dist_aclgraph.simulate.simulation import LoadOptions, simulate
@@ -51,7 +52,8 @@ def serve(engine: DecodeEngine, name: str, load: Sequence[Arrival]) -> float:
     """Serve all requests, and return the seconds until the last of them has ended."""
     events: queue.SimpleQueue[RequestDelta] = queue.SimpleQueue()
     random = np.random.default_rng(len(load))
-    prompts = [random.integers(0, NUM_WORDS, arrival.prompt_tokens).tolist() for arrival in load]
+    vocab_size = read_model_spec(engine.config.model).vocab_size
+    prompts = [random.integers(0, vocab_size, arrival.prompt_tokens).tolist() for arrival in load]
     start_s, num_open = time.perf_counter(), len(load)
     for index, (arrival, prompt) in enumerate(zip(load, prompts, strict=True)):
         params = SamplingParams(temperature=0.0, max_tokens=arrival.output_tokens, ignore_eos=True)
