@@ -165,6 +165,11 @@ def launch_blocking() -> bool:
     return os.environ.get("ASCEND_LAUNCH_BLOCKING") == "1"
 
 
+def binds_cores_itself() -> bool:
+    """Whether the environment asks torch_npu to bind its threads to cores."""
+    return os.environ.get("CPU_AFFINITY_CONF", "0")[:1] not in ("", "0")
+
+
 def is_soft_partition() -> bool:
     """Whether the NPU that this process has opened is a soft partition (eNPU).
 

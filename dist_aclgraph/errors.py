@@ -9,6 +9,7 @@ DistAclGraphError
       DeviceFaultError    its device failed with an error that is known; the process lives
   DeviceError             the device or its runtime refused
     StreamExhaustedError, OutOfDeviceMemoryError, EmulatorBuildError
+    NotBoundError         a rank has no cores of its own, and works without
   GraphError              planning, capture or replay of graphs
     CaptureError, ReplayMismatchError, StreamBudgetError
   KVCacheError            blocks
@@ -120,6 +121,10 @@ class StreamExhaustedError(DeviceError):
 
 class OutOfDeviceMemoryError(DeviceError):
     """Device memory is exhausted."""
+
+
+class NotBoundError(DeviceError):
+    """A process is not bound to cores of the host; says why."""
 
 
 class EmulatorBuildError(DeviceError):

@@ -115,6 +115,11 @@ class DeviceConfig(Section):
         description="let torch_npu's allocator grow its segments, against fragmentation; null "
         "is true only on NPUs",
     )
+    bind_cores: Literal["auto", "off"] = Field(
+        "auto",
+        description="auto binds the rank of an NPU to its share of the host's cores, those of the "
+        "NPU's NUMA node, if there are five for each NPU; ranks on the emulator are not bound",
+    )
     deterministic: bool | None = Field(
         None,
         description="sum in a fixed order in collectives (HCCL_DETERMINISTIC), which makes "

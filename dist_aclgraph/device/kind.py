@@ -16,8 +16,9 @@ DeviceKind = Literal["npu", "emulated"]
 
 
 def npus_here() -> list[str]:
-    """Return the names of this machine's NPUs."""
-    return sorted(path.name for path in DEV.glob("davinci[0-9]*"))
+    """Return the names of this machine's NPUs, in the order of their ids."""
+    names = (path.name for path in DEV.glob("davinci[0-9]*"))
+    return sorted(names, key=lambda name: int(name.removeprefix("davinci")))
 
 
 def resolve_kind(kind: Literal["auto", "npu", "emulated"]) -> DeviceKind:

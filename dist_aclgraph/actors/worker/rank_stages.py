@@ -8,6 +8,7 @@ import.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +19,10 @@ from typing import TYPE_CHECKING
 from dist_aclgraph.actors.worker.stream_ledger import StreamLedger
 from dist_aclgraph.config import Config
 from dist_aclgraph.device.bad_memory import MemoryRange, lies_in
-from dist_aclgraph.device.kind import DeviceKind
+from dist_aclgraph.device.host_cores import bind_this_process, format_cores
+from dist_aclgraph.device.kind import DeviceKind, resolve_kind
 from dist_aclgraph.environment import is_soft_partition, launch_blocking, visible_devices
-from dist_aclgraph.errors import DeviceError, DeviceFault
+from dist_aclgraph.errors import DeviceError, DeviceFault, NotBoundError
 from dist_aclgraph.kv.cache_spec import KVCacheSpec
 from dist_aclgraph.planning.budget import StreamOffer, max_piecewise_sizes
 from dist_aclgraph.planning.chip import Chip
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from dist_aclgraph.layers.experts import ExpertSetup
     from dist_aclgraph.models.decoder import Decoder
 
+logger = logging.getLogger(__name__)
 NoteProgress = Callable[[int, int], None]  # bytes of weights loaded, and in all
 
 
@@ -65,6 +68,8 @@ def join_rank(
     # In this process's environment, which is its node's: no other process can check it.
     normalise_mode(config.graph.mode, GraphSupport(), launch_blocking=launch_blocking())
     spec = read_model_spec(config.model)
+    # Before torch_npu makes its threads, which inherit the cores.
+    cores = _bind_cores(config, rank)
     npu = open_npu(config.device, rank, deterministic=needs_fixed_sums(config, spec))
     check_partition(config.graph.mode, is_soft=is_soft_partition())
     chip = Chip(npu.name, npu.cann)
@@ -75,7 +80,20 @@ def join_rank(
     layout = ParallelLayout.from_config(config.parallel, mc2=has_mc2).within_group
     groups = _join_groups(config, layout, group_rank, exchange, rendezvous, meeting)
     streams.book("joining HCCL groups")
-    return JoinedRank(config, spec, rank, group_rank, npu, groups, layout, exchange, streams)
+    return JoinedRank(config, spec, rank, group_rank, npu, groups, layout, exchange, streams, cores)
+
+
+def _bind_cores(config: Config, rank: WorldRank) -> frozenset[int]:
+    """Bind this process to the cores of its NPU and return them; none if it is not bound."""
+    if resolve_kind(config.device.kind) != "npu":
+        return frozenset()
+    try:
+        cores = bind_this_process(config.device)
+    except NotBoundError as e:
+        logger.warning("rank %s is not bound to cores: %s", rank, e)
+        return frozenset()
+    logger.info("rank %s is bound to the cores %s", rank, format_cores(cores))
+    return cores
 
 
 def _join_groups(
@@ -153,6 +171,14 @@ class JoinedRank:
     layout: ParallelLayout  # of the lockstep group
     exchange: ExchangeRule
     streams: StreamLedger
+    cores: frozenset[int]  # to which this process is bound; none if it is not
+
+    @property
+    def description(self) -> str:
+        """The device and its cores, in plain words."""
+        if not self.cores:
+            return self.npu.description
+        return f"{self.npu.description}, bound to {len(self.cores)} cores of the host"
 
     @property
     def domains(self) -> tuple[Ranks, ...]:
@@ -206,7 +232,7 @@ class JoinedRank:
             if config.weights == "dummy"
             else Checkpoint(config.model, dtype, device=device, quantises=quantises)
         )
-        with _host_threads(num_neighbours):
+        with _host_threads(1 if self.cores else num_neighbours):
             model = Decoder(
                 spec,
                 self.groups,

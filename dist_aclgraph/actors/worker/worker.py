@@ -215,9 +215,9 @@ class Worker:
             assert joined is not None
             assert (joined.rank, joined.group_rank) == (rank, group_rank), "weights are a rank's"
             self._stage = self._stage.join_again(rendezvous, meeting)
-            return joined.npu.description
+            return joined.description
         self._stage = join_rank(self._config, rank, group_rank, rendezvous, meeting)
-        return self._stage.npu.description
+        return self._stage.description
 
     def load(self) -> int:
         """Load this rank's weights, if it has none; return their bytes.

@@ -12,11 +12,17 @@ from pathlib import Path
 
 from dist_aclgraph.cli.doctor.ascend_versions import read_version
 from dist_aclgraph.cli.doctor.finding import Finding
+from dist_aclgraph.config import DeviceConfig
+from dist_aclgraph.device.host_cores import (
+    CORES_OF_AN_NPU,
+    format_cores,
+    parse_cores,
+    shares_here,
+)
+from dist_aclgraph.errors import NotBoundError
 
 # Beside davinci0 and on: the driver's management, its shared memory, its channel to the device.
 MANAGEMENT = ("davinci_manager", "devmm_svm", "hisi_hdc")
-# A rank has a thread that launches, two of torch_npu, and two interrupts of its NPU.
-CORES_OF_AN_NPU = 5
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ def npu_host_findings(npus: list[str], files: HostFiles = HOST) -> list[Finding]
         _firmware(files.firmware),
         _rdma_addresses(npus, files.etc / "hccn.conf"),
         _cores(len(npus), files.numa),
+        _binding(npus),
     ]
 
 
@@ -106,11 +113,13 @@ def _cores(num_npus: int, numa: Path) -> Finding:
     return Finding("cores", True, found, remedy, is_warning=len(usable) < wanted)
 
 
-def parse_cores(text: str) -> set[int]:
-    """Return the cores of a list as the kernel writes it, e.g. 0-3,8."""
-    cores: set[int] = set()
-    for part in text.strip().split(","):
-        if part:
-            first, _, last = part.partition("-")
-            cores |= set(range(int(first), int(last or first) + 1))
-    return cores
+def _binding(npus: list[str]) -> Finding:
+    """The cores to which ranks are bound on this host."""
+    try:
+        shares = shares_here(DeviceConfig())
+    except NotBoundError as e:
+        return Finding("binding to cores", True, f"ranks are not bound: {e}")
+    each = ", ".join(
+        f"{npu}: {format_cores(cores)}" for npu, cores in zip(npus, shares, strict=True)
+    )
+    return Finding("binding to cores", True, each)

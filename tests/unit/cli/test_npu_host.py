@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from dist_aclgraph.cli.doctor import npu_host
 from dist_aclgraph.cli.doctor.finding import Finding
 from dist_aclgraph.cli.doctor.npu_host import (
     MANAGEMENT,
     HostFiles,
     npu_host_findings,
-    parse_cores,
 )
 
 NPUS = ["davinci0", "davinci1"]
@@ -95,8 +95,14 @@ def test_few_cores_and_an_unknown_firmware_are_warned_of(
     assert found["firmware"].mark == "warn"
 
 
-@pytest.mark.parametrize(
-    ("text", "cores"), [("0-3,8\n", {0, 1, 2, 3, 8}), ("5", {5}), ("\n", set())]
-)
-def test_lists_of_cores_are_those_of_the_kernel(text: str, cores: set[int]) -> None:
-    assert parse_cores(text) == cores
+def test_the_cores_of_each_rank_are_shown(host: HostFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = [frozenset(range(8)), frozenset(range(8, 16))]
+    monkeypatch.setattr(npu_host, "shares_here", lambda config: shares)
+
+    assert look(host)["binding to cores"].found == "davinci0: 0-7, davinci1: 8-15"
+
+
+def test_ranks_that_are_not_bound_are_no_fault(host: HostFiles) -> None:
+    finding = look(host)["binding to cores"]
+
+    assert finding.is_ok and finding.found.startswith("ranks are not bound: ")

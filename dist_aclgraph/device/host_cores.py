@@ -1,0 +1,132 @@
+"""Cores of the host for the rank of each NPU, near the NPU's PCI function.
+
+Every rank computes the shares of all NPUs of its host from the same files, so that shares are
+disjoint without a message. An NPU of an idle deployment keeps its share. Nothing here was seen on a
+host with NPUs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from dist_aclgraph.config import DeviceConfig
+from dist_aclgraph.device.dcmi import pci_addresses
+from dist_aclgraph.device.kind import npus_here
+from dist_aclgraph.environment import binds_cores_itself, visible_devices
+from dist_aclgraph.errors import NotBoundError
+
+# A rank has a thread that launches, two of torch_npu, and two interrupts of its NPU.
+CORES_OF_AN_NPU = 5
+NUMA = Path("/sys/devices/system/node")
+PCI = Path("/sys/bus/pci/devices")
+TASKS = Path("/proc/self/task")
+
+
+def share_cores(
+    node_of_core: Mapping[int, int], node_of_npu: Sequence[int | None]
+) -> list[frozenset[int]]:
+    """Return disjoint cores for the rank of each NPU; an empty list if there are too few.
+
+    The NPUs of a NUMA node share the node's cores. The processes without an NPU (engine,
+    controller, ingress) count as one more NPU of each node, and their share stays free. If the node
+    of an NPU is unknown, or has no core, all cores count as one node.
+
+    Args:
+        node_of_core: NUMA node of each core that the ranks may use.
+        node_of_npu: NUMA node of each NPU; None if it is unknown.
+    """
+    nodes = set(node_of_core.values())
+    if not all(node in nodes for node in node_of_npu):
+        node_of_core, node_of_npu = dict.fromkeys(node_of_core, 0), [0] * len(node_of_npu)
+    shares = [frozenset[int]()] * len(node_of_npu)
+    for node in set(node_of_npu):
+        cores = sorted(core for core, its_node in node_of_core.items() if its_node == node)
+        npus = [npu for npu, its_node in enumerate(node_of_npu) if its_node == node]
+        size = max(len(cores) // (len(npus) + 1), CORES_OF_AN_NPU)
+        if size * len(npus) >= len(cores):
+            return []
+        for place, npu in enumerate(npus):
+            shares[npu] = frozenset(cores[place * size : (place + 1) * size])
+    return shares
+
+
+def shares_here(config: DeviceConfig) -> list[frozenset[int]]:
+    """Return the cores of each NPU of this machine, in the order of their ids.
+
+    Raises:
+        NotBoundError: ranks are not bound here.
+    """
+    if config.bind_cores == "off":
+        raise NotBoundError("device.bind_cores is off")
+    if binds_cores_itself():
+        raise NotBoundError("CPU_AFFINITY_CONF is set, so torch_npu binds its threads")
+    npus, cores = len(npus_here()), usable_cores()
+    shares = share_cores(cores, nodes_of_npus(npus))
+    if not shares:
+        raise NotBoundError(
+            f"{len(cores)} cores are too few: each of {npus} NPUs needs {CORES_OF_AN_NPU} cores of "
+            "its NUMA node, and the other processes need one"
+        )
+    return shares
+
+
+def bind_this_process(config: DeviceConfig) -> frozenset[int]:
+    """Bind all threads of this process to the cores of its NPU, and return these.
+
+    Raises:
+        NotBoundError: this process is not bound.
+    """
+    shares, visible = shares_here(config), visible_devices() or ()
+    if len(visible) != 1 or visible[0] >= len(shares):
+        raise NotBoundError(f"ASCEND_RT_VISIBLE_DEVICES names none of {len(shares)} NPUs")
+    cores = shares[visible[0]]
+    try:
+        for task in TASKS.iterdir():  # later threads inherit the cores
+            os.sched_setaffinity(int(task.name), cores)
+    except OSError as e:
+        raise NotBoundError(f"the kernel refuses it: {e}") from e
+    return cores
+
+
+def usable_cores() -> dict[int, int]:
+    """Return the NUMA node of each core that this process may use; 0 if the kernel has no nodes."""
+    node_of_core = dict.fromkeys(os.sched_getaffinity(0), 0)
+    for node in NUMA.glob("node[0-9]*"):
+        for core in parse_cores((node / "cpulist").read_text()) & node_of_core.keys():
+            node_of_core[core] = int(node.name.removeprefix("node"))
+    return node_of_core
+
+
+def nodes_of_npus(count: int) -> list[int | None]:
+    """Return the NUMA node of each NPU of this machine; None if it is unknown."""
+    addresses = pci_addresses()
+    if len(addresses) != count:
+        return [None] * count
+    return [_node_of(PCI / address / "numa_node") for address in addresses]
+
+
+def _node_of(file: Path) -> int | None:
+    try:
+        node = int(file.read_text())
+    except (OSError, ValueError):
+        return None
+    return None if node < 0 else node  # -1: the firmware does not say
+
+
+def parse_cores(text: str) -> set[int]:
+    """Return the cores of a list as the kernel writes it, e.g. 0-3,8."""
+    cores: set[int] = set()
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            cores |= set(range(int(first), int(last or first) + 1))
+    return cores
+
+
+def format_cores(cores: frozenset[int]) -> str:
+    """Return a list of cores as the kernel writes it."""
+    firsts = sorted(core for core in cores if core - 1 not in cores)
+    lasts = sorted(core for core in cores if core + 1 not in cores)
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(firsts, lasts, strict=True))
