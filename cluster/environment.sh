@@ -4,33 +4,7 @@
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export PATH="$repository/.venv/bin:$PATH"
 
-# CANN, where it is installed. Its own scripts use variables that may not be set, end with commands that
-# may fail, and would take our arguments for theirs: they get none.
-read_cann() {
-  local script=$1 options=$-
-  shift
-  set +eu
-  . "$script" || echo "$script ended with $?: is CANN whole? 'dist-aclgraph doctor' looks at it" >&2
-  case $options in *e*) set -e ;; esac
-  case $options in *u*) set -u ;; esac
-}
-installed=${ASCEND_INSTALL_PATH:-/usr/local/Ascend}
-scripts=()
-if [ -z "${ASCEND_HOME_PATH:-}" ]; then
-  # From 8.5 on CANN is in cann/, before in ascend-toolkit/. The newer one wins, as in 'dist-aclgraph doctor'.
-  for script in "$installed"/{cann,ascend-toolkit}/set_env.sh; do
-    if [ -f "$script" ]; then
-      scripts+=("$script")
-      break
-    fi
-  done
-fi
-if [ -f "$installed/nnal/atb/set_env.sh" ]; then
-  scripts+=("$installed/nnal/atb/set_env.sh")
-fi
-for script in ${scripts[@]+"${scripts[@]}"}; do
-  read_cann "$script"
-done
+. "$repository/cluster/cann.sh"
 
 # A client of Ray can run code, so Ray requires a token, which is the same on all nodes.
 export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}"

@@ -15,7 +15,10 @@ import jsonschema
 import pytest
 import yaml
 
+from dist_aclgraph.cli.doctor.examine import PYTHONS
 from dist_aclgraph.config import load_config
+from dist_aclgraph.config.chips import CHIP_FAMILIES
+from dist_aclgraph.config.device import ASSUMED_CANN
 from dist_aclgraph.serve.app import AppArgs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,6 +34,10 @@ PROVIDER_KEYS = {"type", "head_ip", "worker_ips"}
 def read(name: str) -> dict[str, Any]:
     read: dict[str, Any] = yaml.safe_load((CLUSTER / name).read_text())
     return read
+
+
+def read_text(name: str) -> str:
+    return (CLUSTER / name).read_text()
 
 
 def check_ray_up(config: dict[str, Any]) -> None:
@@ -131,13 +138,79 @@ def test_both_manifests_have_the_same_cluster() -> None:
     assert read("rayservice.yaml")["spec"]["rayClusterConfig"] == read("raycluster.yaml")["spec"]
 
 
-def test_workers_ask_for_npus_and_tell_ray_of_them() -> None:
-    (group,) = read("raycluster.yaml")["spec"]["workerGroupSpecs"]
-    (container,) = group["template"]["spec"]["containers"]
+def test_workers_ask_for_all_npus_of_a_host_and_tell_ray_of_them() -> None:
+    spec = read("raycluster.yaml")["spec"]
+    asked = {}
+    for group in spec["workerGroupSpecs"]:
+        (container,) = group["template"]["spec"]["containers"]
+        resources = container["resources"]
+        asked[group["groupName"]] = (container["image"], resources["limits"])
+        assert resources["requests"] == resources["limits"]
+        declared = json.loads(json.loads(group["rayStartParams"]["resources"]))
+        assert declared == {"NPU": resources["limits"]["huawei.com/Ascend910"]}
 
-    declared = json.loads(json.loads(group["rayStartParams"]["resources"]))
-    assert declared == {"NPU": container["resources"]["limits"]["huawei.com/Ascend910"]}
-    assert read("raycluster.yaml")["spec"]["authOptions"] == {"mode": "token"}
+    npus = {name: limits["huawei.com/Ascend910"] for name, (_, limits) in asked.items()}
+    assert npus == {each.generation.lower(): each.node_npus for each in CHIP_FAMILIES}
+    images = {name: image for name, (image, _) in asked.items()}
+    assert images == {"a2": "dist-aclgraph:ascend", "a3": "dist-aclgraph:ascend-a3"}
+    assert all(f"-t {image} " in read_text("Dockerfile.ascend") for image in images.values())
+    assert spec["authOptions"] == {"mode": "token"}
+
+
+@pytest.mark.parametrize("num_npus", [0, 8, 16])
+def test_a_container_gets_all_npus_of_its_host(tmp_path: Path, num_npus: int) -> None:
+    """Ray joins the options, and its shell on the host expands them."""
+    from ray.autoscaler._private.docker import docker_start_cmds
+
+    docker = read("cluster-docker.yaml")["docker"]
+    npus = [f"davinci{number}" for number in range(num_npus)]
+    others = ["davinci_manager", "devmm_svm", "hisi_hdc"] if npus else []
+    for name in (*npus, *others, "null"):
+        (tmp_path / name).touch()
+    options = [option.replace("/dev ", f"{tmp_path} ") for option in docker["run_options"]]
+    command = docker_start_cmds("root", "image", {}, "name", options, "cluster", "/root", "echo")
+
+    said = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, check=True, timeout=60
+    )
+
+    devices = re.findall(r"--device=(\S+)", said.stdout)
+    assert sorted(devices) == sorted(f"{tmp_path}/{name}" for name in (*npus, *others))
+    assert "--shm-size=64g" in said.stdout.split()
+
+
+def test_images_are_of_the_cann_and_the_chips_that_are_supported() -> None:
+    text = read_text("Dockerfile.ascend")
+
+    (base,) = re.findall(r"^ARG CANN=(.*)$", text, re.MULTILINE)
+    cann, *_, python = base.rpartition(":")[2].split("-")
+    assert cann == ASSUMED_CANN
+    assert tuple(map(int, python.removeprefix("py").split("."))) in PYTHONS
+    assert "ARG CHIP=910b\n" in text and "--build-arg CHIP=a3" in text
+
+
+@pytest.mark.parametrize("shell", [["bash", "-c"], ["bash", "-lc"]])
+def test_shells_that_kuberay_starts_have_canns_variables(tmp_path: Path, shell: list[str]) -> None:
+    (name,) = re.findall(
+        r"^ENV BASH_ENV=/opt/dist_aclgraph/(.*)$", read_text("Dockerfile.ascend"), re.M
+    )
+    script = tmp_path / "Ascend" / "cann" / "set_env.sh"
+    script.parent.mkdir(parents=True)
+    # As CANN's own, it starts a shell.
+    script.write_text("export ASCEND_HOME_PATH=$(bash -c 'echo found')$#\n")
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path),
+        "BASH_ENV": str(ROOT / name),
+        "ASCEND_INSTALL_PATH": str(tmp_path / "Ascend"),
+    }
+
+    said = subprocess.run(
+        [*shell, "echo $ASCEND_HOME_PATH; declare -F", "name", "argument"],
+        env=environment, capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+
+    assert said.stdout == "found0\n"
 
 
 def applications(name: str) -> list[dict[str, Any]]:
@@ -236,7 +309,7 @@ def test_the_scripts_tell_ray_what_it_must_know(
     ray.write_text('#!/bin/sh\necho "$@"\necho "$RAY_AUTH_MODE $RAY_worker_niceness"\n')
     ray.chmod(0o755)
     (tmp_path / "cluster").mkdir()
-    for name in (script, "environment.sh"):
+    for name in (script, "environment.sh", "cann.sh"):
         (tmp_path / "cluster" / name).write_bytes((CLUSTER / name).read_bytes())
     (tmp_path / "cluster" / script).chmod(0o755)
 
